@@ -46,6 +46,10 @@ class PeerError(PacelineError):
     """Another process of the cluster did something wrong or answered with an error."""
 
 
+class NoRoomError(PeerError):
+    """A server has no memory, or no room on its disk, for a request: it was refused whole and nothing has changed."""
+
+
 class ProtocolError(PeerError):
     """A peer sent bytes that are no legal frame: wrong magic, version, kind or length."""
 

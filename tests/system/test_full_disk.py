@@ -86,3 +86,19 @@ def test_a_full_disk_and_one_to_be_read_only(paceline: Commands, click_log: tupl
     finished, lines = train("--save", model)
     assert finished.status == 1
     assert lines == [f"paceline: cannot save a model in {model}: Read-only file system"]
+
+
+def test_a_full_spill_disk_ends_the_training(paceline: Commands, tmp_path: Path, disk: Disk) -> None:
+    """Pushes were refused one by one, and the training ended well, without what they held."""
+    data = tmp_path / "wide.svm"
+    lines = [f"{row % 2} " + " ".join(f"{row * 40 + i}:1" for i in range(40)) + "\n" for row in range(6000)]
+    data.write_text("".join(lines) + lines[0] * 6000)  # of which the last half finds its rows there
+    finished = paceline.start(
+        "train", data, "-q", "--workers", "1", "--batch-size", "64", "--epochs", "1", "--consistency", "eventual",
+        "--memory-limit", "512K", "--spill-dir", disk.folder, within=disk.within,
+    ).wait()  # fmt: skip
+    assert finished.status == 1
+    *_, last = finished.err.splitlines()
+    assert last.startswith("paceline: server 0 has no room for this request: ")
+    assert f" MB of rows find no room in {disk.folder}: No space left on device; it was refused, and nothing" in last
+    assert disk.files() == []

@@ -105,7 +105,7 @@ def test_train_save_predict(
     assert 0.4 < result["log_loss"] < 0.6
     assert result["examples_per_s"] == pytest.approx(result["examples"] / result["seconds"])
     assert result["lost_workers"] == result["bad_lines"] == 0
-    assert set(result["staleness"]) == {"mean", "max", "histogram"}
+    assert set(result["staleness"]) == {"mean", "max", "histogram", "dropped"}
     assert sum(result["staleness"]["histogram"]) > 0
     assert "examples/s" not in trained.err  # which is no terminal
     assert result["progressive"][-1]["examples"] == 12_000  # of the first pass

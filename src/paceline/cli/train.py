@@ -398,6 +398,7 @@ def _print(result: TrainResult, save: Path | None) -> None:
             f"trained on {result.examples:,} examples in {result.seconds:.2f} s ({result.examples_per_s:,.0f}/s), "
             f"{result.num_features:,} features, {result.model.loss_name} {result.train_loss:.4f}, "
             f"staleness {result.staleness['mean']:.2f} (at most {result.staleness['max']})"
+            + (f", {result.staleness['dropped']} pushes dropped as too stale" if result.staleness["dropped"] else "")
         )
     found = result.evaluation
     if found is not None:

@@ -8,6 +8,7 @@ reported done when the servers have acknowledged the last push that came of it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -20,7 +21,7 @@ import msgspec
 import numpy as np
 
 from paceline.data import Dataset, open_spec
-from paceline.errors import DataError, LostRowsError, PacelineError, PeerError, UsageError
+from paceline.errors import DataError, LostRowsError, NoRoomError, PacelineError, PeerError, UsageError
 from paceline.protocol.jobs import ALL_DONE, Job, Lease
 from paceline.ps import RULES, Client, SparseTable, Ticket, from_fields, messages
 from paceline.transport import Transport
@@ -117,8 +118,8 @@ class Worker:
                     self._evaluate(job, model, dataset, tables, counters)
                 self.rest()
                 self._report_data(number, dataset, counters)
-        except (DataError, LostRowsError, UsageError) as error:
-            self.rest()
+        except (DataError, LostRowsError, NoRoomError, UsageError) as error:
+            self._rest_after_failure()
             self._call(messages.JobFailed(job=number, error=type(error).__name__, message=str(error)))
 
     # Training.
@@ -328,6 +329,12 @@ class Worker:
             self._client.retire()
             self._retired = True
 
+    def _rest_after_failure(self) -> None:
+        """Rest; that more of what was pushed before is refused as well is no news."""
+        with contextlib.suppress(NoRoomError, UsageError):
+            self.rest()
+        self.rest()
+
     def _take_part(self) -> None:
         if self._retired:
             self._client.join()
@@ -429,6 +436,8 @@ class _Pipeline:
     def _confirm(self) -> None:
         pushed, shards, progress = self._unconfirmed.popleft()
         pushed.wait()
+        with self._client.servers.lock:
+            self._client.servers.raise_failures()  # of the shards' pushes before
         self._report(shards, progress)
 
     def _report(self, shards: list[Lease], progress: dict[str, float]) -> None:

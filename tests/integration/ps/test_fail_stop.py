@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.errors import PacelineError, PeerError
+from paceline.errors import NoRoomError, PacelineError, PeerError
 from paceline.protocol import BoundedDelay, Consistency, Eventual, Sequential
 from paceline.protocol.replication import Lead
 from paceline.ps import SGD, Client, SparseTable
@@ -24,14 +25,18 @@ ONES = -np.ones((300, 1), np.float32)
 
 def fail_once(node: ServerNode, name: str, error: Exception) -> None:
     """Have the next call of a method of the server's part of the first table raise this."""
-    part: Any = node.server.tables.by_number[1].part
-    original = getattr(part, name)
+    raise_once(node.server.tables.by_number[1].part, name, error)
+
+
+def raise_once(of: Any, name: str, error: Exception) -> None:
+    """Have the next call of a method of an object raise this."""
+    original = getattr(of, name)
 
     def fails(*arguments: Any) -> Any:
-        setattr(part, name, original)
+        setattr(of, name, original)
         raise error
 
-    setattr(part, name, fails)
+    setattr(of, name, fails)
 
 
 def led_by(node: ServerNode) -> Keys:
@@ -170,3 +175,30 @@ def test_whoever_waits_hears_that_the_line_to_the_scheduler_has_failed(monkeypat
             client.tables()
         wait_until(lambda: bool(seen))
         assert seen[0].exc_type is KeyError
+
+
+@pytest.mark.parametrize("consistency", [Eventual(), BoundedDelay(tau=0), Sequential()], ids=str)
+def test_a_refused_push_ends_its_iteration_and_is_told_by_the_next(consistency: Consistency) -> None:
+    """Others waited a minute for the tick that was refused with the push; nobody heard of one that was not awaited."""
+    with Cluster(consistency=consistency, workers=2) as cluster:
+        first, second = cluster.connect(), cluster.connect()
+        tables = table_of(first), table_of(second)
+        for table in tables:
+            table.push(KEYS, ONES, tick=True).wait()
+        tables[1].pull(KEYS)
+        (node,) = cluster.nodes
+        if node.server.runtime.sums is not None:
+            raise_once(node.server.runtime.sums.buffer, "copy", MemoryError())
+        else:
+            fail_once(node, "reserve", MemoryError())
+        ticket = tables[0].push(KEYS, ONES, tick=True)
+        while not ticket.done():
+            time.sleep(0.001)
+        tables[1].push(KEYS, ONES, tick=True).wait()
+        for table in tables:
+            assert set(table.pull(KEYS).reshape(-1)) == {3.0}
+        with pytest.raises(NoRoomError, match="server 0 has no memory for this request"):
+            tables[0].push(KEYS, ONES, tick=True)
+        for table in tables:
+            table.push(KEYS, ONES, tick=True).wait()
+        assert set(tables[0].pull(KEYS).reshape(-1)) == {5.0}

@@ -42,7 +42,7 @@ def test_no_nan_in_json() -> None:
         train_loss=math.inf,
         num_features=1,
         evaluation=evaluate([0.0, 0.0], [0.5, 0.25]),
-        staleness=summarize_staleness([[3, 0, 1], [1, 0, 0]]),
+        staleness=summarize_staleness([[3, 0, 1], [1, 0, 0]], 7),
         bad_lines=BadData(0, []),
         lost_workers=0,
         bytes=0,
@@ -50,11 +50,11 @@ def test_no_nan_in_json() -> None:
     told = json.loads(json.dumps(result.as_json(), allow_nan=False))
     assert told["auc"] is None
     assert told["train_log_loss"] is None
-    assert told["staleness"] == {"mean": 0.4, "max": 2, "histogram": [4, 0, 1]}
+    assert told["staleness"] == {"mean": 0.4, "max": 2, "histogram": [4, 0, 1], "dropped": 7}
 
 
 def test_no_staleness_at_all() -> None:
-    assert summarize_staleness([[0, 0, 0]]) == {"mean": 0.0, "max": 0, "histogram": [0]}
+    assert summarize_staleness([[0, 0, 0]]) == {"mean": 0.0, "max": 0, "histogram": [0], "dropped": 0}
 
 
 def test_the_running_loss_forgets_the_beginning() -> None:

@@ -44,7 +44,9 @@ class ClusterHealth:
         num_lost = self._num_lost_before + state.lost_workers
         if num_lost > self.num_lost_workers:
             self.num_lost_workers = num_lost
-            self._warn(f"a worker died: {state.num_workers} go on, and its unfinished shards are read again ({task})")
+            if state.num_workers:  # else :meth:`check_workers` says what follows
+                go_on = "1 goes on" if state.num_workers == 1 else f"{state.num_workers} go on"
+                self._warn(f"a worker died: {go_on}, and its unfinished shards are read again ({task})")
 
     def note_replaced(self) -> None:
         """Say if the scheduler or a server was replaced."""

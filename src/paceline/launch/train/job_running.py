@@ -13,6 +13,7 @@ from paceline.errors import (
     DeadlineError,
     LostRowsError,
     ModelLostError,
+    NoRoomError,
     PacelineError,
     TableMismatchError,
     UsageError,
@@ -32,7 +33,7 @@ _TELL_S = 0.2
 _ANSWER_S = 1.0
 _PATIENCE_S = 90.0  # longer than the client's with a scheduler that is gone
 _ERRORS: dict[str, type[PacelineError]] = {
-    kind.__name__: kind for kind in (DataError, LostRowsError, TableMismatchError, UsageError)
+    kind.__name__: kind for kind in (DataError, LostRowsError, NoRoomError, TableMismatchError, UsageError)
 }
 
 
@@ -80,8 +81,9 @@ class JobRunner:
         """Run a job on the shards of a data set, of which those `before` are done, and take what is reported.
 
         `span` is the part of the whole work that it makes up. With `num_shards` it is no data that is shared out but so
-        many turns. `on_report` is told of reports as they come. Raises DataError, LostRowsError, UsageError and
-        TableMismatchError as workers do; ModelLostError, PeerError and KeyboardInterrupt for what happens meanwhile.
+        many turns. `on_report` is told of reports as they come. Raises DataError, LostRowsError, NoRoomError,
+        TableMismatchError and UsageError as workers do; ModelLostError, PeerError and KeyboardInterrupt for what
+        happens meanwhile.
         """
         self._health.begin_job()
         strided = job.task != "evaluate" and isinstance(self._client.consistency, Sequential)

@@ -100,8 +100,8 @@ def json_number(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def summarize_staleness(histograms: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Return mean, maximum and histogram of the staleness that servers observed."""
+def summarize_staleness(histograms: Sequence[Sequence[int]], num_dropped: int = 0) -> dict[str, Any]:
+    """Return mean, maximum and histogram of the staleness that servers observed, and how many pushes they dropped."""
     total = np.sum(np.array(histograms, np.int64), axis=0)
     count = int(total.sum())
     seen = np.flatnonzero(total)
@@ -110,6 +110,7 @@ def summarize_staleness(histograms: Sequence[Sequence[int]]) -> dict[str, Any]:
         "mean": float((total * np.arange(len(total))).sum() / count) if count else 0.0,
         "max": last,
         "histogram": total[: last + 1].tolist(),
+        "dropped": num_dropped,
     }
 
 
@@ -119,16 +120,18 @@ class ObservedStaleness:
     def __init__(self, client: Client, model: SparseModel) -> None:
         self._client = client
         self._tables = [table.name for table in model.tables]
-        self._before = self._counts()
+        self._before, self._dropped_before = self._counts()
 
     def summary(self) -> dict[str, Any]:
         """Return what `summarize_staleness` does; zeros if no gradient has come."""
-        return summarize_staleness([(self._counts() - self._before).tolist()])
+        counts, num_dropped = self._counts()
+        return summarize_staleness([(counts - self._before).tolist()], num_dropped - self._dropped_before)
 
-    def _counts(self) -> npt.NDArray[np.int64]:
-        counts = np.zeros(HISTOGRAM_SIZE, np.int64)
+    def _counts(self) -> tuple[npt.NDArray[np.int64], int]:
+        counts, num_dropped = np.zeros(HISTOGRAM_SIZE, np.int64), 0
         for server in self._client.statistics():
             for name in self._tables:
                 if name in server.tables:
                     counts += np.array(server.tables[name].staleness, np.int64)
-        return counts
+                    num_dropped += server.tables[name].dropped
+        return counts, num_dropped

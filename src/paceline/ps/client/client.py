@@ -142,7 +142,7 @@ class Client:
         """
         servers = self.servers
         with servers.lock:
-            servers.core.check_takes_part()
+            servers.check_may_tick()
             servers.raise_failures()
             for connection in servers.connections:
                 connection.send(TICK, 0, 0, servers.core.clock, 0, ())

@@ -157,7 +157,7 @@ class DenseTable(Table):
         servers, core = self._servers, self._servers.core
         values = out if inverse is None or out is None else np.empty(len(keys), np.float32)
         if ticks:
-            core.check_takes_part()
+            servers.check_may_tick()
         flags = TICKS if ticks else 0
         sequence = core.next_sequence() if grads is not None else core.sequence
         connections = self._connections()
@@ -212,7 +212,7 @@ class DenseTable(Table):
     ) -> Ticket:
         servers, core = self._servers, self._servers.core
         if ticks:
-            core.check_takes_part()
+            servers.check_may_tick()
         flags = RANGE | (TICKS if ticks else 0)
         sequence = core.next_sequence() if grads is not None else core.sequence
         bounds = np.array([start, stop], np.uint64)

@@ -256,6 +256,12 @@ class Servers:
             self._progress(next(iter(busy.in_flight.values())))
         self.raise_failures()
 
+    def check_may_tick(self) -> None:
+        """Raise UsageError if this client takes no part in iterations; and the first failure that nobody was told."""
+        self.core.check_takes_part()
+        if self.core.failures:
+            self.raise_failures()
+
     def raise_failures(self) -> None:
         """Raise the first failure of a request that nobody has waited for."""
         for connection in self.newest():

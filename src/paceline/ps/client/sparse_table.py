@@ -244,7 +244,7 @@ class SparseTable(Table):
         if servers.routes.lost:
             self._check_there(keys)
         if ticks:
-            core.check_takes_part()
+            servers.check_may_tick()
         clock, flags = core.clock + ahead, (TICKS if ticks else 0) | (EXACT if self.is_count and kind == PUSH else 0)
         sequence = core.next_sequence() if grads is not None else core.sequence
         if len(connections) == 1:

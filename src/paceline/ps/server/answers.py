@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.errors import DeadlineError, NonFiniteError, PeerError, StaleEpochError, UsageError
+from paceline.errors import DeadlineError, NonFiniteError, NoRoomError, PeerError, StaleEpochError, UsageError
 from paceline.filters.base import Bytes
 from paceline.protocol import ServerCore
 from paceline.protocol.buckets import Buckets
@@ -143,15 +143,15 @@ class Answers:
             f"{self._core.replication.version}): the request was not carried out; take the new map and send it again"
         )
 
-    def no_memory(self, error: MemoryError) -> PeerError:
+    def no_memory(self, error: MemoryError) -> NoRoomError:
         """Return why a request is refused that there is no memory for."""
         rank = self._tables.rank
         if isinstance(error, SpillError):
-            return PeerError(
+            return NoRoomError(
                 f"server {rank} has no room for this request: {error}; it was refused, and nothing has changed: free "
                 "some of the disk, name another folder with --spill-dir, or start more servers"
             )
-        return PeerError(
+        return NoRoomError(
             f"server {rank} has no memory for this request: it was refused, and nothing has changed; ask for less at a "
             "time, or start more servers"
         )

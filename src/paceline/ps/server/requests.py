@@ -87,11 +87,15 @@ class Requests:
 
     def tick(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
         """Take a TICK frame."""
+        self.count_tick(peer, header)
+        self._answers.acknowledge(peer, header, 0)
+
+    def count_tick(self, peer: Peer, header: Header) -> None:
+        """Take note that a worker has ended the iteration of a frame."""
         worker, core = peer.hello.incarnation, self._core
         if worker in core.workers.counted:
             core.workers.check_leap(worker, header.clock, core.progress.updates)
         self._runtime.tick(worker, header.clock + 1)
-        self._answers.acknowledge(peer, header, 0)
 
     def synced(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
         """Take a SYNCED frame."""

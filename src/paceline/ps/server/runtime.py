@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from paceline.errors import PacelineError, PeerError
+from paceline.errors import NoRoomError, PacelineError
 from paceline.protocol import Sequential, ServerCore, replication
 from paceline.protocol.buckets import to_bytes
 from paceline.protocol.replication import AGGREGATE
@@ -183,7 +183,7 @@ class Runtime:
             read.peer.send_error(read.header, error)
         except MemoryError:
             what = f"server {self.tables.rank} has no memory for the values that were asked for"
-            read.peer.send_error(read.header, PeerError(what))
+            read.peer.send_error(read.header, NoRoomError(what))
 
     def _acknowledge(self, instruction: replication.Acknowledge) -> None:
         """Answer a push that all servers of its chains have."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from typing_extensions import override
 
-from paceline.errors import PacelineError, ProtocolError
+from paceline.errors import NonFiniteError, PacelineError, ProtocolError
 from paceline.protocol import Consistency, ServerCore, StalePolicy
 from paceline.protocol.server import Kind, Timing, events
 from paceline.protocol.server.waiting import KEPT
@@ -35,6 +35,7 @@ from paceline.ps.messages import (
     STATE,
     SYNCED,
     TICK,
+    TICKS,
 )
 from paceline.ps.server.answers import Answers
 from paceline.ps.server.back_pressure import BackPressure
@@ -194,14 +195,23 @@ class Server(Handler):
             )
             if is_ordinary or self._is_timely(peer, header, meta, body):
                 handle(peer, header, meta, body)
-        except PacelineError:
+        except PacelineError as error:
             if self._is_sure:
+                if isinstance(error, NonFiniteError):
+                    self._end_iteration(peer, header)
                 raise
         except MemoryError as error:
             if self._is_sure:  # it came before anything was changed
+                self._end_iteration(peer, header)
                 raise self._answers.no_memory(error) from None
         except Exception as error:
             self._fail(error)
+
+    def _end_iteration(self, peer: Peer, header: Header) -> None:
+        """Take note of the tick of a push that was refused: the worker is further all the same, and told why."""
+        is_push = _KINDS[header.kind] is Kind.DATA and header.epoch == self.core.replication.version
+        if is_push and header.flags & TICKS and header.clock <= MAX_CLOCK:
+            self._requests.count_tick(peer, header)
 
     def _is_timely(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> bool:
         """Return whether a frame is to be handled now; keep it if it is early. Raises StaleEpochError if it is late."""
