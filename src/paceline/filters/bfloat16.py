@@ -11,7 +11,7 @@ from typing_extensions import override
 from paceline.filters.base import Bytes, Preserves, ValueFilter
 from paceline.tables.types import Floats
 
-_LARGEST = np.uint32(0x7F7F)
+_LARGEST, _NAN = np.uint32(0x7F7F), np.uint32(0x7FC0)
 _SIGN, _INFINITY = np.uint32(0x80000000), np.uint32(0x7F800000)
 _HALF, _ONE, _SHIFT = np.uint32(0x7FFF), np.uint32(1), np.uint32(16)
 
@@ -31,9 +31,11 @@ class BFloat16(ValueFilter):
     @override
     def encode(self, values: Floats, seed: int | None, out: Bytes) -> None:
         bits = values.view(np.uint32)
-        rounded = (bits & ~_SIGN) + (_HALF + ((bits >> _SHIFT) & _ONE)) >> _SHIFT  # to even
+        magnitude = bits & ~_SIGN
+        rounded = magnitude + (_HALF + ((bits >> _SHIFT) & _ONE)) >> _SHIFT  # to even
         rounded = np.minimum(rounded, _LARGEST)  # what is finite stays so
-        rounded = np.where((bits & _INFINITY) == _INFINITY, (bits & ~_SIGN) >> _SHIFT, rounded)
+        rounded = np.where(magnitude == _INFINITY, _INFINITY >> _SHIFT, rounded)
+        rounded = np.where(magnitude > _INFINITY, _NAN, rounded)  # whose upper half alone may be an infinity
         out.view(np.uint16)[:] = rounded | ((bits & _SIGN) >> _SHIFT)
 
     @override

@@ -24,6 +24,7 @@ from paceline.filters.base import (
     from_description,
     parse_filter,
 )
+from paceline.filters.calls import num_bytes_of, packed_by, read_values, unpacked_by, write_values
 from paceline.filters.delta_keys import DeltaKeys
 from paceline.filters.key_caching import DIGEST_BYTES, LEAST_KEYS, KeyCaching, digest_of
 from paceline.filters.key_memory import KeyMemory
@@ -69,6 +70,8 @@ class FilterChain:
     """Filters in the order in which a sender applies them. Immutable; what they remember is elsewhere."""
 
     def __init__(self, filters: Sequence[Filter] = ()) -> None:
+        if not isinstance(filters, (list, tuple)):
+            raise UsageError(f"filters={filters!r}: expected a list of filters such as [paceline.Quantize(bits=8)]")
         self.filters = tuple(filters)
         for each in self.filters:
             _check(each)
@@ -135,14 +138,14 @@ class FilterChain:
         """
         form, written = (RANGE, keys.view(np.uint8)) if is_range else self._write_keys(keys, memory)
         key_bytes = len(written)
-        body = np.empty(HEAD_BYTES + (key_bytes + 3 & -4) + self._value_bytes(len(values)), np.uint8)
+        body = np.empty(HEAD_BYTES + (key_bytes + 3 & -4) + num_bytes_of(self.values, len(values)), np.uint8)
         at = HEAD_BYTES + key_bytes
         body[HEAD_BYTES:at] = written
         start = at + 3 & -4
         body[at:start] = 0
-        self._write_values(values, seed, body[start:])
+        write_values(self.values, values, seed, body[start:])
         if read is not None and self.values is not None:
-            self.values.decode(body[start:], read)
+            read_values(self.values, body[start:], read)
         return self._packed(body, len(keys), len(values), key_bytes, form)
 
     def _write_keys(self, keys: Keys, memory: KeyMemory | None) -> tuple[int, Bytes]:
@@ -173,11 +176,11 @@ class FilterChain:
         if form not in _FORMS or 8 * num_keys + 4 * num_values > max_bytes or not least <= key_bytes <= most:
             raise _malformed(f"{num_keys} keys in {key_bytes} bytes of form {form}, and {num_values} values")
         start = key_bytes + 3 & -4
-        rest = self._unpacked(body[HEAD_BYTES:], is_packed, start + self._value_bytes(num_values))
+        rest = self._unpacked(body[HEAD_BYTES:], is_packed, start + num_bytes_of(self.values, num_values))
         decoded = np.empty(8 * num_keys + 4 * num_values, np.uint8)
         keys, values = decoded[: 8 * num_keys].view(np.uint64), decoded[8 * num_keys :].view(np.float32)
         self._read_keys(rest[:key_bytes], form, keys, memory)
-        self._read_values(rest[start:], values)
+        read_values(self.values, rest[start:], values)
         return Decoded(form == RANGE, keys, values, decoded)
 
     def _read_keys(self, written: Bytes, form: int, keys: Keys, memory: KeyMemory | None) -> None:
@@ -211,8 +214,8 @@ class FilterChain:
 
     def encode_values(self, values: Floats, seed: int) -> Bytes:
         """Return the body for values alone."""
-        body = np.empty(HEAD_BYTES + self._value_bytes(len(values)), np.uint8)
-        self._write_values(values, seed, body[HEAD_BYTES:])
+        body = np.empty(HEAD_BYTES + num_bytes_of(self.values, len(values)), np.uint8)
+        write_values(self.values, values, seed, body[HEAD_BYTES:])
         return self._packed(body, 0, len(values), 0, 0)
 
     def decode_values(self, body: Bytes, out: Floats) -> None:
@@ -220,38 +223,15 @@ class FilterChain:
         num_keys, num_values, key_bytes, form, is_packed = self._head(body)
         if num_keys or key_bytes or form or num_values != len(out):
             raise _malformed(f"{num_values} values, where {len(out)} were asked for")
-        self._read_values(self._unpacked(body[HEAD_BYTES:], is_packed, self._value_bytes(num_values)), out)
-
-    def round_trip(self, values: Floats, seed: int) -> Floats:
-        """Return values as the other end will have them."""
-        if self.values is None:
-            return values
-        data, out = np.empty(self.values.num_bytes(len(values)), np.uint8), np.empty_like(values)
-        self.values.encode(values, seed, data)
-        self.values.decode(data, out)
-        return out
+        data = self._unpacked(body[HEAD_BYTES:], is_packed, num_bytes_of(self.values, num_values))
+        read_values(self.values, data, out)
 
     # What both have.
-
-    def _value_bytes(self, count: int) -> int:
-        return 4 * count if self.values is None else self.values.num_bytes(count)
-
-    def _write_values(self, values: Floats, seed: int | None, out: Bytes) -> None:
-        if self.values is None:
-            out.view(np.float32)[:] = values
-        else:
-            self.values.encode(values, seed, out)
-
-    def _read_values(self, data: Bytes, out: Floats) -> None:
-        if self.values is None:
-            out.view(np.uint8)[:] = data
-        else:
-            self.values.decode(data, out)
 
     def _packed(self, body: Bytes, num_keys: int, num_values: int, key_bytes: int, form: int) -> Bytes:
         is_packed = False
         if self.bytes is not None:
-            packed = self.bytes.pack(body[HEAD_BYTES:])
+            packed = packed_by(self.bytes, body[HEAD_BYTES:])
             if HEAD_BYTES + len(packed) < len(body):
                 body = np.concatenate([body[:HEAD_BYTES], packed])
                 is_packed = True
@@ -268,7 +248,9 @@ class FilterChain:
     def _unpacked(self, data: Bytes, is_packed: int, num_bytes: int) -> Bytes:
         if is_packed and self.bytes is not None:
             try:
-                data = self.bytes.unpack(data, num_bytes)
+                data = unpacked_by(self.bytes, data, num_bytes)
+            except UsageError:  # of a filter that failed
+                raise
             except ValueError as error:
                 raise _malformed(str(error)) from None
             if not data.flags.writeable:  # which kernels ask for

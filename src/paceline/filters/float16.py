@@ -18,7 +18,7 @@ _LARGEST = np.float32(65504)
 class Float16(ValueFilter):
     """Two bytes a value, rounded to 11 bits: an error of at most 2^-11 of the value, or 2^-25 for those below 2^-14.
 
-    Magnitudes above 65504, infinity among them, become that.
+    Finite magnitudes above 65504 become that; infinities and NaN stay what they are.
     """
 
     name: ClassVar[str] = "float16"
@@ -31,7 +31,11 @@ class Float16(ValueFilter):
 
     @override
     def encode(self, values: Floats, seed: int | None, out: Bytes) -> None:
-        out.view(np.float16)[:] = np.clip(values, -_LARGEST, _LARGEST)
+        halves = out.view(np.float16)
+        halves[:] = np.clip(values, -_LARGEST, _LARGEST)
+        is_infinite = np.isinf(values)
+        if is_infinite.any():
+            halves[is_infinite] = values[is_infinite]
 
     @override
     def decode(self, data: Bytes, out: Floats) -> None:

@@ -7,8 +7,8 @@ bytes go where, and is sent what came (a coroutine): so whoever has a network dr
   rank i, which sends the mean of these to all. Both are rounded; each rank keeps the error of what it has rounded and
   adds it to the next gradient (Tang et al., "1-bit Adam", ICML 2021, section 4).
 - :class:`~paceline.filters.TopK` sends each rank's largest values and their positions to all.
-- :class:`~paceline.filters.RandomK` takes the same positions on all ranks, whose values go as in an all-reduce. They
-  are others each time: the mean is rounded by chance, and no error of it kept.
+- :class:`~paceline.filters.RandomK` takes the same positions on all ranks, whose values go as in an all-reduce: each
+  to the rank that averages its position always, which so can keep the error of the mean.
 
 What is not sent is kept too. Every rank reads the same bytes: replicas stay equal to the bit.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -24,6 +25,7 @@ import numpy.typing as npt
 
 from paceline.errors import UsageError
 from paceline.filters.base import Bytes, Filter, RowFilter, ValueFilter
+from paceline.filters.calls import num_bytes_of, read_values, rows_chosen_by, write_values
 from paceline.filters.chain import FilterChain, parse_filters
 from paceline.filters.chance import seed_of
 from paceline.filters.random_k import RandomK
@@ -79,7 +81,11 @@ class GradientMean:
         self._rank, self._size, self._number = rank, size, number
         self.rest = rest
         """What was not sent so far, float32 [n]; to be added to the next gradient."""
-        self.mean_rest = np.zeros(0, np.float32)
+        part = -(-len(rest) // (size * BLOCK)) * BLOCK
+        self._bounds = np.minimum(np.arange(size + 1) * part, len(rest))
+        """Rank i averages positions [bounds[i], bounds[i + 1])."""
+        own = slice(self._bounds[rank], self._bounds[rank + 1])
+        self.mean_rest = np.zeros(0 if isinstance(self._choice, TopK) else own.stop - own.start, np.float32)
         """What was not sent of the mean of the part that this rank averages."""
         self._count = 0
         self._keys = np.arange(len(rest) if self._choice is not None else 0, dtype=np.uint64)
@@ -89,13 +95,13 @@ class GradientMean:
         if self._size == 1:
             return grads
         self._count += 1
-        values: Floats = grads + self.rest
+        with _quiet():
+            values: Floats = grads + self.rest
         if self._choice is None:
-            found, read = yield from self._average_all(values)
-            np.subtract(values, read, out=self.rest)
-            forget_non_finite(self.rest)
+            found, read = yield from self._average_all(values, self._bounds, slice(None))
+            self.rest[:] = _left(values, read)
             return found
-        chosen = self._choose(values)
+        chosen = self._choose(self._choice, values)
         part = values[chosen]
         out = np.zeros_like(values)
         if isinstance(self._choice, TopK):
@@ -103,44 +109,57 @@ class GradientMean:
         else:
             if not np.isfinite(values).all():
                 part[:1] = np.nan  # all ranks see that there is one, whatever chance has chosen
-            out[chosen], read = yield from self._average_all(part)
-        self.rest[:] = values
-        self.rest[chosen] -= read
-        forget_non_finite(self.rest)
+            bounds = np.searchsorted(chosen, self._bounds)
+            start = self._bounds[self._rank]
+            own = chosen[bounds[self._rank] : bounds[self._rank + 1]] - start
+            out[chosen], read = yield from self._average_all(part, bounds, own)
+        sent = np.zeros_like(values)
+        sent[chosen] = read
+        self.rest[:] = _left(values, sent)
         return out
 
-    def _choose(self, values: Floats) -> Positions:
-        assert self._choice is not None
-        seed = seed_of(self._number, self._count)
-        return np.flatnonzero(self._choice.choose(self._keys, values.reshape(-1, 1), self._count, seed))
+    def settle(self) -> None:
+        """Have this rank's rest hold what was not sent of the mean too, for another that begins with that rest."""
+        if len(self.mean_rest):
+            start = self._bounds[self._rank]
+            self.rest[start : start + len(self.mean_rest)] += np.float32(self._size) * self.mean_rest
+            self.mean_rest[:] = 0
 
-    def _average_all(self, values: Floats) -> Generator[RankExchange, Bytes, tuple[Floats, Floats]]:
-        """Return the mean of all ranks' values, and of this rank's what the others have read."""
-        part = -(-len(values) // (self._size * BLOCK)) * BLOCK
-        parts = [values[rank * part : (rank + 1) * part] for rank in range(self._size)]
-        width = self._num_bytes(part)
+    def _choose(self, choice: RowFilter, values: Floats) -> Positions:
+        """Return which values are sent, at least one: a rank says by one that its values are not finite."""
+        seed = seed_of(self._number, self._count)
+        chosen = rows_chosen_by(choice, self._keys, values.reshape(-1, 1), self._count, seed)
+        return np.flatnonzero(chosen) if chosen.any() else np.arange(min(1, len(values)))
+
+    def _average_all(
+        self, values: Floats, bounds: Positions, own: Positions | slice
+    ) -> Generator[RankExchange, Bytes, tuple[Floats, Floats]]:
+        """Return the mean of all ranks' values, and of this rank's what the others have read.
+
+        Rank i averages ``values[bounds[i] : bounds[i + 1]]``; `own` says which of :attr:`mean_rest` belong to this
+        rank's.
+        """
+        parts = [slice(start, stop) for start, stop in pairwise(bounds.tolist())]
+        width = self._num_bytes(int(np.diff(bounds).max()))
         sent, read = np.zeros((self._size, width), np.uint8), np.empty_like(values)
-        for rank, each in enumerate(parts):
-            self._write(each, sent[rank], read[rank * part : rank * part + len(each)])
+        for row, part in zip(sent, parts, strict=True):
+            self._write(values[part], row, read[part])
         received = yield RankExchange(sent)
-        own = len(parts[self._rank])
-        mean, other = np.zeros(own, np.float32), np.empty(own, np.float32)
-        for row in received:
-            self._read(row, other)
-            mean += other
-        mean /= np.float32(self._size)
+        count = len(self.mean_rest[own])
+        mean, other = np.zeros(count, np.float32), np.empty(count, np.float32)
+        with _quiet():
+            for row in received:
+                self._read(row, other)
+                mean += other
+            mean /= np.float32(self._size)
+            mean += self.mean_rest[own]
         row = np.zeros(width, np.uint8)
-        if self._choice is None:
-            mean += self.mean_rest if self._count > 1 else 0
-            self._write(mean, row, other)
-            self.mean_rest = mean - other
-            forget_non_finite(self.mean_rest)
-        else:
-            self._write(mean, row, other, seed_of(self._number, self._count, self._rank))
+        self._write(mean, row, other)
+        self.mean_rest[own] = _left(mean, other)
         gathered = yield RankExchange(row)
         found = np.empty_like(values)
-        for rank, each in enumerate(parts):
-            self._read(gathered[rank], found[rank * part : rank * part + len(each)])
+        for row, part in zip(gathered, parts, strict=True):
+            self._read(row, found[part])
         return found, read
 
     def _add_up(self, chosen: Positions, values: Floats, out: Floats) -> Generator[RankExchange, Bytes, Floats]:
@@ -151,27 +170,33 @@ class GradientMean:
         self._write(values, row[:width], read)
         row[width:].view(np.uint32)[:] = chosen
         other = np.empty_like(values)
-        for each in (yield RankExchange(row)):
-            self._read(each[:width], other)
-            out[each[width:].view(np.uint32)] += other
-        out /= np.float32(self._size)
+        gathered = yield RankExchange(row)
+        with _quiet():
+            for each in gathered:
+                self._read(each[:width], other)
+                out[each[width:].view(np.uint32)] += other
+            out /= np.float32(self._size)
         return read
 
     def _num_bytes(self, count: int) -> int:
-        num_bytes = 4 * count if self._values is None else self._values.num_bytes(count)
-        return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        return -(-num_bytes_of(self._values, count) // _ALIGNMENT) * _ALIGNMENT
 
-    def _write(self, values: Floats, row: Bytes, read: Floats, seed: int | None = None) -> None:
-        """Write values to the head of a row; `read` gets what is read of them. Without a seed the error is kept."""
-        if self._values is None:
-            row[: values.nbytes].view(np.float32)[:] = read[:] = values
-            return
-        row = row[: self._values.num_bytes(len(values))]
-        self._values.encode(values, seed, row)
-        self._values.decode(row, read)
+    def _write(self, values: Floats, row: Bytes, read: Floats) -> None:
+        """Write values, to the nearest since errors are kept, to the head of a row; `read` gets what is read."""
+        row = row[: num_bytes_of(self._values, len(values))]
+        write_values(self._values, values, None, row)
+        read_values(self._values, row, read)
 
     def _read(self, row: Bytes, out: Floats) -> None:
-        if self._values is None:
-            out[:] = row[: out.nbytes].view(np.float32)
-        else:
-            self._values.decode(row[: self._values.num_bytes(len(out))], out)
+        read_values(self._values, row[: num_bytes_of(self._values, len(out))], out)
+
+
+def _left(values: Floats, read: Floats) -> Floats:
+    """Return what is to be added to the next values, since others have read these; nothing of what is not finite."""
+    with _quiet():
+        return forget_non_finite(values - read)
+
+
+def _quiet() -> np.errstate:
+    """Return a context without NumPy's warnings of what is not finite: a loss that is scaled too far is told by it."""
+    return np.errstate(over="ignore", invalid="ignore")

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.filters.base import RowFilter
+from paceline.filters.calls import rows_chosen_by, scale_of
 from paceline.tables.rules import SGD
 from paceline.tables.sparse_store import SparseStore
 from paceline.tables.types import Floats, Keys
@@ -55,14 +56,15 @@ class RowSelection:
                 rows = given + held
             chosen = self._choose(keys, rows, clock, seed)
             self._held.add(keys, np.where(chosen[:, None], -held, given))
-        rows, scale = rows[chosen], self._filter.rescale()
+        rows, scale = rows[chosen], scale_of(self._filter)
         if scale != 1.0:
-            rows *= np.float32(scale)
+            with np.errstate(over="ignore"):
+                rows *= np.float32(scale)
         return keys[chosen], rows.reshape(-1)
 
     def _choose(self, keys: Keys, rows: Floats, clock: int, seed: int) -> npt.NDArray[np.bool_]:
         """Return which rows go out: rows that are not finite always, for servers to refuse or to count."""
-        chosen = self._filter.choose(keys, rows, clock, seed)
+        chosen = rows_chosen_by(self._filter, keys, rows, clock, seed)
         is_finite = np.isfinite(rows)
         return chosen if is_finite.all() else chosen | ~is_finite.all(axis=1)
 

@@ -124,11 +124,12 @@ class _FilteredGradients:
         key = tuple(map(id, parameters))
         found = self._means.get(key)
         if found is None:
+            for known in [known for known in self._means if set(known) & set(key)]:
+                self._means.pop(known).settle()
             rests = [self._rests.get(id(each), np.zeros(each.numel(), np.float32)) for each in parameters]
             rest = np.concatenate(rests)
             ends = np.cumsum([len(each) for each in rests])
             self._rests.update(zip(key, np.split(rest, ends[:-1]), strict=True))  # views, which change with the whole
-            self._means = {known: mean for known, mean in self._means.items() if not set(known) & set(key)}
             found = self._means[key] = GradientMean(
                 self._chain, dist.get_rank(group), dist.get_world_size(group), rest, number=bucket.index()
             )

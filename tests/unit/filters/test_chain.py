@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,6 +16,7 @@ from paceline.filters import (
     ByteFilter,
     Compress,
     DeltaKeys,
+    Filter,
     FilterChain,
     Float16,
     KeyCaching,
@@ -22,12 +24,16 @@ from paceline.filters import (
     KeyNumbers,
     Quantize,
     RandomSkip,
+    RowFilter,
     TopK,
+    ValueFilter,
     base,
     parse_filters,
 )
+from paceline.filters.calls import num_bytes_of, read_values, write_values
 from paceline.filters.chain import HEAD_BYTES, UnknownKeysError, from_descriptions
 from paceline.filters.modules import modules_of
+from paceline.filters.rows import RowSelection
 from paceline.ps.client.filtered import TableFilters
 
 CHAINS = [
@@ -48,6 +54,14 @@ def keys_of(numbers: list[int], *, rising: bool) -> np.ndarray[Any, Any]:
     return np.array(sorted(numbers) if rising else numbers, np.uint64)
 
 
+def read_of(chain: FilterChain, values: np.ndarray[Any, Any], seed: int) -> np.ndarray[Any, Any]:
+    """Return values as the other end will have them."""
+    data, out = np.empty(num_bytes_of(chain.values, len(values)), np.uint8), np.empty_like(values)
+    write_values(chain.values, values, seed, data)
+    read_values(chain.values, data, out)
+    return out
+
+
 @pytest.mark.parametrize("chain", CHAINS, ids=str)
 @settings(max_examples=50)
 @given(
@@ -66,14 +80,14 @@ def test_messages_come_back(chain: FilterChain, numbers: list[int], dim: int, se
         found = chain.decode(body, theirs, MOST)
         assert not found.is_range
         np.testing.assert_array_equal(found.keys, keys)
-        np.testing.assert_array_equal(found.values, chain.round_trip(values, seed))
+        np.testing.assert_array_equal(found.values, read_of(chain, values, seed))
         if chain.is_exact:
             np.testing.assert_array_equal(found.values, values)
         assert found.body.tobytes() == found.keys.tobytes() + found.values.tobytes()
     assert ours is None or len(keys) <= 40 or sizes[1] < sizes[0]
     answer, out = chain.encode_values(values, seed), np.empty_like(values)
     chain.decode_values(answer, out)
-    np.testing.assert_array_equal(out, chain.round_trip(values, seed))
+    np.testing.assert_array_equal(out, read_of(chain, values, seed))
 
 
 def test_ranges_keep_their_bounds() -> None:
@@ -194,3 +208,63 @@ def test_what_is_pulled_keeps_four_bits_unless_it_is_said_otherwise(bits: int, p
     requests = [KeyCaching(), Quantize(bits=bits)]
     assert str(TableFilters(requests).answers) == f"quantize:{pulled}"
     assert str(TableFilters(requests, [Quantize(bits=bits)]).answers) == f"quantize:{bits}"
+
+
+def own(kind: Any, **members: Any) -> Any:
+    """Return a user's filter `own` that differs by these members from one that changes nothing."""
+    defaults: dict[type[Filter], dict[str, Any]] = {
+        ValueFilter: {
+            "num_bytes": lambda self, count: 4 * count,
+            "encode": lambda self, values, seed, out: out.__setitem__(slice(None), values.view(np.uint8)),
+            "decode": lambda self, data, out: out.__setitem__(slice(None), data.view(np.float32)),
+        },
+        ByteFilter: {"pack": lambda self, data: data[:1], "unpack": lambda self, data, num_bytes: data},
+        RowFilter: {"keeps_rest": False, "choose": lambda self, keys, rows, clock, seed: np.ones(len(keys), bool)},
+    }
+    said = {"name": "own", "preserves": "nothing", "__annotations__": {}}
+    made: Any = types.new_class(
+        "Own", (kind,), {"is_abstract": True}, lambda space: space.update(said | defaults[kind] | members)
+    )
+    return dataclasses.dataclass(frozen=True)(made)()
+
+
+@pytest.mark.parametrize(
+    ("kind", "members", "message"),
+    [
+        (ValueFilter, {"num_bytes": lambda self, count: 3}, r"failed at encode of 4 values to 3 bytes: ValueError: "),
+        (ValueFilter, {"num_bytes": lambda self, count: "4"}, r"failed at num_bytes\(4\): TypeError: "),
+        (ValueFilter, {"num_bytes": lambda self, count: -4}, r": num_bytes\(4\) is -4, expected 0 or more"),
+        (
+            ValueFilter,
+            {"decode": lambda self, data, out: out.__setitem__(slice(None), data)},
+            r"failed at decode of 16 bytes to 4 values: ValueError: could not broadcast .* \(16,\) into shape \(4,\)",
+        ),
+        (ByteFilter, {"pack": lambda self, data: b"1"}, r": pack returned bytes, expected an array, uint8 \[n\]"),
+        (ByteFilter, {"pack": lambda self, data: 1 / 0}, r"failed at pack of .* bytes: "),
+        (ByteFilter, {"unpack": lambda self, data, n: np.zeros(n)}, r": unpack returned float64 \[\d+\], expected"),
+        (
+            RowFilter,
+            {"choose": lambda self, keys, *_: np.arange(len(keys))},
+            r": choose returned int64 \[4\], expected",
+        ),
+        (RowFilter, {"choose": lambda self, *_: None}, r": choose returned NoneType, expected an array, bool \[4\]"),
+        (RowFilter, {"choose": lambda self, *_: 1 / 0}, r"failed at choose of 4 rows: ZeroDivisionError: "),
+        (RowFilter, {"rescale": lambda self: np.nan}, r": rescale\(\) is nan, expected a finite number"),
+    ],
+)
+def test_what_a_filter_of_ones_own_does_wrong_is_said_with_its_name(
+    kind: type[Filter], members: dict[str, Any], message: str
+) -> None:
+    keys, values = np.arange(4, dtype=np.uint64), np.ones(4, np.float32)
+
+    def send(chosen: Any) -> Any:
+        if kind is RowFilter:
+            return RowSelection(chosen, 1).choose(keys, values, 0, 0)[1]
+        chain = FilterChain([chosen])
+        return chain.decode(chain.encode(keys, values, 0, None, read=values.copy()), None, MOST).values
+
+    with np.errstate(all="ignore"):
+        if kind is not ByteFilter:
+            np.testing.assert_array_equal(send(own(kind)), values)
+        with pytest.raises(UsageError, match=f"filter 'own' ?{message}"):
+            send(own(kind, **members))

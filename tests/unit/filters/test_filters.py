@@ -96,14 +96,20 @@ def test_values_take_as_many_bytes_as_they_say(chosen: ValueFilter, bits: int) -
     assert chosen.num_bytes(0) == 0
 
 
-def test_what_is_not_finite_does_not_become_a_number() -> None:
-    values = np.array([1.0, np.nan, -np.inf, 3.4e38], np.float32)
-    assert np.isnan(through(Quantize(8), values)).all()
-    assert np.isnan(through(Float16(), values)[1])
-    found = through(BFloat16(), values)
-    assert np.isnan(found[1])
-    assert found[2] == -np.inf
-    assert np.isfinite(found[3])
+@pytest.mark.parametrize("seed", [5, None], ids=["by chance", "to the nearest"])
+@pytest.mark.parametrize("chosen", VALUE_FILTERS, ids=str)
+def test_what_is_not_finite_does_not_become_a_number(chosen: ValueFilter, seed: int | None) -> None:
+    values = np.array([1.0, np.nan, -np.inf, np.inf, 3.4e38, 0, 0], np.float32)
+    values.view(np.uint32)[5:] = 0x7F800001, 0xFF80FFFF  # NaN, told from infinities by their lower half alone
+    data, found = np.empty(chosen.num_bytes(len(values)), np.uint8), np.empty_like(values)
+    chosen.encode(values, seed, data)
+    chosen.decode(data, found)
+    if isinstance(chosen, Quantize):
+        assert np.isnan(found).all()
+        return
+    assert np.isnan(found[[1, 5, 6]]).all()
+    assert found[[2, 3]].tolist() == [-np.inf, np.inf]
+    assert np.isfinite(found[[0, 4]]).all()
 
 
 @pytest.mark.parametrize("chosen", [each for each in ROW_FILTERS if each.keeps_rest], ids=str)

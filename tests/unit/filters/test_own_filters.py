@@ -43,7 +43,7 @@ with pt.local_cluster(servers=2, filter_modules=["signs"]) as cluster, cluster.c
     table.push([1, 2, 3, 4], np.array([-0.5, 0.5, -0.5, 0.5], np.float32)).wait()
     assert table.pull([1, 2, 3, 4])[:, 0].tolist() == [0.5, -0.5, 0.5, -0.5]
     table.push([9], np.array([-666], np.float32))
-    with pytest.raises(PacelineError, match="filters .*signs failed: ValueError: a number that it"):
+    with pytest.raises(PacelineError, match="filter 'signs' failed at decode of .*: ValueError: a number that it"):
         client.flush()
     assert table.pull([1]).tolist() == [[0.5]]  # the server lives
     assert table.set_filters([Signs()]) is None

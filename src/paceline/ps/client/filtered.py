@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import ProtocolError, UsageError
 from paceline.filters.base import Bytes, Filter, ValueFilter
 from paceline.filters.chain import FilterChain, parse_filters
 from paceline.filters.chance import seed_of
@@ -250,7 +250,7 @@ class FilteredExchange(Exchange):
             return False
         try:
             self._sender.answers.decode_values(body, self.out.reshape(-1))
-        except PacelineError:
+        except ProtocolError:
             return False
         return True
 

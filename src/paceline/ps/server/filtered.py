@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from paceline.errors import PacelineError, ProtocolError
+from paceline.errors import ProtocolError, UsageError
 from paceline.filters.base import Bytes
 from paceline.filters.chain import Decoded, FilterChain, UnknownKeysError, from_descriptions
 from paceline.filters.chance import seed_of
@@ -63,11 +63,9 @@ class _PeerTable:
         """Return a request as it was before the filters. Raises UnknownKeysError, and ProtocolError."""
         try:
             return self.requests.decode(body, self.memory, _MAX_BODY_BYTES)
-        except (PacelineError, UnknownKeysError, MemoryError):
+        except UsageError as error:  # of a user's filter
+            _logger.error("%s: the message is refused", error)
             raise
-        except Exception as error:  # of a user's filter: it refuses the message, and must not end the server
-            _logger.exception("filters %s failed", self.requests)
-            raise ProtocolError(f"filters {self.requests} failed: {type(error).__name__}: {error}") from error
 
 
 def check(info: messages.FilterInfo) -> tuple[FilterChain, FilterChain]:
@@ -115,8 +113,8 @@ class PeerFilters:
         seed = seed_of(peer.hello.rank, header.clock, header.sequence, header.table)
         try:
             return table.answers.encode_values(values, seed)
-        except Exception:  # of a user's filter; whoever pulls takes an answer without filters too
-            _logger.exception("filters %s failed: the values go without them", table.answers)
+        except UsageError as error:  # of a user's filter; whoever pulls takes an answer without filters too
+            _logger.error("%s: the values go without filters", error)
             return None
 
     def forget_keys(self) -> None:

@@ -1,0 +1,105 @@
+"""Calls of filters, which may be users' own: what one of them does wrong is said in a sentence that names it."""
+
+from __future__ import annotations
+
+import math
+import operator
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.errors import PacelineError, UsageError
+from paceline.filters.base import ByteFilter, Bytes, Filter, RowFilter, ValueFilter
+from paceline.tables.types import Floats, Keys
+
+
+def num_bytes_of(chosen: ValueFilter | None, count: int) -> int:
+    """Return how many bytes `count` values take behind a filter, or without one."""
+    if chosen is None:
+        return 4 * count
+    try:
+        num_bytes = operator.index(chosen.num_bytes(count))
+    except Exception as error:
+        raise _failed(chosen, f"num_bytes({count})", error) from error
+    if num_bytes < 0:
+        raise UsageError(f"filter {chosen.name!r}: num_bytes({count}) is {num_bytes}, expected 0 or more")
+    return num_bytes
+
+
+def write_values(chosen: ValueFilter | None, values: Floats, seed: int | None, out: Bytes) -> None:
+    """Write values to `out`, which has as many bytes as :func:`num_bytes_of` says."""
+    if chosen is None:
+        out.view(np.float32)[:] = values
+        return
+    try:
+        chosen.encode(values, seed, out)
+    except Exception as error:
+        raise _failed(chosen, f"encode of {len(values)} values to {len(out)} bytes", error) from error
+
+
+def read_values(chosen: ValueFilter | None, data: Bytes, out: Floats) -> None:
+    """Read what :func:`write_values` wrote."""
+    if chosen is None:
+        out.view(np.uint8)[:] = data
+        return
+    try:
+        chosen.decode(data, out)
+    except Exception as error:
+        raise _failed(chosen, f"decode of {len(data)} bytes to {len(out)} values", error) from error
+
+
+def packed_by(chosen: ByteFilter, data: Bytes) -> Bytes:
+    """Return bytes as a filter packs them."""
+    try:
+        packed = chosen.pack(data)
+    except Exception as error:
+        raise _failed(chosen, f"pack of {len(data)} bytes", error) from error
+    return _checked_bytes(chosen, "pack", packed)
+
+
+def unpacked_by(chosen: ByteFilter, data: Bytes, num_bytes: int) -> Bytes:
+    """Return what was packed; ValueError if a filter did not pack these, UsageError if it fails otherwise."""
+    try:
+        unpacked = chosen.unpack(data, num_bytes)
+    except ValueError:
+        raise
+    except Exception as error:
+        raise _failed(chosen, f"unpack of {len(data)} bytes", error) from error
+    return _checked_bytes(chosen, "unpack", unpacked)
+
+
+def rows_chosen_by(chosen_by: RowFilter, keys: Keys, rows: Floats, clock: int, seed: int) -> npt.NDArray[np.bool_]:
+    """Return which rows go out, bool [n]."""
+    try:
+        chosen = chosen_by.choose(keys, rows, clock, seed)
+    except Exception as error:
+        raise _failed(chosen_by, f"choose of {len(keys)} rows", error) from error
+    if not isinstance(chosen, np.ndarray) or chosen.dtype != np.bool_ or chosen.shape != keys.shape:
+        what = f"{chosen.dtype} {list(chosen.shape)}" if isinstance(chosen, np.ndarray) else type(chosen).__name__
+        raise UsageError(f"filter {chosen_by.name!r}: choose returned {what}, expected an array, bool [{len(keys)}]")
+    return chosen
+
+
+def scale_of(chosen_by: RowFilter) -> float:
+    """Return what chosen rows are multiplied by."""
+    try:
+        scale = float(chosen_by.rescale())
+    except Exception as error:
+        raise _failed(chosen_by, "rescale", error) from error
+    if not math.isfinite(scale):
+        raise UsageError(f"filter {chosen_by.name!r}: rescale() is {scale}, expected a finite number")
+    return scale
+
+
+def _checked_bytes(chosen: ByteFilter, what: str, found: Bytes) -> Bytes:
+    if not isinstance(found, np.ndarray) or found.dtype != np.uint8 or found.ndim != 1:
+        kind = f"{found.dtype} {list(found.shape)}" if isinstance(found, np.ndarray) else type(found).__name__
+        raise UsageError(f"filter {chosen.name!r}: {what} returned {kind}, expected an array, uint8 [n]")
+    return found
+
+
+def _failed(chosen: Filter, what: str, error: Exception) -> Exception:
+    """Return what to raise for what a filter's method has raised."""
+    if isinstance(error, (PacelineError, MemoryError)):
+        return error
+    return UsageError(f"filter {chosen.name!r} failed at {what}: {type(error).__name__}: {error}")
