@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import numpy as np
 from typing_extensions import override
 
-from paceline.errors import UsageError
 from paceline.filters.base import ByteFilter, Bytes
+from paceline.tables.settings import check_whole
 
 _PIECE_BYTES = 1 << 16
 
@@ -29,8 +29,7 @@ class Compress(ByteFilter):
     ns_per_value: ClassVar[float] = 20.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.level, int) or isinstance(self.level, bool) or not 1 <= self.level <= 9:
-            raise UsageError(f"Compress(level={self.level!r}): expected a whole number from 1 to 9")
+        check_whole(self, level=(1, 9))
 
     @override
     def pack(self, data: Bytes) -> Bytes:

@@ -8,9 +8,9 @@ from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
-from paceline.errors import UsageError
 from paceline.filters.base import KeyFilter
 from paceline.kernels.filters import digest
+from paceline.tables.settings import check_whole
 from paceline.tables.types import Keys
 
 DIGEST_BYTES = 16
@@ -35,8 +35,7 @@ class KeyCaching(KeyFilter):
     ns_per_value: ClassVar[float] = 4.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.megabytes, int) or isinstance(self.megabytes, bool) or not 1 <= self.megabytes <= 4096:
-            raise UsageError(f"KeyCaching(megabytes={self.megabytes!r}): expected a whole number from 1 to 4096")
+        check_whole(self, megabytes=(1, 4096))
 
 
 def digest_of(keys: Keys) -> Digest:

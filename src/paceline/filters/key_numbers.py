@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from paceline.errors import UsageError
 from paceline.filters.base import Bytes, KeyFilter
 from paceline.kernels.filters import number_keys, read_numbers, renumber
+from paceline.tables.settings import check_whole
 from paceline.tables.types import Keys
 
 BASE_BYTES = 4
@@ -33,8 +33,7 @@ class KeyNumbers(KeyFilter):
     ns_per_value: ClassVar[float] = 30.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.megabytes, int) or isinstance(self.megabytes, bool) or not 1 <= self.megabytes <= 4096:
-            raise UsageError(f"KeyNumbers(megabytes={self.megabytes!r}): expected a whole number from 1 to 4096")
+        check_whole(self, megabytes=(1, 4096))
 
 
 class SentNumbers:

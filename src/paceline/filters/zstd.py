@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from paceline.errors import UsageError
 from paceline.filters.base import ByteFilter, Bytes
+from paceline.tables.settings import check_whole
 
 _of_thread = threading.local()
 """Compressors by level, and a decompressor: a context is for one thread, and costs more than a message if made anew."""
@@ -30,8 +31,7 @@ class Zstd(ByteFilter):
     ns_per_value: ClassVar[float] = 6.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.level, int) or isinstance(self.level, bool) or not 1 <= self.level <= 19:
-            raise UsageError(f"Zstd(level={self.level!r}): expected a whole number from 1 to 19")
+        check_whole(self, level=(1, 19))
         _zstandard()
 
     @override

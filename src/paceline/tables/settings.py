@@ -9,6 +9,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Final, TypeVar
 
+import numpy as np
+
 from paceline.errors import UsageError
 
 MAX_FLOAT32: Final = 3.4028234e38  # kernels have float32
@@ -26,6 +28,22 @@ def check_bounds(settings: object, **bounds: tuple[float, float]) -> None:
             raise UsageError(
                 f"{type(settings).__name__}({name}={value!r}): expected a finite number from {low:g} to {high:g}"
             )
+
+
+def check_whole(settings: object, **bounds: tuple[int, int]) -> None:
+    """Raise unless every named field is a whole number within its closed bounds; NumPy's become Python's."""
+    for name, (low, high) in bounds.items():
+        value = getattr(settings, name)
+        number = whole_number(f"{type(settings).__name__}({name}={value!r})", value, low, high)
+        object.__setattr__(settings, name, number)
+
+
+def whole_number(what: str, value: object, low: int, high: int | None = None) -> int:
+    """Return a whole number within closed bounds as an int; raise UsageError, which begins with `what`, otherwise."""
+    is_whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not is_whole or int(value) < low or (high is not None and int(value) > high):  # type: ignore[call-overload]
+        raise UsageError(f"{what}: expected a whole number from {low}" + ("" if high is None else f" to {high}"))
+    return int(value)  # type: ignore[call-overload,no-any-return]
 
 
 def check_flags(settings: object, *names: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -65,6 +66,36 @@ def test_a_bad_push_is_refused_here(keys: Any, grads: Any, message: str) -> None
         assert table.push_pull([1], floats(1)) == -1
 
 
+def test_what_tables_and_clients_cannot_take() -> None:
+    anything: Any
+    with Cluster() as cluster:
+        client = cluster.connect()
+        table = client.sparse_table("w", update=SGD(lr=1.0))
+        for anything in ("x", None, 1.5, True, -1, [1], {}):
+            said = re.escape(repr(anything))
+            expected = "expected a whole number from"
+            attempts: list[tuple[Callable[[], Any], str]] = [
+                (lambda: table.begin_pass(anything), rf"begin_pass\({said}\): {expected} 1"),  # noqa: B023
+                (lambda: table.erase_unseen(anything), rf"erase_unseen\({said}\): {expected} 1 to 62"),  # noqa: B023
+                (lambda: table.erase_unseen(1, also=anything), "expected a list of sparse tables of this"),  # noqa: B023
+                (lambda: table.set_filters(anything), "filters"),  # noqa: B023
+                (lambda: client.sparse_table("v", dim=anything, update=SGD(lr=1.0)), expected),  # noqa: B023
+                (lambda: client.dense_table("v", size=anything, update=SGD(lr=1.0)), expected),  # noqa: B023
+                (lambda: client.open_table(anything), rf"open_table\({said}\): expected one of"),  # noqa: B023
+            ]
+            if anything is not None:
+                attempts.append((lambda: table.begin_pass(2, anything), rf"rows_of={said}\): {expected} 0"))  # noqa: B023
+            if anything != "x":
+                attempts.append((lambda: client.save(anything), rf"save\({said}\): expected the path"))  # noqa: B023
+                attempts.append((lambda: client.load(anything), rf"load\({said}\): expected the path"))  # noqa: B023
+            for attempt, message in attempts:
+                with pytest.raises(UsageError, match=message):
+                    attempt()
+        assert client.tables() == [table.spec]
+        table.begin_pass(np.int64(1))  # type: ignore[arg-type]
+        assert table.erase_unseen(np.int64(1), also=[table]) == 0  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("out", "message"),
     [
@@ -123,7 +154,7 @@ def test_dense_mistakes() -> None:
         (lambda c: c.sparse_table(5, update=SGD(lr=1.0)), "5 was given"),
         (lambda c: c.sparse_table("w", dim=0, update=SGD(lr=1.0)), "dim=0.*from 1 to 65536"),
         (lambda c: c.sparse_table("w", dim=2.0, update=SGD(lr=1.0)), "dim=2.0"),
-        (lambda c: c.dense_table("d", size=0, update=SGD(lr=1.0)), "size=0.*positive"),
+        (lambda c: c.dense_table("d", size=0, update=SGD(lr=1.0)), "size=0.*expected a whole number from 1"),
         (lambda c: c.sparse_table("w", update="sgd"), "update='sgd': expected an update rule"),
         (lambda c: c.sparse_table("w", update=SGD(lr=1.0), initializer=3), "initializer=3"),
         (lambda c: c.sparse_table("w", update=SGD(lr=1.0), seed="x"), "seed='x'"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -332,9 +334,12 @@ def test_ahead_of_oneself_only_as_far_as_the_consistency_allows() -> None:
         ticket = table.pull_async([1], ahead=1)
         table.push([1], floats(1), tick=True)
         assert ticket.result() == 0
-        for ahead in (2, -1):
-            with pytest.raises(UsageError, match=rf"ahead={ahead}: under bounded:1 consistency"):
-                table.pull_async([1], ahead=ahead)
+        wrong: Any
+        with pytest.raises(UsageError, match=r"ahead=2: under bounded:1 consistency"):
+            table.pull_async([1], ahead=2)
+        for wrong in (-1, None, 0.0, "x", []):
+            with pytest.raises(UsageError, match=re.escape(f"ahead={wrong!r}: expected a whole number from 0")):
+                table.pull_async([1], ahead=wrong)
 
 
 def test_observers_read_and_write_at_once_and_count_for_nobody() -> None:

@@ -29,7 +29,7 @@ from paceline.ps.scheduler.link import SchedulerLink
 from paceline.tables.bounds import Clock, TableNumber
 from paceline.tables.initializers import Initializer, Zeros
 from paceline.tables.rules import UpdateRule
-from paceline.tables.settings import to_fields
+from paceline.tables.settings import to_fields, whole_number
 from paceline.tables.spec import MAX_DIM, MAX_NAME
 from paceline.transport import Address, Hello, Transport, known
 
@@ -213,9 +213,8 @@ class Client:
         `pull_filters` (default: the same, as far as they are for values and bytes) the values that come back. Raises
         UsageError if a server does not have them in the same version.
         """
-        if isinstance(dim, bool) or not isinstance(dim, (int, np.integer)) or not 1 <= dim <= MAX_DIM:
-            raise UsageError(f"sparse_table({name!r}, dim={dim!r}): expected a whole number from 1 to {MAX_DIM}")
-        spec = make_spec(name, "sparse", update, initializer, seed, dim=int(dim))
+        dim = whole_number(f"sparse_table({name!r}, dim={dim!r})", dim, 1, MAX_DIM)
+        spec = make_spec(name, "sparse", update, initializer, seed, dim=dim)
         table = self.open_table(spec, TableFilters(filters, pull_filters))
         assert isinstance(table, SparseTable)
         return table
@@ -236,9 +235,8 @@ class Client:
         Other arguments and errors as :meth:`sparse_table`; filters are those of values and bytes, and, for pushes and
         pulls by key, :class:`~paceline.filters.KeyCaching` and :class:`~paceline.filters.KeyNumbers`.
         """
-        if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
-            raise UsageError(f"dense_table({name!r}, size={size!r}): expected a positive whole number")
-        spec = make_spec(name, "dense", update, initializer, seed, size=int(size))
+        size = whole_number(f"dense_table({name!r}, size={size!r})", size, 1)
+        spec = make_spec(name, "dense", update, initializer, seed, size=size)
         table = self.open_table(spec, TableFilters(filters, pull_filters, is_dense=True))
         assert isinstance(table, DenseTable)
         return table
@@ -250,6 +248,8 @@ class Client:
 
     def open_table(self, spec: TableSpec, filters: TableFilters | None = None) -> SparseTable | DenseTable:
         """Open a table as :meth:`tables` lists it."""
+        if not isinstance(spec, TableSpec):
+            raise UsageError(f"open_table({spec!r}): expected one of client.tables()")
         servers, filters = self.servers, filters or None
         with servers.lock:
             # As it looks after the journey, where tuples are lists: so that equal specs compare equal.
@@ -276,12 +276,14 @@ class Client:
         """Write all tables to a directory, whole or not at all; `model` is kept in its manifest."""
         from paceline.ps.client.records import save_tables
 
+        _check_directory("save", directory)
         save_tables(self, directory, **model)
 
     def load(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
         """Load the tables of a saved model, state included; return what was kept in its manifest."""
         from paceline.ps.client.records import load_tables
 
+        _check_directory("load", directory)
         return load_tables(self, directory).manifest.model
 
     # Statistics and end.
@@ -334,6 +336,11 @@ class Client:
                         servers.wait_stable()
         finally:
             self.close()
+
+
+def _check_directory(what: str, directory: object) -> None:
+    if not isinstance(directory, (str, os.PathLike)):
+        raise UsageError(f"{what}({directory!r}): expected the path of a directory")
 
 
 def make_spec(

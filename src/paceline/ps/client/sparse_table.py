@@ -22,8 +22,10 @@ from paceline.ps.client.ticket import Ticket
 from paceline.ps.messages import EXACT, PULL, PUSH, PUSH_PULL, TICK, TICKS
 from paceline.tables.bounds import MAX_PASSES, Natural
 from paceline.tables.bucket_arrays import buckets_of_keys
+from paceline.tables.settings import whole_number
 from paceline.tables.types import Floats, Keys
 
+_MAX_NUMBER = (1 << 63) - 1
 _NO_GRADS = np.empty(0, np.float32)
 
 
@@ -70,8 +72,8 @@ class SparseTable(Table):
         τ is at least `ahead`; else UsageError.
         """
         with self._servers.lock:
-            if ahead:
-                self._check_ahead(ahead)
+            if type(ahead) is not int or ahead:
+                ahead = self._check_ahead(ahead)
             checked = self._check_keys(keys)
             out = self._check_out(out, len(checked), self.dim)
             if not len(checked):
@@ -135,12 +137,12 @@ class SparseTable(Table):
         model, and a server that takes a dead one's place knows of its rows only that they were there. Numbers are
         kept modulo 63: a row that no push has named for 63 passes counts as pushed in this one unless it was erased.
         """
-        if number < 1:
-            raise UsageError(f"begin_pass({number}): expected a number from 1")
+        number = whole_number(f"begin_pass({number!r})", number, 1, _MAX_NUMBER)
+        former = number - 1
+        if rows_of is not None:
+            former = whole_number(f"begin_pass({number}, rows_of={rows_of!r})", rows_of, 0, _MAX_NUMBER)
         self._settle()
-        message = messages.BeginPass(
-            table=self._number, number=number, rows_of=number - 1 if rows_of is None else rows_of
-        )
+        message = messages.BeginPass(table=self._number, number=number, rows_of=former)
         with self._servers.lock:
             self._servers.call_all(message)
 
@@ -151,8 +153,10 @@ class SparseTable(Table):
         same keys is erased in the same step, whenever it was pushed. Nobody may push meanwhile. Call it at least once
         in 63 - `passes` passes, or it misses rows (see there).
         """
-        if not 1 <= passes <= MAX_PASSES:
-            raise UsageError(f"erase_unseen({passes}): expected 1 to {MAX_PASSES} passes")
+        passes = whole_number(f"erase_unseen({passes!r})", passes, 1, MAX_PASSES)
+        is_list = isinstance(also, Sequence) and all(isinstance(each, SparseTable) for each in also)
+        if not is_list or any(each._client is not self._client for each in also):
+            raise UsageError(f"erase_unseen({passes}, also={also!r}): expected a list of sparse tables of this client")
         self._settle()
         erased = 0
         for bucket in range(NUM_BUCKETS):
@@ -178,13 +182,15 @@ class SparseTable(Table):
         self._settle()
         return sum(server.tables[self.name].rows for server in self._client.statistics())
 
-    def _check_ahead(self, ahead: int) -> None:
+    def _check_ahead(self, ahead: int) -> int:
         tau = self._client.consistency.tau
-        if ahead < 0 or (tau is not None and ahead > tau):
+        ahead = whole_number(f"ahead={ahead!r}", ahead, 0, _MAX_NUMBER >> 32)
+        if tau is not None and ahead > tau:
             raise UsageError(
                 f"ahead={ahead}: under {self._client.consistency} consistency a worker may read 0 to {tau} iterations "
                 "ahead of its own pushes"
             )
+        return ahead
 
     def _prepare_push(
         self, keys: npt.ArrayLike, grads: npt.ArrayLike, assume_unique: bool
