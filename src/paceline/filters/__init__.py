@@ -4,10 +4,8 @@ from .base import FILTERS, ByteFilter, Filter, KeyFilter, RowFilter, ValueFilter
 from .bfloat16 import BFloat16
 from .chain import FilterChain, parse_filters
 from .compress import Compress
-from .delta_keys import DeltaKeys
 from .float16 import Float16
-from .key_caching import KeyCaching
-from .key_numbers import KeyNumbers
+from .keys import DeltaKeys, KeyCaching, KeyNumbers
 from .quantize import Quantize
 from .random_k import RandomK
 from .random_skip import RandomSkip

@@ -25,10 +25,10 @@ from paceline.filters.base import (
     parse_filter,
 )
 from paceline.filters.calls import num_bytes_of, packed_by, read_values, unpacked_by, write_values
-from paceline.filters.delta_keys import DeltaKeys
-from paceline.filters.key_caching import DIGEST_BYTES, LEAST_KEYS, KeyCaching, digest_of
-from paceline.filters.key_memory import KeyMemory
-from paceline.filters.key_numbers import KeyNumbers
+from paceline.filters.keys.caching import DIGEST_BYTES, LEAST_KEYS, KeyCaching, digest_of
+from paceline.filters.keys.deltas import DeltaKeys
+from paceline.filters.keys.memory import KeyMemory
+from paceline.filters.keys.numbers import KeyNumbers
 from paceline.kernels.filters import decode_deltas, encode_deltas
 from paceline.tables.types import Floats, Keys
 

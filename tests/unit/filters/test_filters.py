@@ -32,7 +32,7 @@ from paceline.filters import (
 )
 from paceline.filters.base import from_description, parse_filter
 from paceline.filters.chance import seed_of
-from paceline.filters.key_caching import KeyLists
+from paceline.filters.keys.caching import KeyLists
 from paceline.filters.rows import RowSelection
 from paceline.kernels.filters import BLOCK
 

@@ -291,8 +291,13 @@ class ServerConnection:
             else:
                 header = channel.receive_header(self._timeout_s + 5.0)
                 request = session.in_flight.get(header.request)
-                if request is not None and not self._receive_body(request, header):
-                    return
+                if request is not None:
+                    exchange = exchange_of(request)
+                    if not exchange.receive(channel, header):
+                        raise self._unexpected(header)
+                    if exchange.unreadable is not None:
+                        session.failed(request, exchange.unreadable)
+                        return
         except ConnectionLostError as error:
             self._reconnect(error)
             return
@@ -309,17 +314,6 @@ class ServerConnection:
             session.orphan_answered(header.request)  # or one that came twice
         else:
             self._answered(request, header)
-
-    def _receive_body(self, request: Request, header: Header) -> bool:
-        """Receive what follows a header; return False if it came, and a user's filter cannot read it."""
-        try:
-            is_expected = exchange_of(request).receive(self.channel, header)
-        except UsageError as error:
-            self.session.failed(request, error)
-            return False
-        if not is_expected:
-            raise self._unexpected(header)
-        return True
 
     def _answered(self, request: Request, header: Header) -> None:
         """Take an answer, if it is what was asked for: values are only values if all of them came."""

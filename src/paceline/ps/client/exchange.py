@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from paceline.errors import UsageError
 from paceline.protocol.buckets import Buckets, bucket_set
 from paceline.protocol.client import Kind, Request
 from paceline.ps.client.buffer_pool import Copies, Memory
@@ -31,7 +32,19 @@ _Positions: TypeAlias = npt.NDArray[np.int64]
 class Exchange:
     """A request's frame, and what comes back: a payload of the core."""
 
-    __slots__ = ("body", "frame", "into", "is_call", "is_private", "memory", "meta", "out", "part", "scatter")
+    __slots__ = (
+        "body",
+        "frame",
+        "into",
+        "is_call",
+        "is_private",
+        "memory",
+        "meta",
+        "out",
+        "part",
+        "scatter",
+        "unreadable",
+    )
 
     def __init__(
         self, frame: tuple[Any, ...], out: Any = None, is_private: bool = False, is_call: bool = False
@@ -50,6 +63,8 @@ class Exchange:
         """Of the copy that a retained push is."""
         self.scatter: tuple[Floats, _Positions] | None = None
         """Where the values go: to these of those rows."""
+        self.unreadable: UsageError | None = None
+        """Why a user's filter could not read the answer, which has come."""
 
     @property
     def num_awaited_bytes(self) -> int:

@@ -18,7 +18,7 @@ from paceline.errors import ProtocolError, UsageError
 from paceline.filters.base import Bytes, Filter, ValueFilter
 from paceline.filters.chain import FilterChain, parse_filters
 from paceline.filters.chance import seed_of
-from paceline.filters.delta_keys import DeltaKeys
+from paceline.filters.keys.deltas import DeltaKeys
 from paceline.filters.rows import ElementErrors, RowErrors, RowSelection
 from paceline.protocol.client import Request
 from paceline.ps import messages
@@ -252,6 +252,8 @@ class FilteredExchange(Exchange):
             self._sender.answers.decode_values(body, self.out.reshape(-1))
         except ProtocolError:
             return False
+        except UsageError as error:
+            self.unreadable = error
         return True
 
     @override

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from paceline.filters.key_caching import KeyCaching, KeyLists
-from paceline.filters.key_numbers import KeyNumbers, ReceivedNumbers, SentNumbers
+from paceline.filters.keys.caching import KeyCaching, KeyLists
+from paceline.filters.keys.numbers import KeyNumbers, ReceivedNumbers, SentNumbers
 
 
 class KeyMemory:
