@@ -19,6 +19,9 @@ def predict(
     ] = None,
     format: options.Format = None,
     strict: options.Strict = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Do not say how good the predictions are; warnings are told.")
+    ] = False,
     json: options.Json = False,
 ) -> None:
     """Write P(click) of each line, one per line, and say on standard error how good they are, given the labels.
@@ -31,5 +34,7 @@ def predict(
     result = run_prediction(model, data, output=output, format=format, strict=strict, echo=not json)
     if json:
         typer.echo(json_module.dumps(result.as_json(), allow_nan=False))
-    else:
+    elif not quiet:
         typer.echo(result.sentence(), err=True)
+    for note in result.notes():
+        typer.echo(f"paceline: {note}", err=True)

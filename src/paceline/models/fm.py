@@ -22,13 +22,13 @@ from paceline.errors import UsageError
 from paceline.kernels.csr import add_interactions, csr_dot, csr_transposed_dot, interaction_gradients
 from paceline.models.base import KeyedMinibatch, KeyScratch, ModelTable
 from paceline.models.clicks import ClickMinibatch, ClickProbabilityModel
+from paceline.models.features.counting import MOST_COUNTED
 from paceline.tables.initializers import Normal
 from paceline.tables.rules import SGD, Adagrad
 from paceline.tables.types import Floats, Keys
 
 MAX_FACTORS = 1024
 _FREQUENT = 0.6  # of what examples hold: if features with factors are less, two thirds of the pairs are not learned
-_MOST_COUNTED = 1 << 23  # a float32 counts so far exactly
 
 
 class FactorizationMinibatch(ClickMinibatch):
@@ -113,8 +113,8 @@ class FactorModel(ClickProbabilityModel):
         super().__post_init__()
         if not 1 <= self.dim <= MAX_FACTORS:
             raise UsageError(f"--dim {self.dim}: expected 1 to {MAX_FACTORS:,} factors")
-        if not 0 <= self.factor_min_count <= _MOST_COUNTED:
-            raise UsageError(f"--factor-min-count {self.factor_min_count}: expected 0 to {_MOST_COUNTED:,}")
+        if not 0 <= self.factor_min_count <= MOST_COUNTED:
+            raise UsageError(f"--factor-min-count {self.factor_min_count}: expected 0 to {MOST_COUNTED:,}")
         _ = self.parameter_tables  # whose settings are checked
 
     @property

@@ -6,12 +6,14 @@ import dataclasses
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any
+from numbers import Integral, Real
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils import check_random_state
+from sklearn.utils._param_validation import Interval, InvalidParameterError, StrOptions
 from sklearn.utils.class_weight import compute_class_weight
 from sklearn.utils.multiclass import check_classification_targets, type_of_target
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, column_or_1d, validate_data
@@ -26,10 +28,11 @@ from paceline.launch import prepare_kernels
 from paceline.launch.train.options import ExampleWeights, TrainOptions
 from paceline.launch.train.planning import plan_on_sample
 from paceline.models.base import SparseModel
-from paceline.models.tuning import L1, suggested_batch_size
+from paceline.models.tuning import suggested_batch_size
 from paceline.models.update import UPDATE_NAMES, make_update
 from paceline.models.weighting import BALANCED, Weighting
-from paceline.ps import FTRL, UpdateRule
+from paceline.protocol import parse_consistency
+from paceline.ps import UpdateRule
 from paceline.sklearn.frames import choose_columns, has_text
 from paceline.sklearn.model_tables import ModelTables
 from paceline.sklearn.on_cluster import ClusterChoice, train_on_cluster
@@ -38,13 +41,35 @@ from paceline.tables.types import Doubles
 _NUMBERS: dict[str, Any] = {"accept_sparse": "csr", "dtype": [np.float64, np.float32], "ensure_all_finite": False}
 """What is asked of arrays; that all is finite is said by those who read them."""
 
+AT_LEAST_0 = Interval(Real, 0, None, closed="left")
+ABOVE_0 = Interval(Real, 0, None, closed="neither")
+AT_LEAST_1 = Interval(Integral, 1, None, closed="left")
+
 
 class BinaryClassifier(ClassifierMixin, BaseEstimator, ABC):
     """An estimator of the classes of examples, of which there are two, by a model of ``paceline train``.
 
     Abstract: :meth:`_model` is missing. A subclass with more parameters names all of them in its constructor, as
-    scikit-learn asks.
+    scikit-learn asks, and adds what they may be to `_parameter_constraints`.
     """
+
+    _parameter_constraints: ClassVar[dict[str, list[Any]]] = {
+        "update": [StrOptions(set(UPDATE_NAMES))],
+        "lr": [ABOVE_0, None],
+        "l1": [AT_LEAST_0, None],
+        "l2": [AT_LEAST_0, None],
+        "beta": [ABOVE_0, None],
+        "epochs": [AT_LEAST_1, None],
+        "batch_size": [AT_LEAST_1, None],
+        "shuffle": ["boolean"],
+        "class_weight": [dict, StrOptions({BALANCED}), None],
+        "random_state": ["random_state"],
+        "workers": [AT_LEAST_1, None],
+        "servers": [AT_LEAST_1],
+        "consistency": [str],
+        "scheduler": [str, None],
+        "token": [str, None],
+    }
 
     def __init__(
         self,
@@ -190,14 +215,18 @@ class BinaryClassifier(ClassifierMixin, BaseEstimator, ABC):
     # Data.
 
     def _check_parameters(self) -> None:
-        for name in ("epochs", "batch_size"):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-                raise UsageError(f"{name}={value!r}: expected a positive whole number, or None")
-        self._model()
-        self._rule(FTRL().alpha, L1)
+        try:
+            self._validate_params()
+        except InvalidParameterError as error:
+            raise UsageError(str(error)) from None
+        if self.update != UPDATE_NAMES[0]:
+            for name in ("l1", "beta"):
+                if getattr(self, name):
+                    raise UsageError(
+                        f"{name}={getattr(self, name)!r} is for update={UPDATE_NAMES[0]!r}, and update is "
+                        f"{self.update!r}: leave {name} out"
+                    )
+        parse_consistency(self.consistency)
         prepare_kernels()
 
     def _read_training_data(self, X: Any, y: Any, *, reset: bool) -> tuple[Any, npt.NDArray[Any]]:
@@ -243,10 +272,12 @@ class BinaryClassifier(ClassifierMixin, BaseEstimator, ABC):
             return Weighting()
         try:
             found = compute_class_weight(self.class_weight, classes=self.classes_, y=y)
-        except ValueError as error:
+        except ValueError:
             raise UsageError(
-                f"class_weight={self.class_weight!r}: expected None, 'balanced', or a dict of weights by class: {error}"
+                f"class_weight={self.class_weight!r}: expected weights of the classes {self.classes_.tolist()}"
             ) from None
+        if not (np.isfinite(found) & (found >= 0)).all():
+            raise UsageError(f"class_weight={self.class_weight!r}: expected finite weights from 0 up")
         return Weighting(classes={str(label): float(weight) for label, weight in enumerate(found)})
 
     def _to_batch(self, X: Any, labels: npt.NDArray[np.float32] | None = None, sample_weight: Any = None) -> Batch:

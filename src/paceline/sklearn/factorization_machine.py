@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from numbers import Integral
+from typing import Any, ClassVar
 
+from sklearn.utils._param_validation import Interval
 from typing_extensions import override
 
 from paceline.models.base import SparseModel
+from paceline.models.features.counting import MOST_COUNTED
+from paceline.models.fm import MAX_FACTORS
 from paceline.models.registry import make_model
-from paceline.sklearn.binary_classifier import BinaryClassifier
+from paceline.sklearn.binary_classifier import AT_LEAST_0, BinaryClassifier
 
 
 class FactorizationMachine(BinaryClassifier):
@@ -29,6 +33,14 @@ class FactorizationMachine(BinaryClassifier):
 
     After :meth:`fit` there are `classes_` and `n_features_in_`.
     """
+
+    _parameter_constraints: ClassVar[dict[str, list[Any]]] = {
+        **BinaryClassifier._parameter_constraints,
+        "dim": [Interval(Integral, 1, MAX_FACTORS, closed="both"), None],
+        "factor_lr": [AT_LEAST_0, None],
+        "factor_l2": [AT_LEAST_0, None],
+        "factor_min_count": [Interval(Integral, 0, MOST_COUNTED, closed="both"), None],
+    }
 
     def __init__(
         self,

@@ -52,11 +52,14 @@ class PredictionResult:
         text += "the data has no labels" if found is None else found.sentence()
         if found is not None and found.examples < self.examples:
             text += f" (on {found.examples:,} examples that have a label)"
-        for warning in self.warnings:
-            text += f"\npaceline: {warning}"
-        if self.bad_lines.count:
-            text += f"\npaceline: no prediction for what was not understood: {self.bad_lines.sentence(self.examples)}"
         return text
+
+    def notes(self) -> list[str]:
+        """Return what makes the result doubtful, a sentence each."""
+        notes = list(self.warnings)
+        if self.bad_lines.count:
+            notes.append(f"no prediction for what was not understood: {self.bad_lines.sentence(self.examples)}")
+        return notes
 
 
 def run_prediction(
