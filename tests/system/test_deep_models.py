@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import runpy
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,8 @@ import pytest
 import paceline as package
 
 from .running import Commands
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def write_pairs(path: Path, seed: int) -> None:
@@ -22,8 +26,10 @@ def write_pairs(path: Path, seed: int) -> None:
     path.write_text("\n".join(["label,a,b,x,times", *(f"{y},v{a},w{b},{c},2" for y, a, b, c in rows)]) + "\n")
 
 
-def test_a_deep_model_is_trained_and_used(paceline: Commands, tmp_path: Path) -> None:
-    """On several servers and workers, with weights and a validation file; and trained further."""
+def test_a_deep_model_is_trained_and_used(
+    paceline: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On several servers and workers, with weights and a validation file; exported, and trained further."""
     write_pairs(tmp_path / "train.csv", 0)
     write_pairs(tmp_path / "eval.csv", 1)
     common: list[str | Path] = [
@@ -50,6 +56,17 @@ def test_a_deep_model_is_trained_and_used(paceline: Commands, tmp_path: Path) ->
     model = package.load(tmp_path / "model")
     found = model.predict([{"a": "v0", "b": "w0", "x": 1.0}, {"a": "v0", "b": "w1", "x": 1.0}])
     assert found[0] > 0.8 > 0.2 > found[1]
+    paceline.environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "cache")  # torch makes it to export
+    for file in ("weights.npz", "network.onnx"):
+        paceline.succeed("model", "export", "model", file)
+    files = [str(tmp_path / name) for name in ("weights.npz", "network.onnx")]
+    monkeypatch.setattr(
+        sys, "argv", ["", *files, "--model", str(tmp_path / "model"), "--data", str(tmp_path / "eval.csv")]
+    )
+    runpy.run_path(str(EXAMPLES / "onnx_model.py"), run_name="__main__")
+    told = capsys.readouterr().out
+    assert told.startswith("4,000 predictions by ")
+    assert float(told.split()[-1]) < 1e-5
     inspected = json.loads(paceline.succeed("inspect", "model", "--json").out)
     assert [(each["name"], each["features"], each["dim"]) for each in inspected["tables"][3:]] == [
         ("deepfm hidden 1", 16, 3 * 8 + 1),

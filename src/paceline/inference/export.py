@@ -5,14 +5,17 @@ and the network of a deep model as ONNX.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
+from paceline.data.key_scaling import read_key_scaling
 from paceline.errors import ModelError, UsageError
-from paceline.inference.weights import Weights, read_weights
+from paceline.inference.weights import LINEAR_MODELS, Weights, read_weights
 from paceline.models.deep.base import DeepModel, load_networks
 from paceline.models.registry import MODELS, read_model_settings
 from paceline.models.stored import StoredModel, read_stored_model
@@ -26,9 +29,10 @@ def export_model(directory: str | os.PathLike[str], file: Path, format: str | No
     """Write the weights of a model that are not 0 to a file; return how many features have one, or how many there are.
 
     ``npz`` has arrays `keys` (uint64 [n]), `values` (float32 [n, dim]) and `bias` (float32 [dim]) of each table, behind
-    the table's name and a dot. ``text`` has a line ``KEY:WEIGHT`` for each, and ``Constant:WEIGHT`` for the bias, of
-    models of one number per feature. ``onnx`` is the network of a deep model. None: by the file's suffix. Raises
-    UsageError for what cannot be written so.
+    the table's name and a dot; of models with factors whose values are scaled, `scaling.keys`, `scaling.means`,
+    `scaling.scales` and `scaling.other_scale` too (:class:`paceline.data.key_scaling.KeyScaling`). ``text`` has a line
+    ``KEY:WEIGHT`` for each, and ``Constant:WEIGHT`` for the bias, of models of one number per feature. ``onnx`` is the
+    network of a deep model. None: by the file's suffix. Raises UsageError for what cannot be written so.
     """
     format = format or _BY_SUFFIX.get(file.suffix, "text")
     if format not in FORMATS:
@@ -44,7 +48,7 @@ def export_model(directory: str | os.PathLike[str], file: Path, format: str | No
         with replacing(file) as aside, open(aside, "wb") as out:
             if format == "npz":
                 arrays = {f"{name}.{part}": array for name, w in tables.items() for part, array in w._asdict().items()}
-                np.savez(out, allow_pickle=False, **arrays)
+                np.savez(out, allow_pickle=False, **arrays, **_scaling_arrays(stored))
             else:
                 out.write(_as_text(first).encode())
     except OSError as error:
@@ -66,14 +70,37 @@ def _export_network(stored: StoredModel, file: Path) -> int:
         layers.append(np.empty((layer.num_units, layer.num_inputs + 1), np.float32))
         stored.load_store(layer.name).pull(layer.keys, layers[-1])
     networks, num_columns = load_networks(model.name), len(model.layout)
+    first = read_weights(stored, stored.tables[0])
     if importlib.util.find_spec("onnxscript") is None:
         raise UsageError("--to onnx needs onnxscript, which is not installed: pip install 'paceline[onnx]'")
     try:
         with replacing(file) as aside:
-            networks.write_onnx(model.network, layers, num_columns, model.dim, aside)
+            networks.write_onnx(model.network, layers, num_columns, model.dim, aside, _describe_margin(model, first))
     except OSError as error:
         raise ModelError(f"cannot write the network to {file}: {error.strerror or error}") from None
     return sum(each.size for each in layers)
+
+
+def _describe_margin(model: DeepModel, first: Weights) -> dict[str, str]:
+    """Return what turns the network's outputs into predictions, as the metadata of an ONNX file has it."""
+    assert model.layout is not None
+    return {
+        "paceline.model": model.name,
+        "paceline.columns": json.dumps(model.layout.names),
+        "paceline.bias": f"{first.bias[0]:.9g}",
+        "paceline.factor_min_count": str(model.factor_min_count),
+        "paceline.prediction": "P(click) = 1 / (1 + exp(-margin)); margin = bias + sum of w[k] * x[k] over the "
+        "features of an example + margins. factors[:, c] = sum of v[k] * x[k] over those features of column c, of "
+        "paceline.columns, that have w[k] != 0 and a count of at least factor_min_count; 0 where there are none.",
+    }
+
+
+def _scaling_arrays(stored: StoredModel) -> dict[str, npt.NDArray[Any]]:
+    """Return how a model with factors scales values, as arrays; nothing if it does not."""
+    scaling = None if stored.described.get("kind") in LINEAR_MODELS else read_key_scaling(stored.described)
+    if scaling is None:
+        return {}
+    return {f"scaling.{name}": np.array(getattr(scaling, name)) for name in ("keys", "means", "scales", "other_scale")}
 
 
 def _nonzero(weights: Weights) -> Weights:

@@ -20,7 +20,7 @@ class Weights(NamedTuple):
     """A table's values by feature, and those of the bias.
 
     Those of linear models of libsvm data are for values as the data has them, whatever scale they were trained on; what
-    a model adds to all margins is part of the bias. Those of numeric columns are for values as they were scaled.
+    a model adds to all margins is part of the bias of its first table. All others are for values as they were scaled.
     """
 
     keys: Keys
@@ -33,13 +33,14 @@ class Weights(NamedTuple):
 
 def read_weights(saved: StoredModel, table: StoredTable) -> Weights:
     """Read a table's weights, without the state of its update rule."""
-    return weights_of_data(join_weights(saved.records(table), table.spec.dim), saved.described)
+    weights = join_weights(saved.records(table), table.spec.dim)
+    return weights_of_data(weights, saved.described) if table is saved.tables[0] else weights
 
 
 def weights_of_data(weights: Weights, described: Mapping[str, Any]) -> Weights:
-    """Return weights of values as they stand in the data, where a linear model scales them; see its manifest."""
-    if described.get("kind") in LINEAR_MODELS:
-        weights = unscaled_weights(weights, read_key_scaling(described), described.get("offset", 0.0))
+    """Return a first table's weights, with a linear model's scale of values and what its manifest adds to margins."""
+    scaling = read_key_scaling(described) if described.get("kind") in LINEAR_MODELS else None
+    weights = unscaled_weights(weights, scaling, described.get("offset", 0.0))
     if described.get("kind") == "regression":  # which learns by how many `scale` a label is above `center`
         scale, center = np.float32(described["scale"]), np.float32(described["center"])
         weights = Weights(weights.keys, weights.values * scale, weights.bias * scale + center)

@@ -42,12 +42,20 @@ def save_network(directory: Path, model: DeepModel) -> list[Floats]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["deepfm", "dcn"])
 def test_a_network_as_onnx(name: str, tmp_path: Path) -> None:
-    model = make_model(name, dim=2, hidden=(4, 3), layout=RowLayout(categorical=("a", "b", "c")))
+    model = make_model(name, dim=2, hidden=(4, 3), offset=-1.5, layout=RowLayout(categorical=("a", "b", "c")))
     assert isinstance(model, DeepModel)
     layers, file = save_network(tmp_path / "model", model), tmp_path / "network.onnx"
     assert export_model(tmp_path / "model", file) == sum(each.size for each in layers)
     read = onnx.load(file)
     assert [each.name for each in (*read.graph.input, *read.graph.output)] == ["factors", "margins"]
+    metadata = {each.key: each.value for each in read.metadata_props}
+    assert metadata.pop("paceline.prediction").startswith("P(click) = 1 / (1 + exp(-margin)); margin = ")
+    assert metadata == {
+        "paceline.model": name,
+        "paceline.columns": '["a", "b", "c"]',
+        "paceline.bias": "-1.5",
+        "paceline.factor_min_count": "300",
+    }
     factors = np.random.default_rng(1).normal(size=(5, 3, 2)).astype(np.float32)
     (found,) = ReferenceEvaluator(read).run(None, {"factors": factors})
     expected = load_networks(name).NetworkPass(model.network, factors, layers).margins

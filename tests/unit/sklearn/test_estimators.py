@@ -20,6 +20,7 @@ from sklearn.metrics import roc_auc_score
 from sklearn.model_selection import GridSearchCV
 from sklearn.utils.estimator_checks import check_estimator
 
+from paceline.inference.export import export_model
 from paceline.sklearn import FactorizationMachine, LogisticRegression
 
 pytestmark = pytest.mark.usefixtures("warm_clusters")
@@ -208,6 +209,24 @@ def test_a_factorization_machine_is_pickled_saved_and_trained_on(tmp_path: Path)
     model.save(tmp_path / "model")
     loaded = paceline.load(tmp_path / "model").predict(X)
     np.testing.assert_allclose(loaded, model.predict_proba(X)[:, 1], atol=1e-6)
+
+
+def test_what_is_exported_predicts_as_a_factorization_machine(tmp_path: Path) -> None:
+    """By the formula that the documentation has, of values as they are scaled."""
+    random = np.random.default_rng(4)
+    X = random.normal(40, 15, (800, 3)) * [1, 10, 100]
+    y = (X[:, 0] * X[:, 1] + random.normal(0, 5000, 800)) > 20_000
+    model = FactorizationMachine(l1=0.0, factor_min_count=10, random_state=0, dim=4).fit(X, y)
+    model.save(tmp_path / "model")
+    export_model(tmp_path / "model", tmp_path / "w.npz")
+    arrays = np.load(tmp_path / "w.npz")
+    for part in ("fm", "fm factors", "fm counts", "scaling"):
+        assert arrays[f"{part}.keys"].tolist() == [0, 1, 2]
+    scaled = (X - arrays["scaling.means"]) / arrays["scaling.scales"]
+    v = arrays["fm factors.values"]
+    pairs_of_features = (np.square(scaled @ v) - np.square(scaled) @ np.square(v)).sum(axis=1) / 2
+    margins = arrays["fm.bias"] + scaled @ arrays["fm.values"][:, 0] + pairs_of_features
+    np.testing.assert_allclose(margins, model.decision_function(X), rtol=1e-4, atol=1e-4)
 
 
 def test_a_factorization_machine_of_a_frame(tmp_path: Path) -> None:

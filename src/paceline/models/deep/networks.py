@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -90,10 +90,12 @@ class _WithLayers(torch.nn.Module):
         return self._network(factors, list(self._layers))
 
 
-def write_onnx(network: Network, layers: Sequence[Floats], num_columns: int, dim: int, file: Path) -> None:
+def write_onnx(
+    network: Network, layers: Sequence[Floats], num_columns: int, dim: int, file: Path, metadata: Mapping[str, str]
+) -> None:
     """Write a network as an ONNX file: `factors` float32 [examples, columns, dim] to `margins` float32 [examples, 1].
 
-    Needs the packages onnxscript and onnx.
+    `metadata` is kept in the file as it is. Needs the packages onnxscript and onnx.
     """
     logger = logging.getLogger("torch.onnx")
     level = logger.level
@@ -111,6 +113,7 @@ def write_onnx(network: Network, layers: Sequence[Floats], num_columns: int, dim
                 verbose=False,
             )
             assert program is not None
+            program.model.metadata_props.update(metadata)
             program.save(file, external_data=False)
     finally:
         logger.setLevel(level)
