@@ -7,7 +7,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from numbers import Integral, Real
-from typing import Any, ClassVar
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +45,25 @@ AT_LEAST_0 = Interval(Real, 0, None, closed="left")
 ABOVE_0 = Interval(Real, 0, None, closed="neither")
 AT_LEAST_1 = Interval(Integral, 1, None, closed="left")
 
+PARAMETERS: Final[dict[str, list[Any]]] = {
+    "update": [StrOptions(set(UPDATE_NAMES))],
+    "lr": [ABOVE_0, None],
+    "l1": [AT_LEAST_0, None],
+    "l2": [AT_LEAST_0, None],
+    "beta": [ABOVE_0, None],
+    "epochs": [AT_LEAST_1, None],
+    "batch_size": [AT_LEAST_1, None],
+    "shuffle": ["boolean"],
+    "class_weight": [dict, StrOptions({BALANCED}), None],
+    "random_state": ["random_state"],
+    "workers": [AT_LEAST_1, None],
+    "servers": [AT_LEAST_1],
+    "consistency": [str],
+    "scheduler": [str, None],
+    "token": [str, None],
+}
+"""What each parameter may be, as scikit-learn checks it."""
+
 
 class BinaryClassifier(ClassifierMixin, BaseEstimator, ABC):
     """An estimator of the classes of examples, of which there are two, by a model of ``paceline train``.
@@ -53,23 +72,7 @@ class BinaryClassifier(ClassifierMixin, BaseEstimator, ABC):
     scikit-learn asks, and adds what they may be to `_parameter_constraints`.
     """
 
-    _parameter_constraints: ClassVar[dict[str, list[Any]]] = {
-        "update": [StrOptions(set(UPDATE_NAMES))],
-        "lr": [ABOVE_0, None],
-        "l1": [AT_LEAST_0, None],
-        "l2": [AT_LEAST_0, None],
-        "beta": [ABOVE_0, None],
-        "epochs": [AT_LEAST_1, None],
-        "batch_size": [AT_LEAST_1, None],
-        "shuffle": ["boolean"],
-        "class_weight": [dict, StrOptions({BALANCED}), None],
-        "random_state": ["random_state"],
-        "workers": [AT_LEAST_1, None],
-        "servers": [AT_LEAST_1],
-        "consistency": [str],
-        "scheduler": [str, None],
-        "token": [str, None],
-    }
+    _parameter_constraints = PARAMETERS
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from numbers import Integral
-from typing import Any, ClassVar
+from typing import Any
 
 from sklearn.utils._param_validation import Interval
 from typing_extensions import override
@@ -12,7 +12,7 @@ from paceline.models.base import SparseModel
 from paceline.models.features.counting import MOST_COUNTED
 from paceline.models.fm import MAX_FACTORS
 from paceline.models.registry import make_model
-from paceline.sklearn.binary_classifier import AT_LEAST_0, BinaryClassifier
+from paceline.sklearn.binary_classifier import AT_LEAST_0, PARAMETERS, BinaryClassifier
 
 
 class FactorizationMachine(BinaryClassifier):
@@ -34,8 +34,8 @@ class FactorizationMachine(BinaryClassifier):
     After :meth:`fit` there are `classes_` and `n_features_in_`.
     """
 
-    _parameter_constraints: ClassVar[dict[str, list[Any]]] = {
-        **BinaryClassifier._parameter_constraints,
+    _parameter_constraints = {  # noqa: RUF012
+        **PARAMETERS,
         "dim": [Interval(Integral, 1, MAX_FACTORS, closed="both"), None],
         "factor_lr": [AT_LEAST_0, None],
         "factor_l2": [AT_LEAST_0, None],
