@@ -46,7 +46,7 @@ from paceline.transport.security.strangers import Strangers
 from paceline.transport.streams import connect_stream, welcome_stream
 from paceline.transport.unix_sockets import bind_unix, has_unix_sockets, is_other_user, remove_unix
 
-Purpose: TypeAlias = Literal["collective", "p2p", "ask"]
+Purpose: TypeAlias = Literal["collective", "p2p", "rpc", "ask"]
 
 _logger = logging.getLogger("paceline.collectives")
 _HANDSHAKE_S = 10.0

@@ -1,0 +1,40 @@
+"""Calls of functions in other processes, references to objects there, and gradients through both.
+
+The shape of PyTorch's ``torch.distributed.rpc``, on Paceline's own transport and token. Works without torch:
+``paceline.rpc.autograd`` and ``paceline.rpc.optimizer`` are what needs it, imported when first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from paceline.rpc.allowed import allow
+from paceline.rpc.answering import async_execution
+from paceline.rpc.api import get_worker_info, init_rpc, remote, rpc_async, rpc_sync, shutdown
+from paceline.rpc.futures import Future, wait_all
+from paceline.rpc.messages import RemoteError
+from paceline.rpc.rref import RRef
+from paceline.rpc.workers import WorkerInfo
+
+__all__ = [
+    "Future",
+    "RRef",
+    "RemoteError",
+    "WorkerInfo",
+    "allow",
+    "async_execution",
+    "get_worker_info",
+    "init_rpc",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+    "wait_all",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("autograd", "optimizer"):
+        return importlib.import_module(f"paceline.rpc.{name}")
+    raise AttributeError(f"module 'paceline.rpc' has no attribute {name!r}")

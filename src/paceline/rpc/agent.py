@@ -1,0 +1,303 @@
+"""A process among the workers of a program: it calls others (here) and is called by them (`answering`)."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+
+from paceline.collectives.rendezvous.store import exchange
+from paceline.collectives.world import World
+from paceline.errors import PacelineError, UsageError
+from paceline.rpc.allowed import Allowed
+from paceline.rpc.answering import Answering, run_here
+from paceline.rpc.calling import Reply
+from paceline.rpc.codec import Encoding
+from paceline.rpc.counting import ReferenceId
+from paceline.rpc.futures import Future
+from paceline.rpc.messages import RpcKind
+from paceline.rpc.reaching import GROUP, CallerEnds
+from paceline.rpc.references import Holding, ReferenceTable
+from paceline.rpc.rref import RRef
+from paceline.rpc.running import current_context
+from paceline.rpc.serving import SpareThreads, Standby
+from paceline.rpc.workers import Directory, WorkerInfo
+from paceline.transport import read_meta
+
+_logger = logging.getLogger("paceline.rpc")
+_POLL_S = 0.002
+_MAX_SAME = 20
+
+Target = str | tuple[RRef[Any], str]
+"""A function by its qualified name, or a method of a referenced object."""
+
+
+class Agent:
+    """This process's part in rpc. For several threads at once."""
+
+    def __init__(
+        self,
+        world: World,
+        token: str,
+        directory: Directory,
+        allowed: Allowed,
+        *,
+        pickle: bool,
+        timeout: timedelta,
+        num_threads: int,
+    ) -> None:
+        self.rank, self.directory, self.timeout = world.rank, directory, timeout
+        self.allowed, self.pickle = allowed, pickle
+        self.table = ReferenceTable(world.rank)
+        self.threads = SpareThreads(num_threads + 3 * world.size)
+        self.standby = Standby(self.threads)
+        self.answering = Answering(self, token)
+        self.ends = CallerEnds(self, world, token)
+        self._world = world
+        self._is_closed = False
+
+    def start(self) -> None:
+        """Take connections."""
+        self.standby.start()
+        threading.Thread(target=self._give_back, name="paceline-rpc-references", daemon=True).start()
+        self._world.node.take(GROUP, "rpc", self.answering)
+
+    @property
+    def name(self) -> str:
+        """This worker's name."""
+        return self.directory.workers[self.rank].name
+
+    def worker_of(self, number: int) -> WorkerInfo:
+        """Return a worker by its number."""
+        return self.directory.workers[number]
+
+    # calls
+
+    def call(
+        self,
+        to: int,
+        target: Target,
+        args: Sequence[Any],
+        kwargs: dict[str, Any] | None,
+        timeout: timedelta | None = None,
+        *,
+        is_awaited: bool = False,
+    ) -> Future[Any]:
+        """Call a function at a worker and return the future of its result.
+
+        `is_awaited`: the caller waits for it at once, and so reads the answer itself.
+        """
+        if to == self.rank:
+            return self._call_here(target, args, kwargs or {}, is_awaited=is_awaited)
+        encoding, context = self._encoding(to)
+        meta = encoding.encode_call((), target, args, kwargs or {})
+        return self._send(to, RpcKind.CALL, meta, encoding, context, what_of(target), timeout, is_awaited=is_awaited)
+
+    def remote(
+        self,
+        to: int,
+        target: Target,
+        args: Sequence[Any],
+        kwargs: dict[str, Any] | None,
+        timeout: timedelta | None = None,
+    ) -> RRef[Any]:
+        """Call a function at a worker, where its result stays; return a reference to that."""
+        reference = self.table.new_id(to)
+        if to == self.rank:
+            self.table.own(reference, self.rank, self._call_here(target, args, kwargs or {}, is_awaited=False))
+            return RRef.of_holding(self.table.hold(reference), self)
+        encoding, context = self._encoding(to)
+        meta = encoding.encode_call((list(reference),), target, args, kwargs or {})
+        made = self._send(to, RpcKind.REMOTE, meta, encoding, context, what_of(target), timeout)
+        made.add_done_callback(functools.partial(_log_failure, what_of(target)))
+        return RRef.of_holding(self.table.hold(reference), self)
+
+    def fetch(self, reference: ReferenceId, timeout: timedelta | None = None) -> Future[Any]:
+        """Return the future of an object's value: a copy of it, if it lives elsewhere."""
+        if reference.owner == self.rank:
+            return self.local_value(reference)
+        encoding, context = self._encoding(reference.owner)
+        meta = msgspec.msgpack.encode(list(reference))
+        owner = reference.owner
+        return self._send(owner, RpcKind.FETCH, meta, encoding, context, "to_here()", timeout, is_awaited=True)
+
+    def local_value(self, reference: ReferenceId) -> Future[Any]:
+        """Return the future of the value of an object of this process."""
+        return self.table.value(reference)
+
+    def own(self, value: Any) -> Holding:
+        """Keep an object of this process that others may refer to."""
+        reference = self.table.new_id(self.rank)
+        made: Future[Any] = Future()
+        made.set_result(value)
+        self.table.own(reference, self.rank, made)
+        return self.table.hold(reference)
+
+    def _encoding(self, to: int) -> tuple[Encoding, int]:
+        context = current_context()
+        return Encoding(pickle=self.pickle and self.directory.reads_pickle(to), records=bool(context)), context
+
+    def _send(
+        self,
+        to: int,
+        kind: RpcKind,
+        meta: bytes,
+        encoding: Encoding,
+        context: int,
+        what: str,
+        timeout: timedelta | None,
+        *,
+        is_awaited: bool = False,
+    ) -> Reply:
+        if encoding.references:
+            self.share(encoding.references, to)
+        message = 0
+        if context:
+            from paceline.rpc.autograd import contexts
+
+            message = contexts.send(context, to, encoding.tensors)
+        reply = self.ends.reach(to).start(
+            kind,
+            meta,
+            encoding.parts,
+            what=what,
+            timeout_s=(timeout or self.timeout).total_seconds(),
+            context=context,
+            message=message,
+        )
+        if not is_awaited:
+            self.standby.touch()
+        return reply
+
+    def _call_here(
+        self, target: Target, args: Sequence[Any], kwargs: dict[str, Any], *, is_awaited: bool
+    ) -> Future[Any]:
+        """Call a function of this process, with the arguments as they are."""
+        function = self.function_of(target)
+        result: Future[Any] = Future()
+        if is_awaited:
+            run_here(function, args, kwargs, result, current_context())
+        else:
+            self.threads.run(run_here, function, args, kwargs, result, current_context())
+        return result
+
+    def function_of(self, target: Any) -> Callable[..., Any]:
+        """Return what a call names, if it is allowed here. Raises UsageError."""
+        if type(target) is str:
+            found: Callable[..., Any] = self.allowed.resolve(target)
+            return found
+        if not isinstance(target, (list, tuple)) or len(target) != 2 or not isinstance(target[0], RRef):
+            raise UsageError("got a call that names no function")
+        value = self.local_value(target[0].reference).wait(self.timeout)
+        return functools.partial(self.allowed.check_method(value, str(target[1])))
+
+    # references
+
+    def share(self, rrefs: Sequence[RRef[Any]], to: int, *, is_answer: bool = False) -> None:
+        """Have the owners count `to` as a holder of these, before they are sent there.
+
+        In a call to the owner itself that is not needed: it counts itself when it reads the call, before anything that
+        is sent after it.
+        """
+        by_owner: dict[int, list[ReferenceId]] = {}
+        for rref in rrefs:
+            by_owner.setdefault(rref.reference.owner, []).append(rref.reference)
+        for owner, references in by_owner.items():
+            if owner == self.rank:
+                self.watch(to)
+                self.table.share(references, to)
+            elif owner != to or is_answer:
+                meta = msgspec.msgpack.encode((references, to))
+                what = "the passing on of an RRef"
+                self.ends.reach(owner).start(
+                    RpcKind.SHARE, meta, (), what=what, timeout_s=self.timeout.total_seconds()
+                ).wait()
+
+    def watch(self, holder: int) -> None:
+        """See to it that the end of a worker is noticed, which holds an object of this process."""
+        if holder == self.rank or self.answering.has_caller(holder):
+            return
+        reply = self.ends.reach(holder).watch(RpcKind.WATCH)
+        if reply is not None:
+            reply.add_done_callback(lambda _: self.table.lose(holder))
+            self.standby.touch()
+
+    def _give_back(self) -> None:
+        """Tell owners what is held no more (in a thread of its own)."""
+        while True:
+            dropped = self.table.dropped.get()
+            if dropped is None:
+                return
+            reference, times = dropped
+            try:
+                if reference.owner == self.rank:
+                    self.table.release(reference, self.rank, times)
+                else:
+                    meta = msgspec.msgpack.encode((reference, times))
+                    self.ends.reach(reference.owner).tell(RpcKind.RELEASE, meta, self.timeout.total_seconds())
+            except PacelineError as error:
+                _logger.debug("an RRef could not be given back: %s", error)
+            except Exception:
+                _logger.exception("what an RRef referred to could not be freed")
+
+    # the end
+
+    def wait_for_all(self) -> None:
+        """Return once every worker is here and no call is under way anywhere. Raises RankLostError if one has died.
+
+        In rounds, until no worker has sent or served a request between two of them and all that were sent were served
+        (the four counters of Mattern, Algorithms for distributed termination detection, 1987).
+        """
+        last: list[tuple[int, int]] = []
+        num_same = 0
+        for number in range(1 << 30):
+            while not self.ends.is_idle() or not self.answering.is_idle():
+                time.sleep(_POLL_S)
+            own = msgspec.msgpack.encode((self.ends.num_sent(), self.answering.num_served))
+            what = f"the shutdown of rpc ({number})"
+            with self._world.in_ranks(what):
+                values = exchange(
+                    self._world.store,
+                    self.rank,
+                    self._world.size,
+                    own,
+                    math.inf,
+                    what=what,
+                    look=self._world.look_after,
+                )
+            told = [read_meta(value, tuple[int, int], "a worker's counts") for value in values]
+            sent, served = (sum(counts) for counts in zip(*told, strict=True))
+            num_same = num_same + 1 if told == last else 0
+            if num_same and (sent == served or num_same > _MAX_SAME):
+                return
+            last = told
+            time.sleep(_POLL_S)
+
+    def close(self) -> None:
+        """End this worker: its connections are closed, and the others notice. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.table.dropped.put(None)
+        self._world.node.forget(GROUP)
+        self.standby.close()
+        self.ends.close()
+        self.answering.close()
+        self._world.close()
+
+
+def what_of(target: Target) -> str:
+    """Return what a call names, for messages."""
+    return target if isinstance(target, str) else f"{target[1]}() of {target[0]!r}"
+
+
+def _log_failure(what: str, future: Future[Any]) -> None:
+    if future.exception() is not None:
+        _logger.debug("remote call of %s: %s", what, future.exception())

@@ -1,0 +1,318 @@
+"""What a worker does for those who call it: runs functions, keeps objects, counts who holds them."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+from typing_extensions import override
+
+from paceline.collectives.rendezvous.node import Taker
+from paceline.errors import ConnectionLostError, DeadlineError, PacelineError, ProtocolError, UsageError
+from paceline.rpc.codec import Decoding, Encoding
+from paceline.rpc.counting import ReferenceId
+from paceline.rpc.framed_socket import FramedSocket, Received
+from paceline.rpc.futures import Future
+from paceline.rpc.messages import RemoteError, RpcKind, failure_meta
+from paceline.rpc.running import in_context
+from paceline.rpc.serving import CalleeEnd, RequestServer
+from paceline.transport import Header, frame_parts, reader
+
+if TYPE_CHECKING:
+    from paceline.rpc.agent import Agent
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_logger = logging.getLogger("paceline.rpc")
+_HANDSHAKE_S = 10.0
+_NONE = msgspec.msgpack.encode(None)
+
+_Reference = tuple[int, int, int]
+_decode_fetch = reader(_Reference, "a request for an object")
+_decode_share = reader(tuple[list[_Reference], int], "the passing on of an RRef")
+_decode_release = reader(tuple[_Reference, int], "an RRef that is given back")
+
+
+def async_execution(function: _Function) -> _Function:
+    """Answer calls of this function with the result of the :class:`Future` that it returns, once that is there.
+
+    No thread waits meanwhile. A decorator; under ``@staticmethod`` or ``@classmethod``, if it is one.
+    """
+    function.__paceline_async__ = True  # type: ignore[attr-defined]
+    return function
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Return whether a function or method answers with a future."""
+    found = function.func if isinstance(function, functools.partial) else function
+    return bool(getattr(found, "__paceline_async__", False))
+
+
+def run_here(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], result: Future[Any], context: int
+) -> None:
+    """Run a function in this thread, in an autograd context (0: none), and give its result, or what it raises."""
+    try:
+        if context:
+            with in_context(context):
+                value = function(*args, **kwargs)
+        else:
+            value = function(*args, **kwargs)
+        if not is_async(function):
+            result.set_result(value)
+            return
+        if not isinstance(value, Future):
+            raise UsageError(f"a function under async_execution returned {type(value).__name__}, a Future was expected")
+    except Exception as error:
+        result.set_exception(error)
+    else:
+        value.add_done_callback(functools.partial(_copy, result))
+
+
+def _copy(result: Future[Any], done: Future[Any]) -> None:
+    error = done.exception()
+    if error is None:
+        result.set_result(done.value())
+    else:
+        result.set_exception(error)
+
+
+class Answering(RequestServer, Taker):
+    """The connections that others have made to this worker, and their requests."""
+
+    def __init__(self, agent: Agent, token: str) -> None:
+        self.num_served = 0
+        """Requests, so far."""
+        self._agent, self._token = agent, token
+        self._callers: dict[CalleeEnd, int] = {}
+        self._lock = threading.Lock()
+        self._num_running = 0
+        self._is_closed = False
+
+    def has_caller(self, rank: int) -> bool:
+        """Return whether a worker has a connection to this one."""
+        return rank in list(self._callers.values())
+
+    def is_idle(self) -> bool:
+        """Return whether no request is being carried out."""
+        return not self._num_running
+
+    def close(self) -> None:
+        """Close the connections. Idempotent."""
+        self._is_closed = True
+        for end in list(self._callers):
+            end.framed.close()
+
+    # the node's calls
+
+    @override
+    def coming(self, rank: int) -> None:
+        pass
+
+    @override
+    def arrived(self, rank: int, connected: socket.socket | None) -> None:
+        if connected is not None:
+            self._agent.threads.run(self._welcome, rank, connected)
+
+    def _welcome(self, rank: int, connected: socket.socket) -> None:
+        if self._is_closed or not 0 <= rank < len(self._agent.directory.workers):
+            connected.close()
+            return
+        framed = FramedSocket(connected, f"worker {self._agent.worker_of(rank).name!r}")
+        try:
+            framed.agree_on_seals(self._token, connecting=False, deadline=time.monotonic() + _HANDSHAKE_S)
+        except PacelineError as error:
+            _logger.warning("a connection of %s failed: %s", framed.name, error)
+            framed.release()
+            return
+        end = CalleeEnd(framed, rank, self)
+        self._callers[end] = rank
+        self._agent.standby.watch_callee(end)
+        end.read_on(object())
+
+    # requests
+
+    @override
+    def caller_lost(self, end: CalleeEnd) -> None:
+        self._callers.pop(end, None)
+        self._agent.standby.forget(end)
+        if not self._is_closed:
+            self._agent.table.lose(end.rank)
+            autograd = sys.modules.get("paceline.rpc.autograd")
+            if autograd is not None:
+                autograd.contexts.lose(end.rank)
+
+    @override
+    def serve_request(self, end: CalleeEnd, received: Received) -> None:
+        header = received.header
+        with self._lock:
+            self._num_running += 1
+        try:
+            self._carry_out(end, received)
+        except Exception as error:
+            if not isinstance(error, PacelineError):
+                _logger.exception("a request of %s could not be carried out", end.framed.name)
+            if header.kind == RpcKind.RELEASE:
+                _logger.debug("%s: %s", end.framed.name, error)
+            else:
+                self._fail(end, header, error, with_trace=False)
+        finally:
+            with self._lock:
+                self._num_running -= 1
+                self.num_served += 1
+
+    def _carry_out(self, end: CalleeEnd, received: Received) -> None:
+        header, meta, body = received
+        agent = self._agent
+        if header.kind == RpcKind.CALL or header.kind == RpcKind.REMOTE:
+            self._call(end, header, meta, body)
+        elif header.kind == RpcKind.FETCH:
+            value = agent.table.value(ReferenceId(*_decode_fetch(meta)))
+            self._agent.standby.touch()
+            end.begin()
+            self._answer_later(end, header, value)
+        elif header.kind == RpcKind.SHARE:
+            references, holder = _decode_share(meta)
+            if not 0 <= holder < len(agent.directory.workers):
+                raise ProtocolError(f"got a holder with the number {holder}, which no worker has")
+            agent.table.share([ReferenceId(*each) for each in references], holder)
+            agent.standby.touch()
+            end.begin()
+            agent.watch(holder)
+            end.framed.send(frame_parts(RpcKind.RESULT, request=header.request, meta=_NONE), _soon())
+        elif header.kind == RpcKind.RELEASE:
+            reference, times = _decode_release(meta)
+            agent.table.release(ReferenceId(*reference), end.rank, times)
+        elif header.kind != RpcKind.WATCH:
+            raise ProtocolError(f"got a request of kind {header.kind}, which this version does not know")
+
+    def _call(self, end: CalleeEnd, header: Header, meta: bytes | memoryview, body: memoryview) -> None:
+        agent = self._agent
+        decoding = Decoding(body, agent.allowed, pickle=agent.pickle, agent=agent)
+        parts = decoding.decode(meta)
+        kept: ReferenceId | None = None
+        result: Future[Any] | None = None
+        if header.kind == RpcKind.REMOTE:
+            kept, parts = self._kept(end, parts), parts[1:]
+            result = Future()
+            agent.table.own(kept, end.rank, result)
+        try:
+            target, args, kwargs = parts
+            if not isinstance(args, list) or not isinstance(kwargs, dict):
+                raise ProtocolError("got a call whose arguments cannot be read")
+            if header.epoch:
+                from paceline.rpc.autograd import contexts
+
+                contexts.receive(header.sequence, end.rank, header.epoch, decoding.tensors)
+            agent.standby.touch()
+            end.begin()
+            function = agent.function_of(target)
+        except Exception as error:
+            if result is not None:
+                result.set_exception(error)
+            raise
+        del decoding
+        if result is None:
+            self._run(end, header, function, args, kwargs)
+        else:
+            end.framed.send(frame_parts(RpcKind.RESULT, request=header.request, meta=_NONE), _soon())
+            run_here(function, args, kwargs, result, header.sequence)
+
+    def _kept(self, end: CalleeEnd, parts: Any) -> ReferenceId:
+        given = parts[0] if isinstance(parts, list) and len(parts) == 4 else None
+        if not isinstance(given, list) or len(given) != 3 or given[:2] != [self._agent.rank, end.rank]:
+            raise ProtocolError("got a remote call whose reference cannot be read")
+        return ReferenceId(*given)
+
+    def _run(
+        self, end: CalleeEnd, header: Header, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> None:
+        """Run a function and answer with its result."""
+        try:
+            if header.sequence:
+                with in_context(header.sequence):
+                    value = function(*args, **kwargs)
+            else:
+                value = function(*args, **kwargs)
+        except Exception as error:
+            error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+            self._fail(end, header, error, with_trace=True)
+            return
+        if is_async(function):
+            if not isinstance(value, Future):
+                kind = type(value).__name__
+                raise UsageError(f"a function under async_execution returned {kind}, a Future was expected")
+            self._answer_later(end, header, value)
+        else:
+            self._answer(end, header, value)
+
+    # answers
+
+    def _answer_later(self, end: CalleeEnd, header: Header, value: Future[Any]) -> None:
+        with self._lock:
+            self._num_running += 1
+
+        def answer(done: Future[Any]) -> None:
+            try:
+                error = done.exception()
+                if error is None:
+                    self._answer(end, header, done.value())
+                else:
+                    self._fail(end, header, error, with_trace=_has_trace(error))
+            finally:
+                with self._lock:
+                    self._num_running -= 1
+
+        value.add_done_callback(answer)
+
+    def _answer(self, end: CalleeEnd, header: Header, value: Any) -> None:
+        agent = self._agent
+        try:
+            message = 0
+            if value is None:
+                meta, parts = _NONE, []
+            else:
+                pickle = agent.pickle and agent.directory.reads_pickle(end.rank)
+                encoding = Encoding(pickle=pickle, records=bool(header.sequence))
+                meta, parts = encoding.encode(value, "the result"), encoding.parts
+                if encoding.references:
+                    agent.share(encoding.references, end.rank, is_answer=True)
+                if encoding.tensors:
+                    from paceline.rpc.autograd import contexts
+
+                    message = contexts.send(header.sequence, end.rank, encoding.tensors)
+        except PacelineError as error:
+            self._fail(end, header, error, with_trace=False)
+            return
+        frame = frame_parts(
+            RpcKind.RESULT, request=header.request, sequence=header.sequence, epoch=message, meta=meta, body=parts
+        )
+        try:
+            end.framed.send(frame, _soon())
+        except UsageError as error:  # too long
+            self._fail(end, header, error, with_trace=False)
+        except (ConnectionLostError, DeadlineError) as error:
+            _logger.debug("an answer could not be sent: %s", error)
+
+    def _fail(self, end: CalleeEnd, header: Header, error: BaseException, *, with_trace: bool) -> None:
+        meta = failure_meta(error, with_trace=with_trace)
+        try:
+            end.framed.send(frame_parts(RpcKind.FAILED, request=header.request, meta=meta), _soon())
+        except PacelineError as lost:
+            _logger.debug("a failure could not be told: %s", lost)
+
+
+def _has_trace(error: BaseException) -> bool:
+    """Return whether an exception is one of the user's functions, so that its traceback says something."""
+    return not isinstance(error, PacelineError) or isinstance(error, RemoteError)
+
+
+def _soon() -> float:
+    """Return when an answer must be in the system's hands."""
+    return time.monotonic() + 60.0

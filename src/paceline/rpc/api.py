@@ -1,0 +1,184 @@
+"""The functions of rpc: to join, to call, to leave."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import msgspec
+
+from paceline.collectives.rendezvous.rendezvous import rendezvous
+from paceline.collectives.rendezvous.store import exchange
+from paceline.collectives.world import World
+from paceline.environment import environment
+from paceline.errors import UsageError
+from paceline.rpc.agent import Agent
+from paceline.rpc.allowed import Allowed, qualified_name
+from paceline.rpc.futures import Future
+from paceline.rpc.rref import RRef
+from paceline.rpc.running import current_agent, is_running, set_agent
+from paceline.rpc.workers import Directory, Introduction, WorkerInfo, check_name, decode_introduction
+from paceline.transport import TLS
+
+_Result = TypeVar("_Result")
+DEFAULT_TIMEOUT = timedelta(seconds=60)
+DEFAULT_JOIN_TIMEOUT = timedelta(minutes=5)
+DEFAULT_NUM_THREADS = 64
+
+
+def init_rpc(
+    name: str,
+    rank: int | None = None,
+    world_size: int | None = None,
+    *,
+    address: str | None = None,
+    token: str | None = None,
+    allow: Iterable[str] = (),
+    pickle: bool = False,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    join_timeout: timedelta = DEFAULT_JOIN_TIMEOUT,
+    num_threads: int = DEFAULT_NUM_THREADS,
+    tls: TLS | None = None,
+) -> None:
+    """Join the workers of this program, under a name of one's own; returns once all are there.
+
+    `rank`, `world_size`, `address` (``host:port`` of rank 0), `token` and `tls` come from the environment if they are
+    not given, as for :func:`paceline.init`. `allow` names the modules whose functions others may call here, and whose
+    dataclasses come as arguments and results: ``my_module``, ``my_package.*``, or one function as
+    ``my_module:function``. `pickle`: take pickled values, from workers that do so too; whoever holds the token can then
+    run any code here. `timeout` is that of calls which say no other, `num_threads` how many functions may run here at
+    once.
+
+    Raises UsageError (two workers of one name, rpc runs already), AuthenticationError (another token), DeadlineError or
+    RankLostError (some did not come within `join_timeout`).
+    """
+    check_name(name)
+    if is_running():
+        raise UsageError(f"rpc runs in this process already, as {current_agent().name!r}; call shutdown() first")
+    if num_threads < 1:
+        raise UsageError(f"num_threads is {num_threads}, at least 1 was expected")
+    if isinstance(allow, str):
+        raise UsageError(f"allow is {allow!r}, a list of names was expected: allow=[{allow!r}]")
+    allow = tuple(allow)
+    Allowed(allow)  # before anybody is met
+    told = environment()
+    tls = tls or TLS.of_files(told.tls_cert, told.tls_key, told.tls_ca)
+    join_s = join_timeout.total_seconds()
+    meeting = rendezvous(rank, world_size, address, token, join_s, told=told, tls=tls)
+    try:
+        world = World(
+            meeting.store,
+            meeting.rank,
+            meeting.world_size,
+            token=meeting.token,
+            host=meeting.host,
+            tls=tls,
+            name="rpc",
+            timeout_s=join_s,
+        )
+    except BaseException:
+        meeting.close()
+        raise
+    try:
+        agent = start_agent(world, meeting.token, Introduction(name, pickle), allow, timeout, join_s, num_threads)
+    except BaseException:
+        world.close()
+        raise
+    set_agent(agent)
+
+
+def start_agent(
+    world: World,
+    token: str,
+    own: Introduction,
+    allow: Iterable[str],
+    timeout: timedelta,
+    join_s: float,
+    num_threads: int,
+) -> Agent:
+    """Meet the others by name, and take their calls once all of them are known; :func:`init_rpc` says the rest."""
+    allowed = Allowed(allow)
+    deadline = time.monotonic() + join_s
+    told = exchange(
+        world.store, world.rank, world.size, msgspec.msgpack.encode(own), deadline, what="the names of the workers"
+    )
+    directory = Directory([decode_introduction(each) for each in told])
+    agent = Agent(world, token, directory, allowed, pickle=own.pickle, timeout=timeout, num_threads=num_threads)
+    agent.start()
+    return agent
+
+
+def rpc_sync(
+    to: str | WorkerInfo,
+    function: Callable[..., _Result] | str,
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    timeout: timedelta | None = None,
+) -> _Result:
+    """Call a function in another process, and return its result.
+
+    `function` is one that a module defines, or its name as ``module:function``; `to` must have allowed it. Arguments
+    and results: numbers, text, bytes, None, lists, tuples, sets, dictionaries, NumPy arrays, tensors of the CPU, RRefs,
+    dataclasses, msgspec structs, enumerations, and functions by name. Arrays and tensors come as views of the message,
+    without a copy. In a call to this process itself, the arguments are passed as they are.
+
+    Raises what the function raised (see :class:`RemoteError`), DeadlineError after `timeout`, ConnectionLostError (the
+    other died or left), UsageError (unknown name, not allowed there, an argument that cannot be sent).
+    """
+    agent = current_agent()
+    name = qualified_name(function)
+    result: _Result = agent.call(agent.directory.id_of(to), name, args, kwargs, timeout, is_awaited=True).wait()
+    return result
+
+
+def rpc_async(
+    to: str | WorkerInfo,
+    function: Callable[..., _Result] | str,
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    timeout: timedelta | None = None,
+) -> Future[_Result]:
+    """Call a function in another process, and return the future of its result; as :func:`rpc_sync` else."""
+    agent = current_agent()
+    return agent.call(agent.directory.id_of(to), qualified_name(function), args, kwargs, timeout)
+
+
+def remote(
+    to: str | WorkerInfo,
+    function: Callable[..., _Result] | str,
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    timeout: timedelta | None = None,
+) -> RRef[_Result]:
+    """Call a function or make an object of a class in another process, where the result stays; return a reference.
+
+    Returns before the function has run; what it raises, ``to_here()`` of the reference raises. Else as
+    :func:`rpc_sync`.
+    """
+    agent = current_agent()
+    return agent.remote(agent.directory.id_of(to), qualified_name(function), args, kwargs, timeout)
+
+
+def get_worker_info(name: str | None = None) -> WorkerInfo:
+    """Return a worker by its name, or this process. Raises UsageError if there is none of this name."""
+    agent = current_agent()
+    return agent.worker_of(agent.rank if name is None else agent.directory.id_of(name))
+
+
+def shutdown(*, graceful: bool = True) -> None:
+    """Leave: wait until every worker has come here and no call is under way anywhere, then close all connections.
+
+    Until then calls of others are answered. Not `graceful`: leave at once; what others wait for here fails there.
+    Raises RankLostError if a worker has died, once this one has left. Does nothing where rpc does not run.
+    """
+    if not is_running():
+        return
+    agent = current_agent()
+    try:
+        if graceful:
+            agent.wait_for_all()
+    finally:
+        set_agent(None)
+        agent.close()

@@ -1,0 +1,256 @@
+"""Gradients through calls: a backward pass that goes from process to process the way the forward pass came.
+
+Within a :func:`context`, tensors that require a gradient are recorded as they are sent and as they come. `backward`
+computes the gradients of this process's part of the graph; those of tensors that came from another process are sent
+there, which goes on from the tensors that it had sent, and answers once its own part is done. Gradients gather in the
+context, per process, and not in ``.grad``: several contexts do not disturb one another.
+
+The same graph as in ``torch.distributed.autograd`` (its design note "Distributed Autograd Design"). That waits at each
+process for the gradients of all messages of a context, and so needs every one of them to take part; here each message
+is gone through by itself, so that what takes no part is never waited for, and a part of the graph whose outputs went
+over in k messages is gone through k times.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from paceline.errors import PacelineError, ProtocolError, UsageError
+from paceline.rpc.allowed import allow, qualified_name
+from paceline.rpc.futures import wait_all
+from paceline.rpc.running import current_agent, current_context, in_context
+
+_logger = logging.getLogger("paceline.rpc")
+_RANK_SHIFT = 32
+
+
+class GradientContext:
+    """One process's part of a context."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.workers: set[int] = set()
+        """The workers to which something was sent in it."""
+        self.gradients: dict[torch.Tensor, torch.Tensor] = {}
+        self.lock = threading.Lock()
+        self._sent: dict[int, list[torch.Tensor]] = {}
+        self._came: dict[int, tuple[torch.Tensor, int, int, int]] = {}
+        self._num_came: dict[tuple[int, int], int] = {}
+        self._numbers = itertools.count(1)
+
+    def record_sent(self, to: int, tensors: Sequence[torch.Tensor]) -> int:
+        """Keep the tensors of a message that is sent; return its number, 0 if none requires a gradient."""
+        with self.lock:
+            self.workers.add(to)
+            if not tensors:
+                return 0
+            message = next(self._numbers)
+            self._sent[message] = list(tensors)
+            return message
+
+    def record_received(self, sender: int, message: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Keep where the tensors of a message came from."""
+        with self.lock:
+            self._num_came[sender, message] = len(tensors)
+            for index, tensor in enumerate(tensors):
+                self._came[id(tensor)] = (tensor, sender, message, index)
+
+    def sent(self, message: int) -> list[torch.Tensor]:
+        """Return the tensors of a message that this process sent."""
+        with self.lock:
+            if message not in self._sent:
+                raise ProtocolError(f"gradients came for message {message} of a context, which was not sent in it")
+            return self._sent[message]
+
+    def gather(
+        self, leaves: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+    ) -> dict[tuple[int, int], list[torch.Tensor | None]]:
+        """Add the gradients of this process's own leaves; return those of others, by worker and message."""
+        others: dict[tuple[int, int], list[torch.Tensor | None]] = {}
+        with self.lock:
+            for leaf, gradient in zip(leaves, gradients, strict=True):
+                if gradient is None:
+                    continue
+                came = self._came.get(id(leaf))
+                if came is not None:
+                    _, sender, message, index = came
+                    whole = others.setdefault((sender, message), [None] * self._num_came[sender, message])
+                    whole[index] = gradient
+                elif leaf in self.gradients:
+                    self.gradients[leaf] = self.gradients[leaf] + gradient
+                else:
+                    self.gradients[leaf] = gradient.detach()
+        return others
+
+
+class GradientContexts:
+    """The contexts that this process takes part in. For several threads at once."""
+
+    def __init__(self) -> None:
+        self._contexts: dict[int, GradientContext] = {}
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+
+    def new(self, rank: int) -> int:
+        """Begin a context of this worker; return its number."""
+        number = rank << _RANK_SHIFT | next(self._numbers)
+        self.part(number)
+        return number
+
+    def part(self, number: int) -> GradientContext:
+        """Return this process's part of a context, which may begin with this."""
+        with self._lock:
+            found = self._contexts.get(number)
+            if found is None:
+                found = self._contexts[number] = GradientContext(number)
+            return found
+
+    def known(self, number: int) -> GradientContext:
+        """Return this process's part of a context that it takes part in. Raises UsageError if it does not."""
+        with self._lock:
+            if number not in self._contexts:
+                raise UsageError(
+                    f"there is no autograd context {number} here: it has ended, or nothing was sent here in it"
+                )
+            return self._contexts[number]
+
+    def gradients(self, number: int) -> dict[torch.Tensor, torch.Tensor]:
+        """Return the gradients gathered here; none, if this process takes no part in the context."""
+        with self._lock:
+            found = self._contexts.get(number)
+        if found is None:
+            return {}
+        with found.lock:
+            return dict(found.gradients)
+
+    def send(self, number: int, to: int, tensors: Sequence[torch.Tensor]) -> int:
+        """Record a message that is sent in a context; see :meth:`GradientContext.record_sent`."""
+        return self.part(number).record_sent(to, tensors)
+
+    def receive(self, number: int, sender: int, message: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Record a message that came in a context."""
+        self.part(number).record_received(sender, message, tensors)
+
+    def pop(self, number: int) -> GradientContext | None:
+        """Forget a context; return this process's part of it."""
+        with self._lock:
+            return self._contexts.pop(number, None)
+
+    def lose(self, rank: int) -> None:
+        """Forget the contexts of a worker that has died."""
+        with self._lock:
+            for number in [each for each in self._contexts if each >> _RANK_SHIFT == rank]:
+                del self._contexts[number]
+
+
+contexts = GradientContexts()
+
+
+@contextlib.contextmanager
+def context() -> Iterator[int]:
+    """Record the calls of this thread, and what they call, for a backward pass; gives the context's number.
+
+    At its end all processes forget it. Contexts do not nest.
+    """
+    agent = current_agent()
+    if current_context():
+        raise UsageError("this thread is in an autograd context already; contexts do not nest")
+    number = contexts.new(agent.rank)
+    try:
+        with in_context(number):
+            yield number
+    finally:
+        drop(number)
+
+
+def backward(context_id: int, roots: Sequence[torch.Tensor]) -> None:
+    """Compute the gradients of the sum of `roots` (one element each) in all processes that took part in them.
+
+    Returns once all are there. A second call adds to the first one's. Raises UsageError for roots without a graph, and
+    what a process raised.
+    """
+    part = contexts.known(context_id)
+    given: Any = roots
+    if isinstance(given, torch.Tensor) or not given:
+        raise UsageError("roots is a list of tensors: backward(context_id, [loss])")
+    for root in roots:
+        if not root.requires_grad or root.numel() != 1:
+            raise UsageError(
+                f"got a root of shape {list(root.shape)}{'' if root.requires_grad else ' that requires no gradient'}, "
+                "tensors of one element that require one were expected, as a loss is"
+            )
+    _go_back(part, list(roots), [torch.ones_like(root) for root in roots])
+
+
+def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
+    """Return the gradients that a context has gathered in this process, by parameter."""
+    contexts.known(context_id)
+    return contexts.gradients(context_id)
+
+
+@allow
+def go_back_from(context_id: int, message: int, gradients: Sequence[torch.Tensor | None]) -> None:
+    """Go on with a backward pass from the tensors of a message that this process sent; called by who received it."""
+    part = contexts.known(context_id)
+    tensors = part.sent(message)
+    if len(gradients) != len(tensors):
+        raise ProtocolError(f"got {len(gradients)} gradients for a message of {len(tensors)} tensors")
+    pairs = [(tensor, gradient) for tensor, gradient in zip(tensors, gradients, strict=True) if gradient is not None]
+    _go_back(part, [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
+
+
+@allow
+def drop(context_id: int) -> None:
+    """Forget a context here, and at all to whom something was sent in it from here."""
+    part = contexts.pop(context_id)
+    if part is None:
+        return
+    agent = current_agent()
+    for worker in part.workers - {agent.rank}:
+        with in_context(0):
+            try:
+                agent.call(worker, qualified_name(drop), (context_id,), None)
+            except PacelineError as error:
+                _logger.debug("an autograd context could not be ended: %s", error)
+
+
+def _go_back(part: GradientContext, outputs: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
+    leaves = leaves_of(outputs)
+    if not leaves:
+        return
+    found = torch.autograd.grad(outputs, leaves, gradients, retain_graph=True, allow_unused=True)
+    agent = current_agent()
+    under_way = []
+    with in_context(0):
+        for (worker, message), sent in part.gather(leaves, found).items():
+            under_way.append(agent.call(worker, qualified_name(go_back_from), (part.number, message, sent), None))
+        wait_all(under_way)
+
+
+def leaves_of(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the leaves of a graph that require a gradient, each once."""
+    leaves: dict[torch.Tensor, None] = {}
+    seen: set[torch.autograd.graph.Node] = set()
+    stack = []
+    for output in outputs:
+        if output.grad_fn is not None:
+            stack.append(output.grad_fn)
+        elif output.requires_grad:
+            leaves[output] = None
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, torch.Tensor):
+            leaves[variable] = None
+        stack += [following for following, _ in node.next_functions if following is not None]
+    return list(leaves)

@@ -1,0 +1,249 @@
+"""The caller's end of a connection to another worker: numbered calls go out, results come back in any order.
+
+No thread hop on the way of a call: the thread that waits for its result reads the connection itself, and gives the
+results of others that come meanwhile to those who wait for them. One thread reads at a time. Where calls are under way
+that nobody waits for, the `Standby` has a thread read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from paceline.errors import ConnectionLostError, DeadlineError, PacelineError
+from paceline.rpc.framed_socket import FramedSocket, Received
+from paceline.rpc.futures import Future
+from paceline.transport import Buffer, frame_parts
+
+_TICK_S = 0.1
+
+
+class Reply(Future[Any]):
+    """The future of a call to another process: who waits for it reads the connection."""
+
+    def __init__(self, end: CallerEnd, what: str, deadline: float, timeout_s: float) -> None:
+        super().__init__()
+        self.what, self.deadline, self.timeout_s = what, deadline, timeout_s
+        self._end = end
+
+    def wait_until(self, deadline: float | None) -> bool:
+        """Wait until the result is there, or the call's own time is up, which is a result too."""
+        self._end.wait(self, self.deadline if deadline is None else min(deadline, self.deadline))
+        return self._is_done
+
+
+class ReplyReader(Protocol):
+    """Who makes values of answers, and runs what waits for them."""
+
+    def read_reply(self, end: CallerEnd, reply: Reply, received: Received) -> tuple[Any, BaseException | None]:
+        """Return the result, or the exception, that an answer holds."""
+
+    def go_on_from(self, future: Future[Any]) -> None:
+        """Run the callbacks of a future, which is done, in another thread."""
+
+
+class CallerEnd:
+    """Calls to one other worker. For several threads at once."""
+
+    def __init__(self, framed: FramedSocket, rank: int, reader: ReplyReader) -> None:
+        self.rank = rank
+        self.name = framed.name
+        self.failure: PacelineError | None = None
+        """Why the connection is of no more use."""
+        self.free_since = 0.0
+        """When the reading was last given up, for the standby."""
+        self.has_own_reader = False
+        """Whether a thread reads until nothing is under way."""
+        self._framed = framed
+        self._reader = reader
+        self._numbers = itertools.count(1)
+        self._pending: dict[int, Reply] = {}
+        self._reading = threading.Lock()
+        self._blocked: set[Reply] = set()
+        self._is_watched = False
+        self.num_sent = 0
+        """Requests, so far."""
+
+    @property
+    def num_pending(self) -> int:
+        """How many calls are under way."""
+        return len(self._pending) - self._is_watched
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a thread reads the connection."""
+        return self._reading.locked()
+
+    @property
+    def is_unattended(self) -> bool:
+        """Whether calls are under way, and no thread reads until they are answered."""
+        return bool(self._pending) and not self.has_own_reader
+
+    def start(
+        self,
+        kind: int,
+        meta: Buffer,
+        body: Sequence[Buffer],
+        *,
+        what: str,
+        timeout_s: float,
+        context: int = 0,
+        message: int = 0,
+    ) -> Reply:
+        """Send a call and return the future of its result. Raises ConnectionLostError or DeadlineError."""
+        deadline = time.monotonic() + timeout_s
+        reply = Reply(self, what, deadline, timeout_s)
+        number = next(self._numbers) & 0xFFFFFFFF
+        self.num_sent += 1
+        self._pending[number] = reply
+        try:
+            self._send(frame_parts(kind, request=number, sequence=context, epoch=message, meta=meta, body=body), reply)
+        except BaseException:
+            self._pending.pop(number, None)
+            raise
+        return reply
+
+    def watch(self, kind: int) -> Reply | None:
+        """Return a future that fails when the other worker ends, the first time; None, if there is one already."""
+        if self._is_watched:
+            return None
+        self._is_watched = True
+        return self.start(kind, b"", (), what="a call that it never answers", timeout_s=math.inf)
+
+    def tell(self, kind: int, meta: Buffer, timeout_s: float) -> None:
+        """Send what is not answered."""
+        self.num_sent += 1
+        self._framed.send(frame_parts(kind, meta=meta), time.monotonic() + timeout_s)
+
+    def _send(self, parts: Sequence[Buffer], reply: Reply) -> None:
+        if self.failure is not None:
+            raise self.failure
+        try:
+            self._framed.send(parts, reply.deadline)
+        except (ConnectionLostError, DeadlineError) as error:
+            self.lose(error)
+            raise self.failure or error from None
+
+    def wait(self, reply: Reply, deadline: float) -> None:
+        """Return once the reply is done, or at `deadline`; at the reply's own it is done, with a DeadlineError."""
+        while not reply.done():
+            if self._reading.acquire(blocking=False):
+                self._read_until(reply, deadline)
+            else:
+                self._block(reply, deadline)
+            if not reply.done():
+                now = time.monotonic()
+                if now >= reply.deadline:
+                    self._expire(reply)
+                elif now >= deadline:
+                    return
+
+    def _block(self, reply: Reply, deadline: float) -> None:
+        """Wait until another thread has read the result, or gives the reading up."""
+        waiter = reply.add_waiter()
+        if waiter is None:
+            return
+        self._blocked.add(reply)
+        # Asked again: who read may have looked for a successor just before this one was in the set.
+        if self._reading.acquire(blocking=False):
+            self._blocked.discard(reply)
+            self._read_until(reply, deadline)
+        else:
+            waiter.acquire(timeout=max(deadline - time.monotonic(), 0.0))
+            self._blocked.discard(reply)
+
+    def _read_until(self, reply: Reply, deadline: float) -> None:
+        """Read, with the lock held, until the reply is done or the time is up; then let the next one read."""
+        try:
+            while not reply.done():
+                left = deadline - time.monotonic()
+                if left <= 0 or not self._framed.wait_readable(left):
+                    break
+                self._deliver(self._framed.receive())
+        except PacelineError as error:
+            self.lose(error)
+        finally:
+            self._stop_reading()
+
+    def read_on(self) -> None:
+        """Read for those who do not wait, as long as there are any (the standby has a thread do so)."""
+        if not self._reading.acquire(blocking=False):
+            return
+        self.has_own_reader = True
+        try:
+            while self._pending:
+                if self._framed.wait_readable(_TICK_S, spin=False):
+                    self._deliver(self._framed.receive())
+                else:
+                    self.expire_late()
+        except PacelineError as error:
+            self.lose(error)
+        finally:
+            self.has_own_reader = False
+            self._stop_reading()
+
+    def _stop_reading(self) -> None:
+        self.free_since = time.monotonic()
+        self._reading.release()
+        if self.failure is not None:
+            self._let_go()
+        if self._blocked:
+            self._wake_one()
+
+    def _let_go(self) -> None:
+        """Give the descriptor back, unless somebody reads, who does so then; nobody reads any more."""
+        if self._reading.acquire(blocking=False):
+            self._framed.release()
+
+    def expire_late(self) -> None:
+        """End the calls whose time is up."""
+        now = time.monotonic()
+        for reply in list(self._pending.values()):
+            if now >= reply.deadline:
+                self._expire(reply)
+
+    def _deliver(self, received: Received) -> None:
+        reply = self._pending.get(received.header.request)
+        if reply is None:
+            reply = Reply(self, "a call that was given up", 0.0, 0.0)
+        result, error = self._reader.read_reply(self, reply, received)
+        self._pending.pop(received.header.request, None)
+        self._settle(reply, result, error)
+
+    def _settle(self, reply: Reply, result: Any, error: BaseException | None) -> None:
+        if reply.settle(result, error) and reply.has_callbacks:
+            self._reader.go_on_from(reply)
+
+    def _expire(self, reply: Reply) -> None:
+        for number, each in list(self._pending.items()):
+            if each is reply:
+                self._pending.pop(number, None)
+        late = DeadlineError(f"{self.name} has not answered {reply.what} within {reply.timeout_s:g} s")
+        self._settle(reply, None, late)
+
+    def _wake_one(self) -> None:
+        for reply in list(self._blocked):
+            if reply.wake_one():
+                return
+
+    def lose(self, error: PacelineError) -> None:
+        """The connection is of no more use: fail all that is under way. Idempotent."""
+        if self.failure is None:
+            self.failure = ConnectionLostError(f"{self.name} died or left ({error})")
+        self._framed.close()
+        while self._pending:
+            try:
+                _, reply = self._pending.popitem()
+            except KeyError:
+                break
+            lost = ConnectionLostError(f"{self.name} died or left before it answered {reply.what} ({error})")
+            self._settle(reply, None, lost)
+        self._let_go()
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        self.lose(ConnectionLostError("this process has closed the connection"))

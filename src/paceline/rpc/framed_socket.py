@@ -1,0 +1,242 @@
+"""Frames on a connected socket, sent and received by whichever thread has a reason to: no thread of its own.
+
+A small frame is received with what came beside it; the rest of a large one is received in place, into memory that the
+arrays in it then keep. Over a network without TLS every frame carries a tag (`security.sealing`) under a key that
+follows from the token and a nonce of each end.
+"""
+
+from __future__ import annotations
+
+import secrets
+import select
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from paceline.collectives.rendezvous.rendezvous import is_loopback
+from paceline.errors import ConnectionLostError, DeadlineError, ProtocolError, UsageError
+from paceline.rpc.messages import LIMITS
+from paceline.transport.frames import HEADER_BYTES, Buffer, Header, frame_bytes, padded, size_of, unpack_header, view_of
+from paceline.transport.receiving import allocate
+from paceline.transport.security.sealing import TAG_BYTES, Seal, derive_seals, not_sealed
+from paceline.transport.spinning import Spinner
+
+_BUFFER_BYTES = 1 << 14
+_JOINED_BYTES = 1 << 13
+"""Frames up to here are copied into one buffer: cheaper than what sendmsg costs above send."""
+_IOV_MAX = 512
+_STALL_S = 60.0
+"""How long the other end may pause in the middle of a frame, or take nothing of one."""
+_NONCE_BYTES = 32
+
+
+class Received(NamedTuple):
+    """A frame in memory of its own."""
+
+    header: Header
+    meta: bytes | memoryview
+    body: memoryview
+
+
+class FramedSocket:
+    """One connection. Several threads may send; one at a time may receive, also while others send."""
+
+    def __init__(self, connected: socket.socket, name: str) -> None:
+        """`connected`: non-blocking; `name` says in messages who is at its other end."""
+        self.name = name
+        self._socket = connected
+        self._buffer = bytearray(_BUFFER_BYTES)
+        self._view = memoryview(self._buffer)
+        self._start = self._end = 0
+        self._sending = threading.Lock()
+        self._poller = select.poll()
+        self._poller.register(connected.fileno(), select.POLLIN)
+        self._spin = Spinner().wait
+        self._seal_out: Seal | None = None
+        self._seal_in: Seal | None = None
+        self._tag_bytes = 0
+
+    def agree_on_seals(self, token: str, *, connecting: bool, deadline: float) -> None:
+        """Seal all that follows if this is a plain connection over a network; both ends call it first of all."""
+        if _is_on_host(self._socket):
+            return
+        own = secrets.token_bytes(_NONCE_BYTES)
+        self._send_all([own], deadline)
+        theirs = allocate(_NONCE_BYTES)
+        self._receive_into(theirs, deadline)
+        nonces = own + bytes(theirs) if connecting else bytes(theirs) + own
+        self._seal_out, self._seal_in = derive_seals(token, nonces, b"paceline rpc", connecting=connecting)
+        self._tag_bytes = TAG_BYTES
+
+    def send(self, parts: Sequence[Buffer], deadline: float) -> None:
+        """Send a whole frame; returns once it is in the system's hands.
+
+        Raises UsageError (too long), ConnectionLostError or DeadlineError: then the connection is of no more use.
+        """
+        size = sum(map(size_of, parts))
+        if size > LIMITS.max_frame_bytes:
+            raise UsageError(f"a call of {size} bytes was to be sent, at most {LIMITS.max_frame_bytes} are; split it")
+        with self._sending:
+            if self._seal_out is not None:
+                parts = [*parts, self._seal_out.tag(parts)]
+            try:
+                if size <= _JOINED_BYTES:
+                    whole = b"".join(parts)  # type: ignore[arg-type]
+                    sent = self._socket.send(whole)
+                    if sent != len(whole):
+                        self._send_all([whole[sent:]], deadline)
+                else:
+                    self._send_all(parts, deadline)
+            except BlockingIOError:
+                self._send_all(parts, deadline)
+            except OSError as error:
+                raise self._lost(error) from None
+
+    def wait_readable(self, timeout_s: float | None, *, spin: bool = True) -> bool:
+        """Wait until something has come, or the end; return whether it has."""
+        if self._end > self._start:
+            return True
+        timeout_ms = None if timeout_s is None else max(timeout_s * 1000, 0.0)
+        return bool(self._spin(self._poller.poll, timeout_ms) if spin else self._poller.poll(timeout_ms))
+
+    def receive(self) -> Received:
+        """Receive a whole frame, of which a part has come or is awaited. Raises ConnectionLostError, ProtocolError or
+        DeadlineError: then the connection is of no more use.
+        """
+        deadline = 0.0
+        while True:
+            have = self._end - self._start
+            if have >= HEADER_BYTES:
+                header = unpack_header(self._buffer, self._start)
+                size = frame_bytes(header)
+                if size > LIMITS.max_frame_bytes or header.meta_bytes > LIMITS.max_meta_bytes:
+                    raise ProtocolError(f"{self.name} sent a frame that claims {size} bytes; the connection is closed")
+                if have >= size + self._tag_bytes:
+                    return self._small(header, size)
+                if size + self._tag_bytes > _BUFFER_BYTES:
+                    return self._large(header, size)
+            if (self._start and self._end == _BUFFER_BYTES) or self._start == self._end:
+                self._view[:have] = bytes(self._view[self._start : self._end])
+                self._start, self._end = 0, have
+            deadline = deadline or time.monotonic() + _STALL_S
+            self._end += self._receive_some(self._view[self._end :], deadline)
+
+    def close(self) -> None:
+        """Close the connection; who waits on it wakes. Idempotent."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
+    def release(self) -> None:
+        """Give the descriptor back, once nobody waits on it."""
+        with self._sending:
+            self._socket.close()
+
+    def _small(self, header: Header, size: int) -> Received:
+        start = self._start
+        meta_at = start + HEADER_BYTES
+        body_at = meta_at + padded(header.meta_bytes)
+        if self._seal_in is not None:
+            self._seal_in.update(self._view[start : start + size])
+            self._check_tag(self._view[start + size : start + size + TAG_BYTES])
+        meta = bytes(self._view[meta_at : meta_at + header.meta_bytes])
+        body = memoryview(b"")
+        if header.body_bytes:
+            body = allocate(header.body_bytes)
+            body[:] = self._view[body_at : body_at + header.body_bytes]
+        self._start = start + size + self._tag_bytes
+        if self._start == self._end:
+            self._start = self._end = 0
+        return Received(header, meta, body)
+
+    def _large(self, header: Header, size: int) -> Received:
+        have = min(self._end - self._start, size)
+        memory = allocate(size)
+        memory[:have] = self._view[self._start : self._start + have]
+        self._start += have
+        if self._start == self._end:
+            self._start = self._end = 0
+        self._receive_into(memory[have:], time.monotonic() + _STALL_S)
+        if self._seal_in is not None:
+            tag = allocate(TAG_BYTES)
+            got = min(self._end - self._start, TAG_BYTES)
+            tag[:got] = self._view[self._start : self._start + got]
+            self._start += got
+            self._receive_into(tag[got:], time.monotonic() + _STALL_S)
+            self._seal_in.update(memory)
+            self._check_tag(tag)
+        body_at = HEADER_BYTES + padded(header.meta_bytes)
+        return Received(
+            header,
+            memory[HEADER_BYTES : HEADER_BYTES + header.meta_bytes],
+            memory[body_at : body_at + header.body_bytes],
+        )
+
+    def _check_tag(self, tag: memoryview) -> None:
+        assert self._seal_in is not None
+        if not self._seal_in.fits(tag):
+            raise not_sealed(self.name)
+
+    def _receive_into(self, view: memoryview, deadline: float) -> None:
+        while view:
+            got = self._receive_some(view, deadline)
+            view = view[got:]
+            if len(view):
+                deadline = max(deadline, time.monotonic() + _STALL_S)
+
+    def _receive_some(self, view: memoryview, deadline: float) -> int:
+        while True:
+            try:
+                got = self._socket.recv_into(view)
+            except BlockingIOError:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise DeadlineError(f"{self.name} stopped in the middle of a message") from None
+                self._poller.poll(left * 1000)
+            except OSError as error:
+                raise self._lost(error) from None
+            else:
+                if not got:
+                    raise self._lost()
+                return got
+
+    def _send_all(self, parts: Sequence[Buffer], deadline: float) -> None:
+        views = [view_of(part) for part in parts if size_of(part)]
+        first = 0
+        while first < len(views):
+            try:
+                sent = self._socket.sendmsg(views[first : first + _IOV_MAX])
+            except BlockingIOError:
+                self._wait_writable(deadline)
+                continue
+            except OSError as error:
+                raise self._lost(error) from None
+            while first < len(views) and sent >= len(views[first]):
+                sent -= len(views[first])
+                first += 1
+            if sent:
+                views[first] = views[first][sent:]
+
+    def _wait_writable(self, deadline: float) -> None:
+        poller = select.poll()
+        try:
+            poller.register(self._socket.fileno(), select.POLLOUT)
+        except (OSError, ValueError) as error:
+            raise self._lost(error) from None
+        if not poller.poll(max(min(deadline - time.monotonic(), _STALL_S), 0.0) * 1000):
+            self.close()
+            raise DeadlineError(f"{self.name} takes nothing of what is sent to it; the connection is closed")
+
+    def _lost(self, error: Exception | None = None) -> ConnectionLostError:
+        cause = f" ({error})" if error is not None else ""
+        return ConnectionLostError(f"the connection with {self.name} was closed{cause}")
+
+
+def _is_on_host(connected: socket.socket | Any) -> bool:
+    """Return whether a connection stays on this machine; the plain end of one with TLS does."""
+    if connected.family == getattr(socket, "AF_UNIX", None):
+        return True
+    return all(is_loopback(place[0].partition("%")[0]) for place in (connected.getsockname(), connected.getpeername()))

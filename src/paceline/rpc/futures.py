@@ -1,0 +1,154 @@
+"""The result of a call that is under way, to be waited for or to go on from."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any, Generic, TypeVar, cast
+
+from paceline.errors import DeadlineError, UsageError
+
+_Result = TypeVar("_Result")
+_Other = TypeVar("_Other")
+_logger = logging.getLogger("paceline.rpc")
+
+
+class Future(Generic[_Result]):
+    """A result, or the exception in its place, that is set once. For several threads at once."""
+
+    def __init__(self) -> None:
+        self._is_done = False
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._waiters: list[threading.Lock] = []
+        self._callbacks: list[Callable[[Future[_Result]], object]] = []
+
+    def done(self) -> bool:
+        """Return whether the result or the exception is there."""
+        return self._is_done
+
+    def wait(self, timeout: timedelta | None = None) -> _Result:
+        """Wait for the result and return it, or raise the exception. Raises DeadlineError after `timeout`."""
+        deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
+        if not self._is_done and not self.wait_until(deadline):
+            assert timeout is not None
+            raise DeadlineError(f"a future was not set within {timeout.total_seconds():g} s")
+        return self.value()
+
+    def value(self) -> _Result:
+        """Return the result, or raise the exception, of a future that is done."""
+        if self._error is not None:
+            raise self._error
+        if not self._is_done:
+            raise UsageError("the future is not done yet; wait() for it")
+        return cast(_Result, self._result)
+
+    def exception(self) -> BaseException | None:
+        """Return the exception of a future that is done, if it has one."""
+        return self._error
+
+    def set_result(self, result: _Result) -> None:
+        """Give the result, and run the callbacks in this thread. Raises UsageError if it has one."""
+        if not self.settle(result, None):
+            raise UsageError("the future has its result already")
+        self.run_callbacks()
+
+    def set_exception(self, error: BaseException) -> None:
+        """Give an exception in place of the result, as :meth:`set_result`."""
+        if not self.settle(None, error):
+            raise UsageError("the future has its result already")
+        self.run_callbacks()
+
+    def add_done_callback(self, callback: Callable[[Future[_Result]], object]) -> None:
+        """Call `callback` with this future once it is done: now, or in the thread that brings the result."""
+        with self._lock:
+            if not self._is_done:
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def then(self, function: Callable[[Future[_Result]], _Other]) -> Future[_Other]:
+        """Return a future for what `function` returns when it is called with this one, done."""
+        following: Future[_Other] = Future()
+
+        def go_on(future: Future[_Result]) -> None:
+            try:
+                result = function(future)
+            except BaseException as error:
+                following.set_exception(error)
+            else:
+                following.set_result(result)
+
+        self.add_done_callback(go_on)
+        return following
+
+    # for those who bring results
+
+    def settle(self, result: Any, error: BaseException | None) -> bool:
+        """Give the result without running the callbacks; return False if it has one already."""
+        with self._lock:
+            if self._is_done:
+                return False
+            self._result, self._error = result, error
+            self._is_done = True
+            waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            waiter.release()
+        return True
+
+    @property
+    def has_callbacks(self) -> bool:
+        """Whether somebody goes on from this future."""
+        return bool(self._callbacks)
+
+    def run_callbacks(self) -> None:
+        """Run what waits for this future, which is done."""
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            try:
+                callback(self)
+            except Exception:
+                _logger.exception("a callback of a future failed")
+
+    def wait_until(self, deadline: float | None) -> bool:
+        """Wait until the future is done or the time has come (by ``time.monotonic``); return whether it is done."""
+        waiter = self.add_waiter()
+        if waiter is not None:
+            waiter.acquire(timeout=-1 if deadline is None else max(deadline - time.monotonic(), 0.0))
+        return self._is_done
+
+    def add_waiter(self) -> threading.Lock | None:
+        """Return a held lock that is released once the future is done; ``None``: it is."""
+        waiter = threading.Lock()
+        waiter.acquire()
+        with self._lock:
+            if self._is_done:
+                return None
+            self._waiters.append(waiter)
+        return waiter
+
+    def wake_one(self) -> bool:
+        """Wake one thread that waits, although the result is not there; return whether one waits."""
+        with self._lock:
+            if not self._waiters:
+                return False
+            self._waiters.pop().release()
+            return True
+
+
+def wait_all(futures: Iterable[Future[_Result]]) -> list[_Result]:
+    """Wait for all and return their results in order; raise the first exception among them, once all are done."""
+    given = list(futures)
+    failure: BaseException | None = None
+    for future in given:
+        try:
+            future.wait()
+        except Exception as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
+    return [future.value() for future in given]

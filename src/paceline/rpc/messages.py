@@ -1,0 +1,122 @@
+"""What goes over the wire between two workers: kinds of frames, and how a failed call is told."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import traceback
+from enum import IntEnum
+
+import msgspec
+
+from paceline import errors
+from paceline.errors import PacelineError, PeerError, printable
+from paceline.transport import FIRST_APPLICATION_KIND, Limits, reader
+
+LIMITS = Limits(max_frame_bytes=1 << 32, max_meta_bytes=1 << 26)
+_MAX_TEXT = 4000
+_MAX_TRACE = 20_000
+
+
+class RpcKind(IntEnum):
+    """The frames of calls; of a header, ``request`` numbers the call, ``sequence`` names the autograd context and
+    ``epoch`` the message for which gradients may come back.
+    """
+
+    CALL = FIRST_APPLICATION_KIND
+    """Function or method, arguments, keyword arguments: answer with the result."""
+    REMOTE = FIRST_APPLICATION_KIND + 1
+    """The same, with the reference under which the result stays here."""
+    FETCH = FIRST_APPLICATION_KIND + 2
+    """Answer with the value of a reference."""
+    SHARE = FIRST_APPLICATION_KIND + 3
+    """Count another worker as a holder of references."""
+    RELEASE = FIRST_APPLICATION_KIND + 4
+    """Count the sender less as a holder; not answered."""
+    WATCH = FIRST_APPLICATION_KIND + 5
+    """Never answered: the connection's end tells the sender that this worker has died."""
+    RESULT = FIRST_APPLICATION_KIND + 6
+    """The result of a call."""
+    FAILED = FIRST_APPLICATION_KIND + 7
+    """The exception of a call."""
+
+
+class CallFailure(msgspec.Struct, frozen=True, array_like=True):
+    """The meta of a FAILED frame."""
+
+    error: str
+    """The name of a built-in exception or of a class of :mod:`paceline.errors`, or ``module.name`` of another."""
+    message: str
+    trace: str = ""
+    """The traceback; empty for what the call's own function did not raise."""
+
+
+decode_failure = reader(CallFailure, "a report of a failed call")
+
+
+class RemoteError(PeerError):
+    """A function raised an exception in the process that ran it; :attr:`remote_traceback` says where.
+
+    It is an instance of the class raised there too, if that is a built-in one or one of :mod:`paceline.errors`:
+    ``except ValueError`` catches a ``ValueError`` that another process raised.
+    """
+
+    remote_traceback: str = ""
+    """The traceback as the other process printed it."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+def failure_meta(error: BaseException, *, with_trace: bool) -> bytes:
+    """Return the meta of the frame that tells of an exception; `with_trace`: a function of the user's raised it."""
+    kind = type(error)
+    is_known = getattr(builtins, kind.__name__, None) is kind or getattr(errors, kind.__name__, None) is kind
+    if isinstance(error, RemoteError):
+        name = kind.__bases__[1].__name__ if kind is not RemoteError else "PeerError"
+    else:
+        name = kind.__name__ if is_known else f"{kind.__module__}.{kind.__qualname__}"
+    trace = ""
+    if with_trace:
+        trace = "".join(traceback.format_exception(kind, error, error.__traceback__))[-_MAX_TRACE:]
+    return msgspec.msgpack.encode(CallFailure(name, _text(error), trace))
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)[:_MAX_TEXT]
+    except Exception:
+        return "(its message cannot be had)"
+
+
+def failure_of(meta: bytes | memoryview, worker: str, what: str) -> PacelineError:
+    """Return the exception that a FAILED frame tells of; `worker` is who sent it, `what` what was called there."""
+    failure: CallFailure = decode_failure(meta)
+    message = "\n".join(printable(line, _MAX_TEXT) for line in failure.message.split("\n"))
+    if not failure.trace:
+        kind = getattr(errors, failure.error, PeerError)
+        if not (isinstance(kind, type) and issubclass(kind, PacelineError)):
+            kind = PeerError
+        return kind(f"{what} on worker {worker!r}: {message}")
+    lines = [printable(line, 500) for line in failure.trace.split("\n")]
+    trace = "\n".join(lines).rstrip()
+    name = printable(failure.error, 200)
+    shown = f"{name}: {message}\n\n{what} failed on worker {worker!r}:\n{trace}"
+    try:
+        error = _kind_of(failure.error)(shown)
+    except TypeError:  # it takes other arguments
+        error = RemoteError(shown)
+    error.remote_traceback = trace
+    return error
+
+
+@functools.lru_cache(maxsize=256)
+def _kind_of(name: str) -> type[RemoteError]:
+    """Return the class to raise here for one that was raised there."""
+    kind = getattr(errors, name, None) or getattr(builtins, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, Exception)) or issubclass(RemoteError, kind):
+        return RemoteError
+    try:
+        return type(f"Remote{name}", (RemoteError, kind), {"__module__": __name__})
+    except TypeError:
+        return RemoteError

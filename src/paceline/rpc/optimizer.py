@@ -1,0 +1,95 @@
+"""An optimizer whose parameters live in several processes: each steps its own, with a context's gradients."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from paceline.errors import UsageError
+from paceline.rpc.allowed import allow, qualified_name
+from paceline.rpc.autograd import get_gradients
+from paceline.rpc.futures import wait_all
+from paceline.rpc.rref import RRef
+from paceline.rpc.running import current_agent, in_context
+
+
+class DistributedOptimizer:
+    """Steps parameters where they live, as ``torch.distributed.optim.DistributedOptimizer`` does.
+
+    ``with rpc.autograd.context() as c: ...; rpc.autograd.backward(c, [loss]); optimizer.step(c)``.
+    """
+
+    def __init__(
+        self, optimizer_class: type[torch.optim.Optimizer], params_rref: Sequence[RRef[Any]], *args: Any, **kwargs: Any
+    ) -> None:
+        """Make an optimizer of this class at each worker that owns some of the parameters, with these arguments.
+
+        The class is one of ``torch.optim``, or of a module that those workers allow.
+        """
+        if not params_rref:
+            raise UsageError("the optimizer got no parameters, a list of RRefs to parameters was expected")
+        agent = current_agent()
+        by_owner: dict[int, list[RRef[Any]]] = {}
+        for rref in params_rref:
+            by_owner.setdefault(rref.reference.owner, []).append(rref)
+        name = qualified_name(optimizer_class)
+        with in_context(0):
+            self._optimizers = [
+                agent.remote(owner, qualified_name(_make), (name, rrefs, args, kwargs), None)
+                for owner, rrefs in by_owner.items()
+            ]
+            check = qualified_name(_check)
+            wait_all([agent.call(each.reference.owner, check, (each,), None) for each in self._optimizers])
+
+    def step(self, context_id: int) -> None:
+        """Step all parameters by the gradients that the context has gathered; those without one stay as they are."""
+        agent = current_agent()
+        with in_context(0):
+            under_way = [
+                agent.call(each.reference.owner, qualified_name(_step), (each, context_id), None)
+                for each in self._optimizers
+            ]
+            wait_all(under_way)
+
+
+class LocalOptimizer:
+    """The optimizer of one process's parameters; two contexts do not step at once."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
+        self._optimizer, self._parameters = optimizer, parameters
+        self._lock = threading.Lock()
+
+    def step(self, gradients: dict[torch.Tensor, torch.Tensor]) -> None:
+        """Step by these gradients; ``.grad`` is empty afterwards."""
+        with self._lock:
+            for parameter in self._parameters:
+                parameter.grad = gradients.get(parameter)
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
+
+
+@allow
+def _make(name: str, rrefs: Sequence[RRef[Any]], args: Sequence[Any], kwargs: dict[str, Any]) -> LocalOptimizer:
+    module, _, path = name.partition(":")
+    found = getattr(torch.optim, path, None) if module.startswith("torch.optim.") else None
+    kind = found if found is not None else current_agent().allowed.resolve(name)
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise UsageError(f"{name} is no optimizer of torch's")
+    parameters = [rref.local_value() for rref in rrefs]
+    for parameter in parameters:
+        if not isinstance(parameter, torch.Tensor) or not parameter.is_leaf or not parameter.requires_grad:
+            raise UsageError(f"an RRef refers to {type(parameter).__name__}, a parameter was expected")
+    return LocalOptimizer(kind(parameters, *args, **kwargs), parameters)
+
+
+@allow
+def _check(optimizer: RRef[LocalOptimizer]) -> None:
+    optimizer.local_value()
+
+
+@allow
+def _step(optimizer: RRef[LocalOptimizer], context_id: int) -> None:
+    optimizer.local_value().step(get_gradients(context_id))

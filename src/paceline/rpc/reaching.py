@@ -1,0 +1,109 @@
+"""The connections that this worker has made to others, each at the first call, and what comes back on them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from paceline.collectives.world import World
+from paceline.errors import ConnectionLostError, PacelineError, PeerError, UsageError, printable
+from paceline.rpc.calling import CallerEnd, Reply, ReplyReader
+from paceline.rpc.codec import Decoding
+from paceline.rpc.framed_socket import FramedSocket, Received
+from paceline.rpc.futures import Future
+from paceline.rpc.messages import RpcKind, failure_of
+from paceline.transport import Address
+
+if TYPE_CHECKING:
+    from paceline.rpc.agent import Agent
+
+GROUP = "rpc"
+_CONNECT_S = 30.0
+
+
+class CallerEnds(ReplyReader):
+    """The connections to other workers, by their numbers. For several threads at once."""
+
+    def __init__(self, agent: Agent, world: World, token: str) -> None:
+        self._agent, self._world, self._token = agent, world, token
+        self._ends: dict[int, CallerEnd] = {}
+        self._num_sent_before = 0
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def reach(self, to: int) -> CallerEnd:
+        """Return the connection to a worker. Raises ConnectionLostError if it cannot be reached."""
+        end = self._ends.get(to)
+        if end is not None and end.failure is None:
+            return end
+        with self._lock:
+            end = self._ends.get(to)
+            if end is None or end.failure is not None:
+                if self._is_closed:
+                    raise UsageError("rpc was shut down in this process")
+                if end is not None:
+                    self._num_sent_before += end.num_sent
+                    self._agent.standby.forget(end)
+                end = self._ends[to] = self._connect(to)
+                self._agent.standby.watch_caller(end)
+            return end
+
+    def _connect(self, to: int) -> CallerEnd:
+        who = f"worker {self._agent.worker_of(to).name!r}"
+        deadline = time.monotonic() + min(self._agent.timeout.total_seconds(), _CONNECT_S)
+        try:
+            connected = self._world.node.connect(self._world.infos[to], GROUP, self._agent.rank, "rpc", deadline)
+            framed = FramedSocket(connected, who)
+            framed.agree_on_seals(self._token, connecting=True, deadline=deadline)
+        except (PacelineError, OSError) as error:
+            raise ConnectionLostError(f"{who} cannot be reached: it died or left ({error})") from None
+        return CallerEnd(framed, to, self)
+
+    def address_of(self, worker: int) -> Address:
+        """Return where a worker listens, for all."""
+        return self._world.infos[worker].endpoint.tcp
+
+    def num_sent(self) -> int:
+        """Return how many requests were sent, so far."""
+        return self._num_sent_before + sum(end.num_sent for end in list(self._ends.values()))
+
+    def is_idle(self) -> bool:
+        """Return whether no call is under way."""
+        return not any(end.num_pending for end in list(self._ends.values()) if end.failure is None)
+
+    def close(self) -> None:
+        """Close all. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            ends = list(self._ends.values())
+        for end in ends:
+            end.close()
+
+    # what the connections ask of us
+
+    @override
+    def read_reply(self, end: CallerEnd, reply: Reply, received: Received) -> tuple[Any, BaseException | None]:
+        header, meta, body = received
+        agent = self._agent
+        try:
+            if header.kind == RpcKind.FAILED:
+                return None, failure_of(meta, agent.worker_of(end.rank).name, reply.what)
+            decoding = Decoding(body, agent.allowed, pickle=agent.pickle, agent=agent)
+            result = decoding.decode(meta)
+            if header.epoch:
+                from paceline.rpc.autograd import contexts
+
+                contexts.receive(header.sequence, end.rank, header.epoch, decoding.tensors)
+        except PacelineError as error:
+            return None, type(error)(f"the answer of {end.name} to {reply.what} cannot be taken: {error}")
+        except Exception as error:
+            text = printable(f"{type(error).__name__}: {error}", 500)
+            return None, PeerError(f"the answer of {end.name} to {reply.what} cannot be taken: {text}")
+        return result, None
+
+    @override
+    def go_on_from(self, future: Future[Any]) -> None:
+        self._agent.threads.run(future.run_callbacks)

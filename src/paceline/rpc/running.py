@@ -1,0 +1,50 @@
+"""What of rpc this process and this thread are in: the agent, and the autograd context."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from paceline.errors import UsageError
+
+if TYPE_CHECKING:
+    from paceline.rpc.agent import Agent
+
+_agents: list[Agent] = []
+_local = threading.local()
+
+
+def current_agent() -> Agent:
+    """Return this process's agent. Raises UsageError if there is none."""
+    if not _agents:
+        raise UsageError("rpc is not running in this process; call paceline.rpc.init_rpc(name) first")
+    return _agents[-1]
+
+
+def set_agent(agent: Agent | None) -> None:
+    """Make this the process's agent, or end with it."""
+    _agents[:] = [] if agent is None else [agent]
+
+
+def is_running() -> bool:
+    """Return whether this process has an agent."""
+    return bool(_agents)
+
+
+def current_context() -> int:
+    """Return the number of the autograd context of this thread; 0 if it is in none."""
+    context: int = getattr(_local, "context", 0)
+    return context
+
+
+@contextlib.contextmanager
+def in_context(context: int) -> Iterator[None]:
+    """Be in an autograd context in this thread."""
+    before = current_context()
+    _local.context = context
+    try:
+        yield
+    finally:
+        _local.context = before

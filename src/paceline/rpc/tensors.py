@@ -1,0 +1,47 @@
+"""PyTorch's tensors in calls; imported when the first one is sent or comes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from msgspec.msgpack import Ext
+
+from paceline.errors import ProtocolError
+from paceline.rpc.codec import DTYPES, PARAMETER, TENSOR, Decoding, Encoding, add_kind, cannot_send
+
+_DTYPES = {name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)}
+
+
+def _pack_tensor(encoding: Encoding, value: torch.Tensor) -> Any:
+    if value.device.type != "cpu" or value.layout != torch.strided:
+        where = f"on {value.device}" if value.device.type != "cpu" else f"of layout {value.layout}"
+        raise cannot_send(f"it is a tensor {where}; send tensor.cpu(), or tensor.to_dense()")
+    name = str(value.dtype).removeprefix("torch.")
+    data = value.detach().resolve_conj().resolve_neg().contiguous()
+    if data.dtype == torch.bfloat16:
+        data = data.view(torch.int16)
+    elif name not in _DTYPES:
+        raise cannot_send(f"it is a tensor of dtype {value.dtype}; bfloat16, {', '.join(_DTYPES)} are sent")
+    encoding.add_array(data.numpy())
+    is_recorded = encoding.records and value.requires_grad
+    if is_recorded:
+        encoding.tensors.append(value)
+    return Ext(TENSOR, encoding.nested((name, list(value.shape), is_recorded)))
+
+
+def _unpack_tensor(decoding: Decoding, data: memoryview) -> torch.Tensor:
+    name, shape, is_recorded = decoding.nested(data)
+    if name == "bfloat16":
+        tensor = torch.from_numpy(decoding.take_array("int16", shape)).view(torch.bfloat16)
+    elif name in _DTYPES:
+        tensor = torch.from_numpy(decoding.take_array(name, shape))
+    else:
+        raise ProtocolError("got a tensor of a dtype that is not known here")
+    if is_recorded is True:
+        decoding.tensors.append(tensor.requires_grad_())
+    return tensor
+
+
+add_kind(TENSOR, (torch.Tensor, torch.nn.Parameter), _pack_tensor, _unpack_tensor)
+add_kind(PARAMETER, (), _pack_tensor, _unpack_tensor)

@@ -1,0 +1,437 @@
+"""Calls, references and gradients between workers that are threads of one process, over real sockets."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.collectives.rendezvous.store import MemoryStore
+from paceline.collectives.world import World
+from paceline.errors import ConnectionLostError, DeadlineError, RankLostError, UsageError
+from paceline.rpc import Future, RemoteError, RRef, allow, async_execution, wait_all
+from paceline.rpc.agent import Agent
+from paceline.rpc.allowed import qualified_name
+from paceline.rpc.api import start_agent
+from paceline.rpc.workers import Introduction
+
+TOKEN = "a token for tests only"
+S = timedelta(seconds=1)
+
+
+def make_agents(names: Sequence[str], **options: Any) -> list[Agent]:
+    store = MemoryStore()
+
+    def make(rank: int) -> Agent:
+        world = World(store, rank, len(names), token=TOKEN, name="rpc", timeout_s=10)
+        try:
+            introduction = Introduction(names[rank], options.get("pickle", False))
+            return start_agent(world, TOKEN, introduction, [__name__], 10 * S, 10.0, options.get("num_threads", 8))
+        except BaseException:
+            world.close()
+            raise
+
+    with ThreadPoolExecutor(len(names)) as pool:
+        return list(pool.map(make, range(len(names))))
+
+
+@pytest.fixture
+def agents() -> Iterator[list[Agent]]:
+    made = make_agents(["a", "b", "c"])
+    yield made
+    for agent in made:
+        agent.close()
+
+
+def call(
+    agent: Agent, to: int, function: Callable[..., Any] | str, *args: Any, timeout: timedelta | None = None
+) -> Any:
+    return agent.call(to, qualified_name(function), args, None, timeout, is_awaited=True).wait()
+
+
+def start(agent: Agent, to: int, function: Callable[..., Any], *args: Any, timeout: timedelta | None = None) -> Any:
+    return agent.call(to, qualified_name(function), args, None, timeout)
+
+
+def add(x: Any, y: Any) -> Any:
+    return x + y
+
+
+def fail(text: str) -> None:
+    raise LookupError(text)
+
+
+def nap(seconds: float) -> float:
+    time.sleep(seconds)
+    return seconds
+
+
+gates: dict[str, threading.Event] = {}
+
+
+def open_gate(name: str) -> None:
+    gates.setdefault(name, threading.Event()).set()
+
+
+def pass_gate(name: str) -> str:
+    gates.setdefault(name, threading.Event()).wait(10)
+    return name
+
+
+later: dict[str, Future[Any]] = {}
+
+
+@async_execution
+def promised(name: str) -> Future[Any]:
+    return later.setdefault(name, Future())
+
+
+@async_execution
+def not_a_future() -> int:
+    return 1
+
+
+def give(name: str, value: Any) -> None:
+    later.setdefault(name, Future()).set_result(value)
+
+
+class Counter:
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def add(self, by: int) -> int:
+        self.value += by
+        return self.value
+
+    def itself(self) -> Counter:
+        return self
+
+
+freed: list[int] = []
+
+
+class Tracked(Counter):
+    def __del__(self) -> None:
+        freed.append(self.value)
+
+
+def read(rref: RRef[Any]) -> Any:
+    return rref.to_here()
+
+
+kept: list[Any] = []
+
+
+def keep(rref: RRef[Any]) -> None:
+    kept.append(rref)
+
+
+def give_back_kept() -> Any:
+    return kept.pop()
+
+
+def value_of(rref: RRef[Any]) -> Any:
+    return rref.local_value()
+
+
+def unsendable() -> object:
+    return object()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        gc.collect()
+        time.sleep(0.005)
+
+
+def test_calls_and_their_failures(agents: list[Agent]) -> None:
+    a, b, _ = agents
+    assert call(a, 1, add, 2, 3) == 5
+    assert call(a, 0, add, 2, 3) == 5
+    assert a.call(1, qualified_name(add), (1,), {"y": 2}).wait() == 3
+    big = np.arange(1 << 18, dtype=np.float32)
+    np.testing.assert_array_equal(call(a, 1, add, big, big), 2 * big)
+    assert wait_all([start(a, 1, add, i, i) for i in range(200)]) == [2 * i for i in range(200)]
+    with pytest.raises(LookupError, match="no such thing") as raised:
+        call(a, 1, fail, "no such thing")
+    assert isinstance(raised.value, RemoteError)
+    assert "in fail" in raised.value.remote_traceback
+    with pytest.raises(UsageError, match="is not allowed here"):
+        call(a, 1, "os:system", "true")
+    with pytest.raises(TypeError, match="missing 1 required"):
+        call(a, 1, add, 1)
+    with pytest.raises(UsageError, match=r"the result cannot be sent: it is of type builtins\.object"):
+        call(a, 1, unsendable)
+    with pytest.raises(UsageError, match=r"args\[0\] of the call cannot be sent"):
+        call(a, 1, add, object(), 1)
+    with pytest.raises(UsageError, match="no worker 'x'"):
+        a.directory.id_of("x")
+    assert call(b, 0, add, 1, 1) == 2
+
+
+def test_time_outs_leave_the_connection_usable(agents: list[Agent]) -> None:
+    a = agents[0]
+    begun = time.monotonic()
+    with pytest.raises(DeadlineError, match=r"worker 'b' has not answered .*nap within 0\.05 s"):
+        call(a, 1, nap, 0.3, timeout=timedelta(milliseconds=50))
+    slow = start(a, 1, nap, 0.3, timeout=timedelta(milliseconds=50))
+    until(slow.done)
+    assert isinstance(slow.exception(), DeadlineError)
+    assert time.monotonic() - begun < 0.3
+    assert call(a, 1, add, 1, 2) == 3
+
+
+def test_calls_of_one_caller_run_beside_one_another(agents: list[Agent]) -> None:
+    a = agents[0]
+    gates.clear()
+    waiting = [start(a, 1, pass_gate, f"g{i}") for i in range(4)]
+    for i in range(4):
+        call(a, 1, open_gate, f"g{i}")
+    assert wait_all(waiting) == ["g0", "g1", "g2", "g3"]
+    threads = [threading.Thread(target=call, args=(a, 1, pass_gate, "h")) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    call(a, 1, open_gate, "h")
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_async_execution_answers_once_the_future_is_set(agents: list[Agent]) -> None:
+    a = agents[0]
+    later.clear()
+    many = [start(a, 1, promised, "p") for _ in range(20)]  # more than there are threads
+    call(a, 1, give, "p", 7)
+    assert wait_all(many) == [7] * 20
+    seen: list[int] = []
+    following = start(a, 1, promised, "q").then(lambda done: seen.append(done.wait()))
+    call(a, 1, give, "q", 8)
+    following.wait(10 * S)
+    assert seen == [8]
+    with pytest.raises(UsageError, match="a Future was expected"):
+        call(a, 1, not_a_future)
+
+
+def test_references_are_counted_by_their_owner(agents: list[Agent]) -> None:
+    a, b, c = agents
+    freed.clear()
+    made = a.remote(1, qualified_name(Tracked), (5,), None)
+    assert made.owner_name() == "b"
+    assert made.rpc_sync().add(2) == 7
+    assert made.rpc_async().add(1).wait() == 8
+    with pytest.raises(UsageError, match=r"the method '__init__' .* not allowed|'_hidden'"):
+        a.call(1, (made, "__init__"), (1,), None).wait()
+    with pytest.raises(UsageError, match="local_value"):
+        made.local_value()
+    assert call(a, 1, value_of_owner, made) == 8
+    itself = made.remote().itself()
+    assert itself.rpc_sync().add(0) == 8
+    del itself
+    # c holds it too, and keeps it alive
+    call(a, 2, keep, made)
+    del made
+    time.sleep(0.05)
+    gc.collect()
+    assert freed == []
+    assert b.table.num_owned == 1
+    back = call(a, 2, give_back_kept)
+    assert back.rpc_sync().add(1) == 9
+    del back
+    until(lambda: freed == [9])
+    assert b.table.num_owned == 0
+    own = RRef.of_holding(c.own(3), c)
+    assert own.local_value() == 3
+    assert call(c, 0, read, own) == 3
+    del own
+    until(lambda: c.table.num_owned == 0)
+
+
+def value_of_owner(rref: RRef[Counter]) -> int:
+    return rref.local_value().value
+
+
+def test_remote_failures_come_with_the_value(agents: list[Agent]) -> None:
+    a = agents[0]
+    with pytest.raises(LookupError, match="later"):
+        a.remote(1, qualified_name(fail), ("later",), None).to_here()
+    with pytest.raises(UsageError, match="is not allowed here"):
+        a.remote(1, "os:getcwd", (), None).to_here()
+    slow = a.remote(1, qualified_name(nap), (0.3,), None)
+    with pytest.raises(DeadlineError, match="to_here"):
+        slow.to_here(timedelta(milliseconds=20))
+    assert slow.to_here() == 0.3
+
+
+def test_a_holder_that_dies_gives_back(agents: list[Agent]) -> None:
+    a, b, c = agents
+    freed.clear()
+    kept.clear()
+    made = a.remote(1, qualified_name(Tracked), (1,), None)
+    call(a, 2, keep, made)  # c has no connection to b of its own
+    del made
+    time.sleep(0.05)
+    assert freed == []
+    c.close()
+    until(lambda: freed == [1])
+    kept.clear()
+    second = c_less = a.remote(1, qualified_name(Tracked), (2,), None)
+    assert second.rpc_sync().add(0) == 2
+    a.close()
+    until(lambda: freed == [1, 2])
+    del second, c_less
+    assert b.table.num_owned == 0
+
+
+def test_a_callee_that_dies_ends_what_waits_for_it(agents: list[Agent], caplog: pytest.LogCaptureFixture) -> None:
+    a, b, _ = agents
+    caplog.set_level(logging.CRITICAL)
+    gates.clear()
+    made = a.remote(1, qualified_name(Counter), (1,), None)
+    assert made.rpc_sync().add(1) == 2
+    waiting = start(a, 1, pass_gate, "never")
+    blocked: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            call(a, 1, pass_gate, "never")
+        except BaseException as error:
+            blocked.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.05)
+    b.close()
+    thread.join(10)
+    assert isinstance(blocked[0], ConnectionLostError)
+    with pytest.raises(ConnectionLostError, match=r"worker 'b' died or left before it answered .*pass_gate"):
+        waiting.wait(10 * S)
+    for attempt in (made.to_here, lambda: call(a, 1, add, 1, 1)):
+        with pytest.raises(ConnectionLostError, match=r"worker 'b' .*died or left"):
+            attempt()
+    open_gate("never")
+
+
+def test_all_leave_together(agents: list[Agent]) -> None:
+    a, b, c = agents
+    done: list[str] = []
+    waiting = start(a, 1, nap, 0.1)
+
+    def leave(agent: Agent) -> None:
+        agent.wait_for_all()
+        done.append(agent.name)
+
+    threads = [threading.Thread(target=leave, args=(agent,)) for agent in (b, c)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.02)
+    assert call(a, 1, add, 1, 1) == 2
+    assert done == []
+    leave(a)
+    assert waiting.done()
+    for thread in threads:
+        thread.join(10)
+    assert sorted(done) == ["a", "b", "c"]
+
+
+def test_leaving_says_who_has_died(agents: list[Agent]) -> None:
+    agents[2].close()
+    with pytest.raises(RankLostError, match="rank 2"):
+        agents[0].wait_for_all()
+
+
+def test_names_must_differ() -> None:
+    with pytest.raises(UsageError, match=r"two workers are called 'x': ranks 0 and 1"):
+        make_agents(["x", "x"])
+
+
+class Plain:
+    pass
+
+
+def kind_of(value: Any) -> str:
+    return type(value).__name__
+
+
+def test_pickle_where_both_ends_allow_it() -> None:
+    a, b = make_agents(["a", "b"], pickle=True)
+    try:
+        assert call(a, 1, kind_of, Plain()) == "Plain"
+        with pytest.raises(UsageError, match="not allowed here"):
+            call(a, 1, "os:getcwd")
+    finally:
+        a.close()
+        b.close()
+
+
+def test_frames_of_no_known_kind_are_answered_with_an_error(agents: list[Agent]) -> None:
+    a = agents[0]
+    end = a.ends.reach(1)
+    for kind, meta in (
+        (40, b""),
+        (16, b"\xc1"),
+        (16, b"\x93\x01\x02\x03"),
+        (17, b"\x91\x01"),
+        (18, b"\x01"),
+        (19, b""),
+    ):
+        with pytest.raises(Exception, match=r"cannot be read|does not know|no function|unpack|names no") as raised:
+            end.start(kind, meta, (), what="nonsense", timeout_s=10).wait()
+        assert "nonsense" in str(raised.value)
+    assert call(a, 1, add, 1, 1) == 2
+
+
+def test_a_stranger_without_the_token_is_refused(agents: list[Agent]) -> None:
+    a = agents[0]
+    address = a.ends.address_of(1)
+    with socket.create_connection((address.host, address.port)) as stranger:
+        stranger.settimeout(10)
+        stranger.sendall(b"\0" * 200)
+        while stranger.recv(4096):
+            pass
+    assert call(a, 1, add, 1, 1) == 2
+
+
+@allow
+def linear_part(weights: RRef[Any], x: Any) -> Any:
+    return weights.local_value() * x
+
+
+def test_gradients_go_back_the_way_the_values_came(agents: list[Agent]) -> None:
+    torch = pytest.importorskip("torch")
+    from paceline.rpc import autograd
+    from paceline.rpc.running import in_context
+
+    a, b, _ = agents
+    w = torch.tensor([2.0, 3.0], requires_grad=True)
+    x = torch.tensor([5.0, 7.0], requires_grad=True)
+    held = call(b, 0, keep_here, RRef.of_holding(b.own(w), b))
+    assert held is None
+    rref = kept.pop()
+    with pytest.raises(UsageError, match="no autograd context"):
+        autograd.backward(123, [x.sum()])
+    # Threads of one process share the contexts: what a sends and b receives meets in one.
+    number = autograd.contexts.new(a.rank)
+    with in_context(number):
+        y = call(a, 1, linear_part, rref, x)
+        assert y.requires_grad
+        unused = call(a, 1, linear_part, rref, x)
+        assert unused.requires_grad
+        with pytest.raises(UsageError, match="one element"):
+            autograd.backward(number, [y])
+    assert not call(a, 1, linear_part, rref, x).requires_grad
+    autograd.contexts.pop(number)
+
+
+def keep_here(rref: RRef[Any]) -> None:
+    kept.append(rref)

@@ -1,0 +1,113 @@
+"""Which names another process may use here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from paceline.errors import UsageError
+from paceline.rpc import allow
+from paceline.rpc.allowed import Allowed, qualified_name
+
+imported = os.getcwd
+
+
+def function() -> int:
+    return 1
+
+
+def _private() -> int:
+    return 2
+
+
+@allow
+def _decorated() -> int:
+    return 3
+
+
+class Outer:
+    def method(self) -> int:
+        return 4
+
+    @staticmethod
+    def plain() -> int:
+        return 5
+
+    def _hidden(self) -> int:
+        return 6
+
+    def __call__(self) -> int:
+        return 7
+
+
+HERE = __name__
+
+
+def test_what_a_module_defines_is_found_by_its_name() -> None:
+    allowed = Allowed([HERE])
+    assert allowed.resolve(qualified_name(function)) is function
+    assert allowed.resolve(f"{HERE}:Outer.plain") is Outer.plain
+    assert allowed.resolve_class(f"{HERE}:Outer") is Outer
+    assert allowed.resolve(f"{HERE}:function") is allowed.resolve(f"{HERE}:function")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["imported", "os.getcwd", "os", "_private", "Outer.__init__", "Outer._hidden", "function.__globals__", "", "a..b"],
+)
+def test_what_it_only_imports_or_hides_is_not_reached(name: str) -> None:
+    with pytest.raises(UsageError, match=r"not allowed here|has no"):
+        Allowed([HERE]).resolve(f"{HERE}:{name}")
+
+
+def test_modules_that_were_not_allowed() -> None:
+    for allowed in (Allowed(), Allowed(["tests"]), Allowed([f"{HERE}:Outer"])):
+        with pytest.raises(UsageError, match=r"is not allowed here: give its module to init_rpc"):
+            allowed.resolve(f"{HERE}:function")
+
+
+def test_single_names_packages_and_decorated_functions() -> None:
+    assert Allowed(["os:getcwd"]).resolve("os:getcwd") is os.getcwd
+    package = HERE.rpartition(".")[0]
+    if package:
+        assert Allowed([f"{package}.*"]).resolve(f"{HERE}:function") is function
+    assert Allowed().resolve(f"{HERE}:_decorated") is _decorated
+    assert Allowed(["json.*"]).resolve("json.decoder:JSONDecoder").__name__ == "JSONDecoder"
+    with pytest.raises(UsageError, match="cannot be imported"):
+        Allowed(["no_such_module_at_all"]).resolve("no_such_module_at_all:f")
+
+
+@pytest.mark.parametrize("entry", ["", "*", 3])
+def test_entries_that_cannot_be(entry: Any) -> None:
+    with pytest.raises(UsageError, match="allow has"):
+        Allowed([entry])
+
+
+def test_methods_of_allowed_classes() -> None:
+    value = Outer()
+    allowed = Allowed([HERE])
+    assert allowed.check_method(value, "method")() == 4
+    assert allowed.check_method(value, "__call__")() == 7
+    for name in ("_hidden", "__init__", "__class__", "__reduce__"):
+        with pytest.raises(UsageError, match="is not allowed here"):
+            allowed.check_method(value, name)
+    with pytest.raises(UsageError, match="has no method 'nothing'"):
+        allowed.check_method(value, "nothing")
+    with pytest.raises(UsageError, match="decorate the class"):
+        Allowed().check_method(value, "method")
+    with pytest.raises(UsageError, match="not allowed"):
+        allowed.check_method([], "append")
+
+
+@pytest.mark.parametrize("bad", [lambda: 0, "nothing"])
+def test_what_has_no_name(bad: Callable[[], int] | str) -> None:
+    with pytest.raises(UsageError):
+        qualified_name(bad)
+
+
+def test_names_given_as_text() -> None:
+    assert qualified_name("a.b:c.d") == "a.b:c.d"
+    assert qualified_name("a.b.c") == "a.b:c"

@@ -1,0 +1,282 @@
+"""What calls carry: values come back as they were, and hostile bytes are refused without harm."""
+
+from __future__ import annotations
+
+import datetime
+import enum
+import math
+import random
+import tracemalloc
+import uuid
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.errors import PacelineError, ProtocolError, UsageError
+from paceline.rpc import allow
+from paceline.rpc.allowed import Allowed
+from paceline.rpc.codec import MAX_DEPTH, Decoding, Encoding
+
+
+@allow
+@dataclass
+class Point:
+    x: float
+    y: Any = None
+    norm: float = field(init=False, default=0.0)
+
+    def __post_init__(self) -> None:
+        self.norm = abs(self.x)
+
+
+@allow
+class Pair(msgspec.Struct):
+    left: Any
+    right: Any
+
+
+@allow
+class Colour(enum.Enum):
+    RED = "r"
+    BLUE = "b"
+
+
+@dataclass
+class Unregistered:
+    x: int
+
+
+def body_of(encoding: Encoding) -> memoryview:
+    return memoryview(bytearray(b"".join(bytes(memoryview(part)) for part in encoding.parts)))  # type: ignore[arg-type]
+
+
+def there_and_back(value: Any, *, pickle: bool = False) -> Any:
+    encoding = Encoding(pickle=pickle)
+    meta = encoding.encode(value)
+    return Decoding(body_of(encoding), Allowed(), pickle=pickle).decode(meta)
+
+
+hashable = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False),
+    st.text(max_size=8),
+    st.binary(max_size=8),
+    st.complex_numbers(allow_nan=False),
+    st.datetimes(),
+    st.timedeltas(),
+    st.uuids(),
+    st.decimals(allow_nan=False),
+    st.sampled_from(Colour),
+)
+keys = st.one_of(hashable, st.tuples(hashable, hashable), st.frozensets(hashable, max_size=2))
+values = st.recursive(
+    st.one_of(hashable, st.sets(hashable, max_size=3), st.builds(Point, st.floats(allow_nan=False))),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.dictionaries(keys, inner, max_size=4),
+        st.builds(Pair, inner, inner),
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(values)
+def test_values_come_back_as_they_were(value: Any) -> None:
+    assert there_and_back(value) == value
+
+
+@pytest.mark.parametrize("dtype", ["?", "i1", "<i2", ">i4", "u8", "f2", "f4", ">f8", "c8", "c16"])
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3), (4, 0, 2)])
+def test_arrays_come_back_alike_and_writable(dtype: str, shape: tuple[int, ...]) -> None:
+    array = np.arange(math.prod(shape)).reshape(shape).astype(dtype)
+    back = there_and_back([array, {"a": array[..., None]}])
+    for found, sent in zip((back[0], back[1]["a"]), (array, array[..., None]), strict=True):
+        np.testing.assert_array_equal(found, sent)
+        assert found.dtype == sent.dtype.newbyteorder("<")
+        assert found.shape == sent.shape
+        assert found.flags.writeable
+
+
+def test_arrays_travel_beside_the_message_without_a_copy() -> None:
+    array, odd = np.arange(1000.0), np.arange(3, dtype=np.uint8)
+    encoding = Encoding()
+    meta = encoding.encode((odd, array))
+    assert len(meta) < 100
+    assert any(np.shares_memory(np.asarray(part), array) for part in encoding.parts if isinstance(part, np.ndarray))
+    body = body_of(encoding)
+    assert len(body) == 8 + array.nbytes
+    back = Decoding(body, Allowed()).decode(meta)
+    assert np.shares_memory(back[1], np.frombuffer(body, np.uint8))
+    back[0][:] = 7
+
+
+def test_what_is_not_contiguous_is_sent_too() -> None:
+    array = np.arange(12.0).reshape(3, 4)
+    np.testing.assert_array_equal(there_and_back(array.T), array.T)
+    scalar = there_and_back(np.float32(2.5))
+    assert type(scalar) is np.float32
+    assert scalar == np.float32(2.5)
+
+
+def test_tensors() -> None:
+    torch = pytest.importorskip("torch")
+    sent = [torch.arange(6.0).view(2, 3).T, torch.ones(3, dtype=torch.bfloat16), torch.tensor(5), torch.empty(0, 2)]
+    for found, tensor in zip(there_and_back(sent), sent, strict=True):
+        assert found.dtype == tensor.dtype
+        assert torch.equal(found, tensor)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    assert not there_and_back(parameter).requires_grad
+    encoding = Encoding(records=True)
+    meta = encoding.encode([parameter, torch.ones(2)])
+    assert encoding.tensors == [parameter]
+    decoding = Decoding(body_of(encoding), Allowed())
+    back = decoding.decode(meta)
+    assert back[0].requires_grad
+    assert decoding.tensors[0] is back[0]
+    assert len(decoding.tensors) == 1
+    for bad in (torch.ones(2).to_sparse(), torch.empty(2, device="meta")):
+        with pytest.raises(UsageError, match=r"value\[0\] cannot be sent: it is a tensor o[nf]"):
+            Encoding().encode([bad])
+
+
+def test_named_functions_and_other_types() -> None:
+    assert there_and_back(Point) is Point
+    stamp = datetime.datetime(2026, 1, 2, 3, 4, 5, 6, tzinfo=datetime.timezone.utc)
+    assert there_and_back(
+        [stamp, datetime.date(2026, 1, 2), datetime.time(1, 2), uuid.UUID(int=5), Decimal("1.5")]
+    ) == [
+        stamp,
+        datetime.date(2026, 1, 2),
+        datetime.time(1, 2),
+        uuid.UUID(int=5),
+        Decimal("1.5"),
+    ]
+
+
+class Plain:
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plain)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_pickle_only_where_both_say_so() -> None:
+    assert there_and_back([Plain()], pickle=True) == [Plain()]
+    with pytest.raises(UsageError, match=r"\[0\]\['k'\]\[1\] cannot be sent: it is of type .*Plain"):
+        there_and_back([{"k": (1, Plain())}])
+    encoding = Encoding(pickle=True)
+    meta = encoding.encode(Plain())
+    with pytest.raises(UsageError, match="pickle=True"):
+        Decoding(memoryview(b""), Allowed()).decode(meta)
+
+
+def test_what_cannot_be_sent_is_named_with_its_place() -> None:
+    encoding = Encoding()
+    with pytest.raises(UsageError, match=r"args\[1\]\.y\[0\] of the call cannot be sent: it is of type .*Plain"):
+        encoding.encode_call((), "m:f", (1, Point(1.0, [Plain()])), {})
+    with pytest.raises(UsageError, match=r"kwargs\['k'\] of the call cannot be sent: its elements are of dtype object"):
+        encoding.encode_call((), "m:f", (), {"k": np.array([object()])})
+    deep: Any = 1
+    for _ in range(MAX_DEPTH + 1):
+        deep = (deep,)
+    with pytest.raises(UsageError, match="nested deeper"):
+        Encoding().encode(deep)
+    with pytest.raises(UsageError, match="whole number of"):
+        Encoding().encode(1 << (1 << 20))
+
+
+def test_a_class_that_was_not_allowed_is_refused() -> None:
+    encoding = Encoding()
+    meta = encoding.encode(Unregistered(1))
+    with pytest.raises(UsageError, match=r"Unregistered' is not allowed here"):
+        Decoding(memoryview(b""), Allowed()).decode(meta)
+    found = Decoding(memoryview(b""), Allowed([__name__])).decode(meta)
+    assert found == Unregistered(1)
+
+
+def packed(code: int, value: Any) -> bytes:
+    return msgspec.msgpack.encode(msgspec.msgpack.Ext(code, msgspec.msgpack.encode(value)))
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        packed(7, ["float32", [1 << 61, 8]]),
+        packed(7, ["float32", [-1]]),
+        packed(7, ["float32", [5]]),
+        packed(7, ["object", [1]]),
+        packed(7, ["float32"]),
+        packed(7, ["float32", [True]]),
+        packed(2, [[1]]),
+        packed(4, [1]),
+        packed(4, [[1], 2]),
+        packed(6, 1),
+        packed(9, ["os:system", {}]),
+        packed(9, [f"{__name__}:Colour", "GREEN"]),
+        packed(9, [f"{__name__}:Point", {"z": 1}]),
+        packed(9, [f"{__name__}:Point", [1]]),
+        packed(10, [99, "x"]),
+        packed(10, [0, "no date"]),
+        packed(21, ["float32", [4], True]),
+        packed(21, ["nothing", [1], True]),
+        packed(99, 1),
+        msgspec.msgpack.encode(msgspec.msgpack.Ext(8, b"builtins:eval")),
+        msgspec.msgpack.encode(msgspec.msgpack.Ext(8, b"\xff")),
+        b"\xdd\xff\xff\xff\xff",
+        b"",
+        b"\x91" * 5000,
+    ],
+)
+def test_hostile_values_are_refused(meta: bytes) -> None:
+    with pytest.raises((ProtocolError, UsageError)):
+        Decoding(memoryview(bytearray(8)), Allowed()).decode(meta)
+
+
+def test_a_body_that_is_too_long_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="body of 8 bytes"):
+        Decoding(memoryview(bytearray(8)), Allowed()).decode(msgspec.msgpack.encode(1))
+
+
+def test_nested_extensions_end() -> None:
+    data = msgspec.msgpack.encode([1])
+    for _ in range(MAX_DEPTH + 5):
+        data = msgspec.msgpack.encode([msgspec.msgpack.Ext(1, data)])
+    with pytest.raises(ProtocolError, match="nested deeper"):
+        Decoding(memoryview(b""), Allowed()).decode(data)
+
+
+def test_altered_bytes_do_no_harm_and_take_little_memory() -> None:
+    rng = random.Random(5)
+    encoding = Encoding()
+    meta = encoding.encode(
+        [1, "text", (2, {3: 4}), {5}, Point(1.0, np.ones(3)), Colour.RED, Decimal(2), 1 << 80, np.arange(5), Point]
+    )
+    body = body_of(encoding)
+    num_read = 0
+    tracemalloc.start()
+    try:
+        for _ in range(3000):
+            altered = bytearray(meta)
+            for _ in range(rng.randint(1, 4)):
+                altered[rng.randrange(len(altered))] = rng.randrange(256)
+            if rng.random() < 0.2:
+                del altered[rng.randrange(len(altered)) :]
+            try:
+                Decoding(body, Allowed()).decode(bytes(altered))
+                num_read += 1
+            except PacelineError:
+                pass
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+    assert 0 < num_read < 3000

@@ -1,0 +1,88 @@
+"""Reference counts: an object lives exactly as long as somebody holds it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.errors import ProtocolError
+from paceline.rpc.counting import OwnedObjects, ReferenceId
+
+A = ReferenceId(0, 1, 1)
+
+
+def test_the_last_holder_frees() -> None:
+    owned = OwnedObjects()
+    owned.create(A, 1)
+    assert owned.share(A, 2)
+    assert owned.share(A, 2)
+    assert not owned.release(A, 1, 1)
+    assert not owned.release(A, 2, 1)
+    assert A in owned
+    assert owned.holders(A) == {2: 1}
+    assert owned.release(A, 2, 1)
+    assert A not in owned
+    assert not owned.share(A, 3)
+    assert len(owned) == 0
+
+
+def test_a_holder_that_dies_gives_back_everything() -> None:
+    owned = OwnedObjects()
+    b = A._replace(number=2)
+    owned.create(A, 1)
+    owned.create(b, 1)
+    owned.share(b, 2)
+    assert owned.lose(1) == [A]
+    assert owned.lose(1) == []
+    assert owned.lose(2) == [b]
+
+
+@pytest.mark.parametrize(("holder", "times"), [(2, 1), (1, 2), (1, 0), (1, -1)])
+def test_more_than_was_given_cannot_be_given_back(holder: int, times: int) -> None:
+    owned = OwnedObjects()
+    owned.create(A, 1)
+    with pytest.raises(ProtocolError):
+        owned.release(A, holder, times)
+    with pytest.raises(ProtocolError, match="twice"):
+        owned.create(A, 2)
+    assert owned.holders(A) == {1: 1}
+
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["create", "share", "release", "lose"]), st.integers(0, 3), st.integers(0, 2), st.integers(1, 2)
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(steps)
+def test_the_table_agrees_with_a_bag_of_holders(taken: list[tuple[str, int, int, int]]) -> None:
+    owned = OwnedObjects()
+    bags: dict[ReferenceId, Counter[int]] = {}
+    for step, number, holder, times in taken:
+        reference = ReferenceId(0, 0, number)
+        bag = bags.get(reference)
+        if step == "create" and bag is None:
+            owned.create(reference, holder)
+            bags[reference] = Counter([holder])
+        elif step == "share":
+            assert owned.share(reference, holder) == (bag is not None)
+            if bag is not None:
+                bag[holder] += 1
+        elif step == "release" and bag is not None and bag[holder] >= times:
+            bag[holder] -= times
+            assert owned.release(reference, holder, times) == (bag.total() == 0)
+        elif step == "lose":
+            freed = set()
+            for each, held in bags.items():
+                if held.pop(holder, 0) and not held.total():
+                    freed.add(each)
+            assert set(owned.lose(holder)) == freed
+        bags = {each: held for each, held in bags.items() if held.total()}
+        assert {each: dict(+held) for each, held in bags.items()} == {each: owned.holders(each) for each in bags}
+        assert len(owned) == len(bags)

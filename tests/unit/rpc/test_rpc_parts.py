@@ -1,0 +1,173 @@
+"""Small parts of rpc: futures, how failures are told, names of workers, frames on a socket."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from datetime import timedelta
+
+import numpy as np
+import pytest
+
+from paceline import rpc
+from paceline.errors import ConnectionLostError, DeadlineError, PeerError, ProtocolError, UsageError
+from paceline.rpc import Future, RemoteError, framed_socket
+from paceline.rpc.framed_socket import FramedSocket
+from paceline.rpc.messages import failure_meta, failure_of
+from paceline.rpc.workers import Directory, Introduction, check_name
+from paceline.transport import frame_parts, pack_header
+
+
+def test_the_public_names_are_these() -> None:
+    assert rpc.__all__ == [
+        "Future",
+        "RRef",
+        "RemoteError",
+        "WorkerInfo",
+        "allow",
+        "async_execution",
+        "get_worker_info",
+        "init_rpc",
+        "remote",
+        "rpc_async",
+        "rpc_sync",
+        "shutdown",
+        "wait_all",
+    ]
+    with pytest.raises(AttributeError):
+        rpc.nothing  # noqa: B018
+    with pytest.raises(UsageError, match=r"call paceline\.rpc\.init_rpc"):
+        rpc.rpc_sync("a", "b:c")
+
+
+def test_futures() -> None:
+    first: Future[int] = Future()
+    doubled = first.then(lambda done: done.wait() * 2)
+    failed = first.then(lambda done: 1 // (done.wait() - 4))
+    with pytest.raises(DeadlineError, match=r"within 0\.01 s"):
+        first.wait(timedelta(milliseconds=10))
+    with pytest.raises(UsageError, match="not done"):
+        first.value()
+    threading.Timer(0.01, first.set_result, (4,)).start()
+    assert doubled.wait() == 8
+    with pytest.raises(ZeroDivisionError):
+        rpc.wait_all([doubled, failed])
+    with pytest.raises(UsageError, match="already"):
+        first.set_result(1)
+    assert first.then(lambda done: done.value()).value() == 4
+
+
+def test_a_failure_comes_back_as_its_class() -> None:
+    def told(error: Exception) -> Exception:
+        try:
+            raise error
+        except Exception as raised:
+            return failure_of(failure_meta(raised, with_trace=True), "w1", "m:f")
+
+    for error in (ValueError("bad"), KeyError("k"), OSError(2, "no file"), UsageError("wrong"), ZeroDivisionError()):
+        found = told(error)
+        assert isinstance(found, type(error))
+        assert isinstance(found, RemoteError)
+        assert "m:f failed on worker 'w1'" in str(found)
+        assert type(error).__name__ in found.remote_traceback
+    again = told(told(ValueError("inner")))
+    assert isinstance(again, ValueError)
+    assert "inner" in str(again)
+
+    class OwnError(Exception):
+        pass
+
+    assert type(told(OwnError("x\x1b[31m"))) is RemoteError
+    assert "\x1b" not in str(told(OwnError("x\x1b[31m")))
+    assert type(told(UnicodeDecodeError("utf-8", b"", 0, 1, "x"))) is RemoteError
+    plain = failure_of(failure_meta(UsageError("no"), with_trace=False), "w1", "m:f")
+    assert type(plain) is UsageError
+    assert type(failure_of(failure_meta(ValueError("no"), with_trace=False), "w1", "m:f")) is PeerError
+    with pytest.raises(ProtocolError):
+        failure_of(b"\x01", "w1", "m:f")
+
+
+def test_names_of_workers() -> None:
+    directory = Directory([Introduction("a", False), Introduction("b", True)])
+    assert directory.id_of("b") == 1
+    assert directory.id_of(directory.workers[0]) == 0
+    with pytest.raises(UsageError, match=r"no worker 'c'; the workers are 'a', 'b'"):
+        directory.id_of("c")
+    with pytest.raises(UsageError, match=r"two workers are called 'a': ranks 0 and 1"):
+        Directory([Introduction("a", False), Introduction("a", False)])
+    for bad in ("", "x" * 200, "a\nb"):
+        with pytest.raises(UsageError, match="worker's name"):
+            check_name(bad)
+
+
+def pair() -> tuple[FramedSocket, FramedSocket]:
+    left, right = socket.socketpair()
+    for each in (left, right):
+        each.setblocking(False)
+    return FramedSocket(left, "left"), FramedSocket(right, "right")
+
+
+@pytest.mark.parametrize("is_sealed", [False, True])
+def test_frames_of_all_sizes_come_whole_and_in_order(is_sealed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_sealed:
+        monkeypatch.setattr(framed_socket, "_is_on_host", lambda connected: False)
+    left, right = pair()
+    soon = time.monotonic() + 10
+    sizes = [0, 1, 8, 100, 5000, 16_300, 16_384, 70_000, 3, 1 << 20, 0]
+    bodies = [np.arange(size).astype(np.uint8) for size in sizes]
+
+    def send() -> None:
+        left.agree_on_seals("secret" * 4, connecting=True, deadline=soon)
+        for number, body in enumerate(bodies):
+            left.send(frame_parts(20, request=number, meta=bytes(number), body=body), soon)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    right.agree_on_seals("secret" * 4, connecting=False, deadline=soon)
+    for number, body in enumerate(bodies):
+        assert right.wait_readable(10)
+        header, meta, found = right.receive()
+        assert header.request == number
+        assert bytes(meta) == bytes(number)
+        assert bytes(found) == body.tobytes()
+    sender.join()
+    left.close()
+    left.release()
+    with pytest.raises(ConnectionLostError):
+        right.receive()
+    right.release()
+
+
+def test_frames_under_another_token_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(framed_socket, "_is_on_host", lambda connected: False)
+    left, right = pair()
+    soon = time.monotonic() + 10
+    agreeing = threading.Thread(
+        target=left.agree_on_seals, args=("one" * 8,), kwargs={"connecting": True, "deadline": soon}
+    )
+    agreeing.start()
+    right.agree_on_seals("two" * 8, connecting=False, deadline=soon)
+    agreeing.join()
+    left.send(frame_parts(20, meta=b"x"), soon)
+    with pytest.raises(ConnectionLostError, match="altered"):
+        right.receive()
+    left.release()
+    right.release()
+
+
+def test_a_frame_that_claims_too_much_is_refused_before_memory_is_taken() -> None:
+    left, right = pair()
+    left.send([pack_header(20, body_bytes=1 << 40)], time.monotonic() + 5)
+    with pytest.raises(ProtocolError, match="claims"):
+        right.receive()
+    left.release()
+    right.release()
+
+
+def test_a_peer_that_takes_nothing_is_given_up() -> None:
+    left, right = pair()
+    with pytest.raises(DeadlineError, match="takes nothing"):
+        left.send(frame_parts(20, body=np.zeros(1 << 24, np.uint8)), time.monotonic() + 0.05)
+    left.release()
+    right.release()
