@@ -18,13 +18,13 @@ from paceline.collectives.world import World
 from paceline.errors import PacelineError, UsageError
 from paceline.rpc.allowed import Allowed
 from paceline.rpc.answering import Answering, run_here
-from paceline.rpc.calling import Reply
+from paceline.rpc.calling import PendingReply
 from paceline.rpc.codec import Encoding
 from paceline.rpc.counting import ReferenceId
 from paceline.rpc.futures import Future
 from paceline.rpc.messages import RpcKind
 from paceline.rpc.reaching import GROUP, CallerEnds
-from paceline.rpc.references import Holding, ReferenceTable
+from paceline.rpc.references import Holding, ObjectTable
 from paceline.rpc.rref import RRef
 from paceline.rpc.running import current_context
 from paceline.rpc.serving import SpareThreads, Standby
@@ -55,7 +55,7 @@ class Agent:
     ) -> None:
         self.rank, self.directory, self.timeout = world.rank, directory, timeout
         self.allowed, self.pickle = allowed, pickle
-        self.table = ReferenceTable(world.rank)
+        self.table = ObjectTable(world.rank)
         self.threads = SpareThreads(num_threads + 3 * world.size)
         self.standby = Standby(self.threads)
         self.answering = Answering(self, token)
@@ -155,7 +155,7 @@ class Agent:
         timeout: timedelta | None,
         *,
         is_awaited: bool = False,
-    ) -> Reply:
+    ) -> PendingReply:
         if encoding.references:
             self.share(encoding.references, to)
         message = 0

@@ -22,7 +22,7 @@ from paceline.transport import Buffer, frame_parts
 _TICK_S = 0.1
 
 
-class Reply(Future[Any]):
+class PendingReply(Future[Any]):
     """The future of a call to another process: who waits for it reads the connection."""
 
     def __init__(self, end: CallerEnd, what: str, deadline: float, timeout_s: float) -> None:
@@ -39,7 +39,7 @@ class Reply(Future[Any]):
 class ReplyReader(Protocol):
     """Who makes values of answers, and runs what waits for them."""
 
-    def read_reply(self, end: CallerEnd, reply: Reply, received: Received) -> tuple[Any, BaseException | None]:
+    def read_reply(self, end: CallerEnd, reply: PendingReply, received: Received) -> tuple[Any, BaseException | None]:
         """Return the result, or the exception, that an answer holds."""
 
     def go_on_from(self, future: Future[Any]) -> None:
@@ -61,9 +61,9 @@ class CallerEnd:
         self._framed = framed
         self._reader = reader
         self._numbers = itertools.count(1)
-        self._pending: dict[int, Reply] = {}
+        self._pending: dict[int, PendingReply] = {}
         self._reading = threading.Lock()
-        self._blocked: set[Reply] = set()
+        self._blocked: set[PendingReply] = set()
         self._is_watched = False
         self.num_sent = 0
         """Requests, so far."""
@@ -93,10 +93,10 @@ class CallerEnd:
         timeout_s: float,
         context: int = 0,
         message: int = 0,
-    ) -> Reply:
+    ) -> PendingReply:
         """Send a call and return the future of its result. Raises ConnectionLostError or DeadlineError."""
         deadline = time.monotonic() + timeout_s
-        reply = Reply(self, what, deadline, timeout_s)
+        reply = PendingReply(self, what, deadline, timeout_s)
         number = next(self._numbers) & 0xFFFFFFFF
         self.num_sent += 1
         self._pending[number] = reply
@@ -107,7 +107,7 @@ class CallerEnd:
             raise
         return reply
 
-    def watch(self, kind: int) -> Reply | None:
+    def watch(self, kind: int) -> PendingReply | None:
         """Return a future that fails when the other worker ends, the first time; None, if there is one already."""
         if self._is_watched:
             return None
@@ -119,7 +119,7 @@ class CallerEnd:
         self.num_sent += 1
         self._framed.send(frame_parts(kind, meta=meta), time.monotonic() + timeout_s)
 
-    def _send(self, parts: Sequence[Buffer], reply: Reply) -> None:
+    def _send(self, parts: Sequence[Buffer], reply: PendingReply) -> None:
         if self.failure is not None:
             raise self.failure
         try:
@@ -128,7 +128,7 @@ class CallerEnd:
             self.lose(error)
             raise self.failure or error from None
 
-    def wait(self, reply: Reply, deadline: float) -> None:
+    def wait(self, reply: PendingReply, deadline: float) -> None:
         """Return once the reply is done, or at `deadline`; at the reply's own it is done, with a DeadlineError."""
         while not reply.done():
             if self._reading.acquire(blocking=False):
@@ -142,7 +142,7 @@ class CallerEnd:
                 elif now >= deadline:
                     return
 
-    def _block(self, reply: Reply, deadline: float) -> None:
+    def _block(self, reply: PendingReply, deadline: float) -> None:
         """Wait until another thread has read the result, or gives the reading up."""
         waiter = reply.add_waiter()
         if waiter is None:
@@ -156,7 +156,7 @@ class CallerEnd:
             waiter.acquire(timeout=max(deadline - time.monotonic(), 0.0))
             self._blocked.discard(reply)
 
-    def _read_until(self, reply: Reply, deadline: float) -> None:
+    def _read_until(self, reply: PendingReply, deadline: float) -> None:
         """Read, with the lock held, until the reply is done or the time is up; then let the next one read."""
         try:
             while not reply.done():
@@ -209,16 +209,16 @@ class CallerEnd:
     def _deliver(self, received: Received) -> None:
         reply = self._pending.get(received.header.request)
         if reply is None:
-            reply = Reply(self, "a call that was given up", 0.0, 0.0)
+            reply = PendingReply(self, "a call that was given up", 0.0, 0.0)
         result, error = self._reader.read_reply(self, reply, received)
         self._pending.pop(received.header.request, None)
         self._settle(reply, result, error)
 
-    def _settle(self, reply: Reply, result: Any, error: BaseException | None) -> None:
+    def _settle(self, reply: PendingReply, result: Any, error: BaseException | None) -> None:
         if reply.settle(result, error) and reply.has_callbacks:
             self._reader.go_on_from(reply)
 
-    def _expire(self, reply: Reply) -> None:
+    def _expire(self, reply: PendingReply) -> None:
         for number, each in list(self._pending.items()):
             if each is reply:
                 self._pending.pop(number, None)
@@ -243,7 +243,3 @@ class CallerEnd:
             lost = ConnectionLostError(f"{self.name} died or left before it answered {reply.what} ({error})")
             self._settle(reply, None, lost)
         self._let_go()
-
-    def close(self) -> None:
-        """Close the connection. Idempotent."""
-        self.lose(ConnectionLostError("this process has closed the connection"))

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from paceline.collectives.world import World
 from paceline.errors import ConnectionLostError, PacelineError, PeerError, UsageError, printable
-from paceline.rpc.calling import CallerEnd, Reply, ReplyReader
+from paceline.rpc.calling import CallerEnd, PendingReply, ReplyReader
 from paceline.rpc.codec import Decoding
 from paceline.rpc.framed_socket import FramedSocket, Received
 from paceline.rpc.futures import Future
@@ -80,12 +80,12 @@ class CallerEnds(ReplyReader):
             self._is_closed = True
             ends = list(self._ends.values())
         for end in ends:
-            end.close()
+            end.lose(ConnectionLostError("this process has left rpc"))
 
     # what the connections ask of us
 
     @override
-    def read_reply(self, end: CallerEnd, reply: Reply, received: Received) -> tuple[Any, BaseException | None]:
+    def read_reply(self, end: CallerEnd, reply: PendingReply, received: Received) -> tuple[Any, BaseException | None]:
         header, meta, body = received
         agent = self._agent
         try:

@@ -22,7 +22,7 @@ from paceline.rpc.futures import Future
 class Holding:
     """That this process holds an object, and how many times its owner has counted that."""
 
-    def __init__(self, reference: ReferenceId, table: ReferenceTable) -> None:
+    def __init__(self, reference: ReferenceId, table: ObjectTable) -> None:
         self.reference = reference
         self.times = 0
         self._dropped = table.dropped
@@ -33,7 +33,7 @@ class Holding:
             self._dropped.put((self.reference, self.times))
 
 
-class ReferenceTable:
+class ObjectTable:
     """What this process owns and what it holds of others. For several threads at once."""
 
     def __init__(self, rank: int) -> None:

@@ -307,7 +307,7 @@ class Numbers:
         return self._random.randbytes(size).hex()
 
 
-class Future(concurrent.futures.Future[Any]):
+class VirtualFuture(concurrent.futures.Future[Any]):
     """A future whose waiters are the world's threads."""
 
     def __init__(self, world: World) -> None:
@@ -323,13 +323,13 @@ class Executor:
         self._delay = delay
         self._process = world.current.process
         self._is_shut = False
-        self._futures: list[Future] = []
+        self._futures: list[VirtualFuture] = []
 
-    def submit(self, function: Callable[..., Any], /, *arguments: Any, **kwargs: Any) -> Future:
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **kwargs: Any) -> VirtualFuture:
         """Have a function called; return its future."""
         if self._is_shut:
             raise RuntimeError("cannot schedule new futures after shutdown")
-        future = Future(self._world)
+        future = VirtualFuture(self._world)
         self._futures.append(future)
 
         def run() -> None:

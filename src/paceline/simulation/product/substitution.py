@@ -23,7 +23,7 @@ from paceline.ps.messages import Process as ProcessInfo
 from paceline.ps.scheduler.processes import own_process
 from paceline.simulation.product.loop import VirtualLoop
 from paceline.simulation.product.network import Network
-from paceline.simulation.product.primitives import Executor, Future, Numbers, Threading, Time
+from paceline.simulation.product.primitives import Executor, Numbers, Threading, Time, VirtualFuture
 from paceline.simulation.product.snapshots import Disk
 from paceline.simulation.product.transport import VirtualTransport
 from paceline.simulation.product.world import Killed, World
@@ -60,7 +60,7 @@ def _stand_ins(world: World, network: Network, disk: Disk) -> dict[int, Any]:
         (threading, Threading(world)),
         (random, numbers),
         (secrets, numbers),
-        (concurrent.futures.Future, lambda: Future(world)),
+        (concurrent.futures.Future, lambda: VirtualFuture(world)),
         (concurrent.futures.ThreadPoolExecutor, lambda *_, **__: Executor(world, disk.delay_s)),
         (new_event_loop, lambda: VirtualLoop(world)),
         (SocketTransport, lambda *_, **__: VirtualTransport(network)),
