@@ -15,7 +15,9 @@ class Batch:
 
     `labels` float32 [n], each 0 or 1 unless numbers were asked for; `indptr` int64 [n+1]: row i has the pairs
     ``indptr[i]`` to ``indptr[i+1]``, and ``indptr[0]`` is 0; `keys` uint64 [pairs]; `values` float32 [pairs], or None
-    where every value is 1; `weights` float32 [n], how often each row counts, or None where all count once.
+    where every value is 1; `weights` float32 [n], how often each row counts, or None where all count once; `fields`
+    uint32 [pairs], the field of each pair (:func:`paceline.kernels.text.reference.field_of` its name), or None where
+    the place in the row tells it, or nothing has fields.
     """
 
     labels: npt.NDArray[np.float32]
@@ -23,6 +25,7 @@ class Batch:
     keys: npt.NDArray[np.uint64]
     values: npt.NDArray[np.float32] | None = None
     weights: npt.NDArray[np.float32] | None = None
+    fields: npt.NDArray[np.uint32] | None = None
 
     @property
     def num_examples(self) -> int:
@@ -39,6 +42,7 @@ class Batch:
             self.keys[first:last],
             None if self.values is None else self.values[first:last],
             None if self.weights is None else self.weights[start:stop],
+            None if self.fields is None else self.fields[first:last],
         )
 
     def take(self, rows: npt.NDArray[np.int64]) -> Batch:
@@ -50,13 +54,15 @@ class Batch:
             self.keys[pairs],
             None if self.values is None else self.values[pairs],
             None if self.weights is None else self.weights[rows],
+            None if self.fields is None else self.fields[pairs],
         )
 
     def copy(self) -> Batch:
         """The same rows in arrays of their own."""
         values = None if self.values is None else self.values.copy()
         weights = None if self.weights is None else self.weights.copy()
-        return Batch(self.labels.copy(), self.indptr.copy(), self.keys.copy(), values, weights)
+        fields = None if self.fields is None else self.fields.copy()
+        return Batch(self.labels.copy(), self.indptr.copy(), self.keys.copy(), values, weights, fields)
 
     @staticmethod
     def concatenate(batches: Sequence[Batch]) -> Batch:
@@ -77,12 +83,15 @@ class Batch:
         weights = None
         if any(batch.weights is not None for batch in batches):
             weights = np.concatenate([_or_ones(batch.weights, batch.num_examples) for batch in batches])
+        fields = [batch.fields for batch in batches if batch.fields is not None]
+        assert len(fields) in (0, sum(len(batch.keys) > 0 for batch in batches)) or sum(map(len, fields)) == pair
         return Batch(
             np.concatenate([batch.labels for batch in batches]),
             indptr,
             np.concatenate([batch.keys for batch in batches]),
             values,
             weights,
+            np.concatenate(fields) if fields else None,
         )
 
 

@@ -15,7 +15,7 @@ from paceline.data.batch import Batch
 from paceline.data.dialect import is_missing
 from paceline.data.scaling import Scale
 from paceline.errors import UsageError
-from paceline.kernels.text.reference import LABEL_WORDS, MAX_FLOAT32, name_seed, powers_of_ten
+from paceline.kernels.text.reference import LABEL_WORDS, MAX_FLOAT32, field_of, name_seed, powers_of_ten
 
 LABEL_NAMES = ("label", "click", "clicked", "target", "y")
 """The names under which a label is found when no columns are given; the first that is there counts."""
@@ -226,12 +226,12 @@ class Converter:
         present = np.ones((num_rows, width), np.bool_)
         values = np.ones((num_rows, width), np.float32) if self._columns.numeric else None
         faults = [(self._columns.label, label_ok)]
-        lists: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]] = []
+        lists: list[tuple[str, npt.NDArray[np.int64], npt.NDArray[np.uint64]]] = []
         for at, name in enumerate(self._columns.names[1 : width + 1]):
             column = record_batch.column(at + 1)
             if at < num_categorical and is_list(column.type):
                 present[:, at] = False
-                lists.append(self._hash_lists(column, self._seeds[at]))
+                lists.append((name, *self._hash_lists(column, self._seeds[at])))
             elif at < num_categorical:
                 self._hash(column, self._seeds[at], keys.reshape(-1), at, width)
             else:
@@ -260,8 +260,11 @@ class Converter:
         )
         batch = Batch(label[good], indptr, keys[present], values, weights)
         num_numbers = present[good, num_categorical:].sum(axis=1)
-        for lengths, elements in lists:
-            batch = _with_lists(batch, lengths[good], elements[np.repeat(good, lengths)], num_numbers)
+        if lists:
+            by_column = np.array(self._seeds).astype(np.uint32)  # the lower halves
+            batch.fields = np.broadcast_to(by_column, present.shape)[present]
+        for name, lengths, elements in lists:
+            batch = _with_lists(batch, field_of(name), lengths[good], elements[np.repeat(good, lengths)], num_numbers)
         bad_rows = np.flatnonzero(~good)
         bad = [self._describe(record_batch, int(row), first_row, faults) for row in bad_rows[:NUM_KEPT]]
         return Converted(batch, len(bad_rows), bad)
@@ -361,12 +364,14 @@ def _flat(values: npt.NDArray[np.float32] | None) -> npt.NDArray[np.float32] | N
 
 def _with_lists(
     batch: Batch,
+    field: int,
     lengths: npt.NDArray[np.int64],
     keys: npt.NDArray[np.uint64],
     num_numbers: npt.NDArray[np.int64],
 ) -> Batch:
-    """Add `lengths[i]` of the keys to row i, each with value 1, before its last `num_numbers[i]` pairs."""
+    """Add `lengths[i]` of the keys to row i, each of `field` with value 1, before its last `num_numbers[i]` pairs."""
     indptr = batch.indptr + np.concatenate([[0], np.cumsum(lengths)])
     ends = np.repeat(batch.indptr[1:] - num_numbers, lengths)  # before which the row's keys go in
     values = None if batch.values is None else np.insert(batch.values, ends, np.float32(1))
-    return Batch(batch.labels, indptr, np.insert(batch.keys, ends, keys), values, batch.weights)
+    fields = None if batch.fields is None else np.insert(batch.fields, ends, np.uint32(field))
+    return Batch(batch.labels, indptr, np.insert(batch.keys, ends, keys), values, batch.weights, fields)

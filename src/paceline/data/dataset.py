@@ -73,12 +73,14 @@ def open_dataset(
     if not paths:
         raise UsageError("no data file was named: a dataset has at least one")
     files = [full_path(path) for path in paths]
-    sizes = [stat_file(file).num_bytes for file in files]
+    for file in files:
+        stat_file(file)
     if format is None:
         format = detect_format(files[0])
     elif format not in FORMATS:
         raise UsageError(f"'{format}' is no format: choose one of {', '.join(FORMATS)}")
     positive_in(labels)
+    sizes = [stat_source(file, format).num_bytes for file in files]
     if shard_bytes is None:
         total = sum(size * (_PACKED_RATIO if is_packed(file) else 1) for file, size in zip(files, sizes, strict=True))
         shard_bytes = min(max(total // _SHARDS_WANTED, MIN_SHARD_BYTES), MAX_SHARD_BYTES)
@@ -94,7 +96,7 @@ def open_dataset(
         raise UsageError(f"values of {format} are not scaled by key: leave scaling out")
     cache_path = None if cache_dir is None else Path(cache_dir)
     return Dataset(
-        files, format, columns, shard_bytes, strict, cache_path, labels, scaling, source_format, needs_labels
+        files, format, columns, shard_bytes, strict, cache_path, labels, scaling, source_format, needs_labels, sizes
     )
 
 
@@ -138,13 +140,6 @@ def stat_source(path: str | Path, format: str) -> FileStatus:
     return stat_arrays(str(path)) if format == "numpy" else stat_file(path)
 
 
-def _status_if_there(path: str, format: str) -> FileStatus | None:
-    try:
-        return stat_source(path, format)
-    except DataError:
-        return None
-
-
 def open_spec(spec: Mapping[str, Any]) -> Dataset:
     """Open the dataset that :meth:`Dataset.spec` described, in any process that sees the same files."""
     missing = [name for name in _SPEC_NAMES if name not in spec]
@@ -165,6 +160,7 @@ def open_spec(spec: Mapping[str, Any]) -> Dataset:
         content["labels"],
         read_key_scaling(content),
         content.get("source_format"),
+        sizes=content.get("sizes"),
     )
 
 
@@ -173,7 +169,8 @@ class Dataset(Closing):
 
     Files are named by their place in `files`, shards by their number within the file. Reading is streamed:
     about 1 MiB of text and what was parsed from it is held. A reader of each of the last few files stays
-    open, so reading shards in rising order never goes back. For one thread at a time.
+    open, so reading shards in rising order never goes back. A file that changes while the data set is in use
+    is a DataError, here and where :func:`open_spec` has opened it too. For one thread at a time.
     """
 
     def __init__(
@@ -188,8 +185,11 @@ class Dataset(Closing):
         scaling: KeyScaling | None = None,
         source_format: str | None = None,
         needs_labels: bool = True,
+        sizes: Sequence[int] | None = None,
     ) -> None:
         self.files = tuple(files)
+        self._sizes = None if sizes is None else tuple(sizes)
+        self._statuses: dict[int, FileStatus] = {}
         self.format = format
         self.source_format = source_format or format
         """The format that features come from: of converted data, that of its sources."""
@@ -233,11 +233,10 @@ class Dataset(Closing):
     def num_shards(self, file: int) -> int | None:
         """How many shards a file has; None for a gzip file until its end was read."""
         if file not in self._num_shards:
-            path = self.files[file]
             if self.format in _RANDOM_ACCESS:
                 self._give_back(file, self._take(file))
             elif self.can_enter(file):
-                self._num_shards[file] = -(-stat_file(path).num_bytes // self.shard_bytes)
+                self._num_shards[file] = -(-self._check_status(file).num_bytes // self.shard_bytes)
         return self._num_shards.get(file)
 
     def ended(self, file: int) -> int | None:
@@ -285,6 +284,7 @@ class Dataset(Closing):
             "labels": self.labels,
             "scaling": None if self.scaling is None else self.scaling.spec(),
             "source_format": self.source_format,
+            "sizes": None if self._sizes is None else list(self._sizes),
         }
 
     def _blocks(self, file: int, shard: int) -> Iterator[Batch]:
@@ -295,9 +295,8 @@ class Dataset(Closing):
 
     def _blocks_as_stored(self, file: int, shard: int) -> Iterator[Batch]:
         self._log.begin(file, shard)
-        status = None if self._cache is None else _status_if_there(self.files[file], self.format)
-        if self._cache is not None and status is not None:
-            cached = self._cache.load(self.files[file], status, shard)
+        if self._cache is not None:
+            cached = self._cache.load(self.files[file], self._check_status(file), shard)
             if cached is not None and not (self.strict and cached.num_bad):
                 self._log.add(file, shard, cached.num_bad, cached.bad)
                 if cached.num_shards is not None:
@@ -316,6 +315,7 @@ class Dataset(Closing):
                 block = parsed if self.scaling is None else self.scaling.apply(parsed)
                 writing.append(block)
                 yield block
+            self._check_status(file)
             self._give_back(file, opened)
             writing.commit(opened.reader.num_shards)
             whole = True
@@ -332,9 +332,30 @@ class Dataset(Closing):
     def _take(self, file: int) -> OpenFile:
         opened = self._idle.take(file)
         if opened is None:
-            status = stat_source(self.files[file], self.format)  # before it is opened
+            status = self._check_status(file)  # before it is opened
             opened = OpenFile(status, self._open_reader(file, status.num_bytes))
         return opened
+
+    def _check_status(self, file: int) -> FileStatus:
+        """Return the status of a file. Raises DataError unless it is the one that it had when it was first read.
+
+        Of a copy that another host has the size must be the same.
+        """
+        path = self.files[file]
+        status = stat_source(path, self.format)
+        first = self._statuses.setdefault(file, status)
+        size = first.num_bytes if self._sizes is None else self._sizes[file]
+        if status.num_bytes != size:
+            raise DataError(
+                f"{path} has changed while it was in use, from {size:,} to {status.num_bytes:,} bytes: what was read "
+                "is of two versions; begin again once nobody writes to it"
+            )
+        if status != first:
+            raise DataError(
+                f"{path} has been written to while it was in use: what was read of it may be of two versions; begin "
+                "again once nobody writes to it"
+            )
+        return status
 
     def _give_back(self, file: int, opened: OpenFile) -> None:
         if opened.reader.num_shards is not None:
@@ -363,8 +384,9 @@ class Dataset(Closing):
     def _open_cache(self) -> ShardCache | None:
         if self._cache_dir is None:
             return None
-        others = ("files", "strict", "cache_dir", "labels", "scaling", "source_format")
+        others = ("files", "strict", "cache_dir", "labels", "scaling", "source_format", "sizes")
         identity = {name: value for name, value in self.spec().items() if name not in others}
+        identity["has_fields"] = True  # as before there were any shards had not
         if self.scaling is not None:
             identity["scaling"] = self.scaling.digest()
         try:
@@ -382,15 +404,11 @@ class Dataset(Closing):
 
 
 class _Writing:
-    """The cache's side of reading a shard: any failure to write ends caching, never reading.
-
-    Of a file that is another one by now nothing is kept.
-    """
+    """The cache's side of reading a shard: any failure to write ends caching, never reading."""
 
     def __init__(self, dataset: Dataset, file: int, status: FileStatus, shard: int) -> None:
         self._dataset = dataset
         self._file = file
-        self._status = status
         self._shard = shard
         self._writer: CacheWriter | None = None
         if dataset._cache is not None:
@@ -420,12 +438,8 @@ class _Writing:
 
     def commit(self, num_shards: int | None) -> None:
         try:
-            if self._writer is None:
-                return
-            if _status_if_there(self._dataset.files[self._file], self._dataset.format) == self._status:
+            if self._writer is not None:
                 self._writer.commit(num_shards)
-            else:
-                self.discard()
         except OSError as error:
             self._fail(error)
 

@@ -33,6 +33,7 @@ from paceline.kernels.text.reference import (
     integer_category,
     log_thresholds,
     name_seed,
+    number_text,
 )
 from paceline.storage.durable_io import replacing
 
@@ -174,7 +175,7 @@ def _json_features(files: Sequence[str], columns: Columns | None) -> Iterator[tu
             if isinstance(value, _NumberText) and not as_text:
                 yield path, None, path
             elif value is not None:
-                text = json_text(value)
+                text = number_text(value) if isinstance(value, _NumberText) else json_text(value)
                 yield path, category_text(_encoded(text)).decode("utf-8", "surrogateescape"), f"{path}={text}"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ class KeyScaling:
     """How values are changed: (value - mean) / scale.
 
     `keys` uint64 [n], rising; `means` and `scales` float64 [n]; the values of other keys are divided by `other_scale`.
+    `fields` uint32 [n] are the fields of the keys, where these have any.
     What is more than 1,000 scales away counts as 1,000. A key whose mean is not 0 is *centred*: examples that lack it
     have the value 0, and get it as 0 - mean.
     """
@@ -38,12 +39,14 @@ class KeyScaling:
     means: npt.NDArray[np.float64]
     scales: npt.NDArray[np.float64]
     other_scale: float
+    fields: npt.NDArray[np.uint32] | None = None
     _centred: npt.NDArray[np.int64] = field(init=False, repr=False)
     _place: npt.NDArray[np.int64] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         n = len(self.keys)
-        if not (len(self.means) == len(self.scales) == n and (self.scales > 0).all() and self.other_scale > 0):
+        lengths = {n, len(self.means), len(self.scales), n if self.fields is None else len(self.fields)}
+        if not (len(lengths) == 1 and (self.scales > 0).all() and self.other_scale > 0):
             raise UsageError(f"a scaling has a mean and a positive scale for each of its {n} keys")
         if n > 1 and not (self.keys[1:] > self.keys[:-1]).all():
             raise UsageError("the keys of a scaling rise, and none occurs twice")
@@ -59,7 +62,7 @@ class KeyScaling:
         means, scales = np.append(self.means, 0.0)[at], np.append(self.scales, self.other_scale)[at]
         scaled = np.clip((values - means) / scales, -_MOST, _MOST).astype(np.float32)
         if not len(self._centred):
-            return Batch(batch.labels, batch.indptr, batch.keys, scaled, batch.weights)
+            return replace(batch, values=scaled)
         return self._with_centred(batch, self._place[at], scaled)
 
     def unscaled(
@@ -97,7 +100,11 @@ class KeyScaling:
         of_others = np.flatnonzero(others)
         to = np.arange(len(of_others)) + (row[of_others] + 1) * width
         keys[to], values[to] = batch.keys[of_others], scaled[of_others]
-        return Batch(batch.labels, indptr, keys, values, batch.weights)
+        fields = None
+        if batch.fields is not None and self.fields is not None:
+            fields = np.empty(indptr[-1], np.uint32)
+            fields[of_centred], fields[to] = self.fields[self._centred], batch.fields[of_others]
+        return Batch(batch.labels, indptr, keys, values, batch.weights, fields)
 
     def spec(self) -> dict[str, Any]:
         """A plain description, from which :meth:`from_spec` makes the same scaling."""
@@ -106,6 +113,7 @@ class KeyScaling:
             "means": self.means.tolist(),
             "scales": self.scales.tolist(),
             "other_scale": self.other_scale,
+            "fields": None if self.fields is None else self.fields.tolist(),
         }
 
     def digest(self) -> str:
@@ -119,7 +127,8 @@ class KeyScaling:
         try:
             keys = np.array(spec["keys"], np.uint64)
             means, scales = np.array(spec["means"], np.float64), np.array(spec["scales"], np.float64)
-            return cls(keys, means, scales, float(spec["other_scale"]))
+            fields = None if spec.get("fields") is None else np.array(spec["fields"], np.uint32)
+            return cls(keys, means, scales, float(spec["other_scale"]), fields)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise UsageError(f"this describes no scaling of values: {error!r}") from None
 
@@ -161,7 +170,12 @@ def find_key_scaling(batch: Batch) -> KeyScaling | None:
     listed = listed[np.argsort(keys[listed])]
     if not len(listed) and other_scale == 1.0:
         return None
-    return KeyScaling(keys[listed], means[listed], scales[listed], other_scale)
+    fields = None
+    if batch.fields is not None:
+        of_keys = np.empty(len(keys), np.uint32)
+        of_keys[ids] = batch.fields
+        fields = of_keys[listed]
+    return KeyScaling(keys[listed], means[listed], scales[listed], other_scale, fields)
 
 
 def distinct_keys(keys: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32]]:

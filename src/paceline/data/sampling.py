@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from paceline.data.dialect import BYTE_ORDER_MARK, parse_rows, read_dialect
 from paceline.data.formats import CONVERTED, TEXT_FORMATS
 from paceline.data.labels import count_labels, read_label
 from paceline.data.streams import ByteStream, is_packed, open_stream, stat_file
+from paceline.kernels.text.reference import number_text
 
 _PIECES = 64
 _PIECE_BYTES = 32 << 10
@@ -30,6 +32,7 @@ _LONG_LINES_BYTES = 16 << 20  # more is read beyond the pieces only to find the 
 _SAMPLED_GROUPS = 16
 _SAMPLED_ROWS = 16_000
 _MOST_CLASSES = 64
+_NAMESPACE = re.compile(rb"\|([^\s:|]*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +158,15 @@ def sample_labels(files: Sequence[str], format: str, columns: Columns | None = N
     return count_labels(cells)
 
 
+def sample_namespaces(files: Sequence[str]) -> tuple[str, ...]:
+    """The names of the namespaces in lines of Vowpal Wabbit spread over the files, as they come; "" has none."""
+    names: dict[str, None] = {}
+    for _, _, lines in text_pieces(files):
+        for found in _NAMESPACE.findall(lines):
+            names.setdefault(found.decode("utf-8", errors="surrogateescape"))
+    return tuple(names)
+
+
 def sample_objects(files: Sequence[str]) -> list[dict[str, Any]]:
     """Objects of JSON lines spread over the files."""
     objects = []
@@ -192,7 +204,9 @@ def _walk(value: Any, path: str, *, in_list: bool) -> Iterator[tuple[str, Any, b
 
 def json_text(value: Any) -> str:
     """A category as its key is made of it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return number_text(repr(value)) if isinstance(value, float) else str(value)
 
 
 def spread(count: int, most: int) -> list[int]:

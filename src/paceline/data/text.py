@@ -227,14 +227,16 @@ class _SparseArrays:
         self._labels, self._weights = np.empty(capacity, np.float32), np.empty(capacity, np.float32)
         self._indptr = np.empty(capacity + 1, np.int64)
         self._keys, self._values = np.empty(capacity, np.uint64), np.empty(capacity, np.float32)
-        self.all = self._labels, self._weights, self._indptr, self._keys, self._values
+        self._fields = np.empty(capacity, np.uint32)
+        self.all = self._labels, self._weights, self._indptr, self._keys, self._values, self._fields
 
     def batch(self, rows: int, pairs: int, *, all_ones: bool, is_weighted: bool) -> Batch:
         """The first rows, in arrays that do not hold on to the rest of the room."""
         values = None if all_ones else self._values[:pairs].copy()
         weights = self._weights[:rows].copy() if is_weighted else None
         indptr = self._indptr[: rows + 1].copy()
-        return Batch(self._labels[:rows].copy(), indptr, self._keys[:pairs].copy(), values, weights)
+        fields = self._fields[:pairs].copy()
+        return Batch(self._labels[:rows].copy(), indptr, self._keys[:pairs].copy(), values, weights, fields)
 
 
 def parser_of(path: str, format: str, columns: Columns | None, *, needs_label: bool) -> Parse:

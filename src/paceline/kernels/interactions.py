@@ -1,4 +1,4 @@
-"""The kernel that crosses the features of rows (see :mod:`paceline.models.features.interactions`)."""
+"""The kernels that cross the features of rows (see :mod:`paceline.models.features.interactions`)."""
 
 from __future__ import annotations
 
@@ -69,10 +69,107 @@ def cross_features(  # type: ignore[no-untyped-def]
     return to
 
 
-KERNELS = (cross_features,)
+@njit(cache=True, nogil=True)
+def group_fields(indptr, keys, fields, are_sorted, starts, order):  # type: ignore[no-untyped-def]
+    """Write where the pairs of each field are in each row.
+
+    `fields` int32 [pairs]; `are_sorted` uint8 [fields]. Out: `order` int64 [pairs], the pairs of a row by field, and
+    by their keys where the field is sorted; `starts` int64 [rows, fields + 1], where each field begins in it.
+    """
+    num_fields = are_sorted.shape[0]
+    for row in range(indptr.shape[0] - 1):
+        own = starts[row]
+        own[:] = 0
+        for i in range(indptr[row], indptr[row + 1]):
+            own[fields[i] + 1] += 1
+        own[0] = indptr[row]
+        for field in range(num_fields):
+            own[field + 1] += own[field]
+        for i in range(indptr[row], indptr[row + 1]):
+            order[own[fields[i]]] = i
+            own[fields[i]] += 1
+        for field in range(num_fields - 1, -1, -1):
+            own[field + 1] = own[field]
+        own[0] = indptr[row]
+        for field in range(num_fields):
+            first, stop = own[field], own[field + 1]
+            if are_sorted[field] == 1 and stop - first > 1:
+                by_key = np.argsort(keys[order[first:stop]])
+                order[first:stop] = order[first:stop][by_key]
+
+
+@njit(cache=True, nogil=True)
+def count_crosses(starts, terms):  # type: ignore[no-untyped-def]
+    """Return how many pairs :func:`cross_fields` adds; arguments as it has them."""
+    total = np.int64(0)
+    for row in range(starts.shape[0]):
+        for t in range(terms.shape[0]):
+            one, other, third = terms[t, 0], terms[t, 1], terms[t, 2]
+            n = starts[row, one + 1] - starts[row, one]
+            m = starts[row, other + 1] - starts[row, other]
+            if third < 0:
+                total += n * (n - 1) // 2 if one == other else n * m
+                continue
+            k = starts[row, third + 1] - starts[row, third]
+            if one == third:
+                total += n * (n - 1) * (n - 2) // 6
+            elif one == other:
+                total += n * (n - 1) // 2 * k
+            elif other == third:
+                total += n * (m * (m - 1) // 2)
+            else:
+                total += n * m * k
+    return total
+
+
+@njit(cache=True, nogil=True)
+def cross_fields(indptr, keys, values, starts, order, terms, out_indptr, out_keys, out_values):  # type: ignore[no-untyped-def]
+    """Write each row's pairs, and behind them those of its crosses, where a field may have any number of pairs.
+
+    `starts` and `order` are what :func:`group_fields` has written; the other arguments are as :func:`cross_features`
+    has them, columns being fields, in `terms` not falling. A cross is made of every choice of one pair of each of its
+    fields; of a field that it has twice, of every two pairs.
+    """
+    has_values = values.shape[0] > 0
+    to = np.int64(0)
+    out_indptr[0] = 0
+    for row in range(indptr.shape[0] - 1):
+        for i in range(indptr[row], indptr[row + 1]):
+            out_keys[to] = keys[i]
+            if has_values:
+                out_values[to] = values[i]
+            to += 1
+        for t in range(terms.shape[0]):
+            one, other, third = terms[t, 0], terms[t, 1], terms[t, 2]
+            for i in range(starts[row, one], starts[row, one + 1]):
+                a = order[i]
+                for j in range(i + 1 if other == one else starts[row, other], starts[row, other + 1]):
+                    b = order[j]
+                    key = cross_keys(keys[a], keys[b])
+                    value = values[a] * values[b] if has_values else np.float32(1)
+                    if third < 0:
+                        out_keys[to] = key
+                        if has_values:
+                            out_values[to] = value
+                        to += 1
+                        continue
+                    for k in range(j + 1 if third == other else starts[row, third], starts[row, third + 1]):
+                        out_keys[to] = cross_keys(key, keys[order[k]])
+                        if has_values:
+                            out_values[to] = value * values[order[k]]
+                        to += 1
+        out_indptr[row + 1] = to
+    return to
+
+
+KERNELS = (cross_features, group_fields, count_crosses, cross_fields)
 
 
 def compile_kernels() -> None:
-    """Compile the kernel, or load it from Numba's cache, for the one signature that real calls have."""
+    """Compile the kernels, or load them from Numba's cache, for the one signature that real calls have."""
     indptr, keys, values = np.zeros(1, np.int64), np.zeros(1, np.uint64), np.zeros(1, np.float32)
-    cross_features(indptr, keys, values, 1, keys, np.zeros((1, MAX_ORDER), np.int64), indptr, keys, values)
+    terms, starts = np.zeros((1, MAX_ORDER), np.int64), np.zeros((0, 2), np.int64)
+    cross_features(indptr, keys, values, 1, keys, terms, indptr, keys, values)
+    group_fields(indptr, keys, np.zeros(1, np.int32), np.zeros(1, np.uint8), starts, indptr)
+    count_crosses(starts, terms)
+    cross_fields(indptr, keys, values, starts, indptr, terms, indptr, keys, values)

@@ -62,7 +62,46 @@ def scale_columns(indptr, keys, values, seeds, offsets, scales):  # type: ignore
             column -= 1
 
 
-KERNELS = (scale_numbers, scale_columns)
+@njit(cache=True, nogil=True)
+def bin_columns(indptr, keys, values, fields, hashes, num_categorical, seeds, firsts, edges, bins):  # type: ignore[no-untyped-def]
+    """Make the numbers of some columns of rows categories, in place: the bins that they fall into, with value 1.
+
+    `indptr` int64 [rows + 1], `keys` uint64 [pairs], `values` float32 [pairs] and `fields` uint32 [pairs] are of rows
+    that have a pair for each of `num_categorical` columns first, and then those of numeric columns, whose keys are
+    `seeds` (uint64 [n]), in their order, missing ones aside. `hashes` uint32 [num_categorical + n] are what `fields`
+    gets. Column c has bins if ``firsts[c] < firsts[c + 1]`` (int64 [n + 1]), from each of its `edges` (float32, rising)
+    on another, the first one below all; `bins` uint64 are their keys, one more for each column than it has edges.
+    """
+    for row in range(indptr.shape[0] - 1):
+        at, stop = indptr[row], indptr[row + 1]
+        for column in range(num_categorical):
+            if at < stop:
+                fields[at] = hashes[column]
+                at += 1
+        column = 0
+        for i in range(at, stop):
+            found = column
+            while found < seeds.shape[0] and seeds[found] != keys[i]:
+                found += 1
+            if found == seeds.shape[0]:
+                continue  # of lists, which stand between
+            column = found + 1
+            fields[i] = hashes[num_categorical + found]
+            low, high = firsts[found], firsts[found + 1]
+            if low == high:
+                continue
+            first = low
+            while low < high:
+                middle = (low + high) // 2
+                if edges[middle] <= values[i]:
+                    low = middle + 1
+                else:
+                    high = middle
+            keys[i] = bins[first + found + (low - first)]
+            values[i] = np.float32(1)
+
+
+KERNELS = (scale_numbers, scale_columns, bin_columns)
 
 
 def compile_kernels() -> None:
@@ -70,3 +109,5 @@ def compile_kernels() -> None:
     values, keys, indptr = np.zeros(1, np.float32), np.zeros(1, np.uint64), np.zeros(1, np.int64)
     scale_numbers(np.zeros(1), np.ones(4), values)
     scale_columns(indptr, keys, values, keys, np.ones(1), np.ones((4, 1)))
+    numbers = np.zeros(1, np.uint32)
+    bin_columns(indptr, keys, values, numbers, numbers, 0, keys, np.zeros(2, np.int64), values, keys)

@@ -262,11 +262,6 @@ class SparseModel(ABC):
         return *self.parameter_tables, sketch
 
     @property
-    def knows_columns_by_place(self) -> bool:
-        """Whether each column has one place in every row."""
-        return self.interactions is not None
-
-    @property
     def read_labels_as(self) -> str:
         """As what labels are read, which data is opened with (:mod:`paceline.data.labels`)."""
         return self.labels
@@ -331,14 +326,14 @@ class SparseModel(ABC):
         model: SparseModel = dataclasses.replace(self, **known)
         return model
 
-    def of_columns(self, format: str, columns: Columns | None) -> SparseModel:
+    def of_columns(self, format: str, columns: Columns | None, fields: Sequence[str] = ()) -> SparseModel:
         """Return the model with what it must know of the columns of the data, which has this format.
 
-        Raises UsageError if it needs others.
+        `fields` are those of formats without columns (:class:`RowLayout`). Raises UsageError if it needs others.
         """
         if self.interactions is None:
             return self
-        return dataclasses.replace(self, interactions=self.interactions.of_columns(format, columns))
+        return dataclasses.replace(self, interactions=self.interactions.of_columns(format, columns, fields))
 
     def calibrated(
         self, labels: Floats, predictions: Floats, weights: Floats | None = None, optimism: Optimism | None = None

@@ -1,14 +1,14 @@
-"""Field-aware factorization machine: of each feature a vector for every column that the other feature may be of.
-
-margin = offset + bias + Σ w[k]·x_k + Σ_{k<l} ⟨v[k, column of l], v[l, column of k]⟩·x_k·x_l (Juan, Zhuang, Chin, Lin,
-"Field-aware factorization machines for CTR prediction", RecSys 2016; without the division by the length of a row that
-is there, for rows of columns are of one length). Which features have vectors, and how they are updated, is as in
-:mod:`paceline.models.fm`; a feature's vectors are one row, of columns times `dim` numbers.
+"""Field-aware factorization machines for CTR prediction", RecSys 2016; without the division by the length of a row that
+is there, for rows of columns are of one length). The sum is over all pairs of a row's features: one of a field with
+several, such as a namespace or a list, takes part with each of the others, also with those of its own field. Which
+features have vectors, and how they are updated, is as in :mod:`paceline.models.fm`; a feature's vectors are one row, of
+columns times `dim` numbers.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -79,14 +79,9 @@ class FieldAwareMachine(FactorModel):
             raise UsageError(f"--dim {self.dim} for {num_columns} columns: expected at most {MAX_DIM:,} factors in all")
         return num_columns * self.dim
 
-    @property
     @override
-    def knows_columns_by_place(self) -> bool:
-        return True
-
-    @override
-    def of_columns(self, format: str, columns: Columns | None) -> Self:
-        layout = RowLayout.of_data(format, columns)
+    def of_columns(self, format: str, columns: Columns | None, fields: Sequence[str] = ()) -> Self:
+        layout = RowLayout.of_data(format, columns, fields)
         if layout is None:
             raise UsageError(f"--model ffm has factors for each column, and {format} has none: take --model fm")
         return dataclasses.replace(self, layout=layout)

@@ -7,6 +7,7 @@ those of all examples in the mean, so that predictions need no correction.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
@@ -88,7 +89,7 @@ class Weighting(msgspec.Struct, frozen=True, kw_only=True):
         weights = np.ones(batch.num_examples, np.float32) if batch.weights is None else batch.weights.copy()
         for label, weight in self.classes.items():
             weights[batch.labels == np.float32(label)] *= np.float32(weight)
-        return Batch(batch.labels, batch.indptr, batch.keys, batch.values, weights)
+        return dataclasses.replace(batch, weights=weights)
 
     def _drawn(self, batch: Batch, generator: np.random.Generator) -> tuple[Batch, npt.NDArray[np.int64]]:
         """Return examples with their weights, of the negatives a share, and which rows they were: int64 [n]."""
@@ -100,7 +101,7 @@ class Weighting(msgspec.Struct, frozen=True, kw_only=True):
         weights = np.ones(batch.num_examples, np.float32) if batch.weights is None else batch.weights.copy()
         weights[is_negative] /= np.float32(self.keep_negatives)
         kept = batch.take(rows)
-        return Batch(kept.labels, kept.indptr, kept.keys, kept.values, weights[rows]), rows
+        return dataclasses.replace(kept, weights=weights[rows]), rows
 
 
 def parse_class_weights(text: str) -> dict[str, float] | str:

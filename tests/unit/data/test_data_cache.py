@@ -186,16 +186,22 @@ def test_labels_that_changed_beside_arrays_are_read_anew(tmp_path: Path, folder:
     assert stat_source(tmp_path / "x.npy", "numpy").num_bytes < status.num_bytes
 
 
-def test_a_source_that_is_replaced_while_it_is_read_leaves_nothing_to_later_runs(source: Path, folder: Path) -> None:
+@pytest.mark.parametrize("after", [TEXT.replace(b"2999:", b"7777:"), TEXT[:40_000], TEXT + TEXT])
+def test_a_source_that_changes_while_it_is_read_is_told_and_leaves_nothing_to_later_runs(
+    source: Path, folder: Path, after: bytes
+) -> None:
     """The open file is still the former one, and the name is that of the new one."""
-    after = TEXT.replace(b"2999:", b"7777:")
     dataset = open_dataset(source, shard_bytes=10_000, cache_dir=folder)
+    spec = json.loads(json.dumps(dataset.spec()))
     list(dataset.read(0, 0, 100))
     source.with_name("new").write_bytes(after)
     source.with_name("new").replace(source)
-    rows = [batch for shard in range(1, dataset.num_shards(0) or 0) for batch in dataset.read(0, shard, 100)]
-    assert 2999 in Batch.concatenate(rows).keys
+    with pytest.raises(DataError, match=r"while it was in use.*begin again once nobody writes to it"):
+        list(dataset.read(0, 1, 100))
     dataset.close()
+    if len(after) != len(TEXT):
+        with open_spec(spec) as elsewhere, pytest.raises(DataError, match=f" to {len(after):,} bytes"):
+            list(elsewhere.read(0, 2, 100))
     found = read(open_dataset(source, shard_bytes=10_000, cache_dir=folder))
     source.with_name("plain.svm").write_bytes(after)
     assert_same(found, read(open_dataset(source.with_name("plain.svm"), shard_bytes=10_000)))

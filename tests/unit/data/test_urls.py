@@ -64,6 +64,17 @@ def test_what_is_kept_is_that_of_the_file_as_it_is(bucket: str, tmp_path: Path) 
                 assert next(iter(dataset.batches(2))).labels.tolist() == labels
 
 
+@pytest.mark.parametrize("after", [LINES[: len(LINES) // 3], LINES.replace(b"0.5", b"0.7")])
+def test_a_file_that_changes_while_it_is_read_is_told(bucket: str, after: bytes) -> None:
+    url = store(f"{bucket}/x.svm", LINES)
+    with open_dataset(url, shard_bytes=5000) as dataset:
+        shards = iter(range(dataset.num_shards(0) or 0))
+        list(dataset.read(0, next(shards), 100))
+        store(url, after)
+        with pytest.raises(DataError, match=r"memory://bucket/x.svm has .* while it was in use"):
+            list(dataset.read(0, next(shards), 100))
+
+
 def test_patterns(bucket: str) -> None:
     for day in (2, 1):
         store(f"{bucket}/day{day}.tsv", b"x\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,15 @@ from paceline.kernels.text.reference import (
     MISSING_WEIGHT,
     NO_BAR,
     TOO_DEEP,
+    field_of,
     hash_bytes,
     name_seed,
+    number_text,
     vw_line,
 )
 
 COLUMNS = Columns("y", ("id",), weight="w", is_open=True)
-Row = tuple[float | None, float, list[int], list[float]]
+Row = tuple[float | None, float, list[int], list[float], list[int]]
 
 
 def parse(parser: Parse, text: bytes) -> tuple[list[Row], list[int]]:
@@ -49,6 +52,7 @@ def parse(parser: Parse, text: bytes) -> tuple[list[Row], list[int]]:
     found = parser(buffer, 0, len(text))
     assert found.position == len(text)
     batch = found.batch
+    assert batch.fields is not None
     values = np.ones(len(batch.keys)) if batch.values is None else batch.values
     weights = np.ones(batch.num_examples) if batch.weights is None else batch.weights
     rows: list[Row] = []
@@ -61,6 +65,7 @@ def parse(parser: Parse, text: bytes) -> tuple[list[Row], list[int]]:
                 float(weights[row]),
                 batch.keys[pairs].tolist(),
                 values[pairs].tolist(),
+                batch.fields[pairs].tolist(),
             )
         )
     assert found.num_bad >= len(found.bad)
@@ -101,7 +106,8 @@ def test_lines_of_vowpal_wabbit(line: bytes, expected: Any) -> None:
     else:
         label, weight, names, values = expected
         pairs = [tuple(part.encode() for part in name.split(" ")) if isinstance(name, str) else name for name in names]
-        assert rows == [(label, weight, [hash_bytes(inner, hash_bytes(outer, 0)) for outer, inner in pairs], values)]
+        keys = [hash_bytes(inner, hash_bytes(outer, 0)) for outer, inner in pairs]
+        assert rows == [(label, weight, keys, values, [hash_bytes(outer, 0) & 0xFFFFFFFF for outer, _ in pairs])]
 
 
 _vw_words = st.sampled_from(
@@ -170,7 +176,8 @@ def test_lines_of_json(line: str, expected: Any) -> None:
     else:
         label, weight, pairs, values = expected
         keys = [name_seed(path) if text is None else hash_bytes(text.encode(), name_seed(path)) for path, text in pairs]
-        assert rows == [(label, weight, keys, values)]
+        fields = [field_of(path.partition(".")[0]) for path, _ in pairs]
+        assert rows == [(label, weight, keys, values, fields)]
 
 
 _values = st.recursive(
@@ -178,6 +185,49 @@ _values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
     max_leaves=12,
 )
+
+
+NUMBERS = r"-?(0|[1-9][0-9]{0,12})(\.[0-9]{1,9})?([eE][+-]?[0-9]{1,2})?"
+
+
+def text_of_numbers(numbers: list[str]) -> list[str]:
+    """What numbers of a list are hashed as, by the kernel, which has to find the keys of these texts."""
+    rows, bad = parse(json_parser(COLUMNS.unweighted, needs_label=False), f'{{"a": [{", ".join(numbers)}]}}\n'.encode())
+    assert not bad
+    expected = list(map(number_text, numbers))
+    assert rows[0][2] == [hash_bytes(text.encode(), name_seed("a")) for text in expected]
+    return expected
+
+
+def test_a_number_is_one_category_however_it_is_written() -> None:
+    assert text_of_numbers(["1000", "1000.0", "1e3", "1E+3", "10.00e2", "0.01e5"]) == ["1000"] * 6
+    assert text_of_numbers(["0.5", "0.50", "5e-1", "-50E-2", "0.0", "-0e9"]) == ["0.5"] * 3 + ["-0.5", "0", "0"]
+    assert text_of_numbers(["1e-6", "1e-7", "12.5e-9", "1e18", "1.5e20"]) == [
+        *("0.000001", "1e-7", "1.25e-8", "1e+18", "1.5e+20")
+    ]
+    assert text_of_numbers(["12345678901234567890", "-7"]) == ["12345678901234567890", "-7"]  # as they are written
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.lists(st.from_regex(r"-?(0|[1-9][0-9]{0,12})(\.[0-9]{1,9})?([eE][+-]?[0-9]{1,2})?", fullmatch=True), min_size=1)
+)
+def test_numbers_in_lists(numbers: list[str]) -> None:
+    numbers = [number for number in numbers if abs(float(number)) < 1e38]
+    for number, text in zip(numbers, text_of_numbers(numbers), strict=True):
+        assert Decimal(text) == Decimal(number)
+        assert text == number_text(text)
+
+
+def test_categories_are_those_of_parquet(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    numbers = [1000.0, 0.5, 1.25e-8, 1e17, -7.0, 0.000001, 1e22]
+    parquet.write_table(arrow.table({"y": [0, 1], "a": [numbers, []]}), tmp_path / "x.parquet")
+    (tmp_path / "x.json").write_text(f'{{"y": 0, "a": {json.dumps(numbers)}}}\n{{"y": 1}}\n')
+    found = [read_all(tmp_path / name) for name in ("x.parquet", "x.json")]
+    assert found[0].keys.tolist() == found[1].keys.tolist()
+    assert found[0].fields is not None
+    assert found[0].fields.tolist() == [field_of("a")] * len(numbers)
 
 
 @settings(deadline=None, max_examples=150)
@@ -271,7 +321,7 @@ def test_names_of_features(tmp_path: Path) -> None:
     for text, expected in (
         (VW, {"a^x3", "a^y", "b^z"}),
         (JSON, {"site=s3", "n.k"}),
-        (b'{"click": 1, "l": [1.50, true], "n": null}\n' * 3, {"l=1.50", "l=true"}),
+        (b'{"click": 1, "l": [1.50, true], "n": null}\n' * 3, {"l=1.5", "l=true"}),
     ):
         path = tmp_path / "x"
         path.write_bytes(text)
@@ -319,5 +369,5 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 def test_missing_label_is_a_reason_of_its_own() -> None:
     rows, bad = parse(vw_parser(needs_label=True), b"| a\n1 | a\n")
-    assert rows == [(1, 1, [hash_bytes(b"a", hash_bytes(b"", 0))], [1])]
+    assert rows == [(1.0, 1.0, [hash_bytes(b"a", hash_bytes(b"", 0))], [1.0], [0])]
     assert bad == [MISSING_LABEL]

@@ -25,7 +25,7 @@ from paceline.launch.train.data_files import format_of_evaluation, look_at, sett
 from paceline.launch.train.describing import describe_data
 from paceline.launch.train.options import TrainOptions
 from paceline.launch.train.planning import plan_training
-from paceline.models.features.interactions import Interactions
+from paceline.models.ffm import FieldAwareMachine
 from paceline.models.registry import make_model
 
 COLUMNS = Columns("click", ("site",), ("age", "price"), weight="w")
@@ -370,12 +370,15 @@ def test_lists_stay_beside_numbers_that_are_scaled(tmp_path: Path) -> None:
     assert columns is not None
     assert columns.scales
     assert_same(read_all(open_dataset(out, columns=columns)), read_all(open_dataset(source, columns=columns)))
-    crossed = make_model("lr", interactions=Interactions(text="tags:x"))
-    for path in (source, out):
-        models = {"--interactions": crossed, "--model ffm": make_model("ffm"), "--model dcn": make_model("dcn")}
-        for what, model in models.items():
-            with pytest.raises(UsageError, match=f"column 'tags' holds lists, and {what} is of columns with one"):
-                settle_files(TrainOptions(data=[path], model=model))
+    (tmp_path / "x.vw").write_text("".join(f"{i % 2} |a t{i % 3} |b u:{i}\n" for i in rows))
+    convert(tmp_path / "x.vw", tmp_path / "vw.out")
+    for path, num_fields in ((tmp_path / "x.vw", 3), (tmp_path / "vw.out", 3), (source, 2), (out, 2)):
+        model = settle_files(TrainOptions(data=[path], model=make_model("ffm")))[0].model
+        assert isinstance(model, FieldAwareMachine)
+        assert model.layout is not None
+        assert len(model.layout) == num_fields
+        with open_dataset(path) as dataset:
+            assert set(model.layout.fields_of(next(dataset.batches(200))).tolist()) == {0, 1}
 
 
 def test_nothing_stays_of_what_was_interrupted(source: Path, tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from tests.unit.models.training import train
 
 from paceline.data import Batch, Columns
 from paceline.errors import DataError, UsageError
-from paceline.kernels.text.reference import name_seed
+from paceline.kernels.text.reference import field_of, name_seed
+from paceline.models.base import KeyScratch
 from paceline.models.features.interactions import Interactions
 from paceline.models.features.layout import RowLayout
 from paceline.models.ffm import FieldAwareMachine
@@ -37,8 +38,48 @@ def test_rows_of_lists_are_refused(lengths: tuple[int, int]) -> None:
     indptr = np.cumsum([0, *lengths])
     batch = Batch(np.zeros(2, np.float32), indptr, np.arange(indptr[-1], dtype=np.uint64))
     for layout in (LAYOUT, RowLayout(categorical=("a", "b"))):
-        with pytest.raises(DataError, match=r"as columns of lists do: .* take --model fm"):
+        with pytest.raises(DataError, match=r"as columns of lists do, and does not say which"):
             layout.fields_of(batch)
+
+
+def test_rows_that_say_of_which_field_their_features_are() -> None:
+    batch = Batch(np.zeros(2, np.float32), np.array([0, 4, 5]), np.arange(5, dtype=np.uint64))
+    batch.fields = np.array([field_of(name) for name in ("b", "a", "b", "new", "a")], np.uint32)
+    for layout in (RowLayout(categorical=("a", "b"), is_open=True), RowLayout(categorical=("a",), numeric=("b",))):
+        known = batch if layout.is_open else batch.slice(1, 2)
+        assert layout.fields_of(known).tolist() == ([1, 0, 1, 2, 0] if layout.is_open else [0])
+    with pytest.raises(DataError, match="of a column that the model does not know"):
+        RowLayout(categorical=("a", "b")).fields_of(batch)
+    with pytest.raises(DataError, match="convert such data again"):
+        RowLayout(categorical=("a", "b"), is_open=True).fields_of(Batch(batch.labels, batch.indptr, batch.keys))
+
+
+@pytest.mark.parametrize("kind", ["ffm", "deepfm"])
+def test_a_field_with_several_features(kind: str) -> None:
+    """All pairs of features for ffm, also those of one field; sums over a field for networks."""
+    layout = RowLayout(categorical=("a", "b"), is_open=True)
+    batch = Batch(np.zeros(1, np.float32), np.array([0, 3]), np.array([5, 6, 7], np.uint64), np.array([1, 2, 3], "f4"))
+    batch.fields = np.array([field_of(name) for name in "baa"], np.uint32)
+    random = np.random.default_rng(0)
+    fields, values = [1, 0, 0], [1.0, 2.0, 3.0]
+    if kind == "deepfm":
+        pytest.importorskip("torch")
+        from paceline.models.deep.base import ColumnSums
+
+        factors = random.normal(size=(3, 4)).astype(np.float32)
+        sums = ColumnSums(layout, batch, np.arange(3, dtype=np.int32), batch.values).sums(factors)  # type: ignore[arg-type]
+        np.testing.assert_allclose(sums[0], [2 * factors[1] + 3 * factors[2], factors[0], np.zeros(4)], rtol=1e-6)
+        return
+    model = FieldAwareMachine(layout=layout, dim=2, factor_min_count=0)
+    weights = [random.normal(size=shape).astype(np.float32) for shape in ((4, 1), (3, 6), (3, 1))]
+    weights[2][:] = 1
+    minibatch = model.prepare(batch, KeyScratch())
+    v = weights[1].reshape(3, 3, 2)
+    expected = weights[0][3, 0] + sum(weights[0][k, 0] * values[k] for k in range(3))
+    expected += sum(
+        v[k, fields[m]] @ v[m, fields[k]] * values[k] * values[m] for k in range(3) for m in range(k + 1, 3)
+    )
+    assert minibatch.predict(weights)[0] == pytest.approx(1 / (1 + np.exp(-expected)), rel=1e-5)
 
 
 def make_pairs(seed: int, n: int = 8000, num_values: int = 6) -> Batch:
@@ -67,7 +108,10 @@ def test_settings() -> None:
     assert read_model_settings(json.loads(json.dumps(model.describe()))) == model
     with pytest.raises(UsageError, match="libsvm has none: take --model fm"):
         FieldAwareMachine().of_columns("libsvm", None)
-    for fields in (("a", "b"), ()):  # of JSON lines, which stand in the order of each line
+    layout = FieldAwareMachine().of_columns("vw", None, ("a", "b")).layout
+    assert layout is not None
+    assert len(layout) == 3  # one for fields that nobody has seen
+    for fields in (("a", "b"), ()):
         with pytest.raises(UsageError, match="jsonl has none: take --model fm"):
             FieldAwareMachine().of_columns("jsonl", Columns("y", fields, is_open=True))
     with pytest.raises(UsageError, match="it crosses all columns"):

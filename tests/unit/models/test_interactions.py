@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import numpy as np
 import pytest
 
 from paceline.data import Batch, Columns
-from paceline.errors import UsageError
+from paceline.errors import DataError, UsageError
 from paceline.kernels.interactions import cross_keys
-from paceline.kernels.text.reference import name_seed
+from paceline.kernels.text.reference import field_of, name_seed
 from paceline.models.base import KeyScratch
 from paceline.models.features.interactions import Interactions
 from paceline.models.registry import make_model, read_model_settings
@@ -55,8 +56,8 @@ def test_no_crosses(text: str, said: str) -> None:
         crosses_of(text)
     with pytest.raises(UsageError, match="libsvm has no columns to cross"):
         Interactions(text="a:b").of_columns("libsvm", None)
-    with pytest.raises(UsageError, match="jsonl has no columns to cross"):  # fields stand in the order of each line
-        Interactions(text="a:b").of_columns("jsonl", Columns("y", ("a", "b"), is_open=True))
+    with pytest.raises(UsageError, match="jsonl has no columns to cross"):
+        Interactions(text="a:b").of_columns("jsonl", Columns("y", ("a", "b"), is_open=True))  # nothing seen in rows
     for alone in ("a:*", "*:*", "*:*:*"):
         with pytest.raises(UsageError, match=r"there are too few columns to cross: a$"):
             Interactions(text=alone).of_columns("csv", Columns("y", ("a",)))
@@ -110,6 +111,70 @@ def test_the_kernel_and_a_loop(has_values: bool) -> None:
     of = dict(interactions.parts_of(batch))
     assert set(of) == set(crossed.keys.tolist()) - set(batch.keys.tolist())
     assert all(set(parts) <= set(batch.keys.tolist()) for parts in of.values())
+
+
+FIELDS = ("ad", "user", "", "device", "display")
+
+
+@pytest.mark.parametrize(
+    ("text", "crosses"),
+    [
+        ("ad:user", [(0, 1)]),
+        ("user:user", [(1, 1)]),
+        ("ad:d", [(0, 3), (0, 4)]),  # as -q ad, of letters that names begin with
+        ("(no name):user:u", [(1, 1, 2)]),
+        ("*:ad", [(0, 1), (0, 2), (0, 3), (0, 4)]),
+    ],
+)
+def test_which_fields(text: str, crosses: list[tuple[int, ...]]) -> None:
+    assert list(Interactions(text=text).of_columns("vw", None, FIELDS).crosses) == crosses
+    with pytest.raises(UsageError, match=r"no column 'x'; the columns are ad, user, \(no name\), device, display"):
+        _ = Interactions(text="ad:x").of_columns("vw", None, FIELDS)
+
+
+@pytest.mark.parametrize("has_values", [True, False])
+def test_fields_with_several_features(has_values: bool) -> None:
+    """All pairs and triples, and of a field with itself each set once, in whatever order its features come."""
+    interactions = Interactions(text="ad:user,user:user,ad:user:user,device:ad:user,ad:ad:ad").of_columns(
+        "vw", None, FIELDS
+    )
+    random = np.random.default_rng(1)
+    lengths = random.integers(0, 9, 40)
+    numbers = random.integers(0, 6, lengths.sum())  # 5: a field that nobody knew
+    names = (*FIELDS, "other")
+    keys = random.integers(1, 2**63, len(numbers)).astype(np.uint64)
+    values = random.normal(size=len(keys)).astype(np.float32) if has_values else None
+    fields = np.array([field_of(names[number]) for number in numbers], np.uint32)
+    indptr = np.concatenate([[0], np.cumsum(lengths)])
+    batch = Batch(np.zeros(40, np.float32), indptr, keys, values, None, fields)
+    crossed = interactions.apply(batch)
+    ones = np.ones(len(keys), np.float32)
+    for row in range(40):
+        pairs = range(indptr[row], indptr[row + 1])
+        expected = [(int(keys[i]), float((ones if values is None else values)[i])) for i in pairs]
+        for cross in interactions.crosses:
+            chosen = {
+                tuple(sorted(each, key=lambda i: (numbers[i], keys[i])))
+                for each in itertools.permutations(pairs, len(cross))
+                if tuple(sorted(numbers[list(each)])) == cross
+            }
+            for first, *rest in chosen:
+                key, value = keys[first], (ones if values is None else values)[first]
+                for other in rest:
+                    key, value = cross_keys(key, keys[other]), value * (ones if values is None else values)[other]
+                expected.append((int(key), float(value)))
+        own = slice(*crossed.indptr[row : row + 2])
+        found = (np.ones(len(crossed.keys)) if crossed.values is None else crossed.values)[own].tolist()
+        pairs_found = sorted(zip(crossed.keys[own].tolist(), found, strict=True))
+        assert [key for key, _ in pairs_found] == [key for key, _ in sorted(expected)]
+        assert [value for _, value in pairs_found] == pytest.approx([value for _, value in sorted(expected)], rel=1e-5)
+        assert crossed.keys[own][: len(pairs)].tolist() == keys[list(pairs)].tolist()
+    of = dict(interactions.parts_of(batch))
+    assert set(of) == set(crossed.keys.tolist()) - set(keys.tolist())
+    many = Batch(np.zeros(1, np.float32), np.array([0, 3000]), np.arange(3000, dtype=np.uint64), None, None)
+    many.fields = np.full(3000, field_of("ad"), np.uint32)
+    with pytest.raises(DataError, match=r"makes 4,495,503,000 features of 1 rows: cross fewer fields"):
+        interactions.apply(many)
 
 
 def test_the_order_of_columns_counts_in_a_key() -> None:

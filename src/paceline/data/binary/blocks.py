@@ -4,7 +4,7 @@ All numbers are little-endian, and all sections begin at multiples of 64 bytes::
 
     header      magic (8 bytes); version (uint32)
     per block   labels float32 [n]; indptr int64 [n+1] unless all rows are as wide; keys uint64;
-                values float32, or nothing; weights float32 [n], or nothing
+                values float32, or nothing; weights float32 [n], or nothing; fields uint32, or nothing
     ...         what the footer names besides, each with the CRC-32 of its bytes
     footer      JSON: the blocks, each with the XXH64 of its bytes, and what the writer adds
     trailer     of the footer: length (uint64) and CRC-32 (uint32); version (uint32); magic
@@ -50,6 +50,7 @@ class BlockEntry:
     has_values: int
     has_weights: int
     checksum: int
+    has_fields: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -61,11 +62,13 @@ class BlockEntry:
             sizes.append(4 * self.num_pairs)
         if self.has_weights:
             sizes.append(4 * self.num_rows)
+        if self.has_fields:
+            sizes.append(4 * self.num_pairs)
         return sum(map(_padded, sizes))
 
     def is_within(self, end: int) -> bool:
         """Whether this can be a block of a file whose blocks end at `end`."""
-        counts = (self.offset, self.num_rows, self.num_pairs, self.has_values, self.has_weights)
+        counts = (self.offset, self.num_rows, self.num_pairs, self.has_values, self.has_weights, self.has_fields)
         return (
             all(is_count(each) for each in counts)
             and type(self.width) is int
@@ -119,11 +122,14 @@ class BlockWriter(Closing):
         if not np.array_equal(batch.indptr, np.arange(num_rows + 1, dtype=np.int64) * width):
             width = _RAGGED
         has_values, has_weights = batch.values is not None, batch.weights is not None
-        entry = BlockEntry(self.position, num_rows, num_pairs, width, int(has_values), int(has_weights), 0)
+        entry = BlockEntry(
+            *(self.position, num_rows, num_pairs, width),
+            *(int(has_values), int(has_weights), 0, int(batch.fields is not None)),
+        )
         data = np.zeros(_padded(max(entry.num_bytes, 1)), np.uint8)
         at = 0
         indptr = batch.indptr if width == _RAGGED else None
-        for array in (batch.labels, indptr, batch.keys, batch.values, batch.weights):
+        for array in (batch.labels, indptr, batch.keys, batch.values, batch.weights, batch.fields):
             if array is not None:
                 data[at : at + array.nbytes].view(array.dtype)[:] = array
                 at += _padded(array.nbytes)
@@ -278,4 +284,5 @@ def _take(mapped: mmap.mmap, at: int, entry: BlockEntry) -> Batch | None:
         indptr = np.arange(num_rows + 1, dtype=np.int64) * entry.width
     keys = take(np.uint64, num_pairs)
     values = take(np.float32, num_pairs) if entry.has_values else None
-    return Batch(labels, indptr, keys, values, take(np.float32, num_rows) if entry.has_weights else None)
+    weights = take(np.float32, num_rows) if entry.has_weights else None
+    return Batch(labels, indptr, keys, values, weights, take(np.uint32, num_pairs) if entry.has_fields else None)

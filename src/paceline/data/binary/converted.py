@@ -44,7 +44,7 @@ class Description:
 
     `format` is that of the sources, `columns` (of those that have any) without scales, and `scales` what
     :func:`paceline.data.fit_scale` makes of them; `guesses` is what the sources were described by; `num_bad` lines were
-    left out, of which `bad` are the first.
+    left out, of which `bad` are the first; `fields` are those of sources without columns.
     """
 
     format: str
@@ -55,6 +55,7 @@ class Description:
     sources: tuple[str, ...] = ()
     num_bad: int = 0
     bad: tuple[BadLine, ...] = ()
+    fields: tuple[str, ...] = ()
 
     def to_fields(self) -> dict[str, Any]:
         """This description as JSON can carry it."""
@@ -67,6 +68,7 @@ class Description:
             "sources": list(self.sources),
             "num_bad": self.num_bad,
             "bad": [astuple(line) for line in self.bad],
+            "fields": list(self.fields),
         }
 
     @property
@@ -99,6 +101,7 @@ class Description:
             sources=msgspec.convert(fields["sources"], tuple[str, ...]),
             num_bad=msgspec.convert(fields["num_bad"], int),
             bad=tuple(map(bad_line_of, fields["bad"])),
+            fields=msgspec.convert(fields.get("fields", ()), tuple[str, ...]),
         )
 
 
@@ -269,7 +272,9 @@ class _ColumnOrder:
         for key, numeric in self.numeric.items():
             place[batch.keys == np.uint64(key)] = numeric
         order = np.lexsort((place, row))
-        return replace(batch, keys=batch.keys[order], values=None if batch.values is None else batch.values[order])
+        values = None if batch.values is None else batch.values[order]
+        fields = None if batch.fields is None else batch.fields[order]
+        return replace(batch, keys=batch.keys[order], values=values, fields=fields)
 
 
 class ConvertedReader:

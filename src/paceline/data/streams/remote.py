@@ -13,6 +13,8 @@ from typing import Any
 from paceline.errors import DataError, UsageError
 
 _READ_AHEAD = 4 << 20
+_MARKS = ("ETag", "etag", "Last-Modified", "LastModified", "last_modified", "mtime", "created", "Content-MD5")
+"""By what file systems tell that a file is another one, where they do."""
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(?:::[A-Za-z][A-Za-z0-9+.-]+)*://")
 
 
@@ -44,8 +46,9 @@ def stat_url(url: str) -> FileStatus:
     """The status of a non-empty file; :exc:`DataError` in a sentence for anything else."""
     with _problems_of(url):
         system, path = _find_system(url)
+        system.invalidate_cache(path)  # of listings, which would say what once was
         found = system.info(path)
-        version = str(system.ukey(path))
+        version = " ".join([str(system.ukey(path)), *(str(found[mark]) for mark in _MARKS if mark in found)])
     if found["type"] != "file":
         raise DataError(f"{url} is a folder, not a data file: name the files in it, as in {url.rstrip('/')}/*")
     if found["size"] is None:

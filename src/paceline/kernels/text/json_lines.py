@@ -1,8 +1,9 @@
 """A Numba kernel that turns JSON lines, an object each, into keys and values.
 
 What stands under a name is a feature: a number as it is, under the hash of the name; a text, `true` and `false` as a
-category, hashed under that as the seed; `null` and `NaN` are missing. In lists numbers are categories too, by how they
-are written. The names of nested objects are joined by dots; an object in a list has the list's name. The twin is
+category, hashed under that as the seed; `null` and `NaN` are missing. In lists numbers are categories too, by how
+:func:`paceline.kernels.text.reference.number_text` writes them. The names of nested objects are joined by dots; an
+object in a list has the list's name. What stands in the row under one name, however deep, is one field. The twin is
 :func:`paceline.kernels.text.reference.json_line`; how text is read is said in :mod:`.lines`.
 """
 
@@ -29,6 +30,8 @@ _TAB, _NEWLINE, _RETURN, _SPACE = 9, 10, 13, 32
 _QUOTE, _COMMA, _MINUS, _DOT, _COLON, _BACKSLASH = 34, 44, 45, 46, 58, 92
 _OPEN_LIST, _CLOSE_LIST, _OPEN_OBJECT, _CLOSE_OBJECT = 91, 93, 123, 125
 _NO_SEED = np.uint64(0)
+_LOW = np.uint64(0xFFFFFFFF)
+_MOST_PLACES, _LEAST_PLACE = 18, -5  # of numbers that are written without an exponent
 
 _IS_NUMBER, _IS_TEXT, _IS_MISSING = range(3)
 
@@ -220,6 +223,100 @@ def _read_scalar(text, at, end, powers, scratch, path_end):  # type: ignore[no-u
 
 
 @njit()
+def _put_digits(text, at, stop, skipped, count, scratch, to):  # type: ignore[no-untyped-def]
+    """Copy `count` digits of ``text[at:stop]`` behind the first `skipped`, zeros where there are no more."""
+    while count > 0:
+        byte = 48
+        while at < stop:
+            byte = byte_at(text, at)
+            at += 1
+            if byte != _DOT:
+                skipped -= 1
+                if skipped < 0:
+                    break
+            byte = 48
+        scratch[to] = byte
+        to += 1
+        count -= 1
+    return to
+
+
+@njit()
+def _canonical(text, first, stop, scratch, to):  # type: ignore[no-untyped-def]
+    """The number ``text[first:stop]`` as categories are written: (first, stop, whether in `scratch`, from `to` on).
+
+    The twin is :func:`paceline.kernels.text.reference.number_text`.
+    """
+    start = first + 1 if byte_at(text, first) == _MINUS else first
+    end, point, zeros, digits, shown, exponent = start, -1, 0, 0, 0, 0
+    while end < stop and byte_at(text, end) not in (69, 101):
+        byte = byte_at(text, end)
+        if byte == _DOT:
+            point = digits
+        else:
+            digits += 1
+            if byte != 48:
+                shown = digits
+            elif shown == 0:
+                zeros += 1
+        end += 1
+    if point < 0 and end == stop:
+        return first, stop, False
+    if shown == 0:
+        scratch[to] = 48
+        return to, to + 1, True
+    if end < stop:
+        at = end + 1
+        is_negative = byte_at(text, at) == _MINUS
+        if is_negative or byte_at(text, at) == 43:
+            at += 1
+        while at < stop:
+            exponent = min(exponent * 10 + byte_at(text, at) - 48, 100_000)
+            at += 1
+        if is_negative:
+            exponent = -exponent
+    place = (point if point >= 0 else digits) - zeros + exponent  # of the point, behind the first digit that counts
+    count = shown - zeros
+    begin, to_begin = start, to
+    if start > first:
+        scratch[to] = _MINUS
+        to += 1
+    if place > _MOST_PLACES or place < _LEAST_PLACE:
+        to = _put_digits(text, begin, end, zeros, 1, scratch, to)
+        if count > 1:
+            scratch[to] = _DOT
+            to = _put_digits(text, begin, end, zeros + 1, count - 1, scratch, to + 1)
+        power = place - 1
+        scratch[to] = 101
+        scratch[to + 1] = 43 if power >= 0 else _MINUS
+        to += 2
+        power = abs(power)
+        size = 10 if power >= 10 else 1
+        while size * 10 <= power:
+            size *= 10
+        while size > 0:
+            scratch[to] = 48 + power // size % 10
+            to += 1
+            size //= 10
+    elif place <= 0:
+        scratch[to], scratch[to + 1] = 48, _DOT
+        to += 2
+        for _ in range(-place):
+            scratch[to] = 48
+            to += 1
+        to = _put_digits(text, begin, end, zeros, count, scratch, to)
+    else:
+        to = _put_digits(text, begin, end, zeros, min(place, count), scratch, to)
+        for _ in range(place - count):
+            scratch[to] = 48
+            to += 1
+        if count > place:
+            scratch[to] = _DOT
+            to = _put_digits(text, begin, end, zeros + place, count - place, scratch, to + 1)
+    return to_begin, to, True
+
+
+@njit()
 def _as_number(text, kind, value, first, stop, powers):  # type: ignore[no-untyped-def]
     """A scalar as a label or a weight: (number, whether it is one)."""
     if kind == _IS_NUMBER:
@@ -234,7 +331,7 @@ def _as_number(text, kind, value, first, stop, powers):  # type: ignore[no-untyp
 
 @njit()
 def _parse_object(  # type: ignore[no-untyped-def]
-    text, at, end, label_seed, weight_seed, as_text, powers, scratch, bases, is_list, keys, values, pair
+    text, at, end, label_seed, weight_seed, as_text, powers, scratch, bases, is_list, keys, values, fields, pair
 ):
     """The object whose brace is at `at`: (position behind it, behind the last pair, label, weight, what ails it, or 0).
 
@@ -243,6 +340,7 @@ def _parse_object(  # type: ignore[no-untyped-def]
     """
     label, weight = np.nan, np.nan if weight_seed != _NO_SEED else 1.0
     depth, bases[0], is_list[0], may_close = 0, 0, 0, True
+    field = np.uint32(0)
     at += 1
     while True:
         at = skip_blanks(text, at)
@@ -265,6 +363,8 @@ def _parse_object(  # type: ignore[no-untyped-def]
                 if path_end < 0 or byte_at(text, at) != _COLON:
                     return at, pair, label, weight, BAD_JSON
                 at = skip_blanks(text, at + 1)
+                if depth == 0:
+                    field = np.uint32(hash_span(scratch, 0, path_end, _NO_SEED) & _LOW)
             byte = byte_at(text, at)
             if byte in (_OPEN_LIST, _OPEN_OBJECT):
                 depth += 1
@@ -291,10 +391,14 @@ def _parse_object(  # type: ignore[no-untyped-def]
                 is_category = kind == _IS_TEXT or is_list[depth] == 1
                 for k in range(as_text.shape[0]):
                     is_category = is_category or seed == as_text[k]
-                if is_category:
+                if is_category and kind == _IS_NUMBER:
+                    first, stop, moved = _canonical(text, first, stop, scratch, path_end)
+                    source = scratch if moved else text
+                elif is_category:
                     stop = category_end(source, first, stop)
                 keys[pair] = hash_span(source, first, stop, seed) if is_category else seed
                 values[pair] = 1.0 if is_category else value
+                fields[pair] = field
                 pair += 1
             depth += 1  # the value is closed below, as lists and objects are
         depth -= 1
@@ -312,15 +416,16 @@ def _parse_object(  # type: ignore[no-untyped-def]
 @njit(cache=True, nogil=True)
 def parse_json_lines(  # type: ignore[no-untyped-def]
     text, start, end, needs_label, label_seed, weight_seed, as_text, powers, scratch,
-    labels, weights, indptr, keys, values, bad_at, bad_why, counts,
+    labels, weights, indptr, keys, values, fields, bad_at, bad_why, counts,
 ):  # fmt: skip
     """Parse whole lines, an object each, until `end`.
 
     `label_seed` and `weight_seed` (uint64) are the hashes of the names of label and weight, 0 for no weight, without
     which an object is malformed otherwise; `as_text` uint64 those of the names whose numbers are categories. If
     `needs_label` is 1 an object without a label is malformed, else its label is NaN. `scratch` is uint8, 128 longer
-    than `text`. Out: `labels`, `weights` and `values` float32 and `keys` uint64 [half as many as there are bytes, and
-    1], `indptr` int64 [one more]; the others as :func:`paceline.kernels.text.lines.parse_libsvm` has them.
+    than `text`. Out: `labels`, `weights` and `values` float32, `keys` uint64 and `fields` uint32 [half as many as there
+    are bytes, and 1], `indptr` int64 [one more]; the others as those of
+    :func:`paceline.kernels.text.lines.parse_libsvm`.
     """
     at, rows, bad, pairs, ones = start, 0, 0, 0, True
     bases, is_list = np.empty(MAX_DEPTH, np.int64), np.empty(MAX_DEPTH, np.int64)
@@ -334,7 +439,8 @@ def parse_json_lines(  # type: ignore[no-untyped-def]
         pair, label, weight, why = pairs, np.nan, 1.0, BAD_JSON
         if byte_at(text, at) == _OPEN_OBJECT:
             at, pair, label, weight, why = _parse_object(
-                text, at, end, label_seed, weight_seed, as_text, powers, scratch, bases, is_list, keys, values, pairs
+                *(text, at, end, label_seed, weight_seed, as_text, powers, scratch, bases, is_list),
+                *(keys, values, fields, pairs),
             )
             at = skip_blanks(text, at)
             if why == 0 and byte_at(text, at) != _NEWLINE:
@@ -372,5 +478,5 @@ def compile_kernels() -> None:
     scratch, seed = np.empty(32, np.uint8), np.uint64(0)
     parse_json_lines(
         *(text, 0, 1, 1, seed, seed, keys, powers_of_ten(), scratch),
-        *(floats, floats, numbers, keys, floats, numbers, numbers, numbers),
+        *(floats, floats, numbers, keys, floats, np.empty(2, np.uint32), numbers, numbers, numbers),
     )

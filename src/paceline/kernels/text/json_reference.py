@@ -17,8 +17,10 @@ from paceline.kernels.text.reference import (
     MISSING_WEIGHT,
     TOO_DEEP,
     category_text,
+    field_of,
     hash_bytes,
     name_seed,
+    number_text,
     parse_float,
 )
 
@@ -38,8 +40,8 @@ class _MalformedError(Exception):
 
 def json_line(
     line: str, label: str, weight: str = "", as_text: tuple[str, ...] = ()
-) -> tuple[float | None, float, list[int], list[float]] | int | None:
-    """Label (None if it has none), weight, keys and values of a line; a code if malformed, None if blank."""
+) -> tuple[float | None, float, list[int], list[float], list[int]] | int | None:
+    """Label (None if it has none), weight, keys, values and fields of a line; a code if malformed, None if blank."""
     if not line.strip(" \t\r"):
         return None
     try:
@@ -60,7 +62,7 @@ def json_line(
         return error.why
     if row.weight is None:
         return MISSING_WEIGHT
-    return row.label, row.weight, row.keys, row.values
+    return row.label, row.weight, row.keys, row.values, row.fields
 
 
 class _Row:
@@ -71,9 +73,13 @@ class _Row:
         self.weight: float | None = None if weight else 1.0
         self.keys: list[int] = []
         self.values: list[float] = []
+        self.fields: list[int] = []
+        self._field = 0
 
     def add_object(self, members: _Members, path: str, depth: int) -> None:
         for name, value in members:
+            if depth == 1:
+                self._field = field_of(name)
             self._add(value, f"{path}.{name}" if depth > 1 else name, depth, in_list=False)
 
     def _add(self, value: Any, path: str, depth: int, *, in_list: bool) -> None:
@@ -103,8 +109,12 @@ class _Row:
                     raise _MalformedError(BAD_JSON_WEIGHT)
                 self.weight = float(np.float32(found))
         elif number is None or in_list or path in self._as_text:
-            self.keys.append(hash_bytes(category_text(text.encode("utf-8", "surrogatepass")), name_seed(path)))
-            self.values.append(1.0)
+            text = number_text(text) if isinstance(value, _Number) else text
+            self._append(hash_bytes(category_text(text.encode("utf-8", "surrogatepass")), name_seed(path)), 1.0)
         else:
-            self.keys.append(name_seed(path))
-            self.values.append(float(np.float32(number)))
+            self._append(name_seed(path), float(np.float32(number)))
+
+    def _append(self, key: int, value: float) -> None:
+        self.keys.append(key)
+        self.values.append(value)
+        self.fields.append(self._field)

@@ -94,6 +94,7 @@ REASONS = {
 
 _WHOLE = re.compile(rb"-?[0-9]+\.0")
 _NUMBER = re.compile(rb"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+_DECIMAL = re.compile(r"(-?)([0-9]+)(?:\.([0-9]*))?(?:[eE]([+-]?[0-9]+))?")
 _CONTROL = re.compile(rb"[\x00-\x1f]")
 
 
@@ -130,6 +131,33 @@ def category_text(text: bytes) -> bytes:
     That is how programs write the integers of a column in which others are missing.
     """
     return text[:-2] if _WHOLE.fullmatch(text) else text
+
+
+def number_text(text: str) -> str:
+    """A number of JSON as a category's key is made of it: one text for ``1000``, ``1000.0`` and ``1e3``.
+
+    Whole numbers without a point and an exponent stay as they are written. Others have these as Arrow writes numbers of
+    a column: an exponent from 10^18 up and below 10^-6, no zeros at the end, and no point behind whole ones.
+    """
+    found = _DECIMAL.fullmatch(text)
+    if found is None or (found[3] is None and found[4] is None):
+        return text
+    sign, whole, fraction = found[1], found[2], found[3] or ""
+    digits = (whole + fraction).lstrip("0")
+    place = len(digits) - len(fraction) + int(found[4] or 0)  # of the point, behind the first digit that counts
+    digits = digits.rstrip("0")
+    if not digits:
+        return "0"
+    if not -5 <= place <= 18:
+        return f"{sign}{digits[0]}{'.' * (len(digits) > 1)}{digits[1:]}e{place - 1:+d}"
+    if place <= 0:
+        return f"{sign}0.{'0' * -place}{digits}"
+    return f"{sign}{digits[:place].ljust(place, '0')}{'.' * (len(digits) > place)}{digits[place:]}"
+
+
+def field_of(name: str) -> int:
+    """What a batch calls the field of this name: the lower half of the hash of the name."""
+    return name_seed(name) & 0xFFFFFFFF
 
 
 def field_seed(field: int) -> int:
@@ -219,8 +247,8 @@ def libsvm_line(line: bytes) -> tuple[float, list[int], list[float]] | int | Non
     return float(np.float32(label)), keys, values
 
 
-def vw_line(line: bytes) -> tuple[float | None, float, list[int], list[float]] | int | None:
-    """Label (None if it has none), weight, keys and values of a line; a code if malformed, None if blank."""
+def vw_line(line: bytes) -> tuple[float | None, float, list[int], list[float], list[int]] | int | None:
+    """Label (None if it has none), weight, keys, values and fields of a line; a code if malformed, None if blank."""
     if not line.strip(b" \t\r"):
         return None
     head, bar, rest = line.partition(b"|")
@@ -237,7 +265,7 @@ def vw_line(line: bytes) -> tuple[float | None, float, list[int], list[float]] |
             return BAD_VW_WEIGHT
         if at == 2 and number != 0:
             return BAD_VW_BASE
-    keys, values = [], []
+    keys, values, fields = [], [], []
     for namespace in rest.split(b"|"):
         name, *features = re.split(rb"[ \t\r]+", namespace)
         name, scale = _name_and_value(name)
@@ -252,9 +280,10 @@ def vw_line(line: bytes) -> tuple[float | None, float, list[int], list[float]] |
                 return BAD_VALUE
             keys.append(hash_bytes(name, seed))
             values.append(float(np.float32(value * scale)))
+            fields.append(seed & 0xFFFFFFFF)
     label = None if not numbers or numbers[0] is None else float(np.float32(numbers[0]))
     weight = 1.0 if len(numbers) < 2 or numbers[1] is None else float(np.float32(numbers[1]))
-    return label, weight, keys, values
+    return label, weight, keys, values, fields
 
 
 def _name_and_value(word: bytes) -> tuple[bytes, float | None]:

@@ -1,7 +1,8 @@
 """A Numba kernel that turns lines of Vowpal Wabbit's text format into keys and values.
 
 ``[label [weight [0]]] ['tag]|namespace[:value] feature[:value] ... |namespace ...``: a feature's key is the hash of its
-name under the seed that is the hash of its namespace's name, and its value is multiplied by the namespace's. As in
+name under the seed that is the hash of its namespace's name, and its value is multiplied by the namespace's. A
+namespace is a field of its features. As in
 Vowpal Wabbit, a word that begins with a quote or stands at the first bar without a blank between is a tag. The twin is
 :func:`paceline.kernels.text.reference.vw_line`; how text is read is said in :mod:`.lines`.
 """
@@ -31,6 +32,7 @@ NUM_VW_COUNTS = NUM_COUNTS + 1
 
 _TAB, _NEWLINE, _RETURN, _SPACE, _QUOTE, _COLON, _BAR = 9, 10, 13, 32, 39, 58, 124
 _NO_SEED = np.uint64(0)
+_LOW = np.uint64(0xFFFFFFFF)
 
 
 @njit()
@@ -82,7 +84,7 @@ def _read_head(text, at, bar, powers):  # type: ignore[no-untyped-def]
 
 
 @njit()
-def _read_features(text, at, end, powers, keys, values, pair):  # type: ignore[no-untyped-def]
+def _read_features(text, at, end, powers, keys, values, fields, pair):  # type: ignore[no-untyped-def]
     """The namespaces from the bar at `at`: (behind the last pair, what ails them, or 0)."""
     while byte_at(text, at) == _BAR:
         first = at + 1
@@ -104,6 +106,7 @@ def _read_features(text, at, end, powers, keys, values, pair):  # type: ignore[n
             if at < 0 or abs(value) > MAX_FLOAT32:
                 return pair, BAD_VALUE
             values[pair] = value
+            fields[pair] = np.uint32(seed & _LOW)
             pair += 1
             at = skip_blanks(text, at)
             byte = byte_at(text, at)
@@ -112,13 +115,13 @@ def _read_features(text, at, end, powers, keys, values, pair):  # type: ignore[n
 
 @njit(cache=True, nogil=True)
 def parse_vw(  # type: ignore[no-untyped-def]
-    text, start, end, needs_label, powers, labels, weights, indptr, keys, values, bad_at, bad_why, counts
+    text, start, end, needs_label, powers, labels, weights, indptr, keys, values, fields, bad_at, bad_why, counts
 ):
     """Parse whole lines of Vowpal Wabbit's format until `end`.
 
     If `needs_label` is 1 a line without a label is malformed, else its label is NaN. Out: `labels`, `weights` and
-    `values` float32 and `keys` uint64 [half as many as there are bytes, and 1], `indptr` int64 [one more]; the others
-    as :func:`paceline.kernels.text.lines.parse_libsvm` has them, and `counts` ``UNWEIGHTED`` too.
+    `values` float32, `keys` uint64 and `fields` uint32 [half as many as there are bytes, and 1], `indptr` int64 [one
+    more]; the others as :func:`paceline.kernels.text.lines.parse_libsvm` has them, and `counts` ``UNWEIGHTED`` too.
     """
     at, rows, bad, pairs, ones, unweighted = start, 0, 0, 0, True, True
     indptr[0] = 0
@@ -137,7 +140,7 @@ def parse_vw(  # type: ignore[no-untyped-def]
             if why == 0 and needs_label == 1 and label != label:
                 why = MISSING_LABEL
             if why == 0:
-                pair, why = _read_features(text, bar, end, powers, keys, values, pairs)
+                pair, why = _read_features(text, bar, end, powers, keys, values, fields, pairs)
         if why == 0:
             for k in range(pairs, pair):
                 ones = ones and values[k] == 1.0
@@ -168,5 +171,5 @@ def compile_kernels() -> None:
     floats, numbers = np.empty(2, np.float32), np.empty(NUM_VW_COUNTS, np.int64)
     parse_vw(
         *(text, 0, 1, 1, powers_of_ten(), floats, floats, numbers, np.empty(2, np.uint64), floats),
-        *(numbers, numbers, numbers),
+        *(np.empty(2, np.uint32), numbers, numbers, numbers),
     )

@@ -148,6 +148,7 @@ def _describe(look: DataLook, dataset: Dataset, scales: Mapping[str, tuple[Scale
         sources=dataset.files,
         num_bad=dataset.bad_lines.count,
         bad=dataset.bad_lines.first,
+        fields=look.fields,
     )
 
 

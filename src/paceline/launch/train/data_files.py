@@ -37,9 +37,9 @@ from paceline.data import (
     source_format,
 )
 from paceline.data.dialect import is_number
-from paceline.data.guessing import IN_LISTS, describe_json, find_json_columns
+from paceline.data.guessing import describe_json, find_json_columns
 from paceline.data.labels import CLICKS, describe_no_numbers, find_label_words, read_as
-from paceline.data.sampling import json_cells, walk_fields
+from paceline.data.sampling import json_cells, sample_namespaces, walk_fields
 from paceline.data.streams import is_packed, stat_file
 from paceline.errors import DataError, ModelError, UsageError
 from paceline.launch.train.initial_model import continue_from
@@ -75,13 +75,8 @@ class DataLook:
     """The words that labels are written as instead of numbers."""
     known: tuple[ConvertedFile, ...] = ()
     """Of converted files, what they say."""
-
-    @property
-    def list_columns(self) -> list[str]:
-        """The columns of parquet files that hold several categories in a row."""
-        if self.columns is None or self.columns.is_open or self.guesses is None:
-            return []
-        return [each.name for each in self.guesses.guesses if each.reason == IN_LISTS and each.kind == "categorical"]
+    fields: tuple[str, ...] = ()
+    """Of vw and JSON lines, the namespaces and what rows hold, in the rows looked at."""
 
     def fit_scales(self, how: str) -> tuple[Scale, ...]:
         """Return the scale of each numeric column of csv and parquet files; `how` as in :func:`fit_scale`."""
@@ -122,7 +117,8 @@ def look_at(
                 f"{format} has no columns to choose: leave --weight out, or say --format csv, parquet or jsonl"
             )
         with open_dataset(data, format, columns) as dataset:
-            return DataLook(format, None, sample_labels(dataset.files, format), None, False)
+            fields = sample_namespaces(dataset.files) if format == "vw" else ()
+            return DataLook(format, None, sample_labels(dataset.files, format), None, False, fields=fields)
     if columns is not None:
         open_dataset(data, format, columns).close()
         wanted: Sequence[str] = columns.names
@@ -156,7 +152,10 @@ def _look_at_json(files: Sequence[str], columns: Columns | None, label: str | No
             for name, value, _ in walk_fields(each)
             if name == found.label and isinstance(value, str)
         )
-        return DataLook("jsonl", found, labels, guesses, columns is None, label_words=find_label_words(texts))
+        known = (found.label, found.weight)
+        fields = tuple(dict.fromkeys(name for each in objects for name in each if name not in known))
+        words = find_label_words(texts)
+        return DataLook("jsonl", found, labels, guesses, columns is None, label_words=words, fields=fields)
 
 
 def _check_numbers(path: str, columns: Columns, labels: Sequence[str], weights: Sequence[str]) -> None:
@@ -190,7 +189,9 @@ def _look_at_converted(
         scales = dict(zip(stored.numeric, first.scales[numeric_scale], strict=True))
         taken = dataclasses.replace(taken, scales=tuple(scales[name] for name in taken.numeric if name in scales))
     open_dataset(files, CONVERTED, taken).close()
-    return DataLook(CONVERTED, taken, sample_labels(files, CONVERTED), merge_guesses(known), False, known=known)
+    fields = tuple(dict.fromkeys(name for file in known for name in file.description.fields))
+    labels = sample_labels(files, CONVERTED)
+    return DataLook(CONVERTED, taken, labels, merge_guesses(known), False, known=known, fields=fields)
 
 
 def settle_files(options: TrainOptions) -> tuple[TrainOptions, DataLook]:
@@ -212,13 +213,7 @@ def settle_files(options: TrainOptions) -> tuple[TrainOptions, DataLook]:
         labels, counts = (np.array([*found]) for found in (look.labels.keys(), look.labels.values()))
         model = model.starting_from(np.repeat(labels, counts.astype(np.int64)).astype(np.float32))
     if options.init_from is None:
-        if look.list_columns and model.knows_columns_by_place:
-            what = f"--model {model.name}" if model.interactions is None else "--interactions"
-            raise UsageError(
-                f"{options.data[0]}: column '{look.list_columns[0]}' holds lists, and {what} is of columns with one "
-                "value in each row: name the others with --categorical and --numeric"
-            )
-        model = model.of_columns(source_format(options.data[0], look.format), look.columns)
+        model = model.of_columns(source_format(options.data[0], look.format), look.columns, look.fields)
     weights = options.weights
     if weights.classes == BALANCED:
         weights = dataclasses.replace(weights, classes=balance(_as_model_sees(look.labels, model)))

@@ -174,18 +174,13 @@ class DeepModel(FactorModel):
             Layer(f"{self.name} hidden {number + 1}", first + number, *size) for number, size in enumerate(sizes)
         )
 
-    @property
-    @override
-    def knows_columns_by_place(self) -> bool:
-        return True
-
     @override
     def import_libraries(self) -> None:
         load_networks(self.name)
 
     @override
-    def of_columns(self, format: str, columns: Columns | None) -> Self:
-        layout = RowLayout.of_data(format, columns)
+    def of_columns(self, format: str, columns: Columns | None, fields: Sequence[str] = ()) -> Self:
+        layout = RowLayout.of_data(format, columns, fields)
         if layout is None:
             raise UsageError(
                 f"--model {self.name} has a network over the factors of each column, and {format} has no columns: take "

@@ -1,5 +1,8 @@
 """Interactions: features that stand for values of two or three columns together, such as `country^device`.
 
+Of columns with several values in a row, such as namespaces of Vowpal Wabbit and lists, all pairs (triples) of values
+are crossed; of a namespace with itself every two of its features.
+
 They are made of the columns' keys while a minibatch is prepared, for training, evaluation and prediction alike; data
 and caches do not hold them. A model keeps what it needs for that in its settings: the text that a user wrote, and where
 the columns stand in rows.
@@ -9,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, Final
 
@@ -17,11 +20,12 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.data import Batch, Columns
-from paceline.errors import UsageError
+from paceline.errors import DataError, UsageError
 from paceline.kernels.reference import MAX_ORDER
 from paceline.models.features.layout import RowLayout
 
 MAX_CROSSES: Final = 10_000
+_MOST_PAIRS: Final = 1 << 28
 _ANY = "*"
 _NO_VALUES = np.empty(0, np.float32)
 
@@ -51,9 +55,9 @@ class Interactions:
         """Return the interactions that `settings` are, or are the fields of, as JSON has them."""
         return settings if settings is None or isinstance(settings, cls) else cls(**settings)
 
-    def of_columns(self, format: str, columns: Columns | None) -> Interactions:
-        """Return these interactions of the columns of some data."""
-        layout = RowLayout.of_data(format, columns)
+    def of_columns(self, format: str, columns: Columns | None, fields: Sequence[str] = ()) -> Interactions:
+        """Return these interactions of the columns of some data; `fields` are those of data without columns."""
+        layout = RowLayout.of_data(format, columns, fields)
         if layout is None:
             raise UsageError(f"--interactions {self.text}: {format} has no columns to cross; leave it out")
         return dataclasses.replace(self, layout=layout)
@@ -66,27 +70,28 @@ class Interactions:
     @cached_property
     def crosses(self) -> tuple[tuple[int, ...], ...]:
         """The numbers of the columns that are crossed, rising, each set of them once."""
-        names = self._columns.names
-        numbers = {name: number for number, name in enumerate(names)}
+        layout = self._columns
         found: dict[tuple[int, ...], None] = {}
         for cross in self.text.split(","):
-            choices: list[Iterable[int]] = []
-            for name in cross.split(":"):
-                if name != _ANY and name not in numbers:
+            parts, choices = cross.split(":"), []
+            for name in parts:
+                numbers = tuple(range(len(layout.names))) if name == _ANY else layout.find(name)
+                if not numbers:
                     raise UsageError(
-                        f"--interactions {self.text}: there is no column {name!r}; the columns are {', '.join(names)}"
+                        f"--interactions {self.text}: there is no column {name!r}; the columns are {layout.shown_names}"
                     )
-                choices.append(range(len(numbers)) if name == _ANY else (numbers[name],))
+                choices.append(numbers)
             before = len(found)
+            may_repeat = layout.is_open and _ANY not in parts  # of a namespace all pairs of features, as -q aa does
             for chosen in itertools.product(*choices):
-                if len(set(chosen)) == len(chosen):
+                if may_repeat or len(set(chosen)) == len(chosen):
                     found[tuple(sorted(chosen))] = None
                 if len(found) > MAX_CROSSES:
                     raise UsageError(f"--interactions {self.text}: more than {MAX_CROSSES:,} crosses; name fewer")
             if len(found) == before and _ANY not in cross and len(set(cross.split(":"))) < len(cross.split(":")):
                 raise UsageError(f"--interactions {self.text}: {cross!r} crosses a column with itself")
         if not found:
-            raise UsageError(f"--interactions {self.text}: there are too few columns to cross: {', '.join(names)}")
+            raise UsageError(f"--interactions {self.text}: there are too few columns to cross: {layout.shown_names}")
         return tuple(found)
 
     @cached_property
@@ -98,6 +103,8 @@ class Interactions:
         """Return the rows with the pairs of their crosses behind their own."""
         from paceline.kernels.interactions import cross_features
 
+        if batch.fields is not None or self._columns.is_open:
+            return self._apply_to_fields(batch)
         terms, layout = self._terms, self._columns
         most = len(batch.keys) + batch.num_examples * len(terms)
         indptr, keys = np.empty(batch.num_examples + 1, np.int64), np.empty(most, np.uint64)
@@ -110,21 +117,45 @@ class Interactions:
         crossed = None if batch.values is None else out_values[:num_pairs]
         return Batch(batch.labels, indptr, keys[:num_pairs], crossed, batch.weights)
 
+    def _apply_to_fields(self, batch: Batch) -> Batch:
+        """Return the same of rows whose features say of which field they are."""
+        from paceline.kernels.interactions import count_crosses, cross_fields
+
+        starts, order = self._group(batch)
+        num_pairs = len(batch.keys) + int(count_crosses(starts, self._terms))
+        if num_pairs > _MOST_PAIRS:
+            raise DataError(
+                f"--interactions {self.text} makes {num_pairs:,} features of {batch.num_examples:,} rows: cross fewer "
+                "fields, or such with fewer features"
+            )
+        indptr, keys = np.empty(batch.num_examples + 1, np.int64), np.empty(num_pairs, np.uint64)
+        values = _NO_VALUES if batch.values is None else batch.values
+        crossed = np.empty(num_pairs if len(values) else 0, np.float32)
+        cross_fields(batch.indptr, batch.keys, values, starts, order, self._terms, indptr, keys, crossed)
+        return Batch(batch.labels, indptr, keys, None if batch.values is None else crossed, batch.weights)
+
+    def _group(self, batch: Batch) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return where each field begins in each row, and the pairs by field (:func:`group_fields`)."""
+        from paceline.kernels.interactions import group_fields
+
+        layout = self._columns
+        are_sorted = np.zeros(len(layout), np.uint8)
+        are_sorted[[a for cross in self.crosses for a, b in itertools.pairwise(cross) if a == b]] = 1
+        starts = np.empty((batch.num_examples, len(layout) + 1), np.int64)
+        order = np.empty(len(batch.keys), np.int64)
+        group_fields(batch.indptr, batch.keys, layout.fields_of(batch), are_sorted, starts, order)
+        return starts, order
+
     def parts_of(self, batch: Batch) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Yield the key of each cross of each row, and the keys that it was made of."""
         rows, own = self.apply(batch), np.diff(batch.indptr)
+        starts, order = self._group(batch)
         for row in range(batch.num_examples):
-            start = int(rows.indptr[row])
-            first = rows.keys[start : start + own[row]].tolist()
-            crossed = iter(rows.keys[start + own[row] : rows.indptr[row + 1]].tolist())
-            by_column = self._by_column(first)
+            crossed = iter(rows.keys[rows.indptr[row] + own[row] : rows.indptr[row + 1]].tolist())
+            ends = starts[row].tolist()
             for cross in self.crosses:
-                if all(column in by_column for column in cross):
-                    yield next(crossed), tuple(by_column[column] for column in cross)
-
-    def _by_column(self, keys: Sequence[int]) -> dict[int, int]:
-        """Return a row's own keys by the number of the column."""
-        num_categorical = len(self._columns.categorical)
-        found = dict(enumerate(keys[:num_categorical]))
-        numbers = {key: number for number, key in enumerate(self._columns.numeric_keys.tolist(), num_categorical)}
-        return found | {numbers[key]: key for key in keys[num_categorical:]}
+                fields = [batch.keys[order[ends[field] : ends[field + 1]]].tolist() for field in cross]
+                for places in itertools.product(*(range(len(each)) for each in fields)):
+                    repeated = zip(itertools.pairwise(cross), itertools.pairwise(places), strict=True)
+                    if all(a != b or i < j for (a, b), (i, j) in repeated):
+                        yield next(crossed), tuple(field[place] for field, place in zip(fields, places, strict=True))

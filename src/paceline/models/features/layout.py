@@ -1,8 +1,9 @@
-"""Where the features of each column stand in a row."""
+"""Where the features of each column stand in a row, or of which field each says that it is."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Final
 
@@ -11,21 +12,27 @@ import numpy.typing as npt
 
 from paceline.data import Batch, Columns
 from paceline.data.feature_names import CRITEO_NAMES
-from paceline.errors import DataError
-from paceline.kernels.text.reference import name_seed
+from paceline.errors import DataError, UsageError
+from paceline.kernels.text.reference import field_of, name_seed
 
 _SEVERAL: Final = (
-    "a row has several values of a category, or none, as columns of lists do: models with factors for each column need "
-    "one; leave such columns out, or take --model fm"
+    "a row has several values of a category, or none, as columns of lists do, and does not say which: convert such "
+    "data again, or read it from its source"
 )
+_UNNAMED = "(no name)"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowLayout:
-    """The columns of some data: rows have a pair for each categorical one, then for each number that is not missing."""
+    """The columns of some data: rows have a pair for each categorical one, then for each number that is not missing.
+
+    Where features say of which field they are (``batch.fields``) a row may have any number of each, in any order.
+    """
 
     categorical: tuple[str, ...]
     numeric: tuple[str, ...] = ()
+    is_open: bool = False
+    """Whether rows may have fields that are not here, as those of vw and JSON lines: they count as one more."""
 
     def __post_init__(self) -> None:
         for name in ("categorical", "numeric"):
@@ -37,23 +44,42 @@ class RowLayout:
         return settings if settings is None or isinstance(settings, cls) else cls(**settings)
 
     @classmethod
-    def of_data(cls, format: str, columns: Columns | None) -> RowLayout | None:
+    def of_data(cls, format: str, columns: Columns | None, fields: Sequence[str] = ()) -> RowLayout | None:
         """Return the layout of data of this format; None if it has none.
 
-        JSON lines have fields in the order of each line.
+        `fields` are those of formats without columns: the namespaces of vw, what rows of JSON hold.
         """
         if columns is not None and not columns.is_open:
             return cls(categorical=columns.categorical, numeric=columns.numeric)
+        if fields:
+            return cls(categorical=tuple(fields), is_open=True)
         return cls(categorical=CRITEO_NAMES) if format == "criteo" else None
 
     def __len__(self) -> int:
         """Return how many columns there are."""
-        return len(self.names)
+        return len(self.names) + self.is_open
 
     @property
     def names(self) -> tuple[str, ...]:
         """All columns, in the order in which rows have them."""
         return (*self.categorical, *self.numeric)
+
+    @property
+    def shown_names(self) -> str:
+        """All columns, for people."""
+        return ", ".join(name or _UNNAMED for name in self.names)
+
+    def find(self, name: str) -> tuple[int, ...]:
+        """Return the numbers of the columns that `name` means; none where there is no such column.
+
+        As in Vowpal Wabbit a single letter stands for all namespaces that begin with it, if none is called so.
+        """
+        if name == _UNNAMED:
+            name = ""
+        if name in self.names:
+            return (self.names.index(name),)
+        is_letter = self.is_open and len(name) == 1
+        return tuple(number for number, each in enumerate(self.names) if is_letter and each.startswith(name))
 
     @cached_property
     def numeric_keys(self) -> npt.NDArray[np.uint64]:
@@ -63,9 +89,13 @@ class RowLayout:
     def fields_of(self, batch: Batch) -> npt.NDArray[np.int32]:
         """Return the number of the column of each pair of a batch: int32 [pairs].
 
-        Raises DataError for rows that have not one value of each categorical column, as where one has lists.
+        Raises DataError for rows that have not one value of each categorical column, and do not say what they have.
         """
+        if batch.fields is not None:
+            return self._numbers_of(batch.fields)
         lengths, num_categorical = np.diff(batch.indptr), len(self.categorical)
+        if self.is_open and len(batch.keys):
+            raise DataError(_SEVERAL)
         if lengths.min(initial=num_categorical) < num_categorical:
             raise DataError(_SEVERAL)
         fields = np.arange(len(batch.keys)) - np.repeat(batch.indptr[:-1], lengths)
@@ -77,6 +107,24 @@ class RowLayout:
                 raise DataError(_SEVERAL)
             fields[are_numeric] = order[found] + num_categorical
         return fields.astype(np.int32)
+
+    def _numbers_of(self, fields: npt.NDArray[np.uint32]) -> npt.NDArray[np.int32]:
+        """Return the number of each field; of one that is not here, one more than there are."""
+        hashes, order = self._sorted_fields
+        found = np.minimum(np.searchsorted(hashes, fields), len(hashes) - 1)
+        is_known = hashes[found] == fields
+        if not self.is_open and not is_known.all():
+            raise DataError("a row has a feature of a column that the model does not know")
+        return np.where(is_known, order[found], len(self.names)).astype(np.int32)
+
+    @cached_property
+    def _sorted_fields(self) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
+        """What batches call the columns, rising, and the number of each."""
+        hashes = np.array([field_of(name) for name in self.names], np.uint32)
+        if len(np.unique(hashes)) < len(hashes):
+            raise UsageError(f"two of the fields {self.shown_names} have one hash: rename one of them")
+        order = np.argsort(hashes)
+        return hashes[order], order
 
     @cached_property
     def _sorted_numeric(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
