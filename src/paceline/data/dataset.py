@@ -11,10 +11,11 @@ from typing import Any
 from paceline.closing import Closing
 from paceline.data.bad_lines import BadLine, BadLineLog, BadLines
 from paceline.data.batch import Batch, rebatch
-from paceline.data.binary.arrays import ArrayFileReader, stat_arrays
+from paceline.data.binary.arrays import ArrayFileReader
 from paceline.data.binary.cache import CacheWriter, ShardCache
 from paceline.data.binary.converted import ConvertedFile, ConvertedReader, check_columns, describe_converted
 from paceline.data.columns import LABEL_NAMES, Columns
+from paceline.data.files_in_use import FilesInUse, stat_source
 from paceline.data.formats import (
     COLUMN_FORMATS,
     CONVERTED,
@@ -135,11 +136,6 @@ def _columns_for(files: list[str], format: str, columns: Columns | None, needs_l
     return columns
 
 
-def stat_source(path: str | Path, format: str) -> FileStatus:
-    """The status of a data file, of arrays with that of their labels beside; :exc:`DataError` without it."""
-    return stat_arrays(str(path)) if format == "numpy" else stat_file(path)
-
-
 def open_spec(spec: Mapping[str, Any]) -> Dataset:
     """Open the dataset that :meth:`Dataset.spec` described, in any process that sees the same files."""
     missing = [name for name in _SPEC_NAMES if name not in spec]
@@ -188,8 +184,6 @@ class Dataset(Closing):
         sizes: Sequence[int] | None = None,
     ) -> None:
         self.files = tuple(files)
-        self._sizes = None if sizes is None else tuple(sizes)
-        self._statuses: dict[int, FileStatus] = {}
         self.format = format
         self.source_format = source_format or format
         """The format that features come from: of converted data, that of its sources."""
@@ -202,9 +196,9 @@ class Dataset(Closing):
         self.cache_error: str | None = None
         """Why caching stopped, as when the disk is full; reading goes on without."""
         self._cache_dir = None if cache_dir is None else cache_dir.absolute()
+        self._in_use = FilesInUse(self.files, format, sizes)
         self._cache = self._open_cache()
         self._log = BadLineLog()
-        self._num_shards: dict[int, int] = {}
         self._idle = IdleFiles()
 
     def close(self) -> None:
@@ -232,16 +226,16 @@ class Dataset(Closing):
 
     def num_shards(self, file: int) -> int | None:
         """How many shards a file has; None for a gzip file until its end was read."""
-        if file not in self._num_shards:
+        if file not in self._in_use.num_shards:
             if self.format in _RANDOM_ACCESS:
                 self._give_back(file, self._take(file))
             elif self.can_enter(file):
-                self._num_shards[file] = -(-self._check_status(file).num_bytes // self.shard_bytes)
-        return self._num_shards.get(file)
+                self._in_use.num_shards[file] = -(-self._in_use.check(file).num_bytes // self.shard_bytes)
+        return self._in_use.num_shards.get(file)
 
     def ended(self, file: int) -> int | None:
         """The file's number of shards, if it is known by now; asks nothing of the disk."""
-        return self._num_shards.get(file)
+        return self._in_use.num_shards.get(file)
 
     def read(self, file: int, shard: int, batch_size: int) -> Iterator[Batch]:
         """The examples of one shard, in order, in batches of exactly `batch_size` rows, the last excepted.
@@ -284,7 +278,7 @@ class Dataset(Closing):
             "labels": self.labels,
             "scaling": None if self.scaling is None else self.scaling.spec(),
             "source_format": self.source_format,
-            "sizes": None if self._sizes is None else list(self._sizes),
+            "sizes": self._in_use.sizes,
         }
 
     def _blocks(self, file: int, shard: int) -> Iterator[Batch]:
@@ -296,11 +290,11 @@ class Dataset(Closing):
     def _blocks_as_stored(self, file: int, shard: int) -> Iterator[Batch]:
         self._log.begin(file, shard)
         if self._cache is not None:
-            cached = self._cache.load(self.files[file], self._check_status(file), shard)
+            cached = self._cache.load(self.files[file], self._in_use.check(file), shard)
             if cached is not None and not (self.strict and cached.num_bad):
                 self._log.add(file, shard, cached.num_bad, cached.bad)
                 if cached.num_shards is not None:
-                    self._num_shards[file] = cached.num_shards
+                    self._in_use.num_shards[file] = cached.num_shards
                 yield from cached.blocks
                 return
         yield from self._parsed_blocks(file, shard)
@@ -315,7 +309,7 @@ class Dataset(Closing):
                 block = parsed if self.scaling is None else self.scaling.apply(parsed)
                 writing.append(block)
                 yield block
-            self._check_status(file)
+            self._in_use.check(file)
             self._give_back(file, opened)
             writing.commit(opened.reader.num_shards)
             whole = True
@@ -332,34 +326,13 @@ class Dataset(Closing):
     def _take(self, file: int) -> OpenFile:
         opened = self._idle.take(file)
         if opened is None:
-            status = self._check_status(file)  # before it is opened
+            status = self._in_use.check(file)  # before it is opened
             opened = OpenFile(status, self._open_reader(file, status.num_bytes))
         return opened
 
-    def _check_status(self, file: int) -> FileStatus:
-        """Return the status of a file. Raises DataError unless it is the one that it had when it was first read.
-
-        Of a copy that another host has the size must be the same.
-        """
-        path = self.files[file]
-        status = stat_source(path, self.format)
-        first = self._statuses.setdefault(file, status)
-        size = first.num_bytes if self._sizes is None else self._sizes[file]
-        if status.num_bytes != size:
-            raise DataError(
-                f"{path} has changed while it was in use, from {size:,} to {status.num_bytes:,} bytes: what was read "
-                "is of two versions; begin again once nobody writes to it"
-            )
-        if status != first:
-            raise DataError(
-                f"{path} has been written to while it was in use: what was read of it may be of two versions; begin "
-                "again once nobody writes to it"
-            )
-        return status
-
     def _give_back(self, file: int, opened: OpenFile) -> None:
         if opened.reader.num_shards is not None:
-            self._num_shards[file] = opened.reader.num_shards
+            self._in_use.num_shards[file] = opened.reader.num_shards
         self._idle.give_back(file, opened)
 
     def _open_reader(self, file: int, size: int) -> ShardReader:

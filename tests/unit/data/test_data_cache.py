@@ -17,7 +17,7 @@ from paceline.data import Batch, Dataset, open_dataset, open_spec
 from paceline.data import text as text_reader
 from paceline.data.binary.blocks import TRAILER, VERSION
 from paceline.data.binary.cache import ShardCache
-from paceline.data.dataset import stat_source
+from paceline.data.files_in_use import stat_source
 from paceline.data.streams import stat_file
 from paceline.errors import DataError, UsageError
 

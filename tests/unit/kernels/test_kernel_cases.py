@@ -78,12 +78,8 @@ def test_every_kernel_has_a_case() -> None:
     texts |= {"parse_vw", "parse_json_lines"}  # tests/unit/data/test_vw_and_json.py
     texts |= {"scale_numbers", "scale_columns", "xxh64"}  # test_data_scaling.py, test_checksum.py
     texts |= {"bin_columns"}  # tests/unit/data/test_bins.py
-    texts |= {
-        "cross_features",
-        "group_fields",
-        "count_crosses",
-        "cross_fields",
-    }  # tests/unit/models/test_interactions.py
+    texts |= {"cross_features", "cross_fields"}  # tests/unit/models/test_interactions.py
+    texts |= {"group_fields", "count_crosses"}  # the same
     in_memory = {"logistic_pass"}  # tests/unit/models/test_tuning.py
     of_passes = {"mark", "mark_all", "old_keys"}  # tests/unit/ps/test_passes.py
     between_processes = {  # tests/integration/collectives

@@ -13,6 +13,7 @@ import numpy as np
 
 from paceline.kernels.jit import njit
 from paceline.kernels.text.bytes import byte_at, category_end, hash_span, skip_blanks
+from paceline.kernels.text.json_numbers import canonical_number, number_end
 from paceline.kernels.text.lines import ALL_ONES, BAD, NONZEROS, NUM_COUNTS, POSITION, ROWS, read_float
 from paceline.kernels.text.reference import (
     BAD_JSON,
@@ -31,7 +32,6 @@ _QUOTE, _COMMA, _MINUS, _DOT, _COLON, _BACKSLASH = 34, 44, 45, 46, 58, 92
 _OPEN_LIST, _CLOSE_LIST, _OPEN_OBJECT, _CLOSE_OBJECT = 91, 93, 123, 125
 _NO_SEED = np.uint64(0)
 _LOW = np.uint64(0xFFFFFFFF)
-_MOST_PLACES, _LEAST_PLACE = 18, -5  # of numbers that are written without an exponent
 
 _IS_NUMBER, _IS_TEXT, _IS_MISSING = range(3)
 
@@ -129,38 +129,6 @@ def _unescape(text, at, stop, scratch, to):  # type: ignore[no-untyped-def]
 
 
 @njit()
-def _digits_end(text, at):  # type: ignore[no-untyped-def]
-    while 48 <= byte_at(text, at) <= 57:
-        at += 1
-    return at
-
-
-@njit()
-def _number_end(text, at):  # type: ignore[no-untyped-def]
-    """The position behind the number at `at`, as JSON writes them, or -1."""
-    if byte_at(text, at) == _MINUS:
-        at += 1
-    first = at
-    at = _digits_end(text, at)
-    if at == first or (at > first + 1 and byte_at(text, first) == 48):
-        return -1
-    if byte_at(text, at) == _DOT:
-        first = at + 1
-        at = _digits_end(text, first)
-        if at == first:
-            return -1
-    if byte_at(text, at) in (69, 101):
-        at += 1
-        if byte_at(text, at) in (43, _MINUS):
-            at += 1
-        first = at
-        at = _digits_end(text, first)
-        if at == first:
-            return -1
-    return at
-
-
-@njit()
 def _is_word(text, at, word):  # type: ignore[no-untyped-def]
     same = True
     for k in range(len(word)):
@@ -215,105 +183,11 @@ def _read_scalar(text, at, end, powers, scratch, path_end):  # type: ignore[no-u
         return _IS_MISSING, 0.0, at, at, False, at + 4, 0
     if byte == 78 and _is_word(text, at, _NAN):
         return _IS_MISSING, 0.0, at, at, False, at + 3, 0
-    stop = _number_end(text, at)
+    stop = number_end(text, at)
     if stop < 0:
         return _IS_NUMBER, 0.0, 0, 0, False, -1, BAD_JSON
     value, behind = read_float(text, at, stop, powers)
     return _IS_NUMBER, value, at, stop, False, stop if behind == stop else -1, BAD_JSON_NUMBER
-
-
-@njit()
-def _put_digits(text, at, stop, skipped, count, scratch, to):  # type: ignore[no-untyped-def]
-    """Copy `count` digits of ``text[at:stop]`` behind the first `skipped`, zeros where there are no more."""
-    while count > 0:
-        byte = 48
-        while at < stop:
-            byte = byte_at(text, at)
-            at += 1
-            if byte != _DOT:
-                skipped -= 1
-                if skipped < 0:
-                    break
-            byte = 48
-        scratch[to] = byte
-        to += 1
-        count -= 1
-    return to
-
-
-@njit()
-def _canonical(text, first, stop, scratch, to):  # type: ignore[no-untyped-def]
-    """The number ``text[first:stop]`` as categories are written: (first, stop, whether in `scratch`, from `to` on).
-
-    The twin is :func:`paceline.kernels.text.reference.number_text`.
-    """
-    start = first + 1 if byte_at(text, first) == _MINUS else first
-    end, point, zeros, digits, shown, exponent = start, -1, 0, 0, 0, 0
-    while end < stop and byte_at(text, end) not in (69, 101):
-        byte = byte_at(text, end)
-        if byte == _DOT:
-            point = digits
-        else:
-            digits += 1
-            if byte != 48:
-                shown = digits
-            elif shown == 0:
-                zeros += 1
-        end += 1
-    if point < 0 and end == stop:
-        return first, stop, False
-    if shown == 0:
-        scratch[to] = 48
-        return to, to + 1, True
-    if end < stop:
-        at = end + 1
-        is_negative = byte_at(text, at) == _MINUS
-        if is_negative or byte_at(text, at) == 43:
-            at += 1
-        while at < stop:
-            exponent = min(exponent * 10 + byte_at(text, at) - 48, 100_000)
-            at += 1
-        if is_negative:
-            exponent = -exponent
-    place = (point if point >= 0 else digits) - zeros + exponent  # of the point, behind the first digit that counts
-    count = shown - zeros
-    begin, to_begin = start, to
-    if start > first:
-        scratch[to] = _MINUS
-        to += 1
-    if place > _MOST_PLACES or place < _LEAST_PLACE:
-        to = _put_digits(text, begin, end, zeros, 1, scratch, to)
-        if count > 1:
-            scratch[to] = _DOT
-            to = _put_digits(text, begin, end, zeros + 1, count - 1, scratch, to + 1)
-        power = place - 1
-        scratch[to] = 101
-        scratch[to + 1] = 43 if power >= 0 else _MINUS
-        to += 2
-        power = abs(power)
-        size = 10 if power >= 10 else 1
-        while size * 10 <= power:
-            size *= 10
-        while size > 0:
-            scratch[to] = 48 + power // size % 10
-            to += 1
-            size //= 10
-    elif place <= 0:
-        scratch[to], scratch[to + 1] = 48, _DOT
-        to += 2
-        for _ in range(-place):
-            scratch[to] = 48
-            to += 1
-        to = _put_digits(text, begin, end, zeros, count, scratch, to)
-    else:
-        to = _put_digits(text, begin, end, zeros, min(place, count), scratch, to)
-        for _ in range(place - count):
-            scratch[to] = 48
-            to += 1
-        if count > place:
-            scratch[to] = _DOT
-            to = _put_digits(text, begin, end, zeros + place, count - place, scratch, to + 1)
-    return to_begin, to, True
 
 
 @njit()
@@ -392,7 +266,7 @@ def _parse_object(  # type: ignore[no-untyped-def]
                 for k in range(as_text.shape[0]):
                     is_category = is_category or seed == as_text[k]
                 if is_category and kind == _IS_NUMBER:
-                    first, stop, moved = _canonical(text, first, stop, scratch, path_end)
+                    first, stop, moved = canonical_number(text, first, stop, scratch, path_end)
                     source = scratch if moved else text
                 elif is_category:
                     stop = category_end(source, first, stop)

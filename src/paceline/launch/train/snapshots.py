@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.data import Dataset
-from paceline.data.dataset import stat_source
+from paceline.data.files_in_use import stat_source
 from paceline.errors import DataError, PacelineError, UsageError
 from paceline.launch.train.options import SnapshotPlan
 from paceline.launch.train.plan import TrainingPlan
