@@ -56,6 +56,7 @@ CHAINS = (
     "random-k:0.5",
     "random-skip:0.5",
     "significant:1",
+    "kkt",
     "key-caching,key-numbers",
     "key-caching,key-numbers,quantize:8",
     "key-caching,key-numbers,quantize:8,zstd",

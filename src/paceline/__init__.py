@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from .filters import KKT as KKT
     from .filters import BFloat16 as BFloat16
     from .filters import Compress as Compress
     from .filters import DeltaKeys as DeltaKeys

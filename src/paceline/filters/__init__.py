@@ -6,6 +6,7 @@ from .chain import FilterChain, parse_filters
 from .compress import Compress
 from .float16 import Float16
 from .keys import DeltaKeys, KeyCaching, KeyNumbers
+from .kkt import KKT
 from .quantize import Quantize
 from .random_k import RandomK
 from .random_skip import RandomSkip
@@ -22,6 +23,7 @@ __all__ = [
     "FILTERS",
     "Filter",
     "Float16",
+    "KKT",
     "KeyCaching",
     "KeyFilter",
     "KeyNumbers",

@@ -77,10 +77,19 @@ class RowFilter(Filter, is_abstract=True):
 
     stage: ClassVar[int] = 1
     keeps_rest: ClassVar[bool]
+    needs_l1: ClassVar[bool] = False
+    """Whether it is for tables whose update rule has an L1 penalty, and asked by :meth:`choose_zeros` too."""
 
     @abstractmethod
     def choose(self, keys: Keys, rows: Floats, clock: int, seed: int) -> npt.NDArray[np.bool_]:
         """Return which rows (float32 [n, dim], with what was held back) go out in iteration `clock`."""
+
+    def choose_zeros(self, rows: Floats, l1: float) -> npt.NDArray[np.bool_]:
+        """Return which of these rows go out, whose weights are 0 by what this worker has pulled since it sent them.
+
+        It is asked of them in place of :meth:`choose`; `l1` is the penalty of the table's rule.
+        """
+        return np.ones(len(rows), np.bool_)
 
     def rescale(self) -> float:
         """Return what the values of chosen rows are multiplied by."""

@@ -74,10 +74,16 @@ def rows_chosen_by(chosen_by: RowFilter, keys: Keys, rows: Floats, clock: int, s
         chosen = chosen_by.choose(keys, rows, clock, seed)
     except Exception as error:
         raise _failed(chosen_by, f"choose of {len(keys)} rows", error) from error
-    if not isinstance(chosen, np.ndarray) or chosen.dtype != np.bool_ or chosen.shape != keys.shape:
-        what = f"{chosen.dtype} {list(chosen.shape)}" if isinstance(chosen, np.ndarray) else type(chosen).__name__
-        raise UsageError(f"filter {chosen_by.name!r}: choose returned {what}, expected an array, bool [{len(keys)}]")
-    return chosen
+    return _checked_choice(chosen_by, "choose", chosen, len(keys))
+
+
+def zeros_chosen_by(chosen_by: RowFilter, rows: Floats, l1: float) -> npt.NDArray[np.bool_]:
+    """Return which rows go out of those whose weights are 0, bool [n]."""
+    try:
+        chosen = chosen_by.choose_zeros(rows, l1)
+    except Exception as error:
+        raise _failed(chosen_by, f"choose_zeros of {len(rows)} rows", error) from error
+    return _checked_choice(chosen_by, "choose_zeros", chosen, len(rows))
 
 
 def scale_of(chosen_by: RowFilter) -> float:
@@ -91,11 +97,22 @@ def scale_of(chosen_by: RowFilter) -> float:
     return scale
 
 
+def _checked_choice(chosen_by: RowFilter, what: str, found: npt.NDArray[np.bool_], count: int) -> npt.NDArray[np.bool_]:
+    if not isinstance(found, np.ndarray) or found.dtype != np.bool_ or found.shape != (count,):
+        raise UsageError(
+            f"filter {chosen_by.name!r}: {what} returned {_kind_of(found)}, expected an array, bool [{count}]"
+        )
+    return found
+
+
 def _checked_bytes(chosen: ByteFilter, what: str, found: Bytes) -> Bytes:
     if not isinstance(found, np.ndarray) or found.dtype != np.uint8 or found.ndim != 1:
-        kind = f"{found.dtype} {list(found.shape)}" if isinstance(found, np.ndarray) else type(found).__name__
-        raise UsageError(f"filter {chosen.name!r}: {what} returned {kind}, expected an array, uint8 [n]")
+        raise UsageError(f"filter {chosen.name!r}: {what} returned {_kind_of(found)}, expected an array, uint8 [n]")
     return found
+
+
+def _kind_of(found: object) -> str:
+    return f"{found.dtype} {list(found.shape)}" if isinstance(found, np.ndarray) else type(found).__name__
 
 
 def _failed(chosen: Filter, what: str, error: Exception) -> Exception:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.filters.base import RowFilter
-from paceline.filters.calls import rows_chosen_by, scale_of
+from paceline.filters.calls import rows_chosen_by, scale_of, zeros_chosen_by
 from paceline.tables.rules import SGD
 from paceline.tables.sparse_store import SparseStore
 from paceline.tables.types import Floats, Keys
@@ -35,6 +35,28 @@ class HeldRows:
         self._store.push(keys, -change.reshape(-1))  # since its rule is w ← w − x
 
 
+class ZeroRows:
+    """Rows that were 0 when they were pulled last, and have not been sent since."""
+
+    def __init__(self) -> None:
+        self._marks = HeldRows(1)
+
+    def read(self, keys: Keys) -> npt.NDArray[np.bool_]:
+        """Return which of these rows they are, bool [n]."""
+        are_zero: npt.NDArray[np.bool_] = self._marks.read(keys)[:, 0] > 0
+        return are_zero
+
+    def note_pulled(self, keys: Keys, rows: Floats) -> None:
+        """Take note of what distinct rows were (float32 [n, dim])."""
+        change = np.logical_not(rows.any(axis=1)).astype(np.float32) - self._marks.read(keys)[:, 0]
+        changed = change != 0
+        self._marks.add(keys[changed], change[changed])
+
+    def note_sent(self, keys: Keys) -> None:
+        """Take note that rows are sent, which :meth:`read` has returned."""
+        self._marks.add(keys, np.full(len(keys), -1, np.float32))
+
+
 class RowSelection:
     """Applies a filter to the pushes of one table of rows of `dim` values."""
 
@@ -42,19 +64,28 @@ class RowSelection:
         self._filter = chosen_by
         self._dim = dim
         self._held = HeldRows(dim) if chosen_by.keeps_rest else None
+        self._zeros = ZeroRows() if chosen_by.needs_l1 else None
 
-    def choose(self, keys: Keys, values: Floats, clock: int, seed: int) -> tuple[Keys, Floats]:
-        """Return the keys and values (float32 [n * dim]) that go out; hold back the others."""
+    def note_pulled(self, keys: Keys, values: Floats) -> None:
+        """Take note of what this worker has pulled of distinct rows (float32 [n * dim])."""
+        if self._zeros is not None:
+            self._zeros.note_pulled(keys, values.reshape(-1, self._dim))
+
+    def choose(self, keys: Keys, values: Floats, clock: int, seed: int, l1: float = 0.0) -> tuple[Keys, Floats]:
+        """Return the keys and values (float32 [n * dim]) that go out; hold back the others.
+
+        `l1` is the penalty of the table's rule.
+        """
         if not len(keys):
             return keys, values
         rows = given = values.reshape(-1, self._dim)
         if self._held is None:
-            chosen = self._choose(keys, rows, clock, seed)
+            chosen = self._choose(keys, rows, clock, seed, l1)
         else:
             held = self._held.read(keys)
             with np.errstate(over="ignore", invalid="ignore"):  # servers tell it, or count it
                 rows = given + held
-            chosen = self._choose(keys, rows, clock, seed)
+            chosen = self._choose(keys, rows, clock, seed, l1)
             self._held.add(keys, np.where(chosen[:, None], -held, given))
         rows, scale = rows[chosen], scale_of(self._filter)
         if scale != 1.0:
@@ -62,11 +93,19 @@ class RowSelection:
                 rows *= np.float32(scale)
         return keys[chosen], rows.reshape(-1)
 
-    def _choose(self, keys: Keys, rows: Floats, clock: int, seed: int) -> npt.NDArray[np.bool_]:
+    def _choose(self, keys: Keys, rows: Floats, clock: int, seed: int, l1: float) -> npt.NDArray[np.bool_]:
         """Return which rows go out: rows that are not finite always, for servers to refuse or to count."""
         chosen = rows_chosen_by(self._filter, keys, rows, clock, seed)
+        if self._zeros is not None:
+            are_zero = self._zeros.read(keys)
+            chosen = chosen.copy()
+            chosen[are_zero] = zeros_chosen_by(self._filter, rows[are_zero], l1)
         is_finite = np.isfinite(rows)
-        return chosen if is_finite.all() else chosen | ~is_finite.all(axis=1)
+        if not is_finite.all():
+            chosen = chosen | ~is_finite.all(axis=1)
+        if self._zeros is not None:
+            self._zeros.note_sent(keys[are_zero & chosen])
+        return chosen
 
     def held_back(self, keys: Keys) -> Floats:
         """Return what is held back of these rows, float32 [n, dim]."""

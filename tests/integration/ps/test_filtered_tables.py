@@ -11,6 +11,7 @@ import pytest
 
 from paceline.errors import ProtocolError, UsageError
 from paceline.filters import (
+    KKT,
     BFloat16,
     Compress,
     DeltaKeys,
@@ -28,9 +29,10 @@ from paceline.filters import (
 )
 from paceline.filters.chain import NUMBERS
 from paceline.protocol import BoundedDelay, Consistency, Eventual, Sequential
-from paceline.ps import SGD, messages
+from paceline.ps import FTRL, SGD, messages
 from paceline.ps.messages import FILTERED_PULL, FILTERED_PUSH, PUSH, TICK
 from paceline.ps.server.filtered import FilteredFrames, PeerFilters
+from paceline.tables.rules import ProximalNewton
 from paceline.testing import Fault, FaultPlan, FaultyTransport
 from paceline.transport import Header, SocketTransport
 
@@ -270,6 +272,34 @@ def test_what_a_server_does_not_have_is_said_when_the_table_is_made() -> None:
         assert client.sparse_table("w", update=SGD(lr=1.0), filters=[Quantize(8)]) is table
         with pytest.raises(UsageError, match="was opened by this client with other filters"):
             client.sparse_table("w", update=SGD(lr=1.0), filters=[Quantize(4)])
+
+
+def test_rows_that_cannot_leave_0_are_held_back() -> None:
+    keys, strong = KEYS[:300], np.arange(300) % 3 == 0
+    grads = np.where(strong, 2.0, 0.25).astype(np.float32)
+    found, bytes_sent = [], []
+    with Cluster(servers=2) as cluster:
+        client = cluster.connect()
+        for name, filters in (("plain", []), ("held", [KKT(margin=0.1)])):
+            table = client.sparse_table(name, update=FTRL(l1=1.0), filters=filters)
+            for _ in range(3):
+                table.pull(keys)
+                bytes_sent.append(bytes_of(client, lambda: table.push(keys, grads).wait()))  # noqa: B023
+            found.append(table.pull(keys)[:, 0])
+        np.testing.assert_array_equal(found[0], found[1])  # 0.75 is not above 1
+        assert (found[0] != 0).tolist() == strong.tolist()
+        assert max(bytes_sent[3:]) < 0.5 * bytes_sent[0]
+        for _ in range(6):
+            table.pull(keys)
+            table.push(keys, grads).wait()
+        assert (table.pull(keys) < 0).all()
+        for wrong in (SGD(lr=1.0), FTRL(), ProximalNewton(l1=1.0)):
+            expected = r"filter kkt:0.1 is for tables whose update rule has an L1 penalty, as .*: table 'w' has "
+            with pytest.raises(UsageError, match=expected + type(wrong).__name__):
+                client.sparse_table("w", dim=2, update=wrong, filters=[KKT()])
+        other = client.sparse_table("other", update=SGD(lr=1.0))
+        with pytest.raises(UsageError, match="table 'other' has SGD"):
+            other.set_filters([KKT()])
 
 
 def test_filters_change_while_a_pull_waits() -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from paceline.errors import UsageError
 from paceline.filters import (
     FILTERS,
+    KKT,
     BFloat16,
     ByteFilter,
     Compress,
@@ -38,7 +39,7 @@ from paceline.kernels.filters import BLOCK
 
 VALUE_FILTERS: list[ValueFilter] = [Float16(), BFloat16(), *(Quantize(bits) for bits in (8, 4, 2, 1))]
 BYTE_FILTERS: list[ByteFilter] = [Compress(), Zstd()]
-ROW_FILTERS: list[RowFilter] = [TopK(0.25), RandomK(0.25), RandomSkip(0.25), Significant(1.0)]
+ROW_FILTERS: list[RowFilter] = [TopK(0.25), RandomK(0.25), RandomSkip(0.25), Significant(1.0), KKT(0.1)]
 KEYS = np.arange(1000, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 
 floats32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -129,7 +130,7 @@ def test_what_is_held_back_goes_out_later(chosen: RowFilter, dim: int) -> None:
         sent[np.argsort(KEYS)[at]] += rows.reshape(-1, dim)
     held = selection.held_back(KEYS)
     np.testing.assert_allclose(sent + held, pushed, atol=1e-4)
-    assert 0 < most < 300 or isinstance(chosen, Significant)
+    assert 0 < most < 300 or isinstance(chosen, (Significant, KKT))
     if isinstance(chosen, Significant):
         assert (np.abs(held) <= chosen.threshold).all()
 
@@ -179,6 +180,27 @@ def test_what_is_skipped_by_chance_is_right_on_average() -> None:
         assert (rows == 4).all()
         sums[np.isin(KEYS, keys)] += 4
     assert np.abs(sums / 400 - 1).max() < 5 * np.sqrt(3 / 400)
+
+
+def test_rows_that_are_0_go_out_when_they_can_leave_it() -> None:
+    selection = RowSelection(KKT(margin=0.25), 2)
+    rows = np.array([[0.5, 0.1], [0.1, -0.8], [0.1, 0.1]], np.float32)
+
+    def sent(values: np.ndarray[Any, Any]) -> dict[int, list[float]]:
+        keys, found = selection.choose(np.arange(3, dtype=np.uint64), values.reshape(-1), 0, 0, l1=1.0)
+        return dict(zip(keys.tolist(), found.reshape(-1, 2).round(6).tolist(), strict=True))
+
+    assert len(sent(rows)) == 3  # nothing is known of their weights
+    selection.note_pulled(np.arange(3, dtype=np.uint64), np.array([0, 0, 0, 0, 0, 0.5], np.float32))
+    assert sorted(sent(rows)) == [1, 2]
+    assert sorted(sent(rows)) == [0, 1, 2]  # the first with what was held back; the second was sent since it was pulled
+    assert (selection.held_back(np.arange(3, dtype=np.uint64)) == 0).all()
+    selection.note_pulled(np.arange(2, dtype=np.uint64), np.zeros(4, np.float32))
+    assert sorted(sent(rows / 10)) == [2]
+    selection.note_pulled(np.arange(1, dtype=np.uint64), np.array([0, -0.1], np.float32))
+    found = sent(rows / 10)
+    assert sorted(found) == [0, 2]
+    np.testing.assert_allclose(found[0], rows[0] / 5, rtol=1e-5)
 
 
 def test_the_threshold_falls() -> None:
@@ -278,6 +300,7 @@ def test_filters_have_a_text(text: str, expected: Filter) -> None:
         ("top-k:0", "above 0, at most 1"),
         ("random-skip:nan", "above 0, at most 1"),
         ("significant:inf", "finite"),
+        ("kkt:1", r"KKT\(margin=1.0\): expected a number from 0 to below 1"),
         ("compress:0", "from 1 to 9"),
         ("zstd:20", "from 1 to 19"),
         ("key-caching:0", "from 1 to 4096"),

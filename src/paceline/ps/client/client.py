@@ -251,6 +251,8 @@ class Client:
         if not isinstance(spec, TableSpec):
             raise UsageError(f"open_table({spec!r}): expected one of client.tables()")
         servers, filters = self.servers, filters or None
+        if filters is not None:
+            filters.check_fits(spec)
         with servers.lock:
             # As it looks after the journey, where tuples are lists: so that equal specs compare equal.
             spec = msgspec.msgpack.decode(messages.encode(spec), type=known(TableSpec))

@@ -37,6 +37,8 @@ from paceline.ps.messages import (
     VALUES,
     TableSpec,
 )
+from paceline.tables.rules import RULES
+from paceline.tables.settings import from_fields
 from paceline.tables.types import Floats, Keys
 from paceline.transport import Channel, Header, frame_parts
 
@@ -63,6 +65,8 @@ class TableFilters:
         sent = [each.describe() for each in self.requests.filters if each not in self.requests.rows]
         self.info = messages.FilterInfo(requests=sent, answers=self.answers.describe())
         """What servers have to know."""
+        self.follow_weights = any(each.needs_l1 for each in self.requests.rows)
+        """Whether they have to be told what is pulled, by :meth:`note_pulled`."""
         self._is_dense = is_dense
         self._selections: list[RowSelection] = []
         self._row_errors: RowErrors | None = None
@@ -88,13 +92,31 @@ class TableFilters:
             }
         return list(self._senders.values())
 
+    def check_fits(self, spec: TableSpec) -> None:
+        """Raise UsageError unless they can be those of a table."""
+        for each in self.requests.rows:
+            if each.needs_l1 and not _l1_of(spec):
+                raise UsageError(
+                    f"filter {each} is for tables whose update rule has an L1 penalty, as paceline.FTRL(l1=1.0) has: "
+                    f"table {spec.name!r} has {from_fields(RULES, spec.update)!r}"
+                )
+
+    def note_pulled(self, keys: Keys, values: Floats, dim: int) -> None:
+        """Take note of the values of distinct keys (flat)."""
+        for selection in self._selections_for(dim):
+            selection.note_pulled(keys, values)
+
     def choose(self, keys: Keys, grads: Floats, spec: TableSpec, clock: int, seed: int) -> tuple[Keys, Floats]:
         """Return the rows of a push that go out (grads flat)."""
-        if not self._selections:
-            self._selections = [RowSelection(each, spec.dim) for each in self.requests.rows]
-        for selection in self._selections:
-            keys, grads = selection.choose(keys, grads, clock, seed)
+        l1 = _l1_of(spec) if self.follow_weights else 0.0
+        for selection in self._selections_for(spec.dim):
+            keys, grads = selection.choose(keys, grads, clock, seed, l1)
         return keys, grads
+
+    def _selections_for(self, dim: int) -> list[RowSelection]:
+        if not self._selections:
+            self._selections = [RowSelection(each, dim) for each in self.requests.rows]
+        return self._selections
 
     def errors(self, dim: int) -> RowErrors | ElementErrors | None:
         """Return where errors of pushes by one connection are kept; None if they are not."""
@@ -117,6 +139,12 @@ class TableFilters:
         places[order] = np.arange(len(keys), dtype=np.int32)
         sorted_grads = grads.reshape(-1, dim)[order].reshape(-1) if len(grads) else grads
         return keys[order], sorted_grads, places if inverse is None else places[inverse]
+
+
+def _l1_of(spec: TableSpec) -> float:
+    """Return the L1 penalty of each value of a row, 0 where there is none."""
+    rule = from_fields(RULES, spec.update)
+    return 0.0 if rule.row_dim is not None else float(getattr(rule, "l1", 0.0))
 
 
 def filters_of_dense_tables(filters: Sequence[Filter] | str) -> tuple[Filter, ...]:

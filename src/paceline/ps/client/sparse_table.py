@@ -219,11 +219,13 @@ class SparseTable(Table):
     ) -> Ticket:
         values = out.reshape(-1) if inverse is None else np.empty(len(keys) * self.dim, np.float32)
         ticket = self._send_by_key(kind, keys, grads, values, self.dim, ticks=ticks, ahead=ahead)
-        inner = ticket._finish
+        inner, told = ticket._finish, self.filters if self.filters is not None and self.filters.follow_weights else None
 
         def finish() -> Floats:
             if inner is not None:
                 inner()
+            if told is not None:
+                told.note_pulled(keys, values, self.dim)
             if inverse is not None:
                 take_rows(values, inverse, self.dim, out.reshape(-1))
             return out

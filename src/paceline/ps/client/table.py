@@ -76,6 +76,8 @@ class Table:
         UsageError if a server does not have them; then nothing has changed.
         """
         chosen = TableFilters(filters, pull_filters, is_dense=self.spec.kind == "dense") or None
+        if chosen is not None:
+            chosen.check_fits(self.spec)
         with self._servers.lock:
             if chosen is not None and not chosen.are(self.filters):
                 self._servers.call_all(messages.CheckFilters(filters=chosen.info))

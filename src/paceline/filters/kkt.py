@@ -1,0 +1,46 @@
+"""Rows that cannot leave 0 yet (Li et al., OSDI 2014, section 5.1: the filter by the Karush-Kuhn-Tucker conditions)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import override
+
+from paceline.errors import UsageError
+from paceline.filters.base import Preserves, RowFilter
+from paceline.tables.types import Floats, Keys
+
+
+@dataclasses.dataclass(frozen=True)
+class KKT(RowFilter):
+    """A row whose weights are 0 goes out when a gradient of it, with what was held back, exceeds (1 - margin) l1.
+
+    For tables whose update rule has an L1 penalty, l1, as :class:`~paceline.FTRL` has: a sum of gradients below that
+    leaves a weight 0. The weights are those that the worker has pulled since it last sent the row; other rows go out.
+    All that several workers hold back of a row stays below l1 where `margin` is at least 1 - 1 / workers.
+    """
+
+    margin: float = 0.1
+
+    name: ClassVar[str] = "kkt"
+    preserves: ClassVar[Preserves] = "bounded"
+    ns_per_value: ClassVar[float] = 110.0
+    keeps_rest: ClassVar[bool] = True
+    needs_l1: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        is_number = isinstance(self.margin, (int, float)) and not isinstance(self.margin, bool)
+        if not is_number or not 0 <= self.margin < 1:
+            raise UsageError(f"KKT(margin={self.margin!r}): expected a number from 0 to below 1")
+
+    @override
+    def choose(self, keys: Keys, rows: Floats, clock: int, seed: int) -> npt.NDArray[np.bool_]:
+        return np.ones(len(keys), np.bool_)
+
+    @override
+    def choose_zeros(self, rows: Floats, l1: float) -> npt.NDArray[np.bool_]:
+        exceeding: npt.NDArray[np.bool_] = np.abs(rows).max(axis=1) > (1 - self.margin) * l1
+        return exceeding
