@@ -23,7 +23,7 @@ from paceline.data.formats import (
 from paceline.data.guessing import describe_named, guess_columns
 from paceline.data.labels import count_labels, describe_not_binary
 from paceline.data.sampling import Sample, sample_labels, sample_objects, sample_rows
-from paceline.data.scaling import NUMERIC_SCALES, Scale, check_numeric_scale, fit_scale
+from paceline.data.scales.scaling import KEPT_SCALES, NUMERIC_SCALES, Scale, check_numeric_scale, fit_numbers, fit_scale
 from paceline.data.streams import line_number
 from paceline.data.synthetic import ClickLogSpec, ClickLogTruth, write_click_log
 from paceline.data.tables import column_names
@@ -44,6 +44,7 @@ __all__ = [
     "FORMATS",
     "Guess",
     "Guesses",
+    "KEPT_SCALES",
     "KEYED_FORMATS",
     "LABEL_NAMES",
     "NUMERIC_SCALES",
@@ -58,6 +59,7 @@ __all__ = [
     "describe_not_binary",
     "detect_format",
     "find_label",
+    "fit_numbers",
     "fit_scale",
     "guess_columns",
     "have_same_features",

@@ -13,7 +13,8 @@ import numpy.typing as npt
 from paceline.data.bad_lines import NUM_KEPT, BadLine, shorten
 from paceline.data.batch import Batch
 from paceline.data.dialect import is_missing
-from paceline.data.scaling import Scale
+from paceline.data.scales.bins import ColumnBins
+from paceline.data.scales.scaling import Scale
 from paceline.errors import UsageError
 from paceline.kernels.text.reference import LABEL_WORDS, MAX_FLOAT32, field_of, name_seed, powers_of_ten
 
@@ -54,7 +55,7 @@ class Columns:
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Columns:
         """The columns that :meth:`to_fields` described."""
-        scales = tuple(Scale(float(unit), *numbers) for unit, *numbers in fields.get("scales", ()))
+        scales = tuple(map(Scale.from_fields, fields.get("scales", ())))
         categorical, numeric = tuple(fields["categorical"]), tuple(fields["numeric"])
         return cls(
             fields["label"], categorical, numeric, scales, fields.get("weight", ""), fields.get("is_open", False)
@@ -63,9 +64,16 @@ class Columns:
     def to_fields(self) -> dict[str, Any]:
         """These columns as JSON and msgpack can carry them; without scales and weight, as before there were any."""
         fields = {"label": self.label, "categorical": list(self.categorical), "numeric": list(self.numeric)}
-        scales = [[each.unit, each.mean, each.deviation, *filter(None, [each.centre])] for each in self.scales]
+        scales = [each.to_fields() for each in self.scales]
         others = {"scales": scales, "weight": self.weight, "is_open": self.is_open}
         return {**fields, **{name: value for name, value in others.items() if value}}
+
+    @property
+    def bins(self) -> ColumnBins | None:
+        """What cuts the numbers of columns into bins; None if none has any."""
+        if not any(scale.edges for scale in self.scales):
+            return None
+        return ColumnBins(self.categorical, self.numeric, [scale.edges for scale in self.scales])
 
     @property
     def unweighted(self) -> Columns:
@@ -211,9 +219,14 @@ class Converter:
         self._scales = [scale.as_array() for scale in columns.scales]
         self._scale = scale_numbers
         self._seeds = [np.uint64(name_seed(name)) for name in (*columns.categorical, *columns.numeric)]
+        self._bins = columns.bins
 
     def convert(self, record_batch: Any, first_row: int) -> Converted:
         """Convert a record batch whose first row is row `first_row` of the file, counted from 0."""
+        converted = self._convert(record_batch, first_row)
+        return converted if self._bins is None else replace(converted, batch=self._bins.apply(converted.batch))
+
+    def _convert(self, record_batch: Any, first_row: int) -> Converted:
         num_rows, num_categorical = record_batch.num_rows, len(self._columns.categorical)
         labels, label_ok, label_missing = self._numbers(record_batch.column(0), LABEL_WORDS)
         label = labels.astype(np.float32)

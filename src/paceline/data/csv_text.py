@@ -44,6 +44,7 @@ def csv_parser(dialect: Dialect, columns: Columns) -> ParseRows:
     for at, scale in enumerate(columns.scales):
         scales[:, at] = scale.as_array()
     separator, powers = ord(dialect.separator), powers_of_ten()
+    bins = columns.bins
     scratch = np.empty(0, np.uint8)
 
     def parse(text: Text, start: int, end: int, limit: int, last: bool) -> Parsed:
@@ -69,6 +70,8 @@ def csv_parser(dialect: Dialect, columns: Columns) -> ParseRows:
             values[:pairs] if columns.numeric else None,
             weights[:rows] if columns.weight else None,
         )
+        if bins is not None:
+            batch = bins.apply(batch)
         bad = list(zip(bad_at[:num_bad].tolist(), bad_why[:num_bad].tolist(), strict=True))
         return Parsed(batch, position, num_bad, bad)
 

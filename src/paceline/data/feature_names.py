@@ -22,6 +22,7 @@ from paceline.data.columns import Columns, category_texts, is_list
 from paceline.data.dialect import read_dialect
 from paceline.data.formats import CONVERTED
 from paceline.data.sampling import json_text, walk_fields
+from paceline.data.scales.bins import bin_names
 from paceline.data.streams import ByteStream, open_stream
 from paceline.errors import ModelError
 from paceline.kernels.text.reference import (
@@ -57,9 +58,12 @@ def find_feature_names(files: Sequence[str], format: str, columns: Columns | Non
 
     All of the data is read, unless all names are found before.
     """
-    if format == CONVERTED:
-        return _names_of_converted(files, wanted)
     finder = _NameFinder(wanted)
+    for name, scale in zip(columns.numeric, columns.scales, strict=False) if columns is not None else ():
+        for key, text in bin_names(name, scale.edges, scale.centre).items() if scale.edges else ():
+            finder.add(key, text)
+    if format == CONVERTED:
+        return finder.names | _names_of_converted(files, wanted)
     if format == "criteo":
         finder.add_integers()
         seeds = [field_seed(field) for field in range(CRITEO_INTEGERS + 1, CRITEO_INTEGERS + CRITEO_CATEGORIES + 1)]

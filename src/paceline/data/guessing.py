@@ -18,9 +18,9 @@ import numpy.typing as npt
 
 from paceline.data.columns import LABEL_NAMES, Columns, Guess, Guesses, check_distinct, find_label, resolve_label
 from paceline.data.dialect import is_missing, is_number
-from paceline.data.one_column import line_loss, table_loss
 from paceline.data.sampling import Sample, json_text, walk_fields
-from paceline.data.scaling import signed_logs
+from paceline.data.scales.one_column import line_loss, table_loss
+from paceline.data.scales.scaling import signed_logs
 from paceline.errors import UsageError
 
 NUM_EXAMPLES = 3

@@ -1,4 +1,4 @@
-"""Kernels that bring the numbers of columns to a common scale (see :mod:`paceline.data.scaling`)."""
+"""Kernels that bring the numbers of columns to a common scale (see :mod:`paceline.data.scales.scaling`)."""
 
 from __future__ import annotations
 

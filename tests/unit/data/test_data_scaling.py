@@ -87,7 +87,7 @@ def test_logarithms_where_values_spread_widely() -> None:
 
 
 def test_an_unknown_scale() -> None:
-    with pytest.raises(UsageError, match="'ln': expected one of auto, standard, log, none"):
+    with pytest.raises(UsageError, match="'ln': expected one of auto, standard, log, log-bins, none, or quantile:N"):
         check_numeric_scale("ln")
 
 

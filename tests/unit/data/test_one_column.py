@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from paceline.data import Sample, fit_scale, guess_columns
-from paceline.data.one_column import line_loss, table_loss
+from paceline.data.scales.one_column import line_loss, table_loss
 
 RNG = np.random.default_rng(0)
 

@@ -26,7 +26,7 @@ from paceline.data.batch import Batch
 from paceline.data.binary.blocks import BlockFile, BlockWriter, NotBlocksError, Section, bad_line_of, is_count
 from paceline.data.columns import Columns, Guess, Guesses
 from paceline.data.reader import Report
-from paceline.data.scaling import Scale
+from paceline.data.scales.scaling import Scale
 from paceline.data.streams import check_local
 from paceline.errors import DataError
 from paceline.kernels.text.reference import hash_bytes, name_seed
@@ -62,7 +62,7 @@ class Description:
         return {
             "format": self.format,
             "columns": None if self.columns is None else self.columns.to_fields(),
-            "scales": {how: [astuple(scale) for scale in scales] for how, scales in self.scales.items()},
+            "scales": {how: [scale.to_fields() for scale in scales] for how, scales in self.scales.items()},
             "guesses": [astuple(guess) for guess in self.guesses],
             "num_guessed_rows": self.num_guessed_rows,
             "sources": list(self.sources),
@@ -83,13 +83,7 @@ class Description:
         for name in () if columns is None else columns.names:
             name_seed(name)  # which of nothing but a text there is
         width = 0 if columns is None else len(columns.numeric)
-        scales = {
-            how: tuple(
-                Scale(float(unit), float(mean), float(deviation), *map(float, centre))
-                for unit, mean, deviation, *centre in found
-            )
-            for how, found in fields["scales"].items()
-        }
+        scales = {how: tuple(map(Scale.from_fields, found)) for how, found in fields["scales"].items()}
         if any(len(each) != width for each in scales.values()):
             raise ValueError("there are not as many scales as numeric columns")
         return cls(
@@ -303,6 +297,7 @@ class ConvertedReader:
             self._seeds = np.array([name_seed(name) for name in stored.numeric], np.uint64)
             self._offsets = np.array(centres or (0.0,) * len(stored.numeric))
             self._scales = np.array([by_name[name].as_array() for name in stored.numeric]).T.copy()
+        self._bins = None if columns is None else columns.bins
         num_bytes = sum(entry.num_bytes for entry in self._file.blocks.entries)
         num_rows = self._file.num_examples
         self._shard_rows = max(num_rows * shard_bytes // max(num_bytes, 1), 1)
@@ -338,6 +333,8 @@ class ConvertedReader:
             self._scale_columns(batch.indptr, batch.keys, batch.values, self._seeds, self._offsets, self._scales)
         if self._order is not None:
             batch = self._order.apply(batch)
+        if self._bins is not None and batch.values is not None:
+            batch = self._bins.apply(batch)
         return batch if self._is_weighted else replace(batch, weights=None)
 
     def _describe_damaged(self, at: int) -> BadLine:

@@ -14,7 +14,7 @@ import numpy as np
 
 from paceline.data import (
     CONVERTED,
-    NUMERIC_SCALES,
+    KEPT_SCALES,
     Columns,
     Dataset,
     DataWriter,
@@ -129,7 +129,7 @@ def _find_scales(look: DataLook) -> dict[str, tuple[Scale, ...]]:
     """Return the scales of csv and parquet files' numeric columns by how they are found."""
     if look.sample is None or look.columns is None:
         return {}
-    return {how: look.fit_scales(how) for how in NUMERIC_SCALES if how != "none"}
+    return {how: look.fit_scales(how) for how in KEPT_SCALES}
 
 
 def _centring(scales: Mapping[str, Sequence[Scale]]) -> tuple[Scale, ...]:

@@ -26,6 +26,7 @@ from paceline.data import (
     describe_named,
     describe_not_binary,
     detect_format,
+    fit_numbers,
     fit_scale,
     guess_columns,
     have_same_features,
@@ -37,11 +38,13 @@ from paceline.data import (
     source_format,
 )
 from paceline.data.dialect import is_number
+from paceline.data.example_sampling import sample_examples
 from paceline.data.guessing import describe_json, find_json_columns
 from paceline.data.labels import CLICKS, describe_no_numbers, find_label_words, read_as
 from paceline.data.sampling import json_cells, sample_namespaces, walk_fields
 from paceline.data.streams import is_packed, stat_file
 from paceline.errors import DataError, ModelError, UsageError
+from paceline.kernels.text.reference import name_seed
 from paceline.launch.train.initial_model import continue_from
 from paceline.launch.train.options import TrainOptions
 from paceline.launch.train.plan import TrainingPlan
@@ -53,7 +56,7 @@ from paceline.ps import FTRL
 from paceline.storage.model_directory import prepare_directory
 
 _MIXED_SHARD_BYTES = 32 << 10
-_CHOSEN_SCALES = ("standard", "log")
+_ANY_FORMAT = ("auto", "none")  # scales that suit formats without columns too
 _CACHE_SPARE = 4  # a temporary cache is made where there is this many times the data's size of free disk
 
 
@@ -98,7 +101,7 @@ def look_at(
     check_numeric_scale(numeric_scale)
     first = str(data[0])
     format = format or detect_format(first)
-    if numeric_scale in _CHOSEN_SCALES and source_format(first, format) not in COLUMN_FORMATS:
+    if numeric_scale not in _ANY_FORMAT and source_format(first, format) not in COLUMN_FORMATS:
         raise UsageError(
             f"--numeric-scale {numeric_scale} is for numeric columns, and {source_format(first, format)} has none to "
             "choose: leave it out, or give none"
@@ -186,12 +189,30 @@ def _look_at_converted(
         raise UsageError(f"{files[0]} is converted, without --weight {weight}: convert the sources with it")
     taken = stored if columns is None else columns
     if taken is not None and stored is not None and stored.numeric and not taken.scales and numeric_scale != "none":
-        scales = dict(zip(stored.numeric, first.scales[numeric_scale], strict=True))
+        found = first.scales.get(numeric_scale)
+        if found is None:
+            found = _fit_converted(files, stored, first.centres, numeric_scale)
+        scales = dict(zip(stored.numeric, found, strict=True))
         taken = dataclasses.replace(taken, scales=tuple(scales[name] for name in taken.numeric if name in scales))
     open_dataset(files, CONVERTED, taken).close()
     fields = tuple(dict.fromkeys(name for file in known for name in file.description.fields))
     labels = sample_labels(files, CONVERTED)
     return DataLook(CONVERTED, taken, labels, merge_guesses(known), False, known=known, fields=fields)
+
+
+def _fit_converted(
+    files: Sequence[str], stored: Columns, centres: Sequence[float], numeric_scale: str
+) -> tuple[Scale, ...]:
+    """Return scales that converted data does not keep, by some of its examples."""
+    centring = tuple(Scale(0.0, 0.0, 0.0, centre) for centre in centres or (0.0,) * len(stored.numeric))
+    with open_dataset(files, CONVERTED, dataclasses.replace(stored, scales=centring), labels="numbers") as dataset:
+        batch = sample_examples(dataset).batch
+    assert batch.values is not None
+    of_columns = (
+        batch.values[batch.keys == np.uint64(name_seed(name))].astype(np.float64) + scale.centre
+        for name, scale in zip(stored.numeric, centring, strict=True)
+    )
+    return tuple(fit_numbers(numbers, numeric_scale) for numbers in of_columns)
 
 
 def settle_files(options: TrainOptions) -> tuple[TrainOptions, DataLook]:

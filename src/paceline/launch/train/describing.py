@@ -16,6 +16,7 @@ from paceline.data.dialect import is_number
 from paceline.data.feature_names import find_feature_names
 from paceline.data.labels import CLICKS, clicks_where, describe_label_words
 from paceline.data.sampling import spread
+from paceline.data.scales.bins import bin_names
 from paceline.data.streams import stat_file
 from paceline.errors import DataError, printable
 from paceline.kernels.text.reference import name_seed
@@ -141,6 +142,8 @@ def _describe_row(look: DataLook, dataset: Dataset, batch: Batch) -> list[dict[s
         numeric = {name_seed(name): name for name in look.columns.numeric}
         types = {} if look.sample is None else dict(zip(look.sample.names, look.sample.types, strict=True))
         single = [name for name in look.columns.categorical if types.get(name) != "list"]
+        for name, scale in zip(look.columns.numeric, look.columns.scales, strict=False):
+            numeric |= bin_names(name, scale.edges, scale.centre) if scale.edges else {}
         names = [*single, *(numeric.get(key) for key in row.keys[len(single) :].tolist())]
     return [
         {"column": name, "key": key, "value": value}

@@ -1,4 +1,4 @@
-"""How the numbers of a column are brought to a common scale, found from rows spread over the files.
+"""How the numbers of a column are brought to a common scale, or cut into bins, found from rows spread over the files.
 
 Gradients of a linear model are proportional to its features' values, so columns of thousands and of thousandths would
 need learning rates of their own. A missing number is left out of its row, which is the mean of a standardised column.
@@ -7,18 +7,27 @@ need learning rates of their own. A missing number is left out of its row, which
 from __future__ import annotations
 
 import math
+import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from paceline.data.dialect import is_missing, is_number
-from paceline.data.one_column import Doubles, line_loss
+from paceline.data.scales.bins import MAX_BINS, bins_of, log_edges, quantile_edges
+from paceline.data.scales.one_column import Doubles, line_loss, table_loss
 from paceline.errors import UsageError
 from paceline.kernels.text.reference import MAX_FLOAT32
 
-NUMERIC_SCALES = ("auto", "standard", "log", "none")
+NUMERIC_SCALES = ("auto", "standard", "log", "log-bins", "none")
+"""The ways that need no number; ``quantile:N`` is another."""
+KEPT_SCALES = ("auto", "standard", "log", "log-bins")
+"""Those that converted data keeps beside its numbers."""
+_QUANTILES = re.compile(r"quantile:([0-9]{1,9})")
+_TRIED_BINS = (8, 16, 32)
+_BENT = 10.0  # nats: bins of a column whose effect is a line seldom explain more by so much
 _HEAVY = 10.0  # the largest of 20,000 exponential variables lies 9 deviations above the mean
 _LEAST_ROWS = 20
 _FAR = 1000.0  # deviations from 0, where float32 has 14 bits left for one
@@ -30,6 +39,7 @@ _UNIT_SHARES = (0.5, 0.01)  # of the sizes other than 0 that are smaller than a 
 class Scale:
     """x becomes (x - mean) / deviation; with a `unit` u, sign(x) log(1 + |x|/u) takes the place of x.
 
+    Where the deviation is 0 numbers stay as they are, and with `edges` they become categories after that.
     Values below u are spread as they are then, and those above by their ratios. Numbers are rounded to float32 before
     that, less `centre`: of those that lie close together and far from 0, as times do, it is in their midst.
     """
@@ -39,6 +49,22 @@ class Scale:
     mean: float
     deviation: float
     centre: float = 0.0
+    edges: tuple[float, ...] = ()
+    """Where bins after the first begin, of numbers less `centre` as float32, which are categories then."""
+
+    @classmethod
+    def from_fields(cls, fields: Sequence[Any]) -> Scale:
+        """The scale that :meth:`to_fields` described. Raises TypeError and ValueError."""
+        unit, mean, deviation, *others = fields
+        centre, edges = (*others, ()) if len(others) == 1 else others or (0.0, ())
+        return cls(float(unit), float(mean), float(deviation), float(centre), tuple(map(float, edges)))
+
+    def to_fields(self) -> list[Any]:
+        """This scale as JSON and msgpack can carry it."""
+        fields: list[Any] = [self.unit, self.mean, self.deviation]
+        if self.centre or self.edges:
+            fields.append(self.centre)
+        return [*fields, list(self.edges)] if self.edges else fields
 
     @property
     def centring(self) -> Scale:
@@ -51,31 +77,45 @@ class Scale:
 
     def describe(self) -> str:
         """Return the scale for people."""
+        if self.edges:
+            first, last = self.edges[0] + self.centre, self.edges[-1] + self.centre
+            return f"{len(self.edges) + 1} bins, below {first:.4g} to {last:.4g} and above"
         logs = "" if not self.unit else "log, " if self.unit == 1 else f"log of 1 + x/{self.unit:.3g}, "
         return f"{logs}mean {self.mean:.4g}, deviation {self.deviation:.4g}"
 
 
 def check_numeric_scale(how: str) -> None:
-    """Raise UsageError unless `how` is one of :data:`NUMERIC_SCALES`."""
-    if how not in NUMERIC_SCALES:
-        raise UsageError(f"numeric scale {how!r}: expected one of {', '.join(NUMERIC_SCALES)}")
+    """Raise UsageError unless `how` is one of :data:`NUMERIC_SCALES`, or ``quantile:N``."""
+    found = _QUANTILES.fullmatch(how)
+    if found is not None and not 2 <= int(found[1]) <= MAX_BINS:
+        raise UsageError(f"numeric scale {how!r}: expected 2 to {MAX_BINS:,} bins")
+    if how not in NUMERIC_SCALES and found is None:
+        raise UsageError(f"numeric scale {how!r}: expected one of {', '.join(NUMERIC_SCALES)}, or quantile:N")
 
 
 def fit_scale(cells: Iterable[str], how: str = "auto", labels: Doubles | None = None) -> Scale:
-    """Return the scale of a column by some of its cells; `how` is ``auto``, ``standard`` or ``log``.
+    """Return the scale of a column by some of its cells; `how` as :func:`check_numeric_scale` has it, but ``none``.
 
-    ``auto`` takes logarithms if they explain the `labels` (float64, one for each cell; NaN where there is none) better
-    by 2 / rows nats a row or more, and not if they explain them worse by as much. Otherwise, and without labels, it
-    takes them if a value lies more than 10 deviations from the mean, and less than half as many after logarithms.
+    ``quantile:N`` cuts the numbers into N bins, ``log-bins`` into those of their logarithms (:mod:`.bins`). ``auto``
+    takes bins by quantiles, 8, 16 or 32, if a rate (a mean) in each of them explains the `labels` (float64, one for
+    each cell; NaN where there is none) better than a line does by more than 10 / rows nats a row, each bin beyond the
+    first costing 1 / rows.
+
+    Otherwise ``auto`` takes logarithms if they explain the labels better by 2 / rows nats a row or more, and not if
+    they explain them worse by as much. In between, and without labels, it takes them if a value lies more than 10
+    deviations from the mean, and less than half as many after logarithms.
 
     The unit of logarithms is 1 for whole numbers. For others half of the sizes lie below it, or a hundredth of them:
-    whichever explains the labels better; half of them without labels.
+    whichever explains the labels better; half of them without labels. For bins it is the smaller.
     """
     cells = list(cells)
     rows = [row for row, cell in enumerate(cells) if not is_missing(cell) and is_number(cell)]
     rows = [row for row in rows if math.isfinite(float(cells[row]))]
-    numbers = np.array([float(cells[row]) for row in rows])
-    known = None if labels is None else labels[rows]
+    return fit_numbers(np.array([float(cells[row]) for row in rows]), how, None if labels is None else labels[rows])
+
+
+def fit_numbers(numbers: Doubles, how: str, known: Doubles | None = None) -> Scale:
+    """Return what :func:`fit_scale` does of numbers, finite float64 all, whose labels are `known`, or None."""
     if known is not None and np.isfinite(known).sum() < _LEAST_ROWS:
         known = None
     (mean, deviation), farthest = _standardise(numbers.tolist())
@@ -84,6 +124,10 @@ def fit_scale(cells: Iterable[str], how: str = "auto", labels: Doubles | None = 
     if how == "standard":
         return plain
     units = _units(numbers)
+    if how == "log-bins":
+        return _binned(plain, log_edges(numbers - centre, min(units)))
+    if found := _QUANTILES.fullmatch(how):
+        return _binned(plain, quantile_edges(numbers - centre, int(found[1])))
     losses = [_loss_of_logs(numbers, unit, known) for unit in units]
     logs = signed_logs(numbers, unit := units[int(np.argmin(losses))])
     (mean, deviation), farthest_log = _standardise(logs.tolist())
@@ -91,10 +135,29 @@ def fit_scale(cells: Iterable[str], how: str = "auto", labels: Doubles | None = 
     if how == "log":
         return logged
     if known is not None:
-        better = _line_loss(numbers, known) - min(losses)
+        line = _line_loss(numbers, known)
+        binned = _bins_that_explain(plain, numbers, known, min(line, *losses))
+        if binned is not None:
+            return binned
+        better = line - min(losses)
         if abs(better) * np.isfinite(known).sum() >= _EVIDENCE:
             return logged if better > 0 else plain
     return logged if farthest > max(_HEAVY, 2 * farthest_log) else plain
+
+
+def _binned(plain: Scale, edges: tuple[float, ...]) -> Scale:
+    """Return a scale with bins; the plain one where all numbers are alike."""
+    return Scale(0.0, 0.0, 0.0, plain.centre, edges) if edges else plain
+
+
+def _bins_that_explain(plain: Scale, numbers: Doubles, labels: Doubles, line: float) -> Scale | None:
+    """Return the bins that explain the labels best, if they do much better than a line, of this loss."""
+    known = np.isfinite(labels)
+    numbers, labels = numbers[known] - plain.centre, labels[known]
+    edges = [quantile_edges(numbers, num_bins) for num_bins in _TRIED_BINS]
+    losses = [table_loss(bins_of(numbers, each), labels) for each in edges]
+    best = int(np.argmin(losses))
+    return _binned(plain, edges[best]) if (line - losses[best]) * len(labels) > _BENT else None
 
 
 def signed_logs(numbers: Doubles, unit: float) -> Doubles:

@@ -1,0 +1,1 @@
+"""How the numbers of columns are brought to scales, or cut into bins, and how that is chosen."""
