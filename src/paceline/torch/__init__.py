@@ -34,6 +34,7 @@ from paceline.torch.backend.process_group import PacelineProcessGroup
 from paceline.torch.compiling import keep_out_of_graphs
 from paceline.torch.embeddings import Embedding, EmbeddingBag
 from paceline.torch.gradient_filters import filter_hook
+from paceline.torch.partitioning.partitioned import PartitionedModel, partition
 from paceline.torch.strategies import (
     AllReduce,
     CentralStorage,
@@ -56,8 +57,10 @@ __all__ = [
     "OneDevice",
     "PacelineProcessGroup",
     "ParameterServer",
+    "PartitionedModel",
     "Strategy",
     "filter_hook",
+    "partition",
     "register",
     "strategy",
 ]

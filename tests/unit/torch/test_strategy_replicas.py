@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from paceline.errors import UsageError
+from paceline.torch.device_threads import DeviceThreads
 from paceline.torch.strategies import CentralStorage, Mirrored
 from paceline.torch.strategies.replicas.strategy import replica_devices
-from paceline.torch.strategies.replicas.threads import ReplicaThreads
 from paceline.torch.strategies.splitting import check_outputs, gather, scatter, split
 
 CPU = torch.device("cpu")
@@ -77,7 +77,7 @@ def test_where_replicas_are(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_threads_share_the_cores_and_the_callers_keep_theirs() -> None:
     before = torch.get_num_threads()
-    threads = ReplicaThreads([CPU] * 2)
+    threads = DeviceThreads([CPU] * 2, "replica")
     torch.set_num_threads(4)
     try:
         assert threads.run(lambda _: torch.get_num_threads(), 2) == [2, 2]
@@ -88,7 +88,7 @@ def test_threads_share_the_cores_and_the_callers_keep_theirs() -> None:
 
 
 def test_threads_are_in_the_callers_state() -> None:
-    threads = ReplicaThreads([CPU] * 2)
+    threads = DeviceThreads([CPU] * 2, "replica")
 
     def state(_: int) -> tuple[bool, torch.dtype, bool]:
         return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_inference_mode_enabled()

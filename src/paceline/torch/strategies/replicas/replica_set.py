@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from paceline.errors import UsageError
+from paceline.torch.device_threads import DeviceThreads
 from paceline.torch.strategies.replicas.modules import ReplacedForward, ReplicaModule
-from paceline.torch.strategies.replicas.threads import ReplicaThreads
 from paceline.torch.strategies.splitting import check_outputs, gather, num_rows, scatter, split
 
 
@@ -62,7 +62,7 @@ class Replicas:
         self.module = module
         self.devices = tuple(devices)
         self._values = values
-        self._threads = ReplicaThreads(self.devices)
+        self._threads = DeviceThreads(self.devices, "replica")
         self._taken = ReplacedForward(module, self.forward)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Threads that compute the replicas of a model at the same time, in the state that the caller's thread is in."""
+"""Threads that compute on several devices at the same time, in the state that the caller's thread is in."""
 
 from __future__ import annotations
 
@@ -7,40 +7,43 @@ import contextvars
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 T = TypeVar("T")
 
 
-class ReplicaThreads:
-    """A thread for each replica, kept between forwards; each has its share of the cores for work inside an operator."""
+class DeviceThreads:
+    """A thread for each device, kept between calls; each has its share of the cores for work inside an operator.
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
+    `kind` is what computes on a device, as errors are to say it: "replica".
+    """
+
+    def __init__(self, devices: Sequence[torch.device], kind: str) -> None:
         self._devices = tuple(devices)
+        self._kind = kind
         self._pool: ThreadPoolExecutor | None = None
 
-    def run(self, work: Callable[[int], T], num_replicas: int, *, grad: bool = False) -> list[T]:
-        """Return ``work(i)`` of the first replicas, computed at the same time, with the grad mode `grad`.
+    def run(self, work: Callable[[int], T], count: int, *, grad: bool = False) -> list[T]:
+        """Return ``work(i)`` of the first `count` devices, computed at the same time, with the grad mode `grad`.
 
-        The caller's inference mode, autocast, CUDA streams and context variables hold in the threads. What a replica
-        raises is raised, after all have ended, with the replica and its device in its message; if several fail, the
-        first one's.
+        The caller's inference mode, autocast, CUDA streams and context variables hold in the threads. What one raises
+        is raised, after all have ended, with its number and device in the message; if several fail, the first one's.
         """
         pool = self._started()
-        carried = _Carried(self._devices[:num_replicas], grad)
+        carried = _Carried(self._devices[:count], grad)
 
-        def run_one(replica: int) -> T:
-            with carried.over(replica):
-                return work(replica)
+        def run_one(number: int) -> T:
+            with carried.over(number):
+                return work(number)
 
-        futures = [pool.submit(contextvars.copy_context().run, run_one, i) for i in range(num_replicas)]
+        futures = [pool.submit(contextvars.copy_context().run, run_one, i) for i in range(count)]
         wait(futures)
-        for replica, future in enumerate(futures):
+        for number, future in enumerate(futures):
             error = future.exception()
             if error is not None:
-                _say_where(error, f"replica {replica} of {num_replicas} on {self._devices[replica]}")
+                _say_where(error, f"{self._kind} {number} of {count} on {self._devices[number]}")
                 raise error
         return [future.result() for future in futures]
 
@@ -49,6 +52,9 @@ class ReplicaThreads:
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DeviceThreads:
+        return DeviceThreads(self._devices, self._kind)
 
     def _started(self) -> ThreadPoolExecutor:
         if self._pool is None:
@@ -62,7 +68,7 @@ class ReplicaThreads:
                 torch.set_num_threads(max(1, num_threads // count))
                 all_here.wait()
 
-            self._pool = ThreadPoolExecutor(count, thread_name_prefix="paceline-replica")
+            self._pool = ThreadPoolExecutor(count, thread_name_prefix=f"paceline-{self._kind}")
             wait([self._pool.submit(start) for _ in range(count)])
             torch.set_num_threads(num_threads)
         return self._pool
@@ -84,12 +90,12 @@ class _Carried:
         self._streams = [torch.cuda.current_stream(device) if device.type == "cuda" else None for device in devices]
 
     @contextlib.contextmanager
-    def over(self, replica: int) -> Iterator[None]:
-        """Have that state in this thread, with the replica's device the current one."""
+    def over(self, number: int) -> Iterator[None]:
+        """Have that state in this thread, with the device of this number the current one."""
         with contextlib.ExitStack() as stack:
-            stream = self._streams[replica]
+            stream = self._streams[number]
             if stream is not None:
-                stack.enter_context(torch.cuda.device(self._devices[replica]))
+                stack.enter_context(torch.cuda.device(self._devices[number]))
                 stack.enter_context(torch.cuda.stream(stream))
             stack.enter_context(torch.inference_mode(self._inference))
             stack.enter_context(torch.set_grad_enabled(self._grad))

@@ -1,0 +1,1 @@
+"""A model's graph cut over the devices of one process."""

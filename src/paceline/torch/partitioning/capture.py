@@ -1,0 +1,377 @@
+"""A model as a graph of operations: by ``torch.fx``, whose operations call modules, else by ``torch.export``."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import operator
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+from typing_extensions import override
+
+from paceline.errors import UsageError
+from paceline.torch.partitioning.graph import Operation
+from paceline.torch.partitioning.placing import Cost
+
+_OPERATIONS: Final = ("call_function", "call_method", "call_module", "get_attr")
+_IN_PLACE_FUNCTIONS: Final = {
+    operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod, operator.ipow,
+    operator.iand, operator.ior, operator.ixor, operator.imatmul, operator.setitem,
+}  # fmt: skip
+_VIEWS: Final = {
+    "view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose", "t",
+    "permute", "movedim", "swapaxes", "expand", "expand_as", "narrow", "select", "chunk", "split", "unbind", "diagonal",
+    "contiguous", "detach", "to", "type_as", "float", "getitem", "real", "imag", "unfold", "alias", "slice",
+}  # fmt: skip
+
+
+@dataclass
+class CapturedGraph:
+    """The graph of a model."""
+
+    root: fx.GraphModule
+    """Holds what the operations call by name; of parameters and buffers the model's own."""
+    operations: tuple[Operation, ...]
+    paths: dict[str, str]
+    """The module that each operation belongs to."""
+    bind: Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]
+    """Returns the value of each of the graph's arguments, by name, for a call of the model."""
+    collect: Callable[[Mapping[str, Any]], Any]
+    """Returns what the model returns, given the values of :attr:`outputs` by name."""
+    outputs: tuple[str, ...]
+    mode: bool | None = None
+    """Whether it is the graph of a model that trains; None where it is that of one that does and one that does not."""
+    costs: dict[str, Cost] = field(default_factory=dict)
+    shapes: dict[str, str] = field(default_factory=dict)
+    """The type and shape of the values that are tensors, as text."""
+
+    def nodes(self) -> dict[str, fx.Node]:
+        """Return the graph's nodes by name."""
+        return {node.name: node for node in self.root.graph.nodes}
+
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the model's parameters and buffers with their paths, each once."""
+        return [*self.root.named_parameters(), *self.root.named_buffers()]
+
+    def module_of(self, name: str) -> nn.Module | None:
+        """Return the module that an operation calls; None if it calls none."""
+        node = self.nodes()[name]
+        return self.root.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+    def tensors_of(self, name: str) -> list[torch.Tensor]:
+        """Return the parameters and buffers that an operation holds."""
+        node, module = self.nodes()[name], self.module_of(name)
+        if module is not None:
+            return [*module.parameters(), *module.buffers()]
+        if node.op == "get_attr":
+            held = _attribute(self.root, str(node.target))
+            return [held] if isinstance(held, torch.Tensor) else []
+        return []
+
+
+def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedGraph:
+    """Return the graph of a model that is called with these arguments.
+
+    Raises UsageError for a model that neither torch.fx nor torch.export can follow, and for operations that change in
+    place what others take.
+    """
+    try:
+        captured = _trace(model)
+    except Exception as error:  # whatever the model's code raises that is run with stand-ins for its arguments
+        captured = _export(model, args, kwargs, error)
+    _check_in_place(captured)
+    return captured
+
+
+def _trace(model: nn.Module) -> CapturedGraph:
+    tracer = fx.Tracer()
+    graph = tracer.trace(model)
+    root = fx.GraphModule(model, graph)
+    signature = inspect.signature(model.forward)
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+
+    def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return {node.name: bound.arguments[str(node.target).lstrip("*")] for node in placeholders}
+
+    output = next(node for node in graph.nodes if node.op == "output").args[0]
+
+    def collect(values: Mapping[str, Any]) -> Any:
+        return fx.node.map_arg(output, lambda node: values[node.name])
+
+    return _captured(root, graph, bind, collect)
+
+
+def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], traced: Exception) -> CapturedGraph:
+    sizes = pytree.tree_map(
+        lambda leaf: {0: torch.export.Dim.AUTO} if isinstance(leaf, torch.Tensor) and leaf.dim() else None,
+        (args, kwargs),
+    )
+    parameters = list(inspect.signature(model.forward).parameters)
+    by_name = {**dict(zip(parameters, sizes[0], strict=False)), **sizes[1]}
+    try:
+        program = torch.export.export(model, args, kwargs, dynamic_shapes=by_name or None, strict=False)
+    except Exception as error:  # as above
+        raise UsageError(
+            f"{type(model).__name__} cannot be made a graph: torch.fx says {_first_line(traced)!r}, torch.export "
+            f"{_first_line(error)!r}; take what depends on values out of its forward, or partition modules within it"
+        ) from error
+    root: Any = program.module()
+    graph = root.graph
+    for node in list(graph.nodes):
+        if node.op == "call_module" and node.target == "_guards_fn":  # checks of sizes that may vary
+            graph.erase_node(node)
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    output = next(node for node in graph.nodes if node.op == "output").args[0]
+    structure, returned = program.call_spec.in_spec, program.call_spec.out_spec
+    names = [each.name if isinstance(each, fx.Node) else None for each in pytree.tree_leaves(output)]
+    constants = pytree.tree_leaves(output)
+
+    def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        leaves, its = pytree.tree_flatten((args, kwargs))
+        if its != structure:
+            raise UsageError("the model was called with other arguments than those it was partitioned with")
+        return {node.name: leaf for node, leaf in zip(placeholders, leaves, strict=True)}
+
+    def collect(values: Mapping[str, Any]) -> Any:
+        leaves = [constant if name is None else values[name] for name, constant in zip(names, constants, strict=True)]
+        return pytree.tree_unflatten(leaves, returned)
+
+    captured = _captured(root, graph, bind, collect)
+    captured.mode = model.training
+    return captured
+
+
+def _captured(
+    root: fx.GraphModule,
+    graph: fx.Graph,
+    bind: Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]],
+    collect: Callable[[Mapping[str, Any]], Any],
+) -> CapturedGraph:
+    operations = _operations_of(root, graph)
+    outputs = next(node for node in graph.nodes if node.op == "output").all_input_nodes
+    paths = {node.name: _path(node) for node in graph.nodes if node.op in _OPERATIONS}
+    return CapturedGraph(root, operations, paths, bind, collect, tuple(node.name for node in outputs))
+
+
+def _operations_of(root: fx.GraphModule, graph: fx.Graph) -> tuple[Operation, ...]:
+    operations: list[Operation] = []
+    last: dict[Any, str] = {}  # operation of what must keep its order
+    for node in graph.nodes:
+        if node.op in _OPERATIONS and (node.users or node.op != "get_attr"):
+            kept = _kept_in_order(root, node)
+            after = tuple(dict.fromkeys(last[each] for each in kept if each in last))
+            last.update(dict.fromkeys(kept, node.name))
+            inputs = tuple(each.name for each in node.all_input_nodes)
+            operations.append(Operation(node.name, inputs, tuple(each for each in after if each not in inputs)))
+    return tuple(operations)
+
+
+def _path(node: fx.Node) -> str:
+    if node.op in ("call_module", "get_attr"):
+        return str(node.target)
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return str(stack[-1][0]) if stack else ""
+
+
+_RANDOM = "random numbers"
+
+
+def _kept_in_order(root: fx.GraphModule, node: fx.Node) -> list[Any]:
+    """Return what an operation changes besides its value: the state of a module, of the random numbers."""
+    kept: list[Any] = []
+    if node.op == "call_module":
+        module = root.get_submodule(str(node.target))
+        if any(True for _ in module.buffers()):
+            kept.append(module)
+        if any(_draws(each) for each in module.modules()):
+            kept.append(_RANDOM)
+    elif node.op == "call_function":
+        tags = getattr(node.target, "tags", ())
+        name = getattr(node.target, "__name__", "")
+        has_dropout = name == "scaled_dot_product_attention" and (len(node.args) > 4 or node.kwargs.get("dropout_p"))
+        if torch.Tag.nondeterministic_seeded in tags or "dropout" in name or name in _DRAWING or has_dropout:
+            kept.append(_RANDOM)
+    elif node.op == "call_method" and node.target in _DRAWING:
+        kept.append(_RANDOM)
+    return kept
+
+
+_DRAWING: Final = {
+    "bernoulli", "bernoulli_", "exponential_", "multinomial", "normal", "normal_", "poisson", "rand", "rand_like",
+    "randint", "randint_like", "randn", "randn_like", "random_", "randperm", "rrelu",
+    "uniform_",
+}  # fmt: skip
+
+
+def _draws(module: nn.Module) -> bool:
+    """Whether a module draws random numbers when it trains."""
+    dropout = getattr(module, "dropout", 0.0)
+    return (
+        "Dropout" in type(module).__name__
+        or isinstance(module, nn.RReLU)
+        or (isinstance(dropout, float) and dropout > 0)
+    )
+
+
+def _check_in_place(captured: CapturedGraph) -> None:
+    """Raise UsageError where an operation changes in place what another takes too: they might run in another order."""
+    for node in captured.root.graph.nodes:
+        changed = _changed_by(captured.root, node)
+        while isinstance(changed, fx.Node):
+            if len(changed.users) > 1:
+                others = ", ".join(user.name for user in changed.users if user is not node)
+                raise UsageError(
+                    f"{node.name} changes {changed.name} in place, which {others} takes too: write it out of place "
+                    "(inplace=False, or x = x + y for x += y)"
+                )
+            is_view = _base_name(changed) in _VIEWS or _changed_by(captured.root, changed) is not None
+            changed = changed.args[0] if is_view and changed.args else None
+
+
+def _changed_by(root: fx.GraphModule, node: fx.Node) -> Any:
+    """Return the operation whose value an operation changes in place; None if it is none."""
+    is_in_place = False
+    if node.op == "call_method":
+        is_in_place = _is_in_place_name(str(node.target))
+    elif node.op == "call_function":
+        name = getattr(node.target, "__name__", "").split(".")[0]
+        is_in_place = (
+            node.target in _IN_PLACE_FUNCTIONS or _is_in_place_name(name) or node.kwargs.get("inplace") is True
+        )
+    elif node.op == "call_module":
+        is_in_place = getattr(root.get_submodule(str(node.target)), "inplace", False) is True
+    return node.args[0] if is_in_place and node.args else None
+
+
+def _is_in_place_name(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _base_name(node: fx.Node) -> str:
+    if node.op == "call_method":
+        return str(node.target)
+    if node.op == "call_function":
+        return str(getattr(node.target, "__name__", "")).split(".")[0]
+    return ""
+
+
+def _attribute(root: nn.Module, path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(root.get_submodule(module), name)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+
+
+class _Given(nn.Module):
+    """A module that is called with some of its parameters given."""
+
+    def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
+        super().__init__()
+        self.module, self.names = module, tuple(names)
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        count = len(self.names)
+        given = dict(zip(self.names, args[:count], strict=True))
+        return torch.func.functional_call(self.module, given, args[count:], kwargs, tie_weights=False)
+
+
+def give_parameters(captured: CapturedGraph, name: str, given: Mapping[str, str]) -> list[str]:
+    """Have an operation that calls a module take some parameters as values of operations before it; return those.
+
+    `given` has the paths of parameters in the model by their names in the module.
+    """
+    node, root = captured.nodes()[name], captured.root
+    wrapper = f"given_{name}"
+    root.add_submodule(wrapper, _Given(root.get_submodule(str(node.target)), list(given)))
+    with root.graph.inserting_before(node):
+        values = [root.graph.get_attr(path) for path in given.values()]
+    node.target = wrapper
+    node.args = (*values, *node.args)
+    for value, path in zip(values, given.values(), strict=True):
+        captured.paths[value.name] = path
+        held = _attribute(root, path)
+        captured.costs[value.name] = Cost(0.0, held.numel() * held.element_size())
+        captured.shapes[value.name] = shape_of([held])
+    captured.operations = _operations_of(root, root.graph)
+    return [value.name for value in values]
+
+
+# What operations take.
+
+
+def measure(captured: CapturedGraph, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Find costs and shapes, by running the graph twice; the model and the random numbers stay as they are."""
+    for _ in range(2):
+        with torch.no_grad(), torch.random.fork_rng(), _buffers_kept(model):
+            _Measuring(captured).run_graph(captured.bind(args, kwargs))
+
+
+class _Measuring(fx.Interpreter):
+    def __init__(self, captured: CapturedGraph) -> None:
+        super().__init__(captured.root, garbage_collect_values=True)
+        self._captured = captured
+
+    def run_graph(self, arguments: dict[str, Any]) -> None:
+        graph = self._captured.root.graph
+        self.run(
+            *(arguments[node.name] for node in graph.nodes if node.op == "placeholder"), enable_io_processing=False
+        )
+
+    @override
+    def run_node(self, n: fx.Node) -> Any:
+        start = time.perf_counter()
+        value = super().run_node(n)
+        _wait_for(value)
+        seconds = time.perf_counter() - start
+        costs, former = self._captured.costs, self._captured.costs.get(n.name)
+        tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        costs[n.name] = Cost(seconds if former is None else min(seconds, former.seconds), size)
+        self._captured.shapes[n.name] = shape_of(tensors)
+        return value
+
+
+def shape_of(tensors: Sequence[torch.Tensor]) -> str:
+    """Return the types and shapes of tensors as text."""
+    return ", ".join(f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for tensor in tensors)
+
+
+def _wait_for(value: Any) -> None:
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
+            torch.cuda.synchronize(leaf.device)
+            return
+
+
+@contextlib.contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, former in kept:
+                buffer.copy_(former)
+
+
+def segment_module(
+    captured: CapturedGraph, operations: Sequence[str], inputs: Sequence[str], outputs: Sequence[str]
+) -> fx.GraphModule:
+    """Return a module of some of the operations, whose forward takes `inputs` and returns a list of `outputs`."""
+    nodes, graph = captured.nodes(), fx.Graph()
+    copied = {nodes[name]: graph.placeholder(name) for name in inputs}
+    for name in operations:
+        copied[nodes[name]] = graph.node_copy(nodes[name], lambda node: copied[node])
+    graph.output([copied[nodes[name]] for name in outputs])
+    return fx.GraphModule(captured.root, graph)

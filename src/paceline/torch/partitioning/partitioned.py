@@ -1,0 +1,190 @@
+"""A model whose graph is cut over the devices of a process, to be called and trained as the whole one is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from paceline.errors import UsageError
+from paceline.torch.partitioning.capture import CapturedGraph, capture, measure
+from paceline.torch.partitioning.drawing import describe_cut, draw_cut
+from paceline.torch.partitioning.graph import CutGraph
+from paceline.torch.partitioning.placing import Links, check_together, place_by_name, place_evenly, plan
+from paceline.torch.partitioning.program import Program
+
+
+def partition(
+    model: nn.Module,
+    example: Any,
+    devices: Sequence[str | torch.device],
+    placement: Mapping[str, int | str | torch.device] | None = None,
+    *,
+    memory: Sequence[int] | None = None,
+    compile: bool | str = False,  # the name that torch.nn.Module.compile has made the usual one
+) -> PartitionedModel:
+    """Cut a model's graph over several devices of this process; return a model to call and to train in its place.
+
+    `example` is what the model is called with: a tensor, a tuple of positional arguments, or a dictionary of keyword
+    arguments. `devices` may name one several times, each a thread of its own. `placement` has the device, or its place
+    in `devices`, of modules and operations by name, as in ``{"encoder": 0, "decoder": "cuda:1"}``: it holds for all
+    within a module; the rest goes with what it takes. Without it a planner places operations so that a forward ends
+    early, as measured with `example`, and every device holds about as many bytes of parameters, or at most its number
+    of `memory`. `compile` compiles each segment by ``torch.compile``: True, or the name of a backend.
+
+    The parameters move to their devices and stay the same objects: an optimizer that has them keeps them. Outputs are
+    on the devices on which they were computed. Outputs, gradients and random numbers drawn on the CPU are those of the
+    whole model.
+
+    Raises UsageError for a model that is no graph, a name that is none of its modules, devices that are not there, and
+    parameters that find no room.
+    """
+    found = _checked_devices(devices)
+    args, kwargs = _arguments_of(example)
+    captured = capture(model, args, kwargs)
+    measure(captured, model, args, kwargs)
+    if placement is None:
+        by_operation = _plan(captured, found, memory)
+    elif memory is None:
+        by_operation = place_by_name(captured.operations, captured.paths, _numbered(placement, devices, found))
+        check_together(by_operation, _groups(captured, lambda name: _modules_and_buffers(captured, name)))
+    else:
+        raise UsageError("got both placement and memory, expected one of them: a placement is kept as it is")
+    return PartitionedModel(model, (args, kwargs), Program(captured, found, by_operation, compile=compile))
+
+
+def _checked_devices(devices: Sequence[str | torch.device]) -> tuple[torch.device, ...]:
+    if isinstance(devices, (str, torch.device)) or not devices:
+        raise UsageError(f"devices: got {devices!r}, expected a list such as ['cuda:0', 'cuda:1']")
+    found = []
+    for device in devices:
+        try:
+            found.append(torch.empty(0, device=device).device)
+        except (RuntimeError, AssertionError) as error:  # torch raises either for what it was built without
+            raise UsageError(f"devices: {device} cannot be used: {str(error).splitlines()[0]}") from None
+    return tuple(found)
+
+
+def _arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example, dict):
+        return (), example
+    return (example if isinstance(example, tuple) else (example,)), {}
+
+
+def _numbered(
+    placement: Mapping[str, int | str | torch.device],
+    devices: Sequence[str | torch.device],
+    found: Sequence[torch.device],
+) -> dict[str, int]:
+    named = {str(device): number for number, device in reversed(list(enumerate(found)))}
+    named |= {str(device): number for number, device in reversed(list(enumerate(devices)))}
+    numbers = {}
+    for name, device in placement.items():
+        number = device if isinstance(device, int) else named.get(str(device), -1)
+        if not 0 <= number < len(found):
+            raise UsageError(
+                f"placement of {name!r}: got {device!r}, expected one of {', '.join(map(str, devices))}, or its place "
+                f"from 0 to {len(found) - 1}"
+            )
+        numbers[name] = number
+    return numbers
+
+
+def _plan(captured: CapturedGraph, devices: Sequence[torch.device], memory: Sequence[int] | None) -> dict[str, int]:
+    groups = _groups(captured, captured.tensors_of)
+    sizes = [_num_bytes(tensor for name in group for tensor in captured.tensors_of(name)) for group in groups]
+    if memory is not None and len(memory) != len(devices):
+        raise UsageError(f"memory: got {len(memory)} numbers, expected one of bytes for each of {len(devices)} devices")
+    if memory is None:
+        return place_evenly(captured.operations, captured.costs, groups, sizes, len(devices), Links())
+    return plan(captured.operations, captured.costs, groups, sizes, memory, Links())
+
+
+def _groups(captured: CapturedGraph, held_by: Callable[[str], Iterable[Any]]) -> list[list[str]]:
+    """Return the operations that hold something, together where they hold the same."""
+    groups: list[tuple[set[int], list[str]]] = []
+    for operation in captured.operations:
+        held = {id(each) for each in held_by(operation.name)}
+        if not held:
+            continue
+        names = [operation.name]
+        apart = []
+        for its, others in groups:
+            if its & held:
+                held |= its
+                names = [*others, *names]
+            else:
+                apart.append((its, others))
+        groups = [*apart, (held, names)]
+    return [names for _, names in groups]
+
+
+def _modules_and_buffers(captured: CapturedGraph, name: str) -> list[Any]:
+    module = captured.module_of(name)
+    return [] if module is None else [module, *module.buffers()]
+
+
+def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    distinct = {id(tensor): tensor for tensor in tensors}
+    return sum(tensor.numel() * tensor.element_size() for tensor in distinct.values())
+
+
+class PartitionedModel(nn.Module):
+    """A model over several devices; made by :func:`partition`.
+
+    Its parameters, buffers and submodules are the model's, under the same names: so is its ``state_dict``.
+    """
+
+    def __init__(self, model: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]], program: Program) -> None:
+        super().__init__()
+        self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
+        self._whole = (model, *arguments)  # in a tuple, so that it is no submodule
+        self._programs = {program.captured.mode: program}
+        self.training = model.training
+
+    @property
+    def cut(self) -> CutGraph:
+        """The segments and transfers of a call."""
+        return self._program().cut
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The devices, by number."""
+        return self._program().devices
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the model returns; each output is on the device on which it was computed."""
+        return self._program().run(args, kwargs)
+
+    def describe(self) -> str:
+        """Return the cut graph as text: by device its segments, and what each receives and sends."""
+        program = self._program()
+        return describe_cut(program.cut, program.titles(), program.captured.shapes)
+
+    def save_svg(self, path: str | Path) -> None:
+        """Draw the cut graph: a column for each device, from above the segments in the order of what they wait for."""
+        program = self._program()
+        Path(path).write_text(draw_cut(program.cut, program.titles(), program.captured.shapes), encoding="utf-8")
+
+    def _program(self) -> Program:
+        if None in self._programs:
+            return self._programs[None]
+        if self.training not in self._programs:  # torch.export has one graph for each mode
+            model, args, kwargs = self._whole
+            model.training = self.training
+            captured, other = capture(model, args, kwargs), self._programs[not self.training]
+            measure(captured, model, args, kwargs)
+            by_operation = place_by_name(captured.operations, captured.paths, other.homes)
+            self._programs[self.training] = Program(captured, other.devices, by_operation, compile=other.compile)
+        return self._programs[self.training]
+
+    @override
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PartitionedModel:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._program().place()  # what has moved moves back: only types change
+        return self

@@ -1,0 +1,196 @@
+"""A captured graph, cut over devices, whose segments run as what they take arrives."""
+
+from __future__ import annotations
+
+import linecache
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import methodcaller
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from paceline.torch.device_threads import DeviceThreads
+from paceline.torch.partitioning.capture import CapturedGraph, give_parameters, segment_module
+from paceline.torch.partitioning.graph import Arrivals, cut_graph
+
+
+class Program:
+    """The segments of a graph, their parameters on their devices."""
+
+    def __init__(
+        self,
+        captured: CapturedGraph,
+        devices: Sequence[torch.device],
+        by_operation: Mapping[str, int],
+        *,
+        compile: bool | str,
+    ) -> None:
+        self.captured = captured
+        self.compile = compile
+        self.devices = tuple(devices)
+        self._homes = _Homes(captured, by_operation)
+        self.place()
+        self.cut = cut_graph(captured.operations, self._homes.by_operation, captured.outputs)
+        self._run_segments: list[Callable[..., list[Any]]] = []
+        for segment in self.cut.segments:
+            module = segment_module(captured, segment.operations, segment.inputs, segment.outputs)
+            if compile:
+                backend = "inductor" if compile is True else compile
+                self._run_segments.append(torch.compile(module, backend=backend))
+            else:
+                self._run_segments.append(module.forward)  # a call of the module would print what it raises
+        self._threads = DeviceThreads(self.devices, "part")
+
+    @property
+    def homes(self) -> dict[str, int]:
+        """The device of each parameter and buffer, by its path in the model."""
+        return self._homes.by_path
+
+    def place(self) -> None:
+        """Move parameters and buffers to their devices; they stay the same objects."""
+        for tensor, device in self._homes.tensors():
+            tensor.data = tensor.data.to(self.devices[device])
+            if tensor.grad is not None:
+                tensor.grad.data = tensor.grad.data.to(self.devices[device])
+
+    def titles(self) -> list[str]:
+        """Return a line for each device: its name, and what it holds."""
+        held = [0] * len(self.devices)
+        for tensor, device in self._homes.tensors():
+            held[device] += tensor.numel() * tensor.element_size()
+        return [
+            f"device {number}: {device}, {size:,} bytes of parameters and buffers"
+            for number, (device, size) in enumerate(zip(self.devices, held, strict=True))
+        ]
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what the model returns for these arguments."""
+        call = _Call(self, self.captured.bind(args, kwargs))
+        self._threads.run(call.work_on, len(self.devices), grad=torch.is_grad_enabled())
+        return self.captured.collect(call.values)
+
+    def run_segment(self, number: int, inputs: Sequence[Any]) -> list[Any]:
+        """Return the outputs of a segment; what it raises says which operation did."""
+        try:
+            return self._run_segments[number](*inputs)
+        except Exception as error:
+            _say_where(error, self.captured, self.cut.segments[number].operations)
+            raise
+
+
+class _Homes:
+    """On which device each parameter and buffer is: where the first operation is that holds it.
+
+    What others hold of it on other devices they are given as a value, which is sent as any value is; so gradients of
+    tied weights are summed.
+    """
+
+    def __init__(self, captured: CapturedGraph, by_operation: Mapping[str, int]) -> None:
+        self.by_operation = dict(by_operation)
+        self.by_path: dict[str, int] = {}
+        self._held: dict[int, tuple[torch.Tensor, int]] = {}
+        paths = {id(tensor): path for path, tensor in captured.tensors()}
+        for operation in captured.operations:
+            for tensor in captured.tensors_of(operation.name):
+                _, home = self._held.setdefault(id(tensor), (tensor, self.by_operation[operation.name]))
+                self.by_path.setdefault(paths[id(tensor)], home)
+        for operation in captured.operations:
+            self._give_away(captured, operation.name, paths)
+
+    def tensors(self) -> list[tuple[torch.Tensor, int]]:
+        """Return the parameters and buffers with the number of the device of each."""
+        return list(self._held.values())
+
+    def _give_away(self, captured: CapturedGraph, name: str, paths: Mapping[int, str]) -> None:
+        module, device = captured.module_of(name), self.by_operation[name]
+        if module is None:
+            for tensor in captured.tensors_of(name):
+                self.by_operation[name] = self._held[id(tensor)][1]
+            return
+        elsewhere = {
+            its: paths[id(tensor)] for its, tensor in module.named_parameters() if self._held[id(tensor)][1] != device
+        }
+        if elsewhere:
+            values = give_parameters(captured, name, elsewhere)
+            self.by_operation.update(zip(values, (self.by_path[path] for path in elsewhere.values()), strict=True))
+
+
+@dataclass(frozen=True)
+class _Stop:
+    """In a device's queue: there is nothing more to run."""
+
+
+class _Call:
+    """One run of a program: the values that have arrived, and what may run on each device."""
+
+    def __init__(self, program: Program, arguments: Mapping[str, Any]) -> None:
+        self._program = program
+        self._arrivals = Arrivals(program.cut.segments)
+        self._lock = threading.Lock()
+        self._ready: list[queue.SimpleQueue[int | _Stop]] = [queue.SimpleQueue() for _ in program.devices]
+        self.values: dict[str, Any] = dict(arguments)
+        """By name, on the devices where they were made."""
+        self._arrived: dict[tuple[str, int], Any] = {}
+        for name, value in arguments.items():
+            self._send(name, value)
+        self._start(self._arrivals.first())
+
+    def work_on(self, device: int) -> None:
+        """Run the device's segments as they become ready, until there are none."""
+        try:
+            while not isinstance(number := self._ready[device].get(), _Stop):
+                segment = self._program.cut.segments[number]
+                inputs = [
+                    self._arrived[name, device] if (name, device) in self._arrived else self.values[name]
+                    for name in segment.inputs
+                ]
+                found = self._program.run_segment(number, inputs)
+                for name, value in zip(segment.outputs, found, strict=True):
+                    self.values[name] = value
+                    self._send(name, value)
+                with self._lock:
+                    self._start(self._arrivals.ended(number))
+        except BaseException:
+            self._stop()
+            raise
+
+    def _send(self, name: str, value: Any) -> None:
+        for number in self._program.cut.destinations.get(name, ()):
+            to_device = methodcaller("to", self._program.devices[number], non_blocking=True)
+            self._arrived[name, number] = pytree.tree_map_only(torch.Tensor, to_device, value)
+
+    def _start(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._ready[self._program.cut.segments[number].device].put(number)
+        if not self._arrivals.num_left:
+            self._stop()
+
+    def _stop(self) -> None:
+        for each in self._ready:
+            each.put(_Stop())
+
+
+def _say_where(error: Exception, captured: CapturedGraph, operations: Sequence[str]) -> None:
+    """Put the operation that raised before an error's message, and the module that it belongs to."""
+    name = _raising_operation(error, operations)
+    path = captured.paths.get(name, "")
+    where = f"{name}, in {path}" if path and path != name else name
+    if error.args and isinstance(error.args[0], str):
+        error.args = (f"{where}: {error.args[0]}", *error.args[1:])
+
+
+def _raising_operation(error: Exception, operations: Sequence[str]) -> str:
+    """Return the operation whose line of a segment's code raised; where that is unknown, the first and the last."""
+    traceback = error.__traceback__
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if code.co_filename.startswith("<eval_with_key>"):  # torch.fx gives each line of its code a value's name
+            name = linecache.getline(code.co_filename, traceback.tb_lineno).partition(" = ")[0].strip()
+            if name in operations:
+                return name
+        traceback = traceback.tb_next
+    return operations[0] if len(operations) == 1 else f"{operations[0]} to {operations[-1]}"

@@ -1,0 +1,230 @@
+"""Partitioned models equal whole ones: random graphs, tied weights, dropout, buffers; and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import paceline.torch as pt
+from paceline.errors import UsageError
+
+DIM = 3
+
+
+class RandomGraph(nn.Module):
+    """A model whose operations, and what they take, are drawn."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        chance = random.Random(seed)
+        self.steps: list[tuple[str, list[int]]] = []
+        self.layers = nn.ModuleDict()
+        for number in range(chance.randint(1, 10)):
+            kind = chance.choice(["linear", "tied", "weight", "add", "tanh", "split", "dropout", "norm", "cat"])
+            self.steps.append((kind, [chance.randrange(number + 1) for _ in range(2)]))
+            if kind in ("linear", "tied"):
+                self.layers[str(number)] = nn.Linear(DIM, DIM)
+            elif kind == "dropout":
+                self.layers[str(number)] = nn.Dropout(0.5)
+            elif kind == "norm":
+                self.layers[str(number)] = nn.BatchNorm1d(DIM)
+            elif kind == "weight":
+                self.register_parameter(f"weight{number}", nn.Parameter(torch.randn(DIM)))
+        linear = [layer for layer in self.layers.values() if isinstance(layer, nn.Linear)]
+        for (kind, _), layer in zip(
+            [each for each in self.steps if each[0] in ("linear", "tied")], linear, strict=True
+        ):
+            if kind == "tied":
+                layer.weight = linear[0].weight
+        self.outputs = [chance.randrange(1, len(self.steps) + 1) for _ in range(2)]
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        values = [x]
+        for number, (kind, taken) in enumerate(self.steps):
+            a, b = (values[each] for each in taken)
+            if kind == "add":
+                value = a + b
+            elif kind == "tanh":
+                value = torch.tanh(a)
+            elif kind == "split":
+                first, second = torch.split(a, [1, DIM - 1], dim=1)
+                value = torch.cat([second, first], dim=1) * b
+            elif kind == "cat":
+                value = torch.cat([a, b], dim=1)[:, :DIM]
+            elif kind == "weight":
+                value = a * getattr(self, f"weight{number}")
+            else:
+                value = self.layers[str(number)](a)
+            values.append(value)
+        return {"first": values[self.outputs[0]], "more": [values[self.outputs[1]]]}
+
+
+def run(model: nn.Module, x: torch.Tensor) -> tuple[list[torch.Tensor], list[Any]]:
+    """Return outputs and gradients of a training step, the input's last."""
+    torch.manual_seed(5)
+    x = x.clone().requires_grad_()
+    found = model(x)
+    outputs = [found["first"], found["more"][0]]
+    loss = sum(output.square().sum() for output in outputs)
+    gradients = torch.autograd.grad(loss, [*model.parameters(), x], allow_unused=True)
+    return outputs, list(gradients)
+
+
+def assert_same(found: list[Any], expected: list[Any]) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_random_graphs_equal_the_whole_model() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, DIM)
+    num_sent = 0
+    for seed in range(1000):
+        whole = RandomGraph(seed)
+        chance = random.Random(seed)
+        names = [f"layers.{name}" for name in whole.layers]
+        parted = pt.partition(
+            copy.deepcopy(whole),
+            x,
+            ["cpu"] * 3,
+            {"": chance.randrange(3)} | {name: chance.randrange(3) for name in names},
+        )
+        for got, expected in zip(run(parted, x), run(whole, x), strict=True):
+            assert_same(got, expected)
+        assert_same(list(parted.state_dict().values()), list(whole.state_dict().values()))
+        assert list(parted.state_dict()) == list(whole.state_dict())
+        num_sent += len(parted.cut.transfers)
+    assert num_sent > 1500
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 4)
+        self.layer = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(torch.relu(self.layer(self.embed(x))))
+        return found
+
+
+class Branching(Tied):
+    """torch.fx cannot follow its loop over a size; torch.export can."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.embed(x)
+        for _ in range(len(y.shape)):
+            y = nn.functional.dropout(self.layer(y), 0.5, self.training)
+        found: torch.Tensor = self.head(y)
+        return found
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile asks for it
+@pytest.mark.parametrize("kind", [Tied, Branching])
+@pytest.mark.parametrize("compiled", [False, "aot_eager"])
+def test_tied_weights_train_as_in_one_process(kind: type[nn.Module], compiled: bool | str) -> None:
+    torch.manual_seed(0)
+    whole = kind()
+    model = copy.deepcopy(whole)
+    x = torch.randint(0, 10, (6,))
+    optimizers = [torch.optim.Adam(each.parameters(), lr=0.1) for each in (whole, model)]
+    parted = pt.partition(model, x, ["cpu", "cpu"], {"embed": 0, "head": 1}, compile=compiled)
+    for step in range(3):
+        for each, optimizer in zip((whole, parted), optimizers, strict=True):
+            torch.manual_seed(step)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(each(x), x).backward()
+            optimizer.step()
+    assert_same(list(parted.state_dict().values()), list(whole.state_dict().values()))
+    with torch.no_grad():
+        found = parted.eval()(x[:2])
+        torch.testing.assert_close(found, whole.eval()(x[:2]), rtol=1e-5, atol=1e-6)
+        assert not found.requires_grad
+    assert parted.training is False
+
+
+def test_a_copy_is_a_model_of_its_own() -> None:
+    model = pt.partition(Tied(), torch.arange(3), ["cpu", "cpu"])
+    before = model(torch.arange(3))
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    assert torch.equal(model(torch.arange(3)), before)
+    assert not twin(torch.arange(3)).any()
+    assert twin.double()(torch.arange(3)).dtype == torch.float64
+
+
+def test_a_planner_spreads_the_parameters(tmp_path: Path) -> None:
+    layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
+    model = pt.partition(layers, torch.randn(2, 16), ["cpu", "cpu"])
+    held = [line for line in model.describe().splitlines() if line.startswith("device")]
+    assert held == [f"device {number}: cpu, 4,352 bytes of parameters and buffers" for number in (0, 1)]
+    assert [each.source for each in model.cut.transfers] == [-1, 0]
+    model.save_svg(tmp_path / "cut.svg")
+    assert "segment 1" in (tmp_path / "cut.svg").read_text()
+    with pytest.raises(UsageError, match="needs 1,088 bytes, and the devices have"):
+        pt.partition(layers, torch.randn(2, 16), ["cpu", "cpu"], memory=[4000, 4000])
+
+
+def test_the_example_of_the_docs_prints_what_they_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "partitioning.md").read_text(encoding="utf-8")
+    example, _, rest = page.partition("```python\n")[2].partition("```")
+    monkeypatch.chdir(tmp_path)
+    exec(example, {})
+    assert capsys.readouterr().out == rest.partition("```\n")[2].partition("```")[0]
+    assert (tmp_path / "cut.svg").exists()
+
+
+def test_an_operation_that_raises_is_named() -> None:
+    model = pt.partition(Tied(), torch.arange(3), ["cpu", "cpu"], {"embed": 0, "layer": 0, "head": 1})
+    with pytest.raises(IndexError, match=r"part 0 of 2 on cpu: embed: index out of range"):
+        model(torch.tensor([10]))
+    assert model(torch.tensor([9])).shape == (1, 10)
+
+
+class InPlace(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        z = y + 1
+        y.view(-1).add_(1)
+        return y + z
+
+
+class ByValue(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if x.sum() > 0 else x
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "options", "message"),
+    [
+        (Tied(), [], {}, r"devices: got \[\], expected a list"),
+        (Tied(), "cpu", {}, "devices: got 'cpu', expected a list"),
+        (Tied(), ["cpu", "nowhere"], {}, "devices: nowhere cannot be used"),
+        (Tied(), ["cpu"], {"placement": {"heed": 0}}, "got 'heed', expected the name of a module.* near it are head"),
+        (Tied(), ["cpu"], {"placement": {"head": 1}}, "placement of 'head': got 1, expected one of cpu, or its place"),
+        (Tied(), ["cpu"], {"placement": {"head": "cuda:7"}}, "placement of 'head': got 'cuda:7'"),
+        (Tied(), ["cpu"], {"placement": {"head": 0}, "memory": [1]}, "got both placement and memory"),
+        (Tied(), ["cpu"], {"memory": [1, 2]}, "memory: got 2 numbers"),
+        (InPlace(), ["cpu"], {}, "add_ changes .* in place, which .* takes too"),
+        (ByValue(), ["cpu"], {}, "ByValue cannot be made a graph: torch.fx says .* torch.export"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_sentence(
+    model: nn.Module, devices: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        pt.partition(model, torch.arange(3), devices, **options)

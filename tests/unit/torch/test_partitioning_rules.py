@@ -1,0 +1,186 @@
+"""Graphs of names cut over devices: segments, transfers, placement, drawings. No tensors."""
+
+from __future__ import annotations
+
+import random
+import xml.etree.ElementTree as ET
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.errors import UsageError
+from paceline.torch.partitioning.drawing import describe_cut, draw_cut, find_rows
+from paceline.torch.partitioning.graph import CALLER, Arrivals, CutGraph, Operation, Transfer, cut_graph
+from paceline.torch.partitioning.placing import Cost, Links, check_together, place_by_name, place_evenly, plan
+
+
+def chain(*names: str) -> list[Operation]:
+    return [Operation(names[0], ("x",)), *(Operation(b, (a,)) for a, b in pairwise(names))]
+
+
+@st.composite
+def placed_graphs(draw: st.DrawFn) -> tuple[list[Operation], dict[str, int], list[str]]:
+    count, num_devices = draw(st.integers(1, 16)), draw(st.integers(1, 4))
+    operations = []
+    for number in range(count):
+        before = [f"n{i}" for i in range(number)]
+        inputs = draw(st.lists(st.sampled_from([*before, "x", "y"]), max_size=3, unique=True))
+        after = draw(st.lists(st.sampled_from(before), max_size=1)) if before else []
+        operations.append(Operation(f"n{number}", tuple(inputs), tuple(each for each in after if each not in inputs)))
+    devices = {each.name: draw(st.integers(0, num_devices - 1)) for each in operations}
+    outputs = draw(st.lists(st.sampled_from([each.name for each in operations]), min_size=1, unique=True))
+    return operations, devices, outputs
+
+
+@settings(max_examples=100, deadline=None)
+@given(placed_graphs(), st.randoms(use_true_random=False))
+def test_every_operation_runs_once_behind_all_that_it_needs(
+    graph: tuple[list[Operation], dict[str, int], list[str]], chance: random.Random
+) -> None:
+    operations, devices, outputs = graph
+    cut = cut_graph(operations, devices, outputs)
+    by_name = {operation.name: operation for operation in operations}
+    arrivals, there = Arrivals(cut.segments), {("x", CALLER), ("y", CALLER)}
+    ran: set[str] = set()
+    ready = arrivals.first()
+    while ready:
+        number = ready.pop(chance.randrange(len(ready)))
+        segment = cut.segments[number]
+        there |= {(t.value, t.destination) for t in cut.transfers if (t.value, t.source) in there}
+        assert all((value, segment.device) in there for value in segment.inputs)
+        for name in segment.operations:
+            assert devices[name] == segment.device
+            assert name not in ran
+            assert ran.issuperset(by_name[name].after)
+            inside = {each for each in by_name[name].inputs if each in segment.operations}
+            assert inside <= ran
+            assert set(by_name[name].inputs) - inside <= set(segment.inputs)
+            ran.add(name)
+        there |= {(name, segment.device) for name in segment.outputs}
+        ready += arrivals.ended(number)
+    assert ran == by_name.keys()
+    assert arrivals.num_left == 0
+    assert {(name, devices[name]) for name in outputs} <= there
+
+
+@settings(max_examples=50, deadline=None)
+@given(placed_graphs())
+def test_a_value_travels_once_to_each_device_that_takes_it(
+    graph: tuple[list[Operation], dict[str, int], list[str]],
+) -> None:
+    operations, devices, outputs = graph
+    expected = {
+        (value, devices[operation.name])
+        for operation in operations
+        for value in operation.inputs
+        if devices.get(value, CALLER) != devices[operation.name]
+    }
+    found = [(each.value, each.destination) for each in cut_graph(operations, devices, outputs).transfers]
+    assert len(found) == len(set(found))
+    assert set(found) == expected
+
+
+def test_a_value_that_is_sent_ends_its_segment() -> None:
+    operations = [*chain("a", "b", "c"), Operation("far", ("a",)), Operation("sum", ("c", "far"))]
+    cut = cut_graph(operations, {"a": 0, "b": 0, "c": 0, "far": 1, "sum": 0}, ["sum"])
+    assert [(each.device, each.operations) for each in cut.segments] == [
+        (0, ("a",)), (0, ("b", "c")), (1, ("far",)), (0, ("sum",)),
+    ]  # fmt: skip
+    assert cut.transfers == (Transfer("x", CALLER, 0), Transfer("a", 0, 1), Transfer("far", 1, 0))
+    assert cut.destinations["a"] == [1]
+
+
+def test_what_takes_nothing_runs_with_what_takes_it() -> None:
+    operations = [Operation("weight"), *chain("a", "b"), Operation("c", ("b", "weight"))]
+    cut = cut_graph(operations, {"weight": 0, "a": 0, "b": 1, "c": 0}, ["c"])
+    assert [each.operations for each in cut.segments] == [("a",), ("b",), ("weight", "c")]
+
+
+def test_places_by_name() -> None:
+    operations = [*chain("a", "b", "c", "d"), Operation("weight"), Operation("e", ("d", "weight"))]
+    paths = {"a": "first.0", "b": "first.1", "c": "", "d": "last", "e": "last.more"}
+    assert place_by_name(operations, paths, {"first": 1, "first.1": 2, "last": 0, "e": 3}) == {
+        "a": 1, "b": 2, "c": 2, "d": 0, "weight": 3, "e": 3,
+    }  # fmt: skip
+    assert set(place_by_name(operations, paths, {"": 1}).values()) == {1}
+    assert set(place_by_name(operations, paths, {}).values()) == {0}
+    with pytest.raises(UsageError, match=r"got 'fist', expected the name of a module or .*; near it are first"):
+        place_by_name(operations, paths, {"fist": 0})
+
+
+def test_what_a_module_does_is_on_one_device() -> None:
+    check_together({"a": 0, "b": 0}, [["a", "b"]])
+    with pytest.raises(UsageError, match="a is on device 0, b is on device 1"):
+        check_together({"a": 0, "b": 1}, [["a", "b"]])
+
+
+def test_a_planner_runs_branches_side_by_side_where_that_pays() -> None:
+    operations = [
+        Operation("in", ("x",)), Operation("left", ("in",)), Operation("right", ("in",)),
+        Operation("out", ("left", "right")),
+    ]  # fmt: skip
+    groups, sizes = [["left"], ["right"]], [8, 8]
+
+    def devices(seconds: float) -> dict[str, int]:
+        costs = {each.name: Cost(seconds, 4) for each in operations}
+        return plan(operations, costs, groups, sizes, [100, 100], Links(seconds=1e-3, bytes_per_s=1e9))
+
+    assert len(set(devices(1e-4).values())) == 1
+    assert devices(1.0)["left"] != devices(1.0)["right"]
+
+
+def test_a_planner_keeps_to_the_room_that_there_is() -> None:
+    names = [f"layer{i}" for i in range(8)]
+    operations = chain(*names)
+    costs, groups = {name: Cost(1e-3, 4) for name in names}, [[name] for name in names]
+    links = Links()
+    even = place_evenly(operations, costs, groups, [10] * 8, 2, links)
+    assert [even[name] for name in names] == [0] * 4 + [1] * 4
+    uneven = place_evenly(operations, costs, groups, [70, 1, 1, 1, 1, 1, 1, 1], 2, links)
+    assert len(set(uneven.values())) == 2
+    assert plan(operations, costs, groups, [10] * 8, [20, 60], links) == dict(
+        zip(names, [0] * 2 + [1] * 6, strict=True)
+    )
+    with pytest.raises(UsageError, match="needs 10 bytes, and the devices have 0, 5 left"):
+        plan(operations, costs, groups, [10] * 8, [20, 55], links)
+    tied = plan(operations, costs, [[names[0], names[7]]], [10], [10, 0], links)
+    assert tied[names[0]] == tied[names[7]] == 0
+
+
+def two_devices() -> CutGraph:
+    operations = [*chain("a", "b<0>"), Operation("c", ("b<0>", "a"))]
+    return cut_graph(operations, {"a": 0, "b<0>": 1, "c": 0}, ["c"])
+
+
+def test_describes_a_cut_graph() -> None:
+    assert describe_cut(two_devices(), ["device 0: cpu", "device 1: cpu"], {"a": "float32 [2]"}).splitlines() == [
+        "device 0: cpu",
+        "  segment 0: a",
+        "    receives x from the caller",
+        "    sends a (float32 [2]) to device 1",
+        "  segment 2: c",
+        "    receives b<0> from device 1",
+        "device 1: cpu",
+        "  segment 1: b<0>",
+        "    receives a (float32 [2]) from device 0",
+        "    sends b<0> to device 0",
+        "2 transfers between devices in a forward; backward, the gradient of each value that has one comes back",
+    ]
+
+
+def test_draws_a_cut_graph() -> None:
+    drawn = draw_cut(two_devices(), ["device 0: cpu", "device 1: cpu"], {"a": "float32 [2]"})
+    texts = [each.text for each in ET.fromstring(drawn).iter("{http://www.w3.org/2000/svg}text")]
+    assert {"device 0: cpu", "device 1: cpu", "segment 0", "segment 1", "segment 2", "b<0>", "a"} <= set(texts)
+
+
+@settings(max_examples=50, deadline=None)
+@given(placed_graphs())
+def test_no_two_segments_are_drawn_over_each_other(graph: tuple[list[Operation], dict[str, int], list[str]]) -> None:
+    cut = cut_graph(*graph)
+    rows = find_rows(cut.segments)
+    places = [(segment.device, row) for segment, row in zip(cut.segments, rows, strict=True)]
+    assert len(set(places)) == len(places)
+    assert all(rows[each] < row for segment, row in zip(cut.segments, rows, strict=True) for each in segment.waits_for)
