@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from paceline.errors import UsageError
 from paceline.torch.partitioning.drawing import describe_cut, draw_cut, find_rows
 from paceline.torch.partitioning.graph import CALLER, Arrivals, CutGraph, Operation, Transfer, cut_graph
-from paceline.torch.partitioning.placing import Cost, Links, check_together, place_by_name, place_evenly, plan
+from paceline.torch.partitioning.placing import Cost, TransferTimes, check_together, place_by_name, place_evenly, plan
 
 
 def chain(*names: str) -> list[Operation]:
@@ -125,7 +125,7 @@ def test_a_planner_runs_branches_side_by_side_where_that_pays() -> None:
 
     def devices(seconds: float) -> dict[str, int]:
         costs = {each.name: Cost(seconds, 4) for each in operations}
-        return plan(operations, costs, groups, sizes, [100, 100], Links(seconds=1e-3, bytes_per_s=1e9))
+        return plan(operations, costs, groups, sizes, [100, 100], TransferTimes(seconds=1e-3, bytes_per_s=1e9))
 
     assert len(set(devices(1e-4).values())) == 1
     assert devices(1.0)["left"] != devices(1.0)["right"]
@@ -135,17 +135,17 @@ def test_a_planner_keeps_to_the_room_that_there_is() -> None:
     names = [f"layer{i}" for i in range(8)]
     operations = chain(*names)
     costs, groups = {name: Cost(1e-3, 4) for name in names}, [[name] for name in names]
-    links = Links()
-    even = place_evenly(operations, costs, groups, [10] * 8, 2, links)
+    times = TransferTimes()
+    even = place_evenly(operations, costs, groups, [10] * 8, 2, times)
     assert [even[name] for name in names] == [0] * 4 + [1] * 4
-    uneven = place_evenly(operations, costs, groups, [70, 1, 1, 1, 1, 1, 1, 1], 2, links)
+    uneven = place_evenly(operations, costs, groups, [70, 1, 1, 1, 1, 1, 1, 1], 2, times)
     assert len(set(uneven.values())) == 2
-    assert plan(operations, costs, groups, [10] * 8, [20, 60], links) == dict(
+    assert plan(operations, costs, groups, [10] * 8, [20, 60], times) == dict(
         zip(names, [0] * 2 + [1] * 6, strict=True)
     )
     with pytest.raises(UsageError, match="needs 10 bytes, and the devices have 0, 5 left"):
-        plan(operations, costs, groups, [10] * 8, [20, 55], links)
-    tied = plan(operations, costs, [[names[0], names[7]]], [10], [10, 0], links)
+        plan(operations, costs, groups, [10] * 8, [20, 55], times)
+    tied = plan(operations, costs, [[names[0], names[7]]], [10], [10, 0], times)
     assert tied[names[0]] == tied[names[7]] == 0
 
 

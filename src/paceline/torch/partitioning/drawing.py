@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Final
 
-from paceline.torch.partitioning.graph import CALLER, CutGraph, Segment
+from paceline.torch.partitioning.graph import CALLER, CutGraph, GraphSegment
 
 _NUM_NAMES: Final = 6
 """Of a segment's operations so many are named: its first ones and the last."""
@@ -40,7 +40,7 @@ def describe_cut(cut: CutGraph, titles: Sequence[str], shapes: Mapping[str, str]
     return "\n".join(lines)
 
 
-def _names(segment: Segment) -> str:
+def _names(segment: GraphSegment) -> str:
     names = segment.operations
     if len(names) > _NUM_NAMES:
         names = (*names[: _NUM_NAMES - 1], "…", names[-1])
@@ -90,7 +90,7 @@ def draw_cut(cut: CutGraph, titles: Sequence[str], shapes: Mapping[str, str]) ->
     )
 
 
-def find_rows(segments: Sequence[Segment]) -> list[int]:
+def find_rows(segments: Sequence[GraphSegment]) -> list[int]:
     """Return a row for each segment, from 1: below those that it waits for, and alone there on its device."""
     rows: list[int] = []
     taken: set[tuple[int, int]] = set()

@@ -41,7 +41,7 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Segment:
+class GraphSegment:
     """Operations of one device between two transfers, in the order in which they run."""
 
     device: int
@@ -58,7 +58,7 @@ class Segment:
 class CutGraph:
     """The segments of a graph, each behind those that it waits for, and the transfers between devices."""
 
-    segments: tuple[Segment, ...]
+    segments: tuple[GraphSegment, ...]
     transfers: tuple[Transfer, ...]
 
     @cached_property
@@ -132,7 +132,7 @@ def _describe_segments(
     devices: Mapping[str, int],
     outputs: Collection[str],
     segment_of: Mapping[str, str],
-) -> tuple[Segment, ...]:
+) -> tuple[GraphSegment, ...]:
     members: dict[str, list[Operation]] = {}
     taken = set(outputs)
     for operation in operations:
@@ -150,7 +150,7 @@ def _describe_segments(
     order = _sorted_by_dependence(waits)
     place = {leader: number for number, leader in enumerate(order)}
     return tuple(
-        Segment(
+        GraphSegment(
             device=devices[leader],
             operations=tuple(each.name for each in members[leader]),
             inputs=tuple(
@@ -182,7 +182,7 @@ def _sorted_by_dependence(waits: Mapping[str, set[str]]) -> list[str]:
 class Arrivals:
     """Which segments may run: those for which all that they wait for has ended."""
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
+    def __init__(self, segments: Sequence[GraphSegment]) -> None:
         self._missing = [len(segment.waits_for) for segment in segments]
         self._followers: list[list[int]] = [[] for _ in segments]
         for number, segment in enumerate(segments):

@@ -14,7 +14,7 @@ from paceline.errors import UsageError
 from paceline.torch.partitioning.capture import CapturedGraph, capture, measure
 from paceline.torch.partitioning.drawing import describe_cut, draw_cut
 from paceline.torch.partitioning.graph import CutGraph
-from paceline.torch.partitioning.placing import Links, check_together, place_by_name, place_evenly, plan
+from paceline.torch.partitioning.placing import TransferTimes, check_together, place_by_name, place_evenly, plan
 from paceline.torch.partitioning.program import Program
 
 
@@ -100,8 +100,8 @@ def _plan(captured: CapturedGraph, devices: Sequence[torch.device], memory: Sequ
     if memory is not None and len(memory) != len(devices):
         raise UsageError(f"memory: got {len(memory)} numbers, expected one of bytes for each of {len(devices)} devices")
     if memory is None:
-        return place_evenly(captured.operations, captured.costs, groups, sizes, len(devices), Links())
-    return plan(captured.operations, captured.costs, groups, sizes, memory, Links())
+        return place_evenly(captured.operations, captured.costs, groups, sizes, len(devices), TransferTimes())
+    return plan(captured.operations, captured.costs, groups, sizes, memory, TransferTimes())
 
 
 def _groups(captured: CapturedGraph, held_by: Callable[[str], Iterable[Any]]) -> list[list[str]]:

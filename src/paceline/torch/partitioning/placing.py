@@ -12,7 +12,7 @@ from paceline.torch.partitioning.graph import Operation
 
 
 @dataclass(frozen=True)
-class Links:
+class TransferTimes:
     """What it takes to bring a value to another device."""
 
     seconds: float = 50e-6
@@ -94,7 +94,7 @@ def plan(
     together: Sequence[Collection[str]],
     group_bytes: Sequence[int],
     room: Sequence[int],
-    links: Links,
+    times: TransferTimes,
 ) -> dict[str, int]:
     """Return devices for operations so that the last one ends early.
 
@@ -104,7 +104,7 @@ def plan(
     no room.
     """
     group_of = {name: number for number, group in enumerate(together) for name in group}
-    to_end = _seconds_to_end(operations, costs, links)
+    to_end = _seconds_to_end(operations, costs, times)
     num_devices = len(room)
     free_at, left = [0.0] * num_devices, list(room)
     placed: dict[int, int] = {}
@@ -116,7 +116,7 @@ def plan(
         for each in (*operation.inputs, *operation.after):
             if each in ends:
                 is_here = devices[each] == device
-                arrived.append(ends[each] + (0.0 if is_here else links.transfer_s(costs[each])))
+                arrived.append(ends[each] + (0.0 if is_here else times.transfer_s(costs[each])))
         return max(free_at[device], *arrived)
 
     place = {operation.name: number for number, operation in enumerate(operations)}
@@ -141,14 +141,16 @@ def plan(
     return devices
 
 
-def _seconds_to_end(operations: Sequence[Operation], costs: Mapping[str, Cost], links: Links) -> dict[str, float]:
+def _seconds_to_end(
+    operations: Sequence[Operation], costs: Mapping[str, Cost], times: TransferTimes
+) -> dict[str, float]:
     """Return the longest way from the start of each operation to the end; always longer than those that follow it."""
     behind: dict[str, float] = {}
     to_end: dict[str, float] = {}
     for operation in reversed(operations):
         cost = costs[operation.name]
         follows = behind.get(operation.name)
-        to_end[operation.name] = cost.seconds + (0.0 if follows is None else links.transfer_s(cost) + follows)
+        to_end[operation.name] = cost.seconds + (0.0 if follows is None else times.transfer_s(cost) + follows)
         for each in (*operation.inputs, *operation.after):
             behind[each] = max(behind.get(each, 0.0), to_end[operation.name])
     return to_end
@@ -160,7 +162,7 @@ def place_evenly(
     together: Sequence[Collection[str]],
     group_bytes: Sequence[int],
     num_devices: int,
-    links: Links,
+    times: TransferTimes,
 ) -> dict[str, int]:
     """Return devices as :func:`plan` does, so that all hold about as much: the even share, if groups can be packed so.
 
@@ -170,5 +172,5 @@ def place_evenly(
     share, largest = -(-sum(group_bytes) // num_devices), max(group_bytes, default=0)
     for room in sorted({max(int(share * more), largest) for more in (1.0, 1.05, 1.1, 1.25)}):
         with contextlib.suppress(UsageError):
-            return plan(operations, costs, together, group_bytes, [room] * num_devices, links)
-    return plan(operations, costs, together, group_bytes, [share + largest] * num_devices, links)
+            return plan(operations, costs, together, group_bytes, [room] * num_devices, times)
+    return plan(operations, costs, together, group_bytes, [share + largest] * num_devices, times)
