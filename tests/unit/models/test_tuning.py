@@ -219,6 +219,16 @@ def test_very_few_examples(n: int) -> None:
     assert tune(make_sample(n), 0.0, 8, [FTRL()], is_sorted=False)[0].passes >= 1
 
 
+def test_few_examples_depart_from_the_usual_by_more_than_chance() -> None:
+    """Most sets of 20 examples say nothing of passes, and get the usual 8; what is clear on 500 is chosen."""
+    rules = [FTRL(alpha=rate / 5**0.5) for rate in (0.35, 0.7)]
+    samples = (make_sample(20, num_keys=10, noise=2.0, seed=seed) for seed in range(20))
+    passes = [tune(sample, 0.0, 8, rules, is_sorted=False)[0].passes for sample in samples]
+    assert passes.count(8) >= 14
+    sample = make_sample(500, num_keys=100)
+    assert tune(sample, 0.0, 8, [FTRL(alpha=0.01)], is_sorted=False)[0].passes > 16
+
+
 def test_passes_over_far_more_data_are_fewer() -> None:
     assert passes_for_all(40, make_sample(1000)) == 40
     assert passes_for_all(40, make_sample(1000, num_examples=4000)) == 10

@@ -87,14 +87,21 @@ def tune(
     """
     trial = SampleTrial(sample, offset, batch_size, is_sorted=is_sorted)
     pool = ThreadPoolExecutor(num_cores())
+    usual_losses = trial.usual_losses(rules[0])
+
+    def try_rules(doubted: Sequence[FTRL], others: Sequence[FTRL]) -> list[TriedRule]:
+        futures = [pool.submit(trial.run, rule, usual_losses) for rule in doubted]
+        futures += [pool.submit(trial.run, rule) for rule in others]
+        return [each.result() for each in futures]
+
     try:
-        found = list(pool.map(trial.run, [*rules, *sparse[:1]]))
-        usual = sorted(found[: len(rules)], key=_mean_loss)
+        found = try_rules(rules, sparse[:1])
+        usual = sorted(found[: len(rules)], key=_score)
         bounds = (usual[0].losses, trial.base_losses())
         better = [each for each in found[len(rules) :] if all(map(each.losses.is_below, bounds))]
-        further = [*(sparse[1:] if better else ()), *(faster if _is_fastest_best(usual) else ())]
-        better += [each for each in pool.map(trial.run, further) if all(map(each.losses.is_below, bounds))]
-        return sorted(better, key=_mean_loss)[:1] + usual
+        further = try_rules(faster if _is_fastest_best(usual) else (), sparse[1:] if better else ())
+        better += [each for each in further if all(map(each.losses.is_below, bounds))]
+        return sorted(better, key=_score)[:1] + usual
     finally:
         pool.shutdown(cancel_futures=True)  # after Ctrl-C, none is begun
 
@@ -106,8 +113,8 @@ def _is_fastest_best(tried: Sequence[TriedRule]) -> bool:
     return all(each.rule.alpha < best.rule.alpha and best.losses.is_below(each.losses) for each in others)
 
 
-def _mean_loss(tried: TriedRule) -> float:
-    return tried.losses.mean
+def _score(tried: TriedRule) -> float:
+    return tried.score
 
 
 def passes_for_all(passes: int, sample: ExampleSample) -> int:

@@ -7,6 +7,12 @@ Of up to 5,000 examples each fifth is held out in turn; of more, an eighth: the 
 predicted comes later than what is learned; where labels stand in runs, ones from everywhere. Where examples have
 copies, as where rare ones were multiplied, all copies of one are on the same side, or learning by heart would look like
 learning.
+
+With few examples the lowest of many losses is low by chance. So of up to 5,000 examples, if they have fewer features
+than that, 8 passes of the first rule are usual, and others count with their loss plus three standard errors of its
+difference to the usual: they are taken where they are better by more than that. These are two standard errors, each
+half as large again as examples say, since the parts of a cross-validation are trained on the same examples (Nadeau and
+Bengio, "Inference for the generalization error", Machine Learning 2003).
 """
 
 from __future__ import annotations
@@ -32,6 +38,8 @@ from paceline.tables.types import Doubles, Floats
 
 MAX_PASSES = 64
 SMALL = 5_000
+_USUAL_PASSES = 8
+_CAUTION = 3.0  # standard errors
 _MAX_PAIR_VISITS = 150_000_000
 _FOLDS = 5
 _HELD_OUT = 8
@@ -61,8 +69,16 @@ class HeldOutLosses:
 
     def is_below(self, other: HeldOutLosses) -> bool:
         """Return whether the mean is below another's, on the same examples, by more than the standard error."""
+        return other.mean - self.mean > self._standard_error(other)
+
+    def doubted_mean(self, usual: HeldOutLosses) -> float:
+        """Return the mean with what it may be low by, by chance, if `usual` would be taken otherwise."""
+        return self.mean + _CAUTION * self._standard_error(usual)
+
+    def _standard_error(self, other: HeldOutLosses) -> float:
+        """Return that of the difference to another's mean, on the same examples."""
         differences = (other.losses - self.losses) * self.weights / max(float(self.weights.mean()), 1e-30)
-        return float(differences.mean()) > float(differences.std()) / math.sqrt(len(differences))
+        return float(differences.std()) / math.sqrt(len(differences))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -72,6 +88,8 @@ class TriedRule:
     rule: FTRL
     passes: int
     losses: HeldOutLosses
+    score: float
+    """What it is chosen by: the mean loss, a doubted one where examples are few."""
     optimism: Optimism
 
 
@@ -101,26 +119,46 @@ class SampleTrial:
         """Return the losses of who says the base rate always."""
         return self._losses(np.full(len(self._labels), self._offset))
 
-    def run(self, rule: FTRL) -> TriedRule:
-        """Train by a rule, as long as it gets better."""
-        states = [_TrialState.fresh(self._num_features) for _ in self._splits]
-        hyper = np.array(rule.hyper)
-        means: list[float] = []
+    def usual_losses(self, rule: FTRL) -> HeldOutLosses | None:
+        """Return the losses that others have to be better than by more than chance; None where examples are enough.
+
+        They are also enough where there are as many features: few passes suit these, and 8 are not usual.
+        """
+        if not self._num_features < len(self._all_labels) <= SMALL:
+            return None
+        states = self._fresh_states()
+        for _ in range(_USUAL_PASSES):
+            self._train(states, rule)
+        return self._losses(self._margins(states))
+
+    def run(self, rule: FTRL, usual: HeldOutLosses | None = None) -> TriedRule:
+        """Train by a rule, as long as it gets better; judge it by doubted means if it is not the usual."""
+        states = self._fresh_states()
+        scores: list[float] = []
         best: HeldOutLosses | None = None
         weights: list[Floats] = []
         for passes in range(1, self._max_passes + 1):
-            for state, (trained, _) in zip(states, self._splits, strict=True):
-                logistic_pass(*self._arrays, trained, self._offset, self._batch_size, hyper, *state)
+            self._train(states, rule)
             found = self._losses(self._margins(states))
-            means.append(found.mean)
-            if best is None or found.mean < best.mean:
+            scores.append(found.mean if usual is None else found.doubted_mean(usual))
+            if best is None or scores[-1] < min(scores[:-1]):
                 best, weights = found, [state.rows[:, 0].copy() for state in states]
-            if passes >= 1.3 * (1 + np.argmin(means)) + 3:
+            if passes >= 1.3 * (1 + np.argmin(scores)) + 3:
                 break
         assert best is not None
-        enough = max(best.mean + _TOLERANCE * self._entropy, _SEPARATED * self._entropy)
-        passes = 1 + next((i for i, mean in enumerate(means) if mean <= enough), 0)
-        return TriedRule(rule=rule, passes=passes, losses=best, optimism=self._optimism(weights))
+        score = min(scores)
+        enough = max(score + _TOLERANCE * self._entropy, _SEPARATED * self._entropy)
+        passes = 1 + next((i for i, each in enumerate(scores) if each <= enough), 0)
+        return TriedRule(rule=rule, passes=passes, losses=best, score=score, optimism=self._optimism(weights))
+
+    def _fresh_states(self) -> list[_TrialState]:
+        return [_TrialState.fresh(self._num_features) for _ in self._splits]
+
+    def _train(self, states: list[_TrialState], rule: FTRL) -> None:
+        """Make a pass over what each state is trained on."""
+        hyper = np.array(rule.hyper)
+        for state, (trained, _) in zip(states, self._splits, strict=True):
+            logistic_pass(*self._arrays, trained, self._offset, self._batch_size, hyper, *state)
 
     def _optimism(self, weights: list[Floats]) -> Optimism:
         """Return how far models are off on what is held out, beyond how far they are on what they were trained on."""
