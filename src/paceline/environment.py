@@ -64,7 +64,9 @@ class Environment:
     replicas: int | None = None
     """``PACELINE_REPLICAS``: replicas of the model in one process."""
     filters: str | None = None
-    """``PACELINE_FILTERS``: what gradients go behind in all-reduce, as ``paceline run --filters`` spells it."""
+    """``PACELINE_FILTERS``: what goes between processes is behind, as ``paceline run --filters`` spells it; behind a
+    slash, if any, what ``--pull-filters`` says.
+    """
 
     def __repr__(self) -> str:
         values = {field.name: getattr(self, field.name) for field in fields(self)}

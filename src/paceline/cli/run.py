@@ -84,8 +84,12 @@ def run(
     filters: Annotated[
         str | None,
         typer.Option(
-            help="What gradients go behind between processes: quantize:4; to other ranks also top-k:0.01; or none."
+            help="What goes between processes is behind: gradients quantize:4, to other ranks also top-k:0.01; rows of "
+            "embeddings on servers key-caching,quantize:8,zstd; or none."
         ),
+    ] = None,
+    pull_filters: Annotated[
+        str | None, typer.Option(help="What rows of embeddings come back behind; default: as --filters.")
     ] = None,
     filter_module: options.FilterModules = None,
     tls_cert: options.TLSCert = None,
@@ -125,7 +129,7 @@ def run(
             cluster=cluster,
             job=job,
             index=index,
-            filters=filters,
+            filters=filters if pull_filters is None else f"{filters or ''}/{pull_filters}",
             filter_modules=filter_module or (),
             tls=options.find_tls(tls_cert, tls_key, tls_ca),
         )

@@ -284,6 +284,12 @@ def from_descriptions(described: Sequence[dict[str, Any]]) -> FilterChain:
     return FilterChain([from_description(each) for each in described])
 
 
+def split_pulled(text: str) -> tuple[str, str | None]:
+    """Return the texts of a chain and, if there is one behind a slash, of that of pulled values."""
+    pushed, slash, pulled = text.partition("/")
+    return pushed, pulled if slash else None
+
+
 def parse_filters(text: str) -> FilterChain:
     """Return the chain of a text such as ``key-caching,quantize:8,compress``; ``none`` is an empty one."""
     if text.strip() == "none":

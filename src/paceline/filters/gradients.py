@@ -53,18 +53,24 @@ class RankExchange:
 Averaging: TypeAlias = Generator[RankExchange, Bytes, Floats]
 
 
+def are_for_gradients(each: Filter) -> bool:
+    """Whether a filter is for gradients that all ranks average."""
+    return isinstance(each, (TopK, RandomK, ValueFilter))
+
+
 def gradient_filters(filters: Sequence[Filter] | str) -> FilterChain:
     """Return the chain if gradients can go behind it. Raises UsageError."""
     chain = parse_filters(filters) if isinstance(filters, str) else FilterChain(filters)
     for each in chain.filters:
-        if isinstance(each, RowFilter) and not isinstance(each, (TopK, RandomK)):
+        if are_for_gradients(each):
+            continue
+        if isinstance(each, RowFilter):
             raise UsageError(f"filter {each} is not for gradients that all ranks average: top-k and random-k are")
-        if not isinstance(each, (RowFilter, ValueFilter)):
-            reason = "they have no keys" if each.stage < ValueFilter.stage else "each rank sends as many bytes"
-            raise UsageError(
-                f"filter {each} is not for gradients that all ranks average, since {reason}: take float16, bfloat16, "
-                "quantize, top-k or random-k"
-            )
+        reason = "they have no keys" if each.stage < ValueFilter.stage else "each rank sends as many bytes"
+        raise UsageError(
+            f"filter {each} is not for gradients that all ranks average, since {reason}: take float16, bfloat16, "
+            "quantize, top-k or random-k"
+        )
     if len(chain.rows) > 1:
         raise UsageError(f"filters {chain}: {chain.rows[0]} and {chain.rows[1]} both choose values; take one of them")
     if not chain:

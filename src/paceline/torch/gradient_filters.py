@@ -19,9 +19,11 @@ from torch.futures import Future
 from paceline.environment import environment
 from paceline.filters import Filter, FilterChain, parse_filters
 from paceline.filters.base import Bytes
+from paceline.filters.chain import split_pulled
 from paceline.filters.gradients import Averaging, GradientMean, RankExchange, gradient_filters
 from paceline.filters.modules import import_filter_modules, modules_named_in
 from paceline.tables.types import Floats
+from paceline.torch.embeddings.tables import RowFilters
 
 Hook = Callable[[Any, GradBucket], Future[Tensor]]
 
@@ -45,11 +47,27 @@ def filter_hook(filters: Sequence[Filter] | str) -> Hook:
     return average
 
 
-def told_filters() -> str:
-    """Return the filters of ``paceline run --filters``, empty for none; the modules that it names are imported."""
-    text = environment().filters or ""
-    import_filter_modules(modules_named_in(text))
-    return text if parse_filters(text) else ""
+def told_filters() -> tuple[str, str | None]:
+    """Return the filters of ``paceline run --filters`` and ``--pull-filters``, whose modules are imported.
+
+    Empty for none; None for those of pulled values that follow from the others.
+    """
+    pushed, pulled = split_pulled(environment().filters or "")
+    import_filter_modules([*modules_named_in(pushed), *modules_named_in(pulled or "")])
+    return pushed if parse_filters(pushed) else "", pulled
+
+
+def row_filters(filters: Sequence[Filter] | str | None, pull_filters: Sequence[Filter] | str | None) -> RowFilters:
+    """Return what rows of embeddings on servers go behind; None: what ``paceline run`` was told."""
+    if filters is None:
+        filters, told = told_filters()
+        pull_filters = told if pull_filters is None else pull_filters
+    pulled = None if pull_filters is None else _chain_of(pull_filters).filters
+    return RowFilters(_chain_of(filters).filters, pulled)
+
+
+def _chain_of(filters: Sequence[Filter] | str) -> FilterChain:
+    return parse_filters(filters) if isinstance(filters, str) else FilterChain(filters)
 
 
 class _Step:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from paceline.errors import UsageError
+from paceline.filters import KeyCaching, Quantize
 from paceline.ps import Constant
 from paceline.torch.embeddings import Embedding, EmbeddingBag
 from paceline.torch.strategies.base import Strategy
@@ -84,6 +85,24 @@ def check_as_one_device(rank: int, size: int) -> None:
         expected = _train(strategy, "equal", _ROWS * size, num_rows)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def check_filters(rank: int, size: int) -> None:
+    """Rows go behind all filters, gradients behind those for them; what is exact changes nothing."""
+    num_rows = _ROWS * size * _STEPS
+    with Hybrid(seed=5) as strategy:
+        expected = _train(strategy, "unfiltered", _ROWS, num_rows)
+    with Hybrid(seed=5, filters="key-caching,key-numbers,compress") as strategy:
+        found = _train(strategy, "exact", _ROWS, num_rows)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    with Hybrid(seed=5, filters=[KeyCaching(), Quantize(bits=8)], pull_filters="float16") as strategy:
+        found = _train(strategy, "rounded", _ROWS, num_rows)
+        difference = strategy.reduce(found[0], "max") - strategy.reduce(found[0], "min")
+        assert not difference.any()
+    assert not torch.equal(found[0], expected[0])
+    assert not torch.equal(found[1], expected[1])
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.3)
+    assert torch.equal(found[1], found[1].half().float())
 
 
 def check_compiled_after(rank: int, size: int) -> None:

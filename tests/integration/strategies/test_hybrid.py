@@ -104,7 +104,7 @@ def test_rows_are_asked_for_an_iteration_ahead() -> None:
         paceline.local_cluster(servers=2, consistency=BoundedDelay(tau=2)) as cluster,
         cluster.connect(rank=0) as client,
     ):
-        embedding = Embedding(1, initializer=paceline.Zeros())
+        embedding = Embedding(1, initializer=paceline.Zeros(), filters=[paceline.KeyCaching()], pull_filters=[])
         optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
         embedder = Embedder(find_embeddings(embedding), ClusterTables(client), optimizer)
         embedder.step_with(optimizer, tick=client.tick)
@@ -123,6 +123,8 @@ def test_rows_are_asked_for_an_iteration_ahead() -> None:
         assert seen == [0, -1, -1, -2, -3]
         assert embedding(torch.tensor([7])).item() == -5
         table = embedder.tables["embedding"]
+        declared = client.sparse_table("embedding", update=paceline.SGD(lr=1.0), filters=[paceline.KeyCaching()])
+        assert len(declared) == len(table)  # other filters would be refused
         assert (len(table), table.is_shared) == (7, True)
         kept = [(keys.copy(), records.copy()) for keys, records in table.items()]
         table.clear()

@@ -79,6 +79,9 @@ def test_filters_are_told() -> None:
 def test_filters_that_cannot_be_are_refused(strategy: str, filters: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         run_script(RunOptions(script=__file__, strategy=strategy, filters=filters))
+    if strategy == "all-reduce":
+        with pytest.raises(UsageError, match="--pull-filters none: for embeddings on servers, and all-reduce has none"):
+            run_script(RunOptions(script=__file__, strategy=strategy, filters="/none"))
 
 
 _SIGNS = """

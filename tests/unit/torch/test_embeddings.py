@@ -249,6 +249,11 @@ def test_what_is_wrong_is_said() -> None:
         EmbeddingBag(DIM, mode="median")
     with pytest.raises(UsageError, match="1 to 65536"):
         Embedding(0)
+    wrong: Any = "quantize:8"
+    with pytest.raises(UsageError, match="filters='quantize:8': expected a list of filters"):
+        Embedding(1, filters=wrong)
+    with pytest.raises(UsageError, match=r"EmbeddingBag\(pull_filters=\[\]\): expected filters="):
+        EmbeddingBag(1, pull_filters=[])
 
 
 def test_copies() -> None:

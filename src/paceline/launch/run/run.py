@@ -17,6 +17,7 @@ from paceline.collectives.rendezvous.rendezvous import is_loopback, own_host
 from paceline.environment import environment, num_cores
 from paceline.errors import AddressError, UsageError
 from paceline.filters import parse_filters
+from paceline.filters.chain import split_pulled
 from paceline.filters.gradients import gradient_filters
 from paceline.filters.modules import import_filter_modules, modules_named_in, with_modules
 from paceline.launch.local import Share, wait_cluster
@@ -77,7 +78,9 @@ class RunOptions:
     filter_modules: Sequence[str] = ()
     """Modules of users' own filters, which servers import, and ranks those whose filters are in `filters`."""
     filters: str | None = None
-    """What gradients go behind on their way to other ranks, or to servers; None or ``none``: nothing."""
+    """What goes to other ranks, or to servers and back, is behind; None or ``none``: nothing. Behind a slash that of
+    rows of embeddings that servers return; without one it is as far as it is for values and bytes.
+    """
     tls: TLS | None = None
     """Of the servers, and of what ranks send one another between machines; None: what the environment says."""
 
@@ -140,7 +143,7 @@ def run_script(options: RunOptions) -> int:
                         tls=setup.tls,
                         share=setup.share,
                         heartbeat_timeout_s=options.heartbeat_timeout_s or _HEARTBEAT_TIMEOUT_S,
-                        filter_modules=[*options.filter_modules, *modules_named_in(options.filters or "")],
+                        filter_modules=[*options.filter_modules, *_modules_of(options.filters)],
                     )
                 )
                 scheduler = servers.scheduler
@@ -158,17 +161,25 @@ def run_script(options: RunOptions) -> int:
 
 def _find_filters(options: RunOptions, strategy: str) -> str | None:
     """Return the filters that ranks are told of, with the modules that they import; None: none. Raises UsageError."""
-    text = options.filters or ""
-    import_filter_modules([*options.filter_modules, *modules_named_in(text)])
-    if not parse_filters(text):
-        return None
-    if strategy == "parameter-server":
-        filters_of_dense_tables(text)
-    elif strategy in ("all-reduce", "hybrid"):
-        gradient_filters(text)
-    else:
-        raise UsageError(f"--filters {text}: for gradients that processes exchange; {strategy} has one")
-    return with_modules(text)
+    pushed, pulled = split_pulled(options.filters or "")
+    import_filter_modules([*options.filter_modules, *_modules_of(options.filters)])
+    chain = parse_filters(pushed)
+    if pulled is not None:
+        parse_filters(pulled)
+        if strategy not in ("parameter-server", "hybrid"):
+            raise UsageError(f"--pull-filters {pulled}: for embeddings on servers, and {strategy} has none there")
+    if chain and strategy == "parameter-server":
+        filters_of_dense_tables(pushed)
+    elif chain and strategy == "all-reduce":
+        gradient_filters(pushed)
+    elif chain and strategy != "hybrid":
+        raise UsageError(f"--filters {pushed}: for gradients that processes exchange; {strategy} has one")
+    told = with_modules(pushed) if chain else ""
+    return (told if pulled is None else f"{told}/{with_modules(pulled)}") or None
+
+
+def _modules_of(filters: str | None) -> list[str]:
+    return [module for text in split_pulled(filters or "") for module in modules_named_in(text or "")]
 
 
 def _run_ranks(

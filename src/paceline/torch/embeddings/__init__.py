@@ -3,7 +3,7 @@
 from paceline.torch.embeddings.embedder import Embedder
 from paceline.torch.embeddings.modules import Embedding, EmbeddingBag, find_embeddings
 from paceline.torch.embeddings.server_tables import ClusterTables
-from paceline.torch.embeddings.tables import LocalTables, ReplicatedTables, RowTable, RowTables
+from paceline.torch.embeddings.tables import LocalTables, ReplicatedTables, RowFilters, RowTable, RowTables
 
 __all__ = [
     "ClusterTables",
@@ -12,6 +12,7 @@ __all__ = [
     "EmbeddingBag",
     "LocalTables",
     "ReplicatedTables",
+    "RowFilters",
     "RowTable",
     "RowTables",
     "find_embeddings",

@@ -15,7 +15,7 @@ from paceline.torch.embeddings.gradients import RowGradients
 from paceline.torch.embeddings.modules import Embedding, EmbeddingBag
 from paceline.torch.embeddings.prefetching import Prefetcher
 from paceline.torch.embeddings.source import LastKeys, RowSource
-from paceline.torch.embeddings.tables import Push, RowTable, RowTables
+from paceline.torch.embeddings.tables import Push, RowFilters, RowTable, RowTables
 from paceline.torch.update_rules import rule_of
 
 
@@ -52,7 +52,7 @@ class Embedder:
     ) -> RowTable:
         rule = _rule_for(name, module, optimizer, group)
         name = module.name or name
-        declaration = _Declaration(module.dim, rule, module.initializer, module.seed)
+        declaration = _Declaration(module.dim, rule, module.initializer, module.seed, module.filters)
         first = self._declared.setdefault(name, declaration)
         if declaration != first:
             raise UsageError(
@@ -60,7 +60,7 @@ class Embedder:
                 "equal, or give them different names"
             )
         if name not in self.tables:
-            table = self._row_tables.table(name, module.dim, rule, module.initializer, module.seed)
+            table = self._row_tables.table(name, *declaration)
             self.tables[name] = table
             if module.update is None and optimizer is not None and group is not None:
                 self._followers.append(_Follower(table, optimizer, group, rule))
@@ -136,6 +136,7 @@ class _Declaration(NamedTuple):
     update: UpdateRule
     initializer: Initializer
     seed: int
+    filters: RowFilters | None
 
 
 class _Follower:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,11 +10,13 @@ from torch import nn
 from torch.nn import functional
 
 from paceline.errors import UsageError
+from paceline.filters import Filter, FilterChain
 from paceline.ps import Initializer, Normal, UpdateRule
 from paceline.tables.types import Floats
 from paceline.torch.embeddings.distinct import DistinctKeys
 from paceline.torch.embeddings.lookup import OnGradient, gather, rows_of
 from paceline.torch.embeddings.source import RowSource
+from paceline.torch.embeddings.tables import RowFilters
 
 MODES = ("sum", "mean", "max")
 
@@ -22,7 +25,14 @@ class SparseRows(nn.Module):
     """What both layers share: the table's settings, and the way to its rows. Abstract."""
 
     def __init__(
-        self, dim: int, name: str | None, update: UpdateRule | None, initializer: Initializer | None, seed: int
+        self,
+        dim: int,
+        name: str | None,
+        update: UpdateRule | None,
+        initializer: Initializer | None,
+        seed: int,
+        filters: Sequence[Filter] | None,
+        pull_filters: Sequence[Filter] | None,
     ) -> None:
         super().__init__()
         what = type(self).__name__
@@ -41,6 +51,13 @@ class SparseRows(nn.Module):
         self.update = update
         self.initializer = Normal(std=1.0) if initializer is None else initializer
         self.seed = seed
+        if filters is None and pull_filters is not None:
+            raise UsageError(f"{what}(pull_filters={pull_filters!r}): expected filters=[...] beside them")
+        self.filters: RowFilters | None = None
+        """What its rows go behind, where they are on servers; None: what the strategy says."""
+        if filters is not None:
+            pulled = None if pull_filters is None else FilterChain(pull_filters).filters
+            self.filters = RowFilters(FilterChain(filters).filters, pulled)
         self.anchor = nn.Parameter(torch.empty(0))
         """Holds nothing: it is the module's place in the autograd graph, in the optimizer, and on a device."""
         # Shared by shallow copies of the module: all replicas of a model have the same rows.
@@ -93,6 +110,9 @@ class Embedding(SparseRows):
     two modules with one name share the table. Where the rows are is the strategy's choice, whose ``prepare()`` comes
     before the first use.
 
+    Rows that are on servers are pushed and pulled behind `filters`, and come back behind `pull_filters`, as those of
+    ``client.sparse_table``; by default behind the strategy's (``paceline run --filters``). Elsewhere nothing is.
+
     Raises UsageError for keys of another dtype, and before ``prepare()``.
     """
 
@@ -104,8 +124,10 @@ class Embedding(SparseRows):
         update: UpdateRule | None = None,
         initializer: Initializer | None = None,
         seed: int = 0,
+        filters: Sequence[Filter] | None = None,
+        pull_filters: Sequence[Filter] | None = None,
     ) -> None:
-        super().__init__(dim, name, update, initializer, seed)
+        super().__init__(dim, name, update, initializer, seed, filters, pull_filters)
 
     def forward(self, keys: torch.Tensor) -> torch.Tensor:
         """Return the rows of `keys`."""
@@ -131,8 +153,10 @@ class EmbeddingBag(SparseRows):
         update: UpdateRule | None = None,
         initializer: Initializer | None = None,
         seed: int = 0,
+        filters: Sequence[Filter] | None = None,
+        pull_filters: Sequence[Filter] | None = None,
     ) -> None:
-        super().__init__(dim, name, update, initializer, seed)
+        super().__init__(dim, name, update, initializer, seed, filters, pull_filters)
         if mode not in MODES:
             raise UsageError(f"EmbeddingBag(mode={mode!r}): expected one of {', '.join(MODES)}")
         self.mode = mode

@@ -19,7 +19,9 @@ from paceline.ps import (
 )
 from paceline.ps.messages import TableSpec
 from paceline.tables.types import Floats, Keys
-from paceline.torch.embeddings.tables import Push, RowTable, RowTables, RowTicket
+from paceline.torch.embeddings.tables import Push, RowFilters, RowTable, RowTables, RowTicket
+
+_NO_FILTERS = RowFilters()
 
 
 class ClusterTable(RowTable):
@@ -73,18 +75,31 @@ class ClusterTable(RowTable):
 class ClusterTables(RowTables):
     """Every row on the servers of a cluster. Who ends the iterations (``client.tick()``) is the strategy's business.
 
+    Rows go behind `filters`, unless their embedding has some of its own.
     Where the cluster's consistency lets a worker be an iteration behind itself (τ ≥ 1), rows are asked for one
     iteration before their use, and may lack this worker's own last update; else once the iteration before is over.
     """
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, filters: RowFilters = _NO_FILTERS) -> None:
         self._client = client
+        self._filters = filters
         self.lead = 0 if client.consistency.tau == 0 else 1
 
     @override
-    def table(self, name: str, dim: int, rule: UpdateRule, initializer: Initializer, seed: int) -> ClusterTable:
+    def table(
+        self,
+        name: str,
+        dim: int,
+        rule: UpdateRule,
+        initializer: Initializer,
+        seed: int,
+        filters: RowFilters | None = None,
+    ) -> ClusterTable:
         """Raises TableMismatchError if another rank has said otherwise."""
-        declared = self._client.sparse_table(name, dim=dim, update=rule, initializer=initializer, seed=seed)
+        pushed, pulled = self._filters if filters is None else filters
+        declared = self._client.sparse_table(
+            name, dim=dim, update=rule, initializer=initializer, seed=seed, filters=pushed, pull_filters=pulled
+        )
         table = ClusterTable(self._client, declared)
         table.set_update(rule)  # a cluster may have the table from an earlier training, with another rate
         return table

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from typing_extensions import override
 
 from paceline.collectives import Group
+from paceline.filters import Filter
 from paceline.ps import Initializer, SparseStore, UpdateRule, to_fields
 from paceline.ps.messages import TableSpec
 from paceline.tables.sparse_part import check_finite
@@ -19,6 +20,13 @@ from paceline.torch.embeddings.distinct import sum_equal_keys
 
 Push = tuple["RowTable", Keys, Floats]
 """A table, distinct keys of it, uint64 [n], and their gradients, float32 [n, dim]."""
+
+
+class RowFilters(NamedTuple):
+    """What goes between this process and the servers of rows is behind, as :meth:`Client.sparse_table` takes it."""
+
+    filters: tuple[Filter, ...] = ()
+    pull_filters: tuple[Filter, ...] | None = None
 
 
 class RowTicket(Protocol):
@@ -72,8 +80,19 @@ class RowTables(ABC):
     nothing to gain by asking early."""
 
     @abstractmethod
-    def table(self, name: str, dim: int, rule: UpdateRule, initializer: Initializer, seed: int) -> RowTable:
-        """Return a table of rows of `dim` float32."""
+    def table(
+        self,
+        name: str,
+        dim: int,
+        rule: UpdateRule,
+        initializer: Initializer,
+        seed: int,
+        filters: RowFilters | None = None,
+    ) -> RowTable:
+        """Return a table of rows of `dim` float32.
+
+        Where rows are on servers they go behind `filters`, or behind the strategy's.
+        """
 
     @abstractmethod
     def push(self, pushes: Sequence[Push]) -> None:
@@ -160,7 +179,15 @@ class LocalTables(RowTables):
     """Every row in this process, for strategies that are one process."""
 
     @override
-    def table(self, name: str, dim: int, rule: UpdateRule, initializer: Initializer, seed: int) -> LocalTable:
+    def table(
+        self,
+        name: str,
+        dim: int,
+        rule: UpdateRule,
+        initializer: Initializer,
+        seed: int,
+        filters: RowFilters | None = None,
+    ) -> LocalTable:
         return LocalTable(_spec(name, dim, rule, initializer, seed), rule, initializer)
 
     @override
@@ -186,7 +213,15 @@ class ReplicatedTables(RowTables):
         self._local = LocalTables()
 
     @override
-    def table(self, name: str, dim: int, rule: UpdateRule, initializer: Initializer, seed: int) -> LocalTable:
+    def table(
+        self,
+        name: str,
+        dim: int,
+        rule: UpdateRule,
+        initializer: Initializer,
+        seed: int,
+        filters: RowFilters | None = None,
+    ) -> LocalTable:
         found = self._tables[name] = self._local.table(name, dim, rule, initializer, seed)
         return found
 

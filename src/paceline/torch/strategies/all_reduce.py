@@ -68,7 +68,7 @@ class AllReduce(Strategy):
     ) -> None:
         check_compression(compression)
         if filters is None:
-            filters = told_filters()
+            filters, _ = told_filters()
         if filters:
             gradient_filters(filters)
             if compression is not None:

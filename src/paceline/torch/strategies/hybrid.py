@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -12,9 +12,12 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from paceline.filters import Filter
+from paceline.filters.gradients import are_for_gradients
 from paceline.protocol import Consistency
 from paceline.ps import Client
 from paceline.torch.embeddings import ClusterTables, RowTables
+from paceline.torch.gradient_filters import row_filters
 from paceline.torch.strategies.all_reduce import AllReduce
 from paceline.torch.strategies.base import warn
 from paceline.torch.strategies.ranks import DEFAULT_TIMEOUT
@@ -30,8 +33,12 @@ class Hybrid(AllReduce):
     rank's are applied when they arrive; under ``sequential`` they are averaged and applied once, as everywhere else.
 
     Options are those of :class:`~paceline.torch.strategies.all_reduce.AllReduce`, and `consistency`, `replicas` and
-    `min_replicas` as `ParameterServer` has them. A model without embeddings is trained as under all-reduce, and
-    standard error says so.
+    `min_replicas` as `ParameterServer` has them. `filters` (a list or a text as ``key-caching,quantize:8``; default:
+    those of ``paceline run --filters``) are what goes between processes is behind: rows of embeddings all of them,
+    unless an embedding has its own, and gradients that are averaged those that are for them. Rows that are pulled come
+    behind `pull_filters` (default: `filters`, as far as they are for values and bytes).
+
+    A model without embeddings is trained as under all-reduce, and standard error says so.
 
     Raises UsageError where there are no servers: start the program with ``paceline run --strategy hybrid``.
 
@@ -48,11 +55,15 @@ class Hybrid(AllReduce):
         consistency: Consistency | None = None,
         replicas: int | None = None,
         min_replicas: int | None = None,
+        filters: Sequence[Filter] | str | None = None,
+        pull_filters: Sequence[Filter] | str | None = None,
         device: torch.device | str | None = None,
         seed: int = 0,
         **options: Any,
     ) -> None:
-        super().__init__(device=device, seed=seed, **options)
+        self._row_filters = row_filters(filters, pull_filters)
+        averaged = [each for each in self._row_filters.filters if are_for_gradients(each)]
+        super().__init__(device=device, seed=seed, filters=averaged, **options)
         self._client: Client | None = None
         try:
             self._client = connect_workers(self.name, self.rank, options.get("timeout", DEFAULT_TIMEOUT))
@@ -77,7 +88,7 @@ class Hybrid(AllReduce):
 
     def _row_tables(self) -> RowTables:
         assert self._client is not None, "prepare() comes before close()"
-        return ClusterTables(self._client)
+        return ClusterTables(self._client, self._row_filters)
 
     def _tick(self) -> None:
         if self._client is not None and self._takes_part:

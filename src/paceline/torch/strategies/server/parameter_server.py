@@ -29,7 +29,7 @@ from paceline.filters import Filter
 from paceline.protocol import Consistency, Sequential
 from paceline.ps.client.filtered import filters_of_dense_tables
 from paceline.torch.embeddings import ClusterTables, RowTables
-from paceline.torch.gradient_filters import told_filters
+from paceline.torch.gradient_filters import row_filters
 from paceline.torch.strategies.base import Strategy
 from paceline.torch.strategies.ranks import DEFAULT_TIMEOUT, Ranks
 from paceline.torch.strategies.server.cluster import check_cluster, connect_workers
@@ -63,7 +63,8 @@ class ParameterServer(Strategy):
     `timeout` is how long anything is waited for.
 
     `filters` (a list or a text as ``quantize:4``; default: those of ``paceline run --filters``) are what gradients go
-    behind; values come back as they are.
+    behind; values come back as they are. Rows of embeddings are pulled behind them too, and come back behind
+    `pull_filters` (default: `filters`, as far as they are for values and bytes), unless an embedding has its own.
 
     The servers' consistency and replicas are the launcher's choice. A program that relies on them says so by
     `consistency` (``BoundedDelay(tau=4)``), `replicas` and `min_replicas` (so many or more), and is refused where they
@@ -86,13 +87,15 @@ class ParameterServer(Strategy):
         overlap: bool = True,
         unused: Literal["error", "skip"] = "error",
         filters: Sequence[Filter] | str | None = None,
+        pull_filters: Sequence[Filter] | str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
         if not 0 < bucket_mb <= 512:
             raise UsageError(f"ParameterServer(bucket_mb={bucket_mb!r}): expected more than 0 and at most 512 MiB")
         if unused not in ("error", "skip"):
             raise UsageError(f"ParameterServer(unused={unused!r}): expected 'error' or 'skip'")
-        chosen = filters_of_dense_tables(told_filters() if filters is None else filters)
+        chosen = row_filters(filters, pull_filters)
+        filters_of_dense_tables(chosen.filters)
         ranks = Ranks.meet(timeout)
         try:
             super().__init__(ranks, device=device, seed=seed)
@@ -141,13 +144,13 @@ class ParameterServer(Strategy):
                 groups,
                 overlaps=self._overlaps,
                 skips_unused=self._skips_unused,
-                filters=self._filters,
+                filters=self._filters.filters,
             )
             self.dense.start(optimizer)
         return model, ServerOptimizer(optimizer, self._step, self.dense)
 
     def _row_tables(self) -> RowTables:
-        return ClusterTables(self.client)
+        return ClusterTables(self.client, self._filters)
 
     # In the loop.
 
