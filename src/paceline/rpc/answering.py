@@ -23,7 +23,7 @@ from paceline.rpc.futures import Future
 from paceline.rpc.messages import RemoteError, RpcKind, failure_meta
 from paceline.rpc.running import in_context
 from paceline.rpc.serving import CalleeEnd, RequestServer
-from paceline.transport import Header, frame_parts, reader
+from paceline.transport import Buffer, Header, reader
 
 if TYPE_CHECKING:
     from paceline.rpc.agent import Agent
@@ -32,6 +32,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _logger = logging.getLogger("paceline.rpc")
 _HANDSHAKE_S = 10.0
 _NONE = msgspec.msgpack.encode(None)
+_CALL, _REMOTE, _RESULT, _FAILED = map(int, (RpcKind.CALL, RpcKind.REMOTE, RpcKind.RESULT, RpcKind.FAILED))
 
 _Reference = tuple[int, int, int]
 _decode_fetch = reader(_Reference, "a request for an object")
@@ -170,7 +171,7 @@ class Answering(RequestServer, Taker):
     def _carry_out(self, end: CalleeEnd, received: Received) -> None:
         header, meta, body = received
         agent = self._agent
-        if header.kind == RpcKind.CALL or header.kind == RpcKind.REMOTE:
+        if header.kind == _CALL or header.kind == _REMOTE:
             self._call(end, header, meta, body)
         elif header.kind == RpcKind.FETCH:
             value = agent.table.value(ReferenceId(*_decode_fetch(meta)))
@@ -185,7 +186,7 @@ class Answering(RequestServer, Taker):
             agent.standby.touch()
             end.begin()
             agent.watch(holder)
-            end.framed.send(frame_parts(RpcKind.RESULT, request=header.request, meta=_NONE), _soon())
+            end.framed.send(_RESULT, _NONE, deadline=_soon(), request=header.request)
         elif header.kind == RpcKind.RELEASE:
             reference, times = _decode_release(meta)
             agent.table.release(ReferenceId(*reference), end.rank, times)
@@ -198,7 +199,7 @@ class Answering(RequestServer, Taker):
         parts = decoding.decode(meta)
         kept: ReferenceId | None = None
         result: Future[Any] | None = None
-        if header.kind == RpcKind.REMOTE:
+        if header.kind == _REMOTE:
             kept, parts = self._kept(end, parts), parts[1:]
             result = Future()
             agent.table.own(kept, end.rank, result)
@@ -221,7 +222,7 @@ class Answering(RequestServer, Taker):
         if result is None:
             self._run(end, header, function, args, kwargs)
         else:
-            end.framed.send(frame_parts(RpcKind.RESULT, request=header.request, meta=_NONE), _soon())
+            end.framed.send(_RESULT, _NONE, deadline=_soon(), request=header.request)
             run_here(function, args, kwargs, result, header.sequence)
 
     def _kept(self, end: CalleeEnd, parts: Any) -> ReferenceId:
@@ -275,8 +276,9 @@ class Answering(RequestServer, Taker):
         agent = self._agent
         try:
             message = 0
+            parts: Sequence[Buffer] = ()
             if value is None:
-                meta, parts = _NONE, []
+                meta = _NONE
             else:
                 pickle = agent.pickle and agent.directory.reads_pickle(end.rank)
                 encoding = Encoding(pickle=pickle, records=bool(header.sequence))
@@ -290,11 +292,16 @@ class Answering(RequestServer, Taker):
         except PacelineError as error:
             self._fail(end, header, error, with_trace=False)
             return
-        frame = frame_parts(
-            RpcKind.RESULT, request=header.request, sequence=header.sequence, epoch=message, meta=meta, body=parts
-        )
         try:
-            end.framed.send(frame, _soon())
+            end.framed.send(
+                _RESULT,
+                meta,
+                parts,
+                deadline=_soon(),
+                request=header.request,
+                context=header.sequence,
+                message=message,
+            )
         except UsageError as error:  # too long
             self._fail(end, header, error, with_trace=False)
         except (ConnectionLostError, DeadlineError) as error:
@@ -303,7 +310,7 @@ class Answering(RequestServer, Taker):
     def _fail(self, end: CalleeEnd, header: Header, error: BaseException, *, with_trace: bool) -> None:
         meta = failure_meta(error, with_trace=with_trace)
         try:
-            end.framed.send(frame_parts(RpcKind.FAILED, request=header.request, meta=meta), _soon())
+            end.framed.send(_FAILED, meta, deadline=_soon(), request=header.request)
         except PacelineError as lost:
             _logger.debug("a failure could not be told: %s", lost)
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from paceline.errors import ConnectionLostError, DeadlineError, PacelineError
 from paceline.rpc.framed_socket import FramedSocket, Received
 from paceline.rpc.futures import Future
-from paceline.transport import Buffer, frame_parts
+from paceline.transport import Buffer
 
 _TICK_S = 0.1
 
@@ -101,7 +101,13 @@ class CallerEnd:
         self.num_sent += 1
         self._pending[number] = reply
         try:
-            self._send(frame_parts(kind, request=number, sequence=context, epoch=message, meta=meta, body=body), reply)
+            if self.failure is not None:
+                raise self.failure
+            self._framed.send(kind, meta, body, deadline=deadline, request=number, context=context, message=message)
+        except (ConnectionLostError, DeadlineError) as error:
+            self._pending.pop(number, None)
+            self.lose(error)
+            raise self.failure or error from None
         except BaseException:
             self._pending.pop(number, None)
             raise
@@ -117,16 +123,7 @@ class CallerEnd:
     def tell(self, kind: int, meta: Buffer, timeout_s: float) -> None:
         """Send what is not answered."""
         self.num_sent += 1
-        self._framed.send(frame_parts(kind, meta=meta), time.monotonic() + timeout_s)
-
-    def _send(self, parts: Sequence[Buffer], reply: PendingReply) -> None:
-        if self.failure is not None:
-            raise self.failure
-        try:
-            self._framed.send(parts, reply.deadline)
-        except (ConnectionLostError, DeadlineError) as error:
-            self.lose(error)
-            raise self.failure or error from None
+        self._framed.send(kind, meta, deadline=time.monotonic() + timeout_s)
 
     def wait(self, reply: PendingReply, deadline: float) -> None:
         """Return once the reply is done, or at `deadline`; at the reply's own it is done, with a DeadlineError."""

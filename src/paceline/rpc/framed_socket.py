@@ -18,7 +18,21 @@ from typing import Any, NamedTuple
 from paceline.collectives.rendezvous.rendezvous import is_loopback
 from paceline.errors import ConnectionLostError, DeadlineError, ProtocolError, UsageError
 from paceline.rpc.messages import LIMITS
-from paceline.transport.frames import HEADER_BYTES, Buffer, Header, frame_bytes, padded, size_of, unpack_header, view_of
+from paceline.rpc.shared_bodies import SMALLEST_BYTES, SharedBodies, can_share
+from paceline.transport.frames import (
+    HEADER,
+    HEADER_BYTES,
+    MAGIC,
+    PROTOCOL_VERSION,
+    Buffer,
+    Header,
+    frame_bytes,
+    frame_parts,
+    padded,
+    size_of,
+    unpack_header,
+    view_of,
+)
 from paceline.transport.receiving import allocate
 from paceline.transport.security.sealing import TAG_BYTES, Seal, derive_seals, not_sealed
 from paceline.transport.spinning import Spinner
@@ -30,6 +44,8 @@ _IOV_MAX = 512
 _STALL_S = 60.0
 """How long the other end may pause in the middle of a frame, or take nothing of one."""
 _NONCE_BYTES = 32
+_OFFER = 31  # a frame that is not the application's: the path of memory for bodies
+_PADS = tuple(bytes(size) for size in range(8))
 
 
 class Received(NamedTuple):
@@ -54,9 +70,14 @@ class FramedSocket:
         self._poller = select.poll()
         self._poller.register(connected.fileno(), select.POLLIN)
         self._spin = Spinner().wait
+        # The rest of a frame is on its way: to look for it pays, whatever came of looking for frames.
+        self._within = Spinner().wait
+        self._within_sending = Spinner().wait
         self._seal_out: Seal | None = None
         self._seal_in: Seal | None = None
         self._tag_bytes = 0
+        self._shared: SharedBodies | None = None
+        self._may_offer = False
 
     def agree_on_seals(self, token: str, *, connecting: bool, deadline: float) -> None:
         """Seal all that follows if this is a plain connection over a network; both ends call it first of all."""
@@ -70,29 +91,72 @@ class FramedSocket:
         self._seal_out, self._seal_in = derive_seals(token, nonces, b"paceline rpc", connecting=connecting)
         self._tag_bytes = TAG_BYTES
 
-    def send(self, parts: Sequence[Buffer], deadline: float) -> None:
-        """Send a whole frame; returns once it is in the system's hands.
+    def share_bodies(self) -> None:
+        """Offer the other end memory for large bodies, once there are some. For the caller's end, on one host."""
+        self._may_offer = can_share()
+
+    def send(
+        self,
+        kind: int,
+        meta: Buffer = b"",
+        body: Sequence[Buffer] = (),
+        *,
+        deadline: float,
+        request: int = 0,
+        context: int = 0,
+        message: int = 0,
+    ) -> None:
+        """Send a whole frame; returns once it is in the system's hands, or copied.
 
         Raises UsageError (too long), ConnectionLostError or DeadlineError: then the connection is of no more use.
         """
-        size = sum(map(size_of, parts))
-        if size > LIMITS.max_frame_bytes:
-            raise UsageError(f"a call of {size} bytes was to be sent, at most {LIMITS.max_frame_bytes} are; split it")
+        body_bytes = sum(map(size_of, body)) if body else 0
+        if body_bytes + len(meta) > LIMITS.max_frame_bytes - (1 << 12) or len(meta) > LIMITS.max_meta_bytes:
+            raise UsageError(
+                f"a message of {body_bytes + len(meta)} bytes was to be sent, {len(meta)} of them other than arrays; at "
+                f"most {LIMITS.max_frame_bytes} and {LIMITS.max_meta_bytes} are; send it in parts"
+            )
         with self._sending:
-            if self._seal_out is not None:
-                parts = [*parts, self._seal_out.tag(parts)]
-            try:
-                if size <= _JOINED_BYTES:
-                    whole = b"".join(parts)  # type: ignore[arg-type]
-                    sent = self._socket.send(whole)
-                    if sent != len(whole):
-                        self._send_all([whole[sent:]], deadline)
-                else:
-                    self._send_all(parts, deadline)
-            except BlockingIOError:
+            slot = 0
+            if body_bytes >= SMALLEST_BYTES and (self._shared is not None or self._may_offer):
+                slot, body, body_bytes = self._through_memory(body, body_bytes, deadline)
+            header = HEADER.pack(
+                MAGIC, PROTOCOL_VERSION, kind, slot, 0, request, message, 0, context, len(meta), body_bytes
+            )
+            parts: Sequence[Buffer] = (header, meta, _PADS[-len(meta) & 7], *body, _PADS[-body_bytes & 7])
+            self._send_frame(parts, HEADER_BYTES + len(meta) + body_bytes, deadline)
+
+    def _through_memory(
+        self, body: Sequence[Buffer], body_bytes: int, deadline: float
+    ) -> tuple[int, Sequence[Buffer], int]:
+        """Return a frame's flags, and its body or what stands for it: flags 0 mean the body, n its place in slot n - 1."""
+        shared = self._shared
+        if shared is None:
+            self._may_offer = False
+            shared = self._shared = SharedBodies.make()
+            if shared is not None:
+                path = shared.path.encode()
+                offer = frame_parts(_OFFER, meta=path)
+                self._send_frame(offer, HEADER_BYTES + len(path), deadline)
+        elif (slot := shared.put(body, body_bytes)) is not None:
+            return slot + 1, (body_bytes.to_bytes(8, "little"),), 8
+        return 0, body, body_bytes
+
+    def _send_frame(self, parts: Sequence[Buffer], size: int, deadline: float) -> None:
+        if self._seal_out is not None:
+            parts = [*parts, self._seal_out.tag(parts)]
+        try:
+            if size <= _JOINED_BYTES:
+                whole = b"".join(parts)  # type: ignore[arg-type]
+                sent = self._socket.send(whole)
+                if sent != len(whole):
+                    self._send_all([whole[sent:]], deadline)
+            else:
                 self._send_all(parts, deadline)
-            except OSError as error:
-                raise self._lost(error) from None
+        except BlockingIOError:
+            self._send_all(parts, deadline)
+        except OSError as error:
+            raise self._lost(error) from None
 
     def wait_readable(self, timeout_s: float | None, *, spin: bool = True) -> bool:
         """Wait until something has come, or the end; return whether it has."""
@@ -105,6 +169,21 @@ class FramedSocket:
         """Receive a whole frame, of which a part has come or is awaited. Raises ConnectionLostError, ProtocolError or
         DeadlineError: then the connection is of no more use.
         """
+        while True:
+            received = self._receive_frame()
+            header = received.header
+            if header.kind == _OFFER:
+                if self._shared is None:
+                    self._shared = SharedBodies.attach(bytes(received.meta).decode("utf-8", "replace"), self._socket)
+                continue
+            if not header.flags:
+                return received
+            if self._shared is None or len(received.body) != 8:
+                raise ProtocolError(f"{self.name} sent a body through memory that it does not share")
+            size = int.from_bytes(received.body, "little")
+            return Received(header, received.meta, self._shared.take(header.flags - 1, size))
+
+    def _receive_frame(self) -> Received:
         deadline = 0.0
         while True:
             have = self._end - self._start
@@ -134,6 +213,8 @@ class FramedSocket:
         """Give the descriptor back, once nobody waits on it."""
         with self._sending:
             self._socket.close()
+            if self._shared is not None:
+                self._shared.close()
 
     def _small(self, header: Header, size: int) -> Received:
         start = self._start
@@ -195,7 +276,7 @@ class FramedSocket:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise DeadlineError(f"{self.name} stopped in the middle of a message") from None
-                self._poller.poll(left * 1000)
+                self._within(self._poller.poll, left * 1000)
             except OSError as error:
                 raise self._lost(error) from None
             else:
@@ -226,7 +307,8 @@ class FramedSocket:
             poller.register(self._socket.fileno(), select.POLLOUT)
         except (OSError, ValueError) as error:
             raise self._lost(error) from None
-        if not poller.poll(max(min(deadline - time.monotonic(), _STALL_S), 0.0) * 1000):
+        left = max(min(deadline - time.monotonic(), _STALL_S), 0.0)
+        if not self._within_sending(poller.poll, left * 1000):
             self.close()
             raise DeadlineError(f"{self.name} takes nothing of what is sent to it; the connection is closed")
 

@@ -6,6 +6,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from typing_extensions import override
 
 from paceline.collectives.world import World
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 GROUP = "rpc"
 _CONNECT_S = 30.0
+_RESULT, _NONE = int(RpcKind.RESULT), msgspec.msgpack.encode(None)
 
 
 class CallerEnds(ReplyReader):
@@ -60,6 +62,8 @@ class CallerEnds(ReplyReader):
             framed.agree_on_seals(self._token, connecting=True, deadline=deadline)
         except (PacelineError, OSError) as error:
             raise ConnectionLostError(f"{who} cannot be reached: it died or left ({error})") from None
+        if self._world.infos[to].memory_domain == self._world.infos[self._agent.rank].memory_domain:
+            framed.share_bodies()
         return CallerEnd(framed, to, self)
 
     def address_of(self, worker: int) -> Address:
@@ -87,6 +91,8 @@ class CallerEnds(ReplyReader):
     @override
     def read_reply(self, end: CallerEnd, reply: PendingReply, received: Received) -> tuple[Any, BaseException | None]:
         header, meta, body = received
+        if header.kind == _RESULT and meta == _NONE:
+            return None, None
         agent = self._agent
         try:
             if header.kind == RpcKind.FAILED:

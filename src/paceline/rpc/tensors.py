@@ -10,20 +10,22 @@ from msgspec.msgpack import Ext
 from paceline.errors import ProtocolError
 from paceline.rpc.codec import DTYPES, PARAMETER, TENSOR, Decoding, Encoding, add_kind, cannot_send
 
-_DTYPES = {name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)}
+_DTYPES = {name: getattr(torch, name) for name in ("bfloat16", *DTYPES) if hasattr(torch, name)}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def _pack_tensor(encoding: Encoding, value: torch.Tensor) -> Any:
-    if value.device.type != "cpu" or value.layout != torch.strided:
-        where = f"on {value.device}" if value.device.type != "cpu" else f"of layout {value.layout}"
+    if not value.is_cpu or value.layout is not torch.strided:
+        where = f"of layout {value.layout}" if value.is_cpu else f"on {value.device}"
         raise cannot_send(f"it is a tensor {where}; send tensor.cpu(), or tensor.to_dense()")
-    name = str(value.dtype).removeprefix("torch.")
-    data = value.detach().resolve_conj().resolve_neg().contiguous()
-    if data.dtype == torch.bfloat16:
-        data = data.view(torch.int16)
-    elif name not in _DTYPES:
-        raise cannot_send(f"it is a tensor of dtype {value.dtype}; bfloat16, {', '.join(_DTYPES)} are sent")
-    encoding.add_array(data.numpy())
+    name = _NAMES.get(value.dtype)
+    if name is None:
+        raise cannot_send(f"it is a tensor of dtype {value.dtype}; {', '.join(_DTYPES)} are sent")
+    data = value.detach() if value.requires_grad else value
+    if data.is_conj() or data.is_neg():
+        data = data.resolve_conj().resolve_neg()
+    data = data.contiguous()
+    encoding.add_array((data.view(torch.int16) if name == "bfloat16" else data).numpy())
     is_recorded = encoding.records and value.requires_grad
     if is_recorded:
         encoding.tensors.append(value)
@@ -34,7 +36,7 @@ def _unpack_tensor(decoding: Decoding, data: memoryview) -> torch.Tensor:
     name, shape, is_recorded = decoding.nested(data)
     if name == "bfloat16":
         tensor = torch.from_numpy(decoding.take_array("int16", shape)).view(torch.bfloat16)
-    elif name in _DTYPES:
+    elif name in _DTYPES:  # what has no name in NumPy is refused there
         tensor = torch.from_numpy(decoding.take_array(name, shape))
     else:
         raise ProtocolError("got a tensor of a dtype that is not known here")

@@ -15,8 +15,9 @@ from paceline.errors import ConnectionLostError, DeadlineError, PeerError, Proto
 from paceline.rpc import Future, RemoteError, framed_socket
 from paceline.rpc.framed_socket import FramedSocket
 from paceline.rpc.messages import failure_meta, failure_of
+from paceline.rpc.shared_bodies import can_share
 from paceline.rpc.workers import Directory, Introduction, check_name
-from paceline.transport import frame_parts, pack_header
+from paceline.transport import pack_header
 
 
 def test_the_public_names_are_these() -> None:
@@ -120,7 +121,7 @@ def test_frames_of_all_sizes_come_whole_and_in_order(is_sealed: bool, monkeypatc
     def send() -> None:
         left.agree_on_seals("secret" * 4, connecting=True, deadline=soon)
         for number, body in enumerate(bodies):
-            left.send(frame_parts(20, request=number, meta=bytes(number), body=body), soon)
+            left.send(20, bytes(number), [body], request=number, deadline=soon)
 
     sender = threading.Thread(target=send)
     sender.start()
@@ -149,7 +150,7 @@ def test_frames_under_another_token_are_refused(monkeypatch: pytest.MonkeyPatch)
     agreeing.start()
     right.agree_on_seals("two" * 8, connecting=False, deadline=soon)
     agreeing.join()
-    left.send(frame_parts(20, meta=b"x"), soon)
+    left.send(20, b"x", deadline=soon)
     with pytest.raises(ConnectionLostError, match="altered"):
         right.receive()
     left.release()
@@ -157,17 +158,59 @@ def test_frames_under_another_token_are_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_frame_that_claims_too_much_is_refused_before_memory_is_taken() -> None:
-    left, right = pair()
-    left.send([pack_header(20, body_bytes=1 << 40)], time.monotonic() + 5)
+    raw, other = socket.socketpair()
+    other.setblocking(False)
+    right = FramedSocket(other, "right")
+    raw.send(pack_header(20, body_bytes=1 << 40))
     with pytest.raises(ProtocolError, match="claims"):
         right.receive()
-    left.release()
+    raw.close()
     right.release()
 
 
 def test_a_peer_that_takes_nothing_is_given_up() -> None:
     left, right = pair()
     with pytest.raises(DeadlineError, match="takes nothing"):
-        left.send(frame_parts(20, body=np.zeros(1 << 24, np.uint8)), time.monotonic() + 0.05)
+        left.send(20, body=[np.zeros(1 << 24, np.uint8)], deadline=time.monotonic() + 0.05)
     left.release()
+    right.release()
+
+
+@pytest.mark.skipif(not can_share(), reason="bodies go through the socket on this platform")
+def test_large_bodies_go_through_memory_once_it_is_mapped() -> None:
+    left, right = pair()
+    left.share_bodies()
+    soon = time.monotonic() + 10
+    sent = [np.full(size, fill, np.uint8) for fill, size in enumerate([1 << 16, 1 << 20, 70_001, 3, 1 << 20, 3 << 20])]
+    through = []
+    for body in [*sent, *sent]:
+        sender = threading.Thread(target=left.send, args=(20, b"m", [body[:5], body[5:]]), kwargs={"deadline": soon})
+        sender.start()
+        received = right.receive()
+        sender.join()
+        assert bytes(received.meta) == b"m"
+        np.testing.assert_array_equal(np.frombuffer(received.body, np.uint8), body)
+        through.append(bool(received.header.flags))
+    # Not the first one, by which it was offered, nor small ones, nor those larger than a slot.
+    assert through == [False, True, True, False, True, False, True, True, True, False, True, False]
+    right.send(20, b"", [sent[1]], request=7, deadline=soon)  # and back
+    assert left.receive().header.flags
+    for _ in range(3):  # nobody takes them: the third goes through the socket
+        left.send(20, b"", [sent[2]], deadline=soon)
+    assert [bool(right.receive().header.flags) for _ in range(3)] == [True, True, False]
+    for each in (left, right):
+        each.close()
+        each.release()
+
+
+@pytest.mark.parametrize("flags", [1, 9])
+def test_bodies_in_memory_that_is_not_shared_are_refused(flags: int) -> None:
+    raw, other = socket.socketpair()
+    other.setblocking(False)
+    right = FramedSocket(other, "right")
+    raw.send(pack_header(31, meta_bytes=8) + b"/proc/1/")
+    raw.send(pack_header(20, flags=flags, body_bytes=8) + bytes(8))
+    with pytest.raises(ProtocolError, match="does not share"):
+        right.receive()
+    raw.close()
     right.release()

@@ -1,0 +1,177 @@
+"""What a call costs: `paceline.rpc` beside `torch.distributed.rpc` (TensorPipe), in turns on one machine.
+
+    python benchmarks/rpc.py [--rounds 15] [--calls 200] [--json]
+
+Two processes of each library: one calls, the other answers. In every round both do the same calls, one library after the
+other. Given is the median of the rounds' medians, and the median of the rounds' ratios, which bears other programs on the
+machine. The tensors are float32, of the CPU. Needs torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+KINDS = ("paceline", "torch")
+CASES = {
+    "empty call": ("nothing", 0, 1),
+    "1 KB tensor": ("take", 1 << 8, 1),
+    "1 MB tensor": ("take", 1 << 18, 1),
+    "1 MB there and back": ("give_back", 1 << 18, 1),
+    "100 empty calls at once": ("nothing", 0, 100),
+}
+GOALS = {"empty call": 0.35, "1 MB tensor": 0.6}
+
+
+def nothing() -> None:
+    """Do nothing."""
+
+
+def take(tensor: Any) -> None:
+    """Take a tensor."""
+
+
+def give_back(tensor: Any) -> Any:
+    """Return a tensor."""
+    return tensor
+
+
+def run_worker(kind: str, rank: int, port: int) -> None:
+    """Be a process of one library; rank 0 does what standard input says, a line for each case."""
+    import torch
+
+    torch.set_num_threads(1)
+    if kind == "paceline":
+        from paceline import rpc
+
+        rpc.init_rpc(f"worker{rank}", rank, 2, address=f"127.0.0.1:{port}", allow=["__main__"])
+    else:
+        warnings.simplefilter("ignore")
+        from torch.distributed import rpc  # type: ignore[no-redef]
+
+        options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")  # type: ignore[attr-defined]
+        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)  # type: ignore[call-arg]
+    if rank == 0:
+        serve_cases(rpc)
+    rpc.shutdown()
+
+
+def serve_cases(rpc: Any) -> None:
+    """Do the cases that standard input names; print the seconds of each call."""
+    import torch
+
+    functions: dict[str, Callable[..., Any]] = {"nothing": nothing, "take": take, "give_back": give_back}
+    print("ready", flush=True)
+    for line in sys.stdin:
+        case, calls = json.loads(line)
+        name, elements, at_once = CASES[case]
+        args = (torch.ones(elements),) if elements else ()
+        taken = []
+        for _ in range(max(calls // at_once, 3)):
+            start = time.perf_counter()
+            if at_once == 1:
+                rpc.rpc_sync("worker1", functions[name], args=args)
+            else:
+                for future in [rpc.rpc_async("worker1", functions[name], args=args) for _ in range(at_once)]:
+                    future.wait()
+            taken.append(time.perf_counter() - start)
+        print(json.dumps(statistics.median(taken)), flush=True)
+
+
+class Processes:
+    """The two processes of one library."""
+
+    def __init__(self, kind: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        self._all = [
+            subprocess.Popen(
+                [sys.executable, __file__, "--worker", kind, str(rank), str(port)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=None if kind == "paceline" else subprocess.DEVNULL,
+                env=environment,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        self._ask = self._all[0]
+
+    def wait_ready(self) -> None:
+        """Wait until they have met."""
+        assert self._ask.stdout is not None
+        if self._ask.stdout.readline() != "ready\n":
+            sys.exit("rpc.py: the processes could not be started")
+
+    def measure(self, case: str, calls: int) -> float:
+        """Return the median seconds of a call, or of a group of calls at once."""
+        assert self._ask.stdin is not None
+        assert self._ask.stdout is not None
+        self._ask.stdin.write(json.dumps([case, calls]) + "\n")
+        self._ask.stdin.flush()
+        return float(self._ask.stdout.readline())
+
+    def close(self) -> None:
+        """End them."""
+        for each in self._all:
+            assert each.stdin is not None
+            each.stdin.close()
+        for each in self._all:
+            try:
+                each.wait(20)
+            except subprocess.TimeoutExpired:
+                each.kill()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--calls", type=int, default=200, help="in each round, of each case")
+    parser.add_argument("--json", action="store_true", help="one JSON object per case")
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    told = parser.parse_args()
+    if told.worker is not None:
+        run_worker(told.worker[0], int(told.worker[1]), int(told.worker[2]))
+        return
+    if told.rounds < 1 or told.calls < 1:
+        parser.error("expected at least 1 round and 1 call")
+    processes = {kind: Processes(kind) for kind in KINDS}
+    try:
+        for each in processes.values():
+            each.wait_ready()
+        if not told.json:
+            print(f"{'':<24}{'paceline µs':>12}{'torch µs':>12}{'ratio':>8}{'goal':>8}   {told.rounds} rounds")
+        for case in CASES:
+            rounds = [
+                {kind: processes[kind].measure(case, told.calls) for kind in KINDS} for _ in range(told.rounds + 1)
+            ]
+            show(case, rounds[1:], is_json=told.json)
+    finally:
+        for each in processes.values():
+            each.close()
+
+
+def show(case: str, rounds: list[dict[str, float]], *, is_json: bool) -> None:
+    """Print one case."""
+    ours, theirs = (statistics.median(each[kind] for each in rounds) * 1e6 for kind in KINDS)
+    ratio = statistics.median(each["paceline"] / each["torch"] for each in rounds)
+    if is_json:
+        print(json.dumps({"case": case, "paceline_us": ours, "torch_us": theirs, "ratio": ratio}), flush=True)
+    else:
+        goal = f"{GOALS[case]:>8}" if case in GOALS else ""
+        print(f"{case:<24}{ours:>12.1f}{theirs:>12.1f}{ratio:>8.3f}{goal}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
