@@ -2,9 +2,9 @@
 
     python benchmarks/rpc.py [--rounds 15] [--calls 200] [--json]
 
-Two processes of each library: one calls, the other answers. In every round both do the same calls, one library after the
-other. Given is the median of the rounds' medians, and the median of the rounds' ratios, which bears other programs on the
-machine. The tensors are float32, of the CPU. Needs torch.
+Two processes of each library: one calls, the other answers. In every round both do the same calls, one library after
+the other. Given is the median of the rounds' medians, and the median of the rounds' ratios, which bears other programs
+on the machine. The tensors are float32, of the CPU. Needs torch.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def run_worker(kind: str, rank: int, port: int) -> None:
         warnings.simplefilter("ignore")
         from torch.distributed import rpc  # type: ignore[no-redef]
 
-        options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")  # type: ignore[attr-defined]
+        options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
         rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)  # type: ignore[call-arg]
     if rank == 0:
         serve_cases(rpc)
@@ -153,9 +153,9 @@ def main() -> None:
         if not told.json:
             print(f"{'':<24}{'paceline µs':>12}{'torch µs':>12}{'ratio':>8}{'goal':>8}   {told.rounds} rounds")
         for case in CASES:
-            rounds = [
-                {kind: processes[kind].measure(case, told.calls) for kind in KINDS} for _ in range(told.rounds + 1)
-            ]
+            rounds = []
+            for _ in range(told.rounds + 1):
+                rounds.append({kind: processes[kind].measure(case, told.calls) for kind in KINDS})
             show(case, rounds[1:], is_json=told.json)
     finally:
         for each in processes.values():

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from paceline.collectives.rendezvous.rendezvous import rendezvous
+from paceline.collectives.rendezvous.rendezvous import Meeting, rendezvous
 from paceline.collectives.rendezvous.store import exchange
 from paceline.collectives.world import World
 from paceline.environment import environment
@@ -18,7 +18,7 @@ from paceline.rpc.agent import Agent
 from paceline.rpc.allowed import Allowed, qualified_name
 from paceline.rpc.futures import Future
 from paceline.rpc.rref import RRef
-from paceline.rpc.running import current_agent, is_running, set_agent
+from paceline.rpc.running import current_agent, is_running, left_at, set_agent
 from paceline.rpc.workers import Directory, Introduction, WorkerInfo, check_name, decode_introduction
 from paceline.transport import TLS
 
@@ -26,6 +26,7 @@ _Result = TypeVar("_Result")
 DEFAULT_TIMEOUT = timedelta(seconds=60)
 DEFAULT_JOIN_TIMEOUT = timedelta(minutes=5)
 DEFAULT_NUM_THREADS = 64
+_LINGER_S, _RETRY_S = 5.0, 0.05
 
 
 def init_rpc(
@@ -45,7 +46,7 @@ def init_rpc(
     """Join the workers of this program, under a name of one's own; returns once all are there.
 
     `rank`, `world_size`, `address` (``host:port`` of rank 0), `token` and `tls` come from the environment if they are
-    not given, as for :func:`paceline.init`. `allow` names the modules whose functions others may call here, and whose
+    not given, as for :func:`paceline.collectives.init`. `allow` names the modules whose functions others may call here, and whose
     dataclasses come as arguments and results: ``my_module``, ``my_package.*``, or one function as
     ``my_module:function``. `pickle`: take pickled values, from workers that do so too; whoever holds the token can then
     run any code here. `timeout` is that of calls which say no other, `num_threads` how many functions may run here at
@@ -66,7 +67,7 @@ def init_rpc(
     told = environment()
     tls = tls or TLS.of_files(told.tls_cert, told.tls_key, told.tls_ca)
     join_s = join_timeout.total_seconds()
-    meeting = rendezvous(rank, world_size, address, token, join_s, told=told, tls=tls)
+    meeting = _meet(rank, world_size, address, token, join_s, told=told, tls=tls)
     try:
         world = World(
             meeting.store,
@@ -87,6 +88,17 @@ def init_rpc(
         world.close()
         raise
     set_agent(agent)
+
+
+def _meet(*numbers_and_places: Any, **options: Any) -> Meeting:
+    """Find the store. Just after a :func:`shutdown`, rank 0 may still serve the one of before for those who leave."""
+    while True:
+        try:
+            return rendezvous(*numbers_and_places, **options)
+        except UsageError:
+            if time.monotonic() > left_at() + _LINGER_S:
+                raise
+            time.sleep(_RETRY_S)
 
 
 def start_agent(
@@ -180,5 +192,5 @@ def shutdown(*, graceful: bool = True) -> None:
         if graceful:
             agent.wait_for_all()
     finally:
-        set_agent(None)
         agent.close()
+        set_agent(None)

@@ -78,6 +78,7 @@ class FramedSocket:
         self._tag_bytes = 0
         self._shared: SharedBodies | None = None
         self._may_offer = False
+        self._is_wanted = False  # a large body has come by the socket
 
     def agree_on_seals(self, token: str, *, connecting: bool, deadline: float) -> None:
         """Seal all that follows if this is a plain connection over a network; both ends call it first of all."""
@@ -113,12 +114,12 @@ class FramedSocket:
         body_bytes = sum(map(size_of, body)) if body else 0
         if body_bytes + len(meta) > LIMITS.max_frame_bytes - (1 << 12) or len(meta) > LIMITS.max_meta_bytes:
             raise UsageError(
-                f"a message of {body_bytes + len(meta)} bytes was to be sent, {len(meta)} of them other than arrays; at "
-                f"most {LIMITS.max_frame_bytes} and {LIMITS.max_meta_bytes} are; send it in parts"
+                f"a message of {body_bytes + len(meta)} bytes was to be sent, {len(meta)} of them other than arrays; "
+                f"at most {LIMITS.max_frame_bytes} and {LIMITS.max_meta_bytes} are; send it in parts"
             )
         with self._sending:
             slot = 0
-            if body_bytes >= SMALLEST_BYTES and (self._shared is not None or self._may_offer):
+            if (body_bytes >= SMALLEST_BYTES or self._is_wanted) and (self._shared is not None or self._may_offer):
                 slot, body, body_bytes = self._through_memory(body, body_bytes, deadline)
             header = HEADER.pack(
                 MAGIC, PROTOCOL_VERSION, kind, slot, 0, request, message, 0, context, len(meta), body_bytes
@@ -129,10 +130,10 @@ class FramedSocket:
     def _through_memory(
         self, body: Sequence[Buffer], body_bytes: int, deadline: float
     ) -> tuple[int, Sequence[Buffer], int]:
-        """Return a frame's flags, and its body or what stands for it: flags 0 mean the body, n its place in slot n - 1."""
+        """Return a frame's flags, and its body or what stands for it: 0 mean the body, n that it is in slot n - 1."""
         shared = self._shared
         if shared is None:
-            self._may_offer = False
+            self._may_offer = self._is_wanted = False
             shared = self._shared = SharedBodies.make()
             if shared is not None:
                 path = shared.path.encode()
@@ -177,6 +178,7 @@ class FramedSocket:
                     self._shared = SharedBodies.attach(bytes(received.meta).decode("utf-8", "replace"), self._socket)
                 continue
             if not header.flags:
+                self._is_wanted = self._may_offer and (self._is_wanted or len(received.body) >= SMALLEST_BYTES)
                 return received
             if self._shared is None or len(received.body) != 8:
                 raise ProtocolError(f"{self.name} sent a body through memory that it does not share")

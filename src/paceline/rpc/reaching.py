@@ -10,7 +10,7 @@ import msgspec
 from typing_extensions import override
 
 from paceline.collectives.world import World
-from paceline.errors import ConnectionLostError, PacelineError, PeerError, UsageError, printable
+from paceline.errors import AuthenticationError, ConnectionLostError, PacelineError, PeerError, UsageError, printable
 from paceline.rpc.calling import CallerEnd, PendingReply, ReplyReader
 from paceline.rpc.codec import Decoding
 from paceline.rpc.framed_socket import FramedSocket, Received
@@ -60,6 +60,8 @@ class CallerEnds(ReplyReader):
             connected = self._world.node.connect(self._world.infos[to], GROUP, self._agent.rank, "rpc", deadline)
             framed = FramedSocket(connected, who)
             framed.agree_on_seals(self._token, connecting=True, deadline=deadline)
+        except AuthenticationError as error:
+            raise AuthenticationError(f"{who} cannot be called: {error}") from None
         except (PacelineError, OSError) as error:
             raise ConnectionLostError(f"{who} cannot be reached: it died or left ({error})") from None
         if self._world.infos[to].memory_domain == self._world.infos[self._agent.rank].memory_domain:

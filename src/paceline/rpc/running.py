@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
 
 _agents: list[Agent] = []
 _local = threading.local()
+_left: list[float] = []
 
 
 def current_agent() -> Agent:
@@ -25,7 +28,14 @@ def current_agent() -> Agent:
 
 def set_agent(agent: Agent | None) -> None:
     """Make this the process's agent, or end with it."""
+    if agent is None:
+        _left[:] = [time.monotonic()]
     _agents[:] = [] if agent is None else [agent]
+
+
+def left_at() -> float:
+    """Return when this process last left rpc, by ``time.monotonic``; minus infinity if it never did."""
+    return _left[-1] if _left else -math.inf
 
 
 def is_running() -> bool:

@@ -1,9 +1,9 @@
 """Bodies of messages through memory that both ends of a connection on one host have mapped.
 
 Copied in and out, a body costs half of what a Unix socket takes for it, which copies it twice too, into pages of its
-own. The caller makes the memory when the first large body goes, and offers it; once the callee has mapped it, bodies
-that fit go through it either way, and the frame says in which slot. Who sends copies into a free slot, who receives
-copies out and frees it. If no slot is free, the body goes through the socket as others do.
+own. The caller makes the memory when the first large body goes or has come, and offers it; once the callee has mapped
+it, bodies that fit go through it either way, and the frame says in which slot. Who sends copies into a free slot, who
+receives copies out and frees it. If no slot is free, the body goes through the socket as others do.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class SharedBodies:
         at = _HEAD_BYTES + slot * SLOT_BYTES
         body = self._segment.bytes[at : at + size].copy()
         self._segment.bytes[_LINE_BYTES * (1 + slot)] = 0
-        return memoryview(body)
+        return view_of(body)
 
     def close(self) -> None:
         """Unmap it. Idempotent."""

@@ -17,7 +17,7 @@ import pytest
 
 from paceline.collectives.rendezvous.store import MemoryStore
 from paceline.collectives.world import World
-from paceline.errors import ConnectionLostError, DeadlineError, RankLostError, UsageError
+from paceline.errors import AuthenticationError, ConnectionLostError, DeadlineError, RankLostError, UsageError
 from paceline.rpc import Future, RemoteError, RRef, allow, async_execution, wait_all
 from paceline.rpc.agent import Agent
 from paceline.rpc.allowed import qualified_name
@@ -32,10 +32,11 @@ def make_agents(names: Sequence[str], **options: Any) -> list[Agent]:
     store = MemoryStore()
 
     def make(rank: int) -> Agent:
-        world = World(store, rank, len(names), token=TOKEN, name="rpc", timeout_s=10)
+        token = options.get("tokens", [TOKEN] * len(names))[rank]
+        world = World(store, rank, len(names), token=token, name="rpc", timeout_s=10)
         try:
             introduction = Introduction(names[rank], options.get("pickle", False))
-            return start_agent(world, TOKEN, introduction, [__name__], 10 * S, 10.0, options.get("num_threads", 8))
+            return start_agent(world, token, introduction, [__name__], 10 * S, 10.0, options.get("num_threads", 8))
         except BaseException:
             world.close()
             raise
@@ -348,6 +349,16 @@ def test_leaving_says_who_has_died(agents: list[Agent]) -> None:
     agents[2].close()
     with pytest.raises(RankLostError, match="rank 2"):
         agents[0].wait_for_all()
+
+
+def test_workers_of_another_token_are_not_talked_to() -> None:
+    a, b = make_agents(["a", "b"], tokens=[TOKEN, "another token for tests"])
+    try:
+        with pytest.raises(AuthenticationError, match="worker 'b' cannot be called"):
+            call(a, 1, add, 1, 1)
+    finally:
+        a.close()
+        b.close()
 
 
 def test_names_must_differ() -> None:

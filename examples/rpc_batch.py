@@ -1,0 +1,146 @@
+"""Requests of many processes answered in batches: the server's function returns a future, and one step answers all.
+
+    paceline run --strategy all-reduce --nproc-per-node 3 examples/rpc_batch.py
+
+Rank 0 holds a model that all others update with gradients of their own data. `update` returns at once, with a future:
+with `rpc.async_execution` no thread of the server waits. Once every trainer's gradient is there, the server averages
+them, steps, and answers all of them with the new parameters at once: synchronous training, as one process on the whole
+batch, which is checked at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import threading
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from paceline import rpc
+
+SERVER = "server"
+
+
+class BatchServer:
+    """A model that takes a step when every trainer has sent its gradients."""
+
+    def __init__(self, trainers: int, lr: float) -> None:
+        self.model = make_model()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=0.9)
+        self.trainers = trainers
+        self.lock = threading.Lock()
+        self.given: list[list[torch.Tensor]] = []
+        self.answer: rpc.Future[list[torch.Tensor]] = rpc.Future()
+        self.steps = 0
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Return a copy of the parameters."""
+        return [parameter.detach().clone() for parameter in self.model.parameters()]
+
+    @rpc.async_execution
+    def update(self, gradients: list[torch.Tensor]) -> rpc.Future[list[torch.Tensor]]:
+        """Take one trainer's gradients; the answer is the parameters after the step of all."""
+        with self.lock:
+            self.given.append(gradients)
+            answer = self.answer
+            if len(self.given) < self.trainers:
+                return answer
+            for parameter, *each in zip(self.model.parameters(), *self.given, strict=True):
+                parameter.grad = torch.stack(each).mean(0)
+            self.optimizer.step()
+            self.given, self.answer, self.steps = [], rpc.Future(), self.steps + 1
+            result = self.parameters()
+        answer.set_result(result)
+        return answer
+
+    def num_steps(self) -> int:
+        """Return how many steps were taken."""
+        return self.steps
+
+
+shared: list[rpc.RRef[BatchServer]] = []
+lock = threading.Lock()
+
+
+def batch_server(trainers: int, lr: float) -> rpc.RRef[BatchServer]:
+    """Return a reference to the server, made when the first trainer asks."""
+    with lock:
+        if not shared:
+            shared.append(rpc.RRef(BatchServer(trainers, lr)))
+        return shared[0]
+
+
+def make_model() -> nn.Module:
+    """Return the model that all begin with."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def make_data(step: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return some rows of a step's batch: inputs (float32 [n, 8]) and targets (float32 [n, 1])."""
+    inputs = torch.randn(48, 8, generator=torch.Generator().manual_seed(step))
+    return inputs[rows], (inputs[rows, :1] * inputs[rows, 1:2]).sin()
+
+
+def train(rank: int, trainers: int, steps: int, lr: float) -> dict[str, float]:
+    """Be a trainer; return what is to be said of it."""
+    server = rpc.rpc_sync(SERVER, batch_server, (trainers, lr))
+    model = make_model()
+    losses = []
+    for step in range(steps):
+        inputs, targets = make_data(step, slice(rank, None, trainers))
+        loss = functional.mse_loss(model(inputs), targets)
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        for parameter, new in zip(model.parameters(), server.rpc_sync().update(list(gradients)), strict=True):
+            parameter.data.copy_(new)
+        losses.append(loss.item())
+    return {
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+        "steps": server.rpc_sync().num_steps(),
+        "difference": distance_from_one_process(model, steps, lr),
+    }
+
+
+def distance_from_one_process(model: nn.Module, steps: int, lr: float) -> float:
+    """Return the greatest difference of the parameters from those of one process on the whole batches."""
+    alone = make_model()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=lr, momentum=0.9)
+    for step in range(steps):
+        inputs, targets = make_data(step, slice(None))
+        optimizer.zero_grad()
+        functional.mse_loss(alone(inputs), targets).backward()
+        optimizer.step()
+    pairs = zip(alone.parameters(), model.parameters(), strict=True)
+    return max(float((one - other).abs().max()) for one, other in pairs)
+
+
+def main() -> None:
+    """Be the server or a trainer, as the rank says."""
+    parser = argparse.ArgumentParser(description="Synchronous training whose server answers in batches.")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--lr", type=float, default=0.05, help="SGD's learning rate")
+    parser.add_argument("--json", action="store_true", help="each trainer prints one JSON object, and nothing else")
+    told = parser.parse_args()
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if size < 2 or 48 % (size - 1):
+        parser.error("a server and 1, 2, 3, 4, 6 or 8 trainers are needed: --nproc-per-node 2 to 9")
+    torch.set_num_threads(1)
+    rpc.init_rpc(SERVER if rank == 0 else f"trainer{rank}", allow=["__main__"])
+    if rank > 0:
+        result = train(rank - 1, size - 1, told.steps, told.lr)
+        if told.json:
+            print(json.dumps({"trainer": rank, **result}))
+        else:
+            print(
+                f"trainer {rank}: loss {result['first_loss']:.4f} to {result['last_loss']:.4f}, "
+                f"{result['steps']} steps; from one process it differs by {result['difference']:.1e}"
+            )
+    rpc.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""What the ranks of `test_rpc_examples` run: the examples one after the other, and then two that leave badly."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+from paceline import rpc
+from paceline.errors import ConnectionLostError, RankLostError
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+RANK = int(os.environ["RANK"])
+_HOLDING: list[object] = []
+
+
+def run(name: str, *arguments: str) -> None:
+    """Run an example as the whole program."""
+    sys.argv = [name, "--json", *arguments]
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+
+def die() -> None:
+    """End this process in the middle of a call."""
+    os._exit(0)
+
+
+def hold(value: object) -> None:
+    """Keep it."""
+    _HOLDING.append(value)
+
+
+def counts() -> int:
+    """Return how many objects are held here."""
+    return rpc.running.current_agent().table.num_owned
+
+
+def lose_a_worker() -> None:
+    """Call a function that ends its process, which holds an object and owns another."""
+    rpc.init_rpc(f"worker{RANK}", allow=[__name__], timeout=timedelta(seconds=60))
+    told = {}
+    if RANK == 0:
+        there = rpc.remote("worker2", "rpc_program:dict_of", ({"x": 1},))
+        assert there.to_here() == {"x": 1}
+        rpc.rpc_sync("worker2", hold, (rpc.RRef([1]),))
+        held = counts()
+        start = time.monotonic()
+        try:
+            rpc.rpc_sync("worker2", die)
+        except ConnectionLostError as error:
+            told["call"] = str(error)
+        try:
+            there.to_here()
+        except ConnectionLostError as error:
+            told["to_here"] = str(error)
+        while counts() and time.monotonic() < start + 20:
+            time.sleep(0.01)
+        told["held"] = [held, counts()]
+        told["quick"] = time.monotonic() - start < 20
+    try:
+        rpc.shutdown()
+    except RankLostError as error:
+        told["shutdown"] = str(error)
+    print(json.dumps({"rank": RANK, **told}))
+
+
+def dict_of(value: dict[str, int]) -> dict[str, int]:
+    """Return it."""
+    return value
+
+
+if __name__ == "__main__":
+    sys.modules["rpc_program"] = sys.modules["__main__"]
+    __name__ = "rpc_program"
+    for function in (die, hold, dict_of):
+        function.__module__ = "rpc_program"
+    run("rpc_parameter_server.py", "--steps", "40")
+    run("rpc_batch.py", "--steps", "15")
+    run("rpc_pipeline.py", "--steps", "12")
+    lose_a_worker()
