@@ -35,7 +35,8 @@ class Stage:
         """Fetch a microbatch from where it is, and apply the layers."""
         values = inputs.to_here()
         with self.lock:
-            return self.layers(values)
+            result: torch.Tensor = self.layers(values)
+        return result
 
     def parameters(self) -> list[rpc.RRef[Any]]:
         """Return references to the parameters, for the optimizer."""

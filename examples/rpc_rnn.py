@@ -34,11 +34,13 @@ class Tables:
 
     def embed(self, letters: torch.Tensor) -> torch.Tensor:
         """Return the vectors (float32 [batch, time, width]) of letters (int64 [batch, time])."""
-        return self.embedding(letters)
+        vectors: torch.Tensor = self.embedding(letters)
+        return vectors
 
     def decode(self, states: torch.Tensor) -> torch.Tensor:
         """Return a score for every letter."""
-        return self.decoder(states)
+        scores: torch.Tensor = self.decoder(states)
+        return scores
 
     def parameters(self) -> list[rpc.RRef[Any]]:
         """Return references to the parameters, for the optimizer."""
@@ -61,7 +63,7 @@ class LanguageModel(nn.Module):
 
     def parameter_rrefs(self) -> list[rpc.RRef[Any]]:
         """Return references to all parameters, wherever they live."""
-        return self.tables.rpc_sync().parameters() + [rpc.RRef(each) for each in self.lstm.parameters()]
+        return [*self.tables.rpc_sync().parameters(), *map(rpc.RRef, self.lstm.parameters())]
 
 
 def make_text(words: int) -> torch.Tensor:

@@ -42,9 +42,9 @@ def counts() -> int:
 def lose_a_worker() -> None:
     """Call a function that ends its process, which holds an object and owns another."""
     rpc.init_rpc(f"worker{RANK}", allow=[__name__], timeout=timedelta(seconds=60))
-    told = {}
+    told: dict[str, object] = {}
     if RANK == 0:
-        there = rpc.remote("worker2", "rpc_program:dict_of", ({"x": 1},))
+        there: rpc.RRef[dict[str, int]] = rpc.remote("worker2", "rpc_program:dict_of", ({"x": 1},))
         assert there.to_here() == {"x": 1}
         rpc.rpc_sync("worker2", hold, (rpc.RRef([1]),))
         held = counts()

@@ -19,7 +19,7 @@ def test_the_examples_learn_and_a_dead_worker_is_told_of(paceline: Commands, tmp
     pytest.importorskip("torch")
     pytest.importorskip("sklearn")
     paceline.environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)  # else torch leaves a folder in the temporary one
-    finished = paceline.run("run", "--strategy", "all-reduce", "--nproc-per-node", 3, PROGRAM)
+    finished = paceline.run("run", "--strategy", "all-reduce", "--nproc-per-node", "3", PROGRAM)
     assert finished.status == 0, finished.err
     lines = [json.loads(re.sub(r"^\[rank \d\] ", "", line)) for line in finished.out.splitlines()]
     servers = [line for line in lines if "accuracy" in line]
@@ -46,7 +46,9 @@ def test_a_language_model_over_two_processes_learns(paceline: Commands, tmp_path
     pytest.importorskip("torch")
     paceline.environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)
     example = EXAMPLES / "rpc_rnn.py"
-    finished = paceline.run("run", "--strategy", "all-reduce", "--nproc-per-node", 2, example, "--json", "--steps", 30)
+    finished = paceline.run(
+        "run", "--strategy", "all-reduce", "--nproc-per-node", "2", example, "--json", "--steps", "30"
+    )
     assert finished.status == 0, finished.err
     told = json.loads(finished.out.removeprefix("[rank 0] "))
     assert told["last_loss"] < told["first_loss"] * 0.8

@@ -46,8 +46,8 @@ def init_rpc(
     """Join the workers of this program, under a name of one's own; returns once all are there.
 
     `rank`, `world_size`, `address` (``host:port`` of rank 0), `token` and `tls` come from the environment if they are
-    not given, as for :func:`paceline.collectives.init`. `allow` names the modules whose functions others may call here, and whose
-    dataclasses come as arguments and results: ``my_module``, ``my_package.*``, or one function as
+    not given, as for :func:`paceline.collectives.init`. `allow` names the modules whose functions others may call here,
+    and whose dataclasses come as arguments and results: ``my_module``, ``my_package.*``, or one function as
     ``my_module:function``. `pickle`: take pickled values, from workers that do so too; whoever holds the token can then
     run any code here. `timeout` is that of calls which say no other, `num_threads` how many functions may run here at
     once.

@@ -34,7 +34,7 @@ from paceline.transport.frames import (
     view_of,
 )
 from paceline.transport.receiving import allocate
-from paceline.transport.security.sealing import TAG_BYTES, Seal, derive_seals, not_sealed
+from paceline.transport.security.sealing import TAG_BYTES, Seals, derive_seals, not_sealed
 from paceline.transport.spinning import Spinner
 
 _BUFFER_BYTES = 1 << 14
@@ -73,9 +73,7 @@ class FramedSocket:
         # The rest of a frame is on its way: to look for it pays, whatever came of looking for frames.
         self._within = Spinner().wait
         self._within_sending = Spinner().wait
-        self._seal_out: Seal | None = None
-        self._seal_in: Seal | None = None
-        self._tag_bytes = 0
+        self._seals: Seals | None = None
         self._shared: SharedBodies | None = None
         self._may_offer = False
         self._is_wanted = False  # a large body has come by the socket
@@ -89,8 +87,7 @@ class FramedSocket:
         theirs = allocate(_NONCE_BYTES)
         self._receive_into(theirs, deadline)
         nonces = own + bytes(theirs) if connecting else bytes(theirs) + own
-        self._seal_out, self._seal_in = derive_seals(token, nonces, b"paceline rpc", connecting=connecting)
-        self._tag_bytes = TAG_BYTES
+        self._seals = derive_seals(token, nonces, b"paceline rpc", connecting=connecting)
 
     def share_bodies(self) -> None:
         """Offer the other end memory for large bodies, once there are some. For the caller's end, on one host."""
@@ -144,8 +141,8 @@ class FramedSocket:
         return 0, body, body_bytes
 
     def _send_frame(self, parts: Sequence[Buffer], size: int, deadline: float) -> None:
-        if self._seal_out is not None:
-            parts = [*parts, self._seal_out.tag(parts)]
+        if self._seals is not None:
+            parts = [*parts, self._seals.sending.tag(parts)]
         try:
             if size <= _JOINED_BYTES:
                 whole = b"".join(parts)  # type: ignore[arg-type]
@@ -187,6 +184,7 @@ class FramedSocket:
 
     def _receive_frame(self) -> Received:
         deadline = 0.0
+        tag_bytes = TAG_BYTES if self._seals is not None else 0
         while True:
             have = self._end - self._start
             if have >= HEADER_BYTES:
@@ -194,9 +192,9 @@ class FramedSocket:
                 size = frame_bytes(header)
                 if size > LIMITS.max_frame_bytes or header.meta_bytes > LIMITS.max_meta_bytes:
                     raise ProtocolError(f"{self.name} sent a frame that claims {size} bytes; the connection is closed")
-                if have >= size + self._tag_bytes:
-                    return self._small(header, size)
-                if size + self._tag_bytes > _BUFFER_BYTES:
+                if have >= size + tag_bytes:
+                    return self._small(header, size, tag_bytes)
+                if size + tag_bytes > _BUFFER_BYTES:
                     return self._large(header, size)
             if (self._start and self._end == _BUFFER_BYTES) or self._start == self._end:
                 self._view[:have] = bytes(self._view[self._start : self._end])
@@ -218,19 +216,19 @@ class FramedSocket:
             if self._shared is not None:
                 self._shared.close()
 
-    def _small(self, header: Header, size: int) -> Received:
+    def _small(self, header: Header, size: int, tag_bytes: int) -> Received:
         start = self._start
         meta_at = start + HEADER_BYTES
         body_at = meta_at + padded(header.meta_bytes)
-        if self._seal_in is not None:
-            self._seal_in.update(self._view[start : start + size])
+        if self._seals is not None:
+            self._seals.receiving.update(self._view[start : start + size])
             self._check_tag(self._view[start + size : start + size + TAG_BYTES])
         meta = bytes(self._view[meta_at : meta_at + header.meta_bytes])
         body = memoryview(b"")
         if header.body_bytes:
             body = allocate(header.body_bytes)
             body[:] = self._view[body_at : body_at + header.body_bytes]
-        self._start = start + size + self._tag_bytes
+        self._start = start + size + tag_bytes
         if self._start == self._end:
             self._start = self._end = 0
         return Received(header, meta, body)
@@ -243,13 +241,13 @@ class FramedSocket:
         if self._start == self._end:
             self._start = self._end = 0
         self._receive_into(memory[have:], time.monotonic() + _STALL_S)
-        if self._seal_in is not None:
+        if self._seals is not None:
             tag = allocate(TAG_BYTES)
             got = min(self._end - self._start, TAG_BYTES)
             tag[:got] = self._view[self._start : self._start + got]
             self._start += got
             self._receive_into(tag[got:], time.monotonic() + _STALL_S)
-            self._seal_in.update(memory)
+            self._seals.receiving.update(memory)
             self._check_tag(tag)
         body_at = HEADER_BYTES + padded(header.meta_bytes)
         return Received(
@@ -259,8 +257,8 @@ class FramedSocket:
         )
 
     def _check_tag(self, tag: memoryview) -> None:
-        assert self._seal_in is not None
-        if not self._seal_in.fits(tag):
+        assert self._seals is not None
+        if not self._seals.receiving.fits(tag):
             raise not_sealed(self.name)
 
     def _receive_into(self, view: memoryview, deadline: float) -> None:
