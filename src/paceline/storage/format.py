@@ -50,6 +50,9 @@ class StoredPart(StoredFile, frozen=True, kw_only=True):
     rows: tuple[Natural, ...]
     """Of each bucket."""
     words: Words
+    """Of each record; the pass included, if there is one."""
+    has_passes: bool = False
+    """Whether records end with the number of the pass over the data in which the row was last pushed."""
 
     def __post_init__(self) -> None:
         is_divided = len(self.buckets) == len(self.rows) and len(set(self.buckets)) == len(self.buckets)
@@ -87,7 +90,7 @@ class StoredTable(msgspec.Struct, frozen=True, kw_only=True):
         if len(set(used)) != len(used):
             raise UsageError(f"table {self.spec.name!r} has a bucket twice")
         for part in self.parts:
-            if part.words != self.spec.record_words:
+            if part.words != self.spec.record_words + part.has_passes:
                 raise UsageError(f"{part.file} has records of {part.words} float32, table {self.spec} has others")
 
     @property

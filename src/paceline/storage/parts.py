@@ -36,8 +36,9 @@ class PartBuffer:
         self._memory[:num_bytes:_PAGE_BYTES] = 0
         self.begin(1)
 
-    def begin(self, words: int) -> None:
-        """Forget the rows; the next ones have records of so many float32."""
+    def begin(self, words: int, *, has_passes: bool = False) -> None:
+        """Forget the rows; the next ones have records of so many float32, the last of them a pass if they have one."""
+        self.has_passes = has_passes
         self.buckets: list[int] = []
         self.rows: list[int] = []
         self._num_rows = 0
@@ -105,6 +106,7 @@ def write_part(directory: Path, file: str, table: str, gathered: PartBuffer) -> 
         buckets=tuple(gathered.buckets),
         rows=tuple(gathered.rows) if gathered.buckets else (len(keys),),
         words=records.shape[1],
+        has_passes=gathered.has_passes,
     )
 
 

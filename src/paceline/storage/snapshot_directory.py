@@ -16,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from paceline.errors import ModelError, UsageError
 from paceline.protocol.buckets import Buckets
 from paceline.storage.directory_lock import DirectoryLock
@@ -196,9 +198,16 @@ def _check_part(directory: Path, part: StoredPart) -> None:
     read_part(directory, part, _WHOLE)
 
 
-def read_buckets(directory: Path, part: StoredPart, wanted: Buckets) -> list[tuple[int, Keys, Floats]]:
-    """Return the keys and records of each wanted bucket of a part that has rows. Raises as :func:`read_part`."""
+def read_buckets(
+    directory: Path, part: StoredPart, wanted: Buckets, *, with_passes: bool = False
+) -> list[tuple[int, Keys, Floats]]:
+    """Return the keys and records of each wanted bucket of a part that has rows. Raises as :func:`read_part`.
+
+    The number of the pass that records may end with is left out, unless they are asked for `with_passes`.
+    """
     keys, records = read_part(directory, part, _WHOLE)
+    if part.has_passes and not with_passes:
+        records = np.ascontiguousarray(records[:, :-1])
     found, at = [], 0
     for bucket, rows in zip(part.buckets, part.rows, strict=True):
         if wanted >> bucket & 1 and rows:

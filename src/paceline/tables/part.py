@@ -139,6 +139,22 @@ class TablePart(ABC):
 
     # Requests.
 
+    @property
+    def pass_number(self) -> int:
+        """The pass over the data that pushes count as of; 0 where that is not noted."""
+        return 0
+
+    def with_passes(self, bucket: int, keys: Keys, records: Floats) -> Floats:
+        """Return a bucket's records (float32 [n, record_words]) with one column more, where passes are noted.
+
+        It has the number of the pass in which each row was last pushed.
+        """
+        return records
+
+    def load_with_passes(self, bucket: int, keys: Keys, records: Floats) -> None:
+        """Do as :meth:`load_bucket` with records that may have the column of :meth:`with_passes`."""
+        self.load_bucket(bucket, keys, records)
+
     @abstractmethod
     def num_values(self, selection: Selection) -> int:
         """How many float32 a selection's values are, on this server. Raises UsageError if it is not all there."""

@@ -7,6 +7,7 @@ take no more memory, but for those of two words, which then take as much as rows
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from paceline.kernels import index
 from paceline.tables.sparse_store import SparseStore
@@ -22,19 +23,51 @@ def begin_pass(store: SparseStore, number: int, rows_of: int) -> None:
     """Have what is pushed from now on count as of pass `number`.
 
     If nothing was noted so far, the rows there count as last pushed in pass `rows_of`. Marks go round at 63 passes:
-    rows that are older look like newer ones, and must have been erased before.
+    rows that are older look like newer ones, and must have been erased before. Where `number` is an earlier pass than
+    before, which a snapshot was of that is gone on with, no row counts as pushed in a later one.
     """
     assert has_room_for_marks(store)
-    if store.layout[index.MARK] == 0:
+    former, store.pass_number = store.pass_number, number
+    if former == 0:
         store.layout[index.MARK] = _mark_of(rows_of)
         index.mark_all(store.directory, store.layout)
     store.layout[index.MARK] = _mark_of(number)
+    for bucket in range(index.NUM_BUCKETS if former > number else 0):
+        later = unseen_keys(store, bucket, max(index.NUM_MARKS - (former - number), 1))
+        index.mark(store.directory, store.layout, later)
 
 
 def note_push(store: SparseStore, keys: Keys) -> None:
     """Note that the rows of `keys` (uint64 [n]) were pushed in this pass, if passes are noted."""
     if store.layout[index.MARK] != 0:
         index.mark(store.directory, store.layout, keys)
+
+
+def last_passes(store: SparseStore, bucket: int, keys: Keys) -> npt.NDArray[np.float32]:
+    """Return in which pass the rows of a bucket's `keys` (uint64 [n]) were last pushed, as numbers.
+
+    Those without a row, which were erased since, count as pushed as long ago as is noted.
+    """
+    _, are_there = store.read_records(keys)
+    ages = np.where(are_there, 0, index.NUM_MARKS - 1)
+    for age in range(1, index.NUM_MARKS):
+        old = unseen_keys(store, bucket, age)
+        if not len(old):
+            break
+        ages[np.isin(keys, old)] = age
+    numbers: npt.NDArray[np.float32] = (store.pass_number - ages).astype(np.float32)
+    return numbers
+
+
+def note_passes(store: SparseStore, keys: Keys, numbers: npt.NDArray[np.int64]) -> None:
+    """Note that the rows of `keys` (uint64 [n]) were last pushed in passes `numbers` (int64 [n])."""
+    now = store.pass_number
+    oldest, mark = now - index.NUM_MARKS + 1, store.layout[index.MARK]
+    clipped = np.clip(numbers, oldest, now)
+    for number in np.unique(clipped).tolist():
+        store.layout[index.MARK] = _mark_of(number)
+        index.mark(store.directory, store.layout, keys[clipped == number])
+    store.layout[index.MARK] = mark
 
 
 def unseen_keys(store: SparseStore, bucket: int, num_passes: int) -> Keys:

@@ -157,6 +157,30 @@ class SparsePart(TablePart):
             self.store = _copy_with_marks(self)
         passes.begin_pass(self.store, number, rows_of)
 
+    @property
+    @override
+    def pass_number(self) -> int:
+        return self.store.pass_number
+
+    @override
+    def with_passes(self, bucket: int, keys: Keys, records: Floats) -> Floats:
+        if not self.pass_number:
+            return records
+        return np.column_stack([records, passes.last_passes(self.store, bucket, keys)])
+
+    @override
+    def load_with_passes(self, bucket: int, keys: Keys, records: Floats) -> None:
+        if records.shape[1] == self.record_words:
+            self.load_bucket(bucket, keys, records)
+            return
+        numbers = records[:, -1].astype(np.int64)
+        self.load_bucket(bucket, keys, np.ascontiguousarray(records[:, :-1]))
+        if len(keys):
+            if not self.pass_number:
+                newest = max(1, int(numbers.max()))
+                self.begin_pass(newest, newest)
+            passes.note_passes(self.store, keys, numbers)
+
     def unseen_keys(self, bucket: int, num_passes: int) -> Keys:
         """Return the keys of a bucket's rows that no push has named for `num_passes` passes, this one included."""
         return passes.unseen_keys(self.store, bucket, num_passes)

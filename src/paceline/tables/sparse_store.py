@@ -94,23 +94,25 @@ class SparseStore:
         self.rule = rule
         self.memory = RowMemory() if memory is None else memory
         self.row_words = dim * (1 + rule.num_states) + rule.has_count
-        self._inline = self.row_words <= _INLINE_WORDS
-        self._growth = _GROWTH if self._inline else _WIDE_GROWTH
-        entry_words = sparse.entry_words(self.row_words if self._inline else 1)
+        inline = self.row_words <= _INLINE_WORDS
+        self._growth = _GROWTH if inline else _WIDE_GROWTH
+        entry_words = sparse.entry_words(self.row_words if inline else 1)
         if has_marks and entry_words in _WITHOUT_MARKS:
             entry_words += 1
         slots = index.LINE_BYTES // (4 * entry_words)
-        self._slots, self._fill = slots, _FILL[slots] if self._inline else _WIDE_FILL
+        self._slots, self._fill = slots, _FILL[slots] if inline else _WIDE_FILL
 
         self.layout = np.zeros(index.LAYOUT_WORDS, np.int64)
         self.layout[index.ENTRY_WORDS] = entry_words
         self.layout[index.SLOTS] = slots
-        self.layout[index.INLINE] = self._inline
+        self.layout[index.INLINE] = inline
         self.layout[index.DIM] = dim
         self.layout[index.ROW_WORDS] = self.row_words
         self.layout[index.RULE] = rule.code
         self.layout[index.INITIALIZER] = initializer.code
         self.layout[index.SEED] = np.uint64(seed & (2**64 - 1)).astype(np.int64)
+        self.pass_number = 0
+        """The pass over the data that pushes count as of (:mod:`paceline.tables.passes`); 0: that is not noted."""
         self.parameters = np.zeros(NUM_PARAMETERS, np.float64)
         self.parameters[: len(rule.hyper)] = rule.hyper
         self.parameters[INITIAL_A], self.parameters[INITIAL_B] = initializer.arguments
@@ -139,7 +141,7 @@ class SparseStore:
     def num_bytes(self) -> int:
         """Bytes held for index and rows; of wide rows, those written (what is reserved beyond takes no memory)."""
         lines = {id(block): block.num_bytes for block in self.lines}
-        slots = 0 if self._inline else int(self.directory[index.USED : index.FREE].sum())
+        slots = 0 if self.layout[index.INLINE] else int(self.directory[index.USED : index.FREE].sum())
         return sum(lines.values()) + 4 * self.row_words * slots
 
     def pull(self, keys: Keys, out: Floats) -> None:
@@ -315,7 +317,7 @@ class SparseStore:
 
     def _grow_rows(self, bucket: int, limit: int) -> None:
         """Make room for `limit` rows behind the entries of a bucket (indirect); what is reserved stays."""
-        if self._inline:
+        if self.layout[index.INLINE]:
             return
         num_bytes = 4 * self.row_words * limit
         pages = self._rows[bucket]

@@ -74,11 +74,11 @@ class Loads:
         self.num_read = 0
         read = read_buckets
 
-        def read_when_allowed(*arguments: object) -> object:
+        def read_when_allowed(*arguments: object, **options: object) -> object:
             if not self._is_open:
                 self._free.acquire(timeout=20.0)
             self.num_read += 1
-            return read(*arguments)  # type: ignore[arg-type]
+            return read(*arguments, **options)  # type: ignore[arg-type]
 
         patch.setattr(server_snapshots, "read_buckets", read_when_allowed)
 

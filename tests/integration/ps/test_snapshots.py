@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,14 @@ from paceline.ps import SGD, Adagrad, Client, DenseTable, SparseTable, Uniform
 from paceline.ps.client import snapshots
 from paceline.ps.client.snapshot_loading import load_snapshot
 from paceline.ps.client.snapshots import SnapshotTaker
+from paceline.ps.messages import ClusterMap, GetMap
 from paceline.ps.messages.snapshots import DropSnapshot
 from paceline.ps.server import snapshots as server_snapshots
 from paceline.storage import parts
 from paceline.storage.format import SnapshotManifest
 from paceline.storage.snapshot_directory import SnapshotWriteError, folder_name, numbers_in, read_newest
 
-from .harness import Cluster, Floats, files_up_to, in_threads, keys_of, random_keys, wait_until
+from .harness import Cluster, Floats, ServerNode, files_up_to, in_threads, keys_of, random_keys, wait_until
 
 KEYS = random_keys(np.random.default_rng(5), 20_000)
 SIZE = 5_000
@@ -445,3 +447,41 @@ def test_given_up(tmp_path: Path) -> None:
         client.tick()
         taker.begin()
         assert taker.is_taking
+
+
+def test_passes_in_which_rows_were_seen_are_kept_and_told_to_new_servers(tmp_path: Path) -> None:
+    """After a resumption every row counted as seen, and what the undisturbed training would have dropped stayed."""
+
+    def mark(client: Client) -> SparseTable:
+        table = declare(client)[0]
+        for number in (3, 4, 5):
+            table.begin_pass(number)
+            table.push(KEYS[: 6000 - 1000 * number], np.ones(6000 - 1000 * number, np.float32)).wait()
+        return table
+
+    def is_whole(client: Client) -> bool:
+        found: ClusterMap = client.link.call(GetMap(), ClusterMap)
+        return all(len(group.members) == 2 and group.filling is None for group in found.groups)
+
+    with Cluster(servers=2, replicas=1) as cluster, ExitStack() as stack:
+        client = cluster.connect()
+        table = mark(client)
+        taker = SnapshotTaker(client, tmp_path)
+        take(taker)
+        taker.close()
+        cluster.nodes[0].stop()
+        cluster.nodes.append(ServerNode(cluster, None, stack, extra=True).join())
+        wait_until(lambda: is_whole(client))
+        cluster.nodes[1].stop()
+        assert table.erase_unseen(2) == 1000
+        assert table.erase_unseen(1) == 1000
+        assert len(table) == 1000
+    with Cluster(servers=1) as cluster:
+        client = cluster.connect()
+        load_snapshot(client, read_newest(tmp_path))
+        table = declare(client)[0]
+        table.begin_pass(5)
+        assert table.erase_unseen(2) == 1000
+        assert table.erase_unseen(1) == 1000
+        np.testing.assert_array_equal(table.pull(KEYS[1000:3000]), declare(client)[0].pull(KEYS[1000:3000]))
+        assert len(table) == 1000

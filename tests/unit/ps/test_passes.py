@@ -96,3 +96,33 @@ def test_rows_stay_where_memory_does_not_suffice_for_marks(monkeypatch: pytest.M
     part.begin_pass(2, 1)  # there is memory now
     push(part, keys[:5000])
     assert unseen(part, 1) == set(range(5000, 20_000))
+
+
+@pytest.mark.parametrize(("dim", "rule"), RULES)
+def test_passes_go_with_the_rows_to_another_server_and_back_in_time(dim: int, rule: UpdateRule) -> None:
+    every = (np.arange(6001, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)).astype(np.uint64)
+    part, other = part_of(dim, rule), part_of(dim, rule)
+    last = {int(key): 2 for key in every}
+    push(part, every)
+    for number in range(3, 8):
+        part.begin_pass(number, 2)
+        seen = every[:: number + 1]
+        push(part, seen)
+        last.update(dict.fromkeys(seen.tolist(), number))
+    gone = every[5:9]
+    for bucket in range(512):
+        keys, records = part.read_bucket(bucket)
+        chosen = np.isin(gone, keys)
+        is_gone = np.isin(keys, gone)
+        part.erase(gone[chosen])  # after the moment that is read
+        other.load_with_passes(bucket, keys, part.with_passes(bucket, keys, records))
+        np.testing.assert_array_equal(other.read_bucket(bucket)[1].shape, records.shape)
+        assert not is_gone.any() or set(keys[is_gone].tolist()) <= unseen(other, MAX_PASSES)
+    last.update(dict.fromkeys(gone.tolist(), 7 - MAX_PASSES))
+    for passes in (1, 2, 5):
+        assert unseen(other, passes) == {key for key, seen in last.items() if 7 - seen >= passes}
+    other.begin_pass(5, 4)
+    for passes in (1, 2, 3):
+        assert unseen(other, passes) == {key for key, seen in last.items() if 5 - min(seen, 5) >= passes}
+    records = part.read_bucket(3)[1]
+    assert part_of(dim, rule).with_passes(3, every[:0], records) is records

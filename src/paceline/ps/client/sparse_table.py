@@ -133,9 +133,9 @@ class SparseTable(Table):
         """Have pushes from now on, of whatever worker, count as of pass `number` (from 1) over the data.
 
         All that was pushed for the pass before must have arrived. The first time, rows that are there count as last
-        pushed in pass `rows_of` (default: the one before). What servers note so is not part of a snapshot or a saved
-        model, and a server that takes a dead one's place knows of its rows only that they were there. Numbers are
-        kept modulo 63: a row that no push has named for 63 passes counts as pushed in this one unless it was erased.
+        pushed in pass `rows_of` (default: the one before). What servers note so is part of snapshots, not of saved
+        models; a server that takes a dead one's place is told. Numbers are kept modulo 63: a row that no push has named
+        for 63 passes counts as pushed in this one unless it was erased.
         """
         number = whole_number(f"begin_pass({number!r})", number, 1, _MAX_NUMBER)
         former = number - 1

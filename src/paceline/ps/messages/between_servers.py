@@ -66,3 +66,5 @@ class ClocksInfo(msgspec.Struct, frozen=True, array_like=True):
     """How many of the expected workers have not joined yet."""
     minimum: Clock
     """The iteration that all have reached."""
+    passes: tuple[tuple[TableNumber, Natural], ...] = ()
+    """The pass over the data that pushes to a table count as of, where that is noted."""

@@ -88,6 +88,7 @@ class Fills:
         for table_number, table in self._tables.by_number.items():
             keys, records = table.part.read_bucket(bucket)
             if len(keys):
+                records = table.part.with_passes(bucket, keys, records)
                 pieces.append(Piece(table_number, Selection(keys), records.reshape(-1)))
         infos, body = pack(pieces)
         entries = tuple((incarnation, sequence, to_bytes(mask)) for incarnation, sequence, mask in state)
@@ -124,7 +125,7 @@ class Fills:
                 keys = piece.selection.key_array()
                 records = piece.floats.reshape(len(keys), -1)
                 self._non_finite.taken(table, keys, records, f"what fills server {self._tables.rank}")
-                table.part.load_bucket(bucket, keys, records)
+                table.part.load_with_passes(bucket, keys, records)
         busy_us = int((time.thread_time() - busy_s) * 1e6)
         received.peer.send(*frame_parts(STATE_TAKEN, request=received.number, clock=busy_us))
 

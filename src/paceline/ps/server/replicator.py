@@ -10,7 +10,7 @@ import asyncio
 import time
 import zlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from paceline.errors import PeerError
 from paceline.protocol import ServerCore, replication
@@ -24,7 +24,7 @@ from paceline.ps.server.fills import ReceivedBucket
 from paceline.ps.server.pushes import ChainPush, check_bucket, check_push, pack, unpack
 from paceline.ps.server.replica_checks import ReplicaChecks
 from paceline.tables.server_tables import ServerTable, ServerTables
-from paceline.tables.sparse_part import make_part
+from paceline.tables.sparse_part import SparsePart, make_part
 from paceline.transport import Endpoint, Header, Hello, Peer, frame_parts
 
 
@@ -119,8 +119,15 @@ class Replicator:
         peer = self._peer(target)
         if peer is not None:
             tables = ((number, table.declared, table.spec) for number, table in self._tables.by_number.items())
+            passes = ((number, table.part.pass_number) for number, table in self._tables.by_number.items())
             known = self._core.known_clocks()
-            info = messages.ClocksInfo(tuple(tables), known.workers, known.num_missing, known.minimum)
+            info = messages.ClocksInfo(
+                tuple(tables),
+                known.workers,
+                known.num_missing,
+                known.minimum,
+                tuple((number, noted) for number, noted in passes if noted),
+            )
             peer.send(*frame_parts(CLOCKS, epoch=self._core.replication.version, meta=messages.encode(info)))
 
     # Comparing.
@@ -203,6 +210,10 @@ class Replicator:
                 table, is_any_new = self._add_table(number, declared), True
             if table.spec != spec:
                 self._set_update(number, spec.update)
+        for number, noted in info.passes:
+            part = self._tables.find(number).part
+            if part.spec.kind == "sparse" and part.pass_number < noted:
+                cast(SparsePart, part).begin_pass(noted, noted)
         if is_any_new:  # before anything of it is forwarded: whoever declares it may not know the servers behind yet
             self.tables_changed()
         return events.ClocksReceived(Clocks(info.workers, info.num_missing, info.minimum))

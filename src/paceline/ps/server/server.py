@@ -158,6 +158,7 @@ class Server(Handler):
         """Stop the timers and a snapshot that is being taken, and close the connections to other servers."""
         self.pressure.close()
         self.runtime.close()
+        self.tables.memory.read_ahead.close()
 
     # What the transport and the scheduler's link tell.
 

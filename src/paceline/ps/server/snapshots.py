@@ -127,13 +127,17 @@ class _Taking:
         for bucket in buckets_in(buckets):
             if gathered is None:
                 gathered = await _result(self._buffers.popleft())
-                gathered.begin(spec.record_words)
+                has_passes = self._tables.find(number).part.pass_number > 0
+                gathered.begin(spec.record_words + has_passes, has_passes=has_passes)
             if self._given_up:
                 return
             start = time.perf_counter()
             copy = self._copy(number, bucket)
             if copy is not None:
-                gathered.add(*copy, bucket)
+                keys, records = copy
+                if gathered.has_passes:
+                    records = self._tables.find(number).part.with_passes(bucket, keys, records)
+                gathered.add(keys, records, bucket)
             # Not at once: a push that is being received would have a bucket copied between any two of its pieces.
             await asyncio.sleep(min(max(PAUSE * (time.perf_counter() - start), 1e-4), 0.02))
             if gathered.is_full:
@@ -231,13 +235,14 @@ class _PartsLoading:
 
     async def _load(self) -> None:
         pool = ThreadPoolExecutor(_WRITERS, thread_name_prefix="paceline-loading")
+        read = partial(read_buckets, with_passes=True)
         todo = deque((part, mine) for part, mine in zip(self._parts, self._wanted, strict=True) if mine)
         reading: deque[asyncio.Future[list[tuple[int, Keys, Floats]]]] = deque()
         try:
             self.is_seen = await _result(_call(pool, are_there, self._directory, self._parts))
             while self.is_seen and (todo or reading):
                 while todo and len(reading) < _WRITERS:
-                    reading.append(_call(pool, read_buckets, self._directory, *todo.popleft()))
+                    reading.append(_call(pool, read, self._directory, *todo.popleft()))
                 for bucket, keys, records in await _result(reading.popleft()):
                     self._set(bucket, keys, records)
                     await asyncio.sleep(0)  # whoever waits is served before the next one
@@ -252,7 +257,7 @@ class _PartsLoading:
     def _set(self, bucket: int, keys: Keys, records: Floats) -> None:
         if self._part.held >> bucket & 1:  # or it has moved meanwhile, and will be loaded again
             self._non_finite.check_records(self._table, keys, records, f"the snapshot in {self._directory}")
-            self._part.load_bucket(bucket, keys, records)
+            self._part.load_with_passes(bucket, keys, records)
         self.rows += len(keys)
 
     def give_up(self) -> None:

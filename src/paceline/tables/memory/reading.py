@@ -54,6 +54,12 @@ class ReadAhead:
         size = -(-len(keys) // NUM_THREADS)
         list(self._pool.map(touch, (keys[at : at + size] for at in range(0, len(keys), size))))
 
+    def close(self) -> None:
+        """Have no threads any more: a process does not end before they do."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+            self._pool = None
+
 
 def _count_waits() -> int:
     return 0 if resource is None else resource.getrusage(resource.RUSAGE_SELF).ru_majflt
