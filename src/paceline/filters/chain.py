@@ -284,6 +284,11 @@ def from_descriptions(described: Sequence[dict[str, Any]]) -> FilterChain:
     return FilterChain([from_description(each) for each in described])
 
 
+def chain_of(filters: Sequence[Filter] | str) -> FilterChain:
+    """Return the chain of a list or a text. Raises UsageError."""
+    return parse_filters(filters) if isinstance(filters, str) else FilterChain(filters)
+
+
 def split_pulled(text: str) -> tuple[str, str | None]:
     """Return the texts of a chain and, if there is one behind a slash, of that of pulled values."""
     pushed, slash, pulled = text.partition("/")

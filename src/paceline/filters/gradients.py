@@ -26,10 +26,10 @@ import numpy.typing as npt
 from paceline.errors import UsageError
 from paceline.filters.base import Bytes, Filter, RowFilter, ValueFilter
 from paceline.filters.calls import num_bytes_of, read_values, rows_chosen_by, write_values
-from paceline.filters.chain import FilterChain, parse_filters
+from paceline.filters.chain import FilterChain, chain_of
 from paceline.filters.chance import seed_of
 from paceline.filters.random_k import RandomK
-from paceline.filters.rows import forget_non_finite
+from paceline.filters.rows import forget_non_finite, quiet
 from paceline.filters.top_k import TopK
 from paceline.kernels.filters import BLOCK
 from paceline.tables.types import Floats
@@ -60,7 +60,7 @@ def are_for_gradients(each: Filter) -> bool:
 
 def gradient_filters(filters: Sequence[Filter] | str) -> FilterChain:
     """Return the chain if gradients can go behind it. Raises UsageError."""
-    chain = parse_filters(filters) if isinstance(filters, str) else FilterChain(filters)
+    chain = chain_of(filters)
     for each in chain.filters:
         if are_for_gradients(each):
             continue
@@ -101,7 +101,7 @@ class GradientMean:
         if self._size == 1:
             return grads
         self._count += 1
-        with _quiet():
+        with quiet():
             values: Floats = grads + self.rest
         if self._choice is None:
             found, read = yield from self._average_all(values, self._bounds, slice(None))
@@ -153,7 +153,7 @@ class GradientMean:
         received = yield RankExchange(sent)
         count = len(self.mean_rest[own])
         mean, other = np.zeros(count, np.float32), np.empty(count, np.float32)
-        with _quiet():
+        with quiet():
             for row in received:
                 self._read(row, other)
                 mean += other
@@ -177,7 +177,7 @@ class GradientMean:
         row[width:].view(np.uint32)[:] = chosen
         other = np.empty_like(values)
         gathered = yield RankExchange(row)
-        with _quiet():
+        with quiet():
             for each in gathered:
                 self._read(each[:width], other)
                 out[each[width:].view(np.uint32)] += other
@@ -199,10 +199,5 @@ class GradientMean:
 
 def _left(values: Floats, read: Floats) -> Floats:
     """Return what is to be added to the next values, since others have read these; nothing of what is not finite."""
-    with _quiet():
+    with quiet():
         return forget_non_finite(values - read)
-
-
-def _quiet() -> np.errstate:
-    """Return a context without NumPy's warnings of what is not finite: a loss that is scaled too far is told by it."""
-    return np.errstate(over="ignore", invalid="ignore")

@@ -83,13 +83,13 @@ class RowSelection:
             chosen = self._choose(keys, rows, clock, seed, l1)
         else:
             held = self._held.read(keys)
-            with np.errstate(over="ignore", invalid="ignore"):  # servers tell it, or count it
+            with quiet():
                 rows = given + held
             chosen = self._choose(keys, rows, clock, seed, l1)
             self._held.add(keys, np.where(chosen[:, None], -held, given))
         rows, scale = rows[chosen], scale_of(self._filter)
         if scale != 1.0:
-            with np.errstate(over="ignore"):
+            with quiet():
                 rows *= np.float32(scale)
         return keys[chosen], rows.reshape(-1)
 
@@ -167,3 +167,8 @@ def forget_non_finite(errors: Floats) -> Floats:
     if not is_finite.all():
         errors[~is_finite] = 0
     return errors
+
+
+def quiet() -> np.errstate:
+    """Return a context without NumPy's warnings of what is not finite, which others tell: servers, or a loss scale."""
+    return np.errstate(over="ignore", invalid="ignore")

@@ -19,7 +19,7 @@ from torch.futures import Future
 from paceline.environment import environment
 from paceline.filters import Filter, FilterChain, parse_filters
 from paceline.filters.base import Bytes
-from paceline.filters.chain import split_pulled
+from paceline.filters.chain import chain_of, split_pulled
 from paceline.filters.gradients import Averaging, GradientMean, RankExchange, gradient_filters
 from paceline.filters.modules import import_filter_modules, modules_named_in
 from paceline.tables.types import Floats
@@ -62,12 +62,8 @@ def row_filters(filters: Sequence[Filter] | str | None, pull_filters: Sequence[F
     if filters is None:
         filters, told = told_filters()
         pull_filters = told if pull_filters is None else pull_filters
-    pulled = None if pull_filters is None else _chain_of(pull_filters).filters
-    return RowFilters(_chain_of(filters).filters, pulled)
-
-
-def _chain_of(filters: Sequence[Filter] | str) -> FilterChain:
-    return parse_filters(filters) if isinstance(filters, str) else FilterChain(filters)
+    pulled = None if pull_filters is None else chain_of(pull_filters).filters
+    return RowFilters(chain_of(filters).filters, pulled)
 
 
 class _Step:

@@ -221,8 +221,13 @@ def test_servers_come_and_go(consistency: Consistency) -> None:
     with Cluster(servers=3, replicas=1, consistency=consistency, heartbeat_timeout_s=1.0) as cluster:
         client = cluster.connect()
         table = client.sparse_table("w", update=SGD(lr=1.0), filters=[KeyCaching(), DeltaKeys(), Quantize(2)])
-        grads = np.ones((len(KEYS), 1), np.float32)
+        kept = client.sparse_table("kept", update=SGD(lr=1.0), filters=[Quantize(2)], pull_filters=[])
+        grads, random, total = np.ones((len(KEYS), 1), np.float32), np.random.default_rng(3), np.zeros((len(KEYS), 1))
         for number in range(200):
+            if number % 2 == 0:  # and only what is held back in the last 50
+                some = random.standard_normal((len(KEYS), 1)).astype(np.float32) * np.float32(number < 100)
+                kept.push(KEYS, some)
+                total += some
             table.push(KEYS, grads, tick=True)
             if number == 50:
                 cluster.nodes[1].stop()
@@ -230,6 +235,7 @@ def test_servers_come_and_go(consistency: Consistency) -> None:
                 np.testing.assert_array_equal(table.pull(KEYS), -(number + 1.0) * grads)
         client.retire()
         np.testing.assert_array_equal(table.pull(KEYS), -200 * grads)
+        np.testing.assert_allclose(kept.pull(KEYS), -total, atol=0.5)  # a push lost, or applied twice, would be up to 3
         assert cluster.compare_replicas() > 0
 
 

@@ -16,10 +16,10 @@ from typing_extensions import override
 
 from paceline.errors import ProtocolError, UsageError
 from paceline.filters.base import Bytes, Filter, ValueFilter
-from paceline.filters.chain import FilterChain, parse_filters
+from paceline.filters.chain import FilterChain, chain_of
 from paceline.filters.chance import seed_of
 from paceline.filters.keys.deltas import DeltaKeys
-from paceline.filters.rows import ElementErrors, RowErrors, RowSelection
+from paceline.filters.rows import ElementErrors, RowErrors, RowSelection, quiet
 from paceline.protocol.client import Request
 from paceline.ps import messages
 from paceline.ps.client.connection import ServerConnection, make_room, make_way
@@ -149,8 +149,7 @@ def _l1_of(spec: TableSpec) -> float:
 
 def filters_of_dense_tables(filters: Sequence[Filter] | str) -> tuple[Filter, ...]:
     """Return what a list or a text says; raises UsageError unless pushes to dense tables can go behind it."""
-    chain = parse_filters(filters) if isinstance(filters, str) else FilterChain(filters)
-    return TableFilters(chain.filters, (), is_dense=True).requests.filters
+    return TableFilters(chain_of(filters).filters, (), is_dense=True).requests.filters
 
 
 class FilteredSender:
@@ -220,7 +219,8 @@ class FilteredSender:
         if errors is None or not len(values):
             return self._encode(keys, values, seed, is_range=is_range)
         before = errors.read(keys, len(values), is_range=is_range)
-        wanted = values + before
+        with quiet():
+            wanted = values + before
         body, read = self._encode(keys, wanted, None, is_range=is_range)
         errors.keep(keys, before, wanted - read, is_range=is_range)
         return body, read
