@@ -1,9 +1,10 @@
 """Bodies of messages through memory that both ends of a connection on one host have mapped.
 
-Copied in and out, a body costs half of what a Unix socket takes for it, which copies it twice too, into pages of its
-own. The caller makes the memory when the first large body goes or has come, and offers it; once the callee has mapped
-it, bodies that fit go through it either way, and the frame says in which slot. Who sends copies into a free slot, who
-receives copies out and frees it. If no slot is free, the body goes through the socket as others do.
+A Unix socket copies a body twice, into pages of its own and out of them; here it is copied once, by who sends. The
+caller makes the memory when the first large body goes or has come, and offers it; once the callee has mapped it, bodies
+that fit go through it either way, and the frame says in which slot. The receiver's arrays are views of the slot, which
+is free again when they are gone; where they are kept and slots run short, it copies them out. If no slot is free, the
+body goes through the socket as others do.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import socket
 import struct
 import sys
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.collectives.shared.segment import Segment, SegmentError
 from paceline.errors import ProtocolError
@@ -23,8 +25,10 @@ from paceline.transport.frames import Buffer, view_of
 
 SMALLEST_BYTES: Final = 1 << 16
 """Smaller bodies go through the socket."""
-SLOT_BYTES: Final = 1 << 21
-_SLOTS: Final = 2  # each way
+SLOT_BYTES: Final = (1 << 20) + (1 << 16)
+_SLOTS: Final = 4  # each way
+_MAX_VIEWED: Final = 2
+"""How many slots what was received may keep; while they do, what comes in others is copied out."""
 _HEAD_BYTES: Final = 4096
 _LINE_BYTES: Final = 64
 _UCRED = struct.Struct("=iII")
@@ -35,6 +39,16 @@ def can_share() -> bool:
     is free, after what was copied out of it).
     """
     return sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
+
+
+class SlotView(np.ndarray[Any, np.dtype[np.uint8]]):
+    """A body in a slot: the slot is free when the last reference to its memory goes."""
+
+    flag: NDArray[np.uint8] | None = None
+
+    def __del__(self) -> None:
+        if self.flag is not None:
+            self.flag[0] = 0
 
 
 class SharedBodies:
@@ -94,13 +108,20 @@ class SharedBodies:
         return None
 
     def take(self, slot: int, size: int) -> memoryview:
-        """Return the body in a slot, which is free again. Raises ProtocolError for one that cannot be."""
+        """Return the body in a slot, which is free once nothing refers to that; where many slots are taken, a copy.
+
+        Raises ProtocolError for a slot or a size that cannot be.
+        """
         first = _SLOTS - self._out
         if not first <= slot < first + _SLOTS or size > SLOT_BYTES or not len(self._segment.bytes):
             raise ProtocolError(f"got a body of {size} bytes in slot {slot} of shared memory, which cannot be")
         at = _HEAD_BYTES + slot * SLOT_BYTES
-        body = self._segment.bytes[at : at + size].copy()
-        self._segment.bytes[_LINE_BYTES * (1 + slot)] = 0
+        memory = self._segment.bytes
+        body = memory[at : at + size].view(SlotView)
+        body.flag = memory[_LINE_BYTES * (1 + slot) :][:1]
+        flags = memory[_LINE_BYTES * (1 + first) : _LINE_BYTES * (1 + first + _SLOTS) : _LINE_BYTES]
+        if np.count_nonzero(flags) > _MAX_VIEWED:
+            return view_of(np.array(body, subok=False))
         return view_of(body)
 
     def close(self) -> None:

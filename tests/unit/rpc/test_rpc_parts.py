@@ -195,12 +195,23 @@ def test_large_bodies_go_through_memory_once_it_is_mapped() -> None:
     assert through == [False, True, True, False, True, False, True, True, True, False, True, False]
     right.send(20, b"", [sent[1]], request=7, deadline=soon)  # and back
     assert left.receive().header.flags
-    for _ in range(3):  # nobody takes them: the third goes through the socket
+    for _ in range(5):  # nobody takes them: the last goes through the socket
         left.send(20, b"", [sent[2]], deadline=soon)
-    assert [bool(right.receive().header.flags) for _ in range(3)] == [True, True, False]
+    assert [bool(right.receive().header.flags) for _ in range(5)] == [True, True, True, True, False]
+    # What is kept keeps its slot, and what comes meanwhile in the others is what was sent.
+    kept = []
+    for fill in range(8):
+        left.send(20, b"", [np.full(1 << 17, fill, np.uint8)], deadline=soon)
+        received = right.receive()
+        assert received.header.flags
+        kept.append(np.frombuffer(received.body, np.uint8)[5:])
+    assert [int(each.min()) for each in kept] == [int(each.max()) for each in kept] == list(range(8))
+    del received
     for each in (left, right):
         each.close()
         each.release()
+    assert [int(each.sum()) for each in kept] == [fill * ((1 << 17) - 5) for fill in range(8)]
+    del kept
 
 
 @pytest.mark.parametrize("flags", [1, 9])
