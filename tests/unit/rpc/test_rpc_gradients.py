@@ -1,0 +1,64 @@
+"""What a process keeps of an autograd context, and where a backward pass ends in it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from paceline.errors import ProtocolError, UsageError
+
+
+def test_rpc_needs_no_torch() -> None:
+    code = "import sys, paceline.rpc; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_leaves_are_found_once_each() -> None:
+    torch = pytest.importorskip("torch")
+    from paceline.rpc.autograd import leaves_of
+
+    x, w, fixed = (torch.ones(2, requires_grad=each) for each in (True, True, False))
+    y = (x * w + x * fixed).relu()
+    found = leaves_of([y.sum(), y, w])
+    assert {id(each) for each in found} == {id(x), id(w)}
+    assert len(found) == 2
+    assert leaves_of([fixed * 2]) == []
+
+
+def test_gradients_of_others_are_told_apart_by_message() -> None:
+    torch = pytest.importorskip("torch")
+    from paceline.rpc.autograd import GradientContext
+
+    part = GradientContext(5)
+    own, one, two, three = (torch.ones(1, requires_grad=True) for _ in range(4))
+    part.record_received(7, 1, [one, two])
+    part.record_received(8, 1, [three])
+    others = part.gather([own, two, three, one], [torch.ones(1), torch.full((1,), 2.0), torch.full((1,), 3.0), None])
+    assert {where: [each if each is None else each.item() for each in found] for where, found in others.items()} == {
+        (7, 1): [None, 2.0],
+        (8, 1): [3.0],
+    }
+    assert part.gather([own], [torch.full((1,), 0.5)]) == {}
+    assert part.gradients[own].item() == 1.5
+    assert part.record_sent(3, []) == 0
+    assert part.sent(part.record_sent(3, [own])) == [own]
+    assert part.workers == {3}
+    with pytest.raises(ProtocolError, match="not sent in it"):
+        part.sent(99)
+
+
+def test_contexts_end_with_who_began_them() -> None:
+    pytest.importorskip("torch")
+    from paceline.rpc.autograd import GradientContexts
+
+    contexts = GradientContexts()
+    first, second = contexts.new(1), contexts.new(2)
+    assert contexts.known(first).number == first
+    contexts.lose(1)
+    with pytest.raises(UsageError, match=f"no autograd context {first} here"):
+        contexts.known(first)
+    assert contexts.gradients(first) == {}
+    assert contexts.pop(second) is not None
+    assert contexts.pop(second) is None
