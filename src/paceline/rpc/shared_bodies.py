@@ -88,14 +88,14 @@ class SharedBodies:
 
     def put(self, parts: Sequence[Buffer], size: int) -> int | None:
         """Copy a body into a free slot and return its number; None if there is none, or the body does not fit."""
+        memory = self._segment.bytes
+        if size > SLOT_BYTES or not len(memory):  # closed
+            return None
         if not self.is_attached:
-            if not self._segment.bytes[0]:
+            if not memory[0]:
                 return None
             self.is_attached = True
             self._segment.hide()
-        if size > SLOT_BYTES:
-            return None
-        memory = self._segment.bytes
         for slot in range(self._out, self._out + _SLOTS):
             if not memory[_LINE_BYTES * (1 + slot)]:
                 memory[_LINE_BYTES * (1 + slot)] = 1
