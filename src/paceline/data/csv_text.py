@@ -18,7 +18,7 @@ from paceline.data.batch import Batch
 from paceline.data.columns import Columns
 from paceline.data.dialect import BYTE_ORDER_MARK, Dialect, read_dialect
 from paceline.data.reader import BLOCK_BYTES, Report
-from paceline.data.streams import is_packed
+from paceline.data.streams import is_packed, line_number
 from paceline.data.text import Parsed
 from paceline.data.window import MAX_LINE_BYTES, TextWindow
 from paceline.errors import DataError
@@ -133,7 +133,10 @@ class CsvReader:
             while True:
                 text, end, last = self._text()
                 before = window.position
-                parsed = self._parse(text, window.begin, end, stop - window.base, last)
+                parsed = self._parse(text, window.begin, end, stop - window.base, False)
+                if last and parsed.position == window.begin < window.end:
+                    self._check_open_quote()
+                    parsed = self._parse(text, window.begin, end, stop - window.base, True)
                 base = window.base
                 window.begin = min(parsed.position, window.end)
                 self._low = min(window.position, stop)
@@ -162,6 +165,17 @@ class CsvReader:
             end += 1
         window.buffer[end] = 10
         return np.frombuffer(window.buffer, np.uint8), end, last
+
+    def _check_open_quote(self) -> None:
+        """Raise DataError for a last row that a quote leaves open, unless it is but a line."""
+        window = self._window
+        num_lines = window.buffer.count(b"\n", window.begin, window.end - 1)
+        if num_lines:
+            raise DataError(
+                f"{self._path}: a quote is opened in the row of line {line_number(self._path, window.position):,} and "
+                f"never closed, so that the {num_lines:,} line{'s' * (num_lines > 1)} behind it would be a part of "
+                'that row: close it, or write a " within a text twice and the text in quotes'
+            )
 
     def _grow(self) -> None:
         """Have more of the row that the window begins with, which does not end in it."""

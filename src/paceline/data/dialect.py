@@ -76,7 +76,7 @@ def read_dialect(path: str, wanted: Sequence[str] = ()) -> Dialect:
         first = shorten(text.partition("\n")[0])
         raise DataError(
             f"{path} does not look like csv: expected rows of one width, separated by commas, semicolons, tabs or |; "
-            f"its first line is '{first}'"
+            f"its first line is '{first}'{hint_at_open_quote(text)}"
         )
     return dialect
 
@@ -134,6 +134,14 @@ def _is_header(first: list[str], rest: list[list[str]]) -> bool:
             return True
     words = [cell for cell in first if cell.strip()]
     return len(set(words)) == len(words) > 0 and not any(is_number(cell) for cell in words)
+
+
+def hint_at_open_quote(text: str) -> str:
+    """Say, for a message on a file that begins with `text` and is not understood, where a quote may be left open."""
+    if text.count('"') % 2 == 0:
+        return ""
+    number = next((number for number, line in enumerate(text.split("\n"), 1) if line.count('"') % 2), 0)
+    return f"; line {number:,} opens a quote and does not close it" if number else ""
 
 
 def is_number(cell: str) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from paceline.data.bad_lines import shorten
 from paceline.data.binary.arrays import NPY_MAGIC, ZIP_MAGIC
 from paceline.data.binary.blocks import MAGIC
-from paceline.data.dialect import BYTE_ORDER_MARK, LAST_SEPARATOR, NUMBER, guess_dialect, read_lines
+from paceline.data.dialect import BYTE_ORDER_MARK, LAST_SEPARATOR, NUMBER, guess_dialect, hint_at_open_quote, read_lines
 from paceline.data.streams import stat_file
 from paceline.errors import DataError
 
@@ -65,6 +65,7 @@ def detect_format(path: str | Path) -> str:
     if len(lines) == 1 and guess_dialect(lines[0], [""]) is not None:
         raise DataError(f"{path} has one line, '{shorten(lines[0])}', and no row of data behind it")
     first = f"its first line is '{shorten(lines[0])}'" if lines else "it holds no line of text"
+    first += hint_at_open_quote("\n".join(lines))
     raise DataError(f"{path} looks like none of {', '.join(FORMATS)}: {first}; if it is one, say so with --format")
 
 

@@ -56,7 +56,7 @@ def guess_columns(path: str, sample: Sample, label: str | None = None, weight: s
     labels = sample.labels(label)
     for name, type in zip(sample.names, sample.types, strict=True):
         cells = sample.column(name)
-        counts = Counter(cell for cell in cells if cell)
+        counts = sample.counts(name)
         known = "label" if name == label else "weight" if weight and name == weight else None
         kind, reason = judge_column(name, cells, counts, type) if known is None else (known, "")
         if labels is not None and reason in (_FEW_DISTINCT, _MANY_DISTINCT):
@@ -107,8 +107,7 @@ def describe_named(sample: Sample, columns: Columns) -> Guesses:
     guesses = []
     for name, type in zip(sample.names, sample.types, strict=True):
         reason = "not named" if name not in kinds else IN_LISTS if type == "list" else ""
-        counts = Counter(filter(None, sample.column(name)))
-        guesses.append(_describe(name, kinds.get(name, "left out"), reason, counts))
+        guesses.append(_describe(name, kinds.get(name, "left out"), reason, sample.counts(name)))
     return Guesses(columns, tuple(guesses), len(sample.rows))
 
 
@@ -270,23 +269,33 @@ def _is_whole(value: Any) -> bool:
     return (isinstance(value, int) and not isinstance(value, bool)) or (isinstance(value, float) and value.is_integer())
 
 
+def _describe_kinds(found: Mapping[str, int]) -> tuple[str, str]:
+    """What a field of JSON is taken for, and how, by how many of its values are what."""
+    if not found:
+        return "left out", ""
+    if len(found) == 1:
+        (kind,) = found
+        return ("categorical", IN_LISTS) if kind == IN_LISTS else (kind, "")
+    names = {"numeric": "as numbers", "categorical": "as categories", IN_LISTS: "in lists, as categories"}
+    kind = "numeric and categorical" if "numeric" in found else "categorical"
+    return kind, ", ".join(f"{found[each]:,} {text}" for each, text in names.items() if each in found)
+
+
 def describe_json(objects: Sequence[Mapping[str, Any]], columns: Columns) -> Guesses:
     """What the fields of JSON lines are taken for."""
     counts: dict[str, Counter[str]] = {}
-    kinds: dict[str, dict[str, None]] = {}
+    kinds: dict[str, Counter[str]] = {}
     for each in objects:
         for name, value, in_list in walk_fields(each):
             counts.setdefault(name, Counter())[json_text(value)] += value is not None
             if value is not None:
                 is_number = isinstance(value, int | float) and not isinstance(value, bool)
                 as_category = in_list or not is_number or name in columns.categorical
-                kinds.setdefault(name, {})["categorical" if as_category else "numeric"] = None
-                if in_list:
-                    kinds[name][IN_LISTS] = None
+                kind = "numeric" if not as_category else IN_LISTS if in_list else "categorical"
+                kinds.setdefault(name, Counter())[kind] += 1
     guesses = []
     for name, found in counts.items():
-        kind, *others = kinds.get(name, {"left out": None})
-        reason = ", ".join(others)
+        kind, reason = _describe_kinds(kinds.get(name, Counter()))
         if name in (columns.label, columns.weight):
             kind, reason = ("label" if name == columns.label else "weight"), ""
         examples = tuple(text for text, count in found.items() if count)[:NUM_EXAMPLES]

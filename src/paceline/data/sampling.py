@@ -37,7 +37,7 @@ _NAMESPACE = re.compile(rb"\|([^\s:|]*)")
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Rows of csv or parquet files, as text; a missing cell is empty.
+    """Rows of csv or parquet files, as text; a missing cell is empty, a list the JSON of the texts of its elements.
 
     `types` says of each column what a parquet file says of it: ``integer``, ``float``, ``boolean``, ``text``,
     ``list`` or ``nested``; of csv it is empty, for nothing is said there.
@@ -51,6 +51,13 @@ class Sample:
         """The cells of a column."""
         at = self.names.index(name)
         return [row[at] for row in self.rows]
+
+    def counts(self, name: str) -> Counter[str]:
+        """How often each value comes in a column, empty cells aside; of lists each element."""
+        cells = [cell for cell in self.column(name) if cell]
+        if self.types[self.names.index(name)] == "list":
+            cells = [each for cell in cells for each in json.loads(cell)]
+        return Counter(cells)
 
     def labels(self, name: str) -> npt.NDArray[np.float64] | None:
         """The labels in a column, NaN where there is none; None for 3 to 64 values: they may be classes or counts."""
@@ -112,6 +119,8 @@ def _sample_parquet(files: Sequence[str]) -> Sample:
 def _as_text(cell: Any) -> str:
     if cell is None:
         return ""
+    if isinstance(cell, list):
+        return json.dumps([json_text(each) for each in cell if each is not None]) if cell else ""
     return str(cell).lower() if isinstance(cell, bool) else str(cell)
 
 

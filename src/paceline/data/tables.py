@@ -24,8 +24,17 @@ def _arrow_errors(path: str) -> Iterator[None]:
     try:
         yield
     except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        text = shorten(str(error).partition("\n")[0])
-        raise DataError(f"{path} cannot be read as parquet: {text}") from error
+        text = str(error).partition("\n")[0]
+        if "magic bytes" in text or "smaller than the minimum file footer" in text:
+            raise DataError(
+                f"{path} is no whole parquet file: it does not end as one does; it may have been cut off, or is still "
+                "being written: copy it again"
+            ) from error
+        if "thrift" in text or "metadata" in text.lower():
+            raise DataError(
+                f"{path} is a damaged parquet file: what it says of its columns cannot be read; write it again"
+            ) from error
+        raise DataError(f"{path} cannot be read as parquet: {shorten(text)}") from error
 
 
 def parquet_schema(path: str) -> Any:

@@ -180,6 +180,12 @@ def test_a_row_without_end(tmp_path: Path) -> None:
     with open_dataset(path, "csv", COLUMNS) as dataset, pytest.raises(DataError, match="row of more than 16 MiB, from"):
         rows(dataset)
     path.write_bytes(b'click,site,ad,price\n1,a,b,1\n0,"a,b,1\n0,a,b,1\n')
+    with (
+        open_dataset(path, "csv", COLUMNS) as dataset,
+        pytest.raises(DataError, match="line 3 and never closed, so that"),
+    ):
+        rows(dataset)
+    path.write_bytes(b'click,site,ad,price\n1,a,b,1\n0,"a,b,1\n')
     with open_dataset(path, "csv", COLUMNS) as dataset:
         assert rows(dataset) == [expected(1, "a", "b", 1.0)]
         (line,) = dataset.bad_lines.first
@@ -314,7 +320,7 @@ def test_damaged_parquet(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     pq.write_table(table(), path)
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(DataError, match="cannot be read as parquet"):
+    with pytest.raises(DataError, match="is no whole parquet file"):
         open_dataset(path)
 
 

@@ -19,7 +19,7 @@ from paceline.data.sampling import spread
 from paceline.data.scales.bins import bin_names
 from paceline.data.streams import stat_file
 from paceline.errors import DataError, printable
-from paceline.kernels.text.reference import name_seed
+from paceline.kernels.text.reference import field_of, name_seed
 from paceline.launch.kernels import prepare_kernels
 from paceline.launch.train.bad_data import BadData, find_bad_lines
 from paceline.launch.train.data_files import DataLook, look_at
@@ -144,7 +144,12 @@ def _describe_row(look: DataLook, dataset: Dataset, batch: Batch) -> list[dict[s
         single = [name for name in look.columns.categorical if types.get(name) != "list"]
         for name, scale in zip(look.columns.numeric, look.columns.scales, strict=False):
             numeric |= bin_names(name, scale.edges, scale.centre) if scale.edges else {}
-        names = [*single, *(numeric.get(key) for key in row.keys[len(single) :].tolist())]
+        if row.fields is None:
+            names = [*single, *(numeric.get(key) for key in row.keys[len(single) :].tolist())]
+        else:
+            columns = {field_of(name): name for name in (*look.columns.categorical, *look.columns.numeric)}
+            pairs = zip(row.keys.tolist(), row.fields.tolist(), strict=True)
+            names = [numeric.get(key) or columns.get(field) for key, field in pairs]
     return [
         {"column": name, "key": key, "value": value}
         for name, key, value in zip(names, row.keys.tolist(), values.tolist(), strict=True)
