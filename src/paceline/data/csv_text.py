@@ -18,7 +18,7 @@ from paceline.data.batch import Batch
 from paceline.data.columns import Columns
 from paceline.data.dialect import BYTE_ORDER_MARK, Dialect, read_dialect
 from paceline.data.reader import BLOCK_BYTES, Report
-from paceline.data.streams import is_packed, line_number
+from paceline.data.streams import line_number, text_size
 from paceline.data.text import Parsed
 from paceline.data.window import MAX_LINE_BYTES, TextWindow
 from paceline.errors import DataError
@@ -115,7 +115,8 @@ class CsvReader:
         self._low = 0
         self._row_starts: list[int] = []
         self._is_judged = False
-        self.num_shards = None if is_packed(path) else -(-num_bytes // shard_bytes)
+        size = text_size(path, num_bytes)
+        self.num_shards = None if size is None else -(-size // shard_bytes)
         self._go_to_first_row()
 
     def close(self) -> None:

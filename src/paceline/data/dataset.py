@@ -30,7 +30,7 @@ from paceline.data.key_scaling import KeyScaling, read_key_scaling
 from paceline.data.labels import CLICKS, positive_in, read_as
 from paceline.data.reader import IdleFiles, OpenFile, ShardReader
 from paceline.data.sampling import sample_objects, sample_rows
-from paceline.data.streams import FileStatus, full_path, is_packed, line_number, stat_file
+from paceline.data.streams import FileStatus, full_path, is_packed, line_number, stat_file, text_size
 from paceline.data.tables import column_names
 from paceline.errors import DataError, UsageError
 
@@ -222,15 +222,15 @@ class Dataset(Closing):
 
     def can_enter(self, file: int) -> bool:
         """Whether a file can be read from any shard on, without parsing those before."""
-        return self.format in _RANDOM_ACCESS or not is_packed(self.files[file])
+        return self.format in _RANDOM_ACCESS or text_size(self.files[file], 0) is not None
 
     def num_shards(self, file: int) -> int | None:
-        """How many shards a file has; None for a gzip file until its end was read."""
+        """How many shards a file has; None for a packed file that does not say, until its end was read."""
         if file not in self._in_use.num_shards:
             if self.format in _RANDOM_ACCESS:
                 self._give_back(file, self._take(file))
-            elif self.can_enter(file):
-                self._in_use.num_shards[file] = -(-self._in_use.check(file).num_bytes // self.shard_bytes)
+            elif (size := text_size(self.files[file], self._in_use.check(file).num_bytes)) is not None:
+                self._in_use.num_shards[file] = -(-size // self.shard_bytes)
         return self._in_use.num_shards.get(file)
 
     def ended(self, file: int) -> int | None:

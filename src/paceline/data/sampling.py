@@ -23,7 +23,7 @@ from paceline.data.columns import Columns, import_arrow, is_list
 from paceline.data.dialect import BYTE_ORDER_MARK, parse_rows, read_dialect
 from paceline.data.formats import CONVERTED, TEXT_FORMATS
 from paceline.data.labels import count_labels, read_label
-from paceline.data.streams import ByteStream, is_packed, open_stream, stat_file
+from paceline.data.streams import ByteStream, open_stream, stat_file, text_size
 from paceline.kernels.text.reference import number_text
 
 _PIECES = 64
@@ -232,10 +232,10 @@ def text_pieces(files: Sequence[str]) -> Iterator[tuple[int, int, bytes]]:
     budget = _LONG_LINES_BYTES
     for file in chosen:
         path = files[file]
-        size = stat_file(path).num_bytes
+        size = text_size(path, stat_file(path).num_bytes)
         stream = open_stream(path)
         try:
-            if is_packed(path) or size <= each * _PIECE_BYTES:
+            if size is None or size <= each * _PIECE_BYTES:
                 starts, length = [0], each * _PIECE_BYTES
             else:
                 starts = [at * (size - _PIECE_BYTES) // max(each - 1, 1) for at in range(each)]

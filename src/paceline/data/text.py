@@ -18,7 +18,7 @@ from paceline.data.columns import Columns
 from paceline.data.dialect import BYTE_ORDER_MARK
 from paceline.data.formats import detect_format, is_unlabelled_criteo
 from paceline.data.reader import BLOCK_BYTES, Report
-from paceline.data.streams import is_packed
+from paceline.data.streams import text_size
 from paceline.data.window import MAX_LINE_BYTES, TextWindow
 from paceline.errors import DataError
 
@@ -279,7 +279,8 @@ class TextReader:
         self._shard_bytes = shard_bytes
         self._lines = LineReader(path)
         self._parse = parser_of(path, format, columns, needs_label=needs_label)
-        self.num_shards = None if is_packed(path) else -(-num_bytes // shard_bytes)
+        size = text_size(path, num_bytes)
+        self.num_shards = None if size is None else -(-size // shard_bytes)
 
     def close(self) -> None:
         """Close the file."""

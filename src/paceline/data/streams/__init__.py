@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from paceline.data.streams.members import find_members
 from paceline.data.streams.packed import PACKED, is_packed
 from paceline.data.streams.plain import ByteStream, open_bytes, stat_file
 from paceline.data.streams.remote import FileStatus, check_local, expand_url, full_path, is_url, open_url
@@ -21,6 +22,7 @@ __all__ = [
     "open_url",
     "read_head",
     "stat_file",
+    "text_size",
 ]
 
 
@@ -40,6 +42,14 @@ def read_head(path: str, num_bytes: int) -> tuple[bytes, bool]:
     finally:
         stream.close()
     return bytes(buffer[: min(filled, num_bytes)]), filled <= num_bytes
+
+
+def text_size(path: str, num_bytes: int) -> int | None:
+    """How long the text of a file of `num_bytes` is; None of a packed one that does not say so in several places."""
+    if not is_packed(path):
+        return num_bytes
+    members = find_members(path)
+    return None if members is None else members.num_bytes
 
 
 def line_number(path: str | Path, offset: int) -> int:

@@ -9,12 +9,17 @@ from typing import Any
 
 from typing_extensions import override
 
+from paceline.data.streams.members import find_members
 from paceline.data.streams.plain import ByteStream, open_bytes
 from paceline.errors import DataError, UsageError
 
 
 class PackedStream(ABC):
-    """A compressed file's text, of one or several members. Going back starts over; going forward decompresses."""
+    """A compressed file's text, of one or several members.
+
+    Going elsewhere starts at the member that has the place, where the file says which that is
+    (:mod:`paceline.data.streams.members`); else going back starts over, and going forward decompresses.
+    """
 
     suffix: str
     name: str
@@ -56,9 +61,12 @@ class PackedStream(ABC):
 
     def seek(self, position: int) -> None:
         """Go to `position`."""
-        if position < self.position:
-            self._raw.seek(0)
+        members = find_members(self.path)
+        start, offset = (0, 0) if members is None else members.before(position)
+        if not start <= self.position <= position:
+            self._raw.seek(offset)
             self._restart(self._raw)
+            self.position = start
         while self.position < position and self.decompress(min(position - self.position, 1 << 20)):
             pass
 

@@ -1,0 +1,109 @@
+"""Compressed files that can be entered anywhere: BGZF, and Zstandard of several frames."""
+
+from __future__ import annotations
+
+import gzip
+import random
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paceline.data import Batch, open_dataset
+from paceline.data.sampling import text_pieces
+from paceline.data.streams import open_stream, text_size
+from paceline.data.streams.members import find_members
+from paceline.errors import DataError
+
+TEXT = b"".join(b"%d %d:1 %d:0.5\n" % (row % 2, row % 97 + 1, row + 200) for row in range(20_000))
+
+
+def bgzf(data: bytes, size: int = 10_000) -> bytes:
+    """The members that bgzip writes, an empty one last, by the specification of SAM, section 4.1."""
+    members = []
+    for part in [*(data[at : at + size] for at in range(0, len(data), size)), b""]:
+        packer = zlib.compressobj(6, zlib.DEFLATED, -15)
+        packed = packer.compress(part) + packer.flush()
+        head = b"\x1f\x8b\x08\x04\0\0\0\0\0\xff\x06\0BC\x02\0" + struct.pack("<H", len(packed) + 25)
+        members.append(head + packed + struct.pack("<II", zlib.crc32(part), len(part)))
+    return b"".join(members)
+
+
+def zstd_frames(data: bytes, size: int = 30_000) -> bytes:
+    """Frames of several kinds, and between them such as are to be skipped, as pzstd writes them."""
+    zstandard = pytest.importorskip("zstandard", reason="zstandard is not installed: pip install 'paceline[zstd]'")
+    frames = []
+    for number, at in enumerate(range(0, len(data), size)):
+        packer = zstandard.ZstdCompressor(level=1 + number % 3, write_checksum=number % 2 == 0)
+        frames += [b"\x50\x2a\x4d\x18\x04\0\0\0abcd", packer.compress(data[at : at + size])]
+    return b"".join(frames)
+
+
+PACKED = {"x.svm.gz": bgzf, "x.svm.zst": zstd_frames}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_a_text_is_entered_anywhere(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(PACKED[name](TEXT))
+    members = find_members(str(path))
+    assert members is not None
+    assert members.num_bytes == text_size(str(path), path.stat().st_size) == len(TEXT)
+    assert len(members.starts) == -(-len(TEXT) // (10_000 if name.endswith("gz") else 30_000))
+    stream, draw = open_stream(str(path)), random.Random(1)
+    for _ in range(200):
+        at = draw.choice([0, draw.randrange(len(TEXT)), draw.choice(members.starts), len(TEXT) - 1])
+        stream.seek(at)
+        view = memoryview(bytearray(draw.randrange(1, 50_000)))
+        count = stream.readinto(view)
+        assert stream.position == at + count
+        assert view[:count] == TEXT[at : at + count]
+        assert count > 0
+    stream.seek(len(TEXT) + 5)
+    assert stream.readinto(memoryview(bytearray(9))) == 0
+    stream.close()
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_shards_are_those_of_the_text_in_any_order(tmp_path: Path, name: str) -> None:
+    """So that several workers share one file, each unpacking what it reads."""
+    path = tmp_path / name
+    path.write_bytes(PACKED[name](TEXT))
+    (tmp_path / "plain.svm").write_bytes(TEXT)
+    with (
+        open_dataset(path, shard_bytes=7000) as packed,
+        open_dataset(tmp_path / "plain.svm", shard_bytes=7000) as plain,
+    ):
+        assert packed.can_enter(0)
+        assert packed.num_shards(0) == plain.num_shards(0)
+        shards = list(range(plain.num_shards(0) or 0))
+        random.Random(2).shuffle(shards)
+        for shard in shards:
+            a, b = (Batch.concatenate(list(each.read(0, shard, 100))) for each in (packed, plain))
+            np.testing.assert_array_equal(a.keys, b.keys)
+            np.testing.assert_array_equal(a.indptr, b.indptr)
+    assert [piece[1:] for piece in text_pieces([str(path)])] == [
+        piece[1:] for piece in text_pieces([str(tmp_path / "plain.svm")])
+    ]
+
+
+def test_files_without_places_to_start_at(tmp_path: Path) -> None:
+    path = tmp_path / "x.svm.gz"
+    whole = bgzf(TEXT)
+    ordinary = gzip.compress(TEXT)
+    for data in (ordinary, ordinary + ordinary, whole + ordinary, b"", whole[:9], whole[:-40]):
+        path.write_bytes(data)
+        assert find_members(str(path)) is None
+        assert text_size(str(path), len(data)) is None
+    assert find_members(str(tmp_path / "none.gz")) is None
+    path.write_bytes(ordinary)
+    with open_dataset(path) as dataset:
+        assert dataset.num_shards(0) is None
+        assert sum(batch.num_examples for batch in dataset.batches(1000)) == 20_000
+    damaged = bytearray(whole)
+    damaged[len(whole) // 2] ^= 255
+    path.write_bytes(damaged)
+    with open_dataset(path, "libsvm", shard_bytes=10_000) as dataset, pytest.raises(DataError, match="is damaged"):
+        list(dataset.batches(1000))
