@@ -20,6 +20,7 @@ from paceline.models.progressive import ExampleSums
 from paceline.tables.types import Doubles, Floats
 
 _CHANCE = 3.0  # standard errors
+_USUAL_OPTIMISM = 0.01  # log-odds: the standard deviation where a trial says too little
 _OTHER_TIMES = 4.0  # standard errors: several parts are looked at, and the first that differs ends the search
 _NEWEST = 8
 _LEAST_LABELS = 100  # of either kind: fewer say too little of how many there should be
@@ -103,10 +104,10 @@ class ClickProbabilityModel(SparseModel):
         if min((counts * y > 0).sum(), (counts * (1 - y) > 0).sum()) < _LEAST_LABELS:
             return self
         shift, error = log_odds_shift(np.log(p / (1 - p)), y, counts)
-        beyond, error_beyond = optimism or Optimism()
-        if abs(shift + beyond) < _CHANCE * math.hypot(error, error_beyond):
-            return self
-        return dataclasses.replace(self, offset=self.offset + shift + beyond)
+        beyond, error_beyond = _expected(optimism or Optimism())
+        off, variance = shift + beyond, error * error + error_beyond * error_beyond
+        share = 1 - variance / max(off * off, 1e-30)
+        return self if share <= 0 else dataclasses.replace(self, offset=self.offset + share * off)
 
 
 def log_odds_shift(margins: Doubles, labels: Doubles, counts: Doubles) -> tuple[float, float]:
@@ -122,6 +123,19 @@ def log_odds_shift(margins: Doubles, labels: Doubles, counts: Doubles) -> tuple[
         shift -= float(np.clip(counts @ (p - labels) / total, -1, 1))
         error = math.sqrt(float((counts * counts) @ spread)) / total
     return shift, error
+
+
+def _expected(optimism: Optimism) -> Optimism:
+    """Return what is to be expected after a trial: what it showed if that is beyond chance, else hardly anything.
+
+    What it showed is mostly the chance of what was held out, and models are hardly off: so the trial's shift and the
+    usual deviation are weighed by their precision.
+    """
+    shift, error = optimism
+    if abs(shift) > _CHANCE * error:
+        return optimism
+    share = _USUAL_OPTIMISM**2 / (_USUAL_OPTIMISM**2 + error**2)
+    return Optimism(share * shift, math.sqrt(share) * error)
 
 
 def _counts(labels: Floats, weights: Floats | None) -> Doubles:

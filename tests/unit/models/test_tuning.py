@@ -8,7 +8,7 @@ import pytest
 from paceline.data import Batch
 from paceline.data.example_sampling import ExampleSample
 from paceline.kernels.csr import csr_dot, logistic
-from paceline.models.base import BIAS_KEY, KeyScratch
+from paceline.models.base import BIAS_KEY, KeyScratch, Optimism
 from paceline.models.logistic import LogisticRegression
 from paceline.models.tuning import (
     is_sorted_by_label,
@@ -244,12 +244,25 @@ def test_the_offset_is_the_log_odds_and_calibrates() -> None:
     fine = np.full(4000, 0.251, np.float32)
     assert model.calibrated(labels, fine) is model
     doubled = model.calibrated(labels, np.full(4000, 0.5, np.float32))
-    assert doubled.offset == pytest.approx(model.offset + np.log(1 / 3), abs=1e-3)
+    assert doubled.offset == pytest.approx(model.offset + np.log(1 / 3), abs=3e-3)
     weights = np.where(labels > 0, 3, 1).astype(np.float32)
     assert LogisticRegression().starting_from(labels, weights).offset == pytest.approx(0, abs=1e-3)
     assert model.calibrated(labels, np.full(4000, 0.5, np.float32), weights) is model
     few = LogisticRegression().calibrated(labels[:300], np.full(300, 0.5, np.float32))
     assert few.offset == 0  # 75 of one kind say too little
+
+
+def test_an_offset_is_corrected_as_far_as_is_beyond_chance() -> None:
+    labels = np.tile([1, 0, 0, 0], 10_000).astype(np.float32)
+    exact = LogisticRegression(offset=float(np.log(1 / 3)))
+    off = np.full(40_000, 1 / (1 + np.exp(-exact.offset - 0.05)), np.float32)  # by 0.05, a standard error is 0.0115
+    corrected = exact.calibrated(labels, off).offset - exact.offset
+    assert -0.05 < corrected < -0.045
+    little, much = (
+        exact.calibrated(labels, off, None, Optimism(shift, 0.04)).offset - exact.offset for shift in (0.05, 0.5)
+    )
+    assert -0.05 < little < -0.03  # what a trial showed by chance
+    assert much == pytest.approx(0.45, abs=0.01)
 
 
 def test_rates_that_drift_are_those_of_now() -> None:
