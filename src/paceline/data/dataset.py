@@ -23,6 +23,7 @@ from paceline.data.formats import (
     KEYED_FORMATS,
     TEXT_FORMATS,
     detect_format,
+    feature_format,
     have_same_features,
 )
 from paceline.data.guessing import find_json_columns, guess_columns
@@ -87,12 +88,11 @@ def open_dataset(
         shard_bytes = min(max(total // _SHARDS_WANTED, MIN_SHARD_BYTES), MAX_SHARD_BYTES)
     elif shard_bytes < 1:
         raise UsageError(f"a shard has at least 1 byte, not {shard_bytes}")
-    source_format = format
     if format == CONVERTED:
         source_format, columns = _look_at_converted(files, columns)
     else:
         columns = _columns_for(files, format, columns, needs_labels)
-        source_format = "libsvm" if format == "numpy" else format
+        source_format = feature_format(format)
     if scaling is not None and source_format not in KEYED_FORMATS:
         raise UsageError(f"values of {format} are not scaled by key: leave scaling out")
     cache_path = None if cache_dir is None else Path(cache_dir)

@@ -86,6 +86,11 @@ def source_format(path: str | Path, format: str | None = None) -> str:
     format = format or detect_format(path)
     if format == CONVERTED:
         format = describe_converted(str(path)).description.format
+    return feature_format(format)
+
+
+def feature_format(format: str) -> str:
+    """Return the format whose features one that is no converted data has: arrays those of libsvm."""
     return "libsvm" if format == "numpy" else format
 
 
