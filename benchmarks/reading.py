@@ -6,20 +6,30 @@
 conversion; `train` is logistic regression on 1 server and 1 worker, from the first byte read to the last update
 applied, over so many passes (`train, text`: of which the later ones are read from the cache). Medians; quote them with
 `uptime` beside them.
+
+    python benchmarks/reading.py --stream 100000000
+
+One pass of logistic regression over so many rows: a converted log of at most a million made-up rows, under as many
+names as it takes. *memory* is the most that the worker's own memory came to in the first and in the last tenth of the
+training, without the pages of the file that it maps: data is streamed if they are alike.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gzip
 import json
 import os
 import shutil
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+import psutil
 
 from paceline.data import ClickLogSpec, open_dataset, write_click_log
 from paceline.launch import prepare_kernels
@@ -29,6 +39,8 @@ from paceline.launch.train.train import train_locally
 from paceline.protocol import BoundedDelay
 
 _BATCH = 256
+_ROWS_OF_A_FILE = 1_000_000
+_SAMPLE_S = 0.2
 
 
 def main() -> None:
@@ -36,9 +48,20 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="any data file; default: a sample of Criteo, or a made-up log")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=10, help="passes of a training")
+    parser.add_argument("--stream", type=int, metavar="ROWS", help="train one pass over so many rows instead")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     prepare_kernels()
+    if arguments.stream is not None:
+        done = stream(arguments.stream)
+        print(
+            json.dumps(done)
+            if arguments.json
+            else f"{done['rows']:,} rows in {done['seconds']:,.0f} s ({done['rows_per_s']:,.0f} rows/s), memory of "
+            f"the worker {done['first_megabytes']:,.0f} MB in the first tenth, "
+            f"{done['last_megabytes']:,.0f} MB in the last"
+        )
+        return
     with tempfile.TemporaryDirectory(prefix="paceline-reading-") as name:
         folder = Path(name)
         text, converted = find_text(arguments.data, folder), folder / "data.paceline"
@@ -98,6 +121,49 @@ def train(path: Path, epochs: int) -> float:
         consistency=BoundedDelay(tau=4),
     )
     return result.examples / result.seconds
+
+
+def stream(num_rows: int) -> dict[str, float]:
+    """Train one pass over so many rows; return rows, seconds, rate, and the worker's memory at both ends."""
+    samples: list[float] = []
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(_SAMPLE_S):
+            for child in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    if '"role": "worker"' in " ".join(child.cmdline()):
+                        memory = child.memory_info()
+                        samples.append((memory.rss - memory.shared) / 1e6)
+
+    with tempfile.TemporaryDirectory(prefix="paceline-reading-") as name:
+        folder, rows = Path(name), min(num_rows, _ROWS_OF_A_FILE)
+        write_click_log(folder / "text", ClickLogSpec(rows=rows))
+        convert(folder / "text", folder / "0.paceline")
+        paths = [folder / f"{number}.paceline" for number in range(-(-num_rows // rows))]
+        for path in paths[1:]:
+            path.symlink_to(folder / "0.paceline")
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            result = train_locally(
+                TrainOptions(data=[str(path) for path in paths], epochs=1, adapt="no"),
+                servers=1,
+                workers=1,
+                consistency=BoundedDelay(tau=4),
+            )
+        finally:
+            ended.set()
+            watcher.join()
+    samples = samples[-max(1, round(result.seconds / _SAMPLE_S)) :]  # before them processes start
+    tenth = -(-len(samples) // 10)
+    return {
+        "rows": result.examples,
+        "seconds": result.seconds,
+        "rows_per_s": result.examples_per_s,
+        "first_megabytes": max(samples[:tenth]),
+        "last_megabytes": max(samples[-tenth:]),
+    }
 
 
 if __name__ == "__main__":

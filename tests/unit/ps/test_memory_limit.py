@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
 import os
@@ -12,6 +13,8 @@ import pytest
 
 from paceline.errors import UsageError
 from paceline.kernels import index
+from paceline.tables.memory import blocks
+from paceline.tables.memory import limit as limits
 from paceline.tables.memory.blocks import RowMemory, SpillError
 from paceline.tables.memory.limit import MemoryLimit, parse_size
 from paceline.tables.rules import FTRL, Adagrad, UpdateRule
@@ -131,3 +134,19 @@ def test_a_folder_in_memory_is_told(tmp_path: Path) -> None:
     limit = MemoryLimit(num_bytes=1, spill_dir="/dev/shm")
     assert limit.warning is not None
     assert limit.warning.startswith("/dev/shm is a tmpfs, whose files lie in memory")
+
+
+def test_few_mappings_are_told_at_the_start_and_when_they_are_used_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = MemoryLimit(num_bytes=1, spill_dir=str(tmp_path))
+    for module in (limits, blocks):
+        monkeypatch.setattr(module, "most_mappings", lambda: 9000)
+    told = (
+        "the system lets a process map 9,000 files (vm.max_map_count), and a table whose rows lie in files takes up to"
+    )
+    assert str(limit.warning).startswith(told)
+
+    why = str(blocks.why_not_mapped(errno.ENOMEM))
+    assert why.endswith("has all the 9,000 mappings that the system allows (vm.max_map_count)")
+    assert "mappings" not in str(blocks.why_not_mapped(errno.ENODEV))

@@ -10,6 +10,7 @@ the block, and never ends the process in the midst of a write.
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import mmap
 import os
@@ -20,7 +21,7 @@ from typing import Final
 import numpy as np
 
 from paceline.kernels.index import LINE_BYTES
-from paceline.tables.memory.limit import MemoryLimit
+from paceline.tables.memory.limit import MemoryLimit, most_mappings
 from paceline.tables.memory.reading import ReadAhead
 
 _SMALL_BYTES: Final = 1 << 14  # blocks below stay in memory: a file for each of 512 small buckets is not worth it
@@ -121,13 +122,21 @@ def _block_in_file(folder: str, num_bytes: int) -> RowBlock:
                 os.ftruncate(number, num_bytes)
             address = _libc.mmap(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, number, 0)
             if address == _FAILED:
-                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+                raise why_not_mapped(ctypes.get_errno())
     except OSError as error:
         raise SpillError(f"{num_bytes / 1e6:.3g} MB of rows find no room in {folder}: {error.strerror}") from None
     _libc.madvise(address, num_bytes, mmap.MADV_RANDOM)
     mapping = _Mapping(address)
     weakref.finalize(mapping, _libc.munmap, address, num_bytes).atexit = False
     return RowBlock(address, num_bytes, mapping, is_spilled=True)
+
+
+def why_not_mapped(number: int) -> OSError:
+    """Return why a file could not be mapped, given the number of the system's error."""
+    why = os.strerror(number)
+    if number == errno.ENOMEM and (most := most_mappings()) is not None:
+        why = f"{why}, or this process has all the {most:,} mappings that the system allows (vm.max_map_count)"
+    return OSError(number, why)
 
 
 class _Mapping:

@@ -10,9 +10,12 @@ from typing import Final
 import psutil
 
 from paceline.errors import UsageError
+from paceline.protocol import NUM_BUCKETS
 
 SIZE_UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _IN_MEMORY: Final = ("tmpfs", "ramfs")
+_MAPPINGS_BY_TABLE: Final = 2 * NUM_BUCKETS  # of each bucket the index, and the rows if they are wide
+_LEAST_MAPPINGS: Final = 16 * _MAPPINGS_BY_TABLE
 
 
 def parse_size(text: str) -> int | None:
@@ -21,6 +24,14 @@ def parse_size(text: str) -> int | None:
     if number and number[-1] in SIZE_UNITS:
         number, unit = number[:-1], number[-1]
     return int(number) * SIZE_UNITS[unit] if number.isascii() and number.isdigit() and int(number) > 0 else None
+
+
+def most_mappings() -> int | None:
+    """Return how many mappings the system lets a process have; None if it does not say."""
+    try:
+        return int(Path("/proc/sys/vm/max_map_count").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +76,17 @@ class MemoryLimit:
 
     @property
     def warning(self) -> str | None:
-        """Say if the folder lies in memory itself, so that nothing is won; None if it does not."""
+        """Say if the folder lies in memory itself, or the system lets few files be mapped; None if all is well."""
+        most = most_mappings()
+        if most is not None and most < _LEAST_MAPPINGS:
+            return (
+                f"the system lets a process map {most:,} files (vm.max_map_count), and a table whose rows lie in files "
+                f"takes up to {_MAPPINGS_BY_TABLE:,}: set it to {_LEAST_MAPPINGS:,} or more"
+            )
+        return self._in_memory_warning
+
+    @property
+    def _in_memory_warning(self) -> str | None:
         folder = Path(self.spill_dir).resolve()
         mounts = [each for each in psutil.disk_partitions(all=True) if folder.is_relative_to(each.mountpoint)]
         mount = max(mounts, key=lambda each: len(each.mountpoint), default=None)
