@@ -41,6 +41,7 @@ def test_the_examples_learn_and_a_dead_worker_is_told_of(paceline: Commands, tmp
     assert "rank 2" in other["shutdown"]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_language_model_over_two_processes_learns(paceline: Commands, tmp_path: Path) -> None:
     pytest.importorskip("torch")
