@@ -41,6 +41,42 @@ def test_what_two_columns_say_together(paceline: Commands, tmp_path: Path) -> No
     assert paceline.succeed(*common, "--init-from", "model", "--eval", data, "--json").json["auc"] > 0.99
 
 
+def test_fields_of_lines_and_bins_of_columns(paceline: Commands, tmp_path: Path) -> None:
+    """Namespaces with several features, of text and converted; fields of JSON; a column whose effect is bent."""
+    random = np.random.default_rng(7)
+    n = 3000
+    a, b, noise = random.integers(0, 2, (3, n))
+    labels = (a != b).astype(int)
+    rows = list(zip(labels.tolist(), a.tolist(), b.tolist(), noise.tolist(), strict=True))
+    (tmp_path / "xor.vw").write_text("".join(f"{y} |other n{z} n{x}{z} |user v{x} |ad w{w}\n" for y, x, w, z in rows))
+    objects = [{"label": y, "user": {"id": f"v{x}"}, "ad": [f"w{w}", f"n{z}"]} for y, x, w, z in rows]
+    (tmp_path / "xor.json").write_text("".join(json.dumps(each) + "\n" for each in objects))
+    paceline.succeed("convert", "xor.vw", "xor.paceline")
+    common = ["--epochs", "2", "--workers", "1", "-q", "--json"]
+    for data in ("xor.vw", "xor.paceline"):
+        crossed = paceline.succeed("train", data, "--interactions", "u:a", "--eval", data, "--save", "model", *common)
+        assert crossed.json["auc"] > 0.99
+    assert paceline.succeed("predict", "model", "xor.vw", "-o", "out", "--json").json["auc"] > 0.99
+    ffm = ["--model", "ffm", "--factor-min-count", "5", "--factor-lr", "0.3", "--factor-l2", "0", "--epochs", "12"]
+    found = paceline.succeed("train", "xor.json", *ffm, *common[2:], "--eval", "xor.json", "--save", "ffm")
+    assert found.json["auc"] > 0.95
+    model = package.load(tmp_path / "ffm")
+    predicted = model.predict([{"user": {"id": "v0"}, "ad": [w]} for w in ("w1", "w0")] + [{"new": 1, "ad": ["w1"]}])
+    assert predicted[0] > predicted[1]
+    x = random.normal(size=n)
+    lines = [f"{int(abs(value) > 0.7)},{value:.4f}" for value in x]
+    (tmp_path / "bent.csv").write_text("\n".join(["label,x", *lines]) + "\n")
+    for how, least, most in (("auto", 0.97, 1.0), ("quantile:20", 0.97, 1.0), ("standard", 0.0, 0.6)):
+        found = paceline.succeed(
+            "train", "bent.csv", "--numeric-scale", how, "--eval", "bent.csv", "--save", "bent", *common
+        )
+        assert least <= found.json["auc"] <= most
+        if how == "quantile:20":
+            assert "scales: 20 bins" in paceline.succeed("inspect", "bent").out
+            predicted = package.load(tmp_path / "bent").predict([{"x": each} for each in (-2.0, 0.0, 2.0, None)])
+            assert min(predicted[0], predicted[2]) > 0.8 > 0.2 > predicted[1]
+
+
 def test_rare_features_are_not_learned(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
     """Which they are is counted in the first pass, on all servers and their replicas."""
     train, _ = click_log

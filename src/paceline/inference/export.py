@@ -86,12 +86,13 @@ def _describe_margin(model: DeepModel, first: Weights) -> dict[str, str]:
     assert model.layout is not None
     return {
         "paceline.model": model.name,
-        "paceline.columns": json.dumps(model.layout.names),
+        "paceline.columns": json.dumps(model.layout.fields),
         "paceline.bias": f"{first.bias[0]:.9g}",
         "paceline.factor_min_count": str(model.factor_min_count),
         "paceline.prediction": "P(click) = 1 / (1 + exp(-margin)); margin = bias + sum of w[k] * x[k] over the "
         "features of an example + margins. factors[:, c] = sum of v[k] * x[k] over those features of column c, of "
-        "paceline.columns, that have w[k] != 0 and a count of at least factor_min_count; 0 where there are none.",
+        "paceline.columns (null: of all others), that have w[k] != 0 and a count of at least factor_min_count; 0 where "
+        "there are none.",
     }
 
 

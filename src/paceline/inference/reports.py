@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from paceline.data import Scale
 from paceline.errors import printable
 from paceline.inference.calibration import Calibration
 from paceline.inference.inspection import Histogram, ModelDifference, ModelSummary, TableSummary
@@ -128,8 +129,12 @@ def _number(value: float | list[float]) -> str:
 
 def _setting(value: object) -> str:
     if isinstance(value, dict):
+        shown = value
+        if "numeric" in value and "scales" in value:  # of columns
+            scales = [Scale.from_fields(each).describe() for each in value["scales"]]
+            shown = {**value, "scales": "; ".join(scales)}
         return ", ".join(
-            f"{printable(str(name), _MOST_NAME)}: {_setting(each)}" for name, each in value.items() if each
+            f"{printable(str(name), _MOST_NAME)}: {_setting(each)}" for name, each in shown.items() if each
         )
     if isinstance(value, list | tuple):
         return " ".join(map(_setting, value))

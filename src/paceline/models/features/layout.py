@@ -57,12 +57,17 @@ class RowLayout:
 
     def __len__(self) -> int:
         """Return how many columns there are."""
-        return len(self.names) + self.is_open
+        return len(self.fields)
 
     @property
     def names(self) -> tuple[str, ...]:
         """All columns, in the order in which rows have them."""
         return (*self.categorical, *self.numeric)
+
+    @property
+    def fields(self) -> tuple[str | None, ...]:
+        """What each number stands for: a column's name, or None for all that have none here."""
+        return (*self.names, None) if self.is_open else self.names
 
     @property
     def shown_names(self) -> str:
