@@ -67,6 +67,8 @@ class Environment:
     """``PACELINE_FILTERS``: what goes between processes is behind, as ``paceline run --filters`` spells it; behind a
     slash, if any, what ``--pull-filters`` says.
     """
+    pipeline: str | None = None
+    """``PACELINE_PIPELINE``: stages and schedule of the strategy ``pipeline``, as ``paceline run`` writes them."""
 
     def __repr__(self) -> str:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -131,6 +133,7 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
         strategy=found.get("PACELINE_STRATEGY") or None,
         replicas=_integer(found, "PACELINE_REPLICAS"),
         filters=found.get("PACELINE_FILTERS") or None,
+        pipeline=found.get("PACELINE_PIPELINE") or None,
     )
 
 

@@ -102,6 +102,10 @@ class RankLostError(CollectiveError):
         self.ranks = ranks
 
 
+class StageError(PeerError):
+    """A stage of a pipeline raised, or its process is gone; the message names stage, layer, microbatch and reason."""
+
+
 class GroupClosedError(CollectiveError):
     """The group was closed, or an earlier operation on it failed; make a new one."""
 

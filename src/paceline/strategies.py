@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.errors import UsageError
+from paceline.pipeline_options import PipelineFlags, PipelineOptions, choose_pipeline
 from paceline.protocol.consistency import Consistency, Sequential, parse_consistency
 
 STRATEGIES: dict[str, str] = {
@@ -17,6 +18,7 @@ STRATEGIES: dict[str, str] = {
     "all-reduce": "one process per device, gradients averaged by all-reduce",
     "parameter-server": "one process per device, parameters and their updates on servers",
     "hybrid": "embeddings on servers, all other parameters by all-reduce",
+    "pipeline": "the model's layers over several processes, batches through them in microbatches",
 }
 """Every strategy as the command line and ``PACELINE_STRATEGY`` spell it, with its meaning."""
 
@@ -38,6 +40,8 @@ class StrategyChoice:
     """Replicas of the model in one process; None: one per device that is there, or a strategy without any."""
     server_replicas: int
     """How many servers more hold whatever a server holds; 0 where there are no servers."""
+    pipeline: PipelineOptions | None = None
+    """Stages and schedule of the strategy ``pipeline``."""
 
 
 def needs_servers(name: str) -> bool:
@@ -69,13 +73,14 @@ def choose_strategy(
     servers: int | None = None,
     consistency: str | None = None,
     replicas: int | None = None,
+    pipeline: PipelineFlags | None = None,
 ) -> StrategyChoice:
     """Check a wish against what is there, and fill in what was not said.
 
     Without a `name` it is :func:`default_strategy`. `processes` is the number of ranks. The consistency is
     ``sequential`` for ``parameter-server`` and ``bounded:4`` for ``hybrid`` unless it is given; sequential consistency
     averages over the ranks, as all-reduce does. `replicas` are those of the model in one process, or, where there are
-    servers, of what the servers hold.
+    servers, of what the servers hold. `pipeline` is for the strategy of that name.
 
     Raises UsageError for a name that is unknown and for settings that the strategy has no use for.
     """
@@ -85,8 +90,10 @@ def choose_strategy(
             f"strategy {name} is one process, {processes} were asked for: choose all-reduce, parameter-server or "
             "hybrid for several"
         )
+    if name != "pipeline" and pipeline is not None and pipeline.given():
+        raise UsageError(f"strategy {name} cuts no model into stages: leave {' '.join(pipeline.given())} out")
     if replicas is not None:
-        if name in ("one-device", "all-reduce"):
+        if name in ("one-device", "all-reduce", "pipeline"):
             raise UsageError(
                 f"strategy {name} has neither servers nor replicas in one process: leave --replicas {replicas} out"
             )
@@ -98,7 +105,14 @@ def choose_strategy(
             raise UsageError(f"strategy {name} has no servers, {servers} were asked for: leave --servers out")
         if consistency is not None:
             raise UsageError(f"strategy {name} has no servers: leave --consistency {consistency} out")
-        return StrategyChoice(name=name, servers=0, consistency=None, replicas=replicas, server_replicas=0)
+        return StrategyChoice(
+            name=name,
+            servers=0,
+            consistency=None,
+            replicas=replicas,
+            server_replicas=0,
+            pipeline=choose_pipeline(pipeline or PipelineFlags(), processes) if name == "pipeline" else None,
+        )
     if servers is not None and servers < 1:
         raise UsageError(f"strategy {name} keeps parameters on servers, {servers} were asked for: expected 1 or more")
     parsed = parse_consistency(consistency or ("sequential" if name == "parameter-server" else "bounded:4"))

@@ -24,11 +24,36 @@ def run(
     strategy: Annotated[
         str | None,
         typer.Option(
-            help="one-device, mirrored, central-storage, all-reduce, parameter-server or hybrid; default: hybrid with "
-            "--servers, else all-reduce for several processes, else one-device."
+            help="one-device, mirrored, central-storage, all-reduce, parameter-server, hybrid or pipeline; default: "
+            "hybrid with --servers, else all-reduce for several processes, else one-device."
         ),
     ] = None,
     nproc_per_node: Annotated[int | None, typer.Option(help="Processes (ranks) on this machine; default 1.")] = None,
+    stages: Annotated[
+        int | None,
+        typer.Option(help="pipeline: processes that the model's layers are cut over, one or two stages each."),
+    ] = None,
+    data_parallel: Annotated[
+        int | None, typer.Option(help="pipeline: pipelines side by side, each with its part of the data; default 1.")
+    ] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            help="pipeline: gpipe, 1f1b, interleaved, looped-bfs, interleaved-zero-bubble, zbv, dualpipev or auto "
+            "(default: what is predicted to be fastest)."
+        ),
+    ] = None,
+    microbatches: Annotated[
+        str | None, typer.Option(help="pipeline: parts that a batch is cut into, or auto (default).")
+    ] = None,
+    split: Annotated[
+        str | None,
+        typer.Option(help="pipeline: modules that begin a stage: layers.4,layers.8; default: by measured times."),
+    ] = None,
+    stage_memory: Annotated[
+        str | None,
+        typer.Option(help="pipeline: what a process may take for parameters, optimizer and activations: 4G, 500M."),
+    ] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as python -m takes it.")] = False,
     servers: Annotated[
         int | None, typer.Option(help="Parameter servers of the strategies that have them; default 1.")
@@ -100,9 +125,12 @@ def run(
 
     Example: paceline run --strategy all-reduce --nproc-per-node 4 train.py --epochs 3
 
+    Example: paceline run --strategy pipeline --stages 2 train.py
+
     Example: paceline run --strategy parameter-server --servers 2 --consistency bounded:4 --nproc-per-node 4 train.py
     """
     from paceline.launch import RunOptions, run_script
+    from paceline.pipeline_options import PipelineFlags
     from paceline.tables.memory.limit import MemoryLimit
 
     status = run_script(
@@ -116,6 +144,14 @@ def run(
             master_addr=master_addr,
             master_port=master_port,
             strategy=strategy,
+            pipeline=PipelineFlags(
+                stages=stages,
+                data_parallel=data_parallel,
+                schedule=schedule,
+                microbatches=microbatches,
+                split=split,
+                stage_memory=stage_memory,
+            ),
             servers=servers,
             consistency=consistency,
             stale=stale,

@@ -42,6 +42,7 @@ from paceline.torch.strategies import (
     Mirrored,
     OneDevice,
     ParameterServer,
+    Pipeline,
     Strategy,
     strategy,
 )
@@ -58,6 +59,7 @@ __all__ = [
     "PacelineProcessGroup",
     "ParameterServer",
     "PartitionedModel",
+    "Pipeline",
     "Strategy",
     "filter_hook",
     "partition",

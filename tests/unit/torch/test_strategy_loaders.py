@@ -39,7 +39,7 @@ class FakeStrategy:
     seed = 3
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
-        self.rank, self.world_size = rank, size
+        self.rank, self.world_size = self.data_place = rank, size
         self._ranks = Ranks(rank, size)
         self.story: list[str] = []
 

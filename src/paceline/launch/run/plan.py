@@ -21,7 +21,7 @@ _OURS = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
     "PACELINE_TLS_CERT", "PACELINE_TLS_KEY", "PACELINE_TLS_CA",
     "PACELINE_ROLE", "PACELINE_SCHEDULER", "PACELINE_TOKEN", "PACELINE_STRATEGY", "PACELINE_REPLICAS",
-    "PACELINE_FILTERS",
+    "PACELINE_FILTERS", "PACELINE_PIPELINE",
 )  # fmt: skip
 
 
@@ -129,6 +129,8 @@ def plan_ranks(
     }
     if choice.replicas is not None:
         told["PACELINE_REPLICAS"] = str(choice.replicas)
+    if choice.pipeline is not None:
+        told["PACELINE_PIPELINE"] = choice.pipeline.encode()
     if filters:
         told["PACELINE_FILTERS"] = filters
     if scheduler is not None:

@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from paceline.collectives.rendezvous.rendezvous import is_loopback, own_host
@@ -36,6 +36,7 @@ from paceline.launch.run.plan import (
 from paceline.launch.run.processes import RankProcesses
 from paceline.launch.run.servers import RunServers
 from paceline.launch.run.streams import Screen, check_log_dir
+from paceline.pipeline_options import PipelineFlags, choose_pipeline
 from paceline.protocol import Accept, check_stale_policy, parse_stale_policy
 from paceline.ps.client.filtered import filters_of_dense_tables
 from paceline.strategies import StrategyChoice, choose_strategy
@@ -63,6 +64,8 @@ class RunOptions:
     master_port: int | None = None
     strategy: str | None = None
     servers: int | None = None
+    pipeline: PipelineFlags = field(default_factory=PipelineFlags)
+    """Of the strategy of this name."""
     consistency: str | None = None
     stale: str | None = None
     replicas: int | None = None
@@ -173,7 +176,8 @@ def _find_filters(options: RunOptions, strategy: str) -> str | None:
     elif chain and strategy == "all-reduce":
         gradient_filters(pushed)
     elif chain and strategy != "hybrid":
-        raise UsageError(f"--filters {pushed}: for gradients that processes exchange; {strategy} has one")
+        why = "it exchanges none for filters" if strategy == "pipeline" else f"{strategy} has one"
+        raise UsageError(f"--filters {pushed}: for gradients that processes exchange; {why}")
     told = with_modules(pushed) if chain else ""
     return (told if pulled is None else f"{told}/{with_modules(pulled)}") or None
 
@@ -289,7 +293,7 @@ def _plan_node(options: RunOptions) -> _Setup:
             raise UsageError(f"{name} {value} belongs to --cluster FILE, which is not given")
     nnodes = 1 if options.nnodes is None else options.nnodes
     layout = lay_out_node(
-        nproc_per_node=1 if options.nproc_per_node is None else options.nproc_per_node,
+        nproc_per_node=_num_processes(options, nnodes),
         nnodes=nnodes,
         node_rank=options.node_rank or 0,
         master_addr=options.master_addr,
@@ -301,6 +305,7 @@ def _plan_node(options: RunOptions) -> _Setup:
         servers=options.servers,
         consistency=options.consistency,
         replicas=options.replicas,
+        pipeline=options.pipeline,
     )
     if not layout.master_port:
         layout = _with_free_port(layout)
@@ -329,6 +334,18 @@ def _plan_node(options: RunOptions) -> _Setup:
     return _Setup(layout=layout, choice=choice, token=token, tls=tls, num_ranks=layout.world_size, share=share)
 
 
+def _num_processes(options: RunOptions, nnodes: int) -> int:
+    """Return the processes of a node: as many as were asked for, else its share of a pipeline's, else 1."""
+    if options.nproc_per_node is not None:
+        return options.nproc_per_node
+    if options.strategy != "pipeline":
+        return 1
+    needed = choose_pipeline(options.pipeline, None).num_processes
+    if needed % nnodes:
+        raise UsageError(f"{needed} processes of a pipeline do not divide over {nnodes} nodes: choose other --stages")
+    return needed // nnodes
+
+
 def _plan_cluster(options: RunOptions) -> _Setup:
     tls = _find_tls(options)
     assert options.cluster is not None
@@ -344,6 +361,7 @@ def _plan_cluster(options: RunOptions) -> _Setup:
         servers=num_servers or (0 if options.strategy in ("parameter-server", "hybrid") else None),
         consistency=options.consistency,
         replicas=options.replicas,
+        pipeline=options.pipeline,
     )
     token = _need_token(f"the processes of {options.cluster}")
     layout = None

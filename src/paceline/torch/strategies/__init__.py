@@ -5,6 +5,7 @@ from paceline.torch.strategies.base import Strategy
 from paceline.torch.strategies.choosing import strategy
 from paceline.torch.strategies.hybrid import Hybrid
 from paceline.torch.strategies.one_device import OneDevice
+from paceline.torch.strategies.pipeline.strategy import Pipeline
 from paceline.torch.strategies.replicas.central_storage import CentralStorage
 from paceline.torch.strategies.replicas.mirrored import Mirrored
 from paceline.torch.strategies.server.parameter_server import ParameterServer
@@ -16,6 +17,7 @@ __all__ = [
     "Mirrored",
     "OneDevice",
     "ParameterServer",
+    "Pipeline",
     "Strategy",
     "strategy",
 ]

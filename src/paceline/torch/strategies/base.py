@@ -80,6 +80,11 @@ class Strategy(Closing, ABC):
         """Whether this is rank 0, which prints and writes."""
         return self.rank == 0
 
+    @property
+    def data_place(self) -> tuple[int, int]:
+        """Which part of the data this process reads, and of how many."""
+        return self.rank, self.world_size
+
     # Getting ready.
 
     def prepare(

@@ -11,12 +11,13 @@ from paceline.torch.strategies.all_reduce import AllReduce
 from paceline.torch.strategies.base import Strategy
 from paceline.torch.strategies.hybrid import Hybrid
 from paceline.torch.strategies.one_device import OneDevice
+from paceline.torch.strategies.pipeline.strategy import Pipeline
 from paceline.torch.strategies.replicas.central_storage import CentralStorage
 from paceline.torch.strategies.replicas.mirrored import Mirrored
 from paceline.torch.strategies.server.parameter_server import ParameterServer
 
 _CLASSES: dict[str, type[Strategy]] = {
-    kind.name: kind for kind in (OneDevice, Mirrored, CentralStorage, AllReduce, ParameterServer, Hybrid)
+    kind.name: kind for kind in (OneDevice, Mirrored, CentralStorage, AllReduce, ParameterServer, Hybrid, Pipeline)
 }
 assert _CLASSES.keys() == STRATEGIES.keys()
 

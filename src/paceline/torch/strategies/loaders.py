@@ -46,7 +46,7 @@ class Loader:
             raise UsageError(f"got a loader of type {type(loader).__name__}, expected a torch.utils.data.DataLoader")
         self._strategy = strategy
         self._trains = trains
-        self._rank, self._size = (strategy.rank, strategy.world_size) if shard else (0, 1)
+        self._rank, self._size = strategy.data_place if shard else (0, 1)
         self._is_stream = isinstance(loader.dataset, IterableDataset)
         self._epoch = 0
         self.inner: DataLoader[Any] = loader if self._is_stream else self._with_sampler(loader)
@@ -60,7 +60,7 @@ class Loader:
 
     def _with_sampler(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Return the same loader, workers and all, over this rank's samples."""
-        world, pads = (self._strategy.rank, self._strategy.world_size), self._trains
+        world, pads = self._strategy.data_place, self._trains
 
         def share(sampler: Any) -> Any:
             if self._size == 1 or is_sharded(sampler, *world):

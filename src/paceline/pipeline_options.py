@@ -1,0 +1,163 @@
+"""What a pipeline is asked for: the options of ``--strategy pipeline``, and what follows from them. Pure.
+
+Both the launcher, which knows no torch, and ``paceline.torch`` go by it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from paceline.errors import UsageError
+
+AUTO = "auto"
+_UNITS = {"K": 10, "M": 20, "G": 30, "T": 40}
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleKind:
+    """A schedule of ``torch.distributed.pipelining``."""
+
+    torch_name: str
+    parts_per_rank: int
+    """Stages that each process runs."""
+    meaning: str
+
+
+SCHEDULES: dict[str, ScheduleKind] = {
+    "gpipe": ScheduleKind("GPipe", 1, "all microbatches forward, then all backward"),
+    "1f1b": ScheduleKind("1F1B", 1, "one forward, one backward: fewer activations in memory"),
+    "interleaved": ScheduleKind("Interleaved1F1B", 2, "1f1b with two stages a process, dealt round robin"),
+    "looped-bfs": ScheduleKind("LoopedBFS", 2, "gpipe with two stages a process"),
+    "interleaved-zero-bubble": ScheduleKind("InterleavedZeroBubble", 2, "interleaved, weights' gradients in the gaps"),
+    "zbv": ScheduleKind("ZBVZeroBubble", 2, "zero bubble: stages in a V, weights' gradients in the gaps"),
+    "dualpipev": ScheduleKind("DualPipeV", 2, "DualPipe cut in half: stages in a V"),
+}
+"""Every schedule as ``--schedule`` spells it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineFlags:
+    """What was said, as it was said; None: nothing."""
+
+    stages: int | None = None
+    data_parallel: int | None = None
+    schedule: str | None = None
+    microbatches: str | None = None
+    split: str | None = None
+    stage_memory: str | None = None
+
+    def given(self) -> list[str]:
+        """Return the options that were given, as the command line spells them."""
+        return [f"--{name.replace('_', '-')} {value}" for name, value in asdict(self).items() if value is not None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineOptions:
+    """A pipeline, checked. Make one with :func:`choose_pipeline`."""
+
+    stages: int
+    """Processes of one pipeline."""
+    data_parallel: int
+    """Pipelines side by side, each with its own part of the data."""
+    schedule: str
+    """A key of :data:`SCHEDULES`, or ``auto``."""
+    microbatches: int | None
+    """Parts of a batch; None: chosen by prediction."""
+    split: tuple[str, ...]
+    """Modules that begin a stage; empty: chosen by prediction, or by ``pipe_split()``."""
+    stage_memory: int | None
+    """Bytes that a process may take for parameters, optimizer state and activations; None: no limit."""
+
+    @property
+    def num_processes(self) -> int:
+        """Processes of all pipelines."""
+        return self.stages * self.data_parallel
+
+    def encode(self) -> str:
+        """Return it as text, for an environment variable."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, text: str) -> PipelineOptions:
+        """Return what :meth:`encode` was called on. Raises UsageError."""
+        try:
+            found = json.loads(text)
+            return cls(**{**found, "split": tuple(found["split"])})
+        except (ValueError, TypeError, KeyError) as error:
+            raise UsageError(f"PACELINE_PIPELINE={text!r} is not what paceline run writes: {error}") from None
+
+
+def choose_pipeline(flags: PipelineFlags, processes: int | None) -> PipelineOptions:
+    """Check the options of a pipeline on `processes` (None: as many as it needs), and fill in what was not said.
+
+    Raises UsageError for numbers that do not fit together, and for an unknown schedule.
+    """
+    data_parallel = 1 if flags.data_parallel is None else flags.data_parallel
+    if data_parallel < 1:
+        raise UsageError(f"--data-parallel {data_parallel}: expected 1 or more pipelines")
+    stages = flags.stages
+    if stages is None:
+        if processes is None:
+            raise UsageError("strategy pipeline: give --stages S, the processes that the model is cut over")
+        stages, rest = divmod(processes, data_parallel)
+        if rest:
+            raise UsageError(
+                f"--data-parallel {data_parallel} does not divide {processes} processes: give a divisor, or --stages"
+            )
+    if stages < 1:
+        raise UsageError(f"--stages {stages}: expected 1 or more")
+    if processes is not None and processes != stages * data_parallel:
+        raise UsageError(
+            f"--stages {stages} x --data-parallel {data_parallel} is {stages * data_parallel} processes, {processes} "
+            "were asked for: leave --nproc-per-node out, or make them equal"
+        )
+    schedule = flags.schedule or AUTO
+    if schedule != AUTO and schedule not in SCHEDULES:
+        raise UsageError(f"--schedule {schedule}: expected one of {', '.join(SCHEDULES)} or {AUTO}")
+    split = tuple(name.strip() for name in flags.split.split(",")) if flags.split else ()
+    options = PipelineOptions(
+        stages=stages,
+        data_parallel=data_parallel,
+        schedule=schedule,
+        microbatches=_count(flags.microbatches),
+        split=split,
+        stage_memory=_size(flags.stage_memory),
+    )
+    _check_split(options)
+    return options
+
+
+def _count(text: str | None) -> int | None:
+    if text is None or text == AUTO:
+        return None
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise UsageError(f"--microbatches {text}: expected a whole number from 1 up, or {AUTO}")
+    return int(text)
+
+
+def _size(text: str | None) -> int | None:
+    if text is None:
+        return None
+    number, unit = text.strip().upper(), ""
+    if number and number[-1] in _UNITS:
+        number, unit = number[:-1], number[-1]
+    if not (number.isascii() and number.isdigit() and int(number) > 0):
+        raise UsageError(f"--stage-memory {text}: expected a number of bytes such as 500M or 4G")
+    return int(number) << _UNITS.get(unit, 0)
+
+
+def _check_split(options: PipelineOptions) -> None:
+    split = options.split
+    if not split:
+        return
+    if "" in split or len(set(split)) < len(split):
+        raise UsageError(f"--split {','.join(split)}: expected different module names with commas between them")
+    kinds = [options.schedule] if options.schedule != AUTO else ["gpipe", "interleaved"]
+    counts = sorted({options.stages * SCHEDULES[kind].parts_per_rank for kind in kinds})
+    if len(split) + 1 not in counts:
+        expected = " or ".join(f"{count - 1} for {count}" for count in counts)
+        raise UsageError(
+            f"--split {','.join(split)} makes {len(split) + 1} stages: --stages {options.stages} with --schedule "
+            f"{options.schedule} takes as many names as there are cuts, {expected} stages"
+        )

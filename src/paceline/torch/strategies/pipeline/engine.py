@@ -1,0 +1,244 @@
+"""One rank's part of a step: its actions in order, with values and gradients sent to those that need them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from paceline.torch.strategies.pipeline.messages import Messages
+from paceline.torch.strategies.pipeline.orders import Action
+from paceline.torch.strategies.pipeline.partition import Partition
+from paceline.torch.strategies.pipeline.routing import ValueRoute, ValueRoutes
+from paceline.torch.strategies.pipeline.stage import Saved, Stage
+from paceline.torch.strategies.pipeline.values import put_together, take_apart
+
+_AHEAD = 2
+"""Actions before their turn that room is made for what they need."""
+
+LossOf = Callable[[int, Any], Tensor]
+"""From a microbatch's number and the model's output to its part of the loss."""
+
+
+class ActionError(Exception):
+    """An action has raised; the cause is what it raised."""
+
+    def __init__(self, action: Action) -> None:
+        super().__init__(f"{action.kind}{action.microbatch} of stage {action.stage}")
+        self.action = action
+
+
+class PipelineStep:
+    """One step of one rank. :meth:`run` may be called with parts of the actions, one after another."""
+
+    def __init__(
+        self,
+        partition: Partition,
+        stages: Mapping[int, Stage],
+        rank: int,
+        messages: Messages,
+        arguments: Sequence[Mapping[str, Any]],
+        number: int,
+    ) -> None:
+        """`stages` are this rank's; `arguments` the model's, by microbatch; `number` the step's."""
+        self._partition = partition
+        self._stages = stages
+        self._rank = rank
+        self._messages = messages
+        self.arguments = arguments
+        """The model's, by microbatch."""
+        self._number = number
+        self._routes: ValueRoutes = partition.routes
+        self._route_number = {route.value: number for number, route in enumerate(self._routes.routes)}
+        self._held: dict[tuple[str, int], Any] = {}
+        """Values of earlier stages, by (name, microbatch): leaves of this rank's graph."""
+        self._made: dict[tuple[str, int], Any] = {}
+        """Values that this rank's stages have made for others, with their graph."""
+        self._saved: dict[tuple[int, int], Saved] = {}
+        self.outputs: dict[int, Any] = {}
+        """By microbatch, what the model returned; on the rank of the last stage."""
+        self.losses: dict[int, Tensor] = {}
+        self.busy_s: dict[str, float] = {}
+        """Seconds of computing, by ``F3`` or ``B3``: the kind and the stage."""
+
+    def run(
+        self,
+        actions: Sequence[Action],
+        loss_of: LossOf | None = None,
+        output_grads: Mapping[int, Sequence[Tensor | None]] | None = None,
+    ) -> Self:
+        """Carry out actions in order.
+
+        The last stage goes backward from ``loss_of``'s result, or from `output_grads`, by microbatch, of the output's
+        tensors. Raises ActionError, and what the process group raises if other ranks fail.
+        """
+        for number, action in enumerate(actions):
+            for following in actions[number : number + _AHEAD + 1]:
+                self._ask_for(following)
+            if action.kind == "F":
+                self._forward(action, loss_of)
+            else:
+                self._backward(action, output_grads)
+            self._messages.settle(wait=False)
+        self._messages.settle(wait=True)
+        return self
+
+    # Forward.
+
+    def _forward(self, action: Action, loss_of: LossOf | None) -> None:
+        stage, microbatch = self._stages[action.stage], action.microbatch
+        inputs = {}
+        for route in self._routes.inputs_of(action.stage):
+            key = (route.value, microbatch)
+            if key not in self._held:
+                source = self._routes.places[route.source]
+                self._held[key] = self._messages.receive_value(self._number_of(route), microbatch, source)
+            inputs[route.value] = self._held[key]
+        began = time.perf_counter()
+        loss: Tensor | None = None
+        is_last = action.stage == self._partition.num_stages - 1
+        try:
+            made, output = stage.forward(inputs, self.arguments[microbatch], self._number, microbatch)
+            if is_last and loss_of is not None:
+                loss = loss_of(microbatch, output)
+        except Exception as error:
+            raise ActionError(action) from error
+        self._count(action, began)
+        for route in self._routes.outputs_of(action.stage):
+            self._hand_on(route, microbatch, made[route.value])
+        if is_last:
+            self.outputs[microbatch] = output if loss is None else _detached(output)
+        if loss is not None:
+            self.losses[microbatch] = loss.detach()
+        self._save(action, inputs, output, loss)
+        if not torch.is_grad_enabled():
+            for route in self._routes.inputs_of(action.stage):
+                if action.stage == self._routes.last_user_on(route, self._rank):
+                    self._held.pop((route.value, microbatch), None)
+
+    def _hand_on(self, route: ValueRoute, microbatch: int, value: Any) -> None:
+        """Give a value to each rank that uses it, this one included."""
+        what = f"the value {route.value!r} of stage {route.source}"
+        description, tensors = take_apart(value, what)
+        for rank in self._routes.destinations(route):
+            self._messages.send_value(value, what, self._number_of(route), microbatch, rank)
+        if torch.is_grad_enabled():
+            self._made[route.value, microbatch] = [tensor for tensor in tensors if tensor.requires_grad]
+        if self._rank in (self._routes.places[user] for user in route.users):
+            leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+            self._held[route.value, microbatch] = put_together(description, leaves)
+
+    def _save(self, action: Action, inputs: Mapping[str, Any], output: Any, loss: Tensor | None) -> None:
+        if not torch.is_grad_enabled():
+            return
+        outputs = [
+            tensor
+            for route in self._routes.outputs_of(action.stage)
+            for tensor in self._made[route.value, action.microbatch]
+        ]
+        if loss is not None:
+            outputs.append(loss)
+        elif action.stage == self._partition.num_stages - 1:
+            outputs += [tensor for tensor in _tensors(output) if tensor.requires_grad]
+        leaves = [tensor for value in inputs.values() for tensor in _tensors(value) if tensor.requires_grad]
+        self._saved[action.stage, action.microbatch] = Saved(leaves, outputs)
+
+    # Backward.
+
+    def _backward(self, action: Action, output_grads: Mapping[int, Sequence[Tensor | None]] | None) -> None:
+        stage, key = self._stages[action.stage], (action.stage, action.microbatch)
+        saved = self._saved[key]
+        grads: list[Tensor | None] = []
+        if action.kind != "W":
+            for route in self._routes.outputs_of(action.stage):
+                grads += self._grads_of(route, action.microbatch)
+            if action.stage == self._partition.num_stages - 1:
+                grads += self._last_grads(action.microbatch, output_grads)
+        began = time.perf_counter()
+        try:
+            if action.kind == "B":
+                stage.backward(saved, grads)
+            elif action.kind == "W":
+                stage.backward_weights(saved)
+            else:
+                stage.backward_inputs(saved, grads)
+                if saved.inputs and not stage.hands_back_at_once(saved):
+                    stage.backward(saved, grads)
+                    saved.grads, saved.outputs = [], []
+        except Exception as error:
+            raise ActionError(action) from error
+        self._count(action, began)
+        if action.kind != "W":
+            self._hand_back(action)
+        if action.kind != "I":
+            del self._saved[key]
+
+    def _grads_of(self, route: ValueRoute, microbatch: int) -> list[Tensor | None]:
+        """Return the gradients of a value's tensors, summed over all that have used it."""
+        tensors = self._made.pop((route.value, microbatch))
+        grads: list[Tensor | None] = [None] * len(tensors)
+        if not tensors:
+            return grads
+        if self._rank in (self._routes.places[user] for user in route.users):
+            leaves = [leaf for leaf in _tensors(self._held.pop((route.value, microbatch))) if leaf.requires_grad]
+            grads = [leaf.grad for leaf in leaves]
+        for rank in self._routes.destinations(route):
+            found = self._messages.receive_grads(tensors, self._number_of(route), microbatch, rank)
+            grads = [new if grad is None else grad + new for grad, new in zip(grads, found, strict=True)]
+        return grads
+
+    def _last_grads(
+        self, microbatch: int, output_grads: Mapping[int, Sequence[Tensor | None]] | None
+    ) -> list[Tensor | None]:
+        if output_grads is None:
+            return [torch.ones_like(self.losses[microbatch])]
+        needs = [tensor.requires_grad for tensor in _tensors(self.outputs[microbatch])]
+        return [grad for grad, needed in zip(output_grads[microbatch], needs, strict=True) if needed]
+
+    def _hand_back(self, action: Action) -> None:
+        """Send the gradients of values whose last use on this rank has gone backward to where they came from."""
+        for route in self._routes.inputs_of(action.stage):
+            if action.stage != self._routes.first_user_on(route, self._rank):
+                continue
+            source = self._routes.places[route.source]
+            if source == self._rank:
+                continue  # the stage that made it takes them itself
+            leaves = [leaf for leaf in _tensors(self._held.pop((route.value, action.microbatch))) if leaf.requires_grad]
+            grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+            self._messages.send_grads(grads, self._number_of(route), action.microbatch, source)
+
+    # Both.
+
+    def _ask_for(self, action: Action) -> None:
+        """Make room for what an action will need from other ranks, as far as it is known."""
+        microbatch = action.microbatch
+        if action.kind == "F":
+            for route in self._routes.inputs_of(action.stage):
+                source = self._routes.places[route.source]
+                if source != self._rank and (route.value, microbatch) not in self._held:
+                    self._messages.ask_value(self._number_of(route), microbatch, source)
+        elif action.kind != "W":
+            for route in self._routes.outputs_of(action.stage):
+                tensors = self._made.get((route.value, microbatch), [])
+                for rank in self._routes.destinations(route) if tensors else ():
+                    self._messages.ask_grads(tensors, self._number_of(route), microbatch, rank)
+
+    def _number_of(self, route: ValueRoute) -> int:
+        return self._route_number[route.value]
+
+    def _count(self, action: Action, began: float) -> None:
+        key = f"{'F' if action.kind == 'F' else 'B'}{action.stage}"
+        self.busy_s[key] = self.busy_s.get(key, 0.0) + time.perf_counter() - began
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return take_apart(value, "the model's output")[1]
+
+
+def _detached(value: Any) -> Any:
+    description, tensors = take_apart(value, "the model's output")
+    return put_together(description, [tensor.detach() for tensor in tensors])

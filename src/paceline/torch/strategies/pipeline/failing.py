@@ -1,0 +1,91 @@
+"""One error on every rank: a rank whose stage raises tells the others where and what, before it ends their waiting."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import traceback
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from paceline.errors import PacelineError, PeerError, StageError, UsageError
+from paceline.torch.strategies.pipeline.engine import ActionError
+from paceline.torch.strategies.pipeline.stage import LayerError
+
+_KEY = "paceline pipeline failure"
+_PATIENCE = timedelta(milliseconds=200)
+
+
+class Failures:
+    """What a rank of a pipeline says and hears of failures."""
+
+    def __init__(self, rank: int, groups: Sequence[Any]) -> None:
+        """`groups` are the process groups that others may wait in."""
+        self._rank = rank
+        self._groups = groups
+        # The same store may serve a program's next pipeline.
+        life = dist.distributed_c10d._get_default_store().add(f"{_KEY} lives of rank {rank}", 1)
+        self._key = f"{_KEY} {life}"
+        self._stages: list[str] = []
+        self._places: list[int] = []
+
+    def name_stages(self, names: Sequence[str], places: Sequence[int]) -> None:
+        """Know what the stages are made of, and on which rank of the program each is."""
+        self._stages, self._places = list(names), list(places)
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """Have what fails in here fail on every rank, with one sentence and the traceback of where it began."""
+        try:
+            yield
+        except (PeerError, dist.DistBackendError) as error:
+            text = self._hear()
+            if text is not None:
+                raise StageError(text) from None
+            ranks = getattr(error, "ranks", ())
+            lost = [f"stage {s} ({name})" for s, name in enumerate(self._stages) if self._places[s] in ranks]
+            if not lost:
+                raise
+            raise StageError(
+                f"the process of {' and '.join(lost)} is gone, and the pipeline with it ({error}); start the program "
+                "again from its last checkpoint"
+            ) from None
+        except ActionError as failure:
+            raise StageError(self._tell(self._describe(failure))) from failure.__cause__
+        except UsageError as error:
+            self._tell(f"rank {self._rank}: {error}")
+            raise
+
+    def _describe(self, failure: ActionError) -> str:
+        action, cause = failure.action, failure.__cause__
+        layer = ""
+        if isinstance(cause, LayerError):
+            layer, cause = f" in {cause}", cause.__cause__
+        assert cause is not None
+        direction = "forward" if action.kind == "F" else "backward"
+        name = self._stages[action.stage] if action.stage < len(self._stages) else "?"
+        trace = "".join(traceback.format_exception(type(cause), cause, cause.__traceback__)).rstrip()
+        return (
+            f"stage {action.stage} ({name}, rank {self._rank}) failed{layer}, microbatch {action.microbatch}, "
+            f"{direction}: {type(cause).__name__}: {cause}\n{trace}"
+        )
+
+    def _tell(self, text: str) -> str:
+        with contextlib.suppress(Exception):
+            dist.distributed_c10d._get_default_store().set(self._key, json.dumps(text))
+        for group in self._groups:
+            with contextlib.suppress(PacelineError, RuntimeError):
+                group.abort()
+        return text
+
+    def _hear(self) -> str | None:
+        """Return what another rank has said, if any has."""
+        with contextlib.suppress(Exception):
+            store = dist.distributed_c10d._get_default_store()
+            store.wait([self._key], _PATIENCE)
+            text: str = json.loads(store.get(self._key))
+            return text
+        return None

@@ -1,0 +1,247 @@
+"""The model that a training loop calls under a pipeline: it looks like the one that was given, and runs in stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from typing_extensions import override
+
+from paceline.errors import UsageError
+from paceline.torch.strategies.pipeline.engine import LossOf, PipelineStep
+from paceline.torch.strategies.pipeline.losses import Term
+from paceline.torch.strategies.pipeline.orders import Orders, backward_part, forward_part
+from paceline.torch.strategies.pipeline.values import join_rows, put_together, row_bounds, take_apart
+
+
+class StepRunner(Protocol):
+    """What runs the steps of a pipelined model on one rank."""
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what the model returns."""
+        ...
+
+    def run(
+        self,
+        step: PipelineStep,
+        orders: Orders,
+        doing: str,
+        *,
+        loss_of: LossOf | None = None,
+        output_grads: Mapping[int, Sequence[Tensor | None]] | None = None,
+    ) -> None:
+        """Carry out this rank's actions."""
+        ...
+
+    def share_output(self, step: PipelineStep, num_parts: int, known: Any) -> tuple[Any, list[Tensor]]:
+        """Return the whole output on every rank."""
+        ...
+
+    def share_losses(self, losses: Sequence[Tensor | None]) -> list[Tensor]:
+        """Return on every rank the losses that the last stage has."""
+        ...
+
+    def check_whole(self, what: str) -> None:
+        """Raise UsageError if values of the model are on other processes only."""
+        ...
+
+    def hold_all(self) -> None:
+        """Make room for all values on this rank."""
+        ...
+
+    def release(self) -> None:
+        """Let go of what other ranks keep."""
+        ...
+
+
+class PipelinedModel(nn.Module):
+    """Stands for a model of which each process runs some layers.
+
+    Parameters, buffers, training mode and attributes are the model's own. A parameter that is on another process has
+    its shape here, and no values: they read as NaN.
+    """
+
+    def __init__(self, module: nn.Module, runner: StepRunner) -> None:
+        super().__init__()
+        object.__setattr__(self, "_module", module)
+        object.__setattr__(self, "_runner", runner)
+
+    @override
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_module"], name)
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model on a batch, which must be the same on every process of the pipeline."""
+        return self.__dict__["_runner"].call(args, kwargs)
+
+    @override
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.__dict__["_module"].named_parameters(prefix, recurse, remove_duplicate)  # type: ignore[no-any-return]
+
+    @override
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        return self.__dict__["_module"].named_buffers(prefix, recurse, remove_duplicate)  # type: ignore[no-any-return]
+
+    @override
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        return self.__dict__["_module"].named_children()  # type: ignore[no-any-return]
+
+    @override
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        return self.__dict__["_module"].named_modules(memo, prefix, remove_duplicate)  # type: ignore[no-any-return]
+
+    @override
+    def train(self, mode: bool = True) -> PipelinedModel:
+        self.__dict__["_module"].train(mode)
+        self.training = mode
+        return self
+
+    @override
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model's. Raises UsageError where values of it are on other processes."""
+        self.__dict__["_runner"].check_whole("state_dict()")
+        return self.__dict__["_module"].state_dict(*args, **kwargs)
+
+    @override
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load values; every process calls it, and keeps those of its stages."""
+        runner = self.__dict__["_runner"]
+        runner.hold_all()
+        found = self.__dict__["_module"].load_state_dict(state_dict, strict, assign)
+        runner.release()
+        return found
+
+
+class ModelCall:
+    """One call of the model: forward when its values or its loss's gradients are asked for."""
+
+    def __init__(
+        self, runner: StepRunner, step: PipelineStep, orders: Orders, rows: int, output: Any, *, grads: bool
+    ) -> None:
+        """`output` describes what the model returns for the whole batch; None where that is not known yet."""
+        self.rows = rows
+        self._runner = runner
+        self._step = step
+        self._orders = orders
+        self._output = output
+        self._grads = grads
+        self._joined: list[Tensor] | None = None
+        self._losses: dict[int, Tensor] = {}
+        self._is_done = False
+        self._number_of_parts = max(a.microbatch for row in orders for a in row) + 1
+
+    @property
+    def output(self) -> Any:
+        """The description of what the model returns; :meth:`values` has been called where it was not known."""
+        return self._output
+
+    def values(self) -> Sequence[Tensor]:
+        """Return the output's tensors on every rank, after all microbatches have gone forward."""
+        if self._joined is None:
+            if not self._is_done:
+                with torch.set_grad_enabled(self._grads):
+                    self._runner.run(self._step, forward_part(self._orders), "calls the model")
+            self._output, found = self._runner.share_output(self._step, self._number_of_parts, self._output)
+            if self._grads and not self._is_done:
+                anchor = torch.zeros((), requires_grad=True)
+                found = list(_Joined.apply(self, anchor, *found))  # type: ignore[no-untyped-call]
+            self._joined = found
+        return self._joined
+
+    def train(self, terms: Sequence[Term], factor: float | Tensor) -> None:
+        """Run the whole schedule on the sum of some losses."""
+        if self._joined is not None or self._is_done:
+            if self._is_done:
+                raise UsageError(
+                    "backward() was called a second time on one output of the model: its graph is gone; add the losses "
+                    "up and call backward() once, or call the model again"
+                )
+            raise AssertionError("an output whose values are there has losses whose values are there")
+        bases = list(dict.fromkeys(term.base for term in terms))
+        sums: dict[int, Tensor] = {}
+
+        def loss_of(number: int, output: Any) -> Tensor:
+            leaves = take_apart(output, "the model's output")[1]
+            total: Tensor | None = None
+            for term in terms:
+                part = term.part(leaves[term.leaf], self.rows, self._number_of_parts, number)
+                if term.base not in sums:
+                    sums[term.base] = torch.zeros((), dtype=part.dtype)
+                sums[term.base] += part.detach().cpu() / max(sum(t.base == term.base for t in terms), 1)
+                scaled = part * term.scale * factor
+                total = scaled if total is None else total + scaled
+            assert total is not None
+            return total
+
+        with torch.enable_grad():
+            self._runner.run(self._step, self._orders, "goes backward", loss_of=loss_of)
+        self._is_done = True
+        self._losses = dict(zip(bases, self._runner.share_losses([sums.get(base) for base in bases]), strict=True))
+
+    def value_of(self, terms: Sequence[Term]) -> Tensor | None:
+        """Return the sum of losses that were trained on, as a tensor that needs no gradient."""
+        if any(term.base not in self._losses for term in terms):
+            return None
+        return torch.stack([self._losses[term.base] * term.scale for term in terms]).sum()
+
+    def backward(self, grads: Sequence[Tensor | None]) -> None:
+        """Go backward from gradients of the whole output, after :meth:`values`."""
+        if self._is_done:
+            raise UsageError(
+                "backward() was called a second time on one output of the model: its graph is gone; add the losses up "
+                "and call backward() once, or call the model again"
+            )
+        bounds = row_bounds(self.rows, self._number_of_parts)
+        by_part = {
+            number: [_rows_of(grad, self.rows, bounds, number) for grad in grads]
+            for number in range(self._number_of_parts)
+        }
+        self._is_done = True
+        with torch.enable_grad():
+            self._runner.run(self._step, backward_part(self._orders), "goes backward", output_grads=by_part)
+
+
+class _Joined(torch.autograd.Function):
+    """The output's tensors in the loop's graph; what comes back goes through the stages."""
+
+    @staticmethod
+    def forward(ctx: Any, call: ModelCall, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        found = tuple(tensor.view_as(tensor) for tensor in tensors)
+        ctx.mark_non_differentiable(*(each for each in found if not each.is_floating_point()))
+        ctx.set_materialize_grads(False)
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        ctx.call.backward(grads)
+        return (None, None, *(None for _ in grads))
+
+
+def _rows_of(grad: Tensor | None, rows: int, bounds: Sequence[int], number: int) -> Tensor | None:
+    """Return a microbatch's part of the gradient of a whole output."""
+    if grad is None:
+        return None
+    if len(grad) % rows:
+        return grad[number]  # of numbers, one from each microbatch
+    factor = len(grad) // rows
+    return grad[bounds[number] * factor : bounds[number + 1] * factor]
+
+
+def joined_output(parts: Sequence[Any]) -> tuple[Any, list[Tensor]]:
+    """Return the description and the tensors of the whole output, of its microbatches'."""
+    apart = [take_apart(part, "the model's output") for part in parts]
+    tensors = [join_rows(column) for column in zip(*(found for _, found in apart), strict=True)]
+    whole = put_together(apart[0][0], tensors)
+    return take_apart(whole, "the model's output")

@@ -1,0 +1,132 @@
+"""What every process of a pipeline does, in order: the schedules of ``torch.distributed.pipelining`` as data. Pure.
+
+The schedules are torch's own; here they are asked for their order, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final, Literal
+
+from paceline.errors import UsageError
+from paceline.pipeline_options import SCHEDULES
+
+Kind = Literal["F", "B", "I", "W"]
+"""Forward; backward; or its two halves, gradients of the inputs and of the weights."""
+
+_V_SHAPED: Final = ("zbv", "dualpipev")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One stage's work on one microbatch."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+
+Orders = tuple[tuple[Action, ...], ...]
+"""By rank, its actions in order."""
+
+
+def place_stages(schedule: str, num_ranks: int) -> list[int]:
+    """Return the rank of each stage: dealt round robin, or in a V (0, 1, 1, 0) where the schedule wants it."""
+    parts = SCHEDULES[schedule].parts_per_rank
+    if schedule in _V_SHAPED:
+        return [*range(num_ranks), *reversed(range(num_ranks))]
+    return [stage % num_ranks for stage in range(parts * num_ranks)]
+
+
+@lru_cache
+def orders_of(schedule: str, num_ranks: int, num_microbatches: int) -> Orders:
+    """Return what each rank does under a schedule. Raises UsageError if it cannot take so many microbatches."""
+    kind = SCHEDULES[schedule]
+    if num_ranks == 1 and schedule not in ("gpipe", "1f1b"):
+        return all_forward_first(place_stages(schedule, 1), 1, num_microbatches)
+    if schedule == "1f1b" and num_microbatches < num_ranks:
+        raise UsageError(
+            f"schedule 1f1b needs as many microbatches as stages: {num_microbatches} were asked for, there are "
+            f"{num_ranks} stages; give --microbatches {num_ranks} or more, or --schedule gpipe"
+        )
+    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
+    parts = None if kind.parts_per_rank == 1 else kind.parts_per_rank
+    try:
+        found = get_schedule_ops(kind.torch_name, num_ranks, num_microbatches, parts)
+    except (ValueError, RuntimeError, AssertionError) as error:
+        raise UsageError(
+            f"schedule {schedule} cannot take {num_microbatches} microbatches over {num_ranks} processes: {error}; "
+            "give another number of --microbatches"
+        ) from None
+    orders = tuple(_in_number_order(_actions(row)) for row in found)
+    _check_complete(orders, len(place_stages(schedule, num_ranks)), num_microbatches, schedule)
+    return orders
+
+
+def all_forward_first(places: Sequence[int], num_ranks: int, num_microbatches: int) -> Orders:
+    """Return an order for any placement and number of microbatches: forward through all stages, then backward."""
+    stages = range(len(places))
+    return tuple(
+        (
+            *(Action("F", s, m) for s in stages if places[s] == rank for m in range(num_microbatches)),
+            *(Action("B", s, m) for s in reversed(stages) if places[s] == rank for m in range(num_microbatches)),
+        )
+        for rank in range(num_ranks)
+    )
+
+
+def forward_part(orders: Orders) -> Orders:
+    """Return the forward actions alone."""
+    return tuple(tuple(action for action in row if action.kind == "F") for row in orders)
+
+
+def backward_part(orders: Orders) -> Orders:
+    """Return all but the forward actions."""
+    return tuple(tuple(action for action in row if action.kind != "F") for row in orders)
+
+
+def most_in_flight(row: Sequence[Action]) -> int:
+    """Return how many microbatches a rank has gone forward with, and not yet backward, at most; over its stages."""
+    count = most = 0
+    for action in row:
+        count += 1 if action.kind == "F" else -1 if action.kind in ("B", "W") else 0
+        most = max(most, count)
+    return most
+
+
+def _actions(row: Sequence[Any]) -> list[Action]:
+    found: list[Action] = []
+    for action in row:
+        if action is None:
+            continue
+        for each in action.sub_actions or (action,):
+            kind = str(each.computation_type.value)
+            if kind in ("F", "B", "I", "W"):
+                found.append(Action(kind, each.stage_index, each.microbatch_index))  # type: ignore[arg-type]
+    return found
+
+
+def _in_number_order(row: list[Action]) -> tuple[Action, ...]:
+    """Number each stage's forwards anew where they are all in turn: torch 2.13 lists those of 1F1B's last rank from 1.
+
+    What it runs is right, only the list is off by one.
+    """
+    shift: dict[int, int] = {}
+    for action in row:
+        if action.kind == "F":
+            shift.setdefault(action.stage, action.microbatch)
+    return tuple(Action("F", a.stage, a.microbatch - shift[a.stage]) if a.kind == "F" else a for a in row)
+
+
+def _check_complete(orders: Orders, num_stages: int, num_microbatches: int, schedule: str) -> None:
+    """Raise UsageError unless every stage takes every microbatch forward and backward exactly once."""
+    for kinds in (("F",), ("B", "I"), ("B", "W")):
+        done = sorted((a.stage, a.microbatch) for row in orders for a in row if a.kind in kinds)
+        if done != [(s, m) for s in range(num_stages) for m in range(num_microbatches)]:
+            raise UsageError(
+                f"schedule {schedule} of this torch cannot take {num_microbatches} microbatches over {len(orders)} "
+                "processes: choose another number of --microbatches, or --schedule gpipe"
+            )

@@ -1,0 +1,228 @@
+"""What a training loop sees of a pipeline's output: a tensor whose values are not there until somebody asks.
+
+A loop computes a loss from it and calls ``backward()``. If the loss is one that microbatches can compute by themselves,
+the schedule runs then, forward and backward mixed as it likes. If the loop wants values before, all microbatches go
+forward at that moment, and the rest is ordinary PyTorch on ordinary tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from paceline.torch.strategies.pipeline.losses import RowOperation, Term, as_operation, as_term
+
+_PLAIN: Final = (
+    "shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "dtype", "device", "layout", "is_cuda",
+    "__len__",
+    "is_sparse", "is_floating_point", "is_complex", "element_size", "is_cpu", "is_quantized", "is_nested", "is_meta",
+)  # fmt: skip
+"""What needs no values of a tensor."""
+
+
+class PendingForward(Protocol):
+    """A call of the model that is still to be made."""
+
+    rows: int
+
+    def values(self) -> Sequence[Tensor]:
+        """Return the output's tensors, after all microbatches have gone forward; the same ones every time."""
+        ...
+
+    def train(self, terms: Sequence[Term], factor: float | Tensor) -> None:
+        """Run the schedule on the sum of some losses, so that its gradients times `factor` are left."""
+        ...
+
+    def value_of(self, terms: Sequence[Term]) -> Tensor | None:
+        """Return the sum of losses that :meth:`train` has computed; None if it has not computed all of them."""
+        ...
+
+
+class _Awaited(torch.Tensor):
+    """Abstract: a tensor without values, which knows how to get them."""
+
+    @staticmethod
+    def __new__(cls, *_: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, list(shape), dtype=dtype, device=device)
+
+    def value(self) -> Tensor:
+        """Return the tensor with its values."""
+        raise NotImplementedError
+
+    def follow(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result of a call without values, or ``NotImplemented`` if it needs them."""
+        return NotImplemented
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        owner = args[0] if args and isinstance(args[0], _Awaited) else None
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            name = getattr(getattr(func, "__self__", None), "__name__", "")
+            if name in ("requires_grad", "is_leaf") and owner is not None and not owner.is_there:
+                return name == "requires_grad"
+        if name in _PLAIN:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if owner is not None:
+            found = owner.follow(func, args, kwargs)
+            if found is not NotImplemented:
+                return found
+        args, kwargs = torch.utils._pytree.tree_map(_real, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = torch.utils._pytree.tree_map(_real, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the values have been asked for."""
+        return bool(self.__dict__.get("is_known"))
+
+    @override
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self.value())
+
+
+class AwaitedOutput(_Awaited):
+    """One tensor of a model's output."""
+
+    def __init__(
+        self,
+        forward: PendingForward,
+        leaf: int,
+        operations: tuple[RowOperation, ...] = (),
+        *,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.forward, self.leaf, self.operations = forward, leaf, operations
+
+    @override
+    def value(self) -> Tensor:
+        self.is_known = True
+        tensor = self.forward.values()[self.leaf]
+        return functools.reduce(lambda found, operation: operation(found), self.operations, tensor)
+
+    @override
+    def follow(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.is_there:
+            return NotImplemented
+        shape, rows = list(self.shape), self.forward.rows
+        term = as_term(function, self.leaf, self.operations, shape, rows, args[1:], kwargs)
+        if term is not None:
+            return AwaitedLoss(
+                self.forward,
+                (term,),
+                lambda: function(self.value(), *args[1:], **kwargs),
+                shape=(),
+                dtype=self.dtype,
+                device=self.device,
+            )
+        found = as_operation(function, shape, rows, args[1:], kwargs)
+        if found is None:
+            return NotImplemented
+        operation, whole = found
+        dtype = (
+            operation(torch.empty(0 if not shape else [1, *shape[1:]], dtype=self.dtype, device="meta")).dtype
+            if getattr(function, "__name__", "") in ("to", "float", "double")
+            else self.dtype
+        )
+        return AwaitedOutput(
+            self.forward, self.leaf, (*self.operations, operation), shape=whole, dtype=dtype, device=self.device
+        )
+
+
+class AwaitedLoss(_Awaited):
+    """A loss of outputs that are not there yet. ``backward()`` runs the schedule; then its value is known."""
+
+    def __init__(
+        self,
+        forward: PendingForward,
+        terms: tuple[Term, ...],
+        compute: Callable[[], Tensor],
+        *,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`compute` returns the loss from the output's values."""
+        self.forward, self.terms, self.compute = forward, terms, compute
+        self.found: Tensor | None = None
+
+    @override
+    def value(self) -> Tensor:
+        if self.found is None:
+            self.is_known = True
+            trained = self.forward.value_of(self.terms)
+            self.found = self.compute() if trained is None else trained
+        return self.found
+
+    @override
+    def follow(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.found is not None:
+            return NotImplemented
+        if function is torch.Tensor.backward:
+            return self._backward(*args[1:], **kwargs)
+        name = getattr(function, "__name__", "")
+        other = args[1] if len(args) > 1 else None
+        if name in ("add", "__add__", "__radd__") and isinstance(other, AwaitedLoss) and other.forward is self.forward:
+            if other.found is None and not kwargs:
+                compute = functools.partial(_sum, self, other)
+                return self._with((*self.terms, *other.terms), compute)
+        elif other is not None and len(args) == 2 and not kwargs and _is_number(other):
+            if name in ("mul", "__mul__", "__rmul__"):
+                return self._times(other, other)
+            if name in ("div", "true_divide", "__truediv__"):
+                return self._times(1 / other, 1 / other)
+            if name in ("add", "__add__", "__radd__") and not isinstance(other, Tensor) and other == 0:
+                return self  # of sum([...])
+        elif name in ("neg", "__neg__") and len(args) == 1:
+            return self._times(-1.0, -1.0)
+        return NotImplemented
+
+    def _backward(
+        self,
+        gradient: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        if retain_graph or create_graph or inputs is not None:
+            self.value().backward(gradient, retain_graph, create_graph, inputs)  # type: ignore[no-untyped-call]
+            return
+        self.forward.train(self.terms, 1.0 if gradient is None else gradient)
+        self.found = self.forward.value_of(self.terms)
+
+    def _times(self, factor: Any, shown: Any) -> AwaitedLoss:
+        return self._with(tuple(term.times(factor) for term in self.terms), lambda: self.value() * shown)
+
+    def _with(self, terms: tuple[Term, ...], compute: Callable[[], Tensor]) -> AwaitedLoss:
+        return AwaitedLoss(self.forward, terms, compute, shape=(), dtype=self.dtype, device=self.device)
+
+
+def _sum(first: AwaitedLoss, second: AwaitedLoss) -> Tensor:
+    return first.value() + second.value()
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return type(value) is Tensor and value.numel() == 1 and value.dim() == 0 and not value.requires_grad
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _real(value: Any) -> Any:
+    return value.value() if isinstance(value, _Awaited) else value

@@ -1,0 +1,164 @@
+"""Which process keeps which parameter: stage by stage, with stand-ins elsewhere, and sums where several keep one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.torch.strategies.pipeline.absent import AbsentGrad, NormOf
+from paceline.torch.strategies.pipeline.partition import Partition
+from paceline.torch.strategies.pipeline.routing import shared_parameters
+
+
+class Ownership:
+    """The parameters and buffers of a model that is cut, as one rank of its pipeline has them."""
+
+    def __init__(self, module: nn.Module, optimizer: Optimizer | None, partition: Partition, rank: int) -> None:
+        places = partition.routes.places
+        self._module = module
+        self._optimizer = optimizer
+        self._rank = rank
+        self._ranks = {
+            name: sorted({places[stage] for stage in stages})
+            for name, stages in (*partition.parameters.items(), *partition.buffers.items())
+        }
+        self._shared = shared_parameters(partition.parameters, places)
+        self._kept_grads: dict[str, Tensor | None] = {}
+        self.is_released = False
+
+    def is_here(self, name: str) -> bool:
+        """Whether this rank keeps a parameter or a buffer."""
+        return self._rank in self._ranks[name]
+
+    def keeper(self, name: str) -> int:
+        """Return the first of the ranks that keep a parameter or a buffer."""
+        return self._ranks[name][0]
+
+    def own_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that this rank keeps."""
+        return [each for name, each in self._module.named_parameters() if self.is_here(name)]
+
+    def release(self) -> None:
+        """Let go of the values of parameters that other ranks keep: they have their shape, and read as NaN."""
+        for name, parameter in self._module.named_parameters():
+            if not self.is_here(name):
+                value = float("nan") if parameter.is_floating_point() else 0
+                parameter.data = torch.full((), value, dtype=parameter.dtype).expand(parameter.shape)
+                parameter.grad = None
+                if self._optimizer is not None:
+                    self._optimizer.state.pop(parameter, None)
+        self.is_released = True
+
+    def hold_all(self) -> None:
+        """Make room for all values on this rank again."""
+        for name, parameter in self._module.named_parameters():
+            if not self.is_here(name) and self.is_released:
+                parameter.data = torch.zeros(parameter.shape, dtype=parameter.dtype)
+        self.is_released = False
+
+    def gather_values(self, group: Any) -> None:
+        """Have rank 0 hold all values; every rank of the pipeline calls it."""
+        tensors = dict((*self._module.named_parameters(), *self._module.named_buffers()))
+        if self._rank == 0:
+            self.hold_all()
+        for name, tensor in tensors.items():
+            keeper = self.keeper(name)
+            if keeper == 0 or not tensor.numel():
+                continue
+            if self._rank == keeper:
+                dist.send(tensor.detach().contiguous(), group=group, group_dst=0)
+            elif self._rank == 0:
+                room = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+                dist.recv(room, group=group, group_src=keeper)
+                with torch.no_grad():
+                    tensor.copy_(room)
+
+    # Gradients.
+
+    def before_backward(self) -> None:
+        """Put the gradients of shared parameters aside: what the next backward adds is summed by itself."""
+        for name in self._shared:
+            parameter = self._module.get_parameter(name)
+            if self.is_here(name):
+                self._kept_grads[name], parameter.grad = parameter.grad, None
+
+    def after_backward(self, group: Any, norm_of: NormOf) -> None:
+        """Sum the gradients of shared parameters over their ranks, and stand in for those that are elsewhere."""
+        for name, ranks in self._shared.items():
+            if self._rank in ranks:
+                parameter = self._module.get_parameter(name)
+                if parameter.requires_grad:
+                    total = _summed(parameter, ranks, self._rank, group)
+                    kept = self._kept_grads.pop(name, None)
+                    parameter.grad = total if kept is None else kept.add_(total)
+        for name, parameter in self._module.named_parameters():
+            if not self.is_here(name) and parameter.requires_grad:
+                parameter.grad = AbsentGrad(parameter, name, norm_of)
+
+    def before_step(self) -> None:
+        """Take the stand-ins away: the optimizer leaves parameters without a gradient alone."""
+        for name, parameter in self._module.named_parameters():
+            if not self.is_here(name):
+                parameter.grad = None
+
+    def norms(self, order: float) -> dict[str, float]:
+        """Return the norm of each gradient that this rank is the first to keep."""
+        return {
+            name: float(torch.linalg.vector_norm(parameter.grad, order))
+            for name, parameter in self._module.named_parameters()
+            if self.keeper(name) == self._rank and parameter.grad is not None
+        }
+
+
+def _summed(parameter: nn.Parameter, ranks: Sequence[int], rank: int, group: Any) -> Tensor:
+    """Return the sum of a parameter's gradients over some ranks, in their order, on each of them."""
+    grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().contiguous()
+    first, *others = ranks
+    if rank != first:
+        dist.send(grad, group=group, group_dst=first)
+        total = torch.empty_like(grad)
+        dist.recv(total, group=group, group_src=first)
+        return total
+    total, room = grad.clone(), torch.empty_like(grad)
+    for other in others:
+        dist.recv(room, group=group, group_src=other)
+        total += room
+    for other in others:
+        dist.send(total, group=group, group_dst=other)
+    return total
+
+
+def gather_state(
+    state: Mapping[int, Mapping[str, Any]], keepers: Sequence[int], rank: int, pg: Any
+) -> dict[int, dict[str, Any]]:
+    """Return on rank 0 the optimizer state of all parameters, each from its keeper; every rank calls it.
+
+    `keepers` are by the parameter's number.
+    """
+    own = {number: entries for number, entries in state.items() if keepers[number] == rank}
+    described = [[number, name, _describe(value)] for number, entries in own.items() for name, value in entries.items()]
+    found: dict[int, dict[str, Any]] = {}
+    for source, rows in enumerate(pg.group.all_gather_objects(described)):
+        for number, name, (kind, value) in rows:
+            if kind != "value":
+                tensor = torch.empty(value, dtype=getattr(torch, kind))
+                if source == rank == 0:
+                    tensor = own[number][name]
+                elif rank == source:
+                    dist.send(own[number][name].detach().contiguous(), group=pg, group_dst=0)
+                elif rank == 0:
+                    dist.recv(tensor, group=pg, group_src=source)
+                value = tensor
+            found.setdefault(number, {})[name] = value
+    return found
+
+
+def _describe(value: Any) -> tuple[str, Any]:
+    if isinstance(value, Tensor):
+        return str(value.dtype).removeprefix("torch."), list(value.shape)
+    return "value", value

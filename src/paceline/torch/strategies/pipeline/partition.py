@@ -1,0 +1,120 @@
+"""A traced model with its cuts: which nodes, values and parameters are whose."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+
+from paceline.errors import UsageError
+from paceline.torch.strategies.pipeline.graph import LayerGraph, ModelLayer
+from paceline.torch.strategies.pipeline.routing import ValueRoutes, route_values
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """The stages of one traced forward."""
+
+    graph: LayerGraph
+    stages: tuple[tuple[ModelLayer, ...], ...]
+    routes: ValueRoutes
+    parameters: dict[str, list[int]]
+    """By name, the stages that use it."""
+    buffers: dict[str, list[int]]
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are."""
+        return len(self.stages)
+
+    def modules_of(self, stage: int) -> str:
+        """Return a stage's layers as people name them: first to last."""
+        names = list(dict.fromkeys(layer.name for layer in self.stages[stage]))
+        return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+
+
+def cut(graph: LayerGraph, cuts: Sequence[int], places: Sequence[int], module: nn.Module) -> Partition:
+    """Cut a graph before the layers numbered `cuts`; `places` are the stages' ranks."""
+    bounds = [0, *cuts, len(graph.layers)]
+    stages = tuple(tuple(graph.layers[a:b]) for a, b in itertools.pairwise(bounds))
+    made_by = {node.name: s for s, layers in enumerate(stages) for layer in layers for node in layer.nodes}
+    used: list[tuple[str, int]] = []
+    for number, layers in enumerate(stages):
+        nodes = [node for layer in layers for node in layer.nodes]
+        used += [(arg.name, number) for node in nodes for arg in node.all_input_nodes if arg.name in made_by]
+    last = len(stages) - 1
+    used += [(node.name, last) for node in nodes_in(graph.output) if node.name in made_by]
+    parameters, buffers = _find_users(module, stages)
+    return Partition(graph, stages, route_values(made_by, used, places), parameters, buffers)
+
+
+def cuts_by_name(graph: LayerGraph, names: Sequence[str], module: nn.Module) -> list[int]:
+    """Return the layers that begin the stages that modules of these names begin. Raises UsageError."""
+    found = [graph.begin_of(name, module) for name in names]
+    for name, number in zip(names, found, strict=True):
+        if number == 0:
+            raise UsageError(f"--split {name}: nothing comes before it, so it begins stage 0 anyway; leave it out")
+    for (first, a), (second, b) in zip(
+        list(zip(names, found, strict=True)), list(zip(names, found, strict=True))[1:], strict=False
+    ):
+        if b <= a:
+            raise UsageError(
+                f"--split {','.join(names)}: {second} does not come after {first} in the model's forward; give the "
+                "names in the order in which the model calls them"
+            )
+    return found
+
+
+def nodes_in(structure: Any) -> list[fx.Node]:
+    """Return the nodes in what a graph's output is made of."""
+    found: list[fx.Node] = []
+    fx.node.map_arg(structure, found.append)
+    return found
+
+
+def crossing_values(graph: LayerGraph, cut_at: int) -> list[fx.Node]:
+    """Return the values that cross a cut before a layer."""
+    before = {node for layer in graph.layers[:cut_at] for node in layer.nodes}
+    later = [node for layer in graph.layers[cut_at:] for node in layer.nodes]
+    used = {arg for node in later for arg in node.all_input_nodes} | set(nodes_in(graph.output))
+    return [node for node in before if node in used]
+
+
+def _find_users(
+    module: nn.Module, stages: Sequence[Sequence[ModelLayer]]
+) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+    parameters: dict[str, set[int]] = {name: set() for name, _ in module.named_parameters()}
+    buffers: dict[str, set[int]] = {name: set() for name, _ in module.named_buffers()}
+    names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    for number, layers in enumerate(stages):
+        for layer in layers:
+            for node in layer.nodes:
+                for tensor in _tensors_of(node, module):
+                    name = names.get(id(tensor), "")
+                    for found in (parameters, buffers):
+                        if name in found:
+                            found[name].add(number)
+    # What no stage uses stays with the first.
+    return tuple(  # type: ignore[return-value]
+        {name: sorted(used) or [0] for name, used in found.items()} for found in (parameters, buffers)
+    )
+
+
+def _tensors_of(node: fx.Node, module: nn.Module) -> list[Any]:
+    found: list[Any] = []
+    if node.op == "call_module":
+        inner = module.get_submodule(str(node.target))
+        found += [*inner.parameters(), *inner.buffers()]
+    found += [attribute(module, str(arg.target)) for arg in node.all_input_nodes if arg.op == "get_attr"]
+    return found
+
+
+def attribute(module: nn.Module, path: str) -> Any:
+    """Return what a dotted path leads to."""
+    value: Any = module
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value

@@ -1,0 +1,208 @@
+"""Which schedule, how many microbatches, where to cut: what measured layers take is played through. Pure."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from paceline.errors import UsageError
+from paceline.pipeline_options import AUTO, SCHEDULES, PipelineOptions
+from paceline.torch.strategies.pipeline.measuring import MessageCost
+from paceline.torch.strategies.pipeline.orders import most_in_flight, orders_of, place_stages
+from paceline.torch.strategies.pipeline.splitting import LayerCost, StageLimits, split_layers, stage_bytes
+from paceline.torch.strategies.pipeline.timeline import StageTimes, Timeline, bubble_bound, play
+
+_TRIED = ("1f1b", "interleaved", "zbv")
+"""What ``auto`` chooses from, in this order where they are equal."""
+_WORTH_IT = 0.98
+"""A schedule with more messages must be predicted to take at most this share of the time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelinePlan:
+    """What a pipeline does, and what is expected of it."""
+
+    schedule: str
+    microbatches: int
+    cuts: tuple[int, ...]
+    """The layers that begin stages 1, 2, …"""
+    times: tuple[StageTimes, ...]
+    """By stage, for one microbatch."""
+    memory_bytes: tuple[float, ...]
+    """By stage."""
+    timeline: Timeline
+    seed: int = 0
+    """Of dropout and the like."""
+
+    def encode(self) -> dict[str, Any]:
+        """Return it as what msgpack can hold."""
+        return asdict(self)
+
+    @classmethod
+    def decode(cls, found: Mapping[str, Any]) -> PipelinePlan:
+        """Return what :meth:`encode` was called on."""
+        timeline = Timeline(step_s=found["timeline"]["step_s"], busy_s=tuple(found["timeline"]["busy_s"]))
+        return cls(
+            schedule=found["schedule"],
+            microbatches=found["microbatches"],
+            cuts=tuple(found["cuts"]),
+            times=tuple(StageTimes(**each) for each in found["times"]),
+            memory_bytes=tuple(found["memory_bytes"]),
+            timeline=timeline,
+            seed=found["seed"],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a model's layers take, at one or two sizes of a microbatch."""
+
+    by_rows: dict[int, list[LayerCost]]
+    crossing: dict[int, list[int]]
+    """By rows, the bytes that cross before each layer."""
+
+    def at(self, rows: float) -> list[LayerCost]:
+        """Return what layers take at any size, on a line through the two."""
+        (small, low), (large, high) = min(self.by_rows.items()), max(self.by_rows.items())
+        if small == large:
+            factor = rows / small
+            return [
+                replace(
+                    each,
+                    forward_s=each.forward_s * factor,
+                    backward_s=each.backward_s * factor,
+                    activation_bytes=int(each.activation_bytes * factor),
+                )
+                for each in low
+            ]
+        share = (rows - small) / (large - small)
+
+        def between(a: float, b: float) -> float:
+            return max(a + (b - a) * share, min(a, b) * min(rows / small, 1.0))
+
+        return [
+            replace(
+                a,
+                forward_s=between(a.forward_s, b.forward_s),
+                backward_s=between(a.backward_s, b.backward_s),
+                activation_bytes=int(between(a.activation_bytes, b.activation_bytes)),
+            )
+            for a, b in zip(low, high, strict=True)
+        ]
+
+    def crossing_at(self, rows: float) -> list[float]:
+        """Return the bytes that cross before each layer, at any size."""
+        size, found = max(self.crossing.items())
+        return [count * rows / size for count in found]
+
+
+def make_plan(
+    measured: Measured,
+    options: PipelineOptions,
+    rows: int,
+    link: MessageCost,
+    state_bytes: float,
+    cuts_for: Callable[[int], Sequence[int] | None],
+) -> PipelinePlan:
+    """Return the plan with the shortest predicted step.
+
+    `rows` is the size of a batch, `state_bytes` what a byte of parameters takes with its gradient and the optimizer's
+    state, ``cuts_for(stages)`` the cuts that the user has named for so many stages, or None to find them.
+
+    Raises UsageError if no plan is possible, with the reason of the first that was tried.
+    """
+    plans: list[PipelinePlan] = []
+    first: UsageError | None = None
+    for schedule in [options.schedule] if options.schedule != AUTO else _TRIED:
+        for count in microbatch_counts(options, rows):
+            try:
+                plans.append(_plan_of(measured, options, schedule, count, rows, link, state_bytes, cuts_for))
+            except UsageError as error:
+                first = first or error
+    if not plans:
+        assert first is not None
+        raise first
+    best = plans[0]
+    for plan in plans[1:]:
+        if plan.timeline.step_s < best.timeline.step_s * _WORTH_IT:
+            best = plan
+    return best
+
+
+def microbatch_counts(options: PipelineOptions, rows: int) -> list[int]:
+    """Return the numbers of microbatches that come into question for a batch of so many rows."""
+    if options.microbatches is not None:
+        return [min(options.microbatches, rows)]
+    found = [options.stages * factor for factor in (1, 2, 4, 8)]
+    return [count for count in found if count <= rows] or [rows]
+
+
+def _plan_of(
+    measured: Measured,
+    options: PipelineOptions,
+    schedule: str,
+    count: int,
+    rows: int,
+    link: MessageCost,
+    state_bytes: float,
+    cuts_for: Callable[[int], Sequence[int] | None],
+) -> PipelinePlan:
+    num_ranks, parts = options.stages, SCHEDULES[schedule].parts_per_rank
+    orders = orders_of(schedule, num_ranks, count)
+    layers, crossing = measured.at(rows / count), measured.crossing_at(rows / count)
+    in_flight = -(-max(most_in_flight(row) for row in orders) // parts)
+    memory = None if options.stage_memory is None else options.stage_memory // parts
+    limits = StageLimits(memory_bytes=memory, bytes_per_parameter_byte=state_bytes, in_flight=in_flight)
+    num_stages = num_ranks * parts
+    cuts = cuts_for(num_stages)
+    if cuts is None:
+        cuts = split_layers(layers, num_stages, lambda cut: link.seconds(crossing[cut]), limits)
+    bounds = [0, *cuts, len(layers)]
+    stages = [layers[a:b] for a, b in itertools.pairwise(bounds)]
+    times = tuple(
+        StageTimes(forward_s=sum(x.forward_s for x in each), backward_s=sum(x.backward_s for x in each))
+        for each in stages
+    )
+    memory_bytes = tuple(stage_bytes(each, limits) for each in stages)
+    _check_memory(memory_bytes, memory)
+    timeline = play(
+        orders, place_stages(schedule, num_ranks), times, lambda stage: link.seconds(crossing[bounds[stage]])
+    )
+    return PipelinePlan(
+        schedule=schedule,
+        microbatches=count,
+        cuts=tuple(cuts),
+        times=times,
+        memory_bytes=memory_bytes,
+        timeline=timeline,
+    )
+
+
+def _check_memory(memory_bytes: Sequence[float], limit: int | None) -> None:
+    if limit is None:
+        return
+    for stage, found in enumerate(memory_bytes):
+        if found > limit:
+            raise UsageError(
+                f"stage {stage} of --split takes {found / 2**20:.0f} MiB for parameters, optimizer and activations, a "
+                f"stage may take {limit / 2**20:.0f} MiB (--stage-memory); split elsewhere, or leave --split out"
+            )
+
+
+def describe_plan(plan: PipelinePlan, names: Sequence[str], places: Sequence[int]) -> str:
+    """Return the split as a table, with what is predicted."""
+    lines = [
+        f"pipeline: schedule {plan.schedule}, {plan.microbatches} microbatches a batch, predicted step "
+        f"{plan.timeline.step_s * 1e3:.2f} ms, bubble {plan.timeline.bubble:.1%} (bound of 1f1b with equal stages: "
+        f"{bubble_bound(len(plan.timeline.busy_s), plan.microbatches):.1%})"
+    ]
+    rows = [("stage", "rank", "forward ms", "backward ms", "MiB", "layers")]
+    rows += [
+        (str(stage), str(rank), f"{t.forward_s * 1e3:.3f}", f"{t.backward_s * 1e3:.3f}", f"{size / 2**20:.1f}", name)
+        for stage, (rank, t, size, name) in enumerate(zip(places, plan.times, plan.memory_bytes, names, strict=True))
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    lines += ["  " + "  ".join([*(c.rjust(w) for c, w in zip(row, widths, strict=False)), row[5]]) for row in rows]
+    return "\n".join(lines)

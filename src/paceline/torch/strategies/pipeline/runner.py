@@ -1,0 +1,376 @@
+"""What happens when a pipelined model is called: all ranks agree, the first call makes the plan, then a step runs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.errors import UsageError
+from paceline.pipeline_options import PipelineOptions
+from paceline.torch.strategies.pipeline.engine import LossOf, PipelineStep
+from paceline.torch.strategies.pipeline.failing import Failures
+from paceline.torch.strategies.pipeline.graph import LayerGraph, bind, trace
+from paceline.torch.strategies.pipeline.measured import Measurements, describe_measured
+from paceline.torch.strategies.pipeline.measuring import MessageCost, measure_layers, measure_link
+from paceline.torch.strategies.pipeline.messages import Messages
+from paceline.torch.strategies.pipeline.model import ModelCall, joined_output
+from paceline.torch.strategies.pipeline.orders import Orders, all_forward_first, orders_of, place_stages
+from paceline.torch.strategies.pipeline.output import AwaitedOutput
+from paceline.torch.strategies.pipeline.ownership import Ownership
+from paceline.torch.strategies.pipeline.partition import Partition, cut, cuts_by_name
+from paceline.torch.strategies.pipeline.planning import (
+    Measured,
+    PipelinePlan,
+    describe_plan,
+    make_plan,
+    microbatch_counts,
+)
+from paceline.torch.strategies.pipeline.stage import Stage
+from paceline.torch.strategies.pipeline.values import batch_size, cut_rows, put_together, tensors_of
+from paceline.torch.strategies.ranks import Ranks
+from paceline.torch.strategies.reached import average_gradients
+from paceline.torch.update_rules import rule_of
+
+
+@dataclass(slots=True)
+class BatchKind:
+    """What is known of batches of one shape, in one mode."""
+
+    values: dict[tuple[int, int], Any] = field(default_factory=dict)
+    """Descriptions of what travels, by (route, microbatch)."""
+    output: Any = None
+    """The description of the model's output; None before the first batch has gone forward."""
+
+
+class Runner:
+    """One rank of a pipeline: the stages that it runs, and what it says to the other ranks."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer | None,
+        options: PipelineOptions,
+        ranks: Ranks,
+        stage_group: Any,
+        data_group: Any,
+    ) -> None:
+        """`stage_group` are the ranks of this pipeline, `data_group` those with the same stages in others, or None."""
+        self.module = module
+        self._optimizer = optimizer
+        self._options = options
+        self._ranks = ranks
+        self._group = stage_group
+        self._data_group = data_group
+        self._failures = Failures(ranks.rank, [each for each in (stage_group, data_group, ranks.group) if each])
+        self._plan: PipelinePlan | None = None
+        self.ownership: Ownership | None = None
+        self.averages = True
+        """Whether the next backward averages gradients over the pipelines."""
+        self._graphs: dict[Any, tuple[Partition, dict[int, Stage]]] = {}
+        self._kinds: dict[str, BatchKind] = {}
+        self._norms: dict[float, dict[str, float]] = {}
+        self._measurements = Measurements(options.stages)
+        self._num_steps = 0
+
+    @property
+    def _rank(self) -> int:
+        return int(self._group.rank())
+
+    @property
+    def group(self) -> Any:
+        """The process group of this pipeline."""
+        return self._group
+
+    # The model is called.
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what the model returns; in training its values may come later."""
+        with self._failures.told():
+            values, constants = bind(self.module, args, kwargs)
+            leaves = torch.utils._pytree.tree_leaves(values)
+            if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+                raise UsageError(
+                    "an input of the model needs a gradient: those of a pipeline's inputs are not computed; detach() it"
+                )
+            rows = batch_size(leaves)
+            grads = torch.is_grad_enabled()
+            key = _key(values, constants, self.module.training, grads)
+            self._agree("calls the model", key)
+            if self._plan is None:
+                self._make_plan(values, constants, rows)
+            assert self._plan is not None
+            assert self.ownership is not None
+            if not self.ownership.is_released:
+                self.ownership.release()
+            partition, stages = self._stages(values, constants)
+            orders = self._orders(rows)
+            arguments = [dict(part) for part in cut_rows(values, rows, max(a.microbatch for a in orders[0]) + 1)]
+            is_new = key not in self._kinds
+            kind = self._kinds.setdefault(key, BatchKind())
+            messages = Messages(self._group, torch.device("cpu"), kind.values, is_new=is_new)
+            self._num_steps += 1
+            step = PipelineStep(partition, stages, self._rank, messages, arguments, self._num_steps)
+            call = ModelCall(self, step, orders, rows, kind.output, grads=grads)
+        if not grads or kind.output is None:
+            tensors: Sequence[Tensor] = call.values()
+        else:
+            tensors = [
+                AwaitedOutput(call, number, shape=shape, dtype=dtype, device=torch.device("cpu"))
+                for number, (dtype, shape, _) in enumerate(tensors_of(call.output))
+            ]
+        kind.output = call.output
+        return put_together(call.output, tensors)
+
+    def run(
+        self,
+        step: PipelineStep,
+        orders: Orders,
+        doing: str,
+        *,
+        loss_of: LossOf | None = None,
+        output_grads: Mapping[int, Sequence[Tensor | None]] | None = None,
+    ) -> None:
+        """Carry out this rank's actions; after backward, leave the gradients as one process would."""
+        with self._failures.told():
+            self._agree(doing, "")
+            goes_back = any(action.kind != "F" for action in orders[self._rank])
+            assert self.ownership is not None
+            if goes_back:
+                self._norms.clear()
+                self.ownership.before_backward()
+            began = time.perf_counter()
+            step.run(orders[self._rank], loss_of, output_grads)
+            self._measurements.add(time.perf_counter() - began, step.busy_s, len(step.arguments), is_whole=goes_back)
+            step.busy_s.clear()
+            if goes_back:
+                self.ownership.after_backward(self._group, self._norm_of)
+                if self._data_group is not None and self.averages:
+                    trained = [each for each in self.ownership.own_parameters() if each.requires_grad]
+                    average_gradients(self._data_group.group, trained)
+
+    def share_output(self, step: PipelineStep, num_parts: int, known: Any) -> tuple[Any, list[Tensor]]:
+        """Return the whole output on every rank: its description, and its tensors; `known` is the description."""
+        assert self._plan is not None
+        last = place_stages(self._plan.schedule, self._options.stages)[-1]
+        with self._failures.told(), torch.no_grad():
+            tensors: list[Tensor] = []
+            if self._rank == last:
+                found, tensors = joined_output([step.outputs[number] for number in range(num_parts)])
+                tensors = [tensor.detach().contiguous() for tensor in tensors]
+                known = found if known is None else known
+            if self._group.size() > 1:
+                known = self._group.group.broadcast_object(known, root=last)
+                if self._rank != last:
+                    tensors = [torch.empty(shape, dtype=dtype) for dtype, shape, _ in tensors_of(known)]
+                for tensor in tensors:
+                    if tensor.numel():
+                        dist.broadcast(tensor, group=self._group, group_src=last)
+            return known, tensors
+
+    def share_losses(self, losses: Sequence[Tensor | None]) -> list[Tensor]:
+        """Return on every rank the losses that the last stage has."""
+        assert self._plan is not None
+        last = place_stages(self._plan.schedule, self._options.stages)[-1]
+        with self._failures.told():
+            found = torch.tensor([0.0 if loss is None else float(loss) for loss in losses], dtype=torch.float64)
+            if self._group.size() > 1:
+                dist.broadcast(found, group=self._group, group_src=last)
+            return list(found.to(torch.get_default_dtype()))
+
+    # Values and gradients that are elsewhere.
+
+    def check_whole(self, what: str) -> None:
+        """Raise UsageError if values of the model are on other processes only."""
+        if self.ownership is not None and self.ownership.is_released and self._options.stages > 1:
+            raise UsageError(
+                f"{what} of a model whose layers are on several processes: use strategy.save(directory), or call "
+                "strategy.gather_values() on every process first, and take it on rank 0"
+            )
+
+    def hold_all(self) -> None:
+        """Make room for all values on this rank."""
+        if self.ownership is not None:
+            self.ownership.hold_all()
+
+    def release(self) -> None:
+        """Let go of what other ranks keep."""
+        if self.ownership is not None:
+            self.ownership.release()
+
+    def _norm_of(self, name: str, order: float) -> float:
+        if order not in self._norms:
+            assert self.ownership is not None
+            with self._failures.told():
+                found = self._agree("reads norms of gradients", f"order {order}", self.ownership.norms(order))
+                self._norms[order] = {key: value for norms in found for key, value in norms.items()}
+        return self._norms[order].get(name, 0.0)
+
+    # What was measured.
+
+    def report(self) -> str | None:
+        """Return what steps were measured to take, beside what was predicted; None before the third step."""
+        if self._plan is None:
+            return None
+        return describe_measured(self._plan, self._measurements)
+
+    def _agree(self, doing: str, detail: str, value: Any = None) -> list[Any]:
+        """Return every rank's value, if all are at this place of the program; raise UsageError on every rank if not."""
+        if self._group.size() == 1:
+            self._measurements.take(0, self._measurements.own)
+            return [value]
+        told = self._group.group.all_gather_objects([doing, detail, value, self._measurements.own])
+        for rank, (theirs, other, _, _) in enumerate(told):
+            if theirs != told[0][0]:
+                raise UsageError(
+                    f"process {rank} of the pipeline {theirs}, and process 0 {told[0][0]}: have every process do the "
+                    "same (what only rank 0 prints must be computed on all)"
+                )
+            if other != told[0][1]:
+                raise UsageError(
+                    f"process {rank} of the pipeline {doing} with {other}, and process 0 with {told[0][1]}: give every "
+                    "process of a pipeline the same batches, of strategy.prepare(loader) for instance"
+                )
+        for rank, (_, _, _, measured) in enumerate(told):
+            self._measurements.take(rank, measured)
+        return [value for _, _, value, _ in told]
+
+    # The plan.
+
+    def _make_plan(self, values: Mapping[str, Any], constants: Mapping[str, Any], rows: int) -> None:
+        graph = trace(self.module, values, constants)
+        self._broadcast_values()
+        link = MessageCost(latency_s=0.0, seconds_per_byte=0.0)
+        if self._group.size() > 1 and self._ranks.rank < 2:
+            link = measure_link(self._group, self._rank)
+        made: dict[str, Any] = {}
+        if self._ranks.rank == 0:
+            try:
+                plan = self._find_plan(graph, values, rows, link)
+                made = replace(plan, seed=torch.initial_seed()).encode()
+            except UsageError as error:
+                made = {"error": str(error)}
+        if self._ranks.group is not None:
+            made = self._ranks.group.broadcast_object(made)
+        if "error" in made:
+            raise UsageError(made["error"])
+        self._plan = PipelinePlan.decode(made)
+        partition, _ = self._stages(values, constants, graph)
+        self.ownership = Ownership(self.module, self._optimizer, partition, self._rank)
+        self.ownership.release()
+        if self._optimizer is not None:
+            ownership = self.ownership
+            self._optimizer.register_step_pre_hook(lambda *_: ownership.before_step())
+        places = partition.routes.places
+        names = [partition.modules_of(stage) for stage in range(partition.num_stages)]
+        first = self._ranks.rank - self._rank
+        self._failures.name_stages(names, [first + place for place in places])
+        if self._ranks.rank == 0:
+            print(describe_plan(self._plan, names, places), file=sys.stderr, flush=True)
+
+    def _find_plan(self, graph: LayerGraph, values: Mapping[str, Any], rows: int, link: MessageCost) -> PipelinePlan:
+        counts = microbatch_counts(self._options, rows)
+        sizes = sorted({-(-rows // min(counts)), -(-rows // max(counts))})
+        by_rows, crossing = {}, {}
+        for size in sizes:
+            part = cut_rows(values, rows, -(-rows // size))[0]
+            by_rows[size], crossing[size] = measure_layers(self.module, graph, part)
+        measured = Measured(by_rows, crossing)
+
+        def cuts_for(num_stages: int) -> Sequence[int] | None:
+            if self._options.split:
+                if len(self._options.split) + 1 != num_stages:
+                    raise UsageError(
+                        f"--split names {len(self._options.split)} modules, for {len(self._options.split) + 1} stages, "
+                        f"and the schedule has {num_stages}"
+                    )
+                return cuts_by_name(graph, self._options.split, self.module)
+            if graph.marks:
+                if len(graph.marks) + 1 != num_stages:
+                    raise UsageError(
+                        f"pipe_split() stands at {len(graph.marks)} places of the model, which makes "
+                        f"{len(graph.marks) + 1} stages, and {num_stages} were asked for: change one of them"
+                    )
+                return graph.marks
+            return None
+
+        return make_plan(measured, self._options, rows, link, self._state_bytes(), cuts_for)
+
+    def _state_bytes(self) -> float:
+        """Return what a byte of parameters takes: itself, its gradient, and the optimizer's state."""
+        if self._optimizer is None:
+            return 1.0
+        try:
+            return 2.0 + rule_of(self._optimizer, self._optimizer.param_groups[0]).num_states
+        except UsageError:
+            return 4.0
+
+    def _broadcast_values(self) -> None:
+        if self._ranks.size > 1:
+            with torch.no_grad():
+                for tensor in (*self.module.parameters(), *self.module.buffers()):
+                    if tensor.numel():
+                        dist.broadcast(tensor.detach(), 0)
+
+    def _stages(
+        self, values: Mapping[str, Any], constants: Mapping[str, Any], graph: LayerGraph | None = None
+    ) -> tuple[Partition, dict[int, Stage]]:
+        """Return the stages for a call with these constants, in the model's mode: traced when they are new."""
+        key = (self.module.training, tuple(sorted(values)), repr(sorted(constants.items(), key=str)))
+        if key not in self._graphs:
+            assert self._plan is not None
+            if graph is None:
+                graph = trace(self.module, values, constants)
+            cuts = self._plan.cuts
+            if self._graphs:
+                reference = next(iter(self._graphs.values()))[0]
+                cuts = tuple(_same_cuts(reference, graph))
+            places = place_stages(self._plan.schedule, self._options.stages)
+            partition = cut(graph, cuts, places, self.module)
+            own = [stage for stage, place in enumerate(places) if place == self._rank]
+            stages = {stage: Stage(self.module, partition, stage, self._plan.seed) for stage in own}
+            self._graphs[key] = (partition, stages)
+        return self._graphs[key]
+
+    def _orders(self, rows: int) -> Orders:
+        """Return the plan's orders; for a smaller batch of fewer rows than microbatches, plain ones."""
+        assert self._plan is not None
+        count, num_ranks = self._plan.microbatches, self._options.stages
+        if rows >= count:
+            return orders_of(self._plan.schedule, num_ranks, count)
+        return all_forward_first(place_stages(self._plan.schedule, num_ranks), num_ranks, rows)
+
+
+def _same_cuts(reference: Partition, graph: LayerGraph) -> list[int]:
+    """Return the cuts of another trace of the model: before the layers of the same names. Raises UsageError."""
+    number_of = {layer.nodes[0].name: number for number, layer in enumerate(graph.layers)}
+    found = [number_of.get(stage[0].nodes[0].name) for stage in reference.stages[1:]]
+    if None in found or sorted(set(found)) != found:  # type: ignore[type-var]
+        names = ", ".join(stage[0].name for stage in reference.stages[1:])
+        raise UsageError(
+            f"the model calls other layers now than in its first call, so that stages cannot begin at {names}: a model "
+            "that is cut calls the same layers in training, in evaluation and with all arguments"
+        )
+    return [number for number in found if number is not None]
+
+
+def _key(values: Mapping[str, Any], constants: Mapping[str, Any], training: bool, grads: bool) -> str:
+    """Return what must be the same on all ranks of a pipeline, as text: shapes, constants and modes."""
+
+    def shown(leaf: Any) -> str:
+        if isinstance(leaf, Tensor):
+            return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+        return repr(leaf)
+
+    parts = [
+        f"{name}={' '.join(shown(leaf) for leaf in torch.utils._pytree.tree_leaves(value))}"
+        for name, value in (*values.items(), *constants.items())
+    ]
+    return f"{', '.join(parts)} in {'training' if training else 'evaluation'}{'' if grads else ' without gradients'}"

@@ -1,0 +1,113 @@
+"""Where a model is cut: the dynamic program over contiguous stages of measured layers. Pure.
+
+Sources: Narayanan et al., "PipeDream", SOSP 2019, section 3.1 (the slowest stage, transfers included, is made as fast
+as possible); Zheng et al., "Alpa", OSDI 2022, section 5.2 (a step takes the sum of all stages and m - 1 times the
+slowest).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from paceline.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCost:
+    """What one layer was measured to take, for one microbatch."""
+
+    name: str
+    forward_s: float
+    backward_s: float
+    parameter_bytes: int = 0
+    activation_bytes: int = 0
+    """What it puts out, which is kept until backward."""
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward."""
+        return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLimits:
+    """What a stage may take."""
+
+    memory_bytes: int | None = None
+    """None: no limit."""
+    bytes_per_parameter_byte: float = 2.0
+    """Parameters, gradients and the optimizer's state, as a multiple of the parameters."""
+    in_flight: int = 1
+    """Microbatches whose activations are kept at once."""
+
+
+def split_layers(
+    layers: Sequence[LayerCost],
+    num_stages: int,
+    crossing_s: Callable[[int], float],
+    limits: StageLimits = StageLimits(),
+) -> list[int]:
+    """Return the numbers of the layers that begin stages 1, 2, …, so that the slowest stage is as fast as it can be.
+
+    ``crossing_s(c)`` is what it takes to send what crosses a cut before layer `c`, there and back. A stage's time is
+    its layers' and its two cuts'. Of equally fast splits it is the one with the least that crosses.
+
+    Raises UsageError for more stages than layers, and if no split keeps every stage within the memory limit.
+    """
+    count = len(layers)
+    if num_stages > count:
+        raise UsageError(
+            f"{num_stages} stages were asked for, and the model has no more than {count} layers that can be told "
+            "apart: ask for fewer stages"
+        )
+    seconds = [0.0, *itertools.accumulate(layer.seconds for layer in layers)]
+    memory = [0.0, *itertools.accumulate(stage_bytes([layer], limits) for layer in layers)]
+    crossing = [0.0, *(crossing_s(cut) for cut in range(1, count)), 0.0]
+    worst = (float("inf"), float("inf"))
+    # best[j]: slowest stage and total crossing of the best split of layers 0..j into the stages so far.
+    best = [(0.0, 0.0), *[worst] * count]
+    begins: list[list[int]] = []
+    for stage in range(num_stages):
+        following, begin = [worst] * (count + 1), [0] * (count + 1)
+        for end in range(stage + 1, count - (num_stages - stage - 1) + 1):
+            for first in range(end - 1, stage - 1, -1):
+                if limits.memory_bytes is not None and memory[end] - memory[first] > limits.memory_bytes:
+                    break  # memory only grows with earlier layers
+                if best[first] == worst:
+                    continue
+                time = seconds[end] - seconds[first] + crossing[first] + crossing[end]
+                found = (max(best[first][0], time), best[first][1] + crossing[first])
+                if found < following[end]:
+                    following[end], begin[end] = found, first
+        best = following
+        begins.append(begin)
+    if best[count] == worst:
+        raise UsageError(_describe_shortage(layers, num_stages, limits))
+    cuts: list[int] = []
+    end = count
+    for begin in reversed(begins):
+        end = begin[end]
+        cuts.append(end)
+    return cuts[-2::-1]
+
+
+def stage_bytes(layers: Sequence[LayerCost], limits: StageLimits) -> float:
+    """Return the memory that a stage of these layers takes."""
+    return sum(
+        layer.parameter_bytes * limits.bytes_per_parameter_byte + layer.activation_bytes * limits.in_flight
+        for layer in layers
+    )
+
+
+def _describe_shortage(layers: Sequence[LayerCost], num_stages: int, limits: StageLimits) -> str:
+    assert limits.memory_bytes is not None
+    largest = max(layers, key=lambda layer: stage_bytes([layer], limits))
+    megabytes = 1 / 2**20
+    return (
+        f"the model does not fit: all of it takes {stage_bytes(layers, limits) * megabytes:.0f} MiB for parameters, "
+        f"optimizer and activations, its largest layer {largest.name} takes "
+        f"{stage_bytes([largest], limits) * megabytes:.0f} MiB, and each of {num_stages} stages may take "
+        f"{limits.memory_bytes * megabytes:.0f} MiB; ask for more stages, more microbatches or more --stage-memory"
+    )

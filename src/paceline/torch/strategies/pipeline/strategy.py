@@ -1,0 +1,187 @@
+"""The strategy ``pipeline``: a model's layers over several processes, batches through them in microbatches."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from paceline.environment import environment
+from paceline.errors import UsageError
+from paceline.pipeline_options import PipelineFlags, PipelineOptions, choose_pipeline
+from paceline.torch.embeddings import LocalTables, RowTables
+from paceline.torch.strategies.base import Strategy
+from paceline.torch.strategies.pipeline.model import PipelinedModel
+from paceline.torch.strategies.pipeline.ownership import gather_state
+from paceline.torch.strategies.pipeline.runner import Runner
+from paceline.torch.strategies.ranks import DEFAULT_TIMEOUT, Ranks
+
+
+class Pipeline(Strategy):
+    """Pipeline parallelism over the schedules of ``torch.distributed.pipelining``.
+
+    The model is cut into stages at the first call; each process keeps the parameters of its own. Every process of a
+    pipeline runs the whole loop on the same batches. The result is that of one process on the batch, but for BatchNorm,
+    which sees microbatches.
+
+    `stages`: processes of a pipeline; `data_parallel`: pipelines side by side, each with its part of the data, whose
+    gradients are averaged. `schedule`: a key of :data:`~paceline.pipeline_options.SCHEDULES` or ``auto``.
+    `microbatches` of a batch; None: chosen by prediction. `split`: names of modules that begin a stage. `stage_memory`:
+    bytes that a process may take for parameters, optimizer and activations. What is not given here is what
+    ``paceline run`` was told.
+
+    Sources: Huang et al., "GPipe", NeurIPS 2019; Narayanan et al., "Efficient Large-Scale Language Model Training on
+    GPU Clusters Using Megatron-LM" (1F1B), SC 2021; Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024.
+
+    Raises UsageError for options that do not fit together or to the number of processes.
+    """
+
+    name: ClassVar[str] = "pipeline"
+
+    def __init__(
+        self,
+        *,
+        stages: int | None = None,
+        data_parallel: int | None = None,
+        schedule: str | None = None,
+        microbatches: int | None = None,
+        split: Sequence[str] | None = None,
+        stage_memory: int | None = None,
+        device: torch.device | str | None = None,
+        seed: int = 0,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+    ) -> None:
+        told = environment()
+        known = None if told.pipeline is None else PipelineOptions.decode(told.pipeline)
+        self.options = choose_pipeline(
+            PipelineFlags(
+                stages=stages if stages is not None or known is None else known.stages,
+                data_parallel=data_parallel if data_parallel is not None or known is None else known.data_parallel,
+                schedule=schedule if schedule is not None or known is None else known.schedule,
+                microbatches=_text(microbatches if microbatches is not None or known is None else known.microbatches),
+                split=",".join(split if split is not None else () if known is None else known.split) or None,
+                stage_memory=_text(stage_memory if stage_memory is not None or known is None else known.stage_memory),
+            ),
+            told.world_size or 1,
+        )
+        chosen = torch.device("cpu" if device is None else device)
+        if chosen.type != "cpu":
+            raise UsageError(f"strategy pipeline runs on the CPU, device={str(device)!r} was asked for: leave it out")
+        super().__init__(Ranks.meet(timeout, backend="paceline"), device=chosen, seed=seed)
+        shape = (self.options.data_parallel, self.options.stages)
+        self.mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "stage"))
+        """The processes: pipelines by stages."""
+        self._runner: Runner | None = None
+
+    @property
+    @override
+    def data_place(self) -> tuple[int, int]:
+        """A pipeline reads as one process does."""
+        return self.rank // self.options.stages, self.options.data_parallel
+
+    def _spread(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
+        if self.embedder is not None:
+            raise UsageError(
+                "strategy pipeline has no place for embeddings of paceline.torch: take torch.nn.Embedding, or another "
+                "strategy"
+            )
+        data_group = self.mesh.get_group("data") if self.options.data_parallel > 1 else None
+        self._runner = Runner(model, optimizer, self.options, self._ranks, self.mesh.get_group("stage"), data_group)
+        return PipelinedModel(model, self._runner), optimizer
+
+    def _row_tables(self) -> RowTables:
+        return LocalTables()
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        assert self._runner is not None
+        before, self._runner.averages = self._runner.averages, False
+        try:
+            yield
+        finally:
+            self._runner.averages = before
+
+    @override
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context in which ``backward()`` does not average gradients over the pipelines."""
+        return self._held()
+
+    @override
+    def reduce(self, value: Any, op: str = "mean") -> Any:
+        """Return `value` over all pipelines; the processes of one have the same value, which counts once."""
+        found = super().reduce(value, op)
+        if op != "sum":
+            return found
+        if isinstance(found, dict):
+            return {key: each / self.options.stages for key, each in found.items()}
+        return (
+            (found / self.options.stages).to(value.dtype)
+            if isinstance(value, torch.Tensor)
+            else (found / self.options.stages)
+        )
+
+    @override
+    def gather_values(self) -> None:
+        """See that the module on rank 0 holds all values until the model is called again; every rank calls it."""
+        runner = self._runner
+        if runner is not None and runner.ownership is not None and self.data_place[0] == 0:
+            runner.ownership.gather_values(runner.group)
+
+    @override
+    def load(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
+        """Load a checkpoint that any strategy has saved: each rank keeps what its stages need."""
+        if self._runner is not None:
+            self._runner.hold_all()
+        return super().load(directory)
+
+    def _scatter_values(self) -> None:
+        if self._runner is not None:
+            self._runner.release()
+
+    @override
+    def gather_optimizer_state(self) -> dict[int, dict[str, Any]]:
+        """Return torch's own optimizer state, by the parameter's number, on rank 0; every rank calls it."""
+        state = super().gather_optimizer_state()
+        runner = self._runner
+        if runner is None or runner.ownership is None or self.data_place[0] != 0 or self.options.stages == 1:
+            return state
+        assert self.optimizer is not None
+        assert self.module is not None
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        keepers = [
+            runner.ownership.keeper(names[id(parameter)]) if id(parameter) in names else 0
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+        ]
+        return gather_state(state, keepers, runner.group.rank(), runner.group)
+
+    def _scatter_optimizer_state(self, state: dict[int, dict[str, Any]]) -> None:
+        super()._scatter_optimizer_state(state)
+        self._scatter_values()
+
+    def report(self) -> str | None:
+        """Return the measured times of stages and steps beside the predicted ones; None before the fourth step."""
+        return None if self._runner is None else self._runner.report()
+
+    @override
+    def close(self) -> None:
+        """Leave the other ranks; rank 0 prints what was measured. Idempotent."""
+        runner, self._runner = self._runner, None
+        text = None if runner is None or not self.is_main else runner.report()
+        if text is not None:
+            print(text, file=sys.stderr, flush=True)
+        super().close()
+
+
+def _text(number: int | None) -> str | None:
+    return None if number is None else str(number)

@@ -1,0 +1,98 @@
+"""How long a pipeline's step takes: its orders played through with the times of stages and transfers. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from paceline.torch.strategies.pipeline.orders import Action, Orders
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimes:
+    """What one stage takes for one microbatch, in seconds."""
+
+    forward_s: float
+    backward_s: float
+
+    def of(self, action: Action) -> float:
+        """Return the time of an action. Of a split backward each half takes half."""
+        if action.kind == "F":
+            return self.forward_s
+        return self.backward_s if action.kind == "B" else self.backward_s / 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """A step as it is predicted."""
+
+    step_s: float
+    busy_s: tuple[float, ...]
+    """By rank, the time in which it computes."""
+
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time in which they wait."""
+        return 1 - sum(self.busy_s) / (self.step_s * len(self.busy_s)) if self.step_s else 0.0
+
+
+def play(
+    orders: Orders,
+    places: Sequence[int],
+    times: Sequence[StageTimes],
+    transfer_s: Callable[[int], float],
+    sources: Sequence[Sequence[int]] | None = None,
+) -> Timeline:
+    """Play the orders through: an action begins when its rank is free and what it needs has come.
+
+    `transfer_s` of a stage is what it takes to bring it its inputs, or its gradients back. `sources` are, by stage, the
+    stages whose values it takes; default: the one before. Raises ValueError if the orders wait for one another.
+    """
+    if sources is None:
+        sources = [[stage - 1] if stage else [] for stage in range(len(places))]
+    users: list[list[int]] = [[] for _ in places]
+    for stage, found in enumerate(sources):
+        for source in found:
+            users[source].append(stage)
+    ended: dict[tuple[str, int, int], float] = {}
+    free, busy, at = [0.0] * len(orders), [0.0] * len(orders), [0] * len(orders)
+    waiting = sum(len(row) for row in orders)
+    while waiting:
+        before = waiting
+        for rank, row in enumerate(orders):
+            while at[rank] < len(row):
+                action = row[at[rank]]
+                needed = _needs(action, sources, users)
+                if any(key not in ended for key in needed):
+                    break
+                begin = free[rank]
+                for key in needed:
+                    crosses = places[key[1]] != places[action.stage]
+                    stage = action.stage if action.kind == "F" else key[1]
+                    begin = max(begin, ended[key] + (transfer_s(stage) if crosses else 0.0))
+                took = times[action.stage].of(action)
+                free[rank], busy[rank] = begin + took, busy[rank] + took
+                done = "G" if action.kind in ("B", "I") else action.kind
+                ended[done, action.stage, action.microbatch] = free[rank]
+                at[rank] += 1
+                waiting -= 1
+        if waiting == before:
+            stuck = [row[at[rank]] for rank, row in enumerate(orders) if at[rank] < len(row)]
+            raise ValueError(f"the orders wait for one another: {stuck}")
+    return Timeline(step_s=max(free, default=0.0), busy_s=tuple(busy))
+
+
+def _needs(
+    action: Action, sources: Sequence[Sequence[int]], users: Sequence[Sequence[int]]
+) -> list[tuple[str, int, int]]:
+    stage, microbatch = action.stage, action.microbatch
+    if action.kind == "F":
+        return [("F", source, microbatch) for source in sources[stage]]
+    if action.kind == "W":
+        return [("G", stage, microbatch)]
+    return [("F", stage, microbatch), *(("G", user, microbatch) for user in users[stage])]
+
+
+def bubble_bound(num_ranks: int, num_microbatches: int) -> float:
+    """Return the bubble of gpipe and 1f1b with equal stages and free transfers: (p - 1) / (m + p - 1)."""
+    return (num_ranks - 1) / (num_microbatches + num_ranks - 1)

@@ -1,0 +1,104 @@
+"""Values that travel: tensors in tuples, lists and dictionaries, taken apart into tensors and a description in JSON."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.errors import UsageError
+
+
+def take_apart(value: Any, what: str) -> tuple[Any, list[Tensor]]:
+    """Return a description of a value, and its tensors in order. Raises UsageError for what cannot travel."""
+    tensors: list[Tensor] = []
+
+    def describe(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            tensors.append(part)
+            return {"t": [str(part.dtype).removeprefix("torch."), list(part.shape), part.requires_grad]}
+        if part is None or isinstance(part, (bool, int, float, str)):
+            return {"v": part}
+        if isinstance(part, torch.Size):
+            return {"s": list(part)}
+        if isinstance(part, torch.dtype):
+            return {"y": str(part).removeprefix("torch.")}
+        if isinstance(part, torch.device):
+            return {"c": str(part)}
+        if isinstance(part, (tuple, list)):
+            return {"l" if isinstance(part, list) else "u": [describe(each) for each in part]}
+        if isinstance(part, dict) and all(isinstance(key, str) for key in part):
+            return {"d": {key: describe(each) for key, each in part.items()}}
+        raise UsageError(
+            f"{what} is of type {type(part).__name__}, which cannot travel between stages: tensors, numbers and text "
+            "can, in tuples, lists and dictionaries; cut the model elsewhere"
+        )
+
+    return describe(value), tensors
+
+
+def put_together(description: Any, tensors: Sequence[Tensor]) -> Any:
+    """Return the value of a description, with these tensors in it."""
+    return _build(description, iter(tensors))
+
+
+def tensors_of(description: Any) -> list[tuple[torch.dtype, list[int], bool]]:
+    """Return each tensor's dtype, shape and whether it needs a gradient."""
+    (kind, content), *_ = description.items()
+    if kind == "t":
+        return [(getattr(torch, content[0]), list(content[1]), bool(content[2]))]
+    parts = content if kind in ("l", "u") else content.values() if kind == "d" else ()
+    return [found for part in parts for found in tensors_of(part)]
+
+
+def _build(description: Any, tensors: Iterator[Tensor]) -> Any:
+    (kind, content), *_ = description.items()
+    if kind == "t":
+        return next(tensors)
+    if kind == "l":
+        return [_build(part, tensors) for part in content]
+    if kind == "u":
+        return tuple(_build(part, tensors) for part in content)
+    if kind == "d":
+        return {key: _build(part, tensors) for key, part in content.items()}
+    if kind == "s":
+        return torch.Size(content)
+    if kind == "y":
+        return getattr(torch, content)
+    return torch.device(content) if kind == "c" else content
+
+
+def batch_size(leaves: Sequence[Any]) -> int:
+    """Return the rows of a batch: of the first tensor that has any. Raises UsageError."""
+    size = next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
+    if not size:
+        raise UsageError(
+            f"the model was called with {'an empty batch' if size == 0 else 'no tensor that has rows'}: a pipeline "
+            "cuts batches along their first dimension; give a batch of 1 or more"
+        )
+    return size
+
+
+def cut_rows(value: Any, size: int, parts: int) -> list[Any]:
+    """Return a value's microbatches: tensors of `size` rows are cut, others are the same in all."""
+    bounds = row_bounds(size, parts)
+
+    def part_of(leaf: Any, first: int, end: int) -> Any:
+        return leaf[first:end] if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == size else leaf
+
+    tree_map = torch.utils._pytree.tree_map
+    return [tree_map(lambda leaf, a=a, b=b: part_of(leaf, a, b), value) for a, b in itertools.pairwise(bounds)]
+
+
+def row_bounds(size: int, parts: int) -> list[int]:
+    """Return where the parts of `size` rows begin and end: the first ones have one more where it does not divide."""
+    small, larger = divmod(size, parts)
+    return [part * small + min(part, larger) for part in range(parts + 1)]
+
+
+def join_rows(parts: Sequence[Tensor]) -> Tensor:
+    """Return the microbatches' tensors as one: rows one after another, numbers as a vector."""
+    return torch.cat(list(parts)) if parts[0].dim() else torch.stack(list(parts))

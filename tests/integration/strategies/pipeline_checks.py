@@ -1,0 +1,219 @@
+"""What two ranks check of ``Pipeline``; carried out by ``strategy_ranks.py`` for ``test_pipeline.py``."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from paceline.errors import StageError, UsageError
+from paceline.pipeline_options import SCHEDULES
+from paceline.torch.strategies import Pipeline
+
+CHECKPOINT = "PIPELINE_CHECKPOINT"
+"""The environment variable with the folder that the parent looks into."""
+Batches = list[tuple[Tensor, Tensor]]
+_meetings = itertools.count(1000)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Any:
+        return x + self.down(F.relu(self.up(self.norm(x)), inplace=True))
+
+
+class Net(nn.Module):
+    """Words in, words out; the weights of both ends are tied, and the first value is used in the last layer."""
+
+    def __init__(self, blocks: int = 4, width: int = 8, words: int = 11) -> None:
+        super().__init__()
+        self.words = nn.Embedding(words, width)
+        self.blocks = nn.ModuleList([Block(width) for _ in range(blocks)])
+        self.last = nn.Linear(width, words, bias=False)
+        self.last.weight = self.words.weight
+
+    def forward(self, x: Tensor) -> Any:
+        x = early = self.words(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x + early)
+
+
+def batches_of(sizes: Sequence[int]) -> Batches:
+    generator = torch.Generator().manual_seed(5)
+    inputs = [torch.randint(11, (size, 3), generator=generator) for size in sizes]
+    return [(x, (3 * x + 1) % 11) for x in inputs]
+
+
+def model_and_optimizer(kind: str = "sgd") -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    model = Net()
+    biases = [each for name, each in model.named_parameters() if name.endswith("bias")]
+    others = [each for name, each in model.named_parameters() if not name.endswith("bias")]
+    groups = [{"params": others, "weight_decay": 0.01}, {"params": biases, "lr": 0.02}]
+    if kind == "adam":
+        return model, torch.optim.Adam(groups, lr=0.01)
+    return model, torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+
+
+def word_loss(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.reshape(-1, 11), target.reshape(-1))
+
+
+Loop = Callable[[nn.Module, torch.optim.Optimizer, Batches], list[float]]
+
+
+def plain_loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches) -> list[float]:
+    losses = []
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss = word_loss(model(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.7)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def looking_loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches) -> list[float]:
+    """Look at what is there when it is not needed, use a loss of one's own, and go backward twice in a step."""
+    losses = []
+    for number, (x, y) in enumerate(batches):
+        optimizer.zero_grad()
+        output = model(x)
+        loss = word_loss(output, y) * 0.5 + 0.1 * output.square().mean()
+        losses.append(loss.item())
+        loss.backward()
+        again = word_loss(model(x), y) / 2
+        again.backward()
+        optimizer.step()
+        losses.append(float(again.detach()) + float((output.argmax(-1) == y).float().mean()))
+        if number % 2:
+            model.eval()
+            with torch.no_grad():
+                losses.append(float(word_loss(model(x), y)))
+            model.train()
+    return losses
+
+
+def meet_again() -> None:
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(next(_meetings))
+
+
+def expect_equal(loop: Loop, batches: Batches, kind: str = "sgd", tolerance: float = 1e-5, **options: Any) -> None:
+    """Train in a pipeline and in this process alone; losses and parameters must be the same."""
+    torch.use_deterministic_algorithms(True)
+    whole, alone = model_and_optimizer(kind)
+    expected = loop(whole, alone, batches)
+    meet_again()
+    with Pipeline(**{"stages": 2, **options}) as strategy:
+        model, optimizer = strategy.prepare(*model_and_optimizer(kind))
+        found = loop(model, optimizer, batches)
+        strategy.gather_values()
+        assert found == pytest.approx(expected, abs=tolerance)
+        if strategy.is_main:
+            for (name, value), other in zip(whole.named_parameters(), model.parameters(), strict=True):
+                torch.testing.assert_close(other, value, rtol=1e-4, atol=tolerance, msg=name)
+
+
+def check_every_schedule_equals_one_process(rank: int, size: int) -> None:
+    for schedule in SCHEDULES:
+        expect_equal(plain_loop, batches_of([8, 8, 8, 7, 3]), schedule=schedule, microbatches=4)
+
+
+def check_fifty_steps(rank: int, size: int) -> None:
+    expect_equal(plain_loop, batches_of([8] * 50), schedule="1f1b", microbatches=4, kind="adam")
+
+
+def check_loops_that_look(rank: int, size: int) -> None:
+    for schedule, split in (("1f1b", ["blocks.2"]), ("zbv", None)):
+        expect_equal(looking_loop, batches_of([6] * 4), schedule=schedule, microbatches=3, split=split)
+
+
+def check_two_pipelines_side_by_side(rank: int, size: int) -> None:
+    whole, alone = model_and_optimizer()
+    for x, y in batches_of([8] * 4):
+        alone.zero_grad()
+        word_loss(whole(x), y).backward()
+        alone.step()
+    meet_again()
+    with Pipeline(stages=1, data_parallel=2, schedule="gpipe", microbatches=2) as strategy:
+        assert strategy.data_place == (rank, 2)
+        model, optimizer = strategy.prepare(*model_and_optimizer())
+        for x, y in batches_of([8] * 4):
+            optimizer.zero_grad()
+            word_loss(model(x[rank::2]), y[rank::2]).backward()
+            optimizer.step()
+        for value, other in zip(whole.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(other, value, rtol=1e-4, atol=1e-5)
+
+
+def check_a_checkpoint_goes_on_elsewhere(rank: int, size: int) -> None:
+    batches = batches_of([8] * 6)
+    whole, alone = model_and_optimizer("adam")
+    expected = plain_loop(whole, alone, batches)
+    folder = Path(os.environ[CHECKPOINT])
+    meet_again()
+    with Pipeline(stages=2, schedule="interleaved", microbatches=2) as strategy:
+        model, optimizer = strategy.prepare(*model_and_optimizer("adam"))
+        plain_loop(model, optimizer, batches[:3])
+        with pytest.raises(UsageError, match=r"use strategy.save\(directory\)"):
+            model.state_dict()
+        strategy.save(folder, epoch=3)
+        assert plain_loop(model, optimizer, batches[3:]) == pytest.approx(expected[3:], abs=1e-5)
+        strategy.load(folder)  # back to where it was, in the midst of a training
+        assert plain_loop(model, optimizer, batches[3:]) == pytest.approx(expected[3:], abs=1e-5)
+    meet_again()
+    with Pipeline(stages=2, schedule="gpipe", microbatches=4) as strategy:
+        model, optimizer = strategy.prepare(*model_and_optimizer("adam"))
+        assert strategy.load(folder) == {"epoch": 3}
+        assert plain_loop(model, optimizer, batches[3:]) == pytest.approx(expected[3:], abs=1e-5)
+
+
+def check_what_cannot_be_is_said_on_every_rank(rank: int, size: int) -> None:
+    x, y = batches_of([8])[0]
+
+    def refused(message: str, use: Callable[[Any], Any], model: nn.Module | None = None, **options: Any) -> None:
+        meet_again()
+        with Pipeline(**{"stages": 2, "schedule": "gpipe", "microbatches": 2, **options}) as strategy:
+            prepared = strategy.prepare(Net() if model is None else model)
+            with pytest.raises((UsageError, StageError), match=message):
+                use(prepared)
+
+    refused(
+        "2 stages were asked for, and the model has no more than 1 layers", lambda net: net(x.float()), nn.Linear(3, 3)
+    )
+    refused("the model has no module of this name", lambda net: net(x), split=["blocks.9"])
+    refused("give every process of a pipeline the same batches", lambda net: net(x[: 4 + rank]))
+    refused("the model was called with an empty batch", lambda net: net(x[:0]))
+    refused("have every process do the same", lambda net: word_loss(net(x), y).backward() if rank else [net(x), net(x)])
+
+
+def last_a_stage_that_raises(rank: int, size: int) -> None:
+    class Picky(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            if torch.is_grad_enabled() and x.shape[0] == 2:
+                raise RuntimeError("no batches of two")
+            return x
+
+    meet_again()
+    with Pipeline(stages=2, schedule="1f1b", microbatches=2, split=["2"]) as strategy:
+        model = strategy.prepare(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), Picky(), nn.Linear(3, 3)))
+        model(torch.ones(8, 3)).sum().backward()
+        with pytest.raises(StageError) as caught:
+            model(torch.ones(4, 3)).sum().backward()
+    text = str(caught.value)
+    assert "stage 1 (2 to 3, rank 1) failed in 2, microbatch 0, forward: RuntimeError: no batches of two" in text
+    assert "pipeline_checks.py" in text

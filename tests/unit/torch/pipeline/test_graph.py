@@ -1,0 +1,214 @@
+"""A model's layers, the values between them, and what stands in the way of a cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import pipe_split
+
+from paceline.errors import UsageError
+from paceline.torch.strategies.pipeline.absent import AbsentGrad
+from paceline.torch.strategies.pipeline.graph import LayerGraph, bind, trace
+from paceline.torch.strategies.pipeline.measuring import measure_layers
+from paceline.torch.strategies.pipeline.partition import cut, cuts_by_name
+from paceline.torch.strategies.pipeline.stage import LayerError, Saved, Stage
+from paceline.torch.strategies.pipeline.values import join_rows, put_together, row_bounds, take_apart, tensors_of
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Any:
+        return x + self.drop(torch.relu(self.linear(x)))
+
+
+class Gate(nn.Module):
+    """Decides by values, so that it cannot be traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x) if x.sum() > 0 else x
+
+
+class Net(nn.Module):
+    def __init__(self, *, marked: bool = False) -> None:
+        super().__init__()
+        self.marked = marked
+        self.first = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.gate = Gate()
+        self.last = nn.Linear(4, 4)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor, scale: float = 1.0, mask: Tensor | None = None) -> Any:
+        early = self.first(x)
+        x = early
+        for block in self.blocks:
+            if self.marked:
+                pipe_split()
+            x = block(x)
+        x = self.gate(x) * scale
+        return self.last(x + early)
+
+
+def traced(module: nn.Module, x: Tensor) -> LayerGraph:
+    values, constants = bind(module, (x,), {})
+    return trace(module, values, constants)
+
+
+X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+
+
+def test_layers_are_the_modules_that_are_called() -> None:
+    graph = traced(Net(), X)
+    assert [layer.name for layer in graph.layers] == [
+        "first",
+        *(f"blocks.{k}.{name}" for k in range(3) for name in ("linear", "drop")),
+        "gate",
+        "last",
+    ]
+    assert cuts_by_name(graph, ["blocks.1", "last"], Net()) == [3, 8]
+    assert traced(Net(marked=True), X).marks == (1, 3, 5)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["block.1"], "no module of this name; its layers are first, blocks.0.linear"),
+        (["gate.inner"], r"gate \(Gate\) stands in the way"),
+        (["blocks.2", "blocks.1"], "blocks.1 does not come after blocks.2"),
+        (["first"], "nothing comes before it"),
+    ],
+)
+def test_names_that_no_stage_can_begin_with(names: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        cuts_by_name(traced(Net(), X), names, Net())
+
+
+def test_a_forward_that_decides_by_values_is_named() -> None:
+    with pytest.raises(
+        UsageError, match=r"Gate cannot be cut into stages: its forward stands in the way \(.*test_graph"
+    ):
+        traced(Gate(), X)
+
+    class Variadic(nn.Module):
+        def forward(self, *xs: Tensor) -> Tensor:
+            return xs[0]
+
+    with pytest.raises(UsageError, match=r"Variadic.forward takes \*xs"):
+        bind(Variadic(), (X,), {})
+
+
+def run_stages(module: nn.Module, cuts: list[int], x: Tensor, *, split_backward: bool) -> tuple[Tensor, Tensor]:
+    """Go forward and backward through the stages in this process; return the output and the loss's gradients."""
+    partition = cut(traced(module, x), cuts, list(range(len(cuts) + 1)), module)
+    stages = [Stage(module, partition, number, seed=3) for number in range(partition.num_stages)]
+    made: dict[str, Any] = {}
+    leaves: dict[tuple[str, int], Tensor] = {}
+    saved: list[Saved] = []
+    output = x
+    for number, stage in enumerate(stages):
+        inputs = {}
+        for route in partition.routes.inputs_of(number):
+            leaves[route.value, number] = made[route.value].detach().requires_grad_()
+            inputs[route.value] = leaves[route.value, number]
+        values, output = stage.forward(inputs, {"x": x}, 1, 0)
+        made.update(values)
+        own = [values[route.value] for route in partition.routes.outputs_of(number)]
+        saved.append(Saved(list(inputs.values()), own or [output]))
+    for number in reversed(range(len(stages))):
+        routes = partition.routes.outputs_of(number)
+        sums = [sum(leaves[r.value, user].grad for user in r.users) for r in routes]  # type: ignore[misc]
+        grads: list[Any] = list(sums) or [torch.ones_like(output)]
+        if split_backward:
+            stages[number].backward_inputs(saved[number], grads)
+            stages[number].backward_weights(saved[number])
+        else:
+            stages[number].backward(saved[number], grads)
+    return output, torch.cat([each.grad.flatten() for each in module.parameters() if each.grad is not None])
+
+
+@pytest.mark.parametrize("split_backward", [False, True])
+def test_stages_do_what_the_model_does(split_backward: bool) -> None:
+    torch.manual_seed(0)
+    whole = Net().eval()
+    expected = whole(X)
+    expected.sum().backward()
+    grads = torch.cat([each.grad.flatten() for each in whole.parameters() if each.grad is not None])
+    for cuts in ([4], [1, 3, 8]):
+        whole.zero_grad()
+        output, found = run_stages(whole, cuts, X, split_backward=split_backward)
+        torch.testing.assert_close(output, expected)
+        torch.testing.assert_close(found, grads)
+
+
+def test_dropout_does_not_depend_on_the_cut() -> None:
+    torch.manual_seed(0)
+    model = Net().train()
+    before = torch.get_rng_state()
+    outputs = [run_stages(model, cuts, X, split_backward=False)[0] for cuts in ([2], [1, 4, 8])]
+    assert outputs[0].equal(outputs[1])
+    assert not outputs[0].equal(model.eval()(X))
+    assert torch.get_rng_state().equal(before)
+
+
+def test_shared_parameters_and_skipped_values_are_known() -> None:
+    model = Net()
+    partition = cut(traced(model, X), [3, 7], [0, 1, 2], model)
+    assert partition.parameters["first.weight"] == [0, 2]
+    users = {route.source: route.users for route in partition.routes.routes if route.value == "first"}
+    assert users == {0: (2,)}
+    assert partition.modules_of(1) == "blocks.1.linear to blocks.2.drop"
+
+
+def test_a_layer_that_raises_is_named() -> None:
+    model = Net()
+    partition = cut(traced(model, X), [3], [0, 1], model)
+    with pytest.raises(LayerError, match=r"^first$"):
+        Stage(model, partition, 0, seed=0).forward({}, {"x": torch.ones(2, 3)}, 1, 0)
+
+
+def test_measuring_leaves_no_trace() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Linear(4, 2))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    layers, crossing = measure_layers(model, traced(model, X), {"input": X})
+    assert [layer.name for layer in layers] == ["0", "1", "2", "3"]
+    assert crossing == [0, 96, 96, 96]
+    assert all(layer.forward_s > 0 and layer.backward_s > 0 for layer in layers)
+    assert layers[0].parameter_bytes == 80
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+    assert all(each.grad is None for each in model.parameters())
+
+
+def test_values_are_taken_apart_and_put_together() -> None:
+    value = {"a": (X, 3, None), "b": [torch.Size([2]), torch.float16, torch.device("cpu")]}
+    description, tensors = take_apart(value, "a value")
+    assert tensors_of(description) == [(torch.float32, [6, 4], False)]
+    assert put_together(description, tensors) == value
+    with pytest.raises(UsageError, match="of type object, which cannot travel"):
+        take_apart(object(), "a value")
+    assert row_bounds(7, 3) == [0, 3, 5, 7]
+    assert join_rows([torch.tensor(1.0), torch.tensor(2.0)]).tolist() == [1.0, 2.0]
+
+
+def test_gradients_elsewhere_have_norms_and_nothing_else() -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    absent = AbsentGrad(parameter, "far.weight", lambda name, order: 4.0)
+    parameter.grad = absent
+    here = nn.Parameter(torch.zeros(2))
+    here.grad = torch.tensor([0.0, 3.0])
+    assert float(nn.utils.clip_grad_norm_([here, parameter], 1.0)) == 5.0
+    assert here.grad.tolist() == pytest.approx([0.0, 0.6])
+    nn.utils.clip_grad_value_([here, parameter], 0.5)
+    assert here.grad.tolist() == [0.0, 0.5]
+    with pytest.raises(UsageError, match=r"the gradient of 'far\.weight', which is on another process"):
+        absent.sum()
