@@ -10,6 +10,7 @@ import pytest
 from paceline.errors import UsageError
 from paceline.pipeline_options import SCHEDULES, PipelineFlags, PipelineOptions, choose_pipeline
 from paceline.strategies import choose_strategy
+from paceline.torch.strategies.pipeline.measured import Measurements, describe_measured
 from paceline.torch.strategies.pipeline.measuring import MessageCost
 from paceline.torch.strategies.pipeline.orders import Action, all_forward_first, most_in_flight, orders_of, place_stages
 from paceline.torch.strategies.pipeline.planning import Measured, PipelinePlan, describe_plan, make_plan
@@ -161,6 +162,24 @@ def test_a_plan_is_the_fastest_that_is_predicted() -> None:
     tight = options_of(stages=2, schedule="1f1b", stage_memory="9M")
     with pytest.raises(UsageError, match=r"stage 1 of --split takes 10 MiB"):
         make_plan(measured([1.0] * 8), tight, 32, link, 2.0, lambda stages: [3])
+
+
+def test_what_was_measured_is_told_beside_what_was_predicted() -> None:
+    link = MessageCost(latency_s=0.0, seconds_per_byte=0.0)
+    options = options_of(stages=2, schedule="1f1b", microbatches="2")
+    plan = make_plan(measured([1.0] * 8), options, 8, link, 2.0, lambda stages: None)
+    found = Measurements(2)
+    ranks = [Measurements(2), Measurements(2)]
+    assert describe_measured(plan, found) is None
+    for _ in range(6):
+        for rank, each in enumerate(ranks):
+            each.add(10.0, {f"F{rank}": 2.0, f"B{rank}": 6.0}, 2, is_whole=True)
+            found.take(rank, each.own)
+    text = describe_measured(plan, found)
+    assert text is not None
+    assert "measured over 4 steps: step 10000.00 ms" in text
+    assert "bubble 20.0% (33.3%)" in text
+    assert "stage 1: forward 1000.000 ms" in text
 
 
 def test_two_sizes_of_a_microbatch_make_a_line() -> None:

@@ -27,8 +27,8 @@ class Measurements:
             return
         steps, seconds, busy = self.own
         each = {key: busy.get(key, 0.0) + value / num_parts for key, value in busy_s.items()}
-        whole = each.pop("all", 0.0)
-        self.own = [steps + 1, seconds + took_s, {**each, "all": whole + sum(busy_s.values())}]
+        whole = busy.get("all", 0.0) + sum(busy_s.values())
+        self.own = [steps + 1, seconds + took_s, {**each, "all": whole}]
 
     def take(self, rank: int, told: list[Any]) -> None:
         """Take what another rank has told."""
