@@ -53,6 +53,7 @@ def train(
     tower_lr: Annotated[
         float | None, typer.Option(help="deepfm, dcn: learning rate of the layers (Adam); default 0.002.")
     ] = None,
+    tower_l2: Annotated[float | None, typer.Option(help="deepfm, dcn: L2 penalty of the layers; default 0.")] = None,
     classes: Annotated[
         str | None,
         typer.Option(help="softmax: how many classes (10: 0 to 9), or all as in 1,2,5; default: those in a sample."),
@@ -270,8 +271,8 @@ def train(
         )
     if token_file is not None and scheduler is None:
         raise UsageError("--token-file is for a cluster that runs already: name it with --scheduler, or leave it out")
-    if tune and (resume or init_from or update != "ftrl" or model not in ("lr", "fm")):
-        raise UsageError("--tune tries rates of FTRL for --model lr or fm that begins anew: leave it out")
+    if tune and (resume or init_from or update != "ftrl"):
+        raise UsageError("--tune tries rates of FTRL for a model that begins anew: leave it out")
     servers = servers or 1
     result = run_training(
         TrainOptions(
@@ -286,6 +287,7 @@ def train(
                 hidden=None if hidden is None else parse_hidden(hidden),
                 cross_layers=cross_layers,
                 tower_lr=tower_lr,
+                tower_l2=tower_l2,
                 classes=None if classes is None else parse_classes(classes),
                 min_count=min_count,
                 count_cells=count_cells,

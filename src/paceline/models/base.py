@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from paceline.data import Batch, Columns
 from paceline.kernels.dedup import dedup, scratch_size
@@ -25,7 +25,7 @@ from paceline.models.progressive import ExampleSums
 from paceline.ps import Client, SparseTable
 from paceline.tables.initializers import Initializer
 from paceline.tables.rules import SGD, UpdateRule
-from paceline.tables.types import Floats, Keys
+from paceline.tables.types import Doubles, Floats, Keys
 
 BIAS_KEY = np.uint64(0x5061_6365_6C69_6E65)
 """«Paceline» in ASCII: a number that no hashed feature is likely to have."""
@@ -239,8 +239,10 @@ class SparseModel(ABC):
     """A mean loss above this is that of a training that diverged."""
     found: ClassVar[tuple[str, ...]] = ()
     """The settings that :meth:`starting_from` finds."""
-    is_tuned: ClassVar[bool] = False
-    """Whether :mod:`paceline.models.tuning` knows how to find settings of a training on a sample."""
+    usual: ClassVar[Mapping[str, Any]] = {}
+    """The values of the settings that may be left open, which are None then, where no trial finds others."""
+    least_batch_size: ClassVar[int] = 8
+    """The smallest minibatches that suit it."""
 
     interactions: Interactions | None = None
     """The columns whose values are features together too."""
@@ -266,12 +268,15 @@ class SparseModel(ABC):
         """As what labels are read, which data is opened with (:mod:`paceline.data.labels`)."""
         return self.labels
 
-    def doubt(self, examples: Batch, num_examples: int) -> str | None:
-        """Say why the model may learn little of such data; None for no doubt.
+    def settled(self, found: Mapping[str, Any] | None = None) -> Self:
+        """Return the model with no setting left open: those that are get the values given, or the usual ones."""
+        known = {**self.usual, **(found or {})}
+        return dataclasses.replace(self, **{name: known[name] for name in known if getattr(self, name) is None})
 
-        `examples` are a sample of the data; `num_examples` are trained on, those of all passes together.
-        """
-        return None
+    def value_of(self, setting: str) -> Any:
+        """Return the value of a setting, which is the usual one if it is left open."""
+        value = getattr(self, setting)
+        return self.usual[setting] if value is None else value
 
     @property
     @abstractmethod
@@ -310,6 +315,10 @@ class SparseModel(ABC):
     def evaluate(self, labels: Floats, predictions: Floats) -> Evaluation:
         """Return how good predictions are; arguments as a minibatch has them."""
 
+    @abstractmethod
+    def losses_of(self, labels: Floats, predictions: Floats) -> Doubles:
+        """Return the loss of each example: float64 [n]; arguments as a minibatch has them."""
+
     def starting_from(self, labels: Floats, weights: Floats | None = None) -> SparseModel:
         """Return the model with what it must know of the labels, given those of a sample and how often each counts.
 
@@ -322,7 +331,8 @@ class SparseModel(ABC):
         if type(former) is not type(self):
             return self
         fresh = type(self)()
-        known = {name: getattr(former, name) for name in self.found if getattr(self, name) == getattr(fresh, name)}
+        found = (*self.found, *self.usual)
+        known = {name: getattr(former, name) for name in found if getattr(self, name) == getattr(fresh, name)}
         model: SparseModel = dataclasses.replace(self, **known)
         return model
 
@@ -346,7 +356,7 @@ class SparseModel(ABC):
 
     def describe(self) -> dict[str, Any]:
         """Return kind and settings, as they travel and stand in manifests."""
-        settings: dict[str, Any] = dataclasses.asdict(self)
+        settings: dict[str, Any] = dataclasses.asdict(self.settled())
         for name in ("interactions", "min_count", "count_cells"):
             if settings[name] == SparseModel.__dataclass_fields__[name].default:
                 del settings[name]  # as before there were any

@@ -23,6 +23,7 @@ _CHANCE = 3.0  # standard errors
 _USUAL_OPTIMISM = 0.01  # log-odds: the standard deviation where a trial says too little
 _OTHER_TIMES = 4.0  # standard errors: several parts are looked at, and the first that differs ends the search
 _NEWEST = 8
+_LEAST_PROBABILITY = 1e-7  # a float32 is no nearer to 1
 _LEAST_LABELS = 100  # of either kind: fewer say too little of how many there should be
 
 
@@ -61,7 +62,6 @@ class ClickProbabilityModel(SparseModel):
     evaluation: ClassVar[type[ClickEvaluation]] = ClickEvaluation
     diverged_loss: ClassVar[float] = 20.0  # nats; who always says 0.5 has 0.69
     found: ClassVar[tuple[str, ...]] = ("offset",)
-    is_tuned: ClassVar[bool] = True
 
     offset: float = 0.0
     """What is added to every margin."""
@@ -83,6 +83,11 @@ class ClickProbabilityModel(SparseModel):
     @override
     def evaluate(self, labels: Floats, predictions: Floats) -> ClickEvaluation:
         return evaluate(labels, predictions)
+
+    @override
+    def losses_of(self, labels: Floats, predictions: Floats) -> Doubles:
+        y, p = labels.astype(np.float64), np.clip(predictions.astype(np.float64), _LEAST_PROBABILITY, None)
+        return -y * np.log(p) - (1 - y) * np.log(np.maximum(1 - p, _LEAST_PROBABILITY))
 
     @override
     def starting_from(self, labels: Floats, weights: Floats | None = None) -> Self:

@@ -8,8 +8,8 @@ columns times `dim` numbers.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -60,8 +60,9 @@ class FieldAwareMachine(FactorModel):
     name: ClassVar[str] = "ffm"
     title: ClassVar[str] = "a field-aware factorization machine"
 
+    usual: ClassVar[Mapping[str, Any]] = {**FactorModel.usual, "factor_l2": 0.1}
+
     dim: int = 4
-    factor_l2: float = 0.1
     layout: RowLayout | None = None
     """The columns of the data; None until they are known."""
 

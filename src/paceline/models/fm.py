@@ -9,26 +9,25 @@ weight is not 0: the vectors of rare features would take memory and learn exampl
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
 from paceline.data import Batch
-from paceline.data.key_scaling import distinct_keys
 from paceline.errors import UsageError
 from paceline.kernels.csr import add_interactions, csr_dot, csr_transposed_dot, interaction_gradients
 from paceline.models.base import KeyedMinibatch, KeyScratch, ModelTable
 from paceline.models.clicks import ClickMinibatch, ClickProbabilityModel
 from paceline.models.features.counting import MOST_COUNTED
+from paceline.models.logistic import LogisticRegression
 from paceline.tables.initializers import Normal
 from paceline.tables.rules import SGD, Adagrad
 from paceline.tables.types import Floats, Keys
 
 MAX_FACTORS = 1024
-_FREQUENT = 0.6  # of what examples hold: if features with factors are less, two thirds of the pairs are not learned
 
 
 class FactorizationMinibatch(ClickMinibatch):
@@ -65,7 +64,7 @@ class FactorizationMinibatch(ClickMinibatch):
         self._pair_gradients(residuals, of_factors)
         counts = weights[2].reshape(-1)
         self._active = np.flatnonzero(self._are_active(first, counts))
-        self._new = np.flatnonzero(counts < self._model.factor_min_count)
+        self._new = np.flatnonzero(counts < self._model.value_of("factor_min_count"))
         occurrences = np.bincount(rows.indices, minlength=len(counts))[self._new]
         return (gradient, of_factors[self._active], -occurrences.astype(np.float32)), loss
 
@@ -79,7 +78,7 @@ class FactorizationMinibatch(ClickMinibatch):
 
     def _are_active(self, first: Floats, counts: Floats) -> npt.NDArray[np.bool_]:
         """Return which features take part in pairs."""
-        active: npt.NDArray[np.bool_] = (first[:-1] != 0) & (counts >= self._model.factor_min_count)
+        active: npt.NDArray[np.bool_] = (first[:-1] != 0) & (counts >= self._model.value_of("factor_min_count"))
         return active
 
     def _add_pairs(self, factors: Floats, active: npt.NDArray[np.bool_], margins: Floats) -> None:
@@ -103,17 +102,23 @@ class FactorModel(ClickProbabilityModel):
     feature has factors once it has occurred `factor_min_count` times.
     """
 
+    usual: ClassVar[Mapping[str, Any]] = {
+        "factor_lr": 0.03,
+        "factor_l2": 0.5,
+        "factor_min_count": 300,
+    }
+
     dim: int = 8
-    factor_lr: float = 0.03
-    factor_l2: float = 0.5
+    factor_lr: float | None = None
+    factor_l2: float | None = None
     factor_std: float = 0.05
-    factor_min_count: int = 300
+    factor_min_count: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 1 <= self.dim <= MAX_FACTORS:
             raise UsageError(f"--dim {self.dim}: expected 1 to {MAX_FACTORS:,} factors")
-        if not 0 <= self.factor_min_count <= MOST_COUNTED:
+        if not 0 <= self.value_of("factor_min_count") <= MOST_COUNTED:
             raise UsageError(f"--factor-min-count {self.factor_min_count}: expected 0 to {MOST_COUNTED:,}")
         _ = self.parameter_tables  # whose settings are checked
 
@@ -123,7 +128,9 @@ class FactorModel(ClickProbabilityModel):
         factors = ModelTable(
             f"{self.name} factors",
             dim=self.num_factors,
-            update=Adagrad(lr=self.factor_lr, weight_decay=self.factor_l2, initial_accumulator=1.0),
+            update=Adagrad(
+                lr=self.value_of("factor_lr"), weight_decay=self.value_of("factor_l2"), initial_accumulator=1.0
+            ),
             initializer=Normal(std=self.factor_std),
         )
         return ModelTable(self.name), factors, ModelTable(f"{self.name} counts", update=SGD(lr=1.0), is_count=True)
@@ -133,17 +140,15 @@ class FactorModel(ClickProbabilityModel):
         """The factors of a feature."""
         return self.dim
 
-    @override
-    def doubt(self, examples: Batch, num_examples: int) -> str | None:
-        _, ids = distinct_keys(examples.keys)
-        counts = np.bincount(ids)
-        is_frequent = counts * (num_examples / max(examples.num_examples, 1)) >= self.factor_min_count
-        if counts[is_frequent].sum() >= _FREQUENT * counts.sum():
-            return None
-        return (
-            f"{np.count_nonzero(is_frequent):,} of {len(counts):,} features will have occurred --factor-min-count "
-            f"{self.factor_min_count:,} times, and only these have factors: {self.name} learns little more than lr; "
-            "lower it, and try other --factor-lr, --factor-l2 and --epochs on --validation data"
+    @property
+    def linear(self) -> LogisticRegression:
+        """The model without factors."""
+        return LogisticRegression(
+            offset=self.offset,
+            positive=self.positive,
+            interactions=self.interactions,
+            min_count=self.min_count,
+            count_cells=self.count_cells,
         )
 
 

@@ -35,6 +35,14 @@ class LinearModel(SparseModel):
     def _to_minibatch(self, batch: Batch, scratch: KeyScratch) -> KeyedMinibatch:
         return LinearMinibatch(self, batch, scratch)
 
+    @override
+    def losses_of(self, labels: Floats, predictions: Floats) -> Doubles:
+        return self._deviations(labels.astype(np.float64), predictions.astype(np.float64))
+
+    @abstractmethod
+    def _deviations(self, labels: Doubles, predictions: Doubles) -> Doubles:
+        """Return the loss of each example as people are told it."""
+
     @abstractmethod
     def outcome(self, margins: Doubles) -> Doubles:
         """Return predictions, given margins."""

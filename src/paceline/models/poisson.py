@@ -65,6 +65,10 @@ class PoissonRegression(LinearModel):
         return expected
 
     @override
+    def _deviations(self, labels: Doubles, predictions: Doubles) -> Doubles:
+        return _deviances(labels, predictions)
+
+    @override
     def losses(self, margins: Doubles, labels: Floats) -> tuple[Doubles, Doubles]:
         _check(labels)
         expected = self.outcome(margins)

@@ -62,6 +62,10 @@ class LinearRegression(LinearModel):
         return self.center + self.scale * margins
 
     @override
+    def _deviations(self, labels: Doubles, predictions: Doubles) -> Doubles:
+        return np.square(predictions - labels)
+
+    @override
     def losses(self, margins: Doubles, labels: Floats) -> tuple[Doubles, Doubles]:
         slopes = margins - (labels - self.center) / self.scale
         return (self.scale * slopes) ** 2, slopes

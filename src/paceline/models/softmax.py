@@ -119,10 +119,14 @@ class SoftmaxRegression(SparseModel):
         if not n:
             return ClassEvaluation(0, math.nan, math.nan)
         places = self.places(labels)
-        is_known = places >= 0
-        own = np.where(is_known, predictions[np.arange(n), places], 0.0).astype(np.float64)
-        accuracy = float(((predictions.argmax(axis=1) == places) & is_known).mean())
-        return ClassEvaluation(n, accuracy, float(-np.log(np.maximum(own, _LEAST_PROBABILITY)).mean()))
+        accuracy = float(((predictions.argmax(axis=1) == places) & (places >= 0)).mean())
+        return ClassEvaluation(n, accuracy, float(self.losses_of(labels, predictions).mean()))
+
+    @override
+    def losses_of(self, labels: Floats, predictions: Floats) -> Doubles:
+        places = self.places(labels)
+        own = np.where(places >= 0, predictions[np.arange(len(labels)), places], 0.0).astype(np.float64)
+        return -np.log(np.maximum(own, _LEAST_PROBABILITY))
 
     def places(self, labels: Floats) -> npt.NDArray[np.int64]:
         """Return the place of each label among the classes, -1 where it is none."""

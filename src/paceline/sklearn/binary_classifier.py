@@ -165,7 +165,7 @@ class BinaryClassifier(ClassifierMixin, BaseEstimator, ABC):
             )
         rows = self._weigh_classes(targets).weighted(self._to_batch(X, self._to_labels(targets), sample_weight))
         if is_first:
-            chosen = dataclasses.replace(self._options(), epochs=1)
+            chosen = dataclasses.replace(self._options(), epochs=1, model=self._model().settled())
             plan = plan_on_sample(chosen, sample_batch(rows), has_keys=self._columns is None)
             random = check_random_state(self.random_state)
             self._tables = ModelTables.create(plan.model, plan.update, plan.scaling, random)

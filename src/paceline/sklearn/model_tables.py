@@ -13,13 +13,14 @@ from typing_extensions import Self
 from paceline.data import Batch, Columns
 from paceline.data.key_scaling import KeyScaling, read_key_scaling
 from paceline.inference.weights import Weights, join_weights, unscaled_weights
-from paceline.models.base import KeyScratch, Minibatch, ModelTable, SparseModel
+from paceline.models.base import KeyScratch, ModelTable, SparseModel
 from paceline.models.clicks import ClickMinibatch, ClickProbabilityModel
+from paceline.models.tuning.in_process import InProcessTables
 from paceline.ps import SparseStore, UpdateRule, to_fields
 from paceline.storage.model_directory import fill_store, save_model
 from paceline.tables.initializers import Zeros
 from paceline.tables.spec import TableSpec
-from paceline.tables.types import Doubles, Floats, Keys
+from paceline.tables.types import Doubles, Keys
 
 _BATCH = 4096
 _SEEDS = 1 << 31
@@ -39,6 +40,7 @@ class ModelTables:
     ) -> None:
         self._model = model
         self._tables = list(tables)
+        self._rows = InProcessTables([store for _, store in self._tables])
         self._scaling = scaling
         self._scratch = KeyScratch()
 
@@ -71,9 +73,7 @@ class ModelTables:
             examples = examples.take(order)
         for start in range(0, examples.num_examples, batch_size):
             minibatch = self._model.prepare(examples.slice(start, start + batch_size), self._scratch)
-            gradients, _ = minibatch.gradients(self._pull(minibatch))
-            for (_, store), keys, gradient in zip(self._tables, minibatch.gradient_keys, gradients, strict=True):
-                store.push(keys, gradient)
+            self._rows.learn(minibatch)
 
     def decide(self, examples: Batch) -> Doubles:
         """Return the logit of each example (float64 [n])."""
@@ -82,15 +82,8 @@ class ModelTables:
             part = self.scaled(examples.slice(start, start + _BATCH))
             minibatch = self._model.prepare(part, self._scratch)
             assert isinstance(minibatch, ClickMinibatch)
-            margins[start : start + _BATCH] = minibatch.margins(self._pull(minibatch))
+            margins[start : start + _BATCH] = minibatch.margins(self._rows.pull(minibatch))
         return margins
-
-    def _pull(self, minibatch: Minibatch) -> list[Floats]:
-        weights = []
-        for (_, store), keys in zip(self._tables, minibatch.keys, strict=True):
-            weights.append(np.empty((len(keys), store.dim), np.float32))
-            store.pull(keys, weights[-1])
-        return weights
 
     def is_known(self, keys: Keys) -> npt.NDArray[np.bool_]:
         """Return which keys have a row."""

@@ -53,7 +53,8 @@ def test_what_is_given_stays(data: Path) -> None:
     plan = plan_training(TrainOptions(data=[data], epochs=3, batch_size=7, update=FTRL(alpha=0.01, l1=2.0)))
     assert (plan.epochs, plan.batch_size, plan.update) == (3, 7, FTRL(alpha=0.01, l1=2.0))
     other = plan_training(TrainOptions(data=[data], update=SGD(lr=0.1)))
-    assert (other.epochs, other.update) == (34, SGD(lr=0.1))  # 100,000 examples
+    assert other.update == SGD(lr=0.1)
+    assert 1 <= other.epochs <= 64
 
 
 def test_widely_tries_what_is_not_given(data: Path) -> None:

@@ -92,14 +92,3 @@ def test_settings() -> None:
     for settings in refused:
         with pytest.raises(UsageError):
             FactorizationMachine(**settings)
-
-
-def test_a_doubt_where_hardly_any_feature_has_factors() -> None:
-    """Of 20 frequent and 90 rare features: with the frequent ones two thirds of what examples hold has factors."""
-    row = np.arange(900)
-    keys = np.column_stack([row % 10, 10 + row % 7, 20 + row % 90]).astype(np.uint64).reshape(-1)
-    batch = Batch(np.zeros(900, np.float32), np.arange(0, 2701, 3), keys, None)
-    model = FactorizationMachine(factor_min_count=300)
-    assert model.doubt(batch, 4 * 900) is None
-    assert "7 of 107 features will have occurred --factor-min-count 300 times" in str(model.doubt(batch, 3 * 900))
-    assert FactorizationMachine(factor_min_count=0).doubt(batch, 900) is None

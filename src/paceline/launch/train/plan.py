@@ -31,6 +31,8 @@ class TrainingPlan:
     """What a trial has shown of predictions for new examples; where there is none, they are not corrected."""
     recent: Batch | None = None
     """Examples on which predictions should be right in the mean: the last ones, or from everywhere if mixed."""
+    note: str | None = None
+    """What came of the trial that people should know."""
     chosen_on: int = 0
     """How many examples were looked at."""
     num_examples: int = 0
@@ -47,6 +49,7 @@ class TrainingPlan:
             "epochs": self.epochs,
             "batch_size": self.batch_size,
             **to_fields(self.update),
+            **{name: self.model.value_of(name) for name in self.model.usual},
             "shards_at_once": self.shards_at_once,
             "chosen_on": self.chosen_on,
         }
@@ -67,5 +70,7 @@ class TrainingPlan:
         update = self.update
         rate = f"alpha {update.alpha:.3g}, L1 {update.l1:g}" if isinstance(update, FTRL) else f"{update}"
         passes = "1 pass" if self.epochs == 1 else f"{self.epochs} passes"
+        if self.model.usual and self.note is None:
+            rate += "".join(f", {name.replace('_', ' ')} {self.model.value_of(name):g}" for name in self.model.usual)
         mixed = "; labels stand in runs, so examples are mixed" if self.shards_at_once > 1 else ""
         return f"{passes}, minibatches of {self.batch_size}, {rate} (from a look at {self.chosen_on:,} examples){mixed}"

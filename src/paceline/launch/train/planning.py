@@ -18,29 +18,33 @@ from paceline.launch.train.data_files import weighting_of
 from paceline.launch.train.options import TrainOptions
 from paceline.launch.train.plan import TrainingPlan
 from paceline.launch.train.snapshots import Resumption
-from paceline.models.base import Optimism
+from paceline.models.base import Optimism, SparseModel
+from paceline.models.clicks import ClickProbabilityModel
+from paceline.models.fm import FactorModel
 from paceline.models.stored import StoredModel, read_stored_model
 from paceline.models.tuning import (
     FASTER_RATES,
     L1,
+    LINEAR_RATES,
     RATES,
     SPARSE,
     WIDE_L1,
     WIDE_RATES,
+    FactorSearch,
     TriedRule,
+    TunedModel,
     is_sorted_by_label,
     passes_for_all,
     suggested_alpha,
     suggested_batch_size,
     tune,
+    tune_linear,
     wants_sparsity,
 )
 from paceline.models.update import rule_of
 from paceline.ps import FTRL, RULES, UpdateRule, from_fields
 
-_EPOCHS = 4  # where they are not found by trial, and so many examples are trained on by then
-_EXAMPLES = 100_000
-_MOST_EPOCHS = 40
+_EPOCHS = 4  # where they are not found by trial
 _BATCH_SIZE = 256
 _SHARDS_AT_ONCE = 8
 _CALIBRATION_ROWS = 32_768
@@ -62,11 +66,7 @@ def plan_training(options: TrainOptions, warn: Callable[[str], None] = lambda te
     if options.adapt == "no":
         return _fixed_plan(options)
     sample, has_keys = _sample(options)
-    plan = plan_on_sample(options, sample, has_keys=has_keys)
-    doubt = plan.model.doubt(sample.batch, sample.num_examples * plan.epochs)
-    if doubt is not None:
-        warn(doubt)
-    return plan
+    return plan_on_sample(options, sample, has_keys=has_keys)
 
 
 def _sample(options: TrainOptions) -> tuple[ExampleSample, bool]:
@@ -89,21 +89,17 @@ def plan_on_sample(options: TrainOptions, sample: ExampleSample, *, has_keys: bo
     if model.labels == "clicks":  # what others must know of the labels, they know by now
         model = model.starting_from(sample.batch.labels, sample.batch.weights)
     crossed = dataclasses.replace(sample, batch=model.crossed(sample.batch))
-    update = rule_of(options.update, suggested_alpha(crossed), L1)
-    batch_size = options.batch_size or suggested_batch_size(sample.num_examples)
-    epochs, optimism = options.epochs, None
-    if model.is_tuned and isinstance(update, FTRL) and (epochs is None or options.adapt == "widely"):
-        found = _tuned(options, crossed, model.describe()["offset"], batch_size, update, is_sorted=is_sorted)
-        epochs, update = epochs or passes_for_all(found.passes, sample), found.rule
-        optimism = found.optimism if sample.is_whole else _OPTIMISM_OF_MANY
+    batch_size = options.batch_size or suggested_batch_size(sample.num_examples, options.model.least_batch_size)
+    found = _find_settings(options, model, crossed, batch_size, is_sorted=is_sorted)
     return TrainingPlan(
-        model=model,
-        epochs=epochs or max(_EPOCHS, min(-(-_EXAMPLES // sample.num_examples), _MOST_EPOCHS)),
+        model=found.model,
+        epochs=found.passes,
         batch_size=batch_size,
-        update=update,
+        update=found.rule,
+        note=found.note,
         scaling=scaling,
         shards_at_once=_SHARDS_AT_ONCE if is_sorted else 1,
-        optimism=optimism,
+        optimism=found.optimism if sample.is_whole or found.optimism is None else _OPTIMISM_OF_MANY,
         recent=_recent(sample, is_sorted=is_sorted),
         chosen_on=sample.batch.num_examples,
         num_examples=sample.num_examples,
@@ -121,7 +117,7 @@ def _plan_of_model(options: TrainOptions, stored: StoredModel) -> TrainingPlan:
     return dataclasses.replace(
         plan,
         num_examples=sample.num_examples,
-        batch_size=options.batch_size or suggested_batch_size(sample.num_examples),
+        batch_size=options.batch_size or suggested_batch_size(sample.num_examples, options.model.least_batch_size),
         shards_at_once=_SHARDS_AT_ONCE if is_sorted else 1,
         chosen_on=sample.batch.num_examples,
     )
@@ -133,7 +129,7 @@ def _scaled(sample: ExampleSample, scaling: KeyScaling | None) -> ExampleSample:
 
 def _fixed_plan(options: TrainOptions) -> TrainingPlan:
     return TrainingPlan(
-        model=options.model,
+        model=options.model.settled(),
         epochs=options.epochs or _EPOCHS,
         batch_size=options.batch_size or _BATCH_SIZE,
         update=rule_of(options.update, FTRL().alpha, L1),
@@ -154,20 +150,52 @@ def _rule_after(former: UpdateRule, options: TrainOptions) -> UpdateRule:
     return dataclasses.replace(rule, beta=beta, l2=l2)
 
 
+def _find_settings(
+    options: TrainOptions, model: SparseModel, sample: ExampleSample, batch_size: int, *, is_sorted: bool
+) -> TunedModel:
+    """Return what suits the data, of what is left open; `sample` has interactions."""
+    rule, is_wide = rule_of(options.update, suggested_alpha(sample), L1), options.adapt == "widely"
+    is_open = any(getattr(model, name) is None for name in model.usual)
+    if options.epochs is not None and not is_open and not is_wide:
+        return TunedModel(model=model, rule=rule, passes=options.epochs)
+    if not isinstance(model, ClickProbabilityModel) or not isinstance(rule, FTRL):
+        plain = dataclasses.replace(model.settled(), interactions=None)
+        rules = [rule, *_rules_of(options, sample, itertools.product(LINEAR_RATES, [L1]))]
+        found = tune_linear(
+            plain, sample, batch_size, list(dict.fromkeys(rules)),
+            is_sorted=is_sorted, passes=options.epochs, is_wide=is_wide,
+        )  # fmt: skip
+        return dataclasses.replace(found, model=model.settled())
+    linear = TunedModel(model=model.settled(), rule=rule, passes=options.epochs or 1)
+    if options.epochs is None or is_wide:
+        tried = _tuned(options, sample, model.offset, batch_size, rule, is_sorted=is_sorted)
+        passes = options.epochs or passes_for_all(tried.passes, sample)
+        linear = dataclasses.replace(linear, rule=tried.rule, passes=passes, optimism=tried.optimism)
+    if not isinstance(model, FactorModel) or not (is_open or is_wide):
+        return linear
+    search = FactorSearch(
+        dataclasses.replace(model, interactions=None), sample, batch_size,
+        is_sorted=is_sorted, passes=options.epochs, is_wide=is_wide,
+    )  # fmt: skip
+    found = search.run(linear, rule_of(options.update, getattr(linear.rule, "alpha", rule.alpha), 0.0))
+    return dataclasses.replace(found, model=dataclasses.replace(found.model, interactions=model.interactions))
+
+
+def _rules_of(options: TrainOptions, sample: ExampleSample, settings: Iterable[tuple[float, float]]) -> list[FTRL]:
+    """Return the update rules of rates and L1 penalties, as far as the options leave them open."""
+    rules = (rule_of(options.update, suggested_alpha(sample, rate), l1) for rate, l1 in settings)
+    return list(dict.fromkeys(each for each in rules if isinstance(each, FTRL)))
+
+
 def _tuned(
     options: TrainOptions, sample: ExampleSample, offset: float, batch_size: int, rule: FTRL, *, is_sorted: bool
 ) -> TriedRule:
-    """Return what was best on the sample."""
+    """Return what is best for a logistic regression of the sample."""
     is_wide = options.adapt == "widely"
     usual = itertools.product(WIDE_RATES, WIDE_L1) if is_wide else [(rate, L1) for rate in RATES]
-
-    def rules_of(settings: Iterable[tuple[float, float]]) -> list[FTRL]:
-        rules = (rule_of(options.update, suggested_alpha(sample, rate), l1) for rate, l1 in settings)
-        return list(dict.fromkeys(each for each in rules if isinstance(each, FTRL)))
-
-    rules = list(dict.fromkeys([rule, *rules_of(usual)]))
+    rules = list(dict.fromkeys([rule, *_rules_of(options, sample, usual)]))
     sparse, faster = (
-        [each for each in rules_of(settings) if each not in rules]
+        [each for each in _rules_of(options, sample, settings) if each not in rules]
         for settings in (SPARSE if wants_sparsity(sample) else (), [(rate, L1) for rate in FASTER_RATES])
     )
     return tune(sample, offset, batch_size, rules, sparse=sparse, faster=faster, is_sorted=is_sorted)[0]
@@ -190,7 +218,7 @@ def _plan_of_snapshot(options: TrainOptions, resumption: Resumption) -> Training
     optimism = training.get("optimism")
     sample = None if optimism is None else _scaled(_sample(options)[0], scaling)
     return TrainingPlan(
-        model=options.model.continued_from(resumption.model),
+        model=options.model.continued_from(resumption.model).settled(),
         epochs=options.epochs or int(training["epochs"]),
         batch_size=options.batch_size or int(training["batch_size"]),
         update=_rule_after(former, options),

@@ -105,6 +105,8 @@ def run_training(
             plan = plan_training(options, warn)  # while workers start
             if not quiet and plan.chosen_on and options.passes.blocks is None:
                 warn(plan.sentence())
+                if plan.note is not None:
+                    warn(plan.note)
             if cluster is not None:
                 cluster.wait_workers(client, workers)
             show = _Display(line, client, plan, console if progressive else None).show

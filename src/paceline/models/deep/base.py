@@ -12,10 +12,10 @@ import dataclasses
 import importlib.util
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -121,11 +121,15 @@ class DeepMinibatch(FactorizationMinibatch):
 class DeepModel(FactorModel):
     """P(click) from a weight and factors per feature, and a network over the factors of all columns. Abstract.
 
-    `hidden` are the units of each hidden layer, `tower_lr` is Adam's rate of all layers.
+    `hidden` are the units of each hidden layer, `tower_lr` and `tower_l2` Adam's rate and L2 penalty of all layers.
     """
 
+    usual: ClassVar[Mapping[str, Any]] = {**FactorModel.usual, "tower_lr": 0.002, "tower_l2": 0.0}
+    least_batch_size: ClassVar[int] = 32
+
     hidden: tuple[int, ...] = (64, 32)
-    tower_lr: float = 0.002
+    tower_lr: float | None = None
+    tower_l2: float | None = None
     layout: RowLayout | None = None
     """The columns of the data; None until they are known."""
 
@@ -133,8 +137,10 @@ class DeepModel(FactorModel):
         object.__setattr__(self, "hidden", tuple(self.hidden))
         object.__setattr__(self, "layout", RowLayout.of(self.layout))
         check_layers(self.hidden, self.num_inputs)
-        if not 0 <= self.tower_lr < math.inf:
-            raise UsageError(f"--tower-lr {self.tower_lr:g}: expected a finite number from 0 up")
+        for name in ("tower_lr", "tower_l2"):
+            value = self.value_of(name)
+            if not 0 <= value < math.inf:
+                raise UsageError(f"--{name.replace('_', '-')} {value:g}: expected a finite number from 0 up")
         super().__post_init__()
         if self.interactions is not None:
             raise UsageError(
@@ -144,7 +150,7 @@ class DeepModel(FactorModel):
     @property
     @override
     def parameter_tables(self) -> tuple[ModelTable, ...]:
-        update = Adam(lr=self.tower_lr)
+        update = Adam(lr=self.value_of("tower_lr"), weight_decay=self.value_of("tower_l2"))
         return *super().parameter_tables, *(layer.table(update) for layer in self.layers)
 
     @property

@@ -8,8 +8,9 @@ weights is not there: it is for features that are too rare for factors.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
@@ -28,7 +29,8 @@ class DeepCrossNetwork(DeepModel):
     name: ClassVar[str] = "dcn"
     title: ClassVar[str] = "a deep and cross network"
 
-    factor_l2: float = 0.05
+    usual: ClassVar[Mapping[str, Any]] = {**DeepModel.usual, "factor_l2": 0.05}
+
     cross_layers: int = 2
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
 from paceline.models.tuning.choices import (
     FASTER_RATES,
     L1,
+    LINEAR_RATES,
     RATES,
     SPARSE,
     WIDE_L1,
@@ -14,20 +15,25 @@ from paceline.models.tuning.choices import (
     tune,
     wants_sparsity,
 )
+from paceline.models.tuning.search import FactorSearch, TunedModel, tune_linear
 from paceline.models.tuning.trial import TriedRule
 
 __all__ = [
     "FASTER_RATES",
     "L1",
+    "LINEAR_RATES",
     "RATES",
     "SPARSE",
     "WIDE_L1",
     "WIDE_RATES",
+    "FactorSearch",
     "TriedRule",
+    "TunedModel",
     "is_sorted_by_label",
     "passes_for_all",
     "suggested_alpha",
     "suggested_batch_size",
     "tune",
+    "tune_linear",
     "wants_sparsity",
 ]

@@ -24,13 +24,14 @@ import numpy as np
 from paceline.data.example_sampling import ExampleSample
 from paceline.data.key_scaling import distinct_keys
 from paceline.environment import num_cores
-from paceline.models.tuning.trial import SMALL, SampleTrial, TriedRule
+from paceline.models.tuning.trial import SMALL, SampleTrial, TriedRule, held_out_splits
 from paceline.tables.rules import FTRL
 
 RATE = 0.35
 L1 = 1.0
 RATES = (RATE, 0.7)
 WIDE_RATES = (0.2, *RATES)
+LINEAR_RATES = (0.1, RATE, 1.0)
 WIDE_L1 = (0.1, L1, 3.0)
 SPARSE = ((0.7, 100.0), (1.4, 100.0), (1.4, 300.0))
 """Rates and L1 penalties where few of many features may matter."""
@@ -47,9 +48,9 @@ def suggested_alpha(sample: ExampleSample, rate: float = RATE) -> float:
     return rate / math.sqrt(max(squares / max(batch.num_examples, 1), 1.0))
 
 
-def suggested_batch_size(num_examples: int) -> int:
-    """Return the minibatch that suits so many examples: a power of two."""
-    return int(2 ** np.clip(np.floor(np.log2(max(num_examples, 1) / 64)), 3, 8))
+def suggested_batch_size(num_examples: int, least: int = 8) -> int:
+    """Return the minibatch that suits so many examples: a power of two, `least` to 256."""
+    return int(2 ** np.clip(np.floor(np.log2(max(num_examples, 1) / 64)), math.log2(least), 8))
 
 
 def is_sorted_by_label(sample: ExampleSample) -> bool:
@@ -85,7 +86,8 @@ def tune(
     if the fastest of `rules` is best by more than chance) comes before them if it is better than they, and than the
     base rate, by more than chance. `offset` is what the model adds to every margin. Equal arguments give equal results.
     """
-    trial = SampleTrial(sample, offset, batch_size, is_sorted=is_sorted)
+    splits = list(held_out_splits(sample.batch, is_sorted=is_sorted))
+    trial = SampleTrial(sample.batch, offset, batch_size, splits)
     pool = ThreadPoolExecutor(num_cores())
     usual_losses = trial.usual_losses(rules[0])
 

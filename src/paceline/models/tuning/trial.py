@@ -18,16 +18,15 @@ Bengio, "Inference for the generalization error", Machine Learning 2003).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from paceline.data.batch import Batch, pairs_of
-from paceline.data.example_sampling import ExampleSample
 from paceline.data.key_scaling import distinct_keys
 from paceline.kernels.csr import csr_dot
 from paceline.models.base import Optimism
@@ -52,6 +51,8 @@ _LEAST_DISTINCT = 50
 _NONE = np.empty(0, np.float32)
 
 Positions = npt.NDArray[np.int64]
+Split: TypeAlias = tuple[Positions, Positions]
+"""What is trained on, in the order of training, and what is held out."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,9 +68,9 @@ class HeldOutLosses:
         """Return losses with their mean."""
         return cls(losses, weights, float(np.average(losses, weights=weights)) if weights.sum() > 0 else math.inf)
 
-    def is_below(self, other: HeldOutLosses) -> bool:
-        """Return whether the mean is below another's, on the same examples, by more than the standard error."""
-        return other.mean - self.mean > self._standard_error(other)
+    def is_below(self, other: HeldOutLosses, errors: float = 1.0) -> bool:
+        """Return whether the mean is below another's, on the same examples, by more than so many standard errors."""
+        return other.mean - self.mean > errors * self._standard_error(other)
 
     def doubted_mean(self, usual: HeldOutLosses) -> float:
         """Return the mean with what it may be low by, by chance, if `usual` would be taken otherwise."""
@@ -93,11 +94,21 @@ class TriedRule:
     optimism: Optimism
 
 
+def is_over(means: Sequence[float]) -> bool:
+    """Return whether a trial with these losses after each pass gets no better."""
+    return len(means) >= 1.3 * (1 + int(np.argmin(means))) + 3
+
+
+def passes_needed(means: Sequence[float], of_constant: float) -> int:
+    """Return the passes after which the loss hardly falls, given that after each, and that of who says the mean."""
+    enough = max(min(means) + _TOLERANCE * of_constant, _SEPARATED * of_constant)
+    return 1 + next((i for i, mean in enumerate(means) if mean <= enough), 0)
+
+
 class SampleTrial:
     """The sample, its keys numbered, cut into what is trained on and what is held out."""
 
-    def __init__(self, sample: ExampleSample, offset: float, batch_size: int, *, is_sorted: bool) -> None:
-        batch = sample.batch
+    def __init__(self, batch: Batch, offset: float, batch_size: int, splits: Sequence[Split]) -> None:
         unique, ids = distinct_keys(batch.keys)
         self._num_features = len(unique)
         values, weights = (_NONE if each is None else each for each in (batch.values, batch.weights))
@@ -107,7 +118,7 @@ class SampleTrial:
         counts = np.ones(len(labels)) if batch.weights is None else batch.weights.astype(np.float64)
         rate = float(np.clip(labels @ counts / max(counts.sum(), 1e-30), 1e-6, 1 - 1e-6))
         self._entropy = -rate * math.log(rate) - (1 - rate) * math.log(1 - rate)
-        self._splits = list(held_out_splits(batch, is_sorted=is_sorted))
+        self._splits = splits
         self._held_out = [self._rows_of(held_out) for _, held_out in self._splits]
         every = np.concatenate([held_out for _, held_out in self._splits])
         self._all_labels, self._all_weights = labels, counts
@@ -131,25 +142,23 @@ class SampleTrial:
             self._train(states, rule)
         return self._losses(self._margins(states))
 
-    def run(self, rule: FTRL, usual: HeldOutLosses | None = None) -> TriedRule:
+    def run(self, rule: FTRL, usual: HeldOutLosses | None = None, max_passes: int = MAX_PASSES) -> TriedRule:
         """Train by a rule, as long as it gets better; judge it by doubted means if it is not the usual."""
         states = self._fresh_states()
         scores: list[float] = []
         best: HeldOutLosses | None = None
         weights: list[Floats] = []
-        for passes in range(1, self._max_passes + 1):
+        for _ in range(min(self._max_passes, max_passes)):
             self._train(states, rule)
             found = self._losses(self._margins(states))
             scores.append(found.mean if usual is None else found.doubted_mean(usual))
             if best is None or scores[-1] < min(scores[:-1]):
                 best, weights = found, [state.rows[:, 0].copy() for state in states]
-            if passes >= 1.3 * (1 + np.argmin(scores)) + 3:
+            if is_over(scores):
                 break
         assert best is not None
-        score = min(scores)
-        enough = max(score + _TOLERANCE * self._entropy, _SEPARATED * self._entropy)
-        passes = 1 + next((i for i, each in enumerate(scores) if each <= enough), 0)
-        return TriedRule(rule=rule, passes=passes, losses=best, score=score, optimism=self._optimism(weights))
+        passes = passes_needed(scores, self._entropy)
+        return TriedRule(rule=rule, passes=passes, losses=best, score=min(scores), optimism=self._optimism(weights))
 
     def _fresh_states(self) -> list[_TrialState]:
         return [_TrialState.fresh(self._num_features) for _ in self._splits]
@@ -191,8 +200,8 @@ class SampleTrial:
         return chosen, ids[pairs], values[pairs] if len(values) else values
 
 
-def held_out_splits(batch: Batch, *, is_sorted: bool) -> Iterator[tuple[Positions, Positions]]:
-    """Yield the positions of what is trained on, in the order of training, and of what is held out."""
+def held_out_splits(batch: Batch, *, is_sorted: bool) -> Iterator[Split]:
+    """Yield positions of examples."""
     n, random = batch.num_examples, np.random.default_rng(0)
     copies = copies_of(batch)
     if copies is None:
