@@ -2,12 +2,16 @@
 
     pip install 'paceline[sklearn,bench]'
     python benchmarks/defaults.py [names...] [--peers peers.json] [--json] [-- --workers 4 --consistency eventual]
+    python benchmarks/defaults.py [names...] --model fm [--json] [-- ...]
 
 Each data set is generated with a known truth, 20,000 rows or more to test on, and trained by `paceline train` as it
 is, with what stands behind `--` as further options. The peer is the best **on the test rows** of scikit-learn's
 logistic regression (7 L2 penalties, and 7 L1 penalties on small data; numbers standardised, divided by the root of
 their mean square, or logarithms of columns) and of 3 settings of Vowpal Wabbit where that is installed: a bound that
 nobody reaches without knowing the test rows. What the peers reached is kept in the file `--peers`.
+
+With `--model` (fm, ffm, deepfm, dcn) that model and logistic regression are trained, and how much better than this it
+is; there are no peers then. Sets of numbers without names are written with columns for models that need them.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import scipy.sparse as sp
-from sklearn.datasets import dump_svmlight_file
+from sklearn.datasets import dump_svmlight_file, load_breast_cancer, load_digits
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 from sklearn.preprocessing import OneHotEncoder
@@ -68,6 +72,12 @@ class Table:
         """Return the numbers of all rows, one column each; a column of zeros if there are none."""
         columns = list(self.numbers.values()) or [np.zeros(len(self.labels))]
         return np.column_stack(columns) if self.x is None else np.asarray(self.x, np.float64)
+
+    def with_columns(self) -> Table:
+        """Return the table with a column for each number of a dense `x`."""
+        if self.x is None or sp.issparse(self.x):
+            return self
+        return Table(self.labels, None, {f"x{at}": column for at, column in enumerate(self.x.T)})
 
     def write(self, stem: Path) -> Path:
         """Write a CSV file where there are columns, else libsvm."""
@@ -285,6 +295,67 @@ def copies(rng: np.random.Generator, n: int) -> Table:
     return table.take(np.concatenate([train, np.arange(n - TEST_ROWS, n)]))
 
 
+def pair_sums(rng: np.random.Generator, codes: list[npt.NDArray[np.int64]]) -> Reals:
+    """Return, of rows of codes by column, the sum over pairs of columns of the products of 3 factors of their codes."""
+    factors = [rng.standard_normal((int(column.max()) + 1, 3))[column] for column in codes]
+    return np.asarray((np.sum(factors, axis=0) ** 2 - np.sum(np.square(factors), axis=0)).sum(axis=1))
+
+
+def pairs(rng: np.random.Generator, n: int, sizes: tuple[int, ...], share: float) -> Table:
+    """Return categories whose pairs decide a share of the margins' variance; their values, one by one, the rest."""
+    columns, margins = categories(rng, n, sizes)
+    together = pair_sums(rng, [np.unique(column, return_inverse=True)[1] for column in columns.values()])
+    margins = np.sqrt(1 - share) * margins / margins.std() + np.sqrt(share) * together / together.std()
+    return Table(draw(rng, margins), categories=columns)
+
+
+@data_set(2_000)
+def pairs_small(rng: np.random.Generator, n: int) -> Table:
+    return pairs(rng, n, (5, 8, 12, 20), 0.4)
+
+
+@data_set(20_000)
+def pairs_strong(rng: np.random.Generator, n: int) -> Table:
+    return pairs(rng, n, (10, 20, 50, 100, 500), 0.4)
+
+
+@data_set(60_000)
+def pairs_weak(rng: np.random.Generator, n: int) -> Table:
+    return pairs(rng, n, (10, 20, 50, 100, 500, 3_000), 0.1)
+
+
+@data_set(45_000)
+def pairs_alone(rng: np.random.Generator, n: int) -> Table:
+    users, items = rng.integers(0, 300, n), rng.integers(0, 200, n)
+    columns = {"user": np.char.add("u", users.astype(str)), "item": np.char.add("i", items.astype(str))}
+    return Table(draw(rng, pair_sums(rng, [users, items]), rate=0.5, strength=1.2), categories=columns)
+
+
+@data_set(2_000)
+def dense_pairs(rng: np.random.Generator, n: int) -> Table:
+    x, factors = rng.standard_normal((n, 10)), rng.standard_normal((10, 2))
+    margins, together = x @ rng.standard_normal(10), ((x @ factors) ** 2 - x**2 @ factors**2).sum(axis=1)
+    return Table(draw(rng, np.sqrt(0.6) * margins / margins.std() + np.sqrt(0.4) * together / together.std()), x)
+
+
+def real(rng: np.random.Generator, data: Any) -> Table:
+    order = rng.permutation(len(data.target))
+    return Table(
+        data.target[order].astype(np.int64), None, {f"x{at}": each[order] for at, each in enumerate(data.data.T)}
+    )
+
+
+@data_set(426, test=143)
+def breast_cancer(rng: np.random.Generator, n: int) -> Table:
+    return real(rng, load_breast_cancer())
+
+
+@data_set(1_347, test=450)
+def digits_above_4(rng: np.random.Generator, n: int) -> Table:
+    table = real(rng, load_digits())
+    return Table((table.labels > 4).astype(np.int64), None, table.numbers)
+
+
 def split(name: str) -> tuple[Table, Table]:
     """Generate a data set: what is trained on, and what is tested on."""
     rows, test, generator = SETS[name]
@@ -375,6 +446,40 @@ def train_as_it_is(train: Path, test: Path, options: list[str]) -> dict[str, Any
     return said
 
 
+def beside_lr(name: str, model: str, options: list[str]) -> dict[str, Any]:
+    """Train a model and logistic regression; return what the first is like, and by how much it is better."""
+    with tempfile.TemporaryDirectory(prefix="paceline-defaults-") as folder:
+        tables = [each if model == "fm" else each.with_columns() for each in split(name)]
+        train, test = (table.write(Path(folder, stem)) for table, stem in zip(tables, ("train", "test"), strict=True))
+        if model != "fm" and train.suffix != ".csv":
+            return {"name": name, "rows": len(tables[0].labels), "left_out": f"{model} needs columns"}
+        linear, result = (train_as_it_is(train, test, ["--model", each, *options]) for each in ("lr", model))
+    return {
+        "name": name, "rows": len(tables[0].labels), "model": model, "auc": result["auc"],
+        "auc_gain": result["auc"] - linear["auc"], "log_loss": result["log_loss"],
+        "log_loss_gain": linear["log_loss"] - result["log_loss"], "settings": result["settings"],
+    }  # fmt: skip
+
+
+def compare_models(names: list[str], model: str, options: list[str], *, as_json: bool) -> None:
+    """Print what a model is like beside logistic regression."""
+    for name in names:
+        row = beside_lr(name, model, options)
+        if as_json:
+            print(json.dumps(row), flush=True)
+        elif "left_out" in row:
+            print("{name:20} {rows:7,} rows  left out: {left_out}".format(**row), flush=True)
+        else:
+            found = row["settings"]
+            given = ", ".join(f"{each} {found[each]:.3g}" for each in found if each.startswith(("factor", "tower")))
+            print(
+                "{name:20} {rows:7,} rows  {model}  AUC {auc:.4f} ({auc_gain:+.4f})  log loss {log_loss:.4f} "
+                "({log_loss_gain:+.4f})  {epochs} passes, ".format(**row, epochs=found["epochs"])
+                + given,
+                flush=True,
+            )
+
+
 def main() -> None:
     mine, options = sys.argv[1:], []
     if "--" in mine:
@@ -383,9 +488,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("names", nargs="*", help=f"of {', '.join(SETS)}; default: all")
     parser.add_argument("--peers", type=Path, default=Path("peers.json"), help="where the peers' figures are kept")
+    parser.add_argument("--model", choices=("fm", "ffm", "deepfm", "dcn"), help="compare it with logistic regression")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args(mine)
     warnings.simplefilter("ignore")
+    if arguments.model is not None:
+        compare_models(arguments.names or list(SETS), arguments.model, options, as_json=arguments.json)
+        return
     peers = json.loads(arguments.peers.read_text()) if arguments.peers.exists() else {}
     worse = []
     for name in arguments.names or SETS:
