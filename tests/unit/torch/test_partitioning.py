@@ -153,6 +153,44 @@ def test_tied_weights_train_as_in_one_process(kind: type[nn.Module], compiled: b
     assert parted.training is False
 
 
+class Modal(nn.Module):
+    """What it does depends on its mode, and on that of a module within it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(DIM, DIM), nn.Sequential(nn.Linear(DIM, DIM), Doubling())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = nn.functional.dropout(self.first(x), 0.5, self.training)
+        if self.training:
+            h = h * 3
+        found: torch.Tensor = self.last(h)
+        return found
+
+
+class Doubling(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if self.training else x
+
+
+def test_what_a_model_does_follows_its_modes() -> None:
+    whole, x = Modal(), torch.randn(2, DIM)
+    parted = pt.partition(copy.deepcopy(whole), x, ["cpu", "cpu"], {"first": 0, "last": 1})
+    for change in ("train", "eval"):
+        for model in (whole, parted):
+            getattr(model, change)()
+        assert_same(run_once(parted, x), run_once(whole, x))
+    for model in (whole, parted):
+        model.get_submodule("last.1").train()
+    assert_same(run_once(parted, x), run_once(whole, x))
+    assert {each.device for each in parted.cut.segments} == {0, 1}
+
+
+def run_once(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    return [model(x)]
+
+
 def test_a_copy_is_a_model_of_its_own() -> None:
     model = pt.partition(Tied(), torch.arange(3), ["cpu", "cpu"])
     before = model(torch.arange(3))
@@ -203,6 +241,16 @@ class InPlace(nn.Module):
         return y + z
 
 
+class InPlaceBehindModules(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.flat = nn.Sequential(nn.Flatten(), nn.Identity())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x * 1.0
+        return nn.functional.relu(self.flat(h.unsqueeze(0)), inplace=True) + h
+
+
 class ByValue(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + 1 if x.sum() > 0 else x
@@ -220,6 +268,7 @@ class ByValue(nn.Module):
         (Tied(), ["cpu"], {"placement": {"head": 0}, "memory": [1]}, "got both placement and memory"),
         (Tied(), ["cpu"], {"memory": [1, 2]}, "memory: got 2 numbers"),
         (InPlace(), ["cpu"], {}, "add_ changes .* in place, which .* takes too"),
+        (InPlaceBehindModules(), ["cpu"], {}, "relu changes .* in place, which .* takes too"),
         (ByValue(), ["cpu"], {}, "ByValue cannot be made a graph: torch.fx says .* torch.export"),
     ],
 )

@@ -24,10 +24,13 @@ _IN_PLACE_FUNCTIONS: Final = {
     operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod, operator.ipow,
     operator.iand, operator.ior, operator.ixor, operator.imatmul, operator.setitem,
 }  # fmt: skip
+# Operations, by name in lower case, whose value may lie in the memory of what they take.
 _VIEWS: Final = {
-    "view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose", "t",
-    "permute", "movedim", "swapaxes", "expand", "expand_as", "narrow", "select", "chunk", "split", "unbind", "diagonal",
-    "contiguous", "detach", "to", "type_as", "float", "getitem", "real", "imag", "unfold", "alias", "slice",
+    "view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze", "transpose",
+    "t", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "expand", "expand_as", "narrow", "select", "slice",
+    "chunk", "split", "split_with_sizes", "tensor_split", "hsplit", "vsplit", "dsplit", "unbind", "diagonal",
+    "as_strided", "unfold", "contiguous", "detach", "to", "type_as", "float", "getitem", "getattr", "real", "imag",
+    "alias", "identity", "dropout", "dropout1d", "dropout2d", "dropout3d", "alphadropout", "alpha_dropout",
 }  # fmt: skip
 
 
@@ -45,15 +48,11 @@ class CapturedGraph:
     collect: Callable[[Mapping[str, Any]], Any]
     """Returns what the model returns, given the values of :attr:`outputs` by name."""
     outputs: tuple[str, ...]
-    mode: bool | None = None
-    """Whether it is the graph of a model that trains; None where it is that of one that does and one that does not."""
+    nodes: dict[str, fx.Node]
+    """The graph's nodes by name."""
     costs: dict[str, Cost] = field(default_factory=dict)
     shapes: dict[str, str] = field(default_factory=dict)
     """The type and shape of the values that are tensors, as text."""
-
-    def nodes(self) -> dict[str, fx.Node]:
-        """Return the graph's nodes by name."""
-        return {node.name: node for node in self.root.graph.nodes}
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Return the model's parameters and buffers with their paths, each once."""
@@ -61,12 +60,12 @@ class CapturedGraph:
 
     def module_of(self, name: str) -> nn.Module | None:
         """Return the module that an operation calls; None if it calls none."""
-        node = self.nodes()[name]
+        node = self.nodes[name]
         return self.root.get_submodule(str(node.target)) if node.op == "call_module" else None
 
     def tensors_of(self, name: str) -> list[torch.Tensor]:
         """Return the parameters and buffers that an operation holds."""
-        node, module = self.nodes()[name], self.module_of(name)
+        node, module = self.nodes[name], self.module_of(name)
         if module is not None:
             return [*module.parameters(), *module.buffers()]
         if node.op == "get_attr":
@@ -144,9 +143,7 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tra
         leaves = [constant if name is None else values[name] for name, constant in zip(names, constants, strict=True)]
         return pytree.tree_unflatten(leaves, returned)
 
-    captured = _captured(root, graph, bind, collect)
-    captured.mode = model.training
-    return captured
+    return _captured(root, graph, bind, collect)
 
 
 def _captured(
@@ -158,7 +155,8 @@ def _captured(
     operations = _operations_of(root, graph)
     outputs = next(node for node in graph.nodes if node.op == "output").all_input_nodes
     paths = {node.name: _path(node) for node in graph.nodes if node.op in _OPERATIONS}
-    return CapturedGraph(root, operations, paths, bind, collect, tuple(node.name for node in outputs))
+    nodes = {node.name: node for node in graph.nodes}
+    return CapturedGraph(root, operations, paths, bind, collect, tuple(node.name for node in outputs), nodes)
 
 
 def _operations_of(root: fx.GraphModule, graph: fx.Graph) -> tuple[Operation, ...]:
@@ -232,7 +230,7 @@ def _check_in_place(captured: CapturedGraph) -> None:
                     f"{node.name} changes {changed.name} in place, which {others} takes too: write it out of place "
                     "(inplace=False, or x = x + y for x += y)"
                 )
-            is_view = _base_name(changed) in _VIEWS or _changed_by(captured.root, changed) is not None
+            is_view = _base_name(captured, changed) in _VIEWS or _changed_by(captured.root, changed) is not None
             changed = changed.args[0] if is_view and changed.args else None
 
 
@@ -255,7 +253,9 @@ def _is_in_place_name(name: str) -> bool:
     return name.endswith("_") and not name.endswith("__")
 
 
-def _base_name(node: fx.Node) -> str:
+def _base_name(captured: CapturedGraph, node: fx.Node) -> str:
+    if node.op == "call_module":
+        return type(captured.module_of(node.name)).__name__.lower()
     if node.op == "call_method":
         return str(node.target)
     if node.op == "call_function":
@@ -291,7 +291,7 @@ def give_parameters(captured: CapturedGraph, name: str, given: Mapping[str, str]
 
     `given` has the paths of parameters in the model by their names in the module.
     """
-    node, root = captured.nodes()[name], captured.root
+    node, root = captured.nodes[name], captured.root
     wrapper = f"given_{name}"
     root.add_submodule(wrapper, _Given(root.get_submodule(str(node.target)), list(given)))
     with root.graph.inserting_before(node):
@@ -299,6 +299,7 @@ def give_parameters(captured: CapturedGraph, name: str, given: Mapping[str, str]
     node.target = wrapper
     node.args = (*values, *node.args)
     for value, path in zip(values, given.values(), strict=True):
+        captured.nodes[value.name] = value
         captured.paths[value.name] = path
         held = _attribute(root, path)
         captured.costs[value.name] = Cost(0.0, held.numel() * held.element_size())
@@ -369,7 +370,7 @@ def segment_module(
     captured: CapturedGraph, operations: Sequence[str], inputs: Sequence[str], outputs: Sequence[str]
 ) -> fx.GraphModule:
     """Return a module of some of the operations, whose forward takes `inputs` and returns a list of `outputs`."""
-    nodes, graph = captured.nodes(), fx.Graph()
+    nodes, graph = captured.nodes, fx.Graph()
     copied = {nodes[name]: graph.placeholder(name) for name in inputs}
     for name in operations:
         copied[nodes[name]] = graph.node_copy(nodes[name], lambda node: copied[node])

@@ -106,21 +106,23 @@ def _plan(captured: CapturedGraph, devices: Sequence[torch.device], memory: Sequ
 
 def _groups(captured: CapturedGraph, held_by: Callable[[str], Iterable[Any]]) -> list[list[str]]:
     """Return the operations that hold something, together where they hold the same."""
-    groups: list[tuple[set[int], list[str]]] = []
-    for operation in captured.operations:
-        held = {id(each) for each in held_by(operation.name)}
-        if not held:
-            continue
-        names = [operation.name]
-        apart = []
-        for its, others in groups:
-            if its & held:
-                held |= its
-                names = [*others, *names]
-            else:
-                apart.append((its, others))
-        groups = [*apart, (held, names)]
-    return [names for _, names in groups]
+    leader: dict[int, int] = {}
+
+    def leader_of(each: int) -> int:
+        while leader.setdefault(each, each) != each:
+            leader[each] = leader[leader[each]]
+            each = leader[each]
+        return each
+
+    held = {operation.name: [id(each) for each in held_by(operation.name)] for operation in captured.operations}
+    for its in held.values():
+        for each in its:
+            leader[leader_of(each)] = leader_of(its[0])
+    groups: dict[int, list[str]] = {}
+    for name, its in held.items():
+        if its:
+            groups.setdefault(leader_of(its[0]), []).append(name)
+    return list(groups.values())
 
 
 def _modules_and_buffers(captured: CapturedGraph, name: str) -> list[Any]:
@@ -133,6 +135,10 @@ def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in distinct.values())
 
 
+def _modes(model: nn.Module) -> tuple[bool, ...]:
+    return tuple(module.training for module in model.modules())
+
+
 class PartitionedModel(nn.Module):
     """A model over several devices; made by :func:`partition`.
 
@@ -143,7 +149,7 @@ class PartitionedModel(nn.Module):
         super().__init__()
         self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
         self._whole = (model, *arguments)  # in a tuple, so that it is no submodule
-        self._programs = {program.captured.mode: program}
+        self._programs = {_modes(model): program}
         self.training = model.training
 
     @property
@@ -172,16 +178,18 @@ class PartitionedModel(nn.Module):
         Path(path).write_text(draw_cut(program.cut, program.titles(), program.captured.shapes), encoding="utf-8")
 
     def _program(self) -> Program:
-        if None in self._programs:
-            return self._programs[None]
-        if self.training not in self._programs:  # torch.export has one graph for each mode
-            model, args, kwargs = self._whole
-            model.training = self.training
-            captured, other = capture(model, args, kwargs), self._programs[not self.training]
+        """Return the program for the modes that the modules are in: what a forward does may depend on them."""
+        model, args, kwargs = self._whole
+        model.training = self.training
+        modes = _modes(model)
+        if modes not in self._programs:
+            captured, other = capture(model, args, kwargs), next(iter(self._programs.values()))
             measure(captured, model, args, kwargs)
-            by_operation = place_by_name(captured.operations, captured.paths, other.homes)
-            self._programs[self.training] = Program(captured, other.devices, by_operation, compile=other.compile)
-        return self._programs[self.training]
+            known = set(captured.paths.values())
+            placement = {path: device for path, device in other.placement.items() if path in known}
+            by_operation = place_by_name(captured.operations, captured.paths, placement)
+            self._programs[modes] = Program(captured, other.devices, by_operation, compile=other.compile)
+        return self._programs[modes]
 
     @override
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PartitionedModel:

@@ -46,9 +46,14 @@ class Program:
         self._threads = DeviceThreads(self.devices, "part")
 
     @property
-    def homes(self) -> dict[str, int]:
-        """The device of each parameter and buffer, by its path in the model."""
-        return self._homes.by_path
+    def placement(self) -> dict[str, int]:
+        """The device of each module, parameter and buffer that an operation calls or holds, by its path."""
+        captured, devices = self.captured, self._homes.by_operation
+        return {
+            captured.paths[name]: device
+            for name, device in devices.items()
+            if captured.nodes[name].op in ("call_module", "get_attr")
+        }
 
     def place(self) -> None:
         """Move parameters and buffers to their devices; they stay the same objects."""
