@@ -22,6 +22,8 @@ MAX_WORDS: Final = 1 << 20
 
 MAX_PASSES: Final = 62
 """For so many passes over the data at most it is known that a row was not pushed: marks of passes go round (63)."""
+MAX_PASS: Final = 1 << 24
+"""The last pass over the data: it goes beside rows as float32, which holds whole numbers up to here exactly."""
 MAX_RANK: Final = 65535
 """Of a server or worker."""
 _MAX_NUMBER: Final = 1 << 62
@@ -40,6 +42,8 @@ Clock: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_CLOCK)]
 TableNumber: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_TABLES)]
 Words: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_WORDS)]
 Bucket: TypeAlias = Annotated[int, Meta(ge=0, le=NUM_BUCKETS - 1)]
+PassNumber: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_PASS)]
+"""0 where no pass is meant."""
 NumPasses: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_PASSES)]
 BucketMask: TypeAlias = Annotated[bytes, Meta(min_length=NUM_BYTES, max_length=NUM_BYTES)]
 """A set of buckets (:func:`paceline.protocol.buckets.to_bytes`)."""

@@ -44,17 +44,18 @@ def note_push(store: SparseStore, keys: Keys) -> None:
 
 
 def last_passes(store: SparseStore, bucket: int, keys: Keys) -> npt.NDArray[np.float32]:
-    """Return in which pass the rows of a bucket's `keys` (uint64 [n]) were last pushed, as numbers.
+    """Return in which pass the rows of a bucket's `keys` (uint64 [n]) were last pushed.
 
     Those without a row, which were erased since, count as pushed as long ago as is noted.
     """
     _, are_there = store.read_records(keys)
     ages = np.where(are_there, 0, index.NUM_MARKS - 1)
+    older = np.flatnonzero(are_there)
     for age in range(1, index.NUM_MARKS):
-        old = unseen_keys(store, bucket, age)
-        if not len(old):
+        older = older[np.isin(keys[older], unseen_keys(store, bucket, age))]
+        if not len(older):
             break
-        ages[np.isin(keys, old)] = age
+        ages[older] = age
     numbers: npt.NDArray[np.float32] = (store.pass_number - ages).astype(np.float32)
     return numbers
 

@@ -92,6 +92,8 @@ def test_what_tables_and_clients_cannot_take() -> None:
                 with pytest.raises(UsageError, match=message):
                     attempt()
         assert client.tables() == [table.spec]
+        with pytest.raises(UsageError, match=r"begin_pass\(20261121\): expected a whole number from 1 to 16777216"):
+            table.begin_pass(20261121)  # a date
         table.begin_pass(np.int64(1))  # type: ignore[arg-type]
         assert table.erase_unseen(np.int64(1), also=[table]) == 0  # type: ignore[arg-type]
 

@@ -7,7 +7,7 @@ import pytest
 
 from paceline.protocol import ALL
 from paceline.ps.messages import TableSpec
-from paceline.tables.bounds import MAX_PASSES
+from paceline.tables.bounds import MAX_PASS, MAX_PASSES
 from paceline.tables.initializers import Zeros
 from paceline.tables.memory.blocks import RowBlock, RowMemory
 from paceline.tables.part import Selection
@@ -96,6 +96,18 @@ def test_rows_stay_where_memory_does_not_suffice_for_marks(monkeypatch: pytest.M
     part.begin_pass(2, 1)  # there is memory now
     push(part, keys[:5000])
     assert unseen(part, 1) == set(range(5000, 20_000))
+
+
+def test_the_last_passes_that_there_can_be_are_sent_exactly() -> None:
+    part, other, keys = part_of(1, FTRL(alpha=0.05)), part_of(1, FTRL(alpha=0.05)), np.arange(60, dtype=np.uint64)
+    for age in reversed(range(60)):
+        part.begin_pass(MAX_PASS - age, 1)
+        push(part, keys[age : age + 1])
+    for bucket in range(512):
+        held, records = part.read_bucket(bucket)
+        other.load_with_passes(bucket, held, part.with_passes(bucket, held, records))
+    for age in range(1, 60):
+        assert unseen(other, age) == set(range(age, 60))
 
 
 @pytest.mark.parametrize(("dim", "rule"), RULES)

@@ -20,12 +20,12 @@ from paceline.ps.client.filtered import FilteredSender, TableFilters
 from paceline.ps.client.table import Table
 from paceline.ps.client.ticket import Ticket
 from paceline.ps.messages import EXACT, PULL, PUSH, PUSH_PULL, TICK, TICKS
-from paceline.tables.bounds import MAX_PASSES, Natural
+from paceline.tables.bounds import MAX_PASS, MAX_PASSES, Natural
 from paceline.tables.bucket_arrays import buckets_of_keys
 from paceline.tables.settings import whole_number
 from paceline.tables.types import Floats, Keys
 
-_MAX_NUMBER = (1 << 63) - 1
+_MAX_AHEAD = (1 << 31) - 1
 _NO_GRADS = np.empty(0, np.float32)
 
 
@@ -134,13 +134,13 @@ class SparseTable(Table):
 
         All that was pushed for the pass before must have arrived. The first time, rows that are there count as last
         pushed in pass `rows_of` (default: the one before). What servers note so is part of snapshots, not of saved
-        models; a server that takes a dead one's place is told. Numbers are kept modulo 63: a row that no push has named
-        for 63 passes counts as pushed in this one unless it was erased.
+        models; a server that takes a dead one's place is told. Numbers are at most 2^24, and kept modulo 63, so count
+        passes one by one: a row that no push has named for 63 passes counts as pushed in this one unless it was erased.
         """
-        number = whole_number(f"begin_pass({number!r})", number, 1, _MAX_NUMBER)
+        number = whole_number(f"begin_pass({number!r})", number, 1, MAX_PASS)
         former = number - 1
         if rows_of is not None:
-            former = whole_number(f"begin_pass({number}, rows_of={rows_of!r})", rows_of, 0, _MAX_NUMBER)
+            former = whole_number(f"begin_pass({number}, rows_of={rows_of!r})", rows_of, 0, MAX_PASS)
         self._settle()
         message = messages.BeginPass(table=self._number, number=number, rows_of=former)
         with self._servers.lock:
@@ -184,7 +184,7 @@ class SparseTable(Table):
 
     def _check_ahead(self, ahead: int) -> int:
         tau = self._client.consistency.tau
-        ahead = whole_number(f"ahead={ahead!r}", ahead, 0, _MAX_NUMBER >> 32)
+        ahead = whole_number(f"ahead={ahead!r}", ahead, 0, _MAX_AHEAD)
         if tau is not None and ahead > tau:
             raise UsageError(
                 f"ahead={ahead}: under {self._client.consistency} consistency a worker may read 0 to {tau} iterations "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from paceline.errors import UsageError
-from paceline.tables.bounds import Bucket, BucketMask, Clock, Natural, Operation, TableNumber, Word
+from paceline.tables.bounds import Bucket, BucketMask, Clock, Natural, Operation, PassNumber, TableNumber, Word
 from paceline.tables.spec import TableSpec
 
 
@@ -66,5 +66,5 @@ class ClocksInfo(msgspec.Struct, frozen=True, array_like=True):
     """How many of the expected workers have not joined yet."""
     minimum: Clock
     """The iteration that all have reached."""
-    passes: tuple[tuple[TableNumber, Natural], ...] = ()
+    passes: tuple[tuple[TableNumber, PassNumber], ...] = ()
     """The pass over the data that pushes to a table count as of, where that is noted."""

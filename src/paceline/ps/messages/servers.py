@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from paceline.tables.bounds import Bucket, Clock, Natural, NumPasses, TableNumber
+from paceline.tables.bounds import Bucket, Clock, Natural, NumPasses, PassNumber, TableNumber
 from paceline.tables.spec import TableSpec
 
 
@@ -75,8 +75,8 @@ class BeginPass(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """
 
     table: TableNumber
-    number: Natural
-    rows_of: Natural
+    number: PassNumber
+    rows_of: PassNumber
 
 
 class EraseUnseen(msgspec.Struct, frozen=True, kw_only=True, tag=True):
