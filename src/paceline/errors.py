@@ -112,3 +112,9 @@ class GroupClosedError(CollectiveError):
 
 class AddressError(PacelineError):
     """An address cannot be bound or reached: a port in use, an unknown host, a path that is too long."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the type of an error and the first line of its message, at most 200 characters."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}"[:200] if lines else type(error).__name__

@@ -25,7 +25,7 @@ from paceline.bench.peers import MAKERS, TIMEOUT, Library, Ours
 from paceline.bench.plan import OURS, ROUNDS, BenchPlan, Measurement
 from paceline.collectives import Group, init
 from paceline.environment import environment
-from paceline.errors import PacelineError, PeerError, UsageError
+from paceline.errors import PacelineError, PeerError, UsageError, first_line
 from paceline.launch.supervisor import watch_parent
 from paceline.transport import known
 
@@ -51,7 +51,7 @@ def main() -> int:
         with init(address=sys.argv[2], timeout=TIMEOUT, algorithm=plan.algorithm) as group:
             _measure_all(plan, group)
     except Exception as error:  # whatever a peer raises: the command says it in one sentence
-        text = str(error) if isinstance(error, PacelineError) else f"rank {told.rank}: {_first_line(error)}"
+        text = str(error) if isinstance(error, PacelineError) else f"rank {told.rank}: {first_line(error)}"
         _tell({"error": text, "usage": isinstance(error, UsageError)})
         # Not a return: the peers' own clean-up waits for ranks that are in the middle of something else.
         os._exit(1)
@@ -89,7 +89,7 @@ def _join_peers(plan: BenchPlan, group: Group) -> list[Library]:
         try:
             peer = MAKERS[name](group)
         except Exception as error:  # whatever keeps it from running here is told, and the others are measured
-            why = _first_line(error)
+            why = first_line(error)
         if group.all_reduce(np.array([peer is not None]), "min")[0]:
             assert peer is not None
             peers.append(peer)
@@ -170,11 +170,6 @@ def _summarize(plan: BenchPlan, size: int, peer: str, algorithm: str, times: lis
         low_us=low,
         high_us=high,
     )
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _tell(message: dict[str, Any]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,15 +14,12 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from paceline.errors import UsageError
+from paceline.errors import UsageError, first_line
+from paceline.torch.graph_rules import changes_in_place, draws, name_of
 from paceline.torch.partitioning.graph import Operation
 from paceline.torch.partitioning.placing import Cost
 
 _OPERATIONS: Final = ("call_function", "call_method", "call_module", "get_attr")
-_IN_PLACE_FUNCTIONS: Final = {
-    operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod, operator.ipow,
-    operator.iand, operator.ior, operator.ixor, operator.imatmul, operator.setitem,
-}  # fmt: skip
 # Operations, by name in lower case, whose value may lie in the memory of what they take.
 _VIEWS: Final = {
     "view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze", "transpose",
@@ -119,8 +115,8 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tra
         program = torch.export.export(model, args, kwargs, dynamic_shapes=by_name or None, strict=False)
     except Exception as error:  # as above
         raise UsageError(
-            f"{type(model).__name__} cannot be made a graph: torch.fx says {_first_line(traced)!r}, torch.export "
-            f"{_first_line(error)!r}; take what depends on values out of its forward, or partition modules within it"
+            f"{type(model).__name__} cannot be made a graph: torch.fx says {first_line(traced)!r}, torch.export "
+            f"{first_line(error)!r}; take what depends on values out of its forward, or partition modules within it"
         ) from error
     root: Any = program.module()
     graph = root.graph
@@ -189,40 +185,15 @@ def _kept_in_order(root: fx.GraphModule, node: fx.Node) -> list[Any]:
         module = root.get_submodule(str(node.target))
         if any(True for _ in module.buffers()):
             kept.append(module)
-        if any(_draws(each) for each in module.modules()):
-            kept.append(_RANDOM)
-    elif node.op == "call_function":
-        tags = getattr(node.target, "tags", ())
-        name = getattr(node.target, "__name__", "")
-        has_dropout = name == "scaled_dot_product_attention" and (len(node.args) > 4 or node.kwargs.get("dropout_p"))
-        if torch.Tag.nondeterministic_seeded in tags or "dropout" in name or name in _DRAWING or has_dropout:
-            kept.append(_RANDOM)
-    elif node.op == "call_method" and node.target in _DRAWING:
+    if draws(node, root):
         kept.append(_RANDOM)
     return kept
-
-
-_DRAWING: Final = {
-    "bernoulli", "bernoulli_", "exponential_", "multinomial", "normal", "normal_", "poisson", "rand", "rand_like",
-    "randint", "randint_like", "randn", "randn_like", "random_", "randperm", "rrelu",
-    "uniform_",
-}  # fmt: skip
-
-
-def _draws(module: nn.Module) -> bool:
-    """Whether a module draws random numbers when it trains."""
-    dropout = getattr(module, "dropout", 0.0)
-    return (
-        "Dropout" in type(module).__name__
-        or isinstance(module, nn.RReLU)
-        or (isinstance(dropout, float) and dropout > 0)
-    )
 
 
 def _check_in_place(captured: CapturedGraph) -> None:
     """Raise UsageError where an operation changes in place what another takes too: they might run in another order."""
     for node in captured.root.graph.nodes:
-        changed = _changed_by(captured.root, node)
+        changed = node.args[0] if node.args and changes_in_place(node, captured.root) else None
         while isinstance(changed, fx.Node):
             if len(changed.users) > 1:
                 others = ", ".join(user.name for user in changed.users if user is not node)
@@ -230,46 +201,15 @@ def _check_in_place(captured: CapturedGraph) -> None:
                     f"{node.name} changes {changed.name} in place, which {others} takes too: write it out of place "
                     "(inplace=False, or x = x + y for x += y)"
                 )
-            is_view = _base_name(captured, changed) in _VIEWS or _changed_by(captured.root, changed) is not None
-            changed = changed.args[0] if is_view and changed.args else None
-
-
-def _changed_by(root: fx.GraphModule, node: fx.Node) -> Any:
-    """Return the operation whose value an operation changes in place; None if it is none."""
-    is_in_place = False
-    if node.op == "call_method":
-        is_in_place = _is_in_place_name(str(node.target))
-    elif node.op == "call_function":
-        name = getattr(node.target, "__name__", "").split(".")[0]
-        is_in_place = (
-            node.target in _IN_PLACE_FUNCTIONS or _is_in_place_name(name) or node.kwargs.get("inplace") is True
-        )
-    elif node.op == "call_module":
-        is_in_place = getattr(root.get_submodule(str(node.target)), "inplace", False) is True
-    return node.args[0] if is_in_place and node.args else None
-
-
-def _is_in_place_name(name: str) -> bool:
-    return name.endswith("_") and not name.endswith("__")
-
-
-def _base_name(captured: CapturedGraph, node: fx.Node) -> str:
-    if node.op == "call_module":
-        return type(captured.module_of(node.name)).__name__.lower()
-    if node.op == "call_method":
-        return str(node.target)
-    if node.op == "call_function":
-        return str(getattr(node.target, "__name__", "")).split(".")[0]
-    return ""
+            module = captured.module_of(changed.name)
+            name = name_of(changed) if module is None else type(module).__name__.lower()
+            is_same = name in _VIEWS or changes_in_place(changed, captured.root)
+            changed = changed.args[0] if is_same and changed.args else None
 
 
 def _attribute(root: nn.Module, path: str) -> Any:
     module, _, name = path.rpartition(".")
     return getattr(root.get_submodule(module), name)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
 class _Given(nn.Module):

@@ -18,7 +18,7 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from paceline.errors import UsageError
+from paceline.errors import UsageError, first_line
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ def trace(module: nn.Module, arguments: Mapping[str, Any], constants: Mapping[st
                 continue
             raise UsageError(
                 f"{type(module).__name__} cannot be cut into stages: its forward stands in the way ({_where(module)}): "
-                f"{_first_line(error)}; a forward that is cut may not decide by the values of tensors: put such a part "
+                f"{first_line(error)}; a forward that is cut may not decide by the values of tensors: put such a part "
                 "into a module of its own, which stays whole"
             ) from error
     return _find_layers(graph, arguments)
@@ -236,7 +236,3 @@ def _where(module: nn.Module) -> str:
         return f"{code.co_filename}:{code.co_firstlineno}"
     except AttributeError:
         return "of no known place"
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
+from paceline.torch.graph_rules import changes_in_place, draws
 from paceline.torch.strategies.pipeline.graph import key_of
 from paceline.torch.strategies.pipeline.partition import Partition, attribute, nodes_in
 from paceline.torch.strategies.pipeline.values import put_together, take_apart
@@ -47,8 +48,8 @@ class Stage:
         if self._is_last:
             self._kept |= {node.name for node in nodes_in(self._output)}
         self._calls = {node: _callable(node, module) for _, node in self._nodes}
-        self._random = {node for _, node in self._nodes if _draws(node, module)}
-        self._clones = any(_is_in_place(node, module) for _, node in self._nodes)
+        self._random = {node for _, node in self._nodes if _may_draw(node, module)}
+        self._clones = any(_may_change_inputs(node, module) for _, node in self._nodes)
         self._last_use = self._find_last_uses()
         own = [name for name, stages in partition.parameters.items() if number in stages]
         self._weights = [attribute(module, name) for name in own]
@@ -151,26 +152,16 @@ def _callable(node: fx.Node, module: nn.Module) -> Any:
     return node.target
 
 
-def _draws(node: fx.Node, module: nn.Module) -> bool:
-    """Whether a node may draw random numbers: dropout, what has a rate of it, and modules that nobody can look into."""
-    if node.op == "call_module":
-        called = module.get_submodule(str(node.target))
-        if not called.__module__.startswith("torch.nn"):
-            return True
-        return any(
-            isinstance(inner, nn.modules.dropout._DropoutNd) or isinstance(getattr(inner, "dropout", None), float)
-            for inner in called.modules()
-        )
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return "drop" in name or "attention" in name or name.rstrip("_").startswith(("rand", "bernoulli", "normal"))
+def _may_draw(node: fx.Node, module: nn.Module) -> bool:
+    """Whether a node draws random numbers, or is a module that nobody can look into."""
+    is_own = node.op == "call_module" and not module.get_submodule(str(node.target)).__module__.startswith("torch.nn")
+    return is_own or draws(node, module)
 
 
-def _is_in_place(node: fx.Node, module: nn.Module) -> bool:
-    if node.op == "call_module":
-        return any(getattr(inner, "inplace", False) for inner in module.get_submodule(str(node.target)).modules())
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    is_method = name.endswith("_") and not name.endswith("__")
-    return is_method or name in ("iadd", "isub", "imul", "itruediv", "setitem") or bool(node.kwargs.get("inplace"))
+def _may_change_inputs(node: fx.Node, module: nn.Module) -> bool:
+    """Whether a node changes values in place, or a module within the one that it calls does."""
+    within = module.get_submodule(str(node.target)).modules() if node.op == "call_module" else ()
+    return changes_in_place(node, module) or any(getattr(inner, "inplace", False) is True for inner in within)
 
 
 def _cloned(value: Any) -> Any:
