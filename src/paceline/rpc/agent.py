@@ -142,7 +142,8 @@ class Agent:
 
     def _encoding(self, to: int) -> tuple[Encoding, int]:
         context = current_context()
-        return Encoding(pickle=self.pickle and self.directory.reads_pickle(to), records=bool(context)), context
+        pickle = self.pickle and self.directory.reads_pickle(to)
+        return Encoding(pickle=pickle, records=bool(context), agent=self), context
 
     def _send(
         self,

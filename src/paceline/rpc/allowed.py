@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -35,6 +36,12 @@ def qualified_name(function: Callable[..., Any] | str) -> str:
         if not module:
             raise UsageError(f"{function!r} names no function of a module; write module:function")
         return f"{module}:{name}"
+    owner = getattr(function, "__self__", None)
+    if owner is not None and not isinstance(owner, (type, types.ModuleType)):
+        raise UsageError(
+            f"{printable(repr(function), 200)} is a method of an object of this process; make the object with remote() "
+            "and call rref.rpc_sync().method(...)"
+        )
     module = str(getattr(function, "__module__", None) or "")
     name = str(getattr(function, "__qualname__", ""))
     if not module or not name or "<" in name:

@@ -281,7 +281,7 @@ class Answering(RequestServer, Taker):
                 meta = _NONE
             else:
                 pickle = agent.pickle and agent.directory.reads_pickle(end.rank)
-                encoding = Encoding(pickle=pickle, records=bool(header.sequence))
+                encoding = Encoding(pickle=pickle, records=bool(header.sequence), agent=agent)
                 meta, parts = encoding.encode(value, "the result"), encoding.parts
                 if encoding.references:
                     agent.share(encoding.references, end.rank, is_answer=True)

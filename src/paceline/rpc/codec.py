@@ -75,38 +75,49 @@ class _CannotSendError(Exception):
         self.reason, self.place = reason, ""
 
 
+def _msgpack(packed: Any) -> bytes:
+    try:
+        return msgspec.msgpack.encode(packed)
+    except (UnicodeEncodeError, OverflowError) as error:
+        raise _CannotSendError(f"it holds what has no encoding: {printable(str(error), 200)}") from None
+
+
 class Encoding:
     """One message that is being encoded."""
 
-    def __init__(self, *, pickle: bool = False, records: bool = False) -> None:
-        """`records`: keep the tensors that require a gradient, so that one can come back for them."""
+    def __init__(self, *, pickle: bool = False, records: bool = False, agent: Any = None) -> None:
+        """`records`: keep the tensors that require a gradient, so that one can come back for them. `agent`: whose RRefs
+        may go (see `rref`).
+        """
         self.parts: list[Buffer] = []
         """The body: memory of the arrays, not copied, and what pads it."""
         self.references: list[Any] = []
         """The RRefs of the message."""
         self.tensors: list[Any] = []
         """The tensors of the message that require a gradient, if it records."""
-        self.pickle, self.records = pickle, records
+        self.pickle, self.records, self.agent = pickle, records, agent
         self._depth = 0
 
     def encode(self, value: Any, what: str = "the value") -> bytes:
         """Return the msgpack part; `what` names the value in a :class:`UsageError`."""
         try:
-            return msgspec.msgpack.encode(self.pack(value))
+            return _msgpack(self.pack(value))
         except _CannotSendError as error:
             raise UsageError(f"{what}{error.place} cannot be sent: {error.reason}") from None
 
     def encode_call(self, before: Sequence[Any], target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bytes:
         """Return the msgpack part of a call; ``before`` stands in front of it as it is."""
-        packed: list[Any] = [*before, target if type(target) is str else [self.pack(target[0]), target[1]]]
-        what = "args"
+        what = "target"
         try:
+            packed: list[Any] = [*before, target if type(target) is str else [self.pack(target[0]), target[1]]]
+            what = "args"
             packed.append(self.pack_all(args) if args else [])
             what = "kwargs"
             packed.append(self.pack(kwargs) if kwargs else {})
+            what = "args or kwargs"
+            return _msgpack(packed)
         except _CannotSendError as error:
             raise UsageError(f"{what}{error.place} of the call cannot be sent: {error.reason}") from None
-        return msgspec.msgpack.encode(packed)
 
     def add_array(self, array: NDArray[Any]) -> None:
         """Append the elements of a contiguous little-endian array to the body."""
@@ -118,7 +129,7 @@ class Encoding:
 
     def nested(self, value: Any) -> bytes:
         """Return a value as the msgpack of an extension's own."""
-        return msgspec.msgpack.encode(value)
+        return _msgpack(value)
 
     def pack(self, value: Any) -> Any:
         """Return the value as msgspec encodes it."""
@@ -165,6 +176,8 @@ class Encoding:
             for known in kind.__mro__:
                 if known in _packs:
                     return _packs[known]
+        if isinstance(value, np.ma.MaskedArray):
+            raise _CannotSendError("it is a masked array; send its data and its mask")
         if isinstance(value, np.ndarray) and kind is not np.ndarray:
             return _packs[np.ndarray]
         if isinstance(value, np.generic):

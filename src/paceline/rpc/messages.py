@@ -79,12 +79,17 @@ def failure_meta(error: BaseException, *, with_trace: bool) -> bytes:
     trace = ""
     if with_trace:
         trace = "".join(traceback.format_exception(kind, error, error.__traceback__))[-_MAX_TRACE:]
-    return msgspec.msgpack.encode(CallFailure(name, _text(error), trace))
+    return msgspec.msgpack.encode(CallFailure(name, _text(error), _encodable(trace)))
+
+
+def _encodable(text: str) -> str:
+    """Return the text with what UTF-8 cannot hold (surrogates, of file names) escaped."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _text(error: BaseException) -> str:
     try:
-        return str(error)[:_MAX_TEXT]
+        return _encodable(str(error)[:_MAX_TEXT])
     except Exception:
         return "(its message cannot be had)"
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from msgspec.msgpack import Ext
 
 from paceline.errors import ProtocolError, UsageError
-from paceline.rpc.codec import REFERENCE, Decoding, Encoding, add_kind
+from paceline.rpc.codec import REFERENCE, Decoding, Encoding, add_kind, cannot_send
 from paceline.rpc.counting import ReferenceId
 from paceline.rpc.futures import Future
 from paceline.rpc.references import Holding
@@ -134,6 +134,8 @@ def _make(
 
 
 def _pack_reference(encoding: Encoding, value: RRef[Any]) -> Any:
+    if value._agent is not encoding.agent:
+        raise cannot_send("it is an RRef of an rpc that was shut down; make it again")
     encoding.references.append(value)
     return Ext(REFERENCE, encoding.nested(list(value.reference)))
 

@@ -258,6 +258,22 @@ def test_references_are_counted_by_their_owner(agents: list[Agent]) -> None:
     until(lambda: c.table.num_owned == 0)
 
 
+def test_a_reference_of_before_a_shutdown_is_not_taken_for_another_object(agents: list[Agent]) -> None:
+    left = agents[0].remote(1, qualified_name(Counter), (5,), None)
+    first, second = make_agents(["a", "b"])
+    try:
+        new = first.remote(1, qualified_name(Counter), (7,), None)
+        assert new.reference == left.reference
+        with pytest.raises(UsageError, match=r"args\[0\] .* an RRef of an rpc that was shut down"):
+            call(first, 1, value_of_owner, left)
+        with pytest.raises(UsageError, match="an RRef of an rpc that was shut down"):
+            first.call(1, (left, "add"), (1,), None)
+        assert call(first, 1, value_of_owner, new) == 7
+    finally:
+        first.close()
+        second.close()
+
+
 def value_of_owner(rref: RRef[Counter]) -> int:
     return rref.local_value().value
 

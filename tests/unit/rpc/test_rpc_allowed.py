@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +36,10 @@ class Outer:
     @staticmethod
     def plain() -> int:
         return 5
+
+    @classmethod
+    def made(cls) -> Outer:
+        return cls()
 
     def _hidden(self) -> int:
         return 6
@@ -106,6 +111,13 @@ def test_methods_of_allowed_classes() -> None:
 def test_what_has_no_name(bad: Callable[[], int] | str) -> None:
     with pytest.raises(UsageError):
         qualified_name(bad)
+
+
+def test_a_method_of_an_object_is_no_function() -> None:
+    with pytest.raises(UsageError, match=r"a method of an object .* make the object with remote\(\)"):
+        qualified_name(Outer().method)
+    assert qualified_name(Outer.made) == f"{HERE}:Outer.made"
+    assert qualified_name(math.sqrt) == "math:sqrt"
 
 
 def test_names_given_as_text() -> None:

@@ -193,6 +193,13 @@ def test_what_cannot_be_sent_is_named_with_its_place() -> None:
         Encoding().encode(deep)
     with pytest.raises(UsageError, match="whole number of"):
         Encoding().encode(1 << (1 << 20))
+    with pytest.raises(UsageError, match=r"value\[0\] cannot be sent: it is a masked array"):
+        Encoding().encode([np.ma.masked_array([1.0, 2.0], [True, False])])
+    for text in ("\ud800", ("\ud800",), {1: "\ud800"}, {"\ud800": 1}, Point(1.0, "\ud800")):
+        with pytest.raises(UsageError, match=r"value.* cannot be sent: it holds .*'utf-8'"):
+            Encoding().encode(text)
+        with pytest.raises(UsageError, match=r"args.* of the call cannot be sent: it holds"):
+            Encoding().encode_call((), "m:f", (text,), {})
 
 
 def test_a_class_that_was_not_allowed_is_refused() -> None:

@@ -72,6 +72,7 @@ def test_a_failure_comes_back_as_its_class() -> None:
         assert isinstance(found, RemoteError)
         assert "m:f failed on worker 'w1'" in str(found)
         assert type(error).__name__ in found.remote_traceback
+    assert "\\udcff" in str(told(OSError(2, "no file", "\udcff")))
     again = told(told(ValueError("inner")))
     assert isinstance(again, ValueError)
     assert "inner" in str(again)
