@@ -15,13 +15,13 @@ import msgspec
 
 from paceline.collectives.rendezvous.store import exchange
 from paceline.collectives.world import World
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import PacelineError, UsageError, printable
 from paceline.rpc.allowed import Allowed
 from paceline.rpc.answering import Answering, run_here
 from paceline.rpc.calling import PendingReply
 from paceline.rpc.codec import Encoding
 from paceline.rpc.counting import ReferenceId
-from paceline.rpc.futures import Future
+from paceline.rpc.futures import Future, TimedFuture, seconds_of
 from paceline.rpc.messages import RpcKind
 from paceline.rpc.reaching import GROUP, CallerEnds
 from paceline.rpc.references import Holding, ObjectTable
@@ -60,14 +60,14 @@ class Agent:
         self.standby = Standby(self.threads)
         self.answering = Answering(self, token)
         self.ends = CallerEnds(self, world, token)
-        self._world = world
+        self.world = world
         self._is_closed = False
 
     def start(self) -> None:
         """Take connections."""
         self.standby.start()
         threading.Thread(target=self._give_back, name="paceline-rpc-references", daemon=True).start()
-        self._world.node.take(GROUP, "rpc", self.answering)
+        self.world.node.take(GROUP, "rpc", self.answering)
 
     @property
     def name(self) -> str:
@@ -94,11 +94,14 @@ class Agent:
 
         `is_awaited`: the caller waits for it at once, and so reads the answer itself.
         """
+        timeout_s = self._check(target, args, kwargs, timeout)
         if to == self.rank:
-            return self._call_here(target, args, kwargs or {}, is_awaited=is_awaited)
+            result: Future[Any] = TimedFuture(what_of(target), timeout_s)
+            self._call_here(target, args, kwargs or {}, result, is_awaited=is_awaited)
+            return result
         encoding, context = self._encoding(to)
         meta = encoding.encode_call((), target, args, kwargs or {})
-        return self._send(to, RpcKind.CALL, meta, encoding, context, what_of(target), timeout, is_awaited=is_awaited)
+        return self._send(to, RpcKind.CALL, meta, encoding, context, what_of(target), timeout_s, is_awaited=is_awaited)
 
     def remote(
         self,
@@ -109,24 +112,30 @@ class Agent:
         timeout: timedelta | None = None,
     ) -> RRef[Any]:
         """Call a function at a worker, where its result stays; return a reference to that."""
+        timeout_s = self._check(target, args, kwargs, timeout)
         reference = self.table.new_id(to)
         if to == self.rank:
-            self.table.own(reference, self.rank, self._call_here(target, args, kwargs or {}, is_awaited=False))
+            result: Future[Any] = Future()
+            self._call_here(target, args, kwargs or {}, result, is_awaited=False)
+            self.table.own(reference, self.rank, result)
             return RRef.of_holding(self.table.hold(reference), self)
         encoding, context = self._encoding(to)
         meta = encoding.encode_call((list(reference),), target, args, kwargs or {})
-        made = self._send(to, RpcKind.REMOTE, meta, encoding, context, what_of(target), timeout)
+        made = self._send(to, RpcKind.REMOTE, meta, encoding, context, what_of(target), timeout_s)
         made.add_done_callback(functools.partial(_log_failure, what_of(target)))
-        return RRef.of_holding(self.table.hold(reference), self)
+        holding = self.table.hold(reference)
+        holding.made = made
+        return RRef.of_holding(holding, self)
 
     def fetch(self, reference: ReferenceId, timeout: timedelta | None = None) -> Future[Any]:
         """Return the future of an object's value: a copy of it, if it lives elsewhere."""
+        timeout_s = self.seconds_of(timeout)
         if reference.owner == self.rank:
             return self.local_value(reference)
         encoding, context = self._encoding(reference.owner)
         meta = msgspec.msgpack.encode(list(reference))
         owner = reference.owner
-        return self._send(owner, RpcKind.FETCH, meta, encoding, context, "to_here()", timeout, is_awaited=True)
+        return self._send(owner, RpcKind.FETCH, meta, encoding, context, "to_here()", timeout_s, is_awaited=True)
 
     def local_value(self, reference: ReferenceId) -> Future[Any]:
         """Return the future of the value of an object of this process."""
@@ -139,6 +148,25 @@ class Agent:
         made.set_result(value)
         self.table.own(reference, self.rank, made)
         return self.table.hold(reference)
+
+    def seconds_of(self, timeout: timedelta | None) -> float:
+        """Return the seconds that a call may take. Raises UsageError for what is no timedelta."""
+        return seconds_of(self.timeout if timeout is None else timeout)
+
+    def _check(
+        self, target: Target, args: Sequence[Any], kwargs: dict[str, Any] | None, timeout: timedelta | None
+    ) -> float:
+        """Return the seconds that a call may take. Raises UsageError for arguments that cannot be."""
+        if not isinstance(args, Sequence) or isinstance(args, (str, bytes, bytearray)):
+            shown = printable(repr(args), 100)
+            raise UsageError(f"args is {shown}, a tuple of arguments was expected: args=({shown},)")
+        if kwargs is not None and not (isinstance(kwargs, dict) and all(isinstance(name, str) for name in kwargs)):
+            raise UsageError(
+                f"kwargs is {printable(repr(kwargs), 100)}, a dictionary of arguments by name was expected"
+            )
+        if not isinstance(target, str) and target[0].agent is not self:
+            raise UsageError(f"{target[0]!r} is of an rpc that was shut down; make it again")
+        return self.seconds_of(timeout)
 
     def _encoding(self, to: int) -> tuple[Encoding, int]:
         context = current_context()
@@ -153,7 +181,7 @@ class Agent:
         encoding: Encoding,
         context: int,
         what: str,
-        timeout: timedelta | None,
+        timeout_s: float,
         *,
         is_awaited: bool = False,
     ) -> PendingReply:
@@ -169,7 +197,7 @@ class Agent:
             meta,
             encoding.parts,
             what=what,
-            timeout_s=(timeout or self.timeout).total_seconds(),
+            timeout_s=timeout_s,
             context=context,
             message=message,
         )
@@ -178,16 +206,14 @@ class Agent:
         return reply
 
     def _call_here(
-        self, target: Target, args: Sequence[Any], kwargs: dict[str, Any], *, is_awaited: bool
-    ) -> Future[Any]:
+        self, target: Target, args: Sequence[Any], kwargs: dict[str, Any], result: Future[Any], *, is_awaited: bool
+    ) -> None:
         """Call a function of this process, with the arguments as they are."""
         function = self.function_of(target)
-        result: Future[Any] = Future()
         if is_awaited:
             run_here(function, args, kwargs, result, current_context())
         else:
             self.threads.run(run_here, function, args, kwargs, result, current_context())
-        return result
 
     def function_of(self, target: Any) -> Callable[..., Any]:
         """Return what a call names, if it is allowed here. Raises UsageError."""
@@ -197,7 +223,8 @@ class Agent:
         if not isinstance(target, (list, tuple)) or len(target) != 2 or not isinstance(target[0], RRef):
             raise UsageError("got a call that names no function")
         value = self.local_value(target[0].reference).wait(self.timeout)
-        return functools.partial(self.allowed.check_method(value, str(target[1])))
+        method: Callable[..., Any] = self.allowed.check_method(value, str(target[1]))
+        return method
 
     # references
 
@@ -263,15 +290,15 @@ class Agent:
                 time.sleep(_POLL_S)
             own = msgspec.msgpack.encode((self.ends.num_sent(), self.answering.num_served))
             what = f"the shutdown of rpc ({number})"
-            with self._world.in_ranks(what):
+            with self.world.in_ranks(what):
                 values = exchange(
-                    self._world.store,
+                    self.world.store,
                     self.rank,
-                    self._world.size,
+                    self.world.size,
                     own,
                     math.inf,
                     what=what,
-                    look=self._world.look_after,
+                    look=self.world.look_after,
                 )
             told = [read_meta(value, tuple[int, int], "a worker's counts") for value in values]
             sent, served = (sum(counts) for counts in zip(*told, strict=True))
@@ -287,11 +314,11 @@ class Agent:
             return
         self._is_closed = True
         self.table.dropped.put(None)
-        self._world.node.forget(GROUP)
+        self.world.node.forget(GROUP)
         self.standby.close()
         self.ends.close()
         self.answering.close()
-        self._world.close()
+        self.world.close()
 
 
 def what_of(target: Target) -> str:

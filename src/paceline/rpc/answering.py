@@ -51,8 +51,7 @@ def async_execution(function: _Function) -> _Function:
 
 def is_async(function: Callable[..., Any]) -> bool:
     """Return whether a function or method answers with a future."""
-    found = function.func if isinstance(function, functools.partial) else function
-    return bool(getattr(found, "__paceline_async__", False))
+    return bool(getattr(function, "__paceline_async__", False))
 
 
 def run_here(
@@ -60,28 +59,34 @@ def run_here(
 ) -> None:
     """Run a function in this thread, in an autograd context (0: none), and give its result, or what it raises."""
     try:
-        if context:
-            with in_context(context):
-                value = function(*args, **kwargs)
-        else:
-            value = function(*args, **kwargs)
-        if not is_async(function):
-            result.set_result(value)
-            return
-        if not isinstance(value, Future):
-            raise UsageError(f"a function under async_execution returned {type(value).__name__}, a Future was expected")
-    except Exception as error:
-        result.set_exception(error)
+        value = _run(function, args, kwargs, context)
+        promise = _promise(value) if is_async(function) else None
+    except BaseException as error:  # also that of sys.exit(): whoever waits is told
+        result.resolve(None, error)
+        return
+    if promise is None:
+        result.resolve(value, None)
     else:
-        value.add_done_callback(functools.partial(_copy, result))
+        promise.add_done_callback(functools.partial(_copy, result))
+
+
+def _run(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], context: int) -> Any:
+    if not context:
+        return function(*args, **kwargs)
+    with in_context(context):
+        return function(*args, **kwargs)
+
+
+def _promise(value: Any) -> Future[Any]:
+    """Return what a function under async_execution has returned. Raises UsageError if it is no future."""
+    if not isinstance(value, Future):
+        raise UsageError(f"a function under async_execution returned {type(value).__name__}, a Future was expected")
+    return value
 
 
 def _copy(result: Future[Any], done: Future[Any]) -> None:
     error = done.exception()
-    if error is None:
-        result.set_result(done.value())
-    else:
-        result.set_exception(error)
+    result.resolve(done.value() if error is None else None, error)
 
 
 class Answering(RequestServer, Taker):
@@ -220,7 +225,7 @@ class Answering(RequestServer, Taker):
             raise
         del decoding
         if result is None:
-            self._run(end, header, function, args, kwargs)
+            self._run_and_answer(end, header, function, args, kwargs)
         else:
             end.framed.send(_RESULT, _NONE, deadline=_soon(), request=header.request)
             run_here(function, args, kwargs, result, header.sequence)
@@ -231,25 +236,19 @@ class Answering(RequestServer, Taker):
             raise ProtocolError("got a remote call whose reference cannot be read")
         return ReferenceId(*given)
 
-    def _run(
+    def _run_and_answer(
         self, end: CalleeEnd, header: Header, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> None:
         """Run a function and answer with its result."""
         try:
-            if header.sequence:
-                with in_context(header.sequence):
-                    value = function(*args, **kwargs)
-            else:
-                value = function(*args, **kwargs)
-        except Exception as error:
-            error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+            value = _run(function, args, kwargs, header.sequence)
+        except BaseException as error:  # also that of sys.exit(): the caller waits
+            own = error.__traceback__ and error.__traceback__.tb_next
+            error.__traceback__ = own and own.tb_next
             self._fail(end, header, error, with_trace=True)
             return
         if is_async(function):
-            if not isinstance(value, Future):
-                kind = type(value).__name__
-                raise UsageError(f"a function under async_execution returned {kind}, a Future was expected")
-            self._answer_later(end, header, value)
+            self._answer_later(end, header, _promise(value))
         else:
             self._answer(end, header, value)
 

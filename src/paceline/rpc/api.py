@@ -16,7 +16,7 @@ from paceline.environment import environment
 from paceline.errors import UsageError
 from paceline.rpc.agent import Agent
 from paceline.rpc.allowed import Allowed, qualified_name
-from paceline.rpc.futures import Future
+from paceline.rpc.futures import Future, seconds_of
 from paceline.rpc.rref import RRef
 from paceline.rpc.running import current_agent, is_running, left_at, set_agent
 from paceline.rpc.workers import Directory, Introduction, WorkerInfo, check_name, decode_introduction
@@ -49,8 +49,8 @@ def init_rpc(
     not given, as for :func:`paceline.collectives.init`. `allow` names the modules whose functions others may call here,
     and whose dataclasses come as arguments and results: ``my_module``, ``my_package.*``, or one function as
     ``my_module:function``. `pickle`: take pickled values, from workers that do so too; whoever holds the token can then
-    run any code here. `timeout` is that of calls which say no other, `num_threads` how many functions may run here at
-    once.
+    run any code here. `timeout` is that of calls which say no other, `num_threads` how many threads
+    run functions here, beside three per worker that read connections and run functions too.
 
     Raises UsageError (two workers of one name, rpc runs already), AuthenticationError (another token), DeadlineError or
     RankLostError (some did not come within `join_timeout`).
@@ -62,11 +62,11 @@ def init_rpc(
         raise UsageError(f"num_threads is {num_threads}, at least 1 was expected")
     if isinstance(allow, str):
         raise UsageError(f"allow is {allow!r}, a list of names was expected: allow=[{allow!r}]")
-    allow = tuple(allow)
-    Allowed(allow)  # before anybody is met
+    allowed = Allowed(allow)
+    seconds_of(timeout)
     told = environment()
     tls = tls or TLS.of_files(told.tls_cert, told.tls_key, told.tls_ca)
-    join_s = join_timeout.total_seconds()
+    join_s = seconds_of(join_timeout)
     meeting = _meet(rank, world_size, address, token, join_s, told=told, tls=tls)
     try:
         world = World(
@@ -83,7 +83,7 @@ def init_rpc(
         meeting.close()
         raise
     try:
-        agent = start_agent(world, meeting.token, Introduction(name, pickle), allow, timeout, join_s, num_threads)
+        agent = start_agent(world, meeting.token, Introduction(name, pickle), allowed, timeout, join_s, num_threads)
     except BaseException:
         world.close()
         raise
@@ -105,13 +105,12 @@ def start_agent(
     world: World,
     token: str,
     own: Introduction,
-    allow: Iterable[str],
+    allowed: Allowed,
     timeout: timedelta,
     join_s: float,
     num_threads: int,
 ) -> Agent:
     """Meet the others by name, and take their calls once all of them are known; :func:`init_rpc` says the rest."""
-    allowed = Allowed(allow)
     deadline = time.monotonic() + join_s
     told = exchange(
         world.store, world.rank, world.size, msgspec.msgpack.encode(own), deadline, what="the names of the workers"

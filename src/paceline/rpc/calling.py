@@ -7,7 +7,6 @@ that nobody waits for, the `Standby` has a thread read.
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 import time
@@ -16,7 +15,7 @@ from typing import Any, Protocol
 
 from paceline.errors import ConnectionLostError, DeadlineError, PacelineError
 from paceline.rpc.framed_socket import FramedSocket, Received
-from paceline.rpc.futures import Future
+from paceline.rpc.futures import Future, left_until
 from paceline.transport import Buffer
 
 _TICK_S = 0.1
@@ -37,7 +36,7 @@ class PendingReply(Future[Any]):
 
 
 class ReplyReader(Protocol):
-    """Who makes values of answers, and runs what waits for them."""
+    """Decodes answers and runs callbacks."""
 
     def read_reply(self, end: CallerEnd, reply: PendingReply, received: Received) -> tuple[Any, BaseException | None]:
         """Return the result, or the exception, that an answer holds."""
@@ -60,7 +59,7 @@ class CallerEnd:
         """Whether a thread reads until nothing is under way."""
         self._framed = framed
         self._reader = reader
-        self._numbers = itertools.count(1)
+        self._counting = threading.Lock()
         self._pending: dict[int, PendingReply] = {}
         self._reading = threading.Lock()
         self._blocked: set[PendingReply] = set()
@@ -97,8 +96,7 @@ class CallerEnd:
         """Send a call and return the future of its result. Raises ConnectionLostError or DeadlineError."""
         deadline = time.monotonic() + timeout_s
         reply = PendingReply(self, what, deadline, timeout_s)
-        number = next(self._numbers) & 0xFFFFFFFF
-        self.num_sent += 1
+        number = self._count() & 0xFFFFFFFF
         self._pending[number] = reply
         try:
             if self.failure is not None:
@@ -122,8 +120,13 @@ class CallerEnd:
 
     def tell(self, kind: int, meta: Buffer, timeout_s: float) -> None:
         """Send what is not answered."""
-        self.num_sent += 1
+        self._count()
         self._framed.send(kind, meta, deadline=time.monotonic() + timeout_s)
+
+    def _count(self) -> int:
+        with self._counting:
+            self.num_sent += 1
+            return self.num_sent
 
     def wait(self, reply: PendingReply, deadline: float) -> None:
         """Return once the reply is done, or at `deadline`; at the reply's own it is done, with a DeadlineError."""
@@ -150,7 +153,7 @@ class CallerEnd:
             self._blocked.discard(reply)
             self._read_until(reply, deadline)
         else:
-            waiter.acquire(timeout=max(deadline - time.monotonic(), 0.0))
+            waiter.acquire(timeout=left_until(deadline))
             self._blocked.discard(reply)
 
     def _read_until(self, reply: PendingReply, deadline: float) -> None:

@@ -36,7 +36,7 @@ MAX_DEPTH: Final = 100
 """How deep lists, tuples, dictionaries and dataclasses may stand in one another."""
 
 TUPLE, SET, FROZENSET, DICT, BIG_INT, COMPLEX, ARRAY, NAMED, RECORD, TEXT, PICKLED = range(1, 12)
-REFERENCE, TENSOR, PARAMETER = 20, 21, 22
+REFERENCE, TENSOR = 20, 21
 
 _INT_MIN, _INT_MAX = -(1 << 63), (1 << 64) - 1
 _MAX_BIG_INT_BYTES = 1 << 16
@@ -248,7 +248,7 @@ class Decoding:
 
     def _unpack(self, code: int, data: memoryview) -> Any:
         unpack = _unpacks.get(code)
-        if unpack is None and code in (TENSOR, PARAMETER):
+        if unpack is None and code == TENSOR:
             import paceline.rpc.tensors  # noqa: F401  (it adds the kinds of torch's)
 
             unpack = _unpacks.get(code)

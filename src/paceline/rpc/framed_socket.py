@@ -43,6 +43,7 @@ _JOINED_BYTES = 1 << 13
 _IOV_MAX = 512
 _STALL_S = 60.0
 """How long the other end may pause in the middle of a frame, or take nothing of one."""
+_LONGEST_POLL_MS = 1 << 30
 _NONCE_BYTES = 32
 _OFFER = 31  # a frame that is not the application's: the path of memory for bodies
 _PADS = tuple(bytes(size) for size in range(8))
@@ -157,10 +158,10 @@ class FramedSocket:
             raise self._lost(error) from None
 
     def wait_readable(self, timeout_s: float | None, *, spin: bool = True) -> bool:
-        """Wait until something has come, or the end; return whether it has."""
+        """Wait until something has come, or the end; return whether it has. After 12 days it returns in any case."""
         if self._end > self._start:
             return True
-        timeout_ms = None if timeout_s is None else max(timeout_s * 1000, 0.0)
+        timeout_ms = None if timeout_s is None else _poll_ms(timeout_s)
         return bool(self._spin(self._poller.poll, timeout_ms) if spin else self._poller.poll(timeout_ms))
 
     def receive(self) -> Received:
@@ -276,7 +277,7 @@ class FramedSocket:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise DeadlineError(f"{self.name} stopped in the middle of a message") from None
-                self._within(self._poller.poll, left * 1000)
+                self._within(self._poller.poll, _poll_ms(left))
             except OSError as error:
                 raise self._lost(error) from None
             else:
@@ -307,14 +308,19 @@ class FramedSocket:
             poller.register(self._socket.fileno(), select.POLLOUT)
         except (OSError, ValueError) as error:
             raise self._lost(error) from None
-        left = max(min(deadline - time.monotonic(), _STALL_S), 0.0)
-        if not self._within_sending(poller.poll, left * 1000):
+        left = min(deadline - time.monotonic(), _STALL_S)
+        if not self._within_sending(poller.poll, _poll_ms(left)):
             self.close()
             raise DeadlineError(f"{self.name} takes nothing of what is sent to it; the connection is closed")
 
     def _lost(self, error: Exception | None = None) -> ConnectionLostError:
         cause = f" ({error})" if error is not None else ""
         return ConnectionLostError(f"the connection with {self.name} was closed{cause}")
+
+
+def _poll_ms(seconds: float) -> float:
+    """Return what ``poll`` is told, whose milliseconds are a C int."""
+    return min(max(seconds * 1000, 0.0), _LONGEST_POLL_MS)
 
 
 def _is_on_host(connected: socket.socket | Any) -> bool:

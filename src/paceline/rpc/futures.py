@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, Generic, TypeVar, cast
 
+from typing_extensions import override
+
 from paceline.errors import DeadlineError, UsageError
 
 _Result = TypeVar("_Result")
@@ -33,10 +35,10 @@ class Future(Generic[_Result]):
 
     def wait(self, timeout: timedelta | None = None) -> _Result:
         """Wait for the result and return it, or raise the exception. Raises DeadlineError after `timeout`."""
-        deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
+        timeout_s = None if timeout is None else seconds_of(timeout)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         if not self._is_done and not self.wait_until(deadline):
-            assert timeout is not None
-            raise DeadlineError(f"a future was not set within {timeout.total_seconds():g} s")
+            raise DeadlineError(f"a future was not set within {timeout_s:g} s")
         return self.value()
 
     def value(self) -> _Result:
@@ -53,15 +55,13 @@ class Future(Generic[_Result]):
 
     def set_result(self, result: _Result) -> None:
         """Give the result, and run the callbacks in this thread. Raises UsageError if it has one."""
-        if not self.settle(result, None):
+        if not self.resolve(result, None):
             raise UsageError("the future has its result already")
-        self.run_callbacks()
 
     def set_exception(self, error: BaseException) -> None:
         """Give an exception in place of the result, as :meth:`set_result`."""
-        if not self.settle(None, error):
+        if not self.resolve(None, error):
             raise UsageError("the future has its result already")
-        self.run_callbacks()
 
     def add_done_callback(self, callback: Callable[[Future[_Result]], object]) -> None:
         """Call `callback` with this future once it is done: now, or in the thread that brings the result."""
@@ -87,6 +87,13 @@ class Future(Generic[_Result]):
         return following
 
     # for those who bring results
+
+    def resolve(self, result: Any, error: BaseException | None) -> bool:
+        """Give the result, or the exception, and run the callbacks in this thread; return False if it has one."""
+        is_first = self.settle(result, error)
+        if is_first:
+            self.run_callbacks()
+        return is_first
 
     def settle(self, result: Any, error: BaseException | None) -> bool:
         """Give the result without running the callbacks; return False if it has one already."""
@@ -118,7 +125,7 @@ class Future(Generic[_Result]):
         """Wait until the future is done or the time has come (by ``time.monotonic``); return whether it is done."""
         waiter = self.add_waiter()
         if waiter is not None:
-            waiter.acquire(timeout=-1 if deadline is None else max(deadline - time.monotonic(), 0.0))
+            waiter.acquire(timeout=-1 if deadline is None else left_until(deadline))
         return self._is_done
 
     def add_waiter(self) -> threading.Lock | None:
@@ -138,6 +145,35 @@ class Future(Generic[_Result]):
                 return False
             self._waiters.pop().release()
             return True
+
+
+class TimedFuture(Future[_Result]):
+    """The result of a call of this process to itself: who waits for it past its time sets a DeadlineError."""
+
+    def __init__(self, what: str, timeout_s: float) -> None:
+        """`what` was called, and may take so many seconds from now."""
+        super().__init__()
+        self._what, self._timeout_s = what, timeout_s
+        self._deadline = time.monotonic() + timeout_s
+
+    @override
+    def wait_until(self, deadline: float | None) -> bool:
+        super().wait_until(self._deadline if deadline is None else min(deadline, self._deadline))
+        if time.monotonic() >= self._deadline:
+            self.resolve(None, DeadlineError(f"{self._what} has no result here within {self._timeout_s:g} s"))
+        return self._is_done
+
+
+def seconds_of(timeout: timedelta) -> float:
+    """Return a time-out in seconds. Raises UsageError if it is no timedelta."""
+    if not isinstance(timeout, timedelta):
+        raise UsageError(f"timeout is {timeout!r}, a timedelta was expected, as timedelta(seconds=5)")
+    return timeout.total_seconds()
+
+
+def left_until(deadline: float) -> float:
+    """Return the seconds until a time of ``time.monotonic``, as long as a lock can wait."""
+    return min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
 
 
 def wait_all(futures: Iterable[Future[_Result]]) -> list[_Result]:

@@ -16,7 +16,6 @@ from paceline.rpc.codec import Decoding
 from paceline.rpc.framed_socket import FramedSocket, Received
 from paceline.rpc.futures import Future
 from paceline.rpc.messages import RpcKind, failure_of
-from paceline.transport import Address
 
 if TYPE_CHECKING:
     from paceline.rpc.agent import Agent
@@ -67,10 +66,6 @@ class CallerEnds(ReplyReader):
         if self._world.infos[to].memory_domain == self._world.infos[self._agent.rank].memory_domain:
             framed.share_bodies()
         return CallerEnd(framed, to, self)
-
-    def address_of(self, worker: int) -> Address:
-        """Return where a worker listens, for all."""
-        return self._world.infos[worker].endpoint.tcp
 
     def num_sent(self) -> int:
         """Return how many requests were sent, so far."""

@@ -25,6 +25,8 @@ class Holding:
     def __init__(self, reference: ReferenceId, table: ObjectTable) -> None:
         self.reference = reference
         self.times = 0
+        self.made: Future[Any] | None = None
+        """The answer to the call that made it, where this process has made it elsewhere."""
         self._dropped = table.dropped
 
     def __del__(self) -> None:
@@ -50,6 +52,11 @@ class ObjectTable:
     def num_owned(self) -> int:
         """How many objects others or this process itself hold here."""
         return len(self._owned)
+
+    def holders(self, reference: ReferenceId) -> set[int]:
+        """Return which workers hold an object of this process."""
+        with self._lock:
+            return set(self._owned.holders(reference))
 
     def new_id(self, owner: int) -> ReferenceId:
         """Return the name of an object that is to be made."""

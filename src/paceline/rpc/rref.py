@@ -44,6 +44,11 @@ class RRef(Generic[_Value]):
         return rref
 
     @property
+    def agent(self) -> Agent:
+        """Return the part in rpc that this is of."""
+        return self._agent
+
+    @property
     def reference(self) -> ReferenceId:
         """Which object this is."""
         return self._holding.reference
@@ -65,7 +70,14 @@ class RRef(Generic[_Value]):
 
         Raises what its making raised, DeadlineError, ConnectionLostError (the owner died) or UsageError (it is gone).
         """
-        value: _Value = self._agent.fetch(self.reference, timeout).wait()
+        made = self._holding.made
+        _check_made(made)
+        try:
+            fetched = self._agent.fetch(self.reference, timeout)
+            value: _Value = fetched.wait(self._agent.timeout if timeout is None else timeout)
+        except UsageError:
+            _check_made(made)  # it says why there is no object
+            raise
         return value
 
     def local_value(self) -> _Value:
@@ -111,6 +123,13 @@ class Methods:
         return self._call("__call__", args, kwargs)
 
 
+def _check_made(made: Future[Any] | None) -> None:
+    """Raise what the answer to the call said that was to make an object, if it has come and is an error."""
+    error = None if made is None else made.exception()
+    if error is not None:
+        raise error from None
+
+
 def _pass_on(call: Callable[[str, Sequence[Any], dict[str, Any]], Any], name: str, *args: Any, **kwargs: Any) -> Any:
     return call(name, args, kwargs)
 
@@ -134,7 +153,7 @@ def _make(
 
 
 def _pack_reference(encoding: Encoding, value: RRef[Any]) -> Any:
-    if value._agent is not encoding.agent:
+    if value.agent is not encoding.agent:
         raise cannot_send("it is an RRef of an rpc that was shut down; make it again")
     encoding.references.append(value)
     return Ext(REFERENCE, encoding.nested(list(value.reference)))

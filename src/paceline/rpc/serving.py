@@ -64,7 +64,7 @@ class SpareThreads:
                 self._num_idle -= 1
             try:
                 task(*args)
-            except Exception:
+            except BaseException:
                 _logger.exception("a thread of rpc failed")
             del task, args
 

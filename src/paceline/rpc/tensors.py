@@ -8,7 +8,7 @@ import torch
 from msgspec.msgpack import Ext
 
 from paceline.errors import ProtocolError
-from paceline.rpc.codec import DTYPES, PARAMETER, TENSOR, Decoding, Encoding, add_kind, cannot_send
+from paceline.rpc.codec import DTYPES, TENSOR, Decoding, Encoding, add_kind, cannot_send
 
 _DTYPES = {name: getattr(torch, name) for name in ("bfloat16", *DTYPES) if hasattr(torch, name)}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -46,4 +46,3 @@ def _unpack_tensor(decoding: Decoding, data: memoryview) -> torch.Tensor:
 
 
 add_kind(TENSOR, (torch.Tensor, torch.nn.Parameter), _pack_tensor, _unpack_tensor)
-add_kind(PARAMETER, (), _pack_tensor, _unpack_tensor)
