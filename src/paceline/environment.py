@@ -64,7 +64,7 @@ class Environment:
     replicas: int | None = None
     """``PACELINE_REPLICAS``: replicas of the model in one process."""
     filters: str | None = None
-    """``PACELINE_FILTERS``: what goes between processes is behind, as ``paceline run --filters`` spells it; behind a
+    """``PACELINE_FILTERS``: filters for what processes exchange, as ``paceline run --filters`` spells it; behind a
     slash, if any, what ``--pull-filters`` says.
     """
     pipeline: str | None = None

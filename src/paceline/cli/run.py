@@ -109,12 +109,12 @@ def run(
     filters: Annotated[
         str | None,
         typer.Option(
-            help="What goes between processes is behind: gradients quantize:4, to other ranks also top-k:0.01; rows of "
+            help="Filters for what processes exchange: gradients quantize:4, to other ranks also top-k:0.01; rows of "
             "embeddings on servers key-caching,quantize:8,zstd; or none."
         ),
     ] = None,
     pull_filters: Annotated[
-        str | None, typer.Option(help="What rows of embeddings come back behind; default: as --filters.")
+        str | None, typer.Option(help="Filters for rows pulled from servers; default: as --filters.")
     ] = None,
     filter_module: options.FilterModules = None,
     tls_cert: options.TLSCert = None,

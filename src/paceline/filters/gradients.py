@@ -124,7 +124,7 @@ class GradientMean:
         self.rest[:] = _left(values, sent)
         return out
 
-    def settle(self) -> None:
+    def fold_into_rest(self) -> None:
         """Have this rank's rest hold what was not sent of the mean too, for another that begins with that rest."""
         if len(self.mean_rest):
             start = self._bounds[self._rank]

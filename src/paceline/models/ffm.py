@@ -1,5 +1,8 @@
-"""Field-aware factorization machines for CTR prediction", RecSys 2016; without the division by the length of a row that
-is there, for rows of columns are of one length). The sum is over all pairs of a row's features: one of a field with
+"""Field-aware factorization machine: of each feature a vector for every column that the other feature may be of.
+
+margin = offset + bias + Σ w[k]·x_k + Σ_{k<l} ⟨v[k, column of l], v[l, column of k]⟩·x_k·x_l (Juan, Zhuang, Chin, Lin,
+"Field-aware factorization machines for CTR prediction", RecSys 2016; without the division by the length of a row that
+is there). The sum is over all pairs of a row's features: one of a field with
 several, such as a namespace or a list, takes part with each of the others, also with those of its own field. Which
 features have vectors, and how they are updated, is as in :mod:`paceline.models.fm`; a feature's vectors are one row, of
 columns times `dim` numbers.

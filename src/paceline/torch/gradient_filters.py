@@ -139,7 +139,7 @@ class _FilteredGradients:
         found = self._means.get(key)
         if found is None:
             for known in [known for known in self._means if set(known) & set(key)]:
-                self._means.pop(known).settle()
+                self._means.pop(known).fold_into_rest()
             rests = [self._rests.get(id(each), np.zeros(each.numel(), np.float32)) for each in parameters]
             rest = np.concatenate(rests)
             ends = np.cumsum([len(each) for each in rests])

@@ -73,7 +73,7 @@ def test_all_ranks_find_the_same_and_lose_nothing(text: str, count: int, size: i
         held += np.concatenate([mean.mean_rest for mean in means])
     np.testing.assert_allclose(sent + held, total, atol=2e-4)
     for mean in means:
-        mean.settle()
+        mean.fold_into_rest()
     np.testing.assert_allclose(sent + np.mean([mean.rest for mean in means], axis=0), total, atol=2e-4)
 
 

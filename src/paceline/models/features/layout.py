@@ -119,7 +119,10 @@ class RowLayout:
         found = np.minimum(np.searchsorted(hashes, fields), len(hashes) - 1)
         is_known = hashes[found] == fields
         if not self.is_open and not is_known.all():
-            raise DataError("a row has a feature of a column that the model does not know")
+            raise DataError(
+                f"a row has a feature of a column that the model does not know: it knows {self.shown_names}; train "
+                "again with this column, or leave it out of the data"
+            )
         return np.where(is_known, order[found], len(self.names)).astype(np.int32)
 
     @cached_property

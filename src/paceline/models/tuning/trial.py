@@ -43,7 +43,7 @@ _MAX_PAIR_VISITS = 150_000_000
 _FOLDS = 5
 _HELD_OUT = 8
 _SEPARATED = 0.01  # of that loss: labels are all but certain, and more passes make weights large, not right
-_TOLERANCE = 2e-4  # of the loss of who says the mean always: so much is not worth more passes
+_TOLERANCE = 2e-4  # of the loss of always predicting the mean: not worth more passes
 _COPIED_SHARE = 0.05
 _ALIKE = 0.99  # rows of few categories are alike too, but their labels differ
 _LEAST_DISTINCT = 50
@@ -100,7 +100,7 @@ def is_over(means: Sequence[float]) -> bool:
 
 
 def passes_needed(means: Sequence[float], of_constant: float) -> int:
-    """Return the passes after which the loss hardly falls, given that after each, and that of who says the mean."""
+    """Return the passes after which the loss hardly falls, given that after each, and that of predicting the mean."""
     enough = max(min(means) + _TOLERANCE * of_constant, _SEPARATED * of_constant)
     return 1 + next((i for i, mean in enumerate(means) if mean <= enough), 0)
 
@@ -127,7 +127,7 @@ class SampleTrial:
         self._max_passes = int(np.clip(_MAX_PAIR_VISITS // num_pairs, 1, MAX_PASSES))
 
     def base_losses(self) -> HeldOutLosses:
-        """Return the losses of who says the base rate always."""
+        """Return the losses of always predicting the base rate."""
         return self._losses(np.full(len(self._labels), self._offset))
 
     def usual_losses(self, rule: FTRL) -> HeldOutLosses | None:

@@ -54,7 +54,7 @@ class SparseRows(nn.Module):
         if filters is None and pull_filters is not None:
             raise UsageError(f"{what}(pull_filters={pull_filters!r}): expected filters=[...] beside them")
         self.filters: RowFilters | None = None
-        """What its rows go behind, where they are on servers; None: what the strategy says."""
+        """Filters for its rows on servers; None: what the strategy says."""
         if filters is not None:
             pulled = None if pull_filters is None else FilterChain(pull_filters).filters
             self.filters = RowFilters(FilterChain(filters).filters, pulled)

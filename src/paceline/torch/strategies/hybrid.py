@@ -34,7 +34,7 @@ class Hybrid(AllReduce):
 
     Options are those of :class:`~paceline.torch.strategies.all_reduce.AllReduce`, and `consistency`, `replicas` and
     `min_replicas` as `ParameterServer` has them. `filters` (a list or a text as ``key-caching,quantize:8``; default:
-    those of ``paceline run --filters``) are what goes between processes is behind: rows of embeddings all of them,
+    those of ``paceline run --filters``) are for what processes exchange: rows of embeddings all of them,
     unless an embedding has its own, and gradients that are averaged those that are for them. Rows that are pulled come
     behind `pull_filters` (default: `filters`, as far as they are for values and bytes).
 

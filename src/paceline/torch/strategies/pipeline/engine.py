@@ -83,8 +83,8 @@ class PipelineStep:
                 self._forward(action, loss_of)
             else:
                 self._backward(action, output_grads)
-            self._messages.settle(wait=False)
-        self._messages.settle(wait=True)
+            self._messages.wait_sends(wait=False)
+        self._messages.wait_sends(wait=True)
         return self
 
     # Forward.

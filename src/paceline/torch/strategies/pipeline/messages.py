@@ -92,7 +92,7 @@ class Messages:
         self.ask_grads(like, route, microbatch, source)
         return self._take((route, microbatch, BACK, source))
 
-    def settle(self, *, wait: bool) -> None:
+    def wait_sends(self, *, wait: bool) -> None:
         """Let go of what has been sent; with `wait`, when all of it has been."""
         left = []
         for work, tensor in self._sending:
