@@ -15,6 +15,9 @@ from paceline.rpc.futures import wait_all
 from paceline.rpc.rref import RRef
 from paceline.rpc.running import current_agent, in_context
 
+_stepping = threading.Lock()
+"""Held while `.grad` of parameters of this process is in use."""
+
 
 class DistributedOptimizer:
     """Steps parameters where they live, as ``torch.distributed.optim.DistributedOptimizer`` does.
@@ -56,15 +59,14 @@ class DistributedOptimizer:
 
 
 class LocalOptimizer:
-    """The optimizer of one process's parameters; two contexts do not step at once."""
+    """The optimizer of one process's parameters; no two step at once, which may share some."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
         self._optimizer, self._parameters = optimizer, parameters
-        self._lock = threading.Lock()
 
     def step(self, gradients: dict[torch.Tensor, torch.Tensor]) -> None:
         """Step by these gradients; ``.grad`` is empty afterwards."""
-        with self._lock:
+        with _stepping:
             for parameter in self._parameters:
                 parameter.grad = gradients.get(parameter)
             self._optimizer.step()
