@@ -24,6 +24,7 @@ class DeviceThreads:
         self._devices = tuple(devices)
         self._kind = kind
         self._pool: ThreadPoolExecutor | None = None
+        self._submitting = threading.Lock()
 
     def run(self, work: Callable[[int], T], count: int, *, grad: bool = False) -> list[T]:
         """Return ``work(i)`` of the first `count` devices, computed at the same time, with the grad mode `grad`.
@@ -31,14 +32,15 @@ class DeviceThreads:
         The caller's inference mode, autocast, CUDA streams and context variables hold in the threads. What one raises
         is raised, after all have ended, with its number and device in the message; if several fail, the first one's.
         """
-        pool = self._started()
         carried = _Carried(self._devices[:count], grad)
 
         def run_one(number: int) -> T:
             with carried.over(number):
                 return work(number)
 
-        futures = [pool.submit(contextvars.copy_context().run, run_one, i) for i in range(count)]
+        with self._submitting:  # all of a call before any of another's, else both might wait for threads
+            pool = self._started()
+            futures = [pool.submit(contextvars.copy_context().run, run_one, i) for i in range(count)]
         wait(futures)
         for number, future in enumerate(futures):
             error = future.exception()

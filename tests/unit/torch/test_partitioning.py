@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +250,64 @@ class InPlaceBehindModules(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = x * 1.0
         return nn.functional.relu(self.flat(h.unsqueeze(0)), inplace=True) + h
+
+
+class Noise(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.randn(DIM)
+
+
+class Frozen(nn.Module):
+    """Its first layer learns nothing, and how often it was called is counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            h = self.first(x)
+        found: torch.Tensor = self.last(h)
+        return found
+
+
+class Counting(Frozen):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(DIM))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.mean.mul_(0.9)
+        found: torch.Tensor = self.last(x)
+        return found
+
+
+@pytest.mark.parametrize("kind", [Noise, Frozen, Counting])
+def test_what_a_trace_leaves_out_is_kept(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    whole, x = kind(), torch.randn(2, DIM)
+    model = copy.deepcopy(whole)
+    parted = pt.partition(model, x, ["cpu", "cpu"], {"last": 1} if kind is not Noise else None)
+    assert_same(list(model.buffers()), list(whole.buffers()))
+    for seed in range(2):
+        outputs = []
+        for each in (whole, parted):
+            torch.manual_seed(seed)
+            outputs.append(each(x))
+        assert_same(outputs[1:], outputs[:1])
+        if outputs[0].requires_grad:
+            for output in outputs:
+                output.sum().backward()
+    assert_same([each.grad for each in parted.parameters()], [each.grad for each in whole.parameters()])
+    assert_same(list(parted.buffers()), list(whole.buffers()))
+
+
+def test_several_threads_may_call_at_once() -> None:
+    model, x = pt.partition(Tied(), torch.arange(3), ["cpu", "cpu"]), torch.arange(3)
+    expected = model(x)
+    with ThreadPoolExecutor(4) as pool:
+        assert all(torch.equal(each, expected) for each in pool.map(model, [x] * 40))
 
 
 class ByValue(nn.Module):

@@ -15,19 +15,11 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from paceline.errors import UsageError, first_line
-from paceline.torch.graph_rules import changes_in_place, draws, name_of
+from paceline.torch.graph_rules import draws
 from paceline.torch.partitioning.graph import Operation
 from paceline.torch.partitioning.placing import Cost
 
 _OPERATIONS: Final = ("call_function", "call_method", "call_module", "get_attr")
-# Operations, by name in lower case, whose value may lie in the memory of what they take.
-_VIEWS: Final = {
-    "view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze", "transpose",
-    "t", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "expand", "expand_as", "narrow", "select", "slice",
-    "chunk", "split", "split_with_sizes", "tensor_split", "hsplit", "vsplit", "dsplit", "unbind", "diagonal",
-    "as_strided", "unfold", "contiguous", "detach", "to", "type_as", "float", "getitem", "getattr", "real", "imag",
-    "alias", "identity", "dropout", "dropout1d", "dropout2d", "dropout3d", "alphadropout", "alpha_dropout",
-}  # fmt: skip
 
 
 @dataclass
@@ -46,9 +38,15 @@ class CapturedGraph:
     outputs: tuple[str, ...]
     nodes: dict[str, fx.Node]
     """The graph's nodes by name."""
+    is_traced: bool = False
+    """Whether torch.fx made it."""
     costs: dict[str, Cost] = field(default_factory=dict)
     shapes: dict[str, str] = field(default_factory=dict)
     """The type and shape of the values that are tensors, as text."""
+    shared: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Of which inputs of an operation its value has the memory."""
+    changed: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Which inputs an operation changes in place."""
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Return the model's parameters and buffers with their paths, each once."""
@@ -71,21 +69,53 @@ class CapturedGraph:
 
 
 def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedGraph:
-    """Return the graph of a model that is called with these arguments.
+    """Return the graph of a model that is called with these arguments, with costs and shapes as they were measured.
 
     Raises UsageError for a model that neither torch.fx nor torch.export can follow, and for operations that change in
     place what others take.
     """
-    try:
-        captured = _trace(model)
-    except Exception as error:  # whatever the model's code raises that is run with stand-ins for its arguments
-        captured = _export(model, args, kwargs, error)
+    with _untouched(model):
+        try:
+            captured = _trace(model)
+        except Exception as error:  # whatever the model's code raises that is run with stand-ins for its arguments
+            captured = _export(model, args, kwargs, error)
+        _measure(captured, args, kwargs)
+        if captured.is_traced and _changes_buffers(captured):  # perhaps without gradients, which a trace does not tell
+            captured = _export(model, args, kwargs, _NotTraceableError("its forward changes a buffer"))
+            _measure(captured, args, kwargs)
     _check_in_place(captured)
     return captured
 
 
+class _NotTraceableError(Exception):
+    pass
+
+
+class _Tracer(fx.Tracer):
+    """Refuses what a trace would leave out: modes that parts of a forward run in, and random numbers drawn meanwhile."""
+
+    proxy_buffer_attributes = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._modes = _modes()
+        self._random = torch.get_rng_state()
+
+    @override
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        if _modes() != self._modes:
+            raise _NotTraceableError("part of its forward turns gradients or autocast on or off")
+        if not torch.equal(torch.get_rng_state(), self._random):
+            raise _NotTraceableError("its forward draws random numbers that depend on no argument")
+        return super().create_node(*args, **kwargs)
+
+
+def _modes() -> tuple[bool, ...]:
+    return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+
+
 def _trace(model: nn.Module) -> CapturedGraph:
-    tracer = fx.Tracer()
+    tracer = _Tracer()
     graph = tracer.trace(model)
     root = fx.GraphModule(model, graph)
     signature = inspect.signature(model.forward)
@@ -101,7 +131,9 @@ def _trace(model: nn.Module) -> CapturedGraph:
     def collect(values: Mapping[str, Any]) -> Any:
         return fx.node.map_arg(output, lambda node: values[node.name])
 
-    return _captured(root, graph, bind, collect)
+    captured = _captured(root, graph, bind, collect)
+    captured.is_traced = True
+    return captured
 
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], traced: Exception) -> CapturedGraph:
@@ -190,21 +222,6 @@ def _kept_in_order(root: fx.GraphModule, node: fx.Node) -> list[Any]:
     return kept
 
 
-def _check_in_place(captured: CapturedGraph) -> None:
-    """Raise UsageError where an operation changes in place what another takes too: they might run in another order."""
-    for node in captured.root.graph.nodes:
-        changed = node.args[0] if node.args and changes_in_place(node, captured.root) else None
-        while isinstance(changed, fx.Node):
-            if len(changed.users) > 1:
-                others = ", ".join(user.name for user in changed.users if user is not node)
-                raise UsageError(
-                    f"{node.name} changes {changed.name} in place, which {others} takes too: write it out of place "
-                    "(inplace=False, or x = x + y for x += y)"
-                )
-            module = captured.module_of(changed.name)
-            name = name_of(changed) if module is None else type(module).__name__.lower()
-            is_same = name in _VIEWS or changes_in_place(changed, captured.root)
-            changed = changed.args[0] if is_same and changed.args else None
 
 
 def _attribute(root: nn.Module, path: str) -> Any:
@@ -251,11 +268,30 @@ def give_parameters(captured: CapturedGraph, name: str, given: Mapping[str, str]
 # What operations take.
 
 
-def measure(captured: CapturedGraph, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Find costs and shapes, by running the graph twice; the model and the random numbers stay as they are."""
+def _measure(captured: CapturedGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Find costs, shapes, and what shares or changes memory, by running the graph twice."""
     for _ in range(2):
-        with torch.no_grad(), torch.random.fork_rng(), _buffers_kept(model):
+        with torch.no_grad():
             _Measuring(captured).run_graph(captured.bind(args, kwargs))
+
+
+def _changes_buffers(captured: CapturedGraph) -> bool:
+    return any(captured.nodes[value].op == "get_attr" for values in captured.changed.values() for value in values)
+
+
+def _check_in_place(captured: CapturedGraph) -> None:
+    """Raise UsageError where an operation changes in place what another takes too: they might run in another order."""
+    for name, values in captured.changed.items():
+        behind = list(values)
+        while behind:
+            value = behind.pop()
+            if len(captured.nodes[value].users) > 1:
+                others = [user.name for user in captured.nodes[value].users if user.name != name]
+                raise UsageError(
+                    f"{name} changes {value} in place, which {', '.join(others)} takes too: write it out of place "
+                    "(inplace=False, or x = x + y for x += y)"
+                )
+            behind += captured.shared.get(value, ())
 
 
 class _Measuring(fx.Interpreter):
@@ -271,12 +307,26 @@ class _Measuring(fx.Interpreter):
 
     @override
     def run_node(self, n: fx.Node) -> Any:
+        taken = {each.name: _tensors_in(self.env[each]) for each in n.all_input_nodes if each in self.env}
+        versions = {name: [tensor._version for tensor in its] for name, its in taken.items()}
         start = time.perf_counter()
         value = super().run_node(n)
         _wait_for(value)
         seconds = time.perf_counter() - start
+        made = {tensor.untyped_storage().data_ptr() for tensor in _tensors_in(value)} - {0}
+        if n.op in _OPERATIONS:
+            self._captured.shared[n.name] = tuple(
+                name
+                for name, its in taken.items()
+                if any(tensor.untyped_storage().data_ptr() in made for tensor in its)
+            )
+            changed = tuple(
+                name for name, its in taken.items() if [tensor._version for tensor in its] != versions[name]
+            )
+            if changed:
+                self._captured.changed[n.name] = changed
         costs, former = self._captured.costs, self._captured.costs.get(n.name)
-        tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+        tensors = _tensors_in(value)
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         costs[n.name] = Cost(seconds if former is None else min(seconds, former.seconds), size)
         self._captured.shapes[n.name] = shape_of(tensors)
@@ -288,6 +338,10 @@ def shape_of(tensors: Sequence[torch.Tensor]) -> str:
     return ", ".join(f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for tensor in tensors)
 
 
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
 def _wait_for(value: Any) -> None:
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
@@ -296,14 +350,17 @@ def _wait_for(value: Any) -> None:
 
 
 @contextlib.contextmanager
-def _buffers_kept(model: nn.Module) -> Iterator[None]:
+def _untouched(model: nn.Module) -> Iterator[None]:
+    """Leave the buffers of a model, and the random numbers, as they were."""
     kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
-        yield
+        with torch.random.fork_rng():
+            yield
     finally:
         with torch.no_grad():
             for buffer, former in kept:
-                buffer.copy_(former)
+                if not torch.equal(buffer, former):
+                    buffer.copy_(former)
 
 
 def segment_module(

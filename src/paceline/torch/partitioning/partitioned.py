@@ -11,7 +11,7 @@ from torch import nn
 from typing_extensions import override
 
 from paceline.errors import UsageError
-from paceline.torch.partitioning.capture import CapturedGraph, capture, measure
+from paceline.torch.partitioning.capture import CapturedGraph, capture
 from paceline.torch.partitioning.drawing import describe_cut, draw_cut
 from paceline.torch.partitioning.graph import CutGraph
 from paceline.torch.partitioning.placing import TransferTimes, check_together, place_by_name, place_evenly, plan
@@ -46,7 +46,6 @@ def partition(
     found = _checked_devices(devices)
     args, kwargs = _arguments_of(example)
     captured = capture(model, args, kwargs)
-    measure(captured, model, args, kwargs)
     if placement is None:
         by_operation = _plan(captured, found, memory)
     elif memory is None:
@@ -184,7 +183,6 @@ class PartitionedModel(nn.Module):
         modes = _modes(model)
         if modes not in self._programs:
             captured, other = capture(model, args, kwargs), next(iter(self._programs.values()))
-            measure(captured, model, args, kwargs)
             known = set(captured.paths.values())
             placement = {path: device for path, device in other.placement.items() if path in known}
             by_operation = place_by_name(captured.operations, captured.paths, placement)
