@@ -92,7 +92,7 @@ class _NotTraceableError(Exception):
 
 
 class _Tracer(fx.Tracer):
-    """Refuses what a trace would leave out: modes that parts of a forward run in, and random numbers drawn meanwhile."""
+    """Refuses what a trace would leave out: modes of parts of a forward, random numbers drawn meanwhile."""
 
     proxy_buffer_attributes = True
 
