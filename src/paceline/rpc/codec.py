@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import PacelineError, ProtocolError, UsageError, printable
 from paceline.rpc.allowed import Allowed, qualified_name
-from paceline.transport import UNREADABLE, Buffer, padded
+from paceline.transport import UNREADABLE, Buffer, known, padded
 
 MAX_DEPTH: Final = 100
 """How deep lists, tuples, dictionaries and dataclasses may stand in one another."""
@@ -173,9 +173,9 @@ class Encoding:
         if kind.__module__.partition(".")[0] == "torch" or _is_tensor(value):
             import paceline.rpc.tensors  # noqa: F401  (it adds the kinds of torch's)
 
-            for known in kind.__mro__:
-                if known in _packs:
-                    return _packs[known]
+            for base in kind.__mro__:
+                if base in _packs:
+                    return _packs[base]
         if isinstance(value, np.ma.MaskedArray):
             raise _CannotSendError("it is a masked array; send its data and its mask")
         if isinstance(value, np.ndarray) and kind is not np.ndarray:
@@ -376,7 +376,7 @@ def _unpack_text(decoding: Decoding, data: memoryview) -> Any:
     number, text = decoding.nested(data)
     if not isinstance(number, int) or not 0 <= number < len(_TEXT_TYPES):
         raise ProtocolError("got a value of a kind that this version does not know")
-    return msgspec.convert(text, _TEXT_TYPES[number])
+    return msgspec.convert(text, known(_TEXT_TYPES[number]))
 
 
 def _pack_pickled(encoding: Encoding, value: Any) -> Any:

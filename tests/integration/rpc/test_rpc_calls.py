@@ -189,11 +189,11 @@ def test_time_outs_leave_the_connection_usable(agents: list[Agent]) -> None:
     a = agents[0]
     begun = time.monotonic()
     with pytest.raises(DeadlineError, match=r"worker 'b' has not answered .*nap within 0\.05 s"):
-        call(a, 1, nap, 2.0, timeout=timedelta(milliseconds=50))
-    slow = start(a, 1, nap, 2.0, timeout=timedelta(milliseconds=50))
+        call(a, 1, nap, 4.0, timeout=timedelta(milliseconds=50))
+    slow = start(a, 1, nap, 4.0, timeout=timedelta(milliseconds=50))
     until(slow.done)
     assert isinstance(slow.exception(), DeadlineError)
-    assert time.monotonic() - begun < 2.0
+    assert time.monotonic() - begun < 4.0
     assert call(a, 1, add, 1, 2) == 3
 
 

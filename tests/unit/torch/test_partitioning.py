@@ -303,6 +303,43 @@ def test_what_a_trace_leaves_out_is_kept(kind: type[nn.Module]) -> None:
     assert_same(list(parted.buffers()), list(whole.buffers()))
 
 
+class Optional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, half: bool = False) -> dict[str, Any]:
+        h = self.first(x)
+        if mask is None:
+            mask = torch.ones_like(h)
+        if half:
+            h, mask = h[:1], mask[:1]
+        return {"h": h, "y": [self.last(h * mask)]}
+
+
+def test_arguments_without_tensors_may_decide_what_is_done() -> None:
+    whole, x = Optional(), torch.randn(4, DIM)
+    parted = pt.partition(copy.deepcopy(whole), x, ["cpu", "cpu"], {"first": 0, "last": 1})
+    parted.load_state_dict(whole.state_dict())
+    for arguments in ((x,), (x, None, True), (x, x > 0), (x, x > 0, True)):
+        found, expected = parted(*arguments), whole(*arguments)
+        assert type(found) is dict
+        assert type(found["y"]) is list
+        assert_same([found["h"], *found["y"]], [expected["h"], *expected["y"]])
+
+
+class BySize(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.shape[0] > 4 else x
+
+
+def test_sizes_for_which_a_graph_does_not_hold_are_refused() -> None:
+    model = pt.partition(BySize(), torch.randn(6, DIM), ["cpu"])
+    assert model(torch.ones(5, DIM)).sum() == 2 * 5 * DIM
+    with pytest.raises(UsageError, match="was called with arguments that its graph is not for"):
+        model(torch.ones(3, DIM))
+
+
 def test_several_threads_may_call_at_once() -> None:
     model, x = pt.partition(Tied(), torch.arange(3), ["cpu", "cpu"]), torch.arange(3)
     expected = model(x)

@@ -76,7 +76,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """
     with _untouched(model):
         try:
-            captured = _trace(model)
+            captured = _trace(model, args, kwargs)
         except Exception as error:  # whatever the model's code raises that is run with stand-ins for its arguments
             captured = _export(model, args, kwargs, error)
         _measure(captured, args, kwargs)
@@ -114,26 +114,49 @@ def _modes() -> tuple[bool, ...]:
     return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
 
 
-def _trace(model: nn.Module) -> CapturedGraph:
+def constants_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by which a forward may decide what it does: None, truth values and texts."""
+    bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return {name: value for name, value in bound.arguments.items() if value is None or isinstance(value, (bool, str))}
+
+
+def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedGraph:
     tracer = _Tracer()
-    graph = tracer.trace(model)
+    graph = tracer.trace(model, concrete_args=constants_of(model, args, kwargs))
+    for node in reversed(list(graph.nodes)):
+        if node.target in (torch._assert, fx._symbolic_trace._assert_is_none):  # that constants are what they are
+            graph.erase_node(node)
+            for each in node.all_input_nodes:
+                if each.op == "call_function" and not each.users:
+                    graph.erase_node(each)
     root = fx.GraphModule(model, graph)
     signature = inspect.signature(model.forward)
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    names = [node.name for node in graph.nodes if node.op == "placeholder"]  # one for each parameter
 
     def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        return {node.name: bound.arguments[str(node.target).lstrip("*")] for node in placeholders}
+        return {name: bound.arguments[each] for name, each in zip(names, signature.parameters, strict=True)}
 
     output = next(node for node in graph.nodes if node.op == "output").args[0]
-
-    def collect(values: Mapping[str, Any]) -> Any:
-        return fx.node.map_arg(output, lambda node: values[node.name])
-
-    captured = _captured(root, graph, bind, collect)
+    captured = _captured(root, graph, bind, lambda values: _filled(output, values))
     captured.is_traced = True
     return captured
+
+
+def _filled(returned: Any, values: Mapping[str, Any]) -> Any:
+    """Return what a graph returns, with the values of its operations."""
+    if isinstance(returned, fx.Node):
+        return values[returned.name]
+    if isinstance(returned, dict):
+        return {key: _filled(each, values) for key, each in returned.items()}
+    if isinstance(returned, (list, tuple)):
+        filled = [_filled(each, values) for each in returned]
+        if isinstance(returned, list):
+            return filled
+        return type(returned)(*filled) if hasattr(returned, "_fields") else tuple(filled)
+    return returned
 
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], traced: Exception) -> CapturedGraph:
@@ -152,8 +175,10 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tra
         ) from error
     root: Any = program.module()
     graph = root.graph
+    check, checked = None, []
     for node in list(graph.nodes):
-        if node.op == "call_module" and node.target == "_guards_fn":  # checks of sizes that may vary
+        if node.op == "call_module" and node.target == "_guards_fn":  # of what the graph takes for granted
+            check, checked = root.get_submodule("_guards_fn"), [each.name for each in node.all_input_nodes]
             graph.erase_node(node)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     output = next(node for node in graph.nodes if node.op == "output").args[0]
@@ -165,7 +190,16 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tra
         leaves, its = pytree.tree_flatten((args, kwargs))
         if its != structure:
             raise UsageError("the model was called with other arguments than those it was partitioned with")
-        return {node.name: leaf for node, leaf in zip(placeholders, leaves, strict=True)}
+        arguments = {node.name: leaf for node, leaf in zip(placeholders, leaves, strict=True)}
+        if check is not None:
+            try:
+                check(*(arguments[name] for name in checked))
+            except AssertionError as error:
+                raise UsageError(
+                    f"the model was called with arguments that its graph is not for: {first_line(error)}; partition it "
+                    "with an example like them"
+                ) from None
+        return arguments
 
     def collect(values: Mapping[str, Any]) -> Any:
         leaves = [constant if name is None else values[name] for name, constant in zip(names, constants, strict=True)]
@@ -220,8 +254,6 @@ def _kept_in_order(root: fx.GraphModule, node: fx.Node) -> list[Any]:
     if draws(node, root):
         kept.append(_RANDOM)
     return kept
-
-
 
 
 def _attribute(root: nn.Module, path: str) -> Any:

@@ -11,7 +11,7 @@ from torch import nn
 from typing_extensions import override
 
 from paceline.errors import UsageError
-from paceline.torch.partitioning.capture import CapturedGraph, capture
+from paceline.torch.partitioning.capture import CapturedGraph, capture, constants_of
 from paceline.torch.partitioning.drawing import describe_cut, draw_cut
 from paceline.torch.partitioning.graph import CutGraph
 from paceline.torch.partitioning.placing import TransferTimes, check_together, place_by_name, place_evenly, plan
@@ -134,10 +134,6 @@ def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in distinct.values())
 
 
-def _modes(model: nn.Module) -> tuple[bool, ...]:
-    return tuple(module.training for module in model.modules())
-
-
 class PartitionedModel(nn.Module):
     """A model over several devices; made by :func:`partition`.
 
@@ -148,8 +144,8 @@ class PartitionedModel(nn.Module):
         super().__init__()
         self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
         self._whole = (model, *arguments)  # in a tuple, so that it is no submodule
-        self._programs = {_modes(model): program}
         self.training = model.training
+        self._programs = {self._key(*arguments): program}
 
     @property
     def cut(self) -> CutGraph:
@@ -164,7 +160,7 @@ class PartitionedModel(nn.Module):
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model returns; each output is on the device on which it was computed."""
-        return self._program().run(args, kwargs)
+        return self._program(args, kwargs).run(args, kwargs)
 
     def describe(self) -> str:
         """Return the cut graph as text: by device its segments, and what each receives and sends."""
@@ -176,18 +172,27 @@ class PartitionedModel(nn.Module):
         program = self._program()
         Path(path).write_text(draw_cut(program.cut, program.titles(), program.captured.shapes), encoding="utf-8")
 
-    def _program(self) -> Program:
-        """Return the program for the modes that the modules are in: what a forward does may depend on them."""
-        model, args, kwargs = self._whole
-        model.training = self.training
-        modes = _modes(model)
-        if modes not in self._programs:
+    def _program(self, *call: Any) -> Program:
+        """Return the program for a call's arguments and keyword arguments; for the example where none are given.
+
+        What a forward does may depend on the modes of modules, and on arguments that are no tensors nor numbers.
+        """
+        model = self._whole[0]
+        args, kwargs = call or self._whole[1:]
+        key = self._key(args, kwargs)
+        if key not in self._programs:
             captured, other = capture(model, args, kwargs), next(iter(self._programs.values()))
             known = set(captured.paths.values())
             placement = {path: device for path, device in other.placement.items() if path in known}
             by_operation = place_by_name(captured.operations, captured.paths, placement)
-            self._programs[modes] = Program(captured, other.devices, by_operation, compile=other.compile)
-        return self._programs[modes]
+            self._programs[key] = Program(captured, other.devices, by_operation, compile=other.compile)
+        return self._programs[key]
+
+    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        model = self._whole[0]
+        model.training = self.training
+        modes = tuple(module.training for module in model.modules())
+        return modes, *sorted(constants_of(model, args, kwargs).items())
 
     @override
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PartitionedModel:
