@@ -96,7 +96,7 @@ def test_names_that_no_stage_can_begin_with(names: list[str], message: str) -> N
 
 def test_a_forward_that_decides_by_values_is_named() -> None:
     with pytest.raises(
-        UsageError, match=r"Gate cannot be cut into stages: its forward stands in the way \(.*test_graph"
+        UsageError, match=r"Gate cannot be cut into stages: its forward stands in the way \(.*test_pipeline_graph"
     ):
         traced(Gate(), X)
 
