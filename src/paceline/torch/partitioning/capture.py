@@ -91,7 +91,7 @@ class _NotTraceableError(Exception):
     pass
 
 
-class _Tracer(fx.Tracer):
+class _FaithfulTracer(fx.Tracer):
     """Refuses what a trace would leave out: modes of parts of a forward, random numbers drawn meanwhile."""
 
     proxy_buffer_attributes = True
@@ -122,7 +122,7 @@ def constants_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedGraph:
-    tracer = _Tracer()
+    tracer = _FaithfulTracer()
     graph = tracer.trace(model, concrete_args=constants_of(model, args, kwargs))
     for node in reversed(list(graph.nodes)):
         if node.target in (torch._assert, fx._symbolic_trace._assert_is_none):  # that constants are what they are
