@@ -40,20 +40,28 @@ def train(
     dim: Annotated[
         int | None, typer.Option(help="fm, deepfm, dcn: factors of a feature (8); ffm: for each column (4).")
     ] = None,
-    factor_lr: Annotated[float | None, typer.Option(help="Models with factors: learning rate of the factors.")] = None,
-    factor_l2: Annotated[float | None, typer.Option(help="Models with factors: L2 penalty of the factors.")] = None,
+    factor_lr: Annotated[
+        float | None, typer.Option(help="Models with factors: learning rate of the factors; default: found by trial.")
+    ] = None,
+    factor_l2: Annotated[
+        float | None, typer.Option(help="Models with factors: L2 penalty of the factors; default: found by trial.")
+    ] = None,
     factor_min_count: Annotated[
         int | None,
-        typer.Option(help="Models with factors: how often a feature must have occurred to have some; default 300."),
+        typer.Option(
+            help="Models with factors: how often a feature must have occurred to have some; default: found by trial."
+        ),
     ] = None,
     hidden: Annotated[
         str | None, typer.Option(help="deepfm, dcn: units of each hidden layer, as in 128,64; default 64,32.")
     ] = None,
     cross_layers: Annotated[int | None, typer.Option(help="dcn: layers that cross columns; default 2.")] = None,
     tower_lr: Annotated[
-        float | None, typer.Option(help="deepfm, dcn: learning rate of the layers (Adam); default 0.002.")
+        float | None, typer.Option(help="deepfm, dcn: learning rate of the layers (Adam); default: found by trial.")
     ] = None,
-    tower_l2: Annotated[float | None, typer.Option(help="deepfm, dcn: L2 penalty of the layers; default 0.")] = None,
+    tower_l2: Annotated[
+        float | None, typer.Option(help="deepfm, dcn: L2 penalty of the layers; default: found by trial.")
+    ] = None,
     classes: Annotated[
         str | None,
         typer.Option(help="softmax: how many classes (10: 0 to 9), or all as in 1,2,5; default: those in a sample."),
