@@ -9,6 +9,7 @@ body goes through the socket as others do.
 
 from __future__ import annotations
 
+import os
 import platform
 import socket
 import struct
@@ -42,12 +43,13 @@ def can_share() -> bool:
 
 
 class SlotView(np.ndarray[Any, np.dtype[np.uint8]]):
-    """A body in a slot: the slot is free when the last reference to its memory goes."""
+    """A body in a slot: the slot is free when the last reference to its memory goes, in the process that took it."""
 
     flag: NDArray[np.uint8] | None = None
+    pid = 0
 
     def __del__(self) -> None:
-        if self.flag is not None:
+        if self.flag is not None and self.pid == os.getpid():  # not a fork's, whose parent may have it still
             self.flag[0] = 0
 
 
@@ -118,7 +120,7 @@ class SharedBodies:
         at = _HEAD_BYTES + slot * SLOT_BYTES
         memory = self._segment.bytes
         body = memory[at : at + size].view(SlotView)
-        body.flag = memory[_LINE_BYTES * (1 + slot) :][:1]
+        body.flag, body.pid = memory[_LINE_BYTES * (1 + slot) :][:1], os.getpid()
         flags = memory[_LINE_BYTES * (1 + first) : _LINE_BYTES * (1 + first + _SLOTS) : _LINE_BYTES]
         if np.count_nonzero(flags) > _MAX_VIEWED:
             return view_of(np.array(body, subok=False))

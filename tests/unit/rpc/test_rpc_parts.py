@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -15,7 +16,7 @@ from paceline.errors import ConnectionLostError, DeadlineError, PeerError, Proto
 from paceline.rpc import Future, RemoteError, framed_socket
 from paceline.rpc.framed_socket import FramedSocket
 from paceline.rpc.messages import failure_meta, failure_of
-from paceline.rpc.shared_bodies import can_share
+from paceline.rpc.shared_bodies import SharedBodies, can_share
 from paceline.rpc.workers import Directory, Introduction, check_name
 from paceline.transport import pack_header
 
@@ -226,3 +227,27 @@ def test_bodies_in_memory_that_is_not_shared_are_refused(flags: int) -> None:
         right.receive()
     raw.close()
     right.release()
+
+
+@pytest.mark.skipif(not can_share(), reason="bodies are not shared on this platform")
+def test_a_fork_does_not_free_what_its_parent_holds() -> None:
+    near, far = socket.socketpair(socket.AF_UNIX)
+    with near, far:
+        sender = SharedBodies.make()
+        assert sender is not None
+        receiver = SharedBodies.attach(sender.path, far)
+        assert receiver is not None
+        slot = sender.put([b"kept"], 4)
+        assert slot is not None
+        held = receiver.take(slot, 4)
+        child = os.fork()
+        if not child:
+            del held
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert sender.put([b"next"], 4) != slot
+        assert bytes(held) == b"kept"
+        del held
+        assert sender.put([b"next"], 4) == slot
+        sender.close()
+        receiver.close()
