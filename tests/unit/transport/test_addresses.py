@@ -116,10 +116,14 @@ def _full_listener(stack: ExitStack) -> socket.socket:
 def test_an_address_that_does_not_answer_leaves_time_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     _name_of(monkeypatch, "127.0.0.2", "127.0.0.1")
     with ExitStack() as stack:
-        port = _full_listener(stack).getsockname()[1]
-        answering = stack.enter_context(socket.socket())
-        answering.bind(("127.0.0.1", port))
-        answering.listen()
+        port = 0
+        while not port:  # one that nobody has taken on the other address
+            answering = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                at = _full_listener(stack).getsockname()[1]
+                answering.bind(("127.0.0.1", at))
+                answering.listen()
+                port = at
         address = Address("tcp", "both.example", port)
         stack.enter_context(asyncio.run(dial(address, 4.0)))
         with open_socket(address, 4.0) as connected:
