@@ -9,9 +9,9 @@ import json
 from dataclasses import asdict, dataclass
 
 from paceline.errors import UsageError
+from paceline.tables.memory.limit import parse_size
 
 AUTO = "auto"
-_UNITS = {"K": 10, "M": 20, "G": 30, "T": 40}
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +139,10 @@ def _count(text: str | None) -> int | None:
 def _size(text: str | None) -> int | None:
     if text is None:
         return None
-    number, unit = text.strip().upper(), ""
-    if number and number[-1] in _UNITS:
-        number, unit = number[:-1], number[-1]
-    if not (number.isascii() and number.isdigit() and int(number) > 0):
+    num_bytes = parse_size(text)
+    if num_bytes is None:
         raise UsageError(f"--stage-memory {text}: expected a number of bytes such as 500M or 4G")
-    return int(number) << _UNITS.get(unit, 0)
+    return num_bytes
 
 
 def _check_split(options: PipelineOptions) -> None:

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import PacelineError, ProtocolError, UsageError, printable
 from paceline.rpc.allowed import Allowed, qualified_name
-from paceline.transport import UNREADABLE, Buffer, known, padded
+from paceline.transport import PADS, UNREADABLE, Buffer, known, padded
 
 MAX_DEPTH: Final = 100
 """How deep lists, tuples, dictionaries and dataclasses may stand in one another."""
@@ -41,7 +41,6 @@ REFERENCE, TENSOR = 20, 21
 _INT_MIN, _INT_MAX = -(1 << 63), (1 << 64) - 1
 _MAX_BIG_INT_BYTES = 1 << 16
 _COMPLEX = struct.Struct("<dd")
-_PADS = tuple(bytes(size) for size in range(8))
 _NUMERIC = "?bhilqBHILQefdFD"
 DTYPES: Final = {np.dtype(code).name: np.dtype(code).newbyteorder("<") for code in _NUMERIC}
 """The types of elements that may be sent, by name."""
@@ -125,7 +124,7 @@ class Encoding:
         if size:
             self.parts.append(array.reshape(-1).view(np.uint8))
             if size & 7:
-                self.parts.append(_PADS[-size & 7])
+                self.parts.append(PADS[-size & 7])
 
     def nested(self, value: Any) -> bytes:
         """Return a value as the msgpack of an extension's own."""

@@ -23,6 +23,7 @@ from paceline.transport.frames import (
     HEADER,
     HEADER_BYTES,
     MAGIC,
+    PADS,
     PROTOCOL_VERSION,
     Buffer,
     Header,
@@ -46,7 +47,6 @@ _STALL_S = 60.0
 _LONGEST_POLL_MS = 1 << 30
 _NONCE_BYTES = 32
 _OFFER = 31  # a frame that is not the application's: the path of memory for bodies
-_PADS = tuple(bytes(size) for size in range(8))
 
 
 class Received(NamedTuple):
@@ -122,7 +122,7 @@ class FramedSocket:
             header = HEADER.pack(
                 MAGIC, PROTOCOL_VERSION, kind, slot, 0, request, message, 0, context, len(meta), body_bytes
             )
-            parts: Sequence[Buffer] = (header, meta, _PADS[-len(meta) & 7], *body, _PADS[-body_bytes & 7])
+            parts: Sequence[Buffer] = (header, meta, PADS[-len(meta) & 7], *body, PADS[-body_bytes & 7])
             self._send_frame(parts, HEADER_BYTES + len(meta) + body_bytes, deadline)
 
     def _through_memory(

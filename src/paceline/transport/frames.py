@@ -35,7 +35,8 @@ MAGIC: Final = 0x4C50
 PROTOCOL_VERSION: Final = 2
 FIRST_APPLICATION_KIND: Final = 16
 
-_PADS: Final = tuple(bytes(size) for size in range(8))
+PADS: Final = tuple(bytes(size) for size in range(8))
+"""What is put behind a part of a frame of so many bytes, by ``-size & 7``: parts begin at multiples of 8."""
 
 
 class Kind(IntEnum):
@@ -164,7 +165,7 @@ def frame_parts(
     header = HEADER.pack(
         MAGIC, PROTOCOL_VERSION, kind, flags, table, request, epoch, clock, sequence, meta_bytes, body_bytes
     )
-    return [header, meta, _PADS[-meta_bytes & 7], *parts, _PADS[-body_bytes & 7]]
+    return [header, meta, PADS[-meta_bytes & 7], *parts, PADS[-body_bytes & 7]]
 
 
 def join(parts: Sequence[Any]) -> bytes:

@@ -19,13 +19,14 @@ from paceline.errors import AddressError, ConnectionLostError, PacelineError, Pe
 from paceline.protocol.client import ClientCore, Kind, Request, Resync, Transmit
 from paceline.ps import messages
 from paceline.ps.client.buffer_pool import Copies
-from paceline.ps.client.exchange import KINDS, PADS, Exchange, exchange_of, pack
+from paceline.ps.client.exchange import KINDS, Exchange, exchange_of, pack
 from paceline.ps.client.no_channel import NoChannel
 from paceline.ps.client.routes import MapWatch
 from paceline.ps.messages import RESULT, SYNCED, TICKS, UNKNOWN_KEYS
 from paceline.transport import (
     HEADER,
     MAGIC,
+    PADS,
     PROTOCOL_VERSION,
     Channel,
     Endpoint,

@@ -20,12 +20,11 @@ from paceline.ps.messages import ACK, CALL, EXACT, PULL, PUSH, PUSH_PULL, RANGE,
 from paceline.tables.bucket_arrays import buckets_of_keys, dense_buckets, positions_in
 from paceline.tables.ranges import clip_runs, range_buckets, runs_in
 from paceline.tables.types import Floats, Keys
-from paceline.transport import HEADER, MAGIC, PROTOCOL_VERSION, Channel, Header
+from paceline.transport import HEADER, MAGIC, PADS, PROTOCOL_VERSION, Channel, Header
 
 KINDS = {PUSH: Kind.PUSH, PULL: Kind.PULL, PUSH_PULL: Kind.PUSH_PULL, TICK: Kind.TICK, CALL: Kind.CALL}
 """By the kind of a frame."""
 
-PADS = tuple(bytes(size) for size in range(8))
 _Positions: TypeAlias = npt.NDArray[np.int64]
 
 
