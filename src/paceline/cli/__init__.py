@@ -4,18 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import sys
-import threading
-from types import FrameType
 
-
-class Terminated(KeyboardInterrupt):
-    """This process was told to end by a signal; it ends as after Ctrl-C, with the exit status that shells give."""
-
-    def __init__(self, number: int = signal.SIGTERM) -> None:
-        super().__init__()
-        self.number = number
+from paceline.cli.termination import Terminated, raise_no_more, raise_on_sigterm
 
 
 def main() -> None:
@@ -56,21 +47,6 @@ def main() -> None:
         _fail(f"{error.filename or 'the system'}: {error.strerror or error}", 1)
 
 
-def raise_on_sigterm() -> None:
-    """Have SIGTERM raise Terminated in the main thread, so that ``finally`` and ``with`` do their work.
-
-    So does SIGHUP, by which a terminal that is closed ends its programs, unless it is ignored, as nohup has it.
-    """
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        raise Terminated(number)
-
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, handle)
-        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
-            signal.signal(signal.SIGHUP, handle)
-
-
 def _message(error: Exception) -> str:
     from paceline.data.streams.standard_input import name_for_people
 
@@ -78,6 +54,7 @@ def _message(error: Exception) -> str:
 
 
 def _fail(text: str, status: int) -> None:
+    raise_no_more()
     with contextlib.suppress(OSError):  # a terminal that is closed
         print(f"paceline: {text}", file=sys.stderr)
     sys.exit(status)
