@@ -96,12 +96,18 @@ class Agent:
         """
         timeout_s = self._check(target, args, kwargs, timeout)
         if to == self.rank:
-            result: Future[Any] = TimedFuture(what_of(target), timeout_s)
+            result: TimedFuture[Any] = TimedFuture(what_of(target), timeout_s)
             self._call_here(target, args, kwargs or {}, result, is_awaited=is_awaited)
+            if not result.done():
+                self.standby.watch_timed(result)
             return result
         encoding, context = self._encoding(to)
         meta = encoding.encode_call((), target, args, kwargs or {})
-        return self._send(to, RpcKind.CALL, meta, encoding, context, what_of(target), timeout_s, is_awaited=is_awaited)
+        return self._send(
+            *(to, RpcKind.CALL, meta, encoding, context, what_of(target), timeout_s),
+            is_awaited=is_awaited,
+            made=made_of(target),
+        )
 
     def remote(
         self,
@@ -121,21 +127,23 @@ class Agent:
             return RRef.of_holding(self.table.hold(reference), self)
         encoding, context = self._encoding(to)
         meta = encoding.encode_call((list(reference),), target, args, kwargs or {})
-        made = self._send(to, RpcKind.REMOTE, meta, encoding, context, what_of(target), timeout_s)
+        made = self._send(to, RpcKind.REMOTE, meta, encoding, context, what_of(target), timeout_s, made=made_of(target))
         made.add_done_callback(functools.partial(_log_failure, what_of(target)))
         holding = self.table.hold(reference)
         holding.made = made
         return RRef.of_holding(holding, self)
 
-    def fetch(self, reference: ReferenceId, timeout: timedelta | None = None) -> Future[Any]:
+    def fetch(self, rref: RRef[Any], timeout: timedelta | None = None) -> Future[Any]:
         """Return the future of an object's value: a copy of it, if it lives elsewhere."""
-        timeout_s = self.seconds_of(timeout)
+        timeout_s, reference = self.seconds_of(timeout), rref.reference
         if reference.owner == self.rank:
             return self.local_value(reference)
         encoding, context = self._encoding(reference.owner)
         meta = msgspec.msgpack.encode(list(reference))
         owner = reference.owner
-        return self._send(owner, RpcKind.FETCH, meta, encoding, context, "to_here()", timeout_s, is_awaited=True)
+        return self._send(
+            *(owner, RpcKind.FETCH, meta, encoding, context, "to_here()", timeout_s), is_awaited=True, made=rref.made
+        )
 
     def local_value(self, reference: ReferenceId) -> Future[Any]:
         """Return the future of the value of an object of this process."""
@@ -184,6 +192,7 @@ class Agent:
         timeout_s: float,
         *,
         is_awaited: bool = False,
+        made: Future[Any] | None = None,
     ) -> PendingReply:
         if encoding.references:
             self.share(encoding.references, to)
@@ -200,6 +209,7 @@ class Agent:
             timeout_s=timeout_s,
             context=context,
             message=message,
+            made=made,
         )
         if not is_awaited:
             self.standby.touch()
@@ -319,6 +329,11 @@ class Agent:
         self.ends.close()
         self.answering.close()
         self.world.close()
+
+
+def made_of(target: Target) -> Future[Any] | None:
+    """Return the answer to the call that made the object whose method a call names, if it was made from here."""
+    return None if isinstance(target, str) else target[0].made
 
 
 def what_of(target: Target) -> str:

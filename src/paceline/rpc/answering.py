@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from paceline.collectives.rendezvous.node import Taker
 from paceline.errors import ConnectionLostError, DeadlineError, PacelineError, ProtocolError, UsageError
+from paceline.rpc.calling import unreadable
 from paceline.rpc.codec import Decoding, Encoding
 from paceline.rpc.counting import ReferenceId
 from paceline.rpc.framed_socket import FramedSocket, Received
@@ -162,12 +163,14 @@ class Answering(RequestServer, Taker):
         try:
             self._carry_out(end, received)
         except Exception as error:
-            if not isinstance(error, PacelineError):
-                _logger.exception("a request of %s could not be carried out", end.framed.name)
-            if header.kind == RpcKind.RELEASE:
-                _logger.debug("%s: %s", end.framed.name, error)
+            failure = unreadable(end.framed.name, error)
+            if header.kind == RpcKind.RELEASE:  # of an object that its owner took to be held no more
+                _logger.debug("%s: %s", end.framed.name, failure)
             else:
-                self._fail(end, header, error, with_trace=False)
+                self._fail(end, header, failure, with_trace=False)
+                if isinstance(failure, ProtocolError):
+                    _logger.warning("the connection of %s is closed: %s", end.framed.name, failure)
+                    end.framed.close()
         finally:
             with self._lock:
                 self._num_running -= 1
@@ -202,13 +205,13 @@ class Answering(RequestServer, Taker):
         agent = self._agent
         decoding = Decoding(body, agent.allowed, pickle=agent.pickle, agent=agent)
         parts = decoding.decode(meta)
-        kept: ReferenceId | None = None
         result: Future[Any] | None = None
         if header.kind == _REMOTE:
-            kept, parts = self._kept(end, parts), parts[1:]
-            result = Future()
-            agent.table.own(kept, end.rank, result)
+            reference, parts, result = self._kept(end, parts), parts[1:], Future()
+            agent.table.own(reference, end.rank, result)
         try:
+            if not isinstance(parts, list) or len(parts) != 3:
+                raise ProtocolError("got a call that cannot be read")
             target, args, kwargs = parts
             if not isinstance(args, list) or not isinstance(kwargs, dict):
                 raise ProtocolError("got a call whose arguments cannot be read")
@@ -216,14 +219,20 @@ class Answering(RequestServer, Taker):
                 from paceline.rpc.autograd import contexts
 
                 contexts.receive(header.sequence, end.rank, header.epoch, decoding.tensors)
-            agent.standby.touch()
-            end.begin()
-            function = agent.function_of(target)
         except Exception as error:
             if result is not None:
                 result.set_exception(error)
             raise
+        agent.standby.touch()
+        end.begin()
         del decoding
+        try:
+            function = agent.function_of(target)
+        except BaseException as error:  # it is not allowed, or the making of the object has failed
+            if result is not None:
+                result.set_exception(error)
+            self._fail(end, header, error, with_trace=_has_trace(error))
+            return
         if result is None:
             self._run_and_answer(end, header, function, args, kwargs)
         else:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from paceline.errors import ConnectionLostError, DeadlineError, PacelineError
+from paceline.errors import ConnectionLostError, DeadlineError, PacelineError, ProtocolError, UsageError, printable
 from paceline.rpc.framed_socket import FramedSocket, Received
 from paceline.rpc.futures import Future, left_until
 from paceline.transport import Buffer
@@ -27,7 +27,14 @@ class PendingReply(Future[Any]):
     def __init__(self, end: CallerEnd, what: str, deadline: float, timeout_s: float) -> None:
         super().__init__()
         self.what, self.deadline, self.timeout_s = what, deadline, timeout_s
+        self.made: Future[Any] | None = None
+        """The answer to the call that made the object which this call is for, where this process has asked for it."""
         self._end = end
+
+    def cause_of(self, error: PacelineError) -> BaseException:
+        """Return why this call has failed, which was told as `error`: its object may not have been made."""
+        failed = self.made.exception() if self.made is not None and isinstance(error, UsageError) else None
+        return failed or error
 
     def wait_until(self, deadline: float | None) -> bool:
         """Wait until the result is there, or the call's own time is up, which is a result too."""
@@ -92,10 +99,15 @@ class CallerEnd:
         timeout_s: float,
         context: int = 0,
         message: int = 0,
+        made: Future[Any] | None = None,
     ) -> PendingReply:
-        """Send a call and return the future of its result. Raises ConnectionLostError or DeadlineError."""
+        """Send a call and return the future of its result. Raises ConnectionLostError or DeadlineError.
+
+        `made`: see :class:`PendingReply`.
+        """
         deadline = time.monotonic() + timeout_s
         reply = PendingReply(self, what, deadline, timeout_s)
+        reply.made = made
         number = self._count() & 0xFFFFFFFF
         self._pending[number] = reply
         try:
@@ -164,8 +176,8 @@ class CallerEnd:
                 if left <= 0 or not self._framed.wait_readable(left):
                     break
                 self._deliver(self._framed.receive())
-        except PacelineError as error:
-            self.lose(error)
+        except Exception as error:
+            self.lose(unreadable(self.name, error))
         finally:
             self._stop_reading()
 
@@ -180,8 +192,8 @@ class CallerEnd:
                     self._deliver(self._framed.receive())
                 else:
                     self.expire_late()
-        except PacelineError as error:
-            self.lose(error)
+        except Exception as error:
+            self.lose(unreadable(self.name, error))
         finally:
             self.has_own_reader = False
             self._stop_reading()
@@ -243,3 +255,11 @@ class CallerEnd:
             lost = ConnectionLostError(f"{self.name} died or left before it answered {reply.what} ({error})")
             self._settle(reply, None, lost)
         self._let_go()
+
+
+def unreadable(name: str, error: Exception) -> PacelineError:
+    """Return why a connection ends: one of ours as it is, another one means that what was sent cannot be read."""
+    if isinstance(error, PacelineError):
+        return error
+    text = printable(f"{type(error).__name__}: {error}", 300)
+    return ProtocolError(f"{name} sent what cannot be read ({text})")

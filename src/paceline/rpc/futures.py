@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from typing_extensions import override
 
@@ -16,6 +16,22 @@ from paceline.errors import DeadlineError, UsageError
 _Result = TypeVar("_Result")
 _Other = TypeVar("_Other")
 _logger = logging.getLogger("paceline.rpc")
+_local = threading.local()
+
+
+class Waiting(Protocol):
+    """Who is told when a thread waits for a future, and then no more."""
+
+    def begin(self) -> None:
+        """This thread waits from now on. Raises UsageError if it may not."""
+
+    def end(self) -> None:
+        """It waits no more."""
+
+
+def wait_by(waiting: Waiting) -> None:
+    """Have `waiting` told of what this thread waits for."""
+    _local.waiting = waiting
 
 
 class Future(Generic[_Result]):
@@ -37,9 +53,19 @@ class Future(Generic[_Result]):
         """Wait for the result and return it, or raise the exception. Raises DeadlineError after `timeout`."""
         timeout_s = None if timeout is None else seconds_of(timeout)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        if not self._is_done and not self.wait_until(deadline):
+        if not self._is_done and not self._wait_told(deadline):
             raise DeadlineError(f"a future was not set within {timeout_s:g} s")
         return self.value()
+
+    def _wait_told(self, deadline: float | None) -> bool:
+        waiting: Waiting | None = getattr(_local, "waiting", None)
+        if waiting is None:
+            return self.wait_until(deadline)
+        waiting.begin()
+        try:
+            return self.wait_until(deadline)
+        finally:
+            waiting.end()
 
     def value(self) -> _Result:
         """Return the result, or raise the exception, of a future that is done."""
@@ -148,19 +174,25 @@ class Future(Generic[_Result]):
 
 
 class TimedFuture(Future[_Result]):
-    """The result of a call of this process to itself: who waits for it past its time sets a DeadlineError."""
+    """The result of a call of this process to itself: it is a DeadlineError once its time is up."""
 
     def __init__(self, what: str, timeout_s: float) -> None:
         """`what` was called, and may take so many seconds from now."""
         super().__init__()
+        self.deadline = time.monotonic() + timeout_s
+        """When its time is up, by ``time.monotonic``."""
         self._what, self._timeout_s = what, timeout_s
-        self._deadline = time.monotonic() + timeout_s
+
+    def expire(self) -> bool:
+        """Set the DeadlineError without running the callbacks; return False if there is a result already."""
+        late = DeadlineError(f"{self._what} has no result here within {self._timeout_s:g} s")
+        return self.settle(None, late)
 
     @override
     def wait_until(self, deadline: float | None) -> bool:
-        super().wait_until(self._deadline if deadline is None else min(deadline, self._deadline))
-        if time.monotonic() >= self._deadline:
-            self.resolve(None, DeadlineError(f"{self._what} has no result here within {self._timeout_s:g} s"))
+        super().wait_until(self.deadline if deadline is None else min(deadline, self.deadline))
+        if time.monotonic() >= self.deadline and self.expire():
+            self.run_callbacks()
         return self._is_done
 
 

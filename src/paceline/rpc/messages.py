@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import functools
 import traceback
+from collections.abc import Sequence
 from enum import IntEnum
+from typing import Any
 
 import msgspec
 
@@ -16,6 +19,8 @@ from paceline.transport import FIRST_APPLICATION_KIND, Limits, reader
 LIMITS = Limits(max_frame_bytes=1 << 32, max_meta_bytes=1 << 26)
 _MAX_TEXT = 4000
 _MAX_TRACE = 20_000
+_MAX_ARGUMENTS_BYTES = 1 << 14
+_PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 
 
 class RpcKind(IntEnum):
@@ -49,6 +54,8 @@ class CallFailure(msgspec.Struct, frozen=True, array_like=True):
     message: str
     trace: str = ""
     """The traceback; empty for what the call's own function did not raise."""
+    arguments: list[Any] | None = None
+    """What its class was given, if all of that is plain."""
 
 
 decode_failure = reader(CallFailure, "a report of a failed call")
@@ -58,14 +65,17 @@ class RemoteError(PeerError):
     """A function raised an exception in the process that ran it; :attr:`remote_traceback` says where.
 
     It is an instance of the class raised there too, if that is a built-in one or one of :mod:`paceline.errors`:
-    ``except ValueError`` catches a ``ValueError`` that another process raised.
+    ``except ValueError`` catches a ``ValueError`` that another process raised. It has the ``args`` of that one, and so
+    the ``errno`` and ``filename`` of an ``OSError``, where they are numbers, text, bytes or None.
     """
 
     remote_traceback: str = ""
     """The traceback as the other process printed it."""
+    shown: str = ""
+    """What was raised, where, and the traceback: what ``str()`` gives."""
 
     def __str__(self) -> str:
-        return str(self.args[0]) if self.args else ""
+        return self.shown
 
 
 def failure_meta(error: BaseException, *, with_trace: bool) -> bytes:
@@ -79,7 +89,29 @@ def failure_meta(error: BaseException, *, with_trace: bool) -> bytes:
     trace = ""
     if with_trace:
         trace = "".join(traceback.format_exception(kind, error, error.__traceback__))[-_MAX_TRACE:]
-    return msgspec.msgpack.encode(CallFailure(name, _text(error), _encodable(trace)))
+    failure = CallFailure(name, _text(error), _encodable(trace))
+    arguments = _arguments_of(error) if with_trace else None
+    if arguments is not None:
+        with contextlib.suppress(UnicodeEncodeError, OverflowError):  # surrogates, large numbers
+            meta = msgspec.msgpack.encode(msgspec.structs.replace(failure, arguments=arguments))
+            if len(meta) < _MAX_ARGUMENTS_BYTES + _MAX_TEXT + _MAX_TRACE:
+                return meta
+    return msgspec.msgpack.encode(failure)
+
+
+def _arguments_of(error: BaseException) -> list[Any] | None:
+    """Return what the class of an exception was given; None if that is not plain."""
+    try:
+        arguments = error.args
+        if isinstance(error, OSError) and type(error).__reduce__ is OSError.__reduce__:
+            arguments = error.__reduce__()[1]  # with the names of files, which args has not
+        return list(arguments) if _are_plain(arguments) else None
+    except Exception:  # of a class of the user's
+        return None
+
+
+def _are_plain(arguments: Sequence[Any]) -> bool:
+    return all(type(each) in _PLAIN for each in arguments)
 
 
 def _encodable(text: str) -> str:
@@ -107,12 +139,17 @@ def failure_of(meta: bytes | memoryview, worker: str, what: str) -> PacelineErro
     trace = "\n".join(lines).rstrip()
     name = printable(failure.error, 200)
     shown = f"{name}: {message}\n\n{what} failed on worker {worker!r}:\n{trace}"
-    try:
-        error = _kind_of(failure.error)(shown)
-    except TypeError:  # it takes other arguments
-        error = RemoteError(shown)
-    error.remote_traceback = trace
+    given = [shown] if failure.arguments is None or not _are_plain(failure.arguments) else failure.arguments
+    error = _made(_kind_of(failure.error), given)
+    error.remote_traceback, error.shown = trace, shown
     return error
+
+
+def _made(kind: type[RemoteError], arguments: Sequence[Any]) -> RemoteError:
+    for each in (kind, RemoteError):
+        with contextlib.suppress(Exception):  # it takes other arguments
+            return each(*arguments)
+    raise AssertionError("RemoteError takes any arguments")
 
 
 @functools.lru_cache(maxsize=256)

@@ -93,7 +93,7 @@ class CallerEnds(ReplyReader):
         agent = self._agent
         try:
             if header.kind == RpcKind.FAILED:
-                return None, failure_of(meta, agent.worker_of(end.rank).name, reply.what)
+                return None, reply.cause_of(failure_of(meta, agent.worker_of(end.rank).name, reply.what))
             decoding = Decoding(body, agent.allowed, pickle=agent.pickle, agent=agent)
             result = decoding.decode(meta)
             if header.epoch:

@@ -53,6 +53,11 @@ class RRef(Generic[_Value]):
         """Which object this is."""
         return self._holding.reference
 
+    @property
+    def made(self) -> Future[Any] | None:
+        """Return the answer to the call that made the object, where this process has asked another one for it."""
+        return self._holding.made
+
     def owner(self) -> WorkerInfo:
         """Return the worker where the object lives."""
         return self._agent.worker_of(self.reference.owner)
@@ -70,14 +75,7 @@ class RRef(Generic[_Value]):
 
         Raises what its making raised, DeadlineError, ConnectionLostError (the owner died) or UsageError (it is gone).
         """
-        made = self._holding.made
-        _check_made(made)
-        try:
-            fetched = self._agent.fetch(self.reference, timeout)
-            value: _Value = fetched.wait(self._agent.timeout if timeout is None else timeout)
-        except UsageError:
-            _check_made(made)  # it says why there is no object
-            raise
+        value: _Value = self._agent.fetch(self, timeout).wait(self._agent.timeout if timeout is None else timeout)
         return value
 
     def local_value(self) -> _Value:
@@ -121,13 +119,6 @@ class Methods:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the object itself."""
         return self._call("__call__", args, kwargs)
-
-
-def _check_made(made: Future[Any] | None) -> None:
-    """Raise what the answer to the call said that was to make an object, if it has come and is an error."""
-    error = None if made is None else made.exception()
-    if error is not None:
-        raise error from None
 
 
 def _pass_on(call: Callable[[str, Sequence[Any], dict[str, Any]], Any], name: str, *args: Any, **kwargs: Any) -> Any:

@@ -8,45 +8,82 @@ gets it. The standby looks every 2 ms while there is something to look after, an
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from paceline.errors import PacelineError
-from paceline.rpc.calling import CallerEnd
+from typing_extensions import override
+
+from paceline.errors import ProtocolError, UsageError
+from paceline.rpc.calling import CallerEnd, unreadable
 from paceline.rpc.framed_socket import FramedSocket, Received
+from paceline.rpc.futures import TimedFuture, Waiting, left_until, wait_by
 
 _logger = logging.getLogger("paceline.rpc")
 _MOMENT_S = 0.002
 _IDLE_TICKS = 100
 _SPARE_S = 5.0
+_MAX_WAITING = 1000
 
 
-class SpareThreads:
-    """Threads that run what they are given; made when needed, ended when not needed for a while."""
+class SpareThreads(Waiting):
+    """Threads that run what they are given; made when needed, ended when not needed for a while.
+
+    At most `max_threads` of them run something; those that wait for the result of a call of their own do not count, so
+    that a chain of calls from process to process and back ends. Of these there are at most a thousand.
+    """
 
     def __init__(self, max_threads: int) -> None:
         self._max_threads = max_threads
         self._tasks: queue.SimpleQueue[tuple[Callable[..., object], tuple[Any, ...]]] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._num_threads = self._num_idle = 0
+        self._num_threads = self._num_idle = self._num_waiting = 0
 
     def run(self, task: Callable[..., object], *args: Any) -> None:
         """Run it in another thread: soon, or once one is free where there are as many as there may be."""
         with self._lock:
             self._tasks.put((task, args))
-            if self._num_idle >= self._tasks.qsize() or self._num_threads >= self._max_threads:
-                return
-            self._num_threads += 1
-        threading.Thread(target=self._work, name="paceline-rpc", daemon=True).start()
+            is_needed = self._needs_thread()
+        if is_needed:
+            self._start()
 
     def has_room(self) -> bool:
         """Return whether one more task would run at once."""
-        return self._num_threads - self._num_idle < self._max_threads
+        return self._num_threads - self._num_idle - self._num_waiting < self._max_threads
+
+    @override
+    def begin(self) -> None:
+        with self._lock:
+            if self._num_waiting >= _MAX_WAITING:
+                raise UsageError(
+                    f"{_MAX_WAITING:,} functions of this process wait for calls that they have made: calls are nested "
+                    "too deep, or too many at once; return a Future under async_execution, which takes no thread"
+                )
+            self._num_waiting += 1
+            is_needed = self._needs_thread()
+        if is_needed:
+            self._start()
+
+    @override
+    def end(self) -> None:
+        with self._lock:
+            self._num_waiting -= 1
+
+    def _needs_thread(self) -> bool:
+        """Return whether a thread is to be started, which is counted."""
+        if self._num_idle >= self._tasks.qsize() or self._num_threads - self._num_waiting >= self._max_threads:
+            return False
+        self._num_threads += 1
+        return True
+
+    def _start(self) -> None:
+        threading.Thread(target=self._work, name="paceline-rpc", daemon=True).start()
 
     def _work(self) -> None:
+        wait_by(self)
         while True:
             with self._lock:
                 self._num_idle += 1
@@ -54,10 +91,9 @@ class SpareThreads:
                 task, args = self._tasks.get(timeout=_SPARE_S)
             except queue.Empty:
                 with self._lock:
-                    if self._tasks.qsize():
-                        self._num_idle -= 1
-                        continue
                     self._num_idle -= 1
+                    if self._tasks.qsize():
+                        continue
                     self._num_threads -= 1
                 return
             with self._lock:
@@ -96,8 +132,10 @@ class CalleeEnd:
             try:
                 self.framed.wait_readable(None)
                 received = self.framed.receive()
-            except PacelineError as error:
-                _logger.debug("the connection of %s has ended: %s", self.framed.name, error)
+            except Exception as error:
+                ended = unreadable(self.framed.name, error)
+                level = logging.WARNING if isinstance(ended, ProtocolError) else logging.DEBUG
+                _logger.log(level, "the connection of %s has ended: %s", self.framed.name, ended)
                 self._server.caller_lost(self)
                 self.framed.close()
                 self.framed.release()
@@ -138,6 +176,8 @@ class Standby:
         self._threads = threads
         self._callees: list[CalleeEnd] = []
         self._callers: list[CallerEnd] = []
+        self._timed: dict[TimedFuture[Any], None] = {}
+        self._sleeps_until = math.inf
         self._is_awake = self._is_touched = self._is_closed = False
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="paceline-rpc-standby", daemon=True)
@@ -153,6 +193,13 @@ class Standby:
     def watch_caller(self, end: CallerEnd) -> None:
         """Look after a connection that was made here."""
         self._callers = [*self._callers, end]
+
+    def watch_timed(self, future: TimedFuture[Any]) -> None:
+        """Look after a call of this process to itself, for which nobody may wait."""
+        self._timed[future] = None
+        future.add_done_callback(lambda _: self._timed.pop(future, None))
+        if future.deadline < self._sleeps_until:
+            self._wake.set()
 
     def forget(self, end: CalleeEnd | CallerEnd) -> None:
         """Look after it no more."""
@@ -179,17 +226,27 @@ class Standby:
                 self._is_touched, idle = False, 0
             if idle >= _IDLE_TICKS:
                 self._is_awake = False
+                self._sleeps_until = min((each.deadline for each in list(self._timed)), default=math.inf)
                 if not self._is_touched:  # who touched before that did not wake
-                    self._wake.wait()
+                    self._wake.wait(left_until(self._sleeps_until))
                 self._wake.clear()
                 self._is_awake = True
+                self._expire_timed()
                 continue
             time.sleep(_MOMENT_S)
             idle = 0 if self._look() else idle + 1
 
+    def _expire_timed(self) -> None:
+        """End the calls of this process to itself whose time is up."""
+        now = time.monotonic()
+        for future in list(self._timed):
+            if now >= future.deadline and future.expire():
+                self._threads.run(future.run_callbacks)
+
     def _look(self) -> bool:
         """Have threads read what nobody does; return whether there is more to look after."""
         now = time.monotonic()
+        self._expire_timed()
         is_needed = False
         for callee in self._callees:
             is_needed |= callee.is_busy

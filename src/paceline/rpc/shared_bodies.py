@@ -43,14 +43,32 @@ def can_share() -> bool:
 
 
 class SlotView(np.ndarray[Any, np.dtype[np.uint8]]):
-    """A body in a slot: the slot is free when the last reference to its memory goes, in the process that took it."""
+    """A body in a slot: the slot is free when the last reference to its memory goes.
+
+    A slot that is viewed while the process forks stays taken: parent and child may both look at it for ever.
+    """
 
     flag: NDArray[np.uint8] | None = None
-    pid = 0
+    num_forks = 0
 
     def __del__(self) -> None:
-        if self.flag is not None and self.pid == os.getpid():  # not a fork's, whose parent may have it still
+        if self.flag is not None and self.num_forks == _forks.number:  # else another process may have it still
             self.flag[0] = 0
+
+
+class _Forks:
+    """How often this process, or the one that it was forked from, has forked."""
+
+    number = 0
+
+    def count(self) -> None:
+        """Count one more: what was taken before stays, since both processes have it."""
+        self.number += 1
+
+
+_forks = _Forks()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_forks.count)
 
 
 class SharedBodies:
@@ -78,7 +96,7 @@ class SharedBodies:
         try:
             pid = _UCRED.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))[0]
             segment = Segment.open(path, _HEAD_BYTES + 2 * _SLOTS * SLOT_BYTES, pid=pid)
-        except (SegmentError, OSError, struct.error):
+        except (SegmentError, OSError, ValueError, struct.error):  # a path with a NUL, too
             return None
         segment.bytes[0] = 1
         return cls(segment, is_caller=False)
@@ -120,7 +138,7 @@ class SharedBodies:
         at = _HEAD_BYTES + slot * SLOT_BYTES
         memory = self._segment.bytes
         body = memory[at : at + size].view(SlotView)
-        body.flag, body.pid = memory[_LINE_BYTES * (1 + slot) :][:1], os.getpid()
+        body.flag, body.num_forks = memory[_LINE_BYTES * (1 + slot) :][:1], _forks.number
         flags = memory[_LINE_BYTES * (1 + first) : _LINE_BYTES * (1 + first + _SLOTS) : _LINE_BYTES]
         if np.count_nonzero(flags) > _MAX_VIEWED:
             return view_of(np.array(body, subok=False))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
+import random
 import socket
 import sys
 import threading
@@ -19,11 +20,19 @@ import pytest
 
 from paceline.collectives.rendezvous.store import MemoryStore
 from paceline.collectives.world import World
-from paceline.errors import AuthenticationError, ConnectionLostError, DeadlineError, RankLostError, UsageError
-from paceline.rpc import Future, RemoteError, RRef, allow, async_execution, wait_all
+from paceline.errors import (
+    AuthenticationError,
+    ConnectionLostError,
+    DeadlineError,
+    PacelineError,
+    RankLostError,
+    UsageError,
+)
+from paceline.rpc import Future, RemoteError, RRef, allow, async_execution, serving, wait_all
 from paceline.rpc.agent import Agent
 from paceline.rpc.allowed import Allowed, qualified_name
 from paceline.rpc.api import start_agent
+from paceline.rpc.codec import Encoding
 from paceline.rpc.workers import Introduction
 
 TOKEN = "a token for tests only"
@@ -272,6 +281,33 @@ def test_a_call_to_oneself_ends_in_time(agents: list[Agent]) -> None:
     with pytest.raises(DeadlineError, match=r"within 0\.01 s"):
         a.remote(0, qualified_name(promised), ("r",), None).to_here(timedelta(milliseconds=10))
     assert start(a, 0, add, 1, 2).wait() == 3
+    heard: list[BaseException | None] = []  # by a callback, where nobody waits
+    start(a, 0, promised, "nobody", timeout=timedelta(milliseconds=20)).add_done_callback(
+        lambda done: heard.append(done.exception())
+    )
+    until(lambda: bool(heard))
+    assert isinstance(heard[0], DeadlineError)
+
+
+chain: list[Agent] = []
+
+
+def bounce(left: int) -> int:
+    """Call the other one, which calls this one, and so on."""
+    return 0 if not left else 1 + call(chain[left % 2], 1 - left % 2, bounce, left - 1)
+
+
+def test_a_chain_of_calls_may_be_longer_than_there_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain[:] = made = make_agents(["a", "b"], num_threads=1)  # and three for each worker
+    try:
+        assert call(made[0], 1, bounce, 40) == 40
+        monkeypatch.setattr(serving, "_MAX_WAITING", 10)
+        with pytest.raises(UsageError, match=r"10 functions of this process wait .* nested too deep"):
+            call(made[0], 1, bounce, 40)
+        assert call(made[0], 1, bounce, 3) == 3
+    finally:
+        for agent in made:
+            agent.close()
 
 
 def leave_program() -> None:
@@ -311,8 +347,9 @@ def test_arguments_of_calls_that_cannot_be(agents: list[Agent]) -> None:
 def test_what_the_callee_cannot_read_is_the_reason(agents: list[Agent]) -> None:
     made = agents[0].remote(1, qualified_name(kind_of), (Stranger(1),), None)
     for _ in range(2):
-        with pytest.raises(UsageError, match=r"Stranger' is not allowed here"):
-            made.to_here()
+        for use in (made.to_here, made.rpc_sync().value, made.rpc_async().value().wait, made.remote().value().to_here):
+            with pytest.raises(UsageError, match=r"Stranger' is not allowed here"):
+                use()
 
 
 def test_a_reference_of_before_a_shutdown_is_not_taken_for_another_object(agents: list[Agent]) -> None:
@@ -339,6 +376,14 @@ def test_remote_failures_come_with_the_value(agents: list[Agent]) -> None:
     a = agents[0]
     with pytest.raises(LookupError, match="later"):
         a.remote(1, qualified_name(fail), ("later",), None).to_here()
+    failed = a.remote(1, qualified_name(fail), ("later",), None)
+    for use in (failed.rpc_sync().value, failed.rpc_async().value().wait, failed.remote().value().to_here):
+        with pytest.raises(LookupError, match="later") as raised:
+            use()
+        assert "in fail" in raised.value.remote_traceback  # type: ignore[attr-defined]
+    left = a.remote(1, qualified_name(leave_program), (), None)
+    with pytest.raises(RemoteError, match="SystemExit: 3"):
+        left.rpc_sync().value()
     with pytest.raises(UsageError, match="is not allowed here"):
         a.remote(1, "os:getcwd", (), None).to_here()
     slow = a.remote(1, qualified_name(nap), (0.3,), None)
@@ -467,21 +512,50 @@ def test_pickle_where_both_ends_allow_it() -> None:
         b.close()
 
 
-def test_frames_of_no_known_kind_are_answered_with_an_error(agents: list[Agent]) -> None:
+def test_frames_that_cannot_be_are_answered_with_an_error(
+    agents: list[Agent], caplog: pytest.LogCaptureFixture
+) -> None:
     a = agents[0]
-    end = a.ends.reach(1)
     for kind, meta in (
         (40, b""),
         (16, b"\xc1"),
         (16, b"\x93\x01\x02\x03"),
+        (16, b"\x05"),
         (17, b"\x91\x01"),
         (18, b"\x01"),
         (19, b""),
     ):
-        with pytest.raises(Exception, match=r"cannot be read|does not know|no function|unpack|names no") as raised:
-            end.start(kind, meta, (), what="nonsense", timeout_s=10).wait()
+        with pytest.raises(PacelineError, match=r"cannot be read|does not know|names no") as raised:
+            a.ends.reach(1).start(kind, meta, (), what="nonsense", timeout_s=10).wait()
         assert "nonsense" in str(raised.value)
+        with pytest.raises(ConnectionLostError):  # it is closed, and made anew
+            call(a, 1, add, 1, 1)
     assert call(a, 1, add, 1, 1) == 2
+
+
+def test_altered_frames_end_in_a_sentence(agents: list[Agent], caplog: pytest.LogCaptureFixture) -> None:
+    a, rng, answers = agents[0], random.Random(3), 0
+    whole = Encoding(agent=a)
+    call_meta = whole.encode_call((), qualified_name(add), (np.ones(3), {1: (2, "x")}), {"y": 1 << 70})
+    made_meta = whole.encode_call(([1, 0, 999],), qualified_name(Counter), (1,), {})
+    kinds = {16: call_meta, 17: made_meta, 18: b"\x93\x01\x00\x05", 19: b"\x92\x91\x93\x01\x00\x05\x00", 22: call_meta}
+    for _ in range(150):
+        kind = rng.choice(list(kinds))
+        meta = bytearray(kinds[kind])
+        for _ in range(rng.randint(1, 3)):
+            meta[rng.randrange(len(meta))] = rng.randrange(256)
+        body = [np.zeros(rng.choice([0, 3, 4]))]
+        end = a.ends.reach(1)
+        try:
+            end.start(kind, bytes(meta), body, what="fuzz", timeout_s=5).wait()
+        except DeadlineError:
+            raise
+        except (PacelineError, TypeError):
+            answers += 1
+        end.lose(ConnectionLostError("it may be closed"))
+    assert answers > 50
+    assert call(a, 1, add, 1, 1) == 2
+    assert [record for record in caplog.records if record.exc_info] == []
 
 
 def test_a_stranger_without_the_token_is_refused(agents: list[Agent]) -> None:
@@ -503,7 +577,7 @@ def linear_part(weights: RRef[Any], x: Any) -> Any:
 def test_gradients_go_back_the_way_the_values_came(agents: list[Agent]) -> None:
     torch = pytest.importorskip("torch")
     from paceline.rpc import autograd
-    from paceline.rpc.running import in_context
+    from paceline.rpc.running import in_context, set_agent
 
     a, b, _ = agents
     w = torch.tensor([2.0, 3.0], requires_grad=True)
@@ -522,6 +596,15 @@ def test_gradients_go_back_the_way_the_values_came(agents: list[Agent]) -> None:
         assert unused.requires_grad
         with pytest.raises(UsageError, match="one element"):
             autograd.backward(number, [y])
+        set_agent(a)
+        try:
+            autograd.backward(number, [y.sum()])
+        finally:
+            set_agent(None)
+    gradients = autograd.contexts.gradients(number)
+    assert set(gradients) == {w, x}
+    assert torch.equal(gradients[x], w.detach())
+    assert torch.equal(gradients[w], x.detach())
     assert not call(a, 1, linear_part, rref, x).requires_grad
     autograd.contexts.pop(number)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from paceline import cli
+from paceline.cli.termination import Terminated
 
 LINE = "\t".join(["1", *["5"] * 13, *["68fd1e64"] * 26]) + "\n"
 
@@ -240,8 +241,8 @@ def test_signals_have_their_own_status(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr(cli, "raise_on_sigterm", lambda: None)
     for error, status in (
         (KeyboardInterrupt, 130),
-        (cli.Terminated, 143),
-        (cli.Terminated(signal.SIGHUP), 129),
+        (Terminated, 143),
+        (Terminated(signal.SIGHUP), 129),
         (OSError(28, "No space left", "/x"), 1),
     ):
 

@@ -42,9 +42,12 @@ def _in_callback(number: int) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("lose", [_in_callback, _Freed])
 def test_a_signal_whose_exception_is_ignored_is_raised_again(lose: Callable[[int], object], number: int) -> None:
-    with pytest.raises(KeyboardInterrupt) as raised:
+    def lose_and_wait() -> None:
         lose(number)
         time.sleep(30.0)
+
+    with pytest.raises(KeyboardInterrupt) as raised:
+        lose_and_wait()
     assert isinstance(raised.value, Terminated) == (number == signal.SIGTERM)
 
 

@@ -163,6 +163,15 @@ def test_named_functions_and_other_types() -> None:
     ]
 
 
+@pytest.mark.parametrize("offset", [{"hours": -5, "seconds": 30}, {"seconds": 1, "microseconds": 7}])
+def test_time_zones_of_any_offset(offset: dict[str, int]) -> None:
+    zone = datetime.timezone(datetime.timedelta(**offset))
+    stamps = [datetime.datetime(1890, 1, 2, 3, 4, 5, 6, zone), datetime.time(1, 2, 3, 4, zone)]
+    back = there_and_back(stamps)
+    assert back == stamps
+    assert back[0].utcoffset() == stamps[0].utcoffset()
+
+
 class Plain:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plain)
@@ -234,6 +243,8 @@ def packed(code: int, value: Any) -> bytes:
         packed(9, [f"{__name__}:Point", [1]]),
         packed(10, [99, "x"]),
         packed(10, [0, "no date"]),
+        packed(10, [0, 5]),
+        packed(10, [2, None]),
         packed(21, ["float32", [4], True]),
         packed(21, ["nothing", [1], True]),
         packed(99, 1),

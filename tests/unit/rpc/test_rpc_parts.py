@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
 import time
 from datetime import timedelta
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -15,7 +17,7 @@ from paceline import rpc
 from paceline.errors import ConnectionLostError, DeadlineError, PeerError, ProtocolError, UsageError
 from paceline.rpc import Future, RemoteError, framed_socket
 from paceline.rpc.framed_socket import FramedSocket
-from paceline.rpc.messages import failure_meta, failure_of
+from paceline.rpc.messages import CallFailure, failure_meta, failure_of
 from paceline.rpc.shared_bodies import SharedBodies, can_share
 from paceline.rpc.workers import Directory, Introduction, check_name
 from paceline.transport import pack_header
@@ -83,12 +85,32 @@ def test_a_failure_comes_back_as_its_class() -> None:
 
     assert type(told(OwnError("x\x1b[31m"))) is RemoteError
     assert "\x1b" not in str(told(OwnError("x\x1b[31m")))
-    assert type(told(UnicodeDecodeError("utf-8", b"", 0, 1, "x"))) is RemoteError
+    decoding = told(UnicodeDecodeError("utf-8", b"\xff", 0, 1, "x"))
+    assert isinstance(decoding, UnicodeDecodeError)
+    assert (decoding.object, decoding.reason) == (b"\xff", "x")
     plain = failure_of(failure_meta(UsageError("no"), with_trace=False), "w1", "m:f")
     assert type(plain) is UsageError
     assert type(failure_of(failure_meta(ValueError("no"), with_trace=False), "w1", "m:f")) is PeerError
     with pytest.raises(ProtocolError):
         failure_of(b"\x01", "w1", "m:f")
+
+
+def test_a_failure_keeps_what_its_class_was_given() -> None:
+    def told(error: BaseException) -> Exception:
+        return failure_of(failure_meta(error, with_trace=True), "w1", "m:f")
+
+    for _ in range(2):
+        full = told(FileExistsError(errno.EEXIST, "is there", "/a", None, "/b"))
+        assert isinstance(full, FileExistsError)
+        assert (full.errno, full.strerror, full.filename, full.filename2) == (errno.EEXIST, "is there", "/a", "/b")
+        assert "/a" in str(full)
+        full = told(full)  # passed on by another process
+    assert told(KeyError("k", 2)).args == ("k", 2)
+    assert told(SystemExit(3)).args == (3,)
+    for strange in (ValueError(object()), ValueError(1 << 100), ValueError("\ud800"), ValueError("x" * (1 << 20))):
+        assert "ValueError" in told(strange).args[0]
+    crafted = CallFailure("OSError", "m", "t", [[1], {}])
+    assert isinstance(failure_of(msgspec.msgpack.encode(crafted), "w1", "m:f"), OSError)
 
 
 def test_names_of_workers() -> None:
@@ -230,24 +252,34 @@ def test_bodies_in_memory_that_is_not_shared_are_refused(flags: int) -> None:
 
 
 @pytest.mark.skipif(not can_share(), reason="bodies are not shared on this platform")
-def test_a_fork_does_not_free_what_its_parent_holds() -> None:
+def test_what_a_fork_sees_stays_as_it_is() -> None:
     near, far = socket.socketpair(socket.AF_UNIX)
     with near, far:
         sender = SharedBodies.make()
         assert sender is not None
         receiver = SharedBodies.attach(sender.path, far)
         assert receiver is not None
+        assert SharedBodies.attach("/proc/1/fd/\0", far) is None
         slot = sender.put([b"kept"], 4)
         assert slot is not None
         held = receiver.take(slot, 4)
+        reading, writing = os.pipe()
         child = os.fork()
         if not child:
+            os.close(writing)
+            os.read(reading, 1)  # until the parent has dropped its own
+            is_kept = bytes(held) == b"kept"
             del held
-            os._exit(0)
-        os.waitpid(child, 0)
-        assert sender.put([b"next"], 4) != slot
-        assert bytes(held) == b"kept"
+            os._exit(0 if is_kept else 1)
         del held
-        assert sender.put([b"next"], 4) == slot
+        others = [sender.put([b"next"], 4) for _ in range(4)]
+        os.close(writing)
+        os.close(reading)
+        assert os.waitpid(child, 0)[1] == 0
+        assert slot not in others
+        assert others[3] is None
+        second = receiver.take(others[0] or 0, 4)
+        del second  # taken after the fork: free again
+        assert sender.put([b"next"], 4) == others[0]
         sender.close()
         receiver.close()
