@@ -102,7 +102,7 @@ def failure_meta(error: BaseException, *, with_trace: bool) -> bytes:
 def _arguments_of(error: BaseException) -> list[Any] | None:
     """Return what the class of an exception was given; None if that is not plain."""
     try:
-        arguments = error.args
+        arguments: Any = error.args
         if isinstance(error, OSError) and type(error).__reduce__ is OSError.__reduce__:
             arguments = error.__reduce__()[1]  # with the names of files, which args has not
         return list(arguments) if _are_plain(arguments) else None

@@ -166,10 +166,10 @@ def test_named_functions_and_other_types() -> None:
 @pytest.mark.parametrize("offset", [{"hours": -5, "seconds": 30}, {"seconds": 1, "microseconds": 7}])
 def test_time_zones_of_any_offset(offset: dict[str, int]) -> None:
     zone = datetime.timezone(datetime.timedelta(**offset))
-    stamps = [datetime.datetime(1890, 1, 2, 3, 4, 5, 6, zone), datetime.time(1, 2, 3, 4, zone)]
-    back = there_and_back(stamps)
-    assert back == stamps
-    assert back[0].utcoffset() == stamps[0].utcoffset()
+    stamp, time = datetime.datetime(1890, 1, 2, 3, 4, 5, 6, zone), datetime.time(1, 2, 3, 4, zone)
+    back = there_and_back([stamp, time])
+    assert back == [stamp, time]
+    assert back[0].utcoffset() == stamp.utcoffset()
 
 
 class Plain:
