@@ -159,7 +159,7 @@ def _where_rates_hold(labels: Floats, p: Doubles, counts: Doubles) -> int:
     so that the rate is that of now where it drifts, and is known well where it does not.
     """
     n = len(labels)
-    first = n - n // _NEWEST
+    first = n - min(max(n // _NEWEST, 1), n)
     while first > 0:
         before, after = slice(max(2 * first - n, 0), first), slice(first, n)
         (off, error), (off_then, error_then) = (_off(labels[part], p[part], counts[part]) for part in (after, before))

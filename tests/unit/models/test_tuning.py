@@ -252,6 +252,13 @@ def test_the_offset_is_the_log_odds_and_calibrates() -> None:
     assert few.offset == 0  # 75 of one kind say too little
 
 
+@pytest.mark.parametrize("num_examples", [*range(1, 10), 17])
+def test_few_examples_say_nothing_of_the_offset(num_examples: int) -> None:
+    model, labels = LogisticRegression(), np.zeros(num_examples, np.float32)
+    for probability in (1e-12, 0.1, 0.9):
+        assert model.calibrated(labels, np.full(num_examples, probability, np.float32)) is model
+
+
 def test_an_offset_is_corrected_as_far_as_is_beyond_chance() -> None:
     labels = np.tile([1, 0, 0, 0], 10_000).astype(np.float32)
     exact = LogisticRegression(offset=float(np.log(1 / 3)))
