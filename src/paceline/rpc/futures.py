@@ -19,7 +19,7 @@ _logger = logging.getLogger("paceline.rpc")
 _local = threading.local()
 
 
-class Waiting(Protocol):
+class BlockedThreads(Protocol):
     """Who is told when a thread waits for a future, and then no more."""
 
     def begin(self) -> None:
@@ -29,7 +29,7 @@ class Waiting(Protocol):
         """It waits no more."""
 
 
-def wait_by(waiting: Waiting) -> None:
+def wait_by(waiting: BlockedThreads) -> None:
     """Have `waiting` told of what this thread waits for."""
     _local.waiting = waiting
 
@@ -58,7 +58,7 @@ class Future(Generic[_Result]):
         return self.value()
 
     def _wait_told(self, deadline: float | None) -> bool:
-        waiting: Waiting | None = getattr(_local, "waiting", None)
+        waiting: BlockedThreads | None = getattr(_local, "waiting", None)
         if waiting is None:
             return self.wait_until(deadline)
         waiting.begin()

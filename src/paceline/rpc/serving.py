@@ -20,16 +20,17 @@ from typing_extensions import override
 from paceline.errors import ProtocolError, UsageError
 from paceline.rpc.calling import CallerEnd, unreadable
 from paceline.rpc.framed_socket import FramedSocket, Received
-from paceline.rpc.futures import TimedFuture, Waiting, left_until, wait_by
+from paceline.rpc.futures import BlockedThreads, TimedFuture, left_until, wait_by
 
 _logger = logging.getLogger("paceline.rpc")
 _MOMENT_S = 0.002
 _IDLE_TICKS = 100
 _SPARE_S = 5.0
-_MAX_WAITING = 1000
+MAX_WAITING = 1000
+"""How many functions of a process may wait at once for calls that they have made."""
 
 
-class SpareThreads(Waiting):
+class SpareThreads(BlockedThreads):
     """Threads that run what they are given; made when needed, ended when not needed for a while.
 
     At most `max_threads` of them run something; those that wait for the result of a call of their own do not count, so
@@ -57,9 +58,9 @@ class SpareThreads(Waiting):
     @override
     def begin(self) -> None:
         with self._lock:
-            if self._num_waiting >= _MAX_WAITING:
+            if self._num_waiting >= MAX_WAITING:
                 raise UsageError(
-                    f"{_MAX_WAITING:,} functions of this process wait for calls that they have made: calls are nested "
+                    f"{MAX_WAITING:,} functions of this process wait for calls that they have made: calls are nested "
                     "too deep, or too many at once; return a Future under async_execution, which takes no thread"
                 )
             self._num_waiting += 1

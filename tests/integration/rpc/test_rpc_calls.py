@@ -301,7 +301,7 @@ def test_a_chain_of_calls_may_be_longer_than_there_are_threads(monkeypatch: pyte
     chain[:] = made = make_agents(["a", "b"], num_threads=1)  # and three for each worker
     try:
         assert call(made[0], 1, bounce, 40) == 40
-        monkeypatch.setattr(serving, "_MAX_WAITING", 10)
+        monkeypatch.setattr(serving, "MAX_WAITING", 10)
         with pytest.raises(UsageError, match=r"10 functions of this process wait .* nested too deep"):
             call(made[0], 1, bounce, 40)
         assert call(made[0], 1, bounce, 3) == 3
