@@ -159,7 +159,7 @@ class SoftmaxMinibatch(KeyedMinibatch):
         rows, places = self._rows, self._model.places(self.labels)
         if len(places) and places.min() < 0:
             raise self._model.unknown(float(self.labels[np.argmin(places)]))
-        logits = self._logits(weights[0])
+        logits = self.margins(weights)
         slopes = np.exp(logits)
         each = np.arange(self.num_examples)
         losses = -logits[each, places]
@@ -177,13 +177,14 @@ class SoftmaxMinibatch(KeyedMinibatch):
 
     @override
     def predict(self, weights: Sequence[Floats]) -> Floats:
-        return np.exp(self._logits(weights[0])).astype(np.float32)
+        return np.exp(self.margins(weights)).astype(np.float32)
 
-    def _logits(self, weights: Floats) -> Doubles:
-        """Return the logarithm of each probability: float64 [n, classes]."""
-        rows, sums = self._rows, np.empty((self.num_examples, weights.shape[1]), np.float32)
-        csr_dot_rows(rows.indptr, rows.indices, rows.values, weights, sums)
-        logits: Doubles = sums.astype(np.float64) + weights[-1]
+    def margins(self, weights: Sequence[Floats]) -> Doubles:
+        """Return the logarithm of each class' probability: float64 [n, classes]; `weights` as in :meth:`gradients`."""
+        rows, (table, *_) = self._rows, weights
+        sums = np.empty((self.num_examples, table.shape[1]), np.float32)
+        csr_dot_rows(rows.indptr, rows.indices, rows.values, table, sums)
+        logits: Doubles = sums.astype(np.float64) + table[-1]
         logits -= logits.max(axis=1, initial=-np.inf, keepdims=True)
         logits -= np.log(np.exp(logits).sum(axis=1, keepdims=True))
         return logits

@@ -9,6 +9,7 @@ except ImportError as error:
 del sklearn
 
 from paceline.sklearn.factorization_machine import FactorizationMachine  # noqa: E402
+from paceline.sklearn.linear_models import LinearRegression, PoissonRegressor  # noqa: E402
 from paceline.sklearn.logistic_regression import LogisticRegression  # noqa: E402
 
-__all__ = ["FactorizationMachine", "LogisticRegression"]
+__all__ = ["FactorizationMachine", "LinearRegression", "LogisticRegression", "PoissonRegressor"]

@@ -12,10 +12,11 @@ from paceline.models.base import SparseModel
 from paceline.models.features.counting import MOST_COUNTED
 from paceline.models.fm import MAX_FACTORS
 from paceline.models.registry import make_model
-from paceline.sklearn.binary_classifier import AT_LEAST_0, PARAMETERS, BinaryClassifier
+from paceline.sklearn.classifier import CLASSIFIER_PARAMETERS, Classifier
+from paceline.sklearn.estimator import AT_LEAST_0
 
 
-class FactorizationMachine(BinaryClassifier):
+class FactorizationMachine(Classifier):
     """Factorization machine by minibatches, as ``paceline train --model fm`` has it: for two classes.
 
     It learns what pairs of features say together, which no linear model does: a weight for each feature, as of
@@ -34,8 +35,9 @@ class FactorizationMachine(BinaryClassifier):
     After :meth:`fit` there are `classes_` and `n_features_in_`.
     """
 
+    _is_binary = True
     _parameter_constraints = {  # noqa: RUF012
-        **PARAMETERS,
+        **CLASSIFIER_PARAMETERS,
         "dim": [Interval(Integral, 1, MAX_FACTORS, closed="both"), None],
         "factor_lr": [AT_LEAST_0, None],
         "factor_l2": [AT_LEAST_0, None],

@@ -1,4 +1,4 @@
-"""Sparse logistic regression as an estimator of scikit-learn."""
+"""Sparse logistic regression, of two classes and of more, as an estimator of scikit-learn."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing_extensions import override
 
 from paceline.models.base import SparseModel
 from paceline.models.registry import make_model
-from paceline.sklearn.binary_classifier import BinaryClassifier
+from paceline.sklearn.classifier import Classifier
 from paceline.tables.types import Doubles
 
 
-class LogisticRegression(BinaryClassifier):
-    """Logistic regression by minibatches, as ``paceline train`` has it: for two classes.
+class LogisticRegression(Classifier):
+    """Logistic regression by minibatches, as ``paceline train`` has it; of more than two classes multinomial.
 
     X is an array or a SciPy sparse matrix of numbers [n, features]; or a DataFrame of pandas or polars, whose columns
     that are not numbers are hashed as categories, without a vocabulary.
@@ -37,20 +37,16 @@ class LogisticRegression(BinaryClassifier):
 
     @override
     def _model(self) -> SparseModel:
-        return make_model("lr")
+        classes = tuple(range(len(self.classes_)))
+        return make_model("lr") if len(classes) == 2 else make_model("softmax", classes=classes)
 
     @property
     def coef_(self) -> Doubles:
-        """The weights by column (float64 [1, features]); of a hashed frame there are none."""
-        check_is_fitted(self, "_tables")
-        if self._columns is not None:
-            raise AttributeError("the columns of a frame were hashed: a category has a key, and no number")
-        weights, out = self._tables.linear_weights(), np.zeros((1, self.n_features_in_))
-        out[0, weights.keys.astype(np.int64)] = weights.values[:, 0]
-        return out
+        """The weights by column (float64 [1, features], of more than two classes [classes, features])."""
+        return self._coefficients().T
 
     @property
     def intercept_(self) -> Doubles:
-        """The bias (float64 [1])."""
+        """The bias (float64 [1], of more than two classes [classes])."""
         check_is_fitted(self, "_tables")
         return self._tables.linear_weights().bias.astype(np.float64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -12,29 +12,30 @@ from typing_extensions import Self
 
 from paceline.data import Batch, Columns
 from paceline.data.key_scaling import KeyScaling, read_key_scaling
-from paceline.inference.weights import Weights, join_weights, unscaled_weights
-from paceline.models.base import KeyScratch, ModelTable, SparseModel
-from paceline.models.clicks import ClickMinibatch, ClickProbabilityModel
+from paceline.inference.weights import Weights, join_weights, weights_of_data
+from paceline.models.base import KeyScratch, Minibatch, ModelTable, SparseModel
+from paceline.models.clicks import ClickMinibatch
+from paceline.models.softmax import SoftmaxMinibatch
 from paceline.models.tuning.in_process import InProcessTables
 from paceline.ps import SparseStore, UpdateRule, to_fields
 from paceline.storage.model_directory import fill_store, save_model
 from paceline.tables.initializers import Zeros
 from paceline.tables.spec import TableSpec
-from paceline.tables.types import Doubles, Keys
+from paceline.tables.types import Doubles, Floats, Keys
 
 _BATCH = 4096
 _SEEDS = 1 << 31
 
 
 class ModelTables:
-    """A model of clicks with its tables, each by its specification; the first has a row for each feature and the bias.
+    """A model with its tables, each by its specification; the first has a row for each feature and the bias.
 
     `scaling` is how values are changed before they are used, None if they are not.
     """
 
     def __init__(
         self,
-        model: ClickProbabilityModel,
+        model: SparseModel,
         tables: Iterable[tuple[TableSpec, SparseStore]],
         scaling: KeyScaling | None = None,
     ) -> None:
@@ -49,7 +50,6 @@ class ModelTables:
         cls, model: SparseModel, rule: UpdateRule, scaling: KeyScaling | None, random: np.random.RandomState
     ) -> Self:
         """Return tables without rows; `rule` updates those without a rule of their own, `random` seeds their values."""
-        assert isinstance(model, ClickProbabilityModel)
         specs = [_specification(table, rule, random) for table in model.tables]
         return cls(model, [(spec, fill_store(spec, ())) for spec in specs], scaling)
 
@@ -75,15 +75,24 @@ class ModelTables:
             minibatch = self._model.prepare(examples.slice(start, start + batch_size), self._scratch)
             self._rows.learn(minibatch)
 
-    def decide(self, examples: Batch) -> Doubles:
-        """Return the logit of each example (float64 [n])."""
-        margins = np.empty(examples.num_examples, np.float64)
+    def margins(self, examples: Batch) -> Doubles:
+        """Return the logit of each example (float64 [n]); or each class' log probability ([n, classes])."""
+        return self._collect(examples, self._margins)
+
+    def predict(self, examples: Batch) -> Doubles:
+        """Return what the model says of each example (float64 [n])."""
+        return self._collect(examples, self._rows.predict)
+
+    def _margins(self, minibatch: Minibatch) -> Floats | Doubles:
+        assert isinstance(minibatch, ClickMinibatch | SoftmaxMinibatch)
+        return minibatch.margins(self._rows.pull(minibatch))
+
+    def _collect(self, examples: Batch, predict: Callable[[Minibatch], Floats | Doubles]) -> Doubles:
+        parts = [np.empty((0, self._model.num_outputs) if self._model.num_outputs > 1 else 0, np.float64)]
         for start in range(0, examples.num_examples, _BATCH):
             part = self.scaled(examples.slice(start, start + _BATCH))
-            minibatch = self._model.prepare(part, self._scratch)
-            assert isinstance(minibatch, ClickMinibatch)
-            margins[start : start + _BATCH] = minibatch.margins(self._rows.pull(minibatch))
-        return margins
+            parts.append(predict(self._model.prepare(part, self._scratch)).astype(np.float64))
+        return np.concatenate(parts)
 
     def is_known(self, keys: Keys) -> npt.NDArray[np.bool_]:
         """Return which keys have a row."""
@@ -91,16 +100,19 @@ class ModelTables:
 
     def linear_weights(self) -> Weights:
         """Return the weights of a linear model, for values as they were given."""
-        return unscaled_weights(join_weights(self._tables[0][1].items(), 1), self._scaling, self._model.offset)
+        store = self._tables[0][1]
+        return weights_of_data(join_weights(store.items(), store.dim), self._describe())
 
     def save(self, directory: str | os.PathLike[str], columns: Columns | None) -> None:
         """Write a model as trainings do: of numbered features, or of the columns of a frame."""
-        described = {**self._model.describe(), "finished": True, "format": "libsvm", "columns": None}
-        if self._scaling is not None:
-            described = {**described, "scaling": self._scaling.spec()}
+        described = {**self._describe(), "finished": True, "format": "libsvm", "columns": None}
         if columns is not None:
             described = {**described, "format": "parquet", "columns": columns.to_fields()}
         save_model(directory, [(spec, store.items()) for spec, store in self._tables], described)
+
+    def _describe(self) -> dict[str, Any]:
+        described = self._model.describe()
+        return described if self._scaling is None else {**described, "scaling": self._scaling.spec()}
 
 
 def _specification(table: ModelTable, rule: UpdateRule, random: np.random.RandomState) -> TableSpec:

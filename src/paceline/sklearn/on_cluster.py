@@ -18,7 +18,6 @@ from paceline.launch import connect
 from paceline.launch.train.options import TrainOptions
 from paceline.launch.train.planning import plan_training
 from paceline.launch.train.train import Training, train_locally
-from paceline.models.clicks import ClickProbabilityModel
 from paceline.models.registry import read_model_settings
 from paceline.models.stored import read_stored_model
 from paceline.protocol import parse_consistency
@@ -54,7 +53,6 @@ def train_on_cluster(
             _train_there(options, where.scheduler, where.token)
         stored = read_stored_model(directory)
         model = read_model_settings(stored.described)
-        assert isinstance(model, ClickProbabilityModel)
         tables = [(table.spec, stored.load_store(table.spec.name)) for table in stored.tables]
         return ModelTables(model, tables, read_key_scaling(stored.described))
 
@@ -76,4 +74,4 @@ def write_libsvm(path: Path, examples: Batch, order: npt.NDArray[np.int64]) -> N
             pairs = [f"{key}:{value:.9g}" for key, value in zip(part.keys.tolist(), values, strict=True)]
             ends = part.indptr.tolist()
             for row, label in enumerate(part.labels.tolist()):
-                out.write(f"{label:g} {' '.join(pairs[ends[row] : ends[row + 1]])}\n")
+                out.write(f"{label:.9g} {' '.join(pairs[ends[row] : ends[row + 1]])}\n")

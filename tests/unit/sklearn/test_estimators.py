@@ -15,13 +15,15 @@ from paceline.errors import UsageError
 pytest.importorskip("sklearn")
 
 from scipy import sparse
+from scipy.special import logsumexp
 from sklearn.base import clone
+from sklearn.datasets import load_iris
 from sklearn.metrics import roc_auc_score
 from sklearn.model_selection import GridSearchCV
 from sklearn.utils.estimator_checks import check_estimator
 
 from paceline.inference.export import export_model
-from paceline.sklearn import FactorizationMachine, LogisticRegression
+from paceline.sklearn import FactorizationMachine, LinearRegression, LogisticRegression, PoissonRegressor
 
 pytestmark = pytest.mark.usefixtures("warm_clusters")
 
@@ -78,7 +80,10 @@ GIVEN: dict[str, Any] = {"factor_lr": 0.1, "factor_l2": 0.5, "factor_min_count":
 """Settings of factors with which none are tried, which takes a second or two."""
 
 
-@pytest.mark.parametrize("estimator", [LogisticRegression(), FactorizationMachine(**GIVEN)])
+@pytest.mark.parametrize(
+    "estimator",
+    [LogisticRegression(), FactorizationMachine(**GIVEN), LinearRegression(epochs=8), PoissonRegressor(epochs=8)],
+)
 def test_it_passes_the_checks_of_scikit_learn(estimator: Any) -> None:
     failed = [
         (each["check_name"], each["exception"])
@@ -97,6 +102,64 @@ def test_sparse_and_dense_examples_are_one() -> None:
     np.testing.assert_array_equal(dense.decision_function(X), model.decision_function(X))
     np.testing.assert_allclose(X @ model.coef_[0] + model.intercept_, model.decision_function(X), atol=1e-5)
     np.testing.assert_array_equal(model.predict(X) == "yes", model.decision_function(X) > 0)
+
+
+def test_of_several_classes(tmp_path: Path) -> None:
+    X, y = load_iris(return_X_y=True)
+    names = np.array(["setosa", "versicolor", "virginica"])[y]
+    model = LogisticRegression(random_state=0).fit(X, names)
+    assert model.score(X, names) > 0.95
+    margins, probabilities = model.decision_function(X), model.predict_proba(X)
+    assert margins.shape == (150, 3)
+    assert (model.coef_.shape, model.intercept_.shape) == ((3, 4), (3,))
+    np.testing.assert_allclose(probabilities.sum(axis=1), 1)
+    np.testing.assert_allclose(np.log(probabilities), margins)
+    logits = X @ model.coef_.T + model.intercept_
+    np.testing.assert_allclose(logits - logsumexp(logits, axis=1, keepdims=True), margins, atol=1e-4)
+    assert (model.classes_[probabilities.argmax(axis=1)] == model.predict(X)).all()
+    model.save(tmp_path / "model")
+    np.testing.assert_allclose(paceline.load(tmp_path / "model").predict(X), probabilities, atol=1e-6)
+    heavy = LogisticRegression(random_state=0, class_weight={"setosa": 1, "versicolor": 9, "virginica": 1}).fit(
+        X, names
+    )
+    assert (heavy.predict(X) == "versicolor").sum() > (model.predict(X) == "versicolor").sum()
+    again = LogisticRegression().partial_fit(X[::2], names[::2], classes=names[::50])
+    copy = pickle.loads(pickle.dumps(again.partial_fit(X[1::2], names[1::2])))
+    np.testing.assert_array_equal(copy.predict_proba(X), again.predict_proba(X))
+
+
+def test_regression_of_quantities_and_counts(tmp_path: Path) -> None:
+    random = np.random.default_rng(1)
+    X = random.normal(0, [1, 10, 100], (2000, 3))
+    margins = X @ [0.3, 0.02, 0.003] + 1
+    for kind, y in (
+        (LinearRegression, 1e6 * margins + random.normal(0, 1e4, 2000)),
+        (PoissonRegressor, np.exp(margins)),
+    ):
+        model = kind(random_state=0, epochs=20).fit(X, y)
+        assert model.score(X, y) > 0.99
+        margin = X @ model.coef_ + model.intercept_
+        expected = model.predict(X) if kind is LinearRegression else np.log(model.predict(X))
+        np.testing.assert_allclose(margin, expected, rtol=1e-3, atol=1e-3)
+        model.save(tmp_path / kind.__name__)
+        np.testing.assert_allclose(paceline.load(tmp_path / kind.__name__).predict(X), model.predict(X), rtol=1e-5)
+        weighted = kind(random_state=0, epochs=2).fit(X, y, sample_weight=np.where(margins > 1, 9.0, 1.0))
+        assert weighted.predict(X)[margins > 1.5].sum() != model.predict(X)[margins > 1.5].sum()
+        assert kind().partial_fit(X[:1000], y[:1000]).partial_fit(X[1000:], y[1000:]).score(X, y) > 0.8
+
+
+@pytest.mark.parametrize(
+    ("kind", "y", "message"),
+    [
+        (LinearRegression, ["a", "b", "c"], "could not convert|expected numbers"),
+        (LinearRegression, [1.0, 2.0, 1e39], "beyond float32"),
+        (PoissonRegressor, [1.0, 2.0, -1.0], "y has -1"),
+        (PoissonRegressor, [0, 0, 0], "no count above 0"),
+    ],
+)
+def test_targets_that_are_no_quantities_are_refused(kind: type[Any], y: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kind().fit(np.eye(3), y)
 
 
 def test_a_pickled_model_learns_on_as_the_original() -> None:
@@ -172,6 +235,10 @@ def test_training_on_a_cluster_of_this_machine() -> None:
     np.testing.assert_allclose(there.decision_function(X), here.decision_function(X), atol=1e-4)
     with pytest.raises(UsageError, match="partial_fit trains in this process"):
         there.partial_fit(X, y)
+    numbers = np.arange(600) % 7 * 1000.125
+    there = LinearRegression(epochs=1, shuffle=False, workers=1, consistency="sequential").fit(X, numbers)
+    here = LinearRegression(epochs=1, shuffle=False).fit(X, numbers)
+    np.testing.assert_allclose(there.predict(X), here.predict(X), rtol=1e-4)
 
 
 def test_a_factorization_machine_learns_what_pairs_say() -> None:
@@ -294,7 +361,7 @@ def test_classes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(UsageError, match="y has one class"):
         LogisticRegression().fit(X, ["a"] * 50)
     with pytest.raises(UsageError, match="y has 3 classes"):
-        LogisticRegression().fit(X, np.arange(50) % 3)
+        FactorizationMachine().fit(X, np.arange(50) % 3)
     with pytest.raises(UsageError, match="names all classes"):
         LogisticRegression().partial_fit(X, y)
     model = LogisticRegression().partial_fit(X, y, classes=["yes", "no"])

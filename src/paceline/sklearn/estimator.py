@@ -1,4 +1,4 @@
-"""What estimators of two classes have in common: examples as scikit-learn gives them, training, predictions, saving."""
+"""What all estimators have in common: examples as scikit-learn gives them, training, saving."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.base import BaseEstimator, is_regressor
 from sklearn.utils import check_random_state
 from sklearn.utils._param_validation import Interval, InvalidParameterError, StrOptions
-from sklearn.utils.class_weight import compute_class_weight
-from sklearn.utils.multiclass import check_classification_targets, type_of_target
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, column_or_1d, validate_data
 from typing_extensions import Self
 
@@ -26,17 +24,18 @@ from paceline.inference.arrays import ArrayReader
 from paceline.inference.frames import ColumnReader, is_frame
 from paceline.launch import prepare_kernels
 from paceline.launch.train.options import ExampleWeights, TrainOptions
+from paceline.launch.train.plan import TrainingPlan
 from paceline.launch.train.planning import plan_on_sample
 from paceline.models.base import SparseModel
 from paceline.models.tuning import suggested_batch_size
 from paceline.models.update import UPDATE_NAMES, make_update
-from paceline.models.weighting import BALANCED, Weighting
+from paceline.models.weighting import Weighting
 from paceline.protocol import parse_consistency
 from paceline.ps import UpdateRule
 from paceline.sklearn.frames import choose_columns, has_text
 from paceline.sklearn.model_tables import ModelTables
 from paceline.sklearn.on_cluster import ClusterChoice, train_on_cluster
-from paceline.tables.types import Doubles
+from paceline.tables.types import Doubles, Floats
 
 _NUMBERS: dict[str, Any] = {"accept_sparse": "csr", "dtype": [np.float64, np.float32], "ensure_all_finite": False}
 """What is asked of arrays; that all is finite is said by those who read them."""
@@ -54,7 +53,6 @@ PARAMETERS: Final[dict[str, list[Any]]] = {
     "epochs": [AT_LEAST_1, None],
     "batch_size": [AT_LEAST_1, None],
     "shuffle": ["boolean"],
-    "class_weight": [dict, StrOptions({BALANCED}), None],
     "random_state": ["random_state"],
     "workers": [AT_LEAST_1, None],
     "servers": [AT_LEAST_1],
@@ -65,11 +63,11 @@ PARAMETERS: Final[dict[str, list[Any]]] = {
 """What each parameter may be, as scikit-learn checks it."""
 
 
-class BinaryClassifier(ClassifierMixin, BaseEstimator, ABC):
-    """An estimator of the classes of examples, of which there are two, by a model of ``paceline train``.
+class SparseEstimator(BaseEstimator, ABC):
+    """An estimator by a model of ``paceline train``.
 
-    Abstract: :meth:`_model` is missing. A subclass with more parameters names all of them in its constructor, as
-    scikit-learn asks, and adds what they may be to `_parameter_constraints`.
+    Abstract: the model, and what targets are to it, are missing. A subclass with more parameters names all of them in
+    its constructor, as scikit-learn asks, and adds what they may be to `_parameter_constraints`.
     """
 
     _parameter_constraints = PARAMETERS
@@ -85,7 +83,6 @@ class BinaryClassifier(ClassifierMixin, BaseEstimator, ABC):
         epochs: int | None = None,
         batch_size: int | None = None,
         shuffle: bool = True,
-        class_weight: Any = None,
         random_state: Any = None,
         workers: int | None = None,
         servers: int = 1,
@@ -101,7 +98,6 @@ class BinaryClassifier(ClassifierMixin, BaseEstimator, ABC):
         self.epochs = epochs
         self.batch_size = batch_size
         self.shuffle = shuffle
-        self.class_weight = class_weight
         self.random_state = random_state
         self.workers = workers
         self.servers = servers
@@ -113,21 +109,33 @@ class BinaryClassifier(ClassifierMixin, BaseEstimator, ABC):
     def _model(self) -> SparseModel:
         """Return the model that is trained, with its settings. Raises UsageError for those that cannot work."""
 
+    @abstractmethod
+    def _learn_targets(self, targets: npt.NDArray[Any]) -> None:
+        """Take what must be known of the targets of a first training before. Raises UsageError for unfit ones."""
+
+    @abstractmethod
+    def _to_labels(self, targets: npt.NDArray[Any]) -> Floats:
+        """Return targets as the model's labels (float32 [n]). Raises UsageError for those that are none."""
+
+    def _weighting(self, targets: npt.NDArray[Any]) -> Weighting:
+        """Return how often examples count by their targets."""
+        return Weighting()
+
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """Train from nothing on examples X and their classes y [n], of which there are two.
+        """Train from nothing on examples X and their targets y [n].
 
         `sample_weight` [n] multiplies the loss and the gradient of each example; not on a cluster.
         """
         self._check_parameters()
         X, targets = self._read_training_data(X, y, reset=True)
-        self.classes_ = self._find_classes(targets)
+        self._learn_targets(targets)
         rows = self._to_batch(X, self._to_labels(targets), sample_weight)
         random = check_random_state(self.random_state)
         order = random.permutation(rows.num_examples) if self.shuffle else np.arange(rows.num_examples)
-        chosen, weighting = self._options(), self._weigh_classes(targets)
+        weighting = self._weighting(targets)
         if self.workers is None and self.scheduler is None:
             rows = weighting.weighted(rows.take(order))
-            plan = plan_on_sample(chosen, sample_batch(rows), has_keys=self._columns is None)
+            plan = self._plan(self._options(rows), rows)
             tables = ModelTables.create(plan.model, plan.update, plan.scaling, random)
             rows = tables.scaled(rows)
             for epoch in range(plan.epochs):
@@ -136,66 +144,48 @@ class BinaryClassifier(ClassifierMixin, BaseEstimator, ABC):
         else:
             if sample_weight is not None:
                 raise UsageError("sample_weight counts in this process alone: leave out workers and scheduler, or it")
-            chosen = dataclasses.replace(chosen, weights=ExampleWeights(classes=weighting.classes))
+            options = dataclasses.replace(
+                self._options(rows), weights=ExampleWeights(classes=weighting.classes or None)
+            )
             where = ClusterChoice(self.workers or 1, self.servers, self.consistency, self.scheduler, self.token)
-            tables = train_on_cluster(rows, order, chosen, where)
+            tables = train_on_cluster(rows, order, options, where)
         self._tables = tables
         return self
 
-    def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> Self:
-        """Train on more examples: one pass, in this process, in their order.
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Write the model, as ``paceline train --save`` does; ``paceline.load`` predicts from it."""
+        check_is_fitted(self, "_tables")
+        self._tables.save(directory, self._columns)
 
-        The first call names both `classes`; by its examples rate and scale are chosen.
-        """
-        self._check_parameters()
+    def _coefficients(self) -> Doubles:
+        """Return the weights of a linear model by column: float64 [features, outputs]."""
+        check_is_fitted(self, "_tables")
+        if self._columns is not None:
+            raise AttributeError("the columns of a frame were hashed: a category has a key, and no number")
+        weights = self._tables.linear_weights()
+        out = np.zeros((self.n_features_in_, weights.values.shape[1]))
+        out[weights.keys.astype(np.int64)] = weights.values
+        return out
+
+    # Training.
+
+    def _check_can_learn_on(self) -> None:
+        """Raise UsageError if this is no estimator that trains in this process."""
         if self.workers is not None or self.scheduler is not None:
             raise UsageError("partial_fit trains in this process: leave out workers and scheduler, or call fit")
-        is_first = not hasattr(self, "_tables")
-        X, targets = self._read_training_data(X, y, reset=is_first)
-        if is_first:
-            if classes is None:
-                raise UsageError("the first call of partial_fit names all classes: partial_fit(X, y, classes=[0, 1])")
-            self.classes_ = self._find_classes(np.asarray(classes))
-        elif classes is not None and not np.array_equal(self.classes_, np.unique(classes)):
-            raise UsageError(f"classes={classes!r}: the first call said {self.classes_.tolist()}")
-        if self.class_weight == BALANCED:
-            raise UsageError(
-                "class_weight='balanced' asks how often each class comes, which partial_fit does not know: name the "
-                "weights, as sklearn.utils.class_weight.compute_class_weight finds them, or call fit"
-            )
-        rows = self._weigh_classes(targets).weighted(self._to_batch(X, self._to_labels(targets), sample_weight))
-        if is_first:
-            chosen = dataclasses.replace(self._options(), epochs=1, model=self._model().settled())
-            plan = plan_on_sample(chosen, sample_batch(rows), has_keys=self._columns is None)
+
+    def _learn_on(self, rows: Batch) -> Self:
+        """Make a pass over more examples, by the first of which rate and scale are chosen."""
+        if not hasattr(self, "_tables"):
+            options = self._options(rows)
+            plan = self._plan(dataclasses.replace(options, epochs=1, model=options.model.settled()), rows)
             random = check_random_state(self.random_state)
             self._tables = ModelTables.create(plan.model, plan.update, plan.scaling, random)
         self._tables.train(self._tables.scaled(rows), self.batch_size or suggested_batch_size(rows.num_examples), None)
         return self
 
-    def decision_function(self, X: Any) -> Doubles:
-        """Return the logit of the second class for each example (float64 [n])."""
-        check_is_fitted(self, "_tables")
-        prepare_kernels()
-        if self._columns is None:
-            X = validate_data(self, X, reset=False, **_NUMBERS)
-        return self._tables.decide(self._to_batch(X))
-
-    def predict_proba(self, X: Any) -> Doubles:
-        """Return the probabilities of both classes, in the order of `classes_` (float64 [n, 2])."""
-        margins = self.decision_function(X)
-        second = np.exp(-np.logaddexp(0.0, -margins))
-        return np.column_stack([1.0 - second, second])
-
-    def predict(self, X: Any) -> npt.NDArray[Any]:
-        """Return the likelier class of each example."""
-        margins = self.decision_function(X)
-        found: npt.NDArray[Any] = self.classes_[(margins > 0).astype(np.int64)]
-        return found
-
-    def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write the model, as ``paceline train --save`` does; ``paceline.load`` gives P(second class) from it."""
-        check_is_fitted(self, "_tables")
-        self._tables.save(directory, self._columns)
+    def _plan(self, options: TrainOptions, rows: Batch) -> TrainingPlan:
+        return plan_on_sample(options, sample_batch(rows), has_keys=self._columns is None)
 
     def _rule(self, suited_lr: float, suited_l1: float) -> UpdateRule:
         """Return the update rule; of FTRL, with what suits the data where nothing is given."""
@@ -204,11 +194,15 @@ class BinaryClassifier(ClassifierMixin, BaseEstimator, ABC):
             lr, l1 = suited_lr if lr is None else lr, suited_l1 if l1 is None else l1
         return make_update(self.update, lr=lr, l1=l1, l2=self.l2, beta=self.beta)
 
-    def _options(self) -> TrainOptions:
+    def _options(self, rows: Batch) -> TrainOptions:
+        """Return what is chosen by parameters, of a model that knows what it must of the labels."""
+        model = self._model()
+        if model.labels == "numbers":  # of clicks the plan learns it
+            model = model.starting_from(rows.labels, rows.weights)
         scale = "auto" if self._columns is None else "none"  # which the columns of a frame are by now
         return TrainOptions(
             data=(),
-            model=self._model(),
+            model=model,
             epochs=self.epochs,
             batch_size=self.batch_size,
             update=self._rule,
@@ -238,52 +232,26 @@ class BinaryClassifier(ClassifierMixin, BaseEstimator, ABC):
         if reset:
             self._columns: Columns | None = None
         if not is_table:
-            X, y = validate_data(self, X, y, reset=reset, y_numeric=False, **_NUMBERS)
+            X, y = validate_data(self, X, y, reset=reset, y_numeric=is_regressor(self), **_NUMBERS)
         else:
             y = column_or_1d(y, warn=True)
             if len(y) != len(X):
                 raise UsageError(f"X has {len(X)} rows and y {len(y)}: expected as many")
             if reset:
-                check_classification_targets(y)
                 self._columns = choose_columns(X, y)
                 self.feature_names_in_ = np.array(self._columns.names[1:], object)
                 self.n_features_in_ = len(self.feature_names_in_)
-        check_classification_targets(y)
         return X, np.asarray(y)
 
-    def _find_classes(self, y: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        classes = np.unique(y)
-        if len(classes) > 2:
-            raise UsageError(
-                f"Only binary classification is supported. The type of the target is {type_of_target(y)}: y has "
-                f"{len(classes)} classes"
-            )
-        if len(classes) < 2:
-            raise UsageError(f"y has one class, {classes.tolist()[0]!r}: expected two")
-        return classes
+    def _prepare(self, X: Any) -> Batch:
+        """Return examples to predict."""
+        check_is_fitted(self, "_tables")
+        prepare_kernels()
+        if self._columns is None:
+            X = validate_data(self, X, reset=False, **_NUMBERS)
+        return self._to_batch(X)
 
-    def _to_labels(self, y: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-        unknown = np.setdiff1d(y, self.classes_)
-        if len(unknown):
-            raise UsageError(f"y has {unknown.tolist()[0]!r}, which is none of the classes {self.classes_.tolist()}")
-        labels: npt.NDArray[np.float32] = (y == self.classes_[1]).astype(np.float32)
-        return labels
-
-    def _weigh_classes(self, y: npt.NDArray[Any]) -> Weighting:
-        """Return how often examples of each class count. Raises UsageError for what is no `class_weight`."""
-        if self.class_weight is None:
-            return Weighting()
-        try:
-            found = compute_class_weight(self.class_weight, classes=self.classes_, y=y)
-        except ValueError:
-            raise UsageError(
-                f"class_weight={self.class_weight!r}: expected weights of the classes {self.classes_.tolist()}"
-            ) from None
-        if not (np.isfinite(found) & (found >= 0)).all():
-            raise UsageError(f"class_weight={self.class_weight!r}: expected finite weights from 0 up")
-        return Weighting(classes={str(label): float(weight) for label, weight in enumerate(found)})
-
-    def _to_batch(self, X: Any, labels: npt.NDArray[np.float32] | None = None, sample_weight: Any = None) -> Batch:
+    def _to_batch(self, X: Any, labels: Floats | None = None, sample_weight: Any = None) -> Batch:
         batch = Batch.concatenate(list(self._read(X, is_training=labels is not None)))
         if labels is not None:
             batch.labels = labels
@@ -308,5 +276,4 @@ class BinaryClassifier(ClassifierMixin, BaseEstimator, ABC):
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.input_tags.sparse = True
-        tags.classifier_tags.multi_class = False
         return tags

@@ -1,0 +1,160 @@
+"""What estimators of classes have in common."""
+
+from __future__ import annotations
+
+from abc import ABC
+from typing import Any, ClassVar, Final
+
+import numpy as np
+import numpy.typing as npt
+from sklearn.base import ClassifierMixin
+from sklearn.utils._param_validation import StrOptions
+from sklearn.utils.class_weight import compute_class_weight
+from sklearn.utils.multiclass import check_classification_targets, type_of_target
+from typing_extensions import Self, override
+
+from paceline.errors import UsageError
+from paceline.models.weighting import BALANCED, Weighting
+from paceline.sklearn.estimator import PARAMETERS, SparseEstimator
+from paceline.tables.types import Doubles, Floats
+
+CLASSIFIER_PARAMETERS: Final[dict[str, list[Any]]] = {
+    **PARAMETERS,
+    "class_weight": [dict, StrOptions({BALANCED}), None],
+}
+"""What each parameter of a classifier may be."""
+
+
+class Classifier(ClassifierMixin, SparseEstimator, ABC):
+    """An estimator of the classes of examples, from two up. Abstract: :meth:`_model` is missing."""
+
+    _parameter_constraints = CLASSIFIER_PARAMETERS
+    _is_binary: ClassVar[bool] = False
+    """Whether it takes two classes and no more."""
+
+    def __init__(
+        self,
+        *,
+        update: str = "ftrl",
+        lr: float | None = None,
+        l1: float | None = None,
+        l2: float | None = None,
+        beta: float | None = None,
+        epochs: int | None = None,
+        batch_size: int | None = None,
+        shuffle: bool = True,
+        class_weight: Any = None,
+        random_state: Any = None,
+        workers: int | None = None,
+        servers: int = 1,
+        consistency: str = "bounded:4",
+        scheduler: str | None = None,
+        token: str | None = None,
+    ) -> None:
+        super().__init__(
+            update=update,
+            lr=lr,
+            l1=l1,
+            l2=l2,
+            beta=beta,
+            epochs=epochs,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            random_state=random_state,
+            workers=workers,
+            servers=servers,
+            consistency=consistency,
+            scheduler=scheduler,
+            token=token,
+        )
+        self.class_weight = class_weight
+
+    def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> Self:
+        """Train on more examples: one pass, in this process, in their order.
+
+        The first call names all `classes`; by its examples rate and scale are chosen.
+        """
+        self._check_parameters()
+        self._check_can_learn_on()
+        is_first = not hasattr(self, "_tables")
+        X, targets = self._read_training_data(X, y, reset=is_first)
+        if is_first:
+            if classes is None:
+                raise UsageError("the first call of partial_fit names all classes: partial_fit(X, y, classes=[0, 1])")
+            self._learn_targets(np.asarray(classes))
+        elif classes is not None and not np.array_equal(self.classes_, np.unique(classes)):
+            raise UsageError(f"classes={classes!r}: the first call said {self.classes_.tolist()}")
+        if self.class_weight == BALANCED:
+            raise UsageError(
+                "class_weight='balanced' asks how often each class comes, which partial_fit does not know: name the "
+                "weights, as sklearn.utils.class_weight.compute_class_weight finds them, or call fit"
+            )
+        rows = self._to_batch(X, self._to_labels(targets), sample_weight)
+        return self._learn_on(self._weighting(targets).weighted(rows))
+
+    def decision_function(self, X: Any) -> Doubles:
+        """Return what classes are told by: of two the logit of the second (float64 [n]).
+
+        Of more the logarithm of each class' probability (float64 [n, classes]).
+        """
+        examples = self._prepare(X)
+        return self._tables.margins(examples)
+
+    def predict_proba(self, X: Any) -> Doubles:
+        """Return the probabilities of the classes, in the order of `classes_` (float64 [n, classes])."""
+        found: Doubles = np.exp(self.predict_log_proba(X))
+        return found
+
+    def predict_log_proba(self, X: Any) -> Doubles:
+        """Return the logarithms of the classes' probabilities, in the order of `classes_` (float64 [n, classes])."""
+        margins = self.decision_function(X)
+        if margins.ndim == 2:
+            return margins
+        return np.column_stack([-np.logaddexp(0.0, margins), -np.logaddexp(0.0, -margins)])
+
+    def predict(self, X: Any) -> npt.NDArray[Any]:
+        """Return the likeliest class of each example."""
+        margins = self.decision_function(X)
+        places = (margins > 0).astype(np.int64) if margins.ndim == 1 else margins.argmax(axis=1)
+        found: npt.NDArray[Any] = self.classes_[places]
+        return found
+
+    @override
+    def _learn_targets(self, targets: npt.NDArray[Any]) -> None:
+        check_classification_targets(targets)
+        classes = np.unique(targets)
+        if self._is_binary and len(classes) > 2:
+            raise UsageError(
+                f"Only binary classification is supported. The type of the target is {type_of_target(targets)}: y has "
+                f"{len(classes)} classes"
+            )
+        if len(classes) < 2:
+            raise UsageError(f"y has one class, {classes.tolist()[0]!r}: expected two or more")
+        self.classes_ = classes
+
+    @override
+    def _to_labels(self, targets: npt.NDArray[Any]) -> Floats:
+        """Return the places of the classes."""
+        unknown = np.setdiff1d(targets, self.classes_)
+        if len(unknown):
+            raise UsageError(f"y has {unknown.tolist()[0]!r}, which is none of the classes {self.classes_.tolist()}")
+        return np.searchsorted(self.classes_, targets).astype(np.float32)
+
+    @override
+    def _weighting(self, targets: npt.NDArray[Any]) -> Weighting:
+        if self.class_weight is None:
+            return Weighting()
+        try:
+            found = compute_class_weight(self.class_weight, classes=self.classes_, y=targets)
+        except ValueError:
+            raise UsageError(
+                f"class_weight={self.class_weight!r}: expected weights of the classes {self.classes_.tolist()}"
+            ) from None
+        if not (np.isfinite(found) & (found >= 0)).all():
+            raise UsageError(f"class_weight={self.class_weight!r}: expected finite weights from 0 up")
+        return Weighting(classes={str(label): float(weight) for label, weight in enumerate(found)})
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.classifier_tags.multi_class = not self._is_binary
+        return tags
