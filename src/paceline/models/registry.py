@@ -14,7 +14,7 @@ from paceline.models.ffm import FieldAwareMachine
 from paceline.models.fm import FactorizationMachine
 from paceline.models.logistic import LogisticRegression
 from paceline.models.poisson import PoissonRegression
-from paceline.models.regression import LinearRegression
+from paceline.models.regression import LeastSquares
 from paceline.models.softmax import SoftmaxRegression
 
 MODELS: Final[dict[str, type[SparseModel]]] = {
@@ -25,7 +25,7 @@ MODELS: Final[dict[str, type[SparseModel]]] = {
         FieldAwareMachine,
         DeepFactorizationMachine,
         DeepCrossNetwork,
-        LinearRegression,
+        LeastSquares,
         PoissonRegression,
         SoftmaxRegression,
     )

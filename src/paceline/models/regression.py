@@ -33,7 +33,7 @@ class RegressionEvaluation(Evaluation):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LinearRegression(LinearModel):
+class LeastSquares(LinearModel):
     """A number from a weight per feature.
 
     What is learned is by how many `scale` a label is above `center`, mean and standard deviation in a sample: so the
@@ -51,7 +51,7 @@ class LinearRegression(LinearModel):
     scale: float = 1.0
 
     @override
-    def starting_from(self, labels: Floats, weights: Floats | None = None) -> LinearRegression:
+    def starting_from(self, labels: Floats, weights: Floats | None = None) -> LeastSquares:
         if not len(labels):
             return self
         center, deviation = mean_and_deviation(labels, weights)

@@ -13,7 +13,7 @@ from paceline.inference import load
 from paceline.inference.merging import merge_models
 from paceline.models.base import BIAS_KEY
 from paceline.models.logistic import LogisticRegression
-from paceline.models.regression import LinearRegression
+from paceline.models.regression import LeastSquares
 from paceline.models.stored import read_stored_model
 from paceline.ps import to_fields
 from paceline.storage.model_directory import save_model
@@ -52,7 +52,7 @@ def test_margins_are_the_mean_of_margins(tmp_path: Path) -> None:
 
 def test_quantities_are_the_mean_of_quantities(tmp_path: Path) -> None:
     models = [
-        trained(tmp_path / str(at), at, LinearRegression(center=5.0 * at, scale=1.0 + at).describe()) for at in range(2)
+        trained(tmp_path / str(at), at, LeastSquares(center=5.0 * at, scale=1.0 + at).describe()) for at in range(2)
     ]
     rows = np.eye(40, dtype=np.float32)
     merge_models(models, tmp_path / "all")

@@ -13,7 +13,7 @@ from paceline.data import Batch
 from paceline.errors import DataError, UsageError
 from paceline.models.base import KeyScratch, SparseModel
 from paceline.models.poisson import PoissonRegression
-from paceline.models.regression import LinearRegression
+from paceline.models.regression import LeastSquares
 from paceline.models.softmax import SoftmaxRegression, parse_classes
 from paceline.ps import FTRL
 
@@ -40,7 +40,7 @@ def test_regression_is_least_squares() -> None:
     examples, rng = make_examples(), np.random.default_rng(1)
     labels = 500 + 40 * (examples @ rng.normal(size=WIDTH)) + 30 * rng.normal(size=N)
     batch = as_batch(examples, labels)
-    model = LinearRegression().starting_from(batch.labels)
+    model = LeastSquares().starting_from(batch.labels)
     predicted = trained_predictions(model, batch)
     with_bias = np.c_[examples, np.ones(N)]
     expected = with_bias @ np.linalg.solve(with_bias.T @ with_bias, with_bias.T @ labels)
@@ -59,7 +59,7 @@ def test_weights_are_repetitions() -> None:
     repeated = np.repeat(np.arange(64), weights.astype(int))
     batch = as_batch(examples, labels)
     batch.weights = weights
-    for model in (LinearRegression(), PoissonRegression(), SoftmaxRegression(classes=(0, 1, 2))):
+    for model in (LeastSquares(), PoissonRegression(), SoftmaxRegression(classes=(0, 1, 2))):
         one = model.prepare(batch, KeyScratch())
         other = model.prepare(as_batch(examples[repeated], labels[repeated]), KeyScratch())
         rows = np.random.default_rng(3).normal(size=(WIDTH + 1, model.num_outputs)).astype(np.float32)
@@ -120,10 +120,10 @@ def test_labels_that_a_model_does_not_take() -> None:
 
 def test_nothing_to_evaluate_or_to_learn_from() -> None:
     nothing = np.empty(0, np.float32)
-    for model in (LinearRegression(), PoissonRegression()):
+    for model in (LeastSquares(), PoissonRegression()):
         assert model.starting_from(nothing) == model
         assert set(model.evaluate(nothing, nothing).as_json().values()) == {None}
-    assert LinearRegression().starting_from(np.full(3, 7, np.float32)) == LinearRegression(center=7.0)
+    assert LeastSquares().starting_from(np.full(3, 7, np.float32)) == LeastSquares(center=7.0)
     assert PoissonRegression().starting_from(np.zeros(3, np.float32)) == PoissonRegression()
     assert SoftmaxRegression(classes=(0, 1)).evaluate(nothing, np.empty((0, 2), np.float32)).examples == 0
 

@@ -11,7 +11,7 @@ from paceline.data.example_sampling import ExampleSample, sample_batch
 from paceline.models.features.counting import MOST_COUNTED
 from paceline.models.fm import FactorizationMachine
 from paceline.models.poisson import PoissonRegression
-from paceline.models.regression import LinearRegression
+from paceline.models.regression import LeastSquares
 from paceline.models.softmax import SoftmaxRegression
 from paceline.models.tuning import FactorSearch, TunedModel, tune_linear
 from paceline.models.tuning.model_trial import ModelTrial
@@ -71,8 +71,8 @@ def test_of_a_part_the_usual_settings_are_kept() -> None:
     assert found.passes == LINEAR.passes
 
 
-@pytest.mark.parametrize("kind", [LinearRegression, PoissonRegression, SoftmaxRegression])
-def test_linear_models(kind: type[LinearRegression | PoissonRegression | SoftmaxRegression]) -> None:
+@pytest.mark.parametrize("kind", [LeastSquares, PoissonRegression, SoftmaxRegression])
+def test_linear_models(kind: type[LeastSquares | PoissonRegression | SoftmaxRegression]) -> None:
     """A rate a hundred times too small is not taken; a rule that is no FTRL is left as it is, its passes found."""
     rng = np.random.default_rng(3)
     keys = rng.integers(0, 30, (150, 3))
