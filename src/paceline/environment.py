@@ -69,6 +69,8 @@ class Environment:
     """
     pipeline: str | None = None
     """``PACELINE_PIPELINE``: stages and schedule of the strategy ``pipeline``, as ``paceline run`` writes them."""
+    sharding: str | None = None
+    """``PACELINE_SHARDING``: units and shards of the strategy ``sharded``, as ``paceline run`` writes them."""
 
     def __repr__(self) -> str:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -134,6 +136,7 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
         replicas=_integer(found, "PACELINE_REPLICAS"),
         filters=found.get("PACELINE_FILTERS") or None,
         pipeline=found.get("PACELINE_PIPELINE") or None,
+        sharding=found.get("PACELINE_SHARDING") or None,
     )
 
 

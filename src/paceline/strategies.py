@@ -5,11 +5,12 @@ Both the launcher, which knows no torch, and ``paceline.torch`` go by it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.errors import UsageError
 from paceline.pipeline_options import PipelineFlags, PipelineOptions, choose_pipeline
 from paceline.protocol.consistency import Consistency, Sequential, parse_consistency
+from paceline.sharding_options import ShardingOptions, choose_sharding
 
 STRATEGIES: dict[str, str] = {
     "one-device": "one process, one device",
@@ -19,6 +20,7 @@ STRATEGIES: dict[str, str] = {
     "parameter-server": "one process per device, parameters and their updates on servers",
     "hybrid": "embeddings on servers, all other parameters by all-reduce",
     "pipeline": "the model's layers over several processes, batches through them in microbatches",
+    "sharded": "one process per device, each with a part of every parameter and of the optimizer's state",
 }
 """Every strategy as the command line and ``PACELINE_STRATEGY`` spell it, with its meaning."""
 
@@ -42,6 +44,8 @@ class StrategyChoice:
     """How many servers more hold whatever a server holds; 0 where there are no servers."""
     pipeline: PipelineOptions | None = None
     """Stages and schedule of the strategy ``pipeline``."""
+    sharding: ShardingOptions | None = None
+    """Units and shards of the strategy ``sharded``."""
 
 
 def needs_servers(name: str) -> bool:
@@ -74,13 +78,15 @@ def choose_strategy(
     consistency: str | None = None,
     replicas: int | None = None,
     pipeline: PipelineFlags | None = None,
+    shard: str | None = None,
 ) -> StrategyChoice:
     """Check a wish against what is there, and fill in what was not said.
 
     Without a `name` it is :func:`default_strategy`. `processes` is the number of ranks. The consistency is
     ``sequential`` for ``parameter-server`` and ``bounded:4`` for ``hybrid`` unless it is given; sequential consistency
     averages over the ranks, as all-reduce does. `replicas` are those of the model in one process, or, where there are
-    servers, of what the servers hold. `pipeline` is for the strategy of that name.
+    servers, of what the servers hold. `pipeline` is for the strategy of that name; its `data_parallel` and `shard` are
+    for ``sharded``.
 
     Raises UsageError for a name that is unknown and for settings that the strategy has no use for.
     """
@@ -90,10 +96,17 @@ def choose_strategy(
             f"strategy {name} is one process, {processes} were asked for: choose all-reduce, parameter-server or "
             "hybrid for several"
         )
-    if name != "pipeline" and pipeline is not None and pipeline.given():
-        raise UsageError(f"strategy {name} cuts no model into stages: leave {' '.join(pipeline.given())} out")
+    flags = pipeline or PipelineFlags()
+    sharding: ShardingOptions | None = None
+    if name == "sharded":
+        sharding = choose_sharding(shard, flags.data_parallel, processes)
+        flags = replace(flags, data_parallel=None)
+    elif shard is not None:
+        raise UsageError(f"strategy {name} shards no parameters: leave --shard {shard} out, or choose sharded")
+    if name != "pipeline" and flags.given():
+        raise UsageError(f"strategy {name} cuts no model into stages: leave {' '.join(flags.given())} out")
     if replicas is not None:
-        if name in ("one-device", "all-reduce", "pipeline"):
+        if name in ("one-device", "all-reduce", "pipeline", "sharded"):
             raise UsageError(
                 f"strategy {name} has neither servers nor replicas in one process: leave --replicas {replicas} out"
             )
@@ -111,7 +124,8 @@ def choose_strategy(
             consistency=None,
             replicas=replicas,
             server_replicas=0,
-            pipeline=choose_pipeline(pipeline or PipelineFlags(), processes) if name == "pipeline" else None,
+            pipeline=choose_pipeline(flags, processes) if name == "pipeline" else None,
+            sharding=sharding,
         )
     if servers is not None and servers < 1:
         raise UsageError(f"strategy {name} keeps parameters on servers, {servers} were asked for: expected 1 or more")

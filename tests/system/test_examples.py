@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -99,8 +100,16 @@ def test_charlm(paceline: Commands, run_alone: Any, real_data: Path, capsys: pyt
     run_alone("charlm.py", *arguments, "16", "--json")
     alone = checked(capsys.readouterr().out, "loss")
     assert 1.5 < alone["loss"] < 3.3  # nats; the logarithm of 60 characters is 4.1
-    found = run_under(paceline, "all-reduce", ("--nproc-per-node", "2"), "charlm.py", *arguments, "8", field="loss")
-    assert found["loss"] == pytest.approx(alone["loss"], abs=0.02)
+    for strategy in ("all-reduce", "sharded"):
+        found = run_under(paceline, strategy, ("--nproc-per-node", "2"), "charlm.py", *arguments, "8", field="loss")
+        assert found["loss"] == pytest.approx(alone["loss"], abs=0.02)
+
+
+def test_mesh(paceline: Commands) -> None:
+    paceline.environment[RANKS] = "torch"
+    finished = paceline.succeed("run", "--nproc-per-node", "4", EXAMPLES / "mesh.py", "--steps", "20", "--width", "8")
+    assert re.search(r"step 20: loss 0\.\d+\n", finished.out)
+    assert "1,136 parameters, of which this process holds 296\n" in finished.out
 
 
 @pytest.mark.parametrize("script", ["mnist.py", "click.py", "charlm.py"])

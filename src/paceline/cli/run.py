@@ -24,8 +24,8 @@ def run(
     strategy: Annotated[
         str | None,
         typer.Option(
-            help="one-device, mirrored, central-storage, all-reduce, parameter-server, hybrid or pipeline; default: "
-            "hybrid with --servers, else all-reduce for several processes, else one-device."
+            help="one-device, mirrored, central-storage, all-reduce, parameter-server, hybrid, pipeline or sharded; "
+            "default: hybrid with --servers, else all-reduce for several processes, else one-device."
         ),
     ] = None,
     nproc_per_node: Annotated[int | None, typer.Option(help="Processes (ranks) on this machine; default 1.")] = None,
@@ -34,7 +34,11 @@ def run(
         typer.Option(help="pipeline: processes that the model's layers are cut over, one or two stages each."),
     ] = None,
     data_parallel: Annotated[
-        int | None, typer.Option(help="pipeline: pipelines side by side, each with its part of the data; default 1.")
+        int | None,
+        typer.Option(
+            help="pipeline, sharded: pipelines, or groups that shard the model, side by side, each with its part of "
+            "the data; default 1."
+        ),
     ] = None,
     schedule: Annotated[
         str | None,
@@ -53,6 +57,13 @@ def run(
     stage_memory: Annotated[
         str | None,
         typer.Option(help="pipeline: what a process may take for parameters, optimizer and activations: 4G, 500M."),
+    ] = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            help="sharded: modules whose parameters are gathered at once: encoder.*,head (* is any one part of a "
+            "name); default: blocks of lists and sequences, and large modules beside them."
+        ),
     ] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as python -m takes it.")] = False,
     servers: Annotated[
@@ -127,6 +138,8 @@ def run(
 
     Example: paceline run --strategy pipeline --stages 2 train.py
 
+    Example: paceline run --strategy sharded --nproc-per-node 4 train.py
+
     Example: paceline run --strategy parameter-server --servers 2 --consistency bounded:4 --nproc-per-node 4 train.py
     """
     from paceline.launch import RunOptions, run_script
@@ -152,6 +165,7 @@ def run(
                 split=split,
                 stage_memory=stage_memory,
             ),
+            shard=shard,
             servers=servers,
             consistency=consistency,
             stale=stale,

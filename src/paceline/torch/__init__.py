@@ -43,6 +43,7 @@ from paceline.torch.strategies import (
     OneDevice,
     ParameterServer,
     Pipeline,
+    Sharded,
     Strategy,
     strategy,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "ParameterServer",
     "PartitionedModel",
     "Pipeline",
+    "Sharded",
     "Strategy",
     "filter_hook",
     "partition",

@@ -65,7 +65,8 @@ class RunOptions:
     strategy: str | None = None
     servers: int | None = None
     pipeline: PipelineFlags = field(default_factory=PipelineFlags)
-    """Of the strategy of this name."""
+    """Of the strategy of this name; its `data_parallel` is for ``sharded`` too."""
+    shard: str | None = None
     consistency: str | None = None
     stale: str | None = None
     replicas: int | None = None
@@ -176,7 +177,7 @@ def _find_filters(options: RunOptions, strategy: str) -> str | None:
     elif chain and strategy == "all-reduce":
         gradient_filters(pushed)
     elif chain and strategy != "hybrid":
-        why = "it exchanges none for filters" if strategy == "pipeline" else f"{strategy} has one"
+        why = "it exchanges none for filters" if strategy in ("pipeline", "sharded") else f"{strategy} has one"
         raise UsageError(f"--filters {pushed}: for gradients that processes exchange; {why}")
     told = with_modules(pushed) if chain else ""
     return (told if pulled is None else f"{told}/{with_modules(pulled)}") or None
@@ -306,6 +307,7 @@ def _plan_node(options: RunOptions) -> _Setup:
         consistency=options.consistency,
         replicas=options.replicas,
         pipeline=options.pipeline,
+        shard=options.shard,
     )
     if not layout.master_port:
         layout = _with_free_port(layout)
@@ -362,6 +364,7 @@ def _plan_cluster(options: RunOptions) -> _Setup:
         consistency=options.consistency,
         replicas=options.replicas,
         pipeline=options.pipeline,
+        shard=options.shard,
     )
     token = _need_token(f"the processes of {options.cluster}")
     layout = None

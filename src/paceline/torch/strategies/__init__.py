@@ -9,6 +9,7 @@ from paceline.torch.strategies.pipeline.strategy import Pipeline
 from paceline.torch.strategies.replicas.central_storage import CentralStorage
 from paceline.torch.strategies.replicas.mirrored import Mirrored
 from paceline.torch.strategies.server.parameter_server import ParameterServer
+from paceline.torch.strategies.sharded.strategy import Sharded
 
 __all__ = [
     "AllReduce",
@@ -18,6 +19,7 @@ __all__ = [
     "OneDevice",
     "ParameterServer",
     "Pipeline",
+    "Sharded",
     "Strategy",
     "strategy",
 ]

@@ -110,7 +110,7 @@ class AllReduce(Strategy):
         if self._sync_batch_norm and self.world_size > 1:
             self.module = model = with_sync_batch_norm(model)
         if not any(named_parameters(model)):
-            self._broadcast_values(model)
+            broadcast_values(model)
             return model, optimizer
         reached = None
         if self._ranks.group is not None:
@@ -138,11 +138,6 @@ class AllReduce(Strategy):
         elif self._filters:
             replica.register_comm_hook(replica.process_group, filter_hook(self._filters))
         return replica
-
-    def _broadcast_values(self, model: nn.Module) -> None:
-        for tensor in (*model.parameters(), *model.buffers()):
-            if tensor.numel():
-                dist.broadcast(tensor.detach(), 0)
 
     def _row_tables(self) -> RowTables:
         return ReplicatedTables(self._ranks.group)
@@ -204,6 +199,13 @@ class AllReduce(Strategy):
         """Leave the other ranks. Idempotent."""
         self._replica = None
         super().close()
+
+
+def broadcast_values(model: nn.Module) -> None:
+    """Give every rank rank 0's parameters and buffers."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.numel():
+            dist.broadcast(tensor.detach(), 0)
 
 
 def _describe(value: Any) -> tuple[str, Any]:

@@ -226,11 +226,21 @@ class Strategy(Closing, ABC):
         assert self.optimizer is not None
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
 
-    def gather_values(self) -> None:
-        """See that the module on rank 0 holds the current values; every rank calls it."""
+    def gather_values(self) -> dict[str, torch.Tensor]:
+        """Return the current parameters and persistent buffers by name, whole, on rank 0; every rank calls it.
 
-    def _scatter_values(self) -> None:
-        """Take the module's values, which are the same on every rank, for the current ones; every rank calls it."""
+        The module on rank 0 holds them then, too; under ``sharded`` it holds its shards.
+        """
+        assert self.module is not None, "prepare() comes first"
+        return state_of(self.module)
+
+    def _scatter_values(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Take whole values by name, which are the same on every rank, for the model's; every rank calls it."""
+        assert self.module is not None
+        own = state_of(self.module)
+        with torch.no_grad():
+            for name, value in values.items():
+                own[name].copy_(value)
 
     # The end.
 
@@ -269,6 +279,12 @@ def choose_device(wanted: torch.device | str | None, local_rank: int) -> torch.d
             f"local rank {local_rank}: device={str(wanted)!r} was asked for, and there are {num_cuda} CUDA devices here"
         )
     return device
+
+
+def state_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters and persistent buffers by name; embeddings' anchors, which hold nothing, aside."""
+    state = module.state_dict(keep_vars=True).items()
+    return {name: each.detach() for name, each in state if isinstance(each, torch.Tensor) and each.numel()}
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

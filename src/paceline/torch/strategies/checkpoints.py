@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,11 +21,9 @@ from paceline.errors import ModelError, PacelineError, UsageError
 from paceline.ps import RULES, SGD, from_fields
 from paceline.ps.messages import TableSpec
 from paceline.storage.model_directory import SavedModel, read_model, save_model
+from paceline.torch.strategies.base import Strategy, state_of
 from paceline.torch.strategies.json import from_json, like, to_json
 from paceline.torch.update_rules import rule_of
-
-if TYPE_CHECKING:
-    from paceline.torch.strategies.base import Strategy
 
 KIND = "torch checkpoint"
 _Result = TypeVar("_Result")
@@ -34,13 +32,14 @@ _Result = TypeVar("_Result")
 def save(strategy: Strategy, directory: str | os.PathLike[str], extra: dict[str, Any]) -> None:
     """See :meth:`Strategy.save`."""
     module, optimizer = _prepared(strategy, "save"), strategy.optimizer
-    strategy.gather_values()
+    values = strategy.gather_values()
     state = strategy.gather_optimizer_state() if optimizer is not None else {}
     _settle_rows(strategy)
 
     def write() -> None:
         tables = strategy.embedder.tables.values() if strategy.embedder is not None else ()
-        tensors = {"model": _encode(_state_of(module))}
+        _check_tensors(module)
+        tensors = {"model": _encode(values)}
         description: dict[str, Any] = {"kind": KIND, "extra": to_json(extra, "extra")}
         if optimizer is not None:
             names = _names(module, optimizer)
@@ -60,13 +59,8 @@ def load(strategy: Strategy, directory: str | os.PathLike[str]) -> dict[str, Any
     """See :meth:`Strategy.load`."""
     module, optimizer = _prepared(strategy, "load"), strategy.optimizer
     saved, description, values, state = _together(strategy, lambda: _read(strategy, module, directory))
-    strategy.gather_values()  # nothing is under way
     _settle_rows(strategy)
-    with torch.no_grad():
-        own = _state_of(module)
-        for name, value in values.items():
-            own[name].copy_(value)
-    strategy._scatter_values()
+    strategy._scatter_values(values)
     if optimizer is not None and "optimizer" in description:
         for group, kept in zip(optimizer.param_groups, description["optimizer"]["groups"], strict=True):
             group.update(_options(group, kept))
@@ -120,17 +114,11 @@ def _settle_rows(strategy: Strategy) -> None:
 # The model.
 
 
-def _state_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and persistent buffers by name; embeddings' anchors, which hold nothing, aside."""
-    state: dict[str, torch.Tensor] = {}
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if not isinstance(tensor, torch.Tensor):
-            raise UsageError(
-                f"the model's {name!r} is of type {type(tensor).__name__}: a checkpoint holds tensors only"
-            )
-        if tensor.numel():
-            state[name] = tensor.detach()
-    return state
+def _check_tensors(module: nn.Module) -> None:
+    """Raise UsageError for a model whose state is more than tensors."""
+    for name, value in module.state_dict(keep_vars=True).items():
+        if not isinstance(value, torch.Tensor):
+            raise UsageError(f"the model's {name!r} is of type {type(value).__name__}: a checkpoint holds tensors only")
 
 
 def _encode(tensors: dict[str, torch.Tensor]) -> bytes:
@@ -150,7 +138,8 @@ def _read(
         raise ModelError(f"{directory} holds tables and no checkpoint of a PyTorch model: load it with client.load()")
     description = from_json(description)
     values = _decode(saved, "model")
-    _check_same({name: _shape(tensor) for name, tensor in values.items()}, _state_of(module), directory)
+    _check_tensors(module)
+    _check_same({name: _shape(tensor) for name, tensor in values.items()}, state_of(module), directory)
     _check_tables(strategy, saved)
     state: dict[int, dict[str, Any]] = {}
     kept = description.get("optimizer")

@@ -15,9 +15,11 @@ from paceline.torch.strategies.pipeline.strategy import Pipeline
 from paceline.torch.strategies.replicas.central_storage import CentralStorage
 from paceline.torch.strategies.replicas.mirrored import Mirrored
 from paceline.torch.strategies.server.parameter_server import ParameterServer
+from paceline.torch.strategies.sharded.strategy import Sharded
 
 _CLASSES: dict[str, type[Strategy]] = {
-    kind.name: kind for kind in (OneDevice, Mirrored, CentralStorage, AllReduce, ParameterServer, Hybrid, Pipeline)
+    kind.name: kind
+    for kind in (OneDevice, Mirrored, CentralStorage, AllReduce, ParameterServer, Hybrid, Pipeline, Sharded)
 }
 assert _CLASSES.keys() == STRATEGIES.keys()
 

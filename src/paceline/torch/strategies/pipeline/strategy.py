@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -131,11 +131,12 @@ class Pipeline(Strategy):
         )
 
     @override
-    def gather_values(self) -> None:
-        """See that the module on rank 0 holds all values until the model is called again; every rank calls it."""
+    def gather_values(self) -> dict[str, torch.Tensor]:
+        """Return all values, which the module on rank 0 holds until the model is called again; every rank calls it."""
         runner = self._runner
         if runner is not None and runner.ownership is not None and self.data_place[0] == 0:
             runner.ownership.gather_values(runner.group)
+        return super().gather_values()
 
     @override
     def load(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
@@ -144,7 +145,9 @@ class Pipeline(Strategy):
             self._runner.hold_all()
         return super().load(directory)
 
-    def _scatter_values(self) -> None:
+    @override
+    def _scatter_values(self, values: Mapping[str, torch.Tensor]) -> None:
+        super()._scatter_values(values)
         if self._runner is not None:
             self._runner.release()
 
@@ -167,7 +170,8 @@ class Pipeline(Strategy):
 
     def _scatter_optimizer_state(self, state: dict[int, dict[str, Any]]) -> None:
         super()._scatter_optimizer_state(state)
-        self._scatter_values()
+        if self._runner is not None:
+            self._runner.release()
 
     def report(self) -> str | None:
         """Return the measured times of stages and steps beside the predicted ones; None before the fourth step."""

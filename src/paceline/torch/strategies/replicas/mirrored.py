@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -40,7 +40,9 @@ class Mirrored(ReplicaStrategy):
             self._mirrors.follow(optimizer)
         return self._mirrors
 
-    def _scatter_values(self) -> None:
+    @override
+    def _scatter_values(self, values: Mapping[str, torch.Tensor]) -> None:
+        super()._scatter_values(values)
         self._mirrors.update()
 
 

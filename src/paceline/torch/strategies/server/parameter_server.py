@@ -13,7 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
@@ -284,15 +284,19 @@ class ParameterServer(Strategy):
         return super().load(directory)
 
     @override
-    def gather_values(self) -> None:
+    def gather_values(self) -> dict[str, torch.Tensor]:
         if self.dense is not None:
             self.dense.wait_all()
             self._meet()
             self.dense.write_back(all_are_here=True)
             self.barrier()  # every rank's last push is acknowledged, and so is in what is read now
             self.dense.pull_all()
+        return super().gather_values()
 
-    def _scatter_values(self) -> None:
+    @override
+    def _scatter_values(self, values: Mapping[str, torch.Tensor]) -> None:
+        self.gather_values()  # nothing is under way then
+        super()._scatter_values(values)
         if self.dense is not None:
             self.dense.write_values()
 

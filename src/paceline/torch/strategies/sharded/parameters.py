@@ -1,0 +1,158 @@
+"""Parameters as shards: from the whole ones of the program to those of ``fully_shard``, and back to whole values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from paceline.errors import UsageError
+
+
+class ReplacedParameter(nn.Parameter):
+    """What a parameter becomes whose place a shard has taken: it is empty, and to ask for its gradient is refused."""
+
+    @property
+    def grad(self) -> NoReturn:  # type: ignore[override]
+        """Raise UsageError: it will never have one."""
+        raise UsageError(
+            "this parameter was taken before prepare(), which has put a shard in its place: take model.parameters() "
+            "after prepare()"
+        )
+
+
+def check_parameters(model: nn.Module, optimizer: Optimizer | None) -> None:
+    """Raise UsageError for a model that cannot be sharded: none, scalar or unlike parameters, foreign ones, sparse."""
+    own = {id(each) for each in model.parameters()}
+    if not own:
+        raise UsageError("strategy sharded: the model has no parameters, so that there is nothing to shard")
+    for name, parameter in model.named_parameters():
+        if not parameter.dim():
+            raise UsageError(
+                f"strategy sharded: parameter {name!r} is a scalar, which has no rows to shard: give it the shape (1,)"
+            )
+    trained = [(name, each.dtype) for name, each in model.named_parameters() if each.requires_grad]
+    for name, dtype in trained:
+        if dtype != trained[0][1]:
+            first, kind = trained[0]
+            raise UsageError(
+                f"strategy sharded: {first!r} is {str(kind)[6:]} and {name!r} {str(dtype)[6:]}: parameters that are "
+                "gathered together need one dtype; convert one of them (model.float())"
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise UsageError(
+                f"strategy sharded: {name or 'the model'} has sparse=True, and only dense gradients are sharded: leave "
+                "sparse out, or take paceline.torch.Embedding under --strategy hybrid"
+            )
+    if isinstance(optimizer, (torch.optim.LBFGS, torch.optim.SparseAdam)):
+        raise UsageError(
+            f"strategy sharded: {type(optimizer).__name__} has no shards: take one that updates each element by its "
+            "own gradient, as SGD, Adam or AdamW do"
+        )
+    groups = [] if optimizer is None else optimizer.param_groups
+    if any(id(each) not in own for group in groups for each in group["params"]):
+        raise UsageError(
+            "strategy sharded: the optimizer has a parameter that the model does not have, so that nobody would "
+            "average its gradient: make it a part of the model"
+        )
+
+
+def replace(optimizer: Optimizer, before: Mapping[str, nn.Parameter], model: nn.Module) -> None:
+    """Give an optimizer the shards of `model` for the parameters that it had `before`, by name, with their state."""
+    now = dict(model.named_parameters())
+    shards = {id(parameter): now[name] for name, parameter in before.items()}
+    for group in optimizer.param_groups:
+        group["params"] = [shards[id(parameter)] for parameter in group["params"]]
+    for parameter in [each for each in optimizer.state if id(each) in shards]:
+        shard = shards[id(parameter)]
+        optimizer.state[shard] = {key: as_shard(value, shard) for key, value in optimizer.state.pop(parameter).items()}
+
+
+def retire(parameters: Iterable[nn.Parameter]) -> None:
+    """Free whole parameters that shards have replaced; who still asks one for its gradient is told."""
+    for parameter in parameters:
+        parameter.grad = None
+        parameter.data = torch.empty(0, dtype=parameter.dtype)
+        parameter.__class__ = ReplacedParameter
+
+
+def as_shard(value: Any, like: Tensor) -> Any:
+    """Return this rank's part of a whole tensor of the shape of `like`, which is sharded; anything else as it is."""
+    if not isinstance(like, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
+        return value
+    if value.shape != like.shape:
+        return value
+    whole = value.to(like.device)
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def shard_values(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Have ``load_state_dict`` take whole values for shards: a hook of each module that has parameters."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None and prefix + name in state:
+            state[prefix + name] = as_shard(state[prefix + name], parameter)
+
+
+def as_whole(value: Any, *, keep: bool) -> Any:
+    """Return the whole of a sharded tensor, on the CPU, on ranks that `keep` it; every rank calls it.
+
+    Anything else is returned as it is.
+    """
+    if not isinstance(value, DTensor):
+        return value
+    whole: Tensor = value.full_tensor().detach()
+    return whole.to("cpu") if keep else None
+
+
+@torch.no_grad()
+def clip_shards(parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float, group: Any) -> Tensor:
+    """Clip gradients that are shards by the norm of all of them, over `group`; return that norm. One message."""
+    grads = [each.grad.to_local() for each in parameters if isinstance(each.grad, DTensor)]
+    device = grads[0].device if grads else torch.device("cpu")
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    is_largest = norm_type == float("inf")
+    for grad in grads:
+        if grad.numel():
+            norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float32).double()
+            total = torch.maximum(total, norm) if is_largest else total + norm**norm_type
+    op = torch.distributed.ReduceOp.MAX if is_largest else torch.distributed.ReduceOp.SUM
+    torch.distributed.all_reduce(total, op, group=group)
+    norm = total if is_largest else total ** (1.0 / norm_type)
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for grad in grads:
+        grad.mul_(factor.to(grad.dtype))
+    return norm.to(torch.get_default_dtype())
+
+
+def without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """Return a module's output with copies for views: a hook of each unit, before those of ``fully_shard``.
+
+    Its hooks for backward are lost where the program changes a view in place (``x += y``).
+    """
+    return tree_map_only(Tensor, lambda each: each.clone() if each._is_view() and each.requires_grad else each, output)
+
+
+@torch.no_grad()
+def share_buffers(module: nn.Module, _: Any) -> None:
+    """Give every rank rank 0's buffers before a forward of training: those that a checkpoint holds (statistics).
+
+    So does DistributedDataParallel.
+    """
+    if not (module.training and torch.is_grad_enabled()):
+        return
+    by_kind: dict[torch.dtype, list[Tensor]] = {}
+    for each in module.modules():
+        for name, buffer in each._buffers.items():
+            if buffer is not None and buffer.numel() and name not in each._non_persistent_buffers_set:
+                by_kind.setdefault(buffer.dtype, []).append(buffer)
+    for buffers in by_kind.values():
+        flat = torch.cat([each.reshape(-1) for each in buffers])
+        torch.distributed.broadcast(flat, 0)
+        for buffer, values in zip(buffers, torch.split(flat, [each.numel() for each in buffers]), strict=True):
+            buffer.copy_(values.view(buffer.shape))

@@ -1,0 +1,182 @@
+"""The strategy ``sharded``: parameters, gradients and the optimizer's state in parts, one on each process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from paceline.environment import environment
+from paceline.errors import UsageError
+from paceline.sharding_options import ShardingOptions, choose_sharding
+from paceline.torch.embeddings import LocalTables, RowTables
+from paceline.torch.strategies.all_reduce import broadcast_values
+from paceline.torch.strategies.base import Strategy, choose_device, state_of
+from paceline.torch.strategies.ranks import DEFAULT_TIMEOUT, Ranks
+from paceline.torch.strategies.sharded.parameters import (
+    as_shard,
+    as_whole,
+    check_parameters,
+    clip_shards,
+    replace,
+    retire,
+    shard_values,
+    share_buffers,
+    without_views,
+)
+from paceline.torch.strategies.sharded.units import choose_units, shard_dimension
+
+
+class Sharded(Strategy):
+    """Fully sharded data parallelism over PyTorch's ``fully_shard`` (FSDP2).
+
+    Each process keeps 1/n of every parameter, of its gradient and of the optimizer's state. The parameters of a *unit*
+    (a block of the model) are gathered before its forward and again before its backward, and freed after each; its
+    gradients are averaged and scattered. The result is that of ``all-reduce``.
+
+    `units`: names of the modules that are gathered at once, with ``*`` for any one part of a name (``blocks.*``); None:
+    what ``paceline run --shard`` says, else chosen by :func:`~paceline.torch.strategies.sharded.units.choose_units`.
+    `data_parallel`: groups of processes side by side, each with a whole model in shards, whose gradients are averaged.
+    `timeout`: how long a rank is waited for.
+
+    Sources: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020; Zhao
+    et al., "PyTorch FSDP", VLDB 2023.
+
+    Raises UsageError for options that do not fit to the number of processes.
+    """
+
+    name: ClassVar[str] = "sharded"
+
+    def __init__(
+        self,
+        *,
+        units: Sequence[str] | None = None,
+        data_parallel: int | None = None,
+        device: torch.device | str | None = None,
+        seed: int = 0,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+    ) -> None:
+        told = environment()
+        known = None if told.sharding is None else ShardingOptions.decode(told.sharding)
+        if units is None and known is not None:
+            units = known.units
+        if data_parallel is None and known is not None:
+            data_parallel = known.data_parallel
+        num_ranks = dist.get_world_size() if dist.is_initialized() else told.world_size or 1
+        self.options = choose_sharding(",".join(units or ()) or None, data_parallel, num_ranks)
+        chosen = choose_device(device, told.local_rank or 0)
+        if chosen.type == "cuda":
+            torch.cuda.set_device(chosen)
+        super().__init__(Ranks.meet(timeout, backend="paceline"), device=chosen, seed=seed)
+        self.units: list[str] = []
+        """The names of the model's units, from :meth:`prepare` on."""
+        self._group: Any = None
+        """The process group of the ranks that have the shards of one model; None on a single rank."""
+
+    def _spread(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
+        if self.embedder is not None:
+            raise UsageError(
+                "strategy sharded has no place for embeddings of paceline.torch: take torch.nn.Embedding, whose rows "
+                "are sharded, or --strategy hybrid"
+            )
+        check_parameters(model, optimizer)
+        self.units = choose_units(model, self.options.units)
+        if self.world_size == 1:
+            return model, optimizer
+        before = dict(model.named_parameters())
+        broadcast_values(model)
+        for parameter in before.values():
+            parameter.data = parameter.data.contiguous()
+        self._shard(model)
+        if optimizer is not None:
+            replace(optimizer, before, model)
+        retire(before.values())
+        return model, optimizer
+
+    def _shard(self, model: nn.Module) -> None:
+        """Put this rank's shards in the place of the parameters of a model."""
+        shards, side_by_side = self.options.shards, self.options.data_parallel
+        names = ("data", "shard") if side_by_side > 1 else ("shard",)
+        shape = (side_by_side, shards) if side_by_side > 1 else (shards,)
+        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+        self._group = mesh.get_group("shard")
+
+        def place(parameter: nn.Parameter) -> Shard:
+            return Shard(shard_dimension(parameter.shape, shards))
+
+        for name in (*self.units, ""):
+            unit = model.get_submodule(name)
+            unit.register_forward_hook(without_views)
+            fully_shard(
+                unit,
+                mesh=mesh,
+                reshard_after_forward=True,  # the model's too: what stays gathered is stale after a step
+                shard_placement_fn=place,
+            )
+        for module in model.modules():
+            if module._parameters:
+                module.register_load_state_dict_pre_hook(shard_values)  # type: ignore[no-untyped-call]
+        if any(True for _ in model.buffers()):
+            model.register_forward_pre_hook(share_buffers)
+
+    def _row_tables(self) -> RowTables:
+        return LocalTables()
+
+    @override
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context that changes nothing: gradients are averaged and scattered in every backward.
+
+        A rank has no room for whole ones; what several backwards leave in the shards adds up to the same.
+        """
+        return contextlib.nullcontext()
+
+    @override
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        if self._group is None:
+            return super().clip_grad_norm_(max_norm, norm_type)
+        assert self.module is not None
+        return clip_shards(self.module.parameters(), max_norm, norm_type, self._group)
+
+    # Keeping.
+
+    @override
+    def gather_values(self) -> dict[str, Tensor]:
+        """Return the whole parameters and persistent buffers by name, on rank 0; every rank calls it."""
+        values = {name: as_whole(value, keep=self.is_main) for name, value in super().gather_values().items()}
+        return values if self.is_main else {}
+
+    @override
+    def _scatter_values(self, values: Mapping[str, Tensor]) -> None:
+        assert self.module is not None
+        own = state_of(self.module)
+        super()._scatter_values({name: as_shard(value, own[name]) for name, value in values.items()})
+
+    @override
+    def gather_optimizer_state(self) -> dict[int, dict[str, Any]]:
+        """Return torch's own optimizer state, whole, by the parameter's number, on rank 0; every rank calls it."""
+        return {
+            number: {key: as_whole(value, keep=self.is_main) for key, value in entries.items()}
+            for number, entries in super().gather_optimizer_state().items()
+        }
+
+    @override
+    def _scatter_optimizer_state(self, state: dict[int, dict[str, Any]]) -> None:
+        assert self.optimizer is not None
+        parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
+        super()._scatter_optimizer_state(
+            {
+                number: {key: as_shard(value, parameters[number]) for key, value in entries.items()}
+                for number, entries in state.items()
+            }
+        )

@@ -1,0 +1,109 @@
+"""Which modules of a model are gathered at once, how parameters are cut, and what the options say. No processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from paceline.errors import UsageError  # noqa: E402
+from paceline.sharding_options import ShardingOptions, choose_sharding  # noqa: E402
+from paceline.strategies import choose_strategy  # noqa: E402
+from paceline.torch.strategies.sharded.units import choose_units, shard_dimension  # noqa: E402
+
+
+class Model(nn.Module):
+    """Blocks in a list in a module, a sequence with a list in it, and modules beside them; both ends may be tied."""
+
+    def __init__(self, *, is_tied: bool = False) -> None:
+        super().__init__()
+        self.words = nn.Embedding(10, 4)
+        self.encoder = nn.Module()
+        self.encoder.blocks = nn.ModuleList([nn.TransformerEncoderLayer(4, 2, 8) for _ in range(2)])
+        self.encoder.norm = nn.LayerNorm(4)
+        self.top = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.ReLU(), nn.Linear(4, 4))
+        self.head = nn.Linear(4, 10, bias=False)
+        if is_tied:
+            self.head.weight = self.words.weight
+
+
+def test_units_that_nobody_named() -> None:
+    blocks, beside = ["encoder.blocks.0", "encoder.blocks.1"], ["words", "head"]
+    assert set(choose_units(Model(), least=1)) == {*blocks, *beside, "encoder.norm", "top.0", "top.2"}
+    assert set(choose_units(Model(), least=30)) == {*blocks, *beside}
+    assert set(choose_units(Model(is_tied=True), least=30)) == set(blocks)
+    assert choose_units(Model()) == []
+    assert choose_units(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), least=1) == ["0"]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "units"),
+    [
+        (["encoder.blocks.*"], ["encoder.blocks.0", "encoder.blocks.1"]),
+        (["top", "top.*"], ["top.0", "top.2", "top"]),
+        (["h*d", "*.norm"], ["encoder.norm", "head"]),
+        (["encoder.blocks.1", "encoder.blocks.*"], ["encoder.blocks.1", "encoder.blocks.0"]),
+    ],
+)
+def test_units_by_name(patterns: list[str], units: list[str]) -> None:
+    assert choose_units(Model(), patterns) == units
+
+
+@pytest.mark.parametrize(
+    ("patterns", "said"),
+    [
+        (["layers.*"], r"--shard layers\.\*: no module .*; it has words, encoder, .* and \d+ more"),
+        (["encoder.blocks"], r"encoder\.blocks has no parameters, or no forward .*encoder\.blocks\.\*"),
+        (["top.1"], r"top\.1 has no parameters"),
+        (["head"], "head has the parameter 'weight', which another part of the model has too"),
+    ],
+)
+def test_names_that_are_no_units(patterns: list[str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        choose_units(Model(is_tied=True), patterns)
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_shards", "dimension"),
+    [((8, 3), 4, 0), ((7, 4), 4, 0), ((5, 8), 4, 1), ((1, 8), 4, 1), ((1, 7), 4, 0), ((3,), 4, 0), ((0, 4), 2, 1)],
+)
+def test_no_shard_is_empty_if_that_can_be(shape: tuple[int, ...], num_shards: int, dimension: int) -> None:
+    """Five rows for four are 2, 2, 1 and none."""
+    assert shard_dimension(shape, num_shards) == dimension
+
+
+def test_options() -> None:
+    options = choose_sharding("blocks.*, head", 2, 8)
+    assert options == ShardingOptions(units=("blocks.*", "head"), shards=4, data_parallel=2)
+    assert ShardingOptions.decode(options.encode()) == options
+    assert choose_sharding(None, None, 3) == ShardingOptions(units=(), shards=3, data_parallel=1)
+    assert choose_strategy("sharded", processes=2, shard="head").sharding == choose_sharding("head", None, 2)
+    with pytest.raises(UsageError, match="PACELINE_SHARDING='no' is not what paceline run writes"):
+        ShardingOptions.decode("no")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("sharded", {"pipeline": {"data_parallel": 2}}, "--data-parallel 2: expected a divisor of the 3 processes"),
+        ("sharded", {"pipeline": {"data_parallel": 0}}, "--data-parallel 0: expected"),
+        ("sharded", {"pipeline": {"stages": 3}}, "sharded cuts no model into stages: leave --stages 3 out"),
+        ("sharded", {"shard": "a,,b"}, "--shard a,,b: expected different module names"),
+        ("sharded", {"shard": "a,a"}, "--shard a,a: expected different"),
+        ("sharded", {"replicas": 2}, "leave --replicas 2 out"),
+        ("sharded", {"servers": 1}, "strategy sharded has no servers"),
+        ("all-reduce", {"shard": "a"}, "all-reduce shards no parameters: leave --shard a out, or choose sharded"),
+    ],
+)
+def test_options_that_cannot_be(name: str, options: dict[str, Any], said: str) -> None:
+    from paceline.pipeline_options import PipelineFlags
+
+    if "pipeline" in options:
+        options = {**options, "pipeline": PipelineFlags(**options["pipeline"])}
+    with pytest.raises(UsageError) as caught:
+        choose_strategy(name, processes=3, **options)
+    assert said in str(caught.value)
