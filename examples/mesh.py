@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import paceline.torch  # noqa: F401  (PyTorch knows the backend then, also from a source tree)
@@ -32,7 +33,8 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return vectors [batch, width] as they came, and what the layers make of them."""
-        return x + self.down(torch.relu(self.up(self.norm(x))))
+        added: torch.Tensor = self.down(torch.relu(self.up(self.norm(x))))
+        return x + added
 
 
 def main() -> None:
@@ -72,7 +74,7 @@ def main() -> None:
         dist.all_reduce(mean, dist.ReduceOp.AVG)
         if rank == 0 and (step + 1) % 20 == 0:
             print(f"step {step + 1}: loss {mean:.4f}")
-    held = sum(each.to_local().numel() for each in model.parameters())
+    held = sum(each.to_local().numel() for each in model.parameters() if isinstance(each, DTensor))
     if rank == 0:
         print(f"{num_parameters:,} parameters, of which this process holds {held:,}")
     dist.destroy_process_group()
