@@ -21,7 +21,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional as F  # noqa: N812
 
 import paceline.torch as pt
-from paceline.torch.strategies.pipeline.timeline import bubble_bound
+from paceline.torch.strategies.pipeline.plan.timeline import bubble_bound
 
 MICROBATCHES, WARM_UP, STEPS, WIDTH, LAYERS = 8, 4, 20, 256, 8
 

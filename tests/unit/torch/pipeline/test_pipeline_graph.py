@@ -12,8 +12,8 @@ from torch.distributed.pipelining import pipe_split
 from paceline.errors import UsageError
 from paceline.torch.strategies.pipeline.absent import AbsentGrad
 from paceline.torch.strategies.pipeline.graph import LayerGraph, bind, trace
-from paceline.torch.strategies.pipeline.measuring import measure_layers
 from paceline.torch.strategies.pipeline.partition import cut, cuts_by_name
+from paceline.torch.strategies.pipeline.plan.measuring import measure_layers
 from paceline.torch.strategies.pipeline.stage import LayerError, Saved, Stage
 from paceline.torch.strategies.pipeline.values import join_rows, put_together, row_bounds, take_apart, tensors_of
 
@@ -121,19 +121,17 @@ def run_stages(module: nn.Module, cuts: list[int], x: Tensor, *, split_backward:
         for route in partition.routes.inputs_of(number):
             leaves[route.value, number] = made[route.value].detach().requires_grad_()
             inputs[route.value] = leaves[route.value, number]
-        values, output = stage.forward(inputs, {"x": x}, 1, 0)
+        products = stage.products(puts_off=split_backward)
+        values, output = stage.forward(inputs, {"x": x}, 1, 0, products)
         made.update(values)
         own = [values[route.value] for route in partition.routes.outputs_of(number)]
-        saved.append(Saved(list(inputs.values()), own or [output]))
+        saved.append(Saved(own or [output], products))
     for number in reversed(range(len(stages))):
         routes = partition.routes.outputs_of(number)
         sums = [sum(leaves[r.value, user].grad for user in r.users) for r in routes]  # type: ignore[misc]
         grads: list[Any] = list(sums) or [torch.ones_like(output)]
-        if split_backward:
-            stages[number].backward_inputs(saved[number], grads)
-            stages[number].backward_weights(saved[number])
-        else:
-            stages[number].backward(saved[number], grads)
+        stages[number].backward(saved[number], grads)
+        stages[number].backward_weights(saved[number])
     return output, torch.cat([each.grad.flatten() for each in module.parameters() if each.grad is not None])
 
 

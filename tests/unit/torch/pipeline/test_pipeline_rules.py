@@ -10,13 +10,19 @@ import pytest
 from paceline.errors import UsageError
 from paceline.pipeline_options import SCHEDULES, PipelineFlags, PipelineOptions, choose_pipeline
 from paceline.strategies import choose_strategy
-from paceline.torch.strategies.pipeline.measured import Measurements, describe_measured
-from paceline.torch.strategies.pipeline.measuring import MessageCost
-from paceline.torch.strategies.pipeline.orders import Action, all_forward_first, most_in_flight, orders_of, place_stages
-from paceline.torch.strategies.pipeline.planning import Measured, PipelinePlan, describe_plan, make_plan
+from paceline.torch.strategies.pipeline.plan.choosing import Measured, PipelinePlan, describe_plan, make_plan
+from paceline.torch.strategies.pipeline.plan.measured import Measurements, describe_measured
+from paceline.torch.strategies.pipeline.plan.measuring import MessageCost
+from paceline.torch.strategies.pipeline.plan.orders import (
+    Action,
+    all_forward_first,
+    most_in_flight,
+    orders_of,
+    place_stages,
+)
+from paceline.torch.strategies.pipeline.plan.splitting import LayerCost, StageLimits, split_layers, stage_bytes
+from paceline.torch.strategies.pipeline.plan.timeline import StageTimes, bubble_bound, play
 from paceline.torch.strategies.pipeline.routing import ValueRoute, route_values, shared_parameters
-from paceline.torch.strategies.pipeline.splitting import LayerCost, StageLimits, split_layers, stage_bytes
-from paceline.torch.strategies.pipeline.timeline import StageTimes, bubble_bound, play
 
 
 def layers_of(times: list[float], parameter_bytes: int = 0) -> list[LayerCost]:

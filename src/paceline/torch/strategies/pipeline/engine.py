@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -11,11 +11,12 @@ from torch import Tensor
 from typing_extensions import Self
 
 from paceline.torch.strategies.pipeline.messages import Messages
-from paceline.torch.strategies.pipeline.orders import Action
 from paceline.torch.strategies.pipeline.partition import Partition
+from paceline.torch.strategies.pipeline.plan.orders import Action
 from paceline.torch.strategies.pipeline.routing import ValueRoute, ValueRoutes
 from paceline.torch.strategies.pipeline.stage import Saved, Stage
 from paceline.torch.strategies.pipeline.values import put_together, take_apart
+from paceline.torch.strategies.pipeline.weights import WeightProducts
 
 _AHEAD = 2
 """Actions before their turn that room is made for what they need."""
@@ -43,8 +44,12 @@ class PipelineStep:
         messages: Messages,
         arguments: Sequence[Mapping[str, Any]],
         number: int,
+        split: Set[tuple[int, int]] = frozenset(),
     ) -> None:
-        """`stages` are this rank's; `arguments` the model's, by microbatch; `number` the step's."""
+        """`stages` are this rank's; `arguments` the model's, by microbatch; `number` the step's.
+
+        `split` are the (stage, microbatch) whose backward is made in two halves.
+        """
         self._partition = partition
         self._stages = stages
         self._rank = rank
@@ -52,6 +57,7 @@ class PipelineStep:
         self.arguments = arguments
         """The model's, by microbatch."""
         self._number = number
+        self._split = split
         self._routes: ValueRoutes = partition.routes
         self._route_number = {route.value: number for number, route in enumerate(self._routes.routes)}
         self._held: dict[tuple[str, int], Any] = {}
@@ -100,9 +106,10 @@ class PipelineStep:
             inputs[route.value] = self._held[key]
         began = time.perf_counter()
         loss: Tensor | None = None
+        products = stage.products(puts_off=(action.stage, microbatch) in self._split)
         is_last = action.stage == self._partition.num_stages - 1
         try:
-            made, output = stage.forward(inputs, self.arguments[microbatch], self._number, microbatch)
+            made, output = stage.forward(inputs, self.arguments[microbatch], self._number, microbatch, products)
             if is_last and loss_of is not None:
                 loss = loss_of(microbatch, output)
         except Exception as error:
@@ -114,7 +121,7 @@ class PipelineStep:
             self.outputs[microbatch] = output if loss is None else _detached(output)
         if loss is not None:
             self.losses[microbatch] = loss.detach()
-        self._save(action, inputs, output, loss)
+        self._save(action, output, loss, products)
         if not torch.is_grad_enabled():
             for route in self._routes.inputs_of(action.stage):
                 if action.stage == self._routes.last_user_on(route, self._rank):
@@ -132,7 +139,7 @@ class PipelineStep:
             leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
             self._held[route.value, microbatch] = put_together(description, leaves)
 
-    def _save(self, action: Action, inputs: Mapping[str, Any], output: Any, loss: Tensor | None) -> None:
+    def _save(self, action: Action, output: Any, loss: Tensor | None, products: WeightProducts | None) -> None:
         if not torch.is_grad_enabled():
             return
         outputs = [
@@ -144,8 +151,7 @@ class PipelineStep:
             outputs.append(loss)
         elif action.stage == self._partition.num_stages - 1:
             outputs += [tensor for tensor in _tensors(output) if tensor.requires_grad]
-        leaves = [tensor for value in inputs.values() for tensor in _tensors(value) if tensor.requires_grad]
-        self._saved[action.stage, action.microbatch] = Saved(leaves, outputs)
+        self._saved[action.stage, action.microbatch] = Saved(outputs, products)
 
     # Backward.
 
@@ -160,15 +166,10 @@ class PipelineStep:
                 grads += self._last_grads(action.microbatch, output_grads)
         began = time.perf_counter()
         try:
-            if action.kind == "B":
-                stage.backward(saved, grads)
-            elif action.kind == "W":
+            if action.kind == "W":
                 stage.backward_weights(saved)
             else:
-                stage.backward_inputs(saved, grads)
-                if saved.inputs and not stage.hands_back_at_once(saved):
-                    stage.backward(saved, grads)
-                    saved.grads, saved.outputs = [], []
+                stage.backward(saved, grads)
         except Exception as error:
             raise ActionError(action) from error
         self._count(action, began)

@@ -55,6 +55,8 @@ class Failures:
             ) from None
         except ActionError as failure:
             raise StageError(self._tell(self._describe(failure))) from failure.__cause__
+        except LayerError as failure:
+            raise StageError(self._tell(_describe_layer(failure, f"rank {self._rank}"))) from failure.__cause__
         except UsageError as error:
             self._tell(f"rank {self._rank}: {error}")
             raise
@@ -67,10 +69,9 @@ class Failures:
         assert cause is not None
         direction = "forward" if action.kind == "F" else "backward"
         name = self._stages[action.stage] if action.stage < len(self._stages) else "?"
-        trace = "".join(traceback.format_exception(type(cause), cause, cause.__traceback__)).rstrip()
         return (
             f"stage {action.stage} ({name}, rank {self._rank}) failed{layer}, microbatch {action.microbatch}, "
-            f"{direction}: {type(cause).__name__}: {cause}\n{trace}"
+            f"{direction}: {_with_traceback(cause)}"
         )
 
     def _tell(self, text: str) -> str:
@@ -89,3 +90,14 @@ class Failures:
             text: str = json.loads(store.get(self._key))
             return text
         return None
+
+
+def _describe_layer(failure: LayerError, where: str) -> str:
+    cause = failure.__cause__
+    assert cause is not None
+    return f"layer {failure} failed on {where}, while layers were measured in the first call: {_with_traceback(cause)}"
+
+
+def _with_traceback(error: BaseException) -> str:
+    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip()
+    return f"{type(error).__name__}: {error}\n{trace}"

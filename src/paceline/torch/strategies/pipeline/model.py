@@ -13,7 +13,7 @@ from typing_extensions import override
 from paceline.errors import UsageError
 from paceline.torch.strategies.pipeline.engine import LossOf, PipelineStep
 from paceline.torch.strategies.pipeline.losses import Term
-from paceline.torch.strategies.pipeline.orders import Orders, backward_part, forward_part
+from paceline.torch.strategies.pipeline.plan.orders import Orders, backward_part, forward_part
 from paceline.torch.strategies.pipeline.values import join_rows, put_together, row_bounds, take_apart
 
 

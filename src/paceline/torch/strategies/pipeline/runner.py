@@ -18,20 +18,33 @@ from paceline.pipeline_options import PipelineOptions
 from paceline.torch.strategies.pipeline.engine import LossOf, PipelineStep
 from paceline.torch.strategies.pipeline.failing import Failures
 from paceline.torch.strategies.pipeline.graph import LayerGraph, bind, trace
-from paceline.torch.strategies.pipeline.measured import Measurements, describe_measured
-from paceline.torch.strategies.pipeline.measuring import MessageCost, measure_layers, measure_link
 from paceline.torch.strategies.pipeline.messages import Messages
 from paceline.torch.strategies.pipeline.model import ModelCall, joined_output
-from paceline.torch.strategies.pipeline.orders import Orders, all_forward_first, orders_of, place_stages
 from paceline.torch.strategies.pipeline.output import AwaitedOutput
 from paceline.torch.strategies.pipeline.ownership import Ownership
 from paceline.torch.strategies.pipeline.partition import Partition, cut, cuts_by_name
-from paceline.torch.strategies.pipeline.planning import (
+from paceline.torch.strategies.pipeline.plan.choosing import (
     Measured,
     PipelinePlan,
     describe_plan,
     make_plan,
     microbatch_counts,
+    splits_backwards,
+)
+from paceline.torch.strategies.pipeline.plan.measured import Measurements, describe_measured
+from paceline.torch.strategies.pipeline.plan.measuring import (
+    MessageCost,
+    costs_as_told,
+    mean_costs,
+    measure_layers,
+    measure_link,
+)
+from paceline.torch.strategies.pipeline.plan.orders import (
+    Orders,
+    all_forward_first,
+    orders_of,
+    place_stages,
+    split_backwards,
 )
 from paceline.torch.strategies.pipeline.stage import Stage
 from paceline.torch.strategies.pipeline.values import batch_size, cut_rows, put_together, tensors_of
@@ -117,7 +130,8 @@ class Runner:
             kind = self._kinds.setdefault(key, BatchKind())
             messages = Messages(self._group, torch.device("cpu"), kind.values, is_new=is_new)
             self._num_steps += 1
-            step = PipelineStep(partition, stages, self._rank, messages, arguments, self._num_steps)
+            split = split_backwards(orders[self._rank])
+            step = PipelineStep(partition, stages, self._rank, messages, arguments, self._num_steps, split)
             call = ModelCall(self, step, orders, rows, kind.output, grads=grads)
         if not grads or kind.output is None:
             tensors: Sequence[Tensor] = call.values()
@@ -250,10 +264,11 @@ class Runner:
         link = MessageCost(latency_s=0.0, seconds_per_byte=0.0)
         if self._group.size() > 1 and self._ranks.rank < 2:
             link = measure_link(self._group, self._rank)
+        measured = self._measure(graph, values, rows)
         made: dict[str, Any] = {}
         if self._ranks.rank == 0:
             try:
-                plan = self._find_plan(graph, values, rows, link)
+                plan = self._find_plan(graph, measured, rows, link)
                 made = replace(plan, seed=torch.initial_seed()).encode()
             except UsageError as error:
                 made = {"error": str(error)}
@@ -275,15 +290,17 @@ class Runner:
         if self._ranks.rank == 0:
             print(describe_plan(self._plan, names, places), file=sys.stderr, flush=True)
 
-    def _find_plan(self, graph: LayerGraph, values: Mapping[str, Any], rows: int, link: MessageCost) -> PipelinePlan:
-        counts = microbatch_counts(self._options, rows)
-        sizes = sorted({-(-rows // min(counts)), -(-rows // max(counts))})
+    def _measure(self, graph: LayerGraph, values: Mapping[str, Any], rows: int) -> Measured:
+        """Return what layers take, at each size of a microbatch that comes into question; every rank calls it."""
         by_rows, crossing = {}, {}
-        for size in sizes:
+        for size in sorted({-(-rows // count) for count in microbatch_counts(self._options, rows)}):
             part = cut_rows(values, rows, -(-rows // size))[0]
-            by_rows[size], crossing[size] = measure_layers(self.module, graph, part)
-        measured = Measured(by_rows, crossing)
+            self._ranks.barrier()
+            own, crossing[size] = measure_layers(self.module, graph, part, splits=splits_backwards(self._options))
+            by_rows[size] = mean_costs(self._ranks.exchange(costs_as_told(own)))
+        return Measured(by_rows, crossing)
 
+    def _find_plan(self, graph: LayerGraph, measured: Measured, rows: int, link: MessageCost) -> PipelinePlan:
         def cuts_for(num_stages: int) -> Sequence[int] | None:
             if self._options.split:
                 if len(self._options.split) + 1 != num_stages:

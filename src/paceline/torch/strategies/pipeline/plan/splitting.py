@@ -21,9 +21,11 @@ class LayerCost:
     name: str
     forward_s: float
     backward_s: float
+    weights_s: float = 0.0
+    """Of backward, what zero-bubble schedules can put off."""
     parameter_bytes: int = 0
     activation_bytes: int = 0
-    """What it puts out, which is kept until backward."""
+    """What is kept until backward."""
 
     @property
     def seconds(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from paceline.torch.strategies.pipeline.orders import Action, Orders
+from paceline.torch.strategies.pipeline.plan.orders import Action, Orders
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,12 +14,14 @@ class StageTimes:
 
     forward_s: float
     backward_s: float
+    weights_s: float = 0.0
+    """Of backward, what can be put off."""
 
     def of(self, action: Action) -> float:
-        """Return the time of an action. Of a split backward each half takes half."""
+        """Return the time of an action."""
         if action.kind == "F":
             return self.forward_s
-        return self.backward_s if action.kind == "B" else self.backward_s / 2
+        return {"B": self.backward_s, "I": self.backward_s - self.weights_s, "W": self.weights_s}[action.kind]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

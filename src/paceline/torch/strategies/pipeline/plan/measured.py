@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.torch.strategies.pipeline.planning import PipelinePlan
+from paceline.torch.strategies.pipeline.plan.choosing import PipelinePlan
 
 _WARM_UP = 2
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from paceline.errors import UsageError
 from paceline.pipeline_options import AUTO, SCHEDULES, PipelineOptions
-from paceline.torch.strategies.pipeline.measuring import MessageCost
-from paceline.torch.strategies.pipeline.orders import most_in_flight, orders_of, place_stages
-from paceline.torch.strategies.pipeline.splitting import LayerCost, StageLimits, split_layers, stage_bytes
-from paceline.torch.strategies.pipeline.timeline import StageTimes, Timeline, bubble_bound, play
+from paceline.torch.strategies.pipeline.plan.measuring import MessageCost
+from paceline.torch.strategies.pipeline.plan.orders import most_in_flight, orders_of, place_stages, split_backwards
+from paceline.torch.strategies.pipeline.plan.splitting import LayerCost, StageLimits, split_layers, stage_bytes
+from paceline.torch.strategies.pipeline.plan.timeline import StageTimes, Timeline, bubble_bound, play
 
 _TRIED = ("1f1b", "interleaved", "zbv")
 """What ``auto`` chooses from, in this order where they are equal."""
@@ -57,26 +57,19 @@ class PipelinePlan:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a model's layers take, at one or two sizes of a microbatch."""
+    """What a model's layers take, at some sizes of a microbatch."""
 
     by_rows: dict[int, list[LayerCost]]
     crossing: dict[int, list[int]]
     """By rows, the bytes that cross before each layer."""
 
     def at(self, rows: float) -> list[LayerCost]:
-        """Return what layers take at any size, on a line through the two."""
-        (small, low), (large, high) = min(self.by_rows.items()), max(self.by_rows.items())
-        if small == large:
-            factor = rows / small
-            return [
-                replace(
-                    each,
-                    forward_s=each.forward_s * factor,
-                    backward_s=each.backward_s * factor,
-                    activation_bytes=int(each.activation_bytes * factor),
-                )
-                for each in low
-            ]
+        """Return what layers take at any size, on a line through the two nearest."""
+        sizes = sorted(self.by_rows)
+        if len(sizes) == 1:
+            return [_scaled(each, rows / sizes[0]) for each in self.by_rows[sizes[0]]]
+        upper = next((k for k, size in enumerate(sizes[1:-1], 1) if rows <= size), len(sizes) - 1)
+        small, large = sizes[upper - 1], sizes[upper]
         share = (rows - small) / (large - small)
 
         def between(a: float, b: float) -> float:
@@ -87,15 +80,26 @@ class Measured:
                 a,
                 forward_s=between(a.forward_s, b.forward_s),
                 backward_s=between(a.backward_s, b.backward_s),
+                weights_s=between(a.weights_s, b.weights_s),
                 activation_bytes=int(between(a.activation_bytes, b.activation_bytes)),
             )
-            for a, b in zip(low, high, strict=True)
+            for a, b in zip(self.by_rows[small], self.by_rows[large], strict=True)
         ]
 
     def crossing_at(self, rows: float) -> list[float]:
         """Return the bytes that cross before each layer, at any size."""
         size, found = max(self.crossing.items())
         return [count * rows / size for count in found]
+
+
+def _scaled(cost: LayerCost, factor: float) -> LayerCost:
+    return replace(
+        cost,
+        forward_s=cost.forward_s * factor,
+        backward_s=cost.backward_s * factor,
+        weights_s=cost.weights_s * factor,
+        activation_bytes=int(cost.activation_bytes * factor),
+    )
 
 
 def make_plan(
@@ -131,6 +135,12 @@ def make_plan(
     return best
 
 
+def splits_backwards(options: PipelineOptions) -> bool:
+    """Return whether a schedule that comes into question makes backwards in two halves."""
+    tried = [options.schedule] if options.schedule != AUTO else _TRIED
+    return any(split_backwards(row) for each in tried for row in orders_of(each, 2, 4))
+
+
 def microbatch_counts(options: PipelineOptions, rows: int) -> list[int]:
     """Return the numbers of microbatches that come into question for a batch of so many rows."""
     if options.microbatches is not None:
@@ -162,7 +172,11 @@ def _plan_of(
     bounds = [0, *cuts, len(layers)]
     stages = [layers[a:b] for a, b in itertools.pairwise(bounds)]
     times = tuple(
-        StageTimes(forward_s=sum(x.forward_s for x in each), backward_s=sum(x.backward_s for x in each))
+        StageTimes(
+            forward_s=sum(x.forward_s for x in each),
+            backward_s=sum(x.backward_s for x in each),
+            weights_s=sum(x.weights_s for x in each),
+        )
         for each in stages
     )
     memory_bytes = tuple(stage_bytes(each, limits) for each in stages)

@@ -88,6 +88,11 @@ def backward_part(orders: Orders) -> Orders:
     return tuple(tuple(action for action in row if action.kind != "F") for row in orders)
 
 
+def split_backwards(row: Sequence[Action]) -> frozenset[tuple[int, int]]:
+    """Return the (stage, microbatch) whose backward a rank makes in two halves."""
+    return frozenset((action.stage, action.microbatch) for action in row if action.kind == "I")
+
+
 def most_in_flight(row: Sequence[Action]) -> int:
     """Return how many microbatches a rank has gone forward with, and not yet backward, at most; over its stages."""
     count = most = 0
