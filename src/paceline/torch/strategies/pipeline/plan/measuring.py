@@ -48,7 +48,7 @@ class MessageCost:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _LayerRun:
     """One call of a layer."""
 
     made: dict[str, Any]
@@ -148,7 +148,7 @@ def _round_trips(group: Any, rank: int, size: int) -> Iterator[float]:
 
 def _runs(
     stage: Stage, inputs: Mapping[str, Any], arguments: Mapping[str, Any], cold: Tensor, *, splits: bool
-) -> Iterator[_Run]:
+) -> Iterator[_LayerRun]:
     """Yield calls of a layer: the first aside, some, and fewer of one that takes long."""
     end = time.perf_counter() + _LONG_S
     for number in range(1 + _REPEATS):
@@ -159,7 +159,9 @@ def _runs(
             return
 
 
-def _run(stage: Stage, inputs: Mapping[str, Any], arguments: Mapping[str, Any], cold: Tensor, *, splits: bool) -> _Run:
+def _run(
+    stage: Stage, inputs: Mapping[str, Any], arguments: Mapping[str, Any], cold: Tensor, *, splits: bool
+) -> _LayerRun:
     """Run a layer forward and backward as a pipeline would, which adds to gradients."""
     with torch.enable_grad():
         inputs = {name: _leaf(value) for name, value in inputs.items()}
@@ -181,7 +183,7 @@ def _run(stage: Stage, inputs: Mapping[str, Any], arguments: Mapping[str, Any], 
     for name, value in detached.items():
         for new, old in zip(tensors_in(value), tensors_in(made[name]), strict=True):
             new.requires_grad_(old.requires_grad)
-    return _Run(detached, forward_s, ended - began, ended - middle)
+    return _LayerRun(detached, forward_s, ended - began, ended - middle)
 
 
 def _saved_bytes(
