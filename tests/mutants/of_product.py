@@ -22,7 +22,7 @@ OF_PRODUCT: Final = (
         "push-not-remembered",
         "a push that needs no chain is applied, and its number not remembered",
         "ps/server/requests.py",
-        "            self._core.replication.admit(worker, header.sequence)\n",
+        "            self._core.admit(worker, header.sequence)\n",
         "",
         unit=(),
         integration=(f"{_PS}/test_exactly_once.py",),

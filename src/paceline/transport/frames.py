@@ -160,8 +160,9 @@ def frame_parts(
     ``body`` is one buffer or several that follow each other without gaps.
     """
     parts = body_parts(body)
-    meta_bytes = size_of(meta)
-    body_bytes = sum(map(size_of, parts))
+    meta_bytes, body_bytes = size_of(meta), 0
+    for part in parts:
+        body_bytes += size_of(part)
     header = HEADER.pack(
         MAGIC, PROTOCOL_VERSION, kind, flags, table, request, epoch, clock, sequence, meta_bytes, body_bytes
     )

@@ -119,6 +119,17 @@ class ServerCore:
         extent = buckets if self._replicas else self.replication.primary
         return iterations.admit(worker, sequence, iteration, extent)
 
+    def missing(self, worker: int, sequence: int, buckets: int) -> int:
+        """Return for which of these buckets, all held, a push would be new."""
+        return self.replication.missing(worker, sequence, buckets)
+
+    def admit(self, worker: int, sequence: int) -> int:
+        """Take a push where there is one copy, as one to all buckets that this server leads: O(1).
+
+        Returns those for which it is new.
+        """
+        return self.replication.admit(worker, sequence)
+
     def is_readable(self, clock: int) -> bool:
         """Whether values of iteration `clock` may be read now."""
         return self.workers.gate.is_open(clock) and self.progress.updates.may_read(clock)
@@ -189,7 +200,7 @@ class ServerCore:
             fresh = self.keep(event.worker, event.sequence, event.iteration, buckets)
             self._out += [events.Keep(token, fresh & buckets), replication.Acknowledge(token)]
         else:
-            fresh = self.replication.admit(event.worker, event.sequence)
+            fresh = self.admit(event.worker, event.sequence)
             self._out += [replication.Apply(token, fresh & buckets), replication.Acknowledge(token)]
 
     def _read(self, event: events.Read) -> None:

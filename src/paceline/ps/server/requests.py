@@ -61,14 +61,16 @@ class Requests:
         """Take a PUSH or PUSH_PULL frame."""
         core = self._core
         table, flags, worker = self._tables.find(header.table), 0, peer.hello.incarnation
-        whole, grads = self._split_push(table, header, body)
+        route = core.route(worker, header.clock)
+        # What goes down a chain outlives the buffer that it was received in.
+        data = bytearray(body) if route is _CHAIN else body
+        whole, grads = self._split_push(table, header, data)
         selection = whole
         top = check_finite(grads, name_of(peer), table.spec.name)
         if worker in core.workers.counted:
             core.workers.check_leap(worker, header.clock, core.progress.updates)
         else:
             self._answers.check_member(peer)  # the filter has forgotten those that are gone
-        route = core.route(worker, header.clock)
         if route is _CHAIN:
             self._push_down(peer, header, table, selection, grads, top)
             return
@@ -76,7 +78,7 @@ class Requests:
             self._keep_for_iteration(peer, header, table, selection, grads, top)
         else:
             primary = core.replication.primary
-            fresh = core.replication.missing(worker, header.sequence, primary)
+            fresh = core.missing(worker, header.sequence, primary)
             if fresh and fresh != primary:
                 selection, grads = table.part.restrict(selection, grads, fresh)
             if fresh:
@@ -147,10 +149,10 @@ class Requests:
     def _push_down(
         self, peer: Peer, header: Header, table: ServerTable, selection: Selection, grads: Floats, top: float
     ) -> None:
-        """Apply a push here, and answer it when the servers behind have it too."""
+        """Apply a push here, and answer it when the servers behind have it too; nobody else has its arrays."""
         worker, clock, core = peer.hello.incarnation, header.clock, self._core
         buckets = table.part.buckets_of(selection)
-        fresh = core.replication.missing(worker, header.sequence, buckets)
+        fresh = core.missing(worker, header.sequence, buckets)
         if fresh:
             if worker in core.workers.counted:
                 dropped, grads, top = self._stale.treat(worker, header, table, selection, grads, top)
@@ -166,10 +168,11 @@ class Requests:
         table.pushes += 1
         flags = self._stale.flags_of_duplicate(worker, header)
         pieces = [Piece(header.table, selection, grads)]
-        push = ChainPush(PUSH_DOWN, worker, header.sequence, pieces, peer, header, flags, buckets=buckets)
+        push = ChainPush(
+            PUSH_DOWN, worker, header.sequence, pieces, peer, header, flags, buckets=buckets, is_owned=True
+        )
         if self._stale.alters and fresh != buckets:
             self._say_the_same(push, selection)
-        push.own()
         table.part.reserve(selection)
         self._feed_push(push, clock)
         self._pressure.note(peer, push.num_bytes)
@@ -186,10 +189,9 @@ class Requests:
             rest &= ~buckets
         push.pieces, push.asked = [*pieces, *push.part(self._tables, rest)], selection
 
-    @must_succeed
     def _feed_push(self, push: ChainPush, iteration: int) -> None:
         version = self._core.replication.version
-        self._runtime.feed(events.Push(push, push.incarnation, push.sequence, iteration, version, push.buckets))
+        self._runtime.feed_surely(events.Push(push, push.incarnation, push.sequence, iteration, version, push.buckets))
 
     def push_own(self, push: ChainPush) -> None:
         """Apply what this server itself pushes, for a client, and send it on."""
@@ -198,7 +200,7 @@ class Requests:
     def _name(self, peer: Peer) -> str:
         return f"a push of {name_of(peer)} to server {self._tables.rank}"
 
-    def _split_push(self, table: ServerTable, header: Header, body: memoryview) -> tuple[Selection, Floats]:
+    def _split_push(self, table: ServerTable, header: Header, body: memoryview | bytearray) -> tuple[Selection, Floats]:
         part, at = table.part, 16
         if header.flags & RANGE:
             selection = _range(table, body)
@@ -224,7 +226,7 @@ class Requests:
             table.part.reserve(selection)  # what may fail does before the filter takes the push for applied
         table.pushes += 1
         try:
-            self._core.replication.admit(worker, header.sequence)
+            self._core.admit(worker, header.sequence)
             if not dropped:
                 table.part.push(selection, grads)
                 table.staleness.applied(worker, header.clock)
@@ -234,7 +236,7 @@ class Requests:
         return DROPPED if dropped else 0
 
 
-def _range(table: ServerTable, body: memoryview) -> Selection:
+def _range(table: ServerTable, body: memoryview | bytearray) -> Selection:
     if table.spec.kind != "dense" or len(body) < 16:
         raise ProtocolError(
             f"a request for a range of table {table.spec.name!r} ({table.spec}) has a body of {len(body)} bytes: a "

@@ -125,6 +125,12 @@ class Runtime:
             self.carry_out(instructions)
 
     @must_succeed
+    def feed_surely(self, event: events.Event) -> None:
+        """Take one event that nothing may refuse any more."""
+        for instruction in self.core.handle(event):
+            self._actions[type(instruction)](instruction)
+
+    @must_succeed
     def carry_out(self, instructions: Sequence[events.Instruction]) -> None:
         """Do as the core says, in order."""
         for instruction in instructions:
@@ -311,20 +317,19 @@ class Runtime:
 
     @must_succeed
     def _link_up(self, target: int) -> None:
-        self.feed(replication.LinkUp(target))
+        self.feed_surely(replication.LinkUp(target))
         self._fills.send_soon()
 
-    @must_succeed
     def _link_down(self, target: int) -> None:
-        self.feed(replication.LinkDown(target))
+        self.feed_surely(replication.LinkDown(target))
 
     @must_succeed
     def _link_frame(self, target: int, header: Header, meta: memoryview, body: memoryview) -> None:
         if header.kind == FORWARDED:
-            self.feed(replication.Acknowledged(target, header.request))
+            self.feed_surely(replication.Acknowledged(target, header.request))
             self._fills.send_soon()
         elif header.kind == STATE_TAKEN:
-            self.feed(replication.Confirmed(target, header.request))
+            self.feed_surely(replication.Confirmed(target, header.request))
             self._fills.taken(target, header)
         elif header.kind == Kind.ERROR:
             _logger.error("a server behind this one did not take a frame, and is sent all again: %s", error_of(meta))
