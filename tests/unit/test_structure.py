@@ -33,8 +33,6 @@ LARGE_CLASSES = {
     "launch/train/options.py:TrainOptions": (0, 21),
     "protocol/replication/core.py:Replication": (38, 10),
     "ps/client/servers.py:Servers": (19, 16),
-    "ps/server/replicator.py:Replicator": (24, 9),
-    "ps/server/runtime.py:Runtime": (33, 14),
     "simulation/client.py:Client": (24, 7),
     "simulation/cluster.py:Cluster": (28, 20),
     "simulation/faults.py:Faults": (24, 3),

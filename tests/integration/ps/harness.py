@@ -239,7 +239,7 @@ class Cluster:
         wait_until(lambda: all(node.server.core.replication.version >= newest for node in nodes))
         checks = [node.server.replicator.checks for node in nodes]
         compared, received = sum(each.num_compared for each in checks), sum(each.num_received for each in checks)
-        expected = received + sum(node.call(node.server.replicator.check_all) for node in nodes)
+        expected = received + sum(node.call(node.server.replicator.rounds.check_all) for node in nodes)
         wait_until(lambda: sum(each.num_received for each in checks) >= expected)
         differences = [line for each in checks for line in each.differences]
         if differences:

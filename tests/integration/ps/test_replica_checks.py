@@ -82,7 +82,7 @@ def test_no_alarm_while_servers_come_and_go(consistency: Consistency) -> None:
         def wait_whole(num_servers: int) -> None:
             while not is_whole(observer, num_servers, 1):
                 for node in cluster.nodes:
-                    node.call(node.server.replicator.check_all)
+                    node.call(node.server.replicator.rounds.check_all)
                 done.wait(0.3)
 
         in_threads(*(lambda each=each: push(each) for each in clients), move)

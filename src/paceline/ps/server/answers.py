@@ -10,9 +10,11 @@ from paceline.errors import DeadlineError, NonFiniteError, NoRoomError, PeerErro
 from paceline.filters.base import Bytes
 from paceline.protocol import ServerCore
 from paceline.protocol.buckets import Buckets
-from paceline.ps.messages import ACK, FILTERED, FORWARDED, VALUES
+from paceline.protocol.server import events
+from paceline.ps import messages
+from paceline.ps.messages import ACK, FILTERED, FORWARDED, RESULT, VALUES
 from paceline.ps.server.filtered import PeerFilters
-from paceline.ps.server.pushes import ChainPush
+from paceline.ps.server.pushes import ChainPush, payload_of
 from paceline.ps.server.stale_gradients import StaleGradients
 from paceline.tables.memory.blocks import SpillError
 from paceline.tables.part import Selection
@@ -117,6 +119,38 @@ class Answers:
         iterations = self._core.progress.iterations
         return clock if iterations is None else iterations.durable
 
+    # What the core has answered.
+
+    def joined(self, instruction: events.Joined) -> None:
+        """Tell a worker from which iteration on it takes part."""
+        peer, header = _call(instruction.token)
+        peer.send(*frame_parts(RESULT, request=header.request, meta=messages.encode(instruction.clock)))
+
+    def refuse(self, token: Any) -> None:
+        """Have a client ask again by the newer map. A server that has sent a push on needs no answer."""
+        if not isinstance(token, ChainPush | BlockedRead) or token.peer is None or token.header is None:
+            return
+        if token.peer.hello.role != "server":
+            token.peer.send_error(token.header, self.stale())
+
+    def expel(self, instruction: events.Expelled) -> None:
+        """Tell a process that it is no member of the cluster any more."""
+        token = instruction.token
+        peer, header = (token.peer, token.header) if isinstance(token, ChainPush | BlockedRead) else _call(token)
+        assert peer is not None
+        assert header is not None
+        peer.send_error(header, self.not_a_member(peer))
+
+    def late(self, instruction: events.Late) -> None:
+        """Tell a client that the time is over that it gave a request."""
+        token = instruction.token
+        if isinstance(token, BlockedRead):
+            token.peer.send_error(token.header, self.late_read(token))
+            return
+        push = payload_of(token)
+        if push.peer is not None and push.header is not None:
+            push.peer.send_error(push.header, self.late_push(push, push.peer))
+
     # Refusals.
 
     def check_member(self, peer: Peer) -> None:
@@ -192,6 +226,12 @@ class Answers:
         bucket, count = found
         has = {0: "no replica", 1: "1 replica"}.get(count, f"{count} replicas")
         return f"bucket {bucket} has {has}, and the cluster acknowledges with {self._min_replicas} (--min-replicas)"
+
+
+def _call(token: Any) -> tuple[Peer, Header]:
+    """Return what a worker's word has to be answered by."""
+    assert isinstance(token, tuple)
+    return token[0], token[1]
 
 
 def name_of(peer: Peer) -> str:

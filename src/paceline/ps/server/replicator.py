@@ -6,20 +6,19 @@ What goes where :class:`~paceline.protocol.server.ServerCore` says; the connecti
 
 from __future__ import annotations
 
-import asyncio
-import time
 import zlib
 from collections.abc import Mapping
 from typing import Any, cast
 
 from paceline.errors import PeerError
 from paceline.protocol import ServerCore, replication
-from paceline.protocol.buckets import Buckets, buckets_in, from_bytes, to_bytes
+from paceline.protocol.buckets import Buckets, from_bytes, to_bytes
 from paceline.protocol.server import Clocks, events
 from paceline.ps import messages
 from paceline.ps.fail_stop import Fail, must_succeed
 from paceline.ps.messages import CHECK, CLOCKS, FORWARD, PING, PONG, READY
 from paceline.ps.server.chain_links import ChainLinks
+from paceline.ps.server.check_rounds import CheckRounds
 from paceline.ps.server.fills import ReceivedBucket
 from paceline.ps.server.pushes import ChainPush, check_bucket, check_push, pack, unpack
 from paceline.ps.server.replica_checks import ReplicaChecks
@@ -45,14 +44,14 @@ class Replicator:
         self.hello = Hello(role="server")
         self._endpoints: dict[int, Endpoint] = {}
         self._sources: dict[int, Peer] = {}  # the connection by which each server before this one sends
-        self._check: asyncio.TimerHandle | None = None
+        self.rounds = CheckRounds(core, links, checks, fail)
 
     def joined(self, hello: Hello, heartbeat_s: float) -> None:
         """Take note of who we are, and watch the links at every heartbeat; before the first map."""
         self.hello = hello
         if self._links is not None:
             self._links.watch(heartbeat_s)
-            self._check_later(self.checks.pause_s(None))
+            self.rounds.begin()
 
     @property
     def incarnation(self) -> int:
@@ -66,6 +65,7 @@ class Replicator:
             for member in cluster.members
             if member.role == "server" and member.endpoint is not None
         }
+        self.rounds.targets = tuple(self._endpoints)
 
     def disconnected(self, peer: Peer) -> None:
         """Forget a connection of a server before this one."""
@@ -73,9 +73,8 @@ class Replicator:
             del self._sources[peer.hello.incarnation]
 
     def close(self) -> None:
-        """Stop the timer."""
-        if self._check is not None:
-            self._check.cancel()
+        """Compare no more."""
+        self.rounds.close()
 
     # To the servers behind.
 
@@ -129,35 +128,6 @@ class Replicator:
                 tuple((number, noted) for number, noted in passes if noted),
             )
             peer.send(*frame_parts(CLOCKS, epoch=self._core.replication.version, meta=messages.encode(info)))
-
-    # Comparing.
-
-    def _check_later(self, pause_s: float) -> None:
-        self._check = asyncio.get_running_loop().call_later(pause_s, self._check_next)
-
-    @must_succeed
-    def _check_next(self) -> None:
-        """Have the next bucket compared, and in a while the one after."""
-        took_s = None
-        found = self.checks.next(self._core.replication, self._endpoints)
-        if found is not None:
-            began = time.perf_counter()
-            self._send_check(*found)
-            took_s = time.perf_counter() - began
-        self._check_later(self.checks.pause_s(took_s))
-
-    def check_all(self) -> int:
-        """Have every bucket compared now; return how many."""
-        rules = self._core.replication
-        found = [(target, bucket) for target in self._endpoints for bucket in buckets_in(rules.checkable(target))]
-        return sum(self._send_check(target, bucket) for target, bucket in found)
-
-    def _send_check(self, target: int, bucket: int) -> bool:
-        peer = self._peer(target)
-        if peer is not None:
-            info = self.checks.describe(self._core.replication, bucket)
-            peer.send(*frame_parts(CHECK, epoch=self._core.replication.version, meta=messages.encode(info)))
-        return peer is not None
 
     # From the servers before.
 

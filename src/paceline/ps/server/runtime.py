@@ -10,26 +10,25 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 from paceline.errors import NoRoomError, PacelineError
 from paceline.protocol import Sequential, ServerCore, replication
 from paceline.protocol.buckets import to_bytes
-from paceline.protocol.replication import AGGREGATE
 from paceline.protocol.server import events
 from paceline.ps import messages
 from paceline.ps.fail_stop import Fail, must_succeed
 from paceline.ps.messages import CALL, FORWARDED, PUSH, RESULT, STATE_TAKEN, TICKS
 from paceline.ps.server.answers import Answers, BlockedRead, timeout_s
 from paceline.ps.server.chain_links import ChainLinks
-from paceline.ps.server.fills import Fills, ReceivedBucket
-from paceline.ps.server.pushes import PUSH as PUSH_DOWN
-from paceline.ps.server.pushes import ChainPush, Frame, apply, payload_of
+from paceline.ps.server.fills import Fills
+from paceline.ps.server.pushes import Frame, payload_of
 from paceline.ps.server.replica_checks import ReplicaChecks
 from paceline.ps.server.replicator import Replicator
 from paceline.ps.server.snapshots import ServerSnapshots
 from paceline.ps.server.stale_gradients import StaleGradients
 from paceline.ps.server.sums import IterationSums
+from paceline.ps.server.table_changes import TableChanges
 from paceline.tables.non_finite import NonFinite
 from paceline.tables.part import Selection
 from paceline.tables.server_tables import ServerTable, ServerTables
@@ -37,9 +36,6 @@ from paceline.transport import Header, Kind, Peer, Transport, error_of, frame_pa
 
 _EXPIRY_PERIOD_S = 0.25
 _logger = logging.getLogger("paceline.ps")
-
-Call: TypeAlias = tuple[Peer, Header]
-"""What a worker's word has to be answered by."""
 
 
 class Runtime:
@@ -76,40 +72,45 @@ class Runtime:
         self.links: ChainLinks | None = None
         if transport is not None:
             self.links = ChainLinks(
-                transport, on_up=self._link_up, on_down=self._link_down, on_frame=self._link_frame, fail=fail
+                transport,
+                on_up=self._link_up,
+                on_frame=self._link_frame,
+                fail=fail,
+                on_down=lambda target: self.feed_surely(replication.LinkDown(target)),
             )
         checks = ReplicaChecks(tables)
         self.replicator = Replicator(core, tables, self.links, checks, fail=fail)
         self._fills = Fills(core, tables, self.links, checks, non_finite)
+        changes = TableChanges(tables, checks, stale, self.sums)
         self._expiry: asyncio.TimerHandle | None = None
         self._again: list[Frame] = []
         self._actions: dict[type, Callable[[Any], None]] = {
-            replication.Apply: self._apply,
+            replication.Apply: changes.apply,
             replication.Forward: self._forward,
             replication.Acknowledge: self._acknowledge,
             replication.Withhold: self._withhold,
-            replication.Refuse: lambda each: self._refuse(each.token),
-            replication.Forget: lambda each: self._refuse(each.token),
-            replication.Load: self._load,
-            replication.Drop: self._drop,
-            replication.Hold: self._hold,
-            replication.Lead: self._lead,
+            replication.Refuse: lambda each: answers.refuse(each.token),
+            replication.Forget: lambda each: answers.refuse(each.token),
+            replication.Load: lambda each: self._fills.load(each.token, each.bucket),
+            replication.Drop: changes.drop,
+            replication.Hold: changes.hold,
+            replication.Lead: changes.lead,
             replication.Ready: lambda each: self.replicator.send_ready(each.target, each.version),
             replication.Links: self._have_links,
             replication.Report: self._report,
             events.SendClocks: lambda each: self.replicator.send_clocks(each.target),
             events.Receive: lambda each: self._again.append(each.token),
-            events.Joined: self._joined,
-            events.Expelled: self._expel,
-            events.Stale: lambda each: self._refuse(each.token),
+            events.Joined: answers.joined,
+            events.Expelled: answers.expel,
+            events.Stale: lambda each: answers.refuse(each.token),
             events.Serve: self._serve,
-            events.Late: self._late,
-            events.DropKept: self._drop_kept,
-            events.ForgetKept: lambda each: None if self.sums is None else self.sums.buffer.clear(),
-            events.SumUp: self._sum_up,
-            events.ApplySum: self._apply_sum,
+            events.Late: answers.late,
+            events.DropKept: changes.drop_kept,
+            events.ForgetKept: changes.forget_kept,
+            events.SumUp: changes.sum_up,
+            events.ApplySum: changes.apply_sum,
             events.Completed: lambda each: self._snapshots.iteration_completed(each.iteration),
-            events.ForgetWorker: self._forget_worker,
+            events.ForgetWorker: changes.forget_worker,
         }
 
     def feed(self, event: events.Event) -> None:
@@ -211,38 +212,11 @@ class Runtime:
             except MemoryError as error:
                 peer.send_error(header, self.answers.no_memory(error))
 
-    def _refuse(self, token: Any) -> None:
-        """Have a client ask again by the newer map. A server that has sent a push on needs no answer."""
-        if not isinstance(token, ChainPush | BlockedRead) or token.peer is None or token.header is None:
-            return
-        if token.peer.hello.role != "server":
-            token.peer.send_error(token.header, self.answers.stale())
-
     def _withhold(self, instruction: replication.Withhold) -> None:
         push = payload_of(instruction.token)
         if push.peer is not None:
             self.core.withhold(push, time.monotonic() + timeout_s(push.peer))
             self._expire_later()
-
-    def _joined(self, instruction: events.Joined) -> None:
-        peer, header = _call(instruction.token)
-        peer.send(*frame_parts(RESULT, request=header.request, meta=messages.encode(instruction.clock)))
-
-    def _expel(self, instruction: events.Expelled) -> None:
-        token = instruction.token
-        peer, header = (token.peer, token.header) if isinstance(token, ChainPush | BlockedRead) else _call(token)
-        assert peer is not None
-        assert header is not None
-        peer.send_error(header, self.answers.not_a_member(peer))
-
-    def _late(self, instruction: events.Late) -> None:
-        token = instruction.token
-        if isinstance(token, BlockedRead):
-            token.peer.send_error(token.header, self.answers.late_read(token))
-            return
-        push = payload_of(token)
-        if push.peer is not None and push.header is not None:
-            push.peer.send_error(push.header, self.answers.late_push(push, push.peer))
 
     def _expire_later(self) -> None:
         if self._expiry is None and self.core.progress.num_waiting:
@@ -255,56 +229,10 @@ class Runtime:
 
     # Pushes.
 
-    def _apply(self, instruction: replication.Apply) -> None:
-        push = payload_of(instruction.token)
-        self.replicator.checks.orders.applied(push.incarnation, push.sequence, instruction.buckets)
-        apply(self.tables, push, instruction.buckets)
-
     def _forward(self, instruction: replication.Forward) -> None:
         push = payload_of(instruction.token)
         push.own()
         self.replicator.forward(push, instruction.target, instruction.number, instruction.buckets)
-
-    def _sum_up(self, token: events.SumUp) -> None:
-        assert self.sums is not None
-        pieces = self.sums.pieces(token.iteration, token.workers, token.buckets)
-        sequence, buckets = token.iteration + 1, token.buckets
-        token.payload = ChainPush(PUSH_DOWN, AGGREGATE, sequence, pieces, buckets=buckets, is_owned=True)
-
-    def _apply_sum(self, instruction: events.ApplySum) -> None:
-        assert self.sums is not None
-        self.sums.apply(instruction.iteration, instruction.workers, instruction.buckets)
-
-    def _drop_kept(self, instruction: events.DropKept) -> None:
-        assert self.sums is not None
-        self.sums.buffer.forget(instruction.worker, instruction.iteration)
-
-    def _forget_worker(self, instruction: events.ForgetWorker) -> None:
-        self.stale.forget(instruction.worker)
-        for table in self.tables.by_number.values():
-            table.staleness.forget(instruction.worker)
-            table.refused.pop(instruction.worker, None)
-
-    # Buckets.
-
-    def _load(self, instruction: replication.Load) -> None:
-        assert isinstance(instruction.token, ReceivedBucket)
-        self._fills.load(instruction.token, instruction.bucket)
-
-    def _drop(self, instruction: replication.Drop) -> None:
-        self.replicator.checks.drop(instruction.buckets)
-        for table in self.tables.by_number.values():
-            table.part.drop(instruction.buckets)
-
-    def _hold(self, instruction: replication.Hold) -> None:
-        for table in self.tables.by_number.values():
-            table.part.hold(instruction.buckets)
-
-    def _lead(self, instruction: replication.Lead) -> None:
-        for table in self.tables.by_number.values():
-            table.part.set_primary(instruction.buckets)
-        if self.sums is not None:
-            self.sums.restrict(instruction.buckets)
 
     def _have_links(self, instruction: replication.Links) -> None:
         self.replicator.have_links(instruction.targets)
@@ -319,9 +247,6 @@ class Runtime:
     def _link_up(self, target: int) -> None:
         self.feed_surely(replication.LinkUp(target))
         self._fills.send_soon()
-
-    def _link_down(self, target: int) -> None:
-        self.feed_surely(replication.LinkDown(target))
 
     @must_succeed
     def _link_frame(self, target: int, header: Header, meta: memoryview, body: memoryview) -> None:
@@ -340,8 +265,3 @@ class Runtime:
 def _peer(token: Any) -> Peer | None:
     peer: Peer | None = token[0] if isinstance(token, tuple) else token.peer
     return peer
-
-
-def _call(token: Any) -> Call:
-    assert isinstance(token, tuple)
-    return token[0], token[1]

@@ -1,0 +1,81 @@
+"""What the core of a server bids it do to its tables, but for buckets that come whole: each instruction carried out."""
+
+from __future__ import annotations
+
+from paceline.protocol import replication
+from paceline.protocol.replication import AGGREGATE
+from paceline.protocol.server import events
+from paceline.ps.server.pushes import PUSH, ChainPush, apply, payload_of
+from paceline.ps.server.replica_checks import ReplicaChecks
+from paceline.ps.server.stale_gradients import StaleGradients
+from paceline.ps.server.sums import IterationSums
+from paceline.tables.server_tables import ServerTables
+
+
+class TableChanges:
+    """The tables of one server as its core changes them; `sums` is None unless consistency is sequential."""
+
+    def __init__(
+        self, tables: ServerTables, checks: ReplicaChecks, stale: StaleGradients, sums: IterationSums | None
+    ) -> None:
+        self._tables = tables
+        self._checks = checks
+        self._stale = stale
+        self._sums = sums
+
+    # Pushes.
+
+    def apply(self, instruction: replication.Apply) -> None:
+        """Apply what of a push is of some buckets."""
+        push = payload_of(instruction.token)
+        self._checks.orders.applied(push.incarnation, push.sequence, instruction.buckets)
+        apply(self._tables, push, instruction.buckets)
+
+    def sum_up(self, token: events.SumUp) -> None:
+        """Make the sum of an iteration a push, which goes down the chains."""
+        assert self._sums is not None
+        pieces = self._sums.pieces(token.iteration, token.workers, token.buckets)
+        sequence, buckets = token.iteration + 1, token.buckets
+        token.payload = ChainPush(PUSH, AGGREGATE, sequence, pieces, buckets=buckets, is_owned=True)
+
+    def apply_sum(self, instruction: events.ApplySum) -> None:
+        """Apply the sum of an iteration, which goes nowhere else."""
+        assert self._sums is not None
+        self._sums.apply(instruction.iteration, instruction.workers, instruction.buckets)
+
+    def drop_kept(self, instruction: events.DropKept) -> None:
+        """Forget what a worker has pushed for iterations that it does not finish."""
+        assert self._sums is not None
+        self._sums.buffer.forget(instruction.worker, instruction.iteration)
+
+    def forget_kept(self, instruction: events.ForgetKept) -> None:
+        """Forget what all workers have pushed for iterations that are not complete."""
+        if self._sums is not None:
+            self._sums.buffer.clear()
+
+    def forget_worker(self, instruction: events.ForgetWorker) -> None:
+        """Forget how stale the gradients of a worker were that is gone, and what it was to be told."""
+        self._stale.forget(instruction.worker)
+        for table in self._tables.by_number.values():
+            table.staleness.forget(instruction.worker)
+            table.refused.pop(instruction.worker, None)
+
+    # Buckets.
+
+    def drop(self, instruction: replication.Drop) -> None:
+        """Forget the data of some buckets."""
+        self._checks.drop(instruction.buckets)
+        for table in self._tables.by_number.values():
+            table.part.drop(instruction.buckets)
+
+    def hold(self, instruction: replication.Hold) -> None:
+        """Begin some buckets with initial values."""
+        for table in self._tables.by_number.values():
+            table.part.hold(instruction.buckets)
+
+    def lead(self, instruction: replication.Lead) -> None:
+        """Be the primary of some buckets, and of no others."""
+        for table in self._tables.by_number.values():
+            table.part.set_primary(instruction.buckets)
+        if self._sums is not None:
+            self._sums.restrict(instruction.buckets)
