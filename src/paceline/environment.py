@@ -64,8 +64,9 @@ class Environment:
     replicas: int | None = None
     """``PACELINE_REPLICAS``: replicas of the model in one process."""
     filters: str | None = None
-    """``PACELINE_FILTERS``: filters for what processes exchange, as ``paceline run --filters`` spells it; behind a
-    slash, if any, what ``--pull-filters`` says.
+    """``PACELINE_FILTERS``: filters for what processes exchange, as ``paceline run --filters`` spells it."""
+    pull_filters: str | None = None
+    """``PACELINE_PULL_FILTERS``: filters for rows pulled from servers, as ``--pull-filters`` spells it; may be empty.
     """
     pipeline: str | None = None
     """``PACELINE_PIPELINE``: stages and schedule of the strategy ``pipeline``, as ``paceline run`` writes them."""
@@ -135,6 +136,7 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
         strategy=found.get("PACELINE_STRATEGY") or None,
         replicas=_integer(found, "PACELINE_REPLICAS"),
         filters=found.get("PACELINE_FILTERS") or None,
+        pull_filters=found.get("PACELINE_PULL_FILTERS"),
         pipeline=found.get("PACELINE_PIPELINE") or None,
         sharding=found.get("PACELINE_SHARDING") or None,
     )

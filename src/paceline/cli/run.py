@@ -179,7 +179,8 @@ def run(
             cluster=cluster,
             job=job,
             index=index,
-            filters=filters if pull_filters is None else f"{filters or ''}/{pull_filters}",
+            filters=filters,
+            pull_filters=pull_filters,
             filter_modules=filter_module or (),
             tls=options.find_tls(tls_cert, tls_key, tls_ca),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,6 +22,7 @@ from paceline.kernels.text.reference import LABEL_WORDS, MAX_FLOAT32, field_of, 
 LABEL_NAMES = ("label", "click", "clicked", "target", "y")
 """The names under which a label is found when no columns are given; the first that is there counts."""
 
+_MOST_NAMES = 30
 _PLACE = re.compile(r"-?[0-9]{1,9}")
 
 
@@ -48,9 +50,9 @@ class Columns:
         names = self.names
         if len(names) - bool(self.weight) < 2 and not self.is_open:
             raise UsageError("columns name a label but no feature: name a categorical or a numeric column too")
-        for name in names:
-            if names.count(name) > 1:
-                raise UsageError(f"column '{name}' is named twice: a column is label, weight, categorical or numeric")
+        double = next((name for name, count in Counter(names).items() if count > 1), None)
+        if double is not None:
+            raise UsageError(f"column '{double}' is named twice: a column is label, weight, categorical or numeric")
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Columns:
@@ -97,12 +99,11 @@ class Columns:
 
         Unless it `needs_label` that may be missing.
         """
-        for name in self.names:
-            if name == self.label and name not in names and not needs_label:
-                continue
-            if name not in names:
-                raise UsageError(f"{path} has no column '{name}': its columns are {', '.join(names)}")
-        check_distinct(path, [name for name in names if name in self.names])
+        there, wanted = set(names), dict.fromkeys(self.names)
+        for name in wanted:
+            if name not in there and (name != self.label or needs_label):
+                raise UsageError(f"{path} has no column '{shorten(name)}': its columns are {shown_names(names)}")
+        check_distinct(path, [name for name in names if name in wanted])
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +146,17 @@ def is_list(type: Any) -> bool:
     return any(test(type) for test in tests) and not types.is_nested(type.value_type)
 
 
+def shown_names(names: Sequence[str]) -> str:
+    """The names of columns as a message shows them: the first ones, each in at most 80 printable characters."""
+    more = f" and {len(names) - _MOST_NAMES:,} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(map(shorten, names[:_MOST_NAMES])) + more
+
+
 def check_distinct(path: str, names: Sequence[str]) -> None:
     """Raise :exc:`UsageError` where two columns of a file have one name."""
-    double = next((name for at, name in enumerate(names) if name in names[:at]), None)
+    double = next((name for name, count in Counter(names).items() if count > 1), None)
     if double is not None:
-        raise UsageError(f"{path} has more than one column '{double}' in its header: rename all but one")
+        raise UsageError(f"{path} has more than one column '{shorten(double)}' in its header: rename all but one")
 
 
 def category_texts(column: Any) -> Any:
@@ -180,7 +187,7 @@ def find_label(path: str, names: Sequence[str]) -> str:
     if label is None:
         raise UsageError(
             f"{path} has no column named {', '.join(LABEL_NAMES)}, so say which is the label: "
-            f"its columns are {', '.join(names)}"
+            f"its columns are {shown_names(names)}"
         )
     return label
 
@@ -191,7 +198,7 @@ def resolve_label(path: str, names: Sequence[str], label: str) -> str:
         return label
     if _PLACE.fullmatch(label) and -len(names) <= int(label) < len(names):
         return names[int(label)]
-    raise UsageError(f"{path} has no column '{label}': its columns are {', '.join(names)}")
+    raise UsageError(f"{path} has no column '{shorten(label)}': its columns are {shown_names(names)}")
 
 
 @dataclass(slots=True)

@@ -75,14 +75,15 @@ def open_dataset(
     if not paths:
         raise UsageError("no data file was named: a dataset has at least one")
     files = [full_path(path) for path in paths]
-    for file in files:
-        stat_file(file)
+    statuses = [stat_file(file) for file in files]
     if format is None:
         format = detect_format(files[0])
     elif format not in FORMATS:
         raise UsageError(f"'{format}' is no format: choose one of {', '.join(FORMATS)}")
     positive_in(labels)
-    sizes = [stat_source(file, format).num_bytes for file in files]
+    if format == "numpy":  # with their labels, which lie beside
+        statuses = [stat_source(file, format) for file in files]
+    sizes = [status.num_bytes for status in statuses]
     if shard_bytes is None:
         total = sum(size * (_PACKED_RATIO if is_packed(file) else 1) for file, size in zip(files, sizes, strict=True))
         shard_bytes = min(max(total // _SHARDS_WANTED, MIN_SHARD_BYTES), MAX_SHARD_BYTES)

@@ -16,7 +16,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data.columns import LABEL_NAMES, Columns, Guess, Guesses, check_distinct, find_label, resolve_label
+from paceline.data.columns import (
+    LABEL_NAMES,
+    Columns,
+    Guess,
+    Guesses,
+    check_distinct,
+    find_label,
+    resolve_label,
+    shown_names,
+)
 from paceline.data.dialect import is_missing, is_number
 from paceline.data.sampling import Sample, json_text, walk_fields
 from paceline.data.scales.one_column import line_loss, table_loss
@@ -245,7 +254,7 @@ def find_json_columns(
     names = list(dict.fromkeys(name for each in objects for name, _, _ in walk_fields(each)))
     wanted = LABEL_NAMES if label is None else (label,)
     found = next((name for name in wanted if name in names), None)
-    shown = ", ".join(names[:20]) or "none"
+    shown = shown_names(names) or "none"
     if found is None:
         what = f"no field '{label}'" if label is not None else f"no field named {', '.join(LABEL_NAMES)}"
         raise UsageError(f"{path} has {what} in the rows looked at, so say with --label which it is: it has {shown}")

@@ -11,7 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -46,16 +46,20 @@ class Sample:
     names: tuple[str, ...]
     types: tuple[str, ...]
     rows: list[list[str]]
+    _places: dict[str, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_places", _places_of(self.names))
 
     def column(self, name: str) -> list[str]:
         """The cells of a column."""
-        at = self.names.index(name)
+        at = self._places[name]
         return [row[at] for row in self.rows]
 
     def counts(self, name: str) -> Counter[str]:
         """How often each value comes in a column, empty cells aside; of lists each element."""
         cells = [cell for cell in self.column(name) if cell]
-        if self.types[self.names.index(name)] == "list":
+        if self.types[self._places[name]] == "list":
             cells = [each for cell in cells for each in json.loads(cell)]
         return Counter(cells)
 
@@ -65,6 +69,11 @@ class Sample:
         if 2 < len({label for label in found if label is not None}) <= _MOST_CLASSES:
             return None
         return np.array([math.nan if label is None else label for label in found])
+
+
+def _places_of(names: Sequence[str]) -> dict[str, int]:
+    """Return where each column is, of several with one name the first."""
+    return {name: at for at, name in reversed(list(enumerate(names)))}
 
 
 def sample_rows(files: Sequence[str], format: str, wanted: Sequence[str] = ()) -> Sample:
@@ -80,7 +89,8 @@ def sample_rows(files: Sequence[str], format: str, wanted: Sequence[str] = ()) -
         dialect = dialects[file]
         names = names or dialect.names
         found = parse_rows(lines.decode("utf-8", errors="replace"), dialect.separator)
-        places = [dialect.names.index(name) if name in dialect.names else -1 for name in names]
+        at_names = _places_of(dialect.names)
+        places = [at_names.get(name, -1) for name in names]
         for row in found[1:] if start == 0 and dialect.has_header else found:
             if len(row) == len(dialect.names):
                 rows.append([row[at] if at >= 0 else "" for at in places])

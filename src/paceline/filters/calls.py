@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,8 @@ import numpy.typing as npt
 from paceline.errors import PacelineError, UsageError
 from paceline.filters.base import ByteFilter, Bytes, Filter, RowFilter, ValueFilter
 from paceline.tables.types import Floats, Keys
+
+_Array = TypeVar("_Array", bound="npt.NDArray[Any]")
 
 
 def num_bytes_of(chosen: ValueFilter | None, count: int) -> int:
@@ -32,7 +35,7 @@ def write_values(chosen: ValueFilter | None, values: Floats, seed: int | None, o
         out.view(np.float32)[:] = values
         return
     try:
-        chosen.encode(values, seed, out)
+        chosen.encode(_shown(chosen, values), seed, out)
     except Exception as error:
         raise _failed(chosen, f"encode of {len(values)} values to {len(out)} bytes", error) from error
 
@@ -43,7 +46,7 @@ def read_values(chosen: ValueFilter | None, data: Bytes, out: Floats) -> None:
         out.view(np.uint8)[:] = data
         return
     try:
-        chosen.decode(data, out)
+        chosen.decode(_shown(chosen, data), out)
     except Exception as error:
         raise _failed(chosen, f"decode of {len(data)} bytes to {len(out)} values", error) from error
 
@@ -51,7 +54,7 @@ def read_values(chosen: ValueFilter | None, data: Bytes, out: Floats) -> None:
 def packed_by(chosen: ByteFilter, data: Bytes) -> Bytes:
     """Return bytes as a filter packs them."""
     try:
-        packed = chosen.pack(data)
+        packed = chosen.pack(_shown(chosen, data))
     except Exception as error:
         raise _failed(chosen, f"pack of {len(data)} bytes", error) from error
     return _checked_bytes(chosen, "pack", packed)
@@ -60,7 +63,7 @@ def packed_by(chosen: ByteFilter, data: Bytes) -> Bytes:
 def unpacked_by(chosen: ByteFilter, data: Bytes, num_bytes: int) -> Bytes:
     """Return what was packed; ValueError if a filter did not pack these, UsageError if it fails otherwise."""
     try:
-        unpacked = chosen.unpack(data, num_bytes)
+        unpacked = chosen.unpack(_shown(chosen, data), num_bytes)
     except ValueError:
         raise
     except Exception as error:
@@ -71,7 +74,7 @@ def unpacked_by(chosen: ByteFilter, data: Bytes, num_bytes: int) -> Bytes:
 def rows_chosen_by(chosen_by: RowFilter, keys: Keys, rows: Floats, clock: int, seed: int) -> npt.NDArray[np.bool_]:
     """Return which rows go out, bool [n]."""
     try:
-        chosen = chosen_by.choose(keys, rows, clock, seed)
+        chosen = chosen_by.choose(_shown(chosen_by, keys), _shown(chosen_by, rows), clock, seed)
     except Exception as error:
         raise _failed(chosen_by, f"choose of {len(keys)} rows", error) from error
     return _checked_choice(chosen_by, "choose", chosen, len(keys))
@@ -80,7 +83,7 @@ def rows_chosen_by(chosen_by: RowFilter, keys: Keys, rows: Floats, clock: int, s
 def zeros_chosen_by(chosen_by: RowFilter, rows: Floats, l1: float) -> npt.NDArray[np.bool_]:
     """Return which rows go out of those whose weights are 0, bool [n]."""
     try:
-        chosen = chosen_by.choose_zeros(rows, l1)
+        chosen = chosen_by.choose_zeros(_shown(chosen_by, rows), l1)
     except Exception as error:
         raise _failed(chosen_by, f"choose_zeros of {len(rows)} rows", error) from error
     return _checked_choice(chosen_by, "choose_zeros", chosen, len(rows))
@@ -95,6 +98,18 @@ def scale_of(chosen_by: RowFilter) -> float:
     if not math.isfinite(scale):
         raise UsageError(f"filter {chosen_by.name!r}: rescale() is {scale}, expected a finite number")
     return scale
+
+
+def _shown(chosen: Filter, array: _Array) -> _Array:
+    """Return an array as a filter sees it: one of the user's own cannot write to it, since it may be the caller's.
+
+    Our own do not; their kernels are compiled for arrays that could be written to.
+    """
+    if type(chosen).__module__.partition(".")[0] == __name__.partition(".")[0]:
+        return array
+    shown = array.view()
+    shown.flags.writeable = False
+    return shown
 
 
 def _checked_choice(chosen_by: RowFilter, what: str, found: npt.NDArray[np.bool_], count: int) -> npt.NDArray[np.bool_]:

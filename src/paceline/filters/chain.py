@@ -289,12 +289,6 @@ def chain_of(filters: Sequence[Filter] | str) -> FilterChain:
     return parse_filters(filters) if isinstance(filters, str) else FilterChain(filters)
 
 
-def split_pulled(text: str) -> tuple[str, str | None]:
-    """Return the texts of a chain and, if there is one behind a slash, of that of pulled values."""
-    pushed, slash, pulled = text.partition("/")
-    return pushed, pulled if slash else None
-
-
 def parse_filters(text: str) -> FilterChain:
     """Return the chain of a text such as ``key-caching,quantize:8,compress``; ``none`` is an empty one."""
     if text.strip() == "none":

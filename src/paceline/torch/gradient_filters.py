@@ -19,7 +19,7 @@ from torch.futures import Future
 from paceline.environment import environment
 from paceline.filters import Filter, FilterChain, parse_filters
 from paceline.filters.base import Bytes
-from paceline.filters.chain import chain_of, split_pulled
+from paceline.filters.chain import chain_of
 from paceline.filters.gradients import Averaging, GradientMean, RankExchange, gradient_filters
 from paceline.filters.modules import import_filter_modules, modules_named_in
 from paceline.tables.types import Floats
@@ -52,7 +52,7 @@ def told_filters() -> tuple[str, str | None]:
 
     Empty for none; None for those of pulled values that follow from the others.
     """
-    pushed, pulled = split_pulled(environment().filters or "")
+    pushed, pulled = environment().filters or "", environment().pull_filters
     import_filter_modules([*modules_named_in(pushed), *modules_named_in(pulled or "")])
     return pushed if parse_filters(pushed) else "", pulled
 

@@ -66,6 +66,18 @@ def test_a_text_is_entered_anywhere(tmp_path: Path, name: str) -> None:
     stream.close()
 
 
+@pytest.mark.parametrize("num_members", [1, 2, 5])
+def test_a_file_that_is_cut_between_members_is_said_to_be(tmp_path: Path, num_members: int) -> None:
+    path, end = tmp_path / "x.svm.gz", 0
+    whole = bgzf(TEXT)
+    for _ in range(num_members):
+        end += struct.unpack_from("<H", whole, end + 16)[0] + 1
+    path.write_bytes(whole[:end])
+    said = f"is cut off: it has no empty block .* {10_000 * num_members:,} bytes of text"
+    with open_dataset(path) as dataset, pytest.raises(DataError, match=said):
+        dataset.num_shards(0)
+
+
 @pytest.mark.parametrize("name", PACKED)
 def test_shards_are_those_of_the_text_in_any_order(tmp_path: Path, name: str) -> None:
     """So that several workers share one file, each unpacking what it reads."""

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from paceline.errors import UsageError
-from paceline.filters import parse_filters
+from paceline.filters import RowFilter, parse_filters
+from paceline.filters.base import FILTERS
 from paceline.filters.modules import import_filter_modules, modules_named_in
+from paceline.filters.rows import RowSelection
 
 CODE = """
 import numpy as np
@@ -112,3 +117,21 @@ def test_what_is_no_module() -> None:
     assert modules_named_in("key-caching:64,a.b:C:0.5, quantize:8,d:E ,significant:inf,a.b:D") == ["a.b", "d"]
     with pytest.raises(UsageError, match=r"there is no filter 'zip': expected one of.* or MODULE:CLASS for"):
         parse_filters("zip:1")
+
+
+def test_filters_of_ones_own_cannot_write_to_what_they_are_given() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Halves(RowFilter):
+        name, preserves, keeps_rest = "halves", "nothing", False
+
+        def choose(
+            self, keys: npt.NDArray[np.uint64], rows: npt.NDArray[np.float32], clock: int, seed: int
+        ) -> npt.NDArray[np.bool_]:
+            rows *= 0.5
+            return np.ones(len(keys), np.bool_)
+
+    FILTERS.pop("halves")
+    values = np.ones(3, np.float32)
+    with pytest.raises(UsageError, match=r"filter 'halves' failed at choose of 3 rows: ValueError: .*read-only"):
+        RowSelection(Halves(), 1).choose(np.arange(3, dtype=np.uint64), values, 0, 0)
+    assert values.tolist() == [1, 1, 1]

@@ -59,12 +59,14 @@ def test_servers_and_replicas_are_told() -> None:
 
 def test_filters_are_told() -> None:
     layout = lay_out_node(nproc_per_node=1, nnodes=1, node_rank=0, master_addr=None, master_port=None)
-    for filters in ("quantize:4", None):
+    outer = {"PACELINE_FILTERS": "top-k:1", "PACELINE_PULL_FILTERS": "zstd"}
+    for filters, pulled in (("quantize:4", "none"), (None, None)):
         (plan,) = plan_ranks(
-            layout, _ALL_REDUCE, {"PACELINE_FILTERS": "top-k:1"}, token="t", scheduler=None, threads=None, cores=8,
-            filters=filters,
+            layout, _ALL_REDUCE, outer, token="t", scheduler=None, threads=None, cores=8,
+            filters=filters, pull_filters=pulled,
         )  # fmt: skip
-        assert environment(plan.environment).filters == filters
+        told = environment(plan.environment)
+        assert (told.filters, told.pull_filters) == (filters, pulled)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +83,9 @@ def test_filters_that_cannot_be_are_refused(strategy: str, filters: str, message
         run_script(RunOptions(script=__file__, strategy=strategy, filters=filters))
     if strategy == "all-reduce":
         with pytest.raises(UsageError, match="--pull-filters none: for embeddings on servers, and all-reduce has none"):
-            run_script(RunOptions(script=__file__, strategy=strategy, filters="/none"))
+            run_script(RunOptions(script=__file__, strategy=strategy, pull_filters="none"))
+        with pytest.raises(UsageError, match="'4/zstd' was given"):
+            run_script(RunOptions(script=__file__, strategy=strategy, filters="quantize:4/zstd"))
 
 
 _SIGNS = """

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from paceline.data.streams.remote import is_url
+from paceline.errors import DataError
 
 _MOST_FRAME_BYTES = 16 << 20  # of text: where they are larger, much would be unpacked to get to a place
 _BGZF_HEADER = struct.Struct("<4s6xH2sHH")
@@ -38,7 +39,10 @@ class Members:
 
 
 def find_members(path: str) -> Members | None:
-    """Return the members of a local file; None unless there are several, and all say how large they are."""
+    """Return the members of a local file; None unless there are several, and all say how large they are.
+
+    Raises DataError for a BGZF file without the empty member that ends one: it is cut off.
+    """
     if is_url(path):
         return None
     try:
@@ -52,6 +56,7 @@ def find_members(path: str) -> Members | None:
 def _find_members(path: str, size: int, mtime_ns: int) -> Members | None:
     walk = _bgzf_members if path.endswith(".gz") else _zstd_frames
     starts, offsets, text = [], [], 0
+    num_bytes: int | None = 0
     descriptor = os.open(path, os.O_RDONLY)
     try:
         for offset, num_bytes in walk(descriptor, size):
@@ -61,6 +66,11 @@ def _find_members(path: str, size: int, mtime_ns: int) -> Members | None:
                 starts.append(text)
                 offsets.append(offset)
             text += num_bytes
+        if walk is _bgzf_members and num_bytes:
+            raise DataError(
+                f"{path} is cut off: it has no empty block at its end, as files of bgzip have, and what was behind its "
+                f"{text:,} bytes of text is missing; make or fetch it again"
+            )
     finally:
         os.close(descriptor)
     return Members(tuple(starts), tuple(offsets), text) if len(starts) > 1 else None

@@ -21,7 +21,7 @@ _OURS = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
     "PACELINE_TLS_CERT", "PACELINE_TLS_KEY", "PACELINE_TLS_CA",
     "PACELINE_ROLE", "PACELINE_SCHEDULER", "PACELINE_TOKEN", "PACELINE_STRATEGY", "PACELINE_REPLICAS",
-    "PACELINE_FILTERS", "PACELINE_PIPELINE", "PACELINE_SHARDING",
+    "PACELINE_FILTERS", "PACELINE_PULL_FILTERS", "PACELINE_PIPELINE", "PACELINE_SHARDING",
 )  # fmt: skip
 
 
@@ -110,6 +110,7 @@ def plan_ranks(
     cores: int,
     tls: TLS | None = None,
     filters: str | None = None,
+    pull_filters: str | None = None,
 ) -> list[RankPlan]:
     """Return what each rank of this launcher is told.
 
@@ -135,6 +136,8 @@ def plan_ranks(
         told["PACELINE_SHARDING"] = choice.sharding.encode()
     if filters:
         told["PACELINE_FILTERS"] = filters
+    if pull_filters is not None:
+        told["PACELINE_PULL_FILTERS"] = pull_filters
     if scheduler is not None:
         told["PACELINE_SCHEDULER"] = scheduler
     if tls is not None:  # a script may go to another folder

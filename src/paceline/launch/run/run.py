@@ -17,7 +17,6 @@ from paceline.collectives.rendezvous.rendezvous import is_loopback, own_host
 from paceline.environment import environment, num_cores
 from paceline.errors import AddressError, UsageError
 from paceline.filters import parse_filters
-from paceline.filters.chain import split_pulled
 from paceline.filters.gradients import gradient_filters
 from paceline.filters.modules import import_filter_modules, modules_named_in, with_modules
 from paceline.launch.local import Share, wait_cluster
@@ -82,8 +81,9 @@ class RunOptions:
     filter_modules: Sequence[str] = ()
     """Modules of users' own filters, which servers import, and ranks those whose filters are in `filters`."""
     filters: str | None = None
-    """What goes to other ranks, or to servers and back, is behind; None or ``none``: nothing. Behind a slash that of
-    rows of embeddings that servers return; without one it is as far as it is for values and bytes.
+    """What goes to other ranks, or to servers and back, is behind; None or ``none``: nothing."""
+    pull_filters: str | None = None
+    """What rows of embeddings are behind that servers return; None: `filters`, as far as they are for values and bytes.
     """
     tls: TLS | None = None
     """Of the servers, and of what ranks send one another between machines; None: what the environment says."""
@@ -115,7 +115,7 @@ def run_script(options: RunOptions) -> int:
     setup = _plan_cluster(options) if options.cluster is not None else _plan_node(options)
     stale = Accept() if options.stale is None else parse_stale_policy(options.stale)
     choice = setup.choice
-    filters = _find_filters(options, choice.name)
+    filters, pull_filters = _find_filters(options, choice.name)
     if choice.consistency is not None:
         check_stale_policy(choice.consistency, stale)
         check_replicas(choice.server_replicas, choice.servers, options.min_replicas or 0)
@@ -147,7 +147,7 @@ def run_script(options: RunOptions) -> int:
                         tls=setup.tls,
                         share=setup.share,
                         heartbeat_timeout_s=options.heartbeat_timeout_s or _HEARTBEAT_TIMEOUT_S,
-                        filter_modules=[*options.filter_modules, *_modules_of(options.filters)],
+                        filter_modules=[*options.filter_modules, *_modules_of(options)],
                     )
                 )
                 scheduler = servers.scheduler
@@ -157,16 +157,19 @@ def run_script(options: RunOptions) -> int:
             print(f"paceline run: server {options.index} is ready at {setup.share.scheduler}", file=sys.stderr)
             servers.serve()
             return 0
-        status = _run_ranks(options, setup, setup.layout, filters, scheduler, servers)
+        status = _run_ranks(options, setup, setup.layout, filters, pull_filters, scheduler, servers)
         if status == 0 and servers is not None:
             servers.wait_others()
         return status
 
 
-def _find_filters(options: RunOptions, strategy: str) -> str | None:
-    """Return the filters that ranks are told of, with the modules that they import; None: none. Raises UsageError."""
-    pushed, pulled = split_pulled(options.filters or "")
-    import_filter_modules([*options.filter_modules, *_modules_of(options.filters)])
+def _find_filters(options: RunOptions, strategy: str) -> tuple[str | None, str | None]:
+    """Return the filters, and those of pulled rows, that ranks are told of, with the modules that they import.
+
+    None: none. Raises UsageError for those that are not for the strategy.
+    """
+    pushed, pulled = options.filters or "", options.pull_filters
+    import_filter_modules([*options.filter_modules, *_modules_of(options)])
     chain = parse_filters(pushed)
     if pulled is not None:
         parse_filters(pulled)
@@ -179,12 +182,11 @@ def _find_filters(options: RunOptions, strategy: str) -> str | None:
     elif chain and strategy != "hybrid":
         why = "it exchanges none for filters" if strategy in ("pipeline", "sharded") else f"{strategy} has one"
         raise UsageError(f"--filters {pushed}: for gradients that processes exchange; {why}")
-    told = with_modules(pushed) if chain else ""
-    return (told if pulled is None else f"{told}/{with_modules(pulled)}") or None
+    return with_modules(pushed) if chain else None, None if pulled is None else with_modules(pulled)
 
 
-def _modules_of(filters: str | None) -> list[str]:
-    return [module for text in split_pulled(filters or "") for module in modules_named_in(text or "")]
+def _modules_of(options: RunOptions) -> list[str]:
+    return [module for text in (options.filters, options.pull_filters) for module in modules_named_in(text or "")]
 
 
 def _run_ranks(
@@ -192,6 +194,7 @@ def _run_ranks(
     setup: _Setup,
     layout: Layout,
     filters: str | None,
+    pull_filters: str | None,
     scheduler: str | None,
     servers: RunServers | None,
 ) -> int:
@@ -204,6 +207,7 @@ def _run_ranks(
         tls=setup.tls,
         scheduler=scheduler,
         filters=filters,
+        pull_filters=pull_filters,
         threads=options.threads,
         cores=num_cores(),
     )

@@ -68,6 +68,7 @@ class TableFilters:
         self.follow_weights = any(each.needs_l1 for each in self.requests.rows)
         """Whether they have to be told what is pulled, by :meth:`note_pulled`."""
         self._is_dense = is_dense
+        self._l1: float | None = None  # of the table's update rule, once it is needed
         self._selections: list[RowSelection] = []
         self._row_errors: RowErrors | None = None
         self._senders: dict[int, FilteredSender] = {}
@@ -108,9 +109,10 @@ class TableFilters:
 
     def choose(self, keys: Keys, grads: Floats, spec: TableSpec, clock: int, seed: int) -> tuple[Keys, Floats]:
         """Return the rows of a push that go out (grads flat)."""
-        l1 = _l1_of(spec) if self.follow_weights else 0.0
+        if self._l1 is None:
+            self._l1 = _l1_of(spec) if self.follow_weights else 0.0
         for selection in self._selections_for(spec.dim):
-            keys, grads = selection.choose(keys, grads, clock, seed, l1)
+            keys, grads = selection.choose(keys, grads, clock, seed, self._l1)
         return keys, grads
 
     def _selections_for(self, dim: int) -> list[RowSelection]:
