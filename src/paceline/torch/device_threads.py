@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -25,6 +26,7 @@ class DeviceThreads:
         self._kind = kind
         self._pool: ThreadPoolExecutor | None = None
         self._submitting = threading.Lock()
+        self._pid = os.getpid()
 
     def run(self, work: Callable[[int], T], count: int, *, grad: bool = False) -> list[T]:
         """Return ``work(i)`` of the first `count` devices, computed at the same time, with the grad mode `grad`.
@@ -32,6 +34,8 @@ class DeviceThreads:
         The caller's inference mode, autocast, CUDA streams and context variables hold in the threads. What one raises
         is raised, after all have ended, with its number and device in the message; if several fail, the first one's.
         """
+        if self._pid != os.getpid():  # after a fork, which took no threads along
+            self._pool, self._submitting, self._pid = None, threading.Lock(), os.getpid()
         carried = _Carried(self._devices[:count], grad)
 
         def run_one(number: int) -> T:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import io
+import os
+import pickle
 import random
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -190,6 +194,40 @@ def test_what_a_model_does_follows_its_modes() -> None:
 def run_once(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     torch.manual_seed(3)
     return [model(x)]
+
+
+def test_what_a_partitioned_model_is_not_for_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    parted = pt.partition(model, torch.ones(2, 3), ["cpu", "cpu"], {"0": 0, "1": 1})
+    for dump in (pickle.dumps, lambda each: torch.save(each, io.BytesIO())):
+        with pytest.raises(UsageError, match=r"cannot be pickled.* save its state_dict\(\)"):
+            dump(parted)
+    model[1] = nn.Linear(3, 2)
+    with pytest.raises(UsageError, match=r"from '1' on: partition it again"):
+        parted(torch.ones(2, 3))
+    model.append(nn.Linear(2, 2))
+    with pytest.raises(UsageError, match="partition it again"):
+        parted(torch.ones(2, 3))
+
+    class Branching(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2 if x.sum() > 0 else x
+
+    with pytest.raises(UsageError, match="Branching cannot be made a graph"):
+        pt.partition(Branching(), torch.ones(2, 3), ["cpu", "cpu"])
+    assert "def forward" not in capfd.readouterr().err
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_fork_has_threads_of_its_own() -> None:
+    parted = pt.partition(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), torch.ones(2, 3), ["cpu", "cpu"], {"0": 0, "1": 1})
+    with torch.no_grad():
+        expected = parted(torch.ones(2, 3))
+        child = os.fork()
+        if not child:
+            signal.alarm(20)
+            os._exit(0 if torch.equal(parted(torch.ones(2, 3)), expected) else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_copy_is_a_model_of_its_own() -> None:

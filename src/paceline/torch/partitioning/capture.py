@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import io
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -166,13 +168,16 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tra
     )
     parameters = list(inspect.signature(model.forward).parameters)
     by_name = {**dict(zip(parameters, sizes[0], strict=False)), **sizes[1]}
+    printed = io.StringIO()
     try:
-        program = torch.export.export(model, args, kwargs, dynamic_shapes=by_name or None, strict=False)
+        with contextlib.redirect_stderr(printed):  # the graph, where it fails
+            program = torch.export.export(model, args, kwargs, dynamic_shapes=by_name or None, strict=False)
     except Exception as error:  # as above
         raise UsageError(
             f"{type(model).__name__} cannot be made a graph: torch.fx says {first_line(traced)!r}, torch.export "
             f"{first_line(error)!r}; take what depends on values out of its forward, or partition modules within it"
         ) from error
+    sys.stderr.write(printed.getvalue())
     root: Any = program.module()
     graph = root.graph
     check, checked = None, []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +147,20 @@ class PartitionedModel(nn.Module):
         self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
         self._whole = (model, *arguments)  # in a tuple, so that it is no submodule
         self.training = model.training
+        self._submodules = list(model.named_modules())
         self._programs = {self._key(*arguments): program}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PartitionedModel:
+        twin = memo[id(self)] = PartitionedModel.__new__(PartitionedModel)
+        twin.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return twin
+
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            "a partitioned model cannot be pickled, since its graph is of this process: save its state_dict(), and "
+            "load that into a model before or after it is partitioned"
+        )
 
     @property
     def cut(self) -> CutGraph:
@@ -191,8 +206,15 @@ class PartitionedModel(nn.Module):
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         model = self._whole[0]
         model.training = self.training
-        modes = tuple(module.training for module in model.modules())
-        return modes, *sorted(constants_of(model, args, kwargs).items())
+        modes = []
+        for (name, known), module in zip_longest(self._submodules, model.modules(), fillvalue=("", None)):
+            if module is not known:
+                raise UsageError(
+                    f"the model's modules are others than when it was partitioned, from {name or 'the end'!r} on: "
+                    "partition it again"
+                )
+            modes.append(module.training)
+        return tuple(modes), *sorted(constants_of(model, args, kwargs).items())
 
     @override
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PartitionedModel:
