@@ -182,6 +182,41 @@ def check_accumulation_evaluation_and_clipping(rank: int, size: int) -> None:
     expect_equal(busy_loop, 4, "adam", data_parallel=2)
 
 
+def failing_loop(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches, strategy: Strategy | None
+) -> list[float]:
+    """Have every other forward, and every third backward, raise within the model, and go on with the next batch."""
+    inner: Any = model.blocks
+    losses = []
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError("as it should")
+
+    def fail_in_backward(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        output.register_hook(fail)
+
+    for number, batch in enumerate(batches):
+        x, y = share(strategy, batch)
+        optimizer.zero_grad()
+        hooks = [inner[1].register_forward_hook(fail)] if number % 2 else []
+        hooks += [inner[1].register_forward_hook(fail_in_backward)] if number % 3 == 1 else []
+        try:
+            loss = loss_of(model(x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(mean(strategy, loss))
+        except ArithmeticError:
+            losses.append(0.0)
+        for hook in hooks:
+            hook.remove()
+    assert 0 < losses.count(0.0) < len(losses) - 2
+    return losses
+
+
+def check_an_iteration_that_fails_on_every_rank_is_left_out(rank: int, size: int) -> None:
+    expect_equal(failing_loop, 12, units=["blocks.*"])
+
+
 def check_each_rank_holds_its_part_alone(rank: int, size: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
@@ -260,13 +295,16 @@ def check_what_cannot_be_sharded_is_refused_on_every_rank(rank: int, size: int) 
     foreign = nn.Parameter(torch.zeros(2))
     sparse = nn.Sequential(nn.Embedding(4, 2, sparse=True))
     tied = Net()
-    linear = nn.Linear(2, 2)
+    linear, hooked = nn.Linear(2, 2), nn.Linear(2, 2)
+    hooked.weight.register_hook(torch.neg)
     wrong: list[tuple[nn.Module, Any, dict[str, Any], str]] = [
         (empty, None, {}, "the model has no parameters, so that there is nothing to shard"),
         (scalar, None, {}, r"parameter 'temperature' is a scalar.*give it the shape \(1,\)"),
         (double, None, {}, "'weight' is float32 and 'bias' float64.*one dtype"),
         (linear, torch.optim.SGD([*linear.parameters(), foreign], lr=1.0), {}, "a parameter that the model does not"),
-        (linear, torch.optim.LBFGS(linear.parameters()), {}, "LBFGS"),
+        (linear, torch.optim.LBFGS(linear.parameters()), {}, "LBFGS does not compute with shards"),
+        (linear, torch.optim.SGD(linear.parameters(), fused=True), {}, r"SGD\(fused=True\) does not take shards"),
+        (hooked, None, {}, "parameter 'weight' has a hook"),
         (sparse, None, {}, "0 has sparse=True"),
         (nn.Sequential(paceline.torch.Embedding(2)), None, {}, "no place for embeddings of paceline.torch"),
         (tied, None, {"units": ["words"]}, "words has the parameter 'weight', which another part of the model has too"),
@@ -290,6 +328,10 @@ def check_what_cannot_be_sharded_is_refused_on_every_rank(rank: int, size: int) 
         strategy.prepare(linear)
         with pytest.raises(UsageError, match=r"taken before prepare\(\)"):
             nn.utils.clip_grad_norm_(kept, 1.0)
+        with pytest.raises(UsageError, match=r"register_hook\(\) on a parameter would never be called"):
+            linear.weight.register_hook(torch.neg)
+        with pytest.raises(UsageError, match=r"call its full_tensor\(\) before, on every process"):
+            float(linear.weight.norm())
 
 
 # Device meshes in a program of its own.

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from paceline.errors import UsageError
+
+_WITHOUT_SHARDS: Final = tuple(
+    getattr(torch.optim, name)
+    for name in ("LBFGS", "SparseAdam", "Adafactor", "Muon", "Rprop")
+    if hasattr(torch.optim, name)
+)
+"""They compute with whole parameters, or with operations that PyTorch does not have for shards."""
 
 
 class ReplacedParameter(nn.Parameter):
@@ -36,6 +43,11 @@ def check_parameters(model: nn.Module, optimizer: Optimizer | None) -> None:
             raise UsageError(
                 f"strategy sharded: parameter {name!r} is a scalar, which has no rows to shard: give it the shape (1,)"
             )
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise UsageError(
+                f"strategy sharded: parameter {name!r} has a hook, which its shard would not have: register it after "
+                "prepare(), by register_post_accumulate_grad_hook()"
+            )
     trained = [(name, each.dtype) for name, each in model.named_parameters() if each.requires_grad]
     for name, dtype in trained:
         if dtype != trained[0][1]:
@@ -50,12 +62,14 @@ def check_parameters(model: nn.Module, optimizer: Optimizer | None) -> None:
                 f"strategy sharded: {name or 'the model'} has sparse=True, and only dense gradients are sharded: leave "
                 "sparse out, or take paceline.torch.Embedding under --strategy hybrid"
             )
-    if isinstance(optimizer, (torch.optim.LBFGS, torch.optim.SparseAdam)):
-        raise UsageError(
-            f"strategy sharded: {type(optimizer).__name__} has no shards: take one that updates each element by its "
-            "own gradient, as SGD, Adam or AdamW do"
-        )
     groups = [] if optimizer is None else optimizer.param_groups
+    if isinstance(optimizer, _WITHOUT_SHARDS):
+        raise UsageError(
+            f"strategy sharded: {type(optimizer).__name__} does not compute with shards: take an optimizer that "
+            "updates each element by its own gradient, as SGD, Adam or AdamW do"
+        )
+    if isinstance(optimizer, (torch.optim.SGD, torch.optim.Adagrad)) and any(group.get("fused") for group in groups):
+        raise UsageError(f"strategy sharded: {type(optimizer).__name__}(fused=True) does not take shards: leave it out")
     if any(id(each) not in own for group in groups for each in group["params"]):
         raise UsageError(
             "strategy sharded: the optimizer has a parameter that the model does not have, so that nobody would "
@@ -72,6 +86,33 @@ def replace(optimizer: Optimizer, before: Mapping[str, nn.Parameter], model: nn.
     for parameter in [each for each in optimizer.state if id(each) in shards]:
         shard = shards[id(parameter)]
         optimizer.state[shard] = {key: as_shard(value, shard) for key, value in optimizer.state.pop(parameter).items()}
+
+
+def guard(model: nn.Module) -> None:
+    """Have what would be silently wrong with shards refused.
+
+    PyTorch runs no hooks that are registered on a shard, and reads from a sum over shards this rank's own part.
+    """
+    for parameter in model.parameters():
+        vars(parameter)["register_hook"] = _refuse_hook
+    handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", {})
+    handlers[torch.ops.aten._local_scalar_dense.default] = _read_number
+
+
+def _refuse_hook(*_: Any) -> NoReturn:
+    raise UsageError(
+        "strategy sharded: register_hook() on a parameter would never be called, for backward leaves its gradient in "
+        "shards: take register_post_accumulate_grad_hook(), or change the gradients after backward()"
+    )
+
+
+def _read_number(_: Any, args: tuple[DTensor, ...], __: Any) -> Any:
+    if any(not isinstance(each, Replicate) for each in args[0].placements):
+        raise UsageError(
+            "float() or item() of a tensor of which each process has a part (a norm of gradients, a sum over "
+            "parameters) would be another number on each: call its full_tensor() before, on every process"
+        )
+    return args[0].to_local().item()
 
 
 def retire(parameters: Iterable[nn.Parameter]) -> None:

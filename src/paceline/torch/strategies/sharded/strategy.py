@@ -29,12 +29,14 @@ from paceline.torch.strategies.sharded.parameters import (
     as_whole,
     check_parameters,
     clip_shards,
+    guard,
     replace,
     retire,
     shard_values,
     share_buffers,
     without_views,
 )
+from paceline.torch.strategies.sharded.unfinished import Unfinished
 from paceline.torch.strategies.sharded.units import choose_units, shard_dimension
 
 
@@ -91,17 +93,19 @@ class Sharded(Strategy):
                 "are sharded, or --strategy hybrid"
             )
         check_parameters(model, optimizer)
-        self.units = choose_units(model, self.options.units)
+        inner: nn.Module = getattr(model, "_orig_mod", model)  # of torch.compile
+        self.units = choose_units(inner, self.options.units)
         if self.world_size == 1:
             return model, optimizer
-        before = dict(model.named_parameters())
-        broadcast_values(model)
+        before = dict(inner.named_parameters())
+        broadcast_values(inner)
         for parameter in before.values():
             parameter.data = parameter.data.contiguous()
-        self._shard(model)
+        self._shard(inner)
         if optimizer is not None:
-            replace(optimizer, before, model)
+            replace(optimizer, before, inner)
         retire(before.values())
+        guard(inner)
         return model, optimizer
 
     def _shard(self, model: nn.Module) -> None:
@@ -124,6 +128,7 @@ class Sharded(Strategy):
                 reshard_after_forward=True,  # the model's too: what stays gathered is stale after a step
                 shard_placement_fn=place,
             )
+        Unfinished.watch(model)
         for module in model.modules():
             if module._parameters:
                 module.register_load_state_dict_pre_hook(shard_values)  # type: ignore[no-untyped-call]
