@@ -25,19 +25,19 @@ from paceline.protocol.client import (
 from paceline.protocol.membership import Role
 from paceline.protocol.scheduler import View
 from paceline.simulation.messages import (
-    Answer,
+    AnswerFrame,
     FinishGate,
     JoinedGate,
     JoinGate,
     PullPart,
     PushPart,
-    Stale,
-    Synced,
+    StaleFrame,
+    SyncedFrame,
     TickClock,
     Value,
 )
 from paceline.simulation.network import Connection
-from paceline.simulation.node import Node
+from paceline.simulation.node import SimulatedNode
 
 if TYPE_CHECKING:
     from paceline.simulation.cluster import Cluster
@@ -52,79 +52,37 @@ class _Payload:
     join: AskToJoin | None = None
 
 
-class Client(Node):
+class SimulatedClient(SimulatedNode):
     """A node that makes requests to servers. Whoever makes them says what comes when they are done."""
 
     def __init__(self, host: str, name: str, cluster: Cluster) -> None:
         super().__init__(host, name, cluster, role=Role.WORKER)
         self.core = ClientCore(is_worker=True, is_sequential=cluster.is_sequential)
-        self._links: dict[int, Connection | None] = {}
-        self._connecting: set[int] = set()
         self._has_joined = False
-        self.handlers: dict[type, Any] = {}
+        self.handlers |= {AnswerFrame: self.on_answer, JoinedGate: self._on_joined, StaleFrame: self._on_stale}
         self._awaited: list[Request] = []
         self._then: Callable[[], None] | None = None
 
     # Connections.
 
     @override
-    def accept(self, connection: Connection, hello: Any) -> bool:
-        return False
-
-    @override
-    def opened(self, connection: Connection) -> None:
-        kind, _, server = connection.hello
-        if kind == "node":
-            self.scheduler_opened(connection)
-            return
-        self._connecting.discard(server)
-        if self._links.get(server, self) is not None:
-            self.network.close(connection)
-            return
-        self._links[server] = connection
-        self.execute(self.core.connected(server))
-
-    @override
-    def refused(self, name: str, hello: Any) -> None:
-        kind, _, server = hello
-        if kind == "node":
-            self._connect()
-            return
-        self._connecting.discard(server)
-        self._connect_again()
-
-    @override
-    def closed(self, connection: Connection) -> None:
-        if connection.hello[0] == "node":
-            self.scheduler_closed()
-            return
-        server = connection.hello[2]
-        if not connection.was_opened:
-            self._connecting.discard(server)
-        if server in self._links and self._links[server] in (connection, None):
-            self._links[server] = None
+    def link_changed(self, server: int, *, is_up: bool) -> None:
+        if is_up:
+            self.execute(self.core.connected(server))
+        else:
             self.core.sessions[server].disconnected()
-        self._connect_again()
-
-    def _connect_again(self) -> None:
-        for server, link in self._links.items():
-            address = self.address(server)
-            if link is None and address is not None and server not in self._connecting:
-                self._connecting.add(server)
-                self.network.connect(self, address, ("worker", self.incarnation, server))
 
     @override
     def receive(self, connection: Connection, frame: Any) -> None:
-        if self.is_current(connection):
-            self.handlers[type(frame)](connection, frame)
-            self._go_on()
+        super().receive(connection, frame)
+        self._go_on()
 
     # Views.
 
     @override
     def mapped(self, former: View | None, new: View) -> None:
         self.execute(self.core.change(new.version, new.groups))
-        self._connect_again()
+        self.links.connect()
         self._go_on()
 
     def execute(self, instructions: Iterable[Instruction]) -> None:
@@ -139,15 +97,13 @@ class Client(Node):
                     if not pieces or session.start(request):
                         self._transmit(request)
                 case Resync(server, version, clock, takes_part):
-                    self._send(server, Synced(self.incarnation, version, clock, self._has_joined, takes_part))
+                    self.links.send(server, SyncedFrame(self.incarnation, version, clock, self._has_joined, takes_part))
                 case AskToJoin(server):
                     self._start(self.core.sessions[server], Kind.CALL, _Payload(0, join=instruction))
                 case Connect(server):
-                    self._links[server] = None
+                    self.links.want(server)
                 case Disconnect(session):
-                    link = self._links.pop(session.server)
-                    if link is not None:
-                        self.network.close(link)
+                    self.links.drop(session.server)
                     for call in session.departed():
                         session.failed(call, StaleEpochError(f"{session.server} is in no chain"))
 
@@ -207,11 +163,6 @@ class Client(Node):
             self._transmit(request)
         return request
 
-    def _send(self, server: int, frame: Any) -> None:
-        link = self._links.get(server)  # None while there is no connection: what is unanswered goes out behind it
-        if link is not None:
-            link.send(self, frame)
-
     def _transmit(self, request: Request) -> None:
         number, me, version, clock = request.number, self.incarnation, self.core.version, request.clock
         payload: Any = request.payload
@@ -226,11 +177,11 @@ class Client(Node):
                 frame = JoinGate(me, payload.join.clock, version, number)
             case _:
                 frame = FinishGate(number, me, version)
-        self._send(request.server, frame)
+        self.links.send(request.server, frame)
 
     # Answers.
 
-    def on_answer(self, connection: Connection, frame: Answer) -> None:
+    def on_answer(self, connection: Connection, frame: AnswerFrame) -> None:
         """Take the answer to a push, a pull, a tick or a call to retire."""
         session = self.core.sessions.get(connection.hello[2])
         if session is None:
@@ -243,8 +194,7 @@ class Client(Node):
         else:
             session.answered(request)
 
-    def on_joined(self, connection: Connection, frame: JoinedGate) -> None:
-        """Take the answer to a call to join."""
+    def _on_joined(self, connection: Connection, frame: JoinedGate) -> None:
         server = connection.hello[2]
         session = self.core.sessions.get(server)
         request = None if session is None else session.in_flight.get(frame.number)
@@ -257,8 +207,7 @@ class Client(Node):
         if was_joining and not self.core.is_joining:
             self._go_on()
 
-    def on_stale(self, connection: Connection, frame: Stale) -> None:
-        """Take a refusal, and the newer view."""
+    def _on_stale(self, connection: Connection, frame: StaleFrame) -> None:
         session = self.core.sessions.get(connection.hello[2])
         request = None if session is None else session.in_flight.get(frame.number)
         if session is not None and request is not None:

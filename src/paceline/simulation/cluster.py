@@ -16,12 +16,12 @@ from paceline.simulation.clock import Clock
 from paceline.simulation.defects import Defect, server_core
 from paceline.simulation.faults import KINDS, Faults
 from paceline.simulation.network import Network, Process
-from paceline.simulation.node import SCHEDULER, Node
+from paceline.simulation.node import SCHEDULER, SimulatedNode
 from paceline.simulation.oracle import Oracle, Violation
 from paceline.simulation.poster import Poster
-from paceline.simulation.scheduler import Scheduler
-from paceline.simulation.server import Server
-from paceline.simulation.worker import Worker, examples_in
+from paceline.simulation.scheduler import SimulatedScheduler
+from paceline.simulation.server import SimulatedServer
+from paceline.simulation.worker import SimulatedWorker, examples_in
 
 _DEEP_CHECK_EVENTS: Final = 250
 _PATIENCE_S: Final = 30.0
@@ -120,7 +120,7 @@ class Cluster:
         self.is_one_host = self.random.random() < 0.5
         """Whether the scheduler's kernel knows of all processes when they have ended."""
         self._number = 0
-        self.scheduler: Scheduler | None = self._start_scheduler(replaces=False)
+        self.scheduler: SimulatedScheduler | None = self._start_scheduler(replaces=False)
         self.is_done = False
         """Whether the job is finished."""
         self.account: JobAccount | None = None
@@ -141,12 +141,12 @@ class Cluster:
         settings = self.settings
         return self._server_core(settings.consistency, replicas=settings.replicas, min_replicas=settings.min_replicas)
 
-    def ended(self, node: Node) -> None:
+    def ended(self, node: SimulatedNode) -> None:
         """Note that a node stops by itself."""
         self.note(f"{node.name} ends")
         node.end()
         self._tell_end(node)
-        if isinstance(node, Worker) and not self.workers and not self.is_done:
+        if isinstance(node, SimulatedWorker) and not self.workers and not self.is_done:
             self.clock.after(0.05, self._replace, node.host)
         if isinstance(node, Poster):
             self.clock.after(0.05, self._start_poster)
@@ -173,17 +173,17 @@ class Cluster:
 
     # Processes.
 
-    def start_server(self, host: str, *, is_extra: bool = True) -> Server:
+    def start_server(self, host: str, *, is_extra: bool = True) -> SimulatedServer:
         """Start a server: one more, or one that the cluster begins with."""
         self._number += 1
-        return Server(host, f"{host}.{self._number}", self, is_extra=is_extra)
+        return SimulatedServer(host, f"{host}.{self._number}", self, is_extra=is_extra)
 
-    def _start_scheduler(self, *, replaces: bool, accepts_minority: bool = False) -> Scheduler:
+    def _start_scheduler(self, *, replaces: bool, accepts_minority: bool = False) -> SimulatedScheduler:
         self._number += 1
         name = f"scheduler.{self._number}"
-        return Scheduler(name, self, replaces=replaces, accepts_minority=accepts_minority)
+        return SimulatedScheduler(name, self, replaces=replaces, accepts_minority=accepts_minority)
 
-    def waits_for(self, scheduler: Scheduler, servers: Collection[str]) -> None:
+    def waits_for(self, scheduler: SimulatedScheduler, servers: Collection[str]) -> None:
         """Note that a scheduler needs servers to take over; the operator sees whether they are dead."""
         if scheduler is self.scheduler and not any(name in self.network.processes for name in servers):
             self._look_for_lost()
@@ -200,10 +200,10 @@ class Cluster:
         self._number += 1
         Poster(f"poster.{self._number}", self)
 
-    def start_worker(self, host: str) -> Worker:
+    def start_worker(self, host: str) -> SimulatedWorker:
         """Start a worker."""
         self._number += 1
-        return Worker(host, f"{host}.{self._number}", self)
+        return SimulatedWorker(host, f"{host}.{self._number}", self)
 
     def crash(self, process: Process) -> None:
         """Kill a process."""
@@ -226,9 +226,9 @@ class Cluster:
             self.scheduler = self._start_scheduler(replaces=self.random.random() < 0.5)
 
     @property
-    def servers(self) -> list[Server]:
+    def servers(self) -> list[SimulatedServer]:
         """The servers that live."""
-        return [process for process in self.network.processes.values() if isinstance(process, Server)]
+        return [process for process in self.network.processes.values() if isinstance(process, SimulatedServer)]
 
     def start_second_scheduler(self) -> None:
         """Start a scheduler at the address of one that lives."""
@@ -242,16 +242,16 @@ class Cluster:
         return SCHEDULER
 
     @property
-    def schedulers(self) -> list[Scheduler]:
+    def schedulers(self) -> list[SimulatedScheduler]:
         """The schedulers that live: one, or two that both believe to lead."""
-        return [process for process in self.network.processes.values() if isinstance(process, Scheduler)]
+        return [process for process in self.network.processes.values() if isinstance(process, SimulatedScheduler)]
 
     @property
-    def workers(self) -> list[Worker]:
+    def workers(self) -> list[SimulatedWorker]:
         """The workers that live."""
-        return [process for process in self.network.processes.values() if isinstance(process, Worker)]
+        return [process for process in self.network.processes.values() if isinstance(process, SimulatedWorker)]
 
-    def can_lose(self, doubtful: Collection[Server]) -> bool:
+    def can_lose(self, doubtful: Collection[SimulatedServer]) -> bool:
         """Whether all these may fail: of each chain one member stays healthy, and no more than `replicas` do not.
 
         A server that is being filled counts as one of the chain, for it may become a member before it is missed.

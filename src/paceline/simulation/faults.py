@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from paceline.simulation.network import Process
-from paceline.simulation.scheduler import Scheduler
-from paceline.simulation.server import Server
+from paceline.simulation.scheduler import SimulatedScheduler
+from paceline.simulation.server import SimulatedServer
 
 if TYPE_CHECKING:
     from paceline.simulation.cluster import Cluster
@@ -77,7 +77,7 @@ class Faults:
     def _lasts(self, until_s: float) -> None:
         self._cluster.last_fault_s = max(self._cluster.last_fault_s, until_s)
 
-    def _may_fail(self, doubtful: list[Server], until_s: float) -> bool:
+    def _may_fail(self, doubtful: list[SimulatedServer], until_s: float) -> bool:
         """Whether these servers may fail; if so, do not count on them until then."""
         cluster = self._cluster
         if not self._may_lose and doubtful and not cluster.can_lose(doubtful):
@@ -140,7 +140,7 @@ class Faults:
         self._replace(one, other)
         return True
 
-    def _replace(self, one: Server, other: Server) -> None:
+    def _replace(self, one: SimulatedServer, other: SimulatedServer) -> None:
         """Start another server when one of these two is gone."""
         if one.is_alive and other.is_alive:
             self._cluster.clock.after(0.25, self._replace, one, other)
@@ -227,7 +227,7 @@ class Faults:
         self._lasts(over_s)
         return True
 
-    def _end_former(self, scheduler: Scheduler) -> None:
+    def _end_former(self, scheduler: SimulatedScheduler) -> None:
         if scheduler.is_alive:
             self._cluster.crash(scheduler)
 
@@ -238,7 +238,7 @@ class Faults:
         if cluster.scheduler is None or not cluster.scheduler.is_established:
             return False
         until_s = cluster.clock.now_s + duration_s
-        long = [process] if isinstance(process, Server) and duration_s >= _LONG_S else []
+        long = [process] if isinstance(process, SimulatedServer) and duration_s >= _LONG_S else []
         if not self._may_fail(long, until_s + 0.5):
             return False
         cluster.note(f"{process.name} stops for {duration_s}")

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from paceline.protocol.jobs import JobMemory, MemberLedger, events
 from paceline.protocol.scheduler.line import MemberEnd, SentMessage
-from paceline.simulation.messages import EndWork, News, Reply, Say
+from paceline.simulation.messages import EndWork, NewsFrame, Reply, Say
 from paceline.simulation.network import Connection
 
 
@@ -71,7 +71,7 @@ class Line:
                 self._ledger.answered(message.content, frame.content, self._node.own_now_s)
             self._then.pop(frame.request)(frame.content)
 
-    def on_news(self, _: Connection, frame: News) -> None:
+    def on_news(self, _: Connection, frame: NewsFrame) -> None:
         """Take the scheduler's news."""
         self._end.received(frame.received)
         self._ledger.told(frame.record)

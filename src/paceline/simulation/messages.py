@@ -144,7 +144,7 @@ class Reply(Frame):
 
 
 @dataclass(slots=True)
-class News(Frame):
+class NewsFrame(Frame):
     """What is new of the job, for members to keep."""
 
     received: int
@@ -226,7 +226,7 @@ class PullPart(Frame):
 
 
 @dataclass(slots=True)
-class Answer(Frame):
+class AnswerFrame(Frame):
     """The answer to a push, a pull, a tick or a finish, and the iterations that are safe at the server."""
 
     number: int
@@ -234,7 +234,7 @@ class Answer(Frame):
 
 
 @dataclass(slots=True)
-class Stale(Frame):
+class StaleFrame(Frame):
     """A part is refused: the map was old. Here is the newer one."""
 
     number: int
@@ -242,7 +242,7 @@ class Stale(Frame):
 
 
 @dataclass(slots=True)
-class Synced(Frame):
+class SyncedFrame(Frame):
     """By the map of `version`, all was sent again that had to be; where the worker stands."""
 
     kind: ClassVar[Kind | None] = Kind.SYNCED

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
+
+from typing_extensions import override
 
 from paceline.protocol.membership import Member, Role
 from paceline.protocol.scheduler import HEARTBEATS_PER_TIMEOUT, KnownViews, View
@@ -10,15 +13,18 @@ from paceline.simulation.line import Line
 from paceline.simulation.messages import (
     Beat,
     Map,
+    NewsFrame,
     PreparedView,
     PrepareView,
     PromiseTerm,
     RegisterNode,
     Rejoin,
+    Reply,
     Thrown,
     Welcomed,
 )
 from paceline.simulation.network import Connection, Process
+from paceline.simulation.server_links import ServerLinks
 
 if TYPE_CHECKING:
     from paceline.simulation.cluster import Cluster
@@ -29,7 +35,7 @@ TIMEOUT_S: Final = 1.0
 HEARTBEAT_S: Final = TIMEOUT_S / HEARTBEATS_PER_TIMEOUT
 
 
-class Node(Process):
+class SimulatedNode(Process):
     """A process that registers at the scheduler, sends heartbeats and takes views."""
 
     def __init__(self, host: str, name: str, cluster: Cluster, *, role: Role, is_extra: bool = False) -> None:
@@ -44,6 +50,13 @@ class Node(Process):
         self.scheduler: Connection | None = None
         self.is_leaving = False
         self.line = Line(self)
+        self.links = ServerLinks(self, role.value, self.address)
+        self.handlers: dict[type, Callable[[Connection, Any], None]] = {
+            Reply: self.line.on_reply,
+            NewsFrame: self.line.on_news,
+            **dict.fromkeys((Welcomed, Thrown, Map, PrepareView, PromiseTerm), self._hear),
+        }
+        """What a process does with each kind of frame."""
         self.later(0.0, self._connect)
         self.later(HEARTBEAT_S * (0.5 + cluster.random.random()), self._beat)
 
@@ -75,9 +88,9 @@ class Node(Process):
         """Look whom this node cannot reach, for a heartbeat."""
         return ()
 
-    def is_gone(self, incarnation: int) -> bool:
-        """Whether that incarnation is no member any more, as far as the view says."""
-        return self.map is not None and self.map.excludes(incarnation)
+    def link_changed(self, server: int, *, is_up: bool) -> None:
+        """Note that there is a link to a server, or that it broke."""
+        raise NotImplementedError
 
     def address(self, incarnation: int) -> str | None:
         """The name of the process of a member."""
@@ -91,14 +104,49 @@ class Node(Process):
         if self.scheduler is not None:
             self.scheduler.send(self, frame)
 
-    # The scheduler's connection.
+    # Connections.
+
+    @override
+    def accept(self, connection: Connection, hello: Any) -> bool:
+        return False
+
+    @override
+    def opened(self, connection: Connection) -> None:
+        if connection.hello[0] == "node":
+            self.scheduler = connection
+            self._introduce(connection)
+        elif self.links.opened(connection):
+            self.link_changed(connection.hello[2], is_up=True)
+
+    @override
+    def refused(self, name: str, hello: Any) -> None:
+        if hello[0] == "node":
+            self._connect()
+        else:
+            self.links.refused(hello[2])
+
+    @override
+    def closed(self, connection: Connection) -> None:
+        if connection.hello[0] == "node":
+            self.scheduler = None
+            self._connect()
+            return
+        if self.links.closed(connection):
+            self.link_changed(connection.hello[2], is_up=False)
+        self.links.connect()
+
+    @override
+    def receive(self, connection: Connection, frame: Any) -> None:
+        if connection.hello[0] != "node" or connection is self.scheduler:  # of schedulers, only the newest
+            self.handlers[type(frame)](connection, frame)
+
+    # The scheduler.
 
     def _connect(self) -> None:
         self.network.connect(self, self.cluster.find_scheduler(), ("node", 0, 0))
 
-    def scheduler_opened(self, connection: Connection) -> None:
+    def _introduce(self, connection: Connection) -> None:
         """Register, or say who this is."""
-        self.scheduler = connection
         if self.member is None:
             connection.send(self, RegisterNode(self.role, self.is_extra))
             return
@@ -119,45 +167,29 @@ class Node(Process):
         )
         self.attached()
 
-    def is_current(self, connection: Connection) -> bool:
-        """Whether a frame of this connection is taken: of the scheduler, only what comes on the newest."""
-        return connection.hello[0] != "node" or connection is self.scheduler
-
-    def scheduler_closed(self) -> None:
-        """Connect again."""
-        self.scheduler = None
-        self._connect()
-
     def _beat(self) -> None:
         if self.member is not None:
             self.tell(Beat(self.incarnation, self.unreachable()))
         self.later(HEARTBEAT_S, self._beat)
 
-    def on_welcomed(self, _: Connection, frame: Welcomed) -> None:
-        """Take the welcome."""
-        if self.member is None:
-            self.member, self.cluster_name = frame.member, frame.cluster
-            self.welcomed()
-        self.line.welcomed(self.incarnation, frame.received)
-        self.take(frame.view)
-
-    def on_thrown(self, _: Connection, __: Thrown) -> None:
-        """Stop: this incarnation is dead, and may not come back."""
-        self.cluster.ended(self)
-
-    def on_prepare(self, connection: Connection, frame: PrepareView) -> None:
-        """Keep a view that the next scheduler has to hear of, should this one die."""
-        if self.views.prepare(frame.view):
-            connection.send(self, PreparedView(frame.view.term, frame.view.epoch))
-
-    def on_promise(self, connection: Connection, frame: PromiseTerm) -> None:
-        """Promise to prepare nothing of a scheduler before this one."""
-        if self.views.promise(frame.term):
-            connection.send(self, frame)
-
-    def on_map(self, _: Connection, frame: Map) -> None:
-        """Take what the scheduler has published."""
-        self.take(frame.view)
+    def _hear(self, connection: Connection, frame: Any) -> None:
+        match frame:
+            case Welcomed(member, cluster, view, received):
+                if self.member is None:
+                    self.member, self.cluster_name, self.links.incarnation = member, cluster, member.incarnation
+                    self.welcomed()
+                self.line.welcomed(self.incarnation, received)
+                self.take(view)
+            case Map(view):
+                self.take(view)
+            case PrepareView(view):
+                if self.views.prepare(view):
+                    connection.send(self, PreparedView(view.term, view.epoch))
+            case PromiseTerm(term):
+                if self.views.promise(term):
+                    connection.send(self, frame)
+            case Thrown():  # this incarnation is dead, and may not come back
+                self.cluster.ended(self)
 
     def take(self, view: View) -> None:
         """Take a view, from whomever."""
@@ -166,8 +198,9 @@ class Node(Process):
             return
         if view.version:
             self.cluster.oracle.mapped(view.version, view.groups, self.name)
-        if self.member is not None and self.role is not Role.OBSERVER and self.is_gone(self.incarnation):
-            self.cluster.ended(self)
+        if self.member is None:
             return
-        if self.member is not None:
+        if self.role is not Role.OBSERVER and view.excludes(self.incarnation):
+            self.cluster.ended(self)
+        else:
             self.mapped(former, view)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
 from paceline.protocol.jobs import JobAccount, JobSpec, JobState, TakenReport, events
 from paceline.protocol.membership import Role
 from paceline.protocol.scheduler import View
-from paceline.simulation.messages import EndWork, Map, News, PrepareView, Reply, Thrown, Welcomed
-from paceline.simulation.network import Connection
-from paceline.simulation.node import Node
+from paceline.simulation.messages import EndWork
+from paceline.simulation.node import SimulatedNode
 
 if TYPE_CHECKING:
     from paceline.simulation.cluster import Cluster
@@ -19,41 +18,12 @@ if TYPE_CHECKING:
 _POLL_S = 0.05
 
 
-class Poster(Node):
+class Poster(SimulatedNode):
     """A loop around a line. One that is declared dead is followed by another, which goes on from the last account."""
 
     def __init__(self, name: str, cluster: Cluster) -> None:
         super().__init__("poster", name, cluster, role=Role.OBSERVER)
         self._job = 0
-        self._handlers: dict[type, Any] = {
-            Welcomed: self.on_welcomed,
-            Thrown: self.on_thrown,
-            Map: self.on_map,
-            PrepareView: self.on_prepare,
-            Reply: self.line.on_reply,
-            News: self.line.on_news,
-        }
-
-    @override
-    def accept(self, connection: Connection, hello: Any) -> bool:
-        return False
-
-    @override
-    def opened(self, connection: Connection) -> None:
-        self.scheduler_opened(connection)
-
-    @override
-    def refused(self, name: str, hello: Any) -> None:
-        self._connect()
-
-    @override
-    def closed(self, connection: Connection) -> None:
-        self.scheduler_closed()
-
-    @override
-    def receive(self, connection: Connection, frame: Any) -> None:
-        if self.is_current(connection):
-            self._handlers[type(frame)](connection, frame)
 
     @override
     def mapped(self, former: View | None, new: View) -> None:

@@ -14,7 +14,7 @@ from paceline.protocol.membership import Member, Role
 from paceline.protocol.scheduler import Phase, Returned, SchedulerCore, View, events
 from paceline.protocol.scheduler.line import SchedulerEnd
 from paceline.simulation import messages
-from paceline.simulation.messages import EndWork, Going, Map, News, Rejoin, Reply, Say, Thrown, Welcomed
+from paceline.simulation.messages import EndWork, Going, Map, NewsFrame, Rejoin, Reply, Say, Thrown, Welcomed
 from paceline.simulation.network import Connection, Process
 from paceline.simulation.node import HEARTBEAT_S, SCHEDULER, TIMEOUT_S
 
@@ -34,7 +34,7 @@ class _Session:
         self.end = SchedulerEnd(is_foreign=is_foreign)
 
 
-class Scheduler(Process):
+class SimulatedScheduler(Process):
     """One scheduler process, at the address at which they all listen."""
 
     def __init__(self, name: str, cluster: Cluster, *, replaces: bool, accepts_minority: bool) -> None:
@@ -144,7 +144,11 @@ class Scheduler(Process):
     def _execute(self, instruction: events.Instruction) -> None:
         match instruction:
             case events.Welcome(peer, member):
-                self._welcome(peer, member.incarnation, Welcomed(member, self.core.cluster, self._view_for(peer), 0))
+                self._welcome(
+                    peer,
+                    member.incarnation,
+                    Welcomed(member, self.core.cluster, _view_for(peer, self.core.committed), 0),
+                )
             case events.Expel(peer) | events.Refuse(peer):
                 self._send([peer], Thrown())
             case events.Foreign(peer):
@@ -163,7 +167,7 @@ class Scheduler(Process):
             case events.Publish(view):
                 self.cluster.oracle.published(view)
                 for session in self._sessions.values():
-                    self._send([session.connection], Map(self._view_for(session.connection)))
+                    self._send([session.connection], Map(_view_for(session.connection, self.core.committed)))
             case events.FlushSoon():
                 if not self._flushes:
                     self._flushes = True
@@ -186,9 +190,6 @@ class Scheduler(Process):
     def _flush(self) -> None:
         self._flushes = False
         self._feed(events.Flush())
-
-    def _view_for(self, peer: Any) -> View:
-        return self.core.committed.without_workers() if _role(peer) is Role.WORKER else self.core.committed
 
     # The jobs.
 
@@ -245,7 +246,11 @@ class Scheduler(Process):
         if record is not None:
             for session in sessions:
                 if _role(session.connection) is Role.WORKER or self.jobs.concerns(session):
-                    session.connection.send(self, News(session.end.received, record))
+                    session.connection.send(self, NewsFrame(session.end.received, record))
+
+
+def _view_for(peer: Any, view: View) -> View:
+    return view.without_workers() if _role(peer) is Role.WORKER else view
 
 
 def _role(peer: Any) -> Role:

@@ -11,20 +11,8 @@ from paceline.protocol.buckets import bucket_set
 from paceline.protocol.client import Request
 from paceline.protocol.jobs import ALL_DONE, NOTHING_NOW, Job, Key, Lease, events
 from paceline.protocol.scheduler import View
-from paceline.simulation.client import Client
-from paceline.simulation.messages import (
-    Answer,
-    Going,
-    JoinedGate,
-    Map,
-    News,
-    PrepareView,
-    Reply,
-    Stale,
-    Thrown,
-    Value,
-    Welcomed,
-)
+from paceline.simulation.client import SimulatedClient
+from paceline.simulation.messages import AnswerFrame, Going, Value
 from paceline.simulation.network import Connection
 
 if TYPE_CHECKING:
@@ -40,7 +28,7 @@ class _UnsafePush:
         self.requests = requests
 
 
-class Worker(Client):
+class SimulatedWorker(SimulatedClient):
     """A loop around a client."""
 
     def __init__(self, host: str, name: str, cluster: Cluster) -> None:
@@ -52,17 +40,6 @@ class Worker(Client):
         self._examples = 0.0
         self._over: list[tuple[Lease, int, float]] = []  # leases that are through, the clock and count behind each
         self._unsafe: list[_UnsafePush] = []  # not acknowledged, or under sequential not known to be stable
-        self.handlers = {
-            Welcomed: self.on_welcomed,
-            Thrown: self.on_thrown,
-            Map: self.on_map,
-            PrepareView: self.on_prepare,
-            Reply: self.line.on_reply,
-            News: self.line.on_news,
-            JoinedGate: self.on_joined,
-            Answer: self.on_answer,
-            Stale: self.on_stale,
-        }
 
     @property
     def is_counted(self) -> bool:
@@ -208,7 +185,7 @@ class Worker(Client):
         self._report_done()
 
     @override
-    def on_answer(self, connection: Connection, frame: Answer) -> None:
+    def on_answer(self, connection: Connection, frame: AnswerFrame) -> None:
         super().on_answer(connection, frame)
         if not self.cluster.is_sequential:
             self._acknowledge(push for push in list(self._unsafe) if all(each.is_done for each in push.requests))

@@ -26,7 +26,7 @@ from paceline.protocol.consistency import Consistency
 from paceline.protocol.iterations import Iterations
 from paceline.protocol.replication import Replication
 from paceline.protocol.server import events
-from paceline.protocol.server.events import Clocks, Event, Instruction, Kind, Route, Timing
+from paceline.protocol.server.events import Event, Instruction, Kind, Route, Timing
 from paceline.protocol.server.progress import Progress
 from paceline.protocol.server.waiting import EarlyRequests
 
@@ -130,13 +130,15 @@ class ServerCore:
         """
         return self.replication.admit(worker, sequence)
 
+    @property
+    def durable(self) -> int:
+        """How many iterations are complete and safe: 0 unless consistency is sequential."""
+        iterations = self.progress.iterations
+        return 0 if iterations is None else iterations.durable
+
     def is_readable(self, clock: int) -> bool:
         """Whether values of iteration `clock` may be read now."""
         return self.workers.gate.is_open(clock) and self.progress.updates.may_read(clock)
-
-    def known_clocks(self) -> Clocks:
-        """Return where the workers are, for a server that is to begin there."""
-        return self.workers.known_clocks()
 
     # Events.
 

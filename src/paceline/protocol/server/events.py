@@ -289,7 +289,7 @@ class ForgetKept:
 
 @dataclass(frozen=True, slots=True)
 class SendClocks:
-    """Tell the server `target` where the workers are: see :meth:`ServerCore.known_clocks`."""
+    """Tell the server `target` where the workers are: see :meth:`Workers.known_clocks`."""
 
     target: int
 

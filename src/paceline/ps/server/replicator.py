@@ -119,7 +119,7 @@ class Replicator:
         if peer is not None:
             tables = ((number, table.declared, table.spec) for number, table in self._tables.by_number.items())
             passes = ((number, table.part.pass_number) for number, table in self._tables.by_number.items())
-            known = self._core.known_clocks()
+            known = self._core.workers.known_clocks()
             info = messages.ClocksInfo(
                 tuple(tables),
                 known.workers,

@@ -5,9 +5,8 @@ Nothing of the product is replaced but the system under it: event loops (`loop`)
 every run replays. `faults` breaks what can break; `truth` says what every bucket must hold.
 """
 
-from paceline.simulation.product.cluster import Cluster as ProductCluster
-from paceline.simulation.product.cluster import Outcome as ProductOutcome
+from paceline.simulation.product.cluster import ProductCluster, ProductOutcome
 from paceline.simulation.product.faults import KINDS as PRODUCT_KINDS
-from paceline.simulation.product.state import Settings as ProductSettings
+from paceline.simulation.product.state import ProductSettings
 
 __all__ = ["PRODUCT_KINDS", "ProductCluster", "ProductOutcome", "ProductSettings"]

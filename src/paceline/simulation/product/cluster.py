@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,14 +14,14 @@ from typing_extensions import override
 from paceline.errors import AddressError, ConnectionLostError, DeadlineError, PacelineError
 from paceline.launch.roles import run_scheduler, run_server
 from paceline.protocol.buckets import Buckets
-from paceline.simulation.product.faults import KINDS, Faults
+from paceline.simulation.product.faults import KINDS, ProductFaults
 from paceline.simulation.product.roles import Joining, Log, chains_of, incarnation_of, tables_of
 from paceline.simulation.product.snapshots import compare_snapshot, take_snapshot, try_snapshot
-from paceline.simulation.product.state import ClusterState, Participant, Settings
+from paceline.simulation.product.state import ClusterState, Participant, ProductSettings
 from paceline.simulation.product.substitution import product_in
 from paceline.simulation.product.transport import TOKEN
 from paceline.simulation.product.truth import SLOTS, Violation
-from paceline.simulation.product.worker import Worker
+from paceline.simulation.product.worker import ProductWorker
 from paceline.simulation.product.world import Deadlock, Process, World
 
 _PATIENCE_S: Final = 90.0
@@ -32,7 +32,7 @@ _QUIET_S: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ProductOutcome:
     """What became of one seed."""
 
     seed: int
@@ -46,24 +46,24 @@ class Outcome:
     num_compared: int
 
 
-class Cluster(ClusterState):
+class ProductCluster(ClusterState):
     """The processes of one seed; :meth:`run` lets them live."""
 
     def __init__(
         self,
         seed: int,
         *,
-        settings: Settings | None = None,
+        settings: ProductSettings | None = None,
         faults: tuple[str, ...] = KINDS,
         num_faults: int | None = None,
         trace: Callable[[str], None] | None = None,
     ) -> None:
         super().__init__(World(seed, trace=trace), settings)
         self.seed = seed
-        self.faults = Faults(self, faults, num_faults)
+        self.faults = ProductFaults(self, faults, num_faults)
         self._number = 0
 
-    def run(self) -> Outcome:
+    def run(self) -> ProductOutcome:
         """Let the cluster live; return what became of it."""
         violation: str | None = None
         log = Log(self.world)
@@ -82,7 +82,7 @@ class Cluster(ClusterState):
         if violation is not None:
             self.world.note(f"VIOLATION {violation}")
         world = self.world
-        return Outcome(
+        return ProductOutcome(
             self.seed, violation, self.fired, world.trace_hash, world.num_turns, world.now_s, self.num_pushes,
             self.num_reads, self.truth.num_compared,
         )  # fmt: skip
@@ -150,19 +150,15 @@ class Cluster(ClusterState):
     @override
     def is_whole(self) -> bool:
         """Return whether every chain has all the servers that it should have, and none is on its way."""
-        chains, live = chains_of(self.scheduler), self._by_incarnation()
+        chains, live = chains_of(self.scheduler), _by_incarnation(self.scheduler, self.servers.values())
         length = min(1 + self.settings.replicas, len(live))
         return bool(chains) and all(
             len(members) == length and not is_filling and live.keys() >= set(members)
             for _, members, is_filling in chains
         )
 
-    def _by_incarnation(self) -> dict[int, Process]:
-        found = {incarnation_of(self.scheduler, each): each for each in self.servers.values() if not each.is_dead}
-        return {incarnation: process for incarnation, process in found.items() if incarnation is not None}
-
     def _chains(self) -> list[tuple[Buckets, list[tuple[str, Any]]]]:
-        live = self._by_incarnation()
+        live = _by_incarnation(self.scheduler, self.servers.values())
         return [
             (buckets, [(live[each].name, tables_of(live[each])) for each in members])
             for buckets, members, _ in chains_of(self.scheduler)
@@ -253,9 +249,9 @@ class Cluster(ClusterState):
         """Start a worker, if there are keys for one more."""
         slot = len(self.workers)
         if slot < SLOTS:
-            holder: list[Worker] = []
+            holder: list[ProductWorker] = []
             process = self.process("worker", lambda: holder[0].run())
-            holder.append(Worker(self, process, slot))
+            holder.append(ProductWorker(self, process, slot))
             self.workers[process.name] = holder[0]
 
     @override
@@ -294,3 +290,9 @@ class Cluster(ClusterState):
 
     def _lost(self, text: str) -> None:
         self.world.fail(Violation(f"(loss) {text}"))
+
+
+def _by_incarnation(scheduler: Process | None, servers: Iterable[Process]) -> dict[int, Process]:
+    """Return the servers that live and that a scheduler knows."""
+    found = {incarnation_of(scheduler, each): each for each in servers if not each.is_dead}
+    return {incarnation: process for incarnation, process in found.items() if incarnation is not None}

@@ -9,7 +9,7 @@ from collections import Counter
 from typing import Final
 
 from paceline.launch import prepare_kernels
-from paceline.simulation.product.cluster import Cluster, Outcome
+from paceline.simulation.product.cluster import ProductCluster, ProductOutcome
 from paceline.simulation.product.faults import KINDS
 from paceline.simulation.seeds import outcomes, replay
 
@@ -43,9 +43,9 @@ def run_product(seeds: range, faults: tuple[str, ...], options: argparse.Namespa
     return 1 if num_failed else 0
 
 
-def _play(seeds: range, faults: tuple[str, ...], options: argparse.Namespace) -> list[Outcome]:
+def _play(seeds: range, faults: tuple[str, ...], options: argparse.Namespace) -> list[ProductOutcome]:
     number, trace = options.num_faults, print if options.trace else None
-    return [Cluster(seed, faults=faults, num_faults=number, trace=trace).run() for seed in seeds]
+    return [ProductCluster(seed, faults=faults, num_faults=number, trace=trace).run() for seed in seeds]
 
 
 def _keep_the_baton() -> None:

@@ -22,7 +22,7 @@ _SPAN_S: Final = 3.0
 """In which the faults of some phases begin, and most of them after the work is done."""
 
 
-class Faults:
+class ProductFaults:
     """Plans the faults of each phase, and ends them."""
 
     def __init__(self, cluster: ClusterState, kinds: tuple[str, ...], num_faults: int | None) -> None:

@@ -17,7 +17,7 @@ from paceline.simulation.product.world import Process, World
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ProductSettings:
     """What a cluster is made of."""
 
     num_servers: int
@@ -39,7 +39,7 @@ class Settings:
         return self.iterations * (self.think_s / 2 + 0.02)
 
     @classmethod
-    def draw(cls, random: Random) -> Settings:
+    def draw(cls, random: Random) -> ProductSettings:
         """Choose a small cluster."""
         num_servers = random.choice((2, 2, 3, 3, 4))
         consistencies: tuple[Consistency, ...] = (
@@ -76,9 +76,9 @@ class Participant:
 class ClusterState(ABC):
     """A cluster, for its workers and for what breaks it."""
 
-    def __init__(self, world: World, settings: Settings | None) -> None:
+    def __init__(self, world: World, settings: ProductSettings | None) -> None:
         self.world = world
-        self.settings = Settings.draw(world.random) if settings is None else settings
+        self.settings = ProductSettings.draw(world.random) if settings is None else settings
         self.network = Network(world)
         self.address = "memory://scheduler"
         self.patience_s = 60.0

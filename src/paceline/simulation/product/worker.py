@@ -14,7 +14,7 @@ from paceline.simulation.product.truth import CLOCKS, Floats, Issued, Keys, Mirr
 from paceline.simulation.product.world import Process
 
 
-class Worker(Participant):
+class ProductWorker(Participant):
     """One worker, and how it works."""
 
     def __init__(self, cluster: ClusterState, process: Process, slot: int) -> None:

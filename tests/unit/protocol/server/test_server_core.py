@@ -374,7 +374,7 @@ def test_a_server_that_comes_later_waits_for_the_clocks() -> None:
     known = Clocks(((FIRST, 0, 3, True), (SECOND, 1, 4, True), (12, 2, 3, False)), 0, 3)
     assert driver.feed(ClocksReceived(known)) == [Receive("join")]
     assert driver.core.progress.has_clocks
-    assert driver.core.known_clocks() == Clocks(known.workers, 0, 3)
+    assert driver.core.workers.known_clocks() == Clocks(known.workers, 0, 3)
     assert driver.core.workers.counted == {FIRST, SECOND}
     assert driver.feed(StateReceived("state", OTHER, 2, 0, ())) != []
 
@@ -414,7 +414,7 @@ def test_a_server_in_no_chain_forgets_the_workers() -> None:
     out = driver.feed(view(2, (OTHER,)))
     assert {FIRST, SECOND} == {each.worker for each in out if isinstance(each, ForgetWorker)}
     assert ForgetKept() in out
-    assert driver.core.known_clocks() == Clocks((), 0, 0)
+    assert driver.core.workers.known_clocks() == Clocks((), 0, 0)
     assert driver.core.time(Kind.CALL, FIRST, 0) is Timing.BEFORE_CLOCKS
 
 
