@@ -8,14 +8,17 @@ the saved model; readers apply it to all that they read.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from paceline.data.batch import Batch
+from paceline.data.scales.bins import KeyBins
+from paceline.data.scales.numeric_features import NumericFeature
+from paceline.data.scales.scaling import Scale
 from paceline.errors import UsageError
 
 _LEAST_SEEN = 8
@@ -24,6 +27,9 @@ _SAME = 2.0**0.5
 _CENTRED_SHARE = 0.5
 _MOST = 1000.0  # a wild value far beyond all that the sample has would undo what was learned
 
+_Entry: TypeAlias = tuple[float, float, float, bool, int]
+"""Of a key: mean, scale, unit, whether it is filled, field."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyScaling:
@@ -31,8 +37,12 @@ class KeyScaling:
 
     `keys` uint64 [n], rising; `means` and `scales` float64 [n]; the values of other keys are divided by `other_scale`.
     `fields` uint32 [n] are the fields of the keys, where these have any.
-    What is more than 1,000 scales away counts as 1,000. A key whose mean is not 0 is *centred*: examples that lack it
-    have the value 0, and get it as 0 - mean.
+    What is more than 1,000 scales away counts as 1,000. A key that is *filled* (bool [n]; None: one whose mean is not
+    0) has the value 0 in examples that lack it, which get it as 0 - mean.
+
+    With a `unit` u (float64 [n], 0 where there is none) sign(x) log(1 + |x|/u) takes the place of a value x. A key with
+    `edges` is cut into bins, one more than these (as float32, rising): the value becomes a feature of its own, whose
+    key :func:`paceline.data.scales.bins.key_bin_key` makes, and which has the value 1.
     """
 
     keys: npt.NDArray[np.uint64]
@@ -40,38 +50,60 @@ class KeyScaling:
     scales: npt.NDArray[np.float64]
     other_scale: float
     fields: npt.NDArray[np.uint32] | None = None
-    _centred: npt.NDArray[np.int64] = field(init=False, repr=False)
+    units: npt.NDArray[np.float64] | None = None
+    edges: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
+    filled: npt.NDArray[np.bool_] | None = None
+    _filled: npt.NDArray[np.int64] = field(init=False, repr=False)
     _place: npt.NDArray[np.int64] = field(init=False, repr=False)
+    _bins: KeyBins = field(init=False, repr=False)
+    _bins_at: npt.NDArray[np.int64] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         n = len(self.keys)
-        lengths = {n, len(self.means), len(self.scales), n if self.fields is None else len(self.fields)}
+        others = (each for each in (self.fields, self.units, self.filled) if each is not None)
+        lengths = {n, len(self.means), len(self.scales), *map(len, others)}
         if not (len(lengths) == 1 and (self.scales > 0).all() and self.other_scale > 0):
             raise UsageError(f"a scaling has a mean and a positive scale for each of its {n} keys")
         if n > 1 and not (self.keys[1:] > self.keys[:-1]).all():
             raise UsageError("the keys of a scaling rise, and none occurs twice")
-        object.__setattr__(self, "_centred", np.flatnonzero(self.means))
-        place = np.full(n + 1, -1, np.int64)
-        place[self._centred] = np.arange(len(self._centred))
-        object.__setattr__(self, "_place", place)
+        filled = np.flatnonzero(self.means if self.filled is None else self.filled)
+        binned = np.array(sorted(self.edges), np.uint64)
+        if not np.isin(binned, self.keys).all():
+            raise UsageError("a key of a scaling that has bins has a mean and a scale too")
+        at = np.searchsorted(self.keys, binned)
+        bins = KeyBins(binned, [self.edges[key] for key in binned.tolist()])
+        object.__setattr__(self, "_filled", filled)
+        object.__setattr__(self, "_place", _inverse(filled, n))
+        object.__setattr__(self, "_bins", bins)
+        object.__setattr__(self, "_bins_at", _inverse(at, n))
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the weights of a linear model can be brought back to values as they were."""
+        return not self.edges and (self.units is None or not self.units.any())
+
+    @property
+    def bin_keys(self) -> npt.NDArray[np.uint64]:
+        """The keys of all bins (uint64)."""
+        return self._bins.keys
 
     def apply(self, batch: Batch) -> Batch:
-        """Return the examples with their values changed; centred keys come first in every row."""
+        """Return the examples with their values changed; filled keys come first in every row."""
         values = np.ones(len(batch.keys)) if batch.values is None else batch.values.astype(np.float64)
         at = self._find(batch.keys)
-        means, scales = np.append(self.means, 0.0)[at], np.append(self.scales, self.other_scale)[at]
-        scaled = np.clip((values - means) / scales, -_MOST, _MOST).astype(np.float32)
-        if not len(self._centred):
-            return replace(batch, values=scaled)
-        return self._with_centred(batch, self._place[at], scaled)
+        keys, scaled = self._changed(at, batch.keys, values)
+        if not len(self._filled):
+            return replace(batch, keys=keys, values=scaled)
+        return self._with_filled(batch, self._place[at], keys, scaled)
 
     def unscaled(
         self, keys: npt.NDArray[np.uint64], weights: npt.NDArray[np.float32]
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """Return the weights for values as they were, and what the bias gets more.
+        """Return the weights for values as they were, and what the bias gets more; the scaling is linear.
 
         `keys` uint64 [n] and `weights` float32 [n, dim] are those of a linear model of scaled values.
         """
+        assert self.is_linear
         at = self._find(keys)
         means, scales = np.append(self.means, 0.0)[at], np.append(self.scales, self.other_scale)[at]
         weights = weights / scales[:, np.newaxis]
@@ -84,26 +116,53 @@ class KeyScaling:
             at[self.keys[np.minimum(at, len(self.keys) - 1)] != keys] = len(self.keys)
         return at
 
-    def _with_centred(self, batch: Batch, place: npt.NDArray[np.int64], scaled: npt.NDArray[np.float32]) -> Batch:
-        n, width = batch.num_examples, len(self._centred)
+    def _changed(
+        self, at: npt.NDArray[np.int64], keys: npt.NDArray[np.uint64], values: npt.NDArray[np.float64]
+    ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.float32]]:
+        """Return keys and values as they are used; `at` are the places of the keys, `values` float64 as they were."""
+        means, scales = np.append(self.means, 0.0)[at], np.append(self.scales, self.other_scale)[at]
+        moved = values
+        if self.units is not None:
+            units = np.append(self.units, 0.0)[at]
+            logs = np.copysign(np.log1p(np.abs(values) / np.where(units > 0, units, 1.0)), values)
+            moved = np.where(units > 0, logs, values)
+        scaled = np.clip((moved - means) / scales, -_MOST, _MOST).astype(np.float32)
+        if self.edges:
+            bins_at = self._bins_at[at]
+            binned = np.flatnonzero(bins_at >= 0)
+            keys = keys.copy()
+            keys[binned] = self._bins.find(bins_at[binned], values[binned].astype(np.float32))
+            scaled[binned] = 1.0
+        return keys, scaled
+
+    def _with_filled(
+        self,
+        batch: Batch,
+        place: npt.NDArray[np.int64],
+        found: npt.NDArray[np.uint64],
+        scaled: npt.NDArray[np.float32],
+    ) -> Batch:
+        n, width = batch.num_examples, len(self._filled)
         row = np.repeat(np.arange(n), np.diff(batch.indptr))
-        is_centred = place >= 0
-        dense = np.tile((-self.means / self.scales)[self._centred].astype(np.float32), (n, 1))
-        dense[row[is_centred], place[is_centred]] = scaled[is_centred]
-        others = ~is_centred
+        is_filled = place >= 0
+        of_zero = self._changed(self._filled, self.keys[self._filled], np.zeros(width))
+        dense_keys, dense = (np.tile(each, (n, 1)) for each in of_zero)
+        to_dense = row[is_filled], place[is_filled]
+        dense_keys[to_dense], dense[to_dense] = found[is_filled], scaled[is_filled]
+        others = ~is_filled
         num_others = np.bincount(row[others], minlength=n)
         indptr = np.zeros(n + 1, np.int64)
         np.cumsum(num_others + width, out=indptr[1:])
         keys, values = np.empty(indptr[-1], np.uint64), np.empty(indptr[-1], np.float32)
-        of_centred = indptr[:-1, np.newaxis] + np.arange(width)
-        keys[of_centred], values[of_centred] = self.keys[self._centred], dense
+        of_filled = indptr[:-1, np.newaxis] + np.arange(width)
+        keys[of_filled], values[of_filled] = dense_keys, dense
         of_others = np.flatnonzero(others)
         to = np.arange(len(of_others)) + (row[of_others] + 1) * width
-        keys[to], values[to] = batch.keys[of_others], scaled[of_others]
+        keys[to], values[to] = found[of_others], scaled[of_others]
         fields = None
         if batch.fields is not None and self.fields is not None:
             fields = np.empty(indptr[-1], np.uint32)
-            fields[of_centred], fields[to] = self.fields[self._centred], batch.fields[of_others]
+            fields[of_filled], fields[to] = self.fields[self._filled], batch.fields[of_others]
         return Batch(batch.labels, indptr, keys, values, batch.weights, fields)
 
     def spec(self) -> dict[str, Any]:
@@ -114,11 +173,16 @@ class KeyScaling:
             "scales": self.scales.tolist(),
             "other_scale": self.other_scale,
             "fields": None if self.fields is None else self.fields.tolist(),
+            **({} if self.units is None else {"units": self.units.tolist()}),
+            **({} if self.filled is None else {"filled": self.filled.tolist()}),
+            **({} if not self.edges else {"edges": [[key, list(edges)] for key, edges in sorted(self.edges.items())]}),
         }
 
     def digest(self) -> str:
         """A text that no other scaling has."""
-        parts = (self.keys, self.means, self.scales, np.float64(self.other_scale))
+        parts: list[Any] = [self.keys, self.means, self.scales, np.float64(self.other_scale)]
+        parts += [each for each in (self.units, self.filled) if each is not None]
+        parts += [np.array([key, len(each), *each]) for key, each in sorted(self.edges.items())]
         return hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()[:32]
 
     @classmethod
@@ -128,9 +192,19 @@ class KeyScaling:
             keys = np.array(spec["keys"], np.uint64)
             means, scales = np.array(spec["means"], np.float64), np.array(spec["scales"], np.float64)
             fields = None if spec.get("fields") is None else np.array(spec["fields"], np.uint32)
-            return cls(keys, means, scales, float(spec["other_scale"]), fields)
+            units = None if spec.get("units") is None else np.array(spec["units"], np.float64)
+            filled = None if spec.get("filled") is None else np.array(spec["filled"], np.bool_)
+            edges = {int(key): tuple(map(float, each)) for key, each in spec.get("edges", ())}
+            return cls(keys, means, scales, float(spec["other_scale"]), fields, units, edges, filled)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise UsageError(f"this describes no scaling of values: {error!r}") from None
+
+
+def _inverse(places: npt.NDArray[np.int64], n: int) -> npt.NDArray[np.int64]:
+    """Return of each of n places, and one behind them, its number among `places`; -1 where it is none of them."""
+    found = np.full(n + 1, -1, np.int64)
+    found[places] = np.arange(len(places))
+    return found
 
 
 def read_key_scaling(described: Mapping[str, Any]) -> KeyScaling | None:
@@ -176,6 +250,68 @@ def find_key_scaling(batch: Batch) -> KeyScaling | None:
         of_keys[ids] = batch.fields
         fields = of_keys[listed]
     return KeyScaling(keys[listed], means[listed], scales[listed], other_scale, fields)
+
+
+def with_scales(
+    scaling: KeyScaling | None,
+    features: Sequence[NumericFeature],
+    scales: Sequence[Scale],
+    *,
+    absent_is_zero: bool,
+) -> KeyScaling | None:
+    """Return a scaling that has features on logarithms or in bins where these are their scales, and others as before.
+
+    If `absent_is_zero` examples that lack such a feature have its value 0.
+    """
+    changed = [(feature, scale) for feature, scale in zip(features, scales, strict=True) if scale.edges or scale.unit]
+    if not changed:
+        return scaling
+    entries = {} if scaling is None else _entries(scaling)
+    entries |= {
+        feature.key: (scale.mean, scale.deviation or 1.0, scale.unit, absent_is_zero, feature.field or 0)
+        for feature, scale in changed
+    }
+    edges = {feature.key: scale.centred_at(0.0).edges for feature, scale in changed if scale.edges}
+    has_fields = any(feature.field is not None for feature in features)
+    return _scaling_of(entries, edges, 1.0 if scaling is None else scaling.other_scale, has_fields=has_fields)
+
+
+def scaling_of_columns(
+    features: Sequence[NumericFeature], scales: Sequence[Scale], centres: Sequence[float]
+) -> KeyScaling:
+    """Return the scaling of numeric columns, from whose values `centres` were taken before."""
+    entries: dict[int, _Entry] = {}
+    for feature, scale, centre in zip(features, scales, centres, strict=True):
+        mean, deviation, unit = scale.mean, scale.deviation, scale.unit
+        if centre and unit:  # logarithms of numbers that lie close together are a line
+            mean, deviation, unit = float(feature.numbers.mean()), float(feature.numbers.std()), 0.0
+        entries[feature.key] = (mean - centre, deviation or 1.0, unit, False, 0)
+    edges = {
+        feature.key: scale.centred_at(centre).edges
+        for feature, scale, centre in zip(features, scales, centres, strict=True)
+        if scale.edges
+    }
+    return _scaling_of(entries, edges, 1.0, has_fields=False)
+
+
+def _scaling_of(
+    entries: Mapping[int, _Entry], edges: Mapping[int, tuple[float, ...]], other_scale: float, *, has_fields: bool
+) -> KeyScaling:
+    keys = sorted(entries)
+    columns = list(zip(*(entries[key] for key in keys), strict=True)) or [()] * 5
+    means, scales, units = (np.array(each, np.float64) for each in columns[:3])
+    fields = np.array(columns[4], np.uint32) if has_fields else None
+    filled = np.array(columns[3], np.bool_)
+    return KeyScaling(np.array(keys, np.uint64), means, scales, other_scale, fields, units, edges, filled)
+
+
+def _entries(scaling: KeyScaling) -> dict[int, _Entry]:
+    n = len(scaling.keys)
+    filled = scaling.means != 0 if scaling.filled is None else scaling.filled
+    units = np.zeros(n) if scaling.units is None else scaling.units
+    fields = np.zeros(n, np.uint32) if scaling.fields is None else scaling.fields
+    parts = (each.tolist() for each in (scaling.means, scaling.scales, units, filled, fields))
+    return dict(zip(scaling.keys.tolist(), zip(*parts, strict=True), strict=True))
 
 
 def distinct_keys(keys: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32]]:

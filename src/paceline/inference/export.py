@@ -29,8 +29,10 @@ def export_model(directory: str | os.PathLike[str], file: Path, format: str | No
     """Write the weights of a model that are not 0 to a file; return how many features have one, or how many there are.
 
     ``npz`` has arrays `keys` (uint64 [n]), `values` (float32 [n, dim]) and `bias` (float32 [dim]) of each table, behind
-    the table's name and a dot; of models with factors whose values are scaled, `scaling.keys`, `scaling.means`,
-    `scaling.scales` and `scaling.other_scale` too (:class:`paceline.data.key_scaling.KeyScaling`). ``text`` has a line
+    the table's name and a dot; where weights are for values as they were scaled, `scaling.keys`, `scaling.means`,
+    `scaling.scales` and `scaling.other_scale` too (:class:`paceline.data.key_scaling.KeyScaling`), and of logarithms
+    and bins `scaling.units`, `scaling.filled`, `scaling.edge_keys` (whose bins each of `scaling.edges` bounds) and
+    `scaling.bin_keys` (one more for each key than it has edges). ``text`` has a line
     ``KEY:WEIGHT`` for each, and ``Constant:WEIGHT`` for the bias, of models of one number per feature. ``onnx`` is the
     network of a deep model. None: by the file's suffix. Raises UsageError for what cannot be written so.
     """
@@ -97,11 +99,19 @@ def _describe_margin(model: DeepModel, first: Weights) -> dict[str, str]:
 
 
 def _scaling_arrays(stored: StoredModel) -> dict[str, npt.NDArray[Any]]:
-    """Return how a model with factors scales values, as arrays; nothing if it does not."""
-    scaling = None if stored.described.get("kind") in LINEAR_MODELS else read_key_scaling(stored.described)
-    if scaling is None:
+    """Return how a model scales values, as arrays; nothing if its weights are for values as they are."""
+    scaling = read_key_scaling(stored.described)
+    if scaling is None or (scaling.is_linear and stored.described.get("kind") in LINEAR_MODELS):
         return {}
-    return {f"scaling.{name}": np.array(getattr(scaling, name)) for name in ("keys", "means", "scales", "other_scale")}
+    names = ["keys", "means", "scales", "other_scale"]
+    names += [name for name in ("units", "filled") if getattr(scaling, name) is not None]
+    arrays = {name: np.array(getattr(scaling, name)) for name in names}
+    if scaling.edges:
+        edges = sorted(scaling.edges.items())
+        arrays["edge_keys"] = np.array([key for key, each in edges for _ in each], np.uint64)
+        arrays["edges"] = np.array([edge for _, each in edges for edge in each], np.float32)
+        arrays["bin_keys"] = scaling.bin_keys
+    return {f"scaling.{name}": array for name, array in arrays.items()}
 
 
 def _nonzero(weights: Weights) -> Weights:

@@ -115,6 +115,8 @@ def inspect_model(
     scaling = described.pop("scaling", None)
     if scaling is not None:
         described["scaling"] = f"values of {len(scaling['keys']):,} keys, those of others by {scaling['other_scale']:g}"
+        if scaling.get("edges"):
+            described["scaling"] += f"; {len(scaling['edges']):,} of them in bins"
     _check_kind(saved, kind)
     tables = [_summarize(table.spec.name, read_weights(saved, table), top, names or {}) for table in saved.tables]
     return ModelSummary(str(saved.directory), kind, finished, saved.paceline, described, tables)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.data.key_scaling import read_key_scaling
 from paceline.errors import UsageError
 from paceline.inference.weights import LINEAR_MODELS, read_weights
 from paceline.models.base import BIAS_KEY
@@ -47,7 +48,9 @@ def merge_models(
         mean[at] += share * each.values
         mean[np.searchsorted(keys, np.uint64(BIAS_KEY))] += share * each.bias
         _add_squares(model, keys, squares)
-    described = {**models[0].described, "finished": True, "scaling": None}
+    scaling = read_key_scaling(models[0].described)
+    keeps = scaling is not None and not scaling.is_linear
+    described = {**models[0].described, "finished": True, "scaling": scaling.spec() if scaling and keeps else None}
     described |= {name: value for name, value in _NEUTRAL.items() if name in described}
     save_model(out, [(models[0].tables[0].spec, [(keys, _records(mean, squares, rule))])], described)
     return len(keys) - 1
@@ -66,10 +69,25 @@ def _check(models: Sequence[StoredModel]) -> FTRL:
                     f"{first.directory} and {model.directory} differ in {name}, {_shown(first.described, name)} and "
                     f"{_shown(model.described, name)}: train one from the other with --init-from, which keeps it"
                 )
+    _check_scalings(models)
     rule = from_fields(RULES, first.tables[0].spec.update)
     if not isinstance(rule, FTRL):
         raise UsageError(f"{first.directory} was trained by {type(rule).__name__}: merge takes models of FTRL")
     return rule
+
+
+def _check_scalings(models: Sequence[StoredModel]) -> None:
+    """Raise UsageError where weights are for values on scales that differ, which cannot be undone."""
+    scalings = [read_key_scaling(model.described) for model in models]
+    if all(scaling is None or scaling.is_linear for scaling in scalings):
+        return
+    digests = [None if scaling is None else scaling.digest() for scaling in scalings]
+    other = next((model for model, digest in zip(models, digests, strict=True) if digest != digests[0]), None)
+    if other is not None:
+        raise UsageError(
+            f"{models[0].directory} and {other.directory} have other logarithms or bins of numbers: train one from the "
+            "other with --init-from, which keeps them, or all with --numeric-scale standard"
+        )
 
 
 def _shown(described: Mapping[str, Any], name: str) -> str:

@@ -158,8 +158,14 @@ class LoadedModel:
         return (int(min(low for low, _ in ends)), int(max(high for _, high in ends))) if ends else None
 
     def _keys(self) -> Iterator[Keys]:
+        """Yield the keys of features as data has them, which those of bins are not."""
+        scaling = self._predictor.scaling
+        bins = np.empty(0, np.uint64) if scaling is None else scaling.bin_keys
         for keys, _ in self._predictor.stores[0].items():
-            yield keys[keys != BIAS_KEY]
+            yield keys[(keys != BIAS_KEY) & ~np.isin(keys, bins)]
+        if len(bins):
+            assert scaling is not None
+            yield scaling.keys
 
     def _is_known(self, keys: Keys) -> npt.NDArray[np.bool_]:
         return self._predictor.stores[0].read_records(keys)[1]

@@ -19,8 +19,9 @@ LINEAR_MODELS = ("lr", "regression", "poisson", "softmax")
 class Weights(NamedTuple):
     """A table's values by feature, and those of the bias.
 
-    Those of linear models of libsvm data are for values as the data has them, whatever scale they were trained on; what
-    a model adds to all margins is part of the bias of its first table. All others are for values as they were scaled.
+    Those of linear models of libsvm data are for values as the data has them, whatever scale they were trained on,
+    unless some features are on logarithms or cut into bins; what a model adds to all margins is part of the bias of its
+    first table. All others are for values as they were scaled, and bins have keys of their own.
     """
 
     keys: Keys
@@ -50,9 +51,12 @@ def weights_of_data(weights: Weights, described: Mapping[str, Any]) -> Weights:
 
 
 def unscaled_weights(weights: Weights, scaling: KeyScaling | None, offset: float) -> Weights:
-    """Return the weights of a linear model of values as they were before scaling; the offset is added to the bias."""
+    """Return the weights of a linear model of values as they were before scaling; the offset is added to the bias.
+
+    Those of a scaling that has logarithms or bins stay for values as they were scaled.
+    """
     values, bias = weights.values, weights.bias + np.float32(offset)
-    if scaling is not None:
+    if scaling is not None and scaling.is_linear:
         values, shift = scaling.unscaled(weights.keys, values)
         bias = bias + shift
     return Weights(weights.keys, values, bias)

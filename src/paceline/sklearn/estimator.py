@@ -17,12 +17,13 @@ from sklearn.utils._param_validation import Interval, InvalidParameterError, Str
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, column_or_1d, validate_data
 from typing_extensions import Self
 
-from paceline.data import Batch, Columns
+from paceline.data import Batch, Columns, check_numeric_scale
 from paceline.data.example_sampling import sample_batch
 from paceline.errors import UsageError
 from paceline.inference.arrays import ArrayReader
 from paceline.inference.frames import ColumnReader, is_frame
 from paceline.launch import prepare_kernels
+from paceline.launch.train.numeric_scales import choose_key_scaling
 from paceline.launch.train.options import ExampleWeights, TrainOptions
 from paceline.launch.train.plan import TrainingPlan
 from paceline.launch.train.planning import plan_on_sample
@@ -53,6 +54,7 @@ PARAMETERS: Final[dict[str, list[Any]]] = {
     "epochs": [AT_LEAST_1, None],
     "batch_size": [AT_LEAST_1, None],
     "shuffle": ["boolean"],
+    "numeric_scale": [str],
     "random_state": ["random_state"],
     "workers": [AT_LEAST_1, None],
     "servers": [AT_LEAST_1],
@@ -83,6 +85,7 @@ class SparseEstimator(BaseEstimator, ABC):
         epochs: int | None = None,
         batch_size: int | None = None,
         shuffle: bool = True,
+        numeric_scale: str = "auto",
         random_state: Any = None,
         workers: int | None = None,
         servers: int = 1,
@@ -98,6 +101,7 @@ class SparseEstimator(BaseEstimator, ABC):
         self.epochs = epochs
         self.batch_size = batch_size
         self.shuffle = shuffle
+        self.numeric_scale = numeric_scale
         self.random_state = random_state
         self.workers = workers
         self.servers = servers
@@ -162,6 +166,11 @@ class SparseEstimator(BaseEstimator, ABC):
         check_is_fitted(self, "_tables")
         if self._columns is not None:
             raise AttributeError("the columns of a frame were hashed: a category has a key, and no number")
+        if not self._tables.is_linear:
+            raise AttributeError(
+                "some columns are on logarithms or cut into bins, since their effect is bent, and have no one weight: "
+                "numeric_scale='standard' trains one for each column"
+            )
         weights = self._tables.linear_weights()
         out = np.zeros((self.n_features_in_, weights.values.shape[1]))
         out[weights.keys.astype(np.int64)] = weights.values
@@ -185,7 +194,10 @@ class SparseEstimator(BaseEstimator, ABC):
         return self
 
     def _plan(self, options: TrainOptions, rows: Batch) -> TrainingPlan:
-        return plan_on_sample(options, sample_batch(rows), has_keys=self._columns is None)
+        sample, scaling = sample_batch(rows), None
+        if options.numeric_scale != "none":
+            scaling = choose_key_scaling(sample, options.numeric_scale, absent_is_zero=True)
+        return plan_on_sample(options, sample, scaling)
 
     def _rule(self, suited_lr: float, suited_l1: float) -> UpdateRule:
         """Return the update rule; of FTRL, with what suits the data where nothing is given."""
@@ -199,7 +211,7 @@ class SparseEstimator(BaseEstimator, ABC):
         model = self._model()
         if model.labels == "numbers":  # of clicks the plan learns it
             model = model.starting_from(rows.labels, rows.weights)
-        scale = "auto" if self._columns is None else "none"  # which the columns of a frame are by now
+        scale = self.numeric_scale if self._columns is None else "none"  # which the columns of a frame are by now
         return TrainOptions(
             data=(),
             model=model,
@@ -224,6 +236,7 @@ class SparseEstimator(BaseEstimator, ABC):
                         f"{self.update!r}: leave {name} out"
                     )
         parse_consistency(self.consistency)
+        check_numeric_scale(self.numeric_scale)
         prepare_kernels()
 
     def _read_training_data(self, X: Any, y: Any, *, reset: bool) -> tuple[Any, npt.NDArray[Any]]:
@@ -238,7 +251,7 @@ class SparseEstimator(BaseEstimator, ABC):
             if len(y) != len(X):
                 raise UsageError(f"X has {len(X)} rows and y {len(y)}: expected as many")
             if reset:
-                self._columns = choose_columns(X, y)
+                self._columns = choose_columns(X, y, self.numeric_scale)
                 self.feature_names_in_ = np.array(self._columns.names[1:], object)
                 self.n_features_in_ = len(self.feature_names_in_)
         return X, np.asarray(y)

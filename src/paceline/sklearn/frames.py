@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data import Columns, fit_scale
-from paceline.inference.frames import list_names
+from paceline.data import Batch, Columns, fit_scale
+from paceline.data.example_sampling import sample_batch
+from paceline.inference.frames import ColumnReader, list_names
+from paceline.launch.train.numeric_scales import choose_scales
 
 LABEL = "\0label"
 """Stands where a file has its label; no column of a frame is called so."""
@@ -22,11 +25,11 @@ def has_text(frame: Any) -> bool:
     return not all(_is_numeric(frame[name]) for name in frame.columns)
 
 
-def choose_columns(frame: Any, y: npt.NDArray[Any]) -> Columns:
+def choose_columns(frame: Any, y: npt.NDArray[Any], how: str) -> Columns:
     """Return the columns of a frame: those of numbers, on a scale as for files, and others as categories.
 
     Those of times are left out, with a warning: as categories hardly any of them would come again. `y` are the labels,
-    one for each row.
+    one for each row, and `how` is how numbers are brought to a scale, as ``--numeric-scale`` has it.
     """
     names = [str(name) for name in frame.columns]
     times = [name for name in names if _is_temporal(frame[name])]
@@ -38,10 +41,16 @@ def choose_columns(frame: Any, y: npt.NDArray[Any]) -> Columns:
         names = [name for name in names if name not in times]
     numeric = [name for name in names if _is_numeric(frame[name])]
     some = slice(None, None, len(frame) // _SAMPLE + 1)
-    labels = np.unique(y, return_inverse=True)[1][some].astype(np.float64)
-    known = labels if labels.max(initial=0) <= 1 else None
-    scales = tuple(fit_scale(map(str, list(frame[name])[some]), labels=known) for name in numeric)
-    return Columns(LABEL, tuple(name for name in names if name not in numeric), tuple(numeric), scales)
+    cells = {name: list(map(str, list(frame[name])[some])) for name in numeric}
+    how_first = "standard" if how == "auto" else how
+    scales = () if how == "none" else tuple(fit_scale(cells[name], how_first) for name in numeric)
+    columns = Columns(LABEL, tuple(name for name in names if name not in numeric), tuple(numeric), scales)
+    if how != "auto" or not numeric:
+        return columns
+    centring = dataclasses.replace(columns, scales=tuple(scale.centring for scale in scales))
+    rows = Batch.concatenate(list(ColumnReader(centring, from_text=False, is_known=None).batches(frame)))
+    rows.labels = (y if y.dtype.kind in "fiub" else np.unique(y, return_inverse=True)[1]).astype(np.float32)
+    return dataclasses.replace(columns, scales=choose_scales(sample_batch(rows), columns))
 
 
 def _is_numeric(column: Any) -> bool:

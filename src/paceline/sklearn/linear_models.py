@@ -67,8 +67,8 @@ class LinearRegression(Regressor):
     """Linear regression by minibatches, as ``paceline train --model regression`` has it: squared loss.
 
     X and the parameters are as those of :class:`LogisticRegression`, but there is no `class_weight`. After :meth:`fit`
-    there is `n_features_in_`; `coef_` (float64 [features]) and `intercept_` are made when asked for, but not of a frame
-    whose columns were hashed.
+    there is `n_features_in_`; `coef_` (float64 [features]) and `intercept_` are made when asked for; `coef_` needs a
+    model that is linear in X, as there.
     """
 
     @override

@@ -24,6 +24,9 @@ class LogisticRegression(Classifier):
     - `epochs`, `batch_size`: passes over the data, and examples per minibatch; None: chosen, as the rate (FTRL's alpha)
       is, by a look at a sample of X, whose values are scaled too (docs/defaults.md).
     - `shuffle`, `random_state`: whether examples are shuffled before each pass (on a cluster: once), and by what.
+    - `numeric_scale`: how numbers are brought to a scale, as ``--numeric-scale`` has it: ``auto`` takes logarithms, or
+      bins by quantiles, of columns whose effect is bent (docs/data.md), where that predicts better what is held out.
+      ``standard`` leaves the model linear in X, ``none`` leaves X as it is.
     - `class_weight`: None; ``balanced``, so that both classes count as much together; or a dict of weights by class. It
       multiplies on `sample_weight`, and counts on a cluster too.
     - `workers`: None trains in this process. A number starts a cluster on this machine for each :meth:`fit`, of so many
@@ -31,8 +34,9 @@ class LogisticRegression(Classifier):
     - `scheduler`, `token`: train on the cluster that this scheduler leads; its workers must see the folder for
       temporary files (TMPDIR) of this machine. `token` may be in PACELINE_TOKEN instead.
 
-    After :meth:`fit` there are `classes_` and `n_features_in_`; `coef_` and `intercept_` are made when asked for, but
-    not of a frame whose columns were hashed.
+    After :meth:`fit` there are `classes_` and `n_features_in_`; `coef_` and `intercept_` are made when asked for;
+    `coef_` needs a model that is linear in X: there is none of a frame whose columns were hashed, nor where columns are
+    on logarithms or in bins.
     """
 
     @override

@@ -98,6 +98,11 @@ class ModelTables:
         """Return which keys have a row."""
         return self._tables[0][1].read_records(keys)[1]
 
+    @property
+    def is_linear(self) -> bool:
+        """Whether a linear model has one weight for each feature as it was given."""
+        return self._scaling is None or self._scaling.is_linear
+
     def linear_weights(self) -> Weights:
         """Return the weights of a linear model, for values as they were given."""
         store = self._tables[0][1]

@@ -67,10 +67,21 @@ def bin_key(name: str, number: int) -> int:
     return hash_bytes(number.to_bytes(8, "little"), name_seed(name))
 
 
-def bin_names(name: str, edges: Sequence[float], centre: float = 0.0) -> dict[int, str]:
-    """Return the names of a column's bins by their keys, such as ``age=18..25``: from 18, and below 25."""
+def key_bin_key(key: int, number: int) -> int:
+    """Return the key of a bin of the numbers of the feature `key`, which is mixed first: it may be a small number."""
+    return hash_bytes(number.to_bytes(8, "little"), hash_bytes(key.to_bytes(8, "little"), 0))
+
+
+def bin_names(name: str, edges: Sequence[float], centre: float = 0.0, key: int | None = None) -> dict[int, str]:
+    """Return the names of bins by their keys, such as ``age=18..25``: from 18, and below 25.
+
+    They are those of a column, or of the feature `key`.
+    """
     shown = ["", *(f"{edge + centre:.6g}" for edge in edges), ""]
-    return {bin_key(name, at): f"{name}={shown[at]}..{shown[at + 1]}" for at in range(len(edges) + 1)}
+    return {
+        bin_key(name, at) if key is None else key_bin_key(key, at): f"{name}={shown[at]}..{shown[at + 1]}"
+        for at in range(len(edges) + 1)
+    }
 
 
 class ColumnBins:
@@ -109,3 +120,33 @@ class ColumnBins:
             *(num_categorical, self._seeds, self._firsts, self._edges, self._keys),
         )
         return replace(batch, values=None if self._all_are_binned else batch.values, fields=fields)
+
+
+class KeyBins:
+    """The bins of numbers that are told apart by their keys: `keys` (uint64 [n]), with the `edges` of each."""
+
+    def __init__(self, keys: npt.NDArray[np.uint64], edges: Sequence[Sequence[float]]) -> None:
+        of_edges = np.repeat(np.arange(len(edges)), [len(each) for each in edges])
+        self._edges = _ordered(of_edges, np.array([edge for each in edges for edge in each], np.float32))
+        self.keys = np.array(
+            [
+                key_bin_key(key, at)
+                for key, each in zip(keys.tolist(), edges, strict=True)
+                for at in range(len(each) + 1)
+            ],
+            np.uint64,
+        )
+        """Those of all bins (uint64)."""
+
+    def find(self, at: npt.NDArray[np.int64], numbers: npt.NDArray[np.float32]) -> npt.NDArray[np.uint64]:
+        """Return the key of the bin of each number (float32 [m]); ``at[i]`` says which of the keys it has."""
+        found: npt.NDArray[np.uint64] = self.keys[np.searchsorted(self._edges, _ordered(at, numbers), side="right") + at]
+        return found
+
+
+def _ordered(at: npt.NDArray[np.int64], numbers: npt.NDArray[np.float32]) -> npt.NDArray[np.uint64]:
+    """Return integers that are ordered as the pairs of `at` and `numbers` are: so one search serves all keys."""
+    bits = (numbers + np.float32(0)).view(np.uint32)  # -0.0 is 0.0
+    ordered = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31)).astype(np.uint64)
+    found: npt.NDArray[np.uint64] = (at.astype(np.uint64) << np.uint64(32)) | ordered
+    return found

@@ -10,7 +10,7 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,9 @@ NUMERIC_SCALES = ("auto", "standard", "log", "log-bins", "none")
 KEPT_SCALES = ("auto", "standard", "log", "log-bins")
 """Those that converted data keeps beside its numbers."""
 _QUANTILES = re.compile(r"quantile:([0-9]{1,9})")
-_TRIED_BINS = (8, 16, 32)
+TRIED_BINS = (8, 16, 32, 64)
+"""How many bins by quantiles are tried."""
+_USUAL_BINS = TRIED_BINS[:3]
 _BENT = 10.0  # nats: bins of a column whose effect is a line seldom explain more by so much
 _HEAVY = 10.0  # the largest of 20,000 exponential variables lies 9 deviations above the mean
 _LEAST_ROWS = 20
@@ -70,6 +72,13 @@ class Scale:
     def centring(self) -> Scale:
         """What takes the centre from numbers, and leaves them as they are then."""
         return Scale(0.0, 0.0, 0.0, self.centre)
+
+    def centred_at(self, centre: float) -> Scale:
+        """Return this scale of numbers from which another centre is taken."""
+        if centre == self.centre:
+            return self
+        edges = np.unique((np.array(self.edges) + (self.centre - centre)).astype(np.float32))
+        return replace(self, centre=centre, edges=tuple(edges.tolist()))
 
     def as_array(self) -> Doubles:
         """As the kernels take it."""
@@ -116,33 +125,77 @@ def fit_scale(cells: Iterable[str], how: str = "auto", labels: Doubles | None = 
 
 def fit_numbers(numbers: Doubles, how: str, known: Doubles | None = None) -> Scale:
     """Return what :func:`fit_scale` does of numbers, finite float64 all, whose labels are `known`, or None."""
-    if known is not None and np.isfinite(known).sum() < _LEAST_ROWS:
-        known = None
-    (mean, deviation), farthest = _standardise(numbers.tolist())
-    centre = float(np.float32(mean)) if _FAR * deviation < abs(mean) <= MAX_FLOAT32 else 0.0
-    plain = Scale(0.0, mean, deviation, centre)
+    if how == "auto":
+        return explain_numbers(numbers, known).usual
+    plain, _ = _standard_scale(numbers)
     if how == "standard":
         return plain
-    units = _units(numbers)
     if how == "log-bins":
-        return _binned(plain, log_edges(numbers - centre, min(units)))
+        return _binned(plain, log_edges(numbers - plain.centre, min(_units(numbers))))
     if found := _QUANTILES.fullmatch(how):
-        return _binned(plain, quantile_edges(numbers - centre, int(found[1])))
-    losses = [_loss_of_logs(numbers, unit, known) for unit in units]
-    logs = signed_logs(numbers, unit := units[int(np.argmin(losses))])
-    (mean, deviation), farthest_log = _standardise(logs.tolist())
-    logged = Scale(unit, mean, deviation, centre)
-    if how == "log":
-        return logged
-    if known is not None:
-        line = _line_loss(numbers, known)
-        binned = _bins_that_explain(plain, numbers, known, min(line, *losses))
-        if binned is not None:
-            return binned
-        better = line - min(losses)
-        if abs(better) * np.isfinite(known).sum() >= _EVIDENCE:
-            return logged if better > 0 else plain
-    return logged if farthest > max(_HEAVY, 2 * farthest_log) else plain
+        return _binned(plain, quantile_edges(numbers - plain.centre, int(found[1])))
+    return _log_scale(numbers, plain.centre, _known(known))[0]
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedNumbers:
+    """A column's numbers on the scale that suits a line, and cut into bins; and what each explains of the labels."""
+
+    line: Scale
+    bins: tuple[Scale, ...]
+    """Of :data:`TRIED_BINS` by quantiles; the line's scale where all numbers are alike."""
+    gains: tuple[float, ...]
+    """By how many nats in all each of the bins explains the labels better than a line, each bin costing one; -inf
+    where labels are not known."""
+
+    @property
+    def usual(self) -> Scale:
+        """The scale that ``auto`` takes of this column by itself."""
+        return self.best_bins(_USUAL_BINS, _BENT)
+
+    def best_bins(self, num_bins: Sequence[int], least_gain: float) -> Scale:
+        """Return the best of some numbers of bins, of :data:`TRIED_BINS`, if it gains more than this; else the line."""
+        places = [TRIED_BINS.index(each) for each in num_bins]
+        best = max(places, key=lambda place: self.gains[place])
+        return self.bins[best] if self.gains[best] > least_gain else self.line
+
+
+def explain_numbers(numbers: Doubles, known: Doubles | None) -> ExplainedNumbers:
+    """Return how numbers, finite float64 all, explain the labels `known` (NaN where there is none), or None."""
+    known = _known(known)
+    plain, farthest = _standard_scale(numbers)
+    logged, farthest_log, loss_of_logs = _log_scale(numbers, plain.centre, known)
+    bins = tuple(_binned(plain, quantile_edges(numbers - plain.centre, each)) for each in TRIED_BINS)
+    has_long_tail = farthest > max(_HEAVY, 2 * farthest_log)
+    if known is None:
+        return ExplainedNumbers(logged if has_long_tail else plain, bins, (-math.inf,) * len(bins))
+    loss, num_known = _line_loss(numbers, known), int(np.isfinite(known).sum())
+    better = (loss - loss_of_logs) * num_known
+    line = (logged if better > 0 else plain) if abs(better) >= _EVIDENCE else logged if has_long_tail else plain
+    best = min(loss, loss_of_logs)
+    return ExplainedNumbers(
+        line, bins, tuple((best - _table_loss(numbers - plain.centre, each, known)) * num_known for each in bins)
+    )
+
+
+def _known(labels: Doubles | None) -> Doubles | None:
+    return None if labels is None or np.isfinite(labels).sum() < _LEAST_ROWS else labels
+
+
+def _standard_scale(numbers: Doubles) -> tuple[Scale, float]:
+    """Return the scale of a line, and how many deviations the farthest number is from the mean."""
+    (mean, deviation), farthest = _standardise(numbers.tolist())
+    centre = float(np.float32(mean)) if _FAR * deviation < abs(mean) <= MAX_FLOAT32 else 0.0
+    return Scale(0.0, mean, deviation, centre), farthest
+
+
+def _log_scale(numbers: Doubles, centre: float, known: Doubles | None) -> tuple[Scale, float, float]:
+    """Return the scale of logarithms, how far the farthest is from their mean in deviations, and a line's loss."""
+    units = _units(numbers)
+    losses = [0.0 if known is None else _line_loss(signed_logs(numbers, unit), known) for unit in units]
+    unit = units[int(np.argmin(losses))]
+    (mean, deviation), farthest = _standardise(signed_logs(numbers, unit).tolist())
+    return Scale(unit, mean, deviation, centre), farthest, min(losses)
 
 
 def _binned(plain: Scale, edges: tuple[float, ...]) -> Scale:
@@ -150,14 +203,10 @@ def _binned(plain: Scale, edges: tuple[float, ...]) -> Scale:
     return Scale(0.0, 0.0, 0.0, plain.centre, edges) if edges else plain
 
 
-def _bins_that_explain(plain: Scale, numbers: Doubles, labels: Doubles, line: float) -> Scale | None:
-    """Return the bins that explain the labels best, if they do much better than a line, of this loss."""
+def _table_loss(numbers: Doubles, scale: Scale, labels: Doubles) -> float:
+    """Return what :func:`table_loss` says of bins; infinity where there are none."""
     known = np.isfinite(labels)
-    numbers, labels = numbers[known] - plain.centre, labels[known]
-    edges = [quantile_edges(numbers, num_bins) for num_bins in _TRIED_BINS]
-    losses = [table_loss(bins_of(numbers, each), labels) for each in edges]
-    best = int(np.argmin(losses))
-    return _binned(plain, edges[best]) if (line - losses[best]) * len(labels) > _BENT else None
+    return table_loss(bins_of(numbers[known], scale.edges), labels[known]) if scale.edges else math.inf
 
 
 def signed_logs(numbers: Doubles, unit: float) -> Doubles:
@@ -173,10 +222,6 @@ def _units(numbers: Doubles) -> list[float]:
         return [1.0]
     found = [float(np.quantile(sizes, share, method="lower")) for share in _UNIT_SHARES]
     return [float(f"{unit:.3g}") or sys.float_info.min for unit in found]
-
-
-def _loss_of_logs(numbers: Doubles, unit: float, labels: Doubles | None) -> float:
-    return 0.0 if labels is None else _line_loss(signed_logs(numbers, unit), labels)
 
 
 def _line_loss(numbers: Doubles, labels: Doubles) -> float:

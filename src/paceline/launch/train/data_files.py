@@ -46,6 +46,7 @@ from paceline.data.streams import is_packed, stat_file
 from paceline.errors import DataError, ModelError, UsageError
 from paceline.kernels.text.reference import name_seed
 from paceline.launch.train.initial_model import continue_from
+from paceline.launch.train.numeric_scales import choose_column_scales
 from paceline.launch.train.options import TrainOptions
 from paceline.launch.train.plan import TrainingPlan
 from paceline.models.base import SparseModel
@@ -80,11 +81,19 @@ class DataLook:
     """Of converted files, what they say."""
     fields: tuple[str, ...] = ()
     """Of vw and JSON lines, the namespaces and what rows hold, in the rows looked at."""
+    files: tuple[str, ...] = ()
+    """Of csv and parquet files, where they are."""
 
     def fit_scales(self, how: str) -> tuple[Scale, ...]:
-        """Return the scale of each numeric column of csv and parquet files; `how` as in :func:`fit_scale`."""
+        """Return the scale of each numeric column of csv and parquet files; `how` as in :func:`fit_scale`.
+
+        ``auto`` tries scales of all columns together too.
+        """
         assert self.sample is not None
         assert self.columns is not None
+        if how == "auto":
+            usual = self.fit_scales("standard")
+            return choose_column_scales(self.files, self.format, dataclasses.replace(self.columns, scales=usual))
         known = self.sample.labels(self.columns.label)
         return tuple(fit_scale(self.sample.column(name), how, known) for name in self.columns.numeric)
 
@@ -101,10 +110,10 @@ def look_at(
     check_numeric_scale(numeric_scale)
     first = str(data[0])
     format = format or detect_format(first)
-    if numeric_scale not in _ANY_FORMAT and source_format(first, format) not in COLUMN_FORMATS:
+    if numeric_scale not in _ANY_FORMAT and source_format(first, format) == "criteo":
         raise UsageError(
-            f"--numeric-scale {numeric_scale} is for numeric columns, and {source_format(first, format)} has none to "
-            "choose: leave it out, or give none"
+            f"--numeric-scale {numeric_scale} is for numbers, and criteo has none, for its integers are cut into "
+            "categories: leave it out"
         )
     if format == CONVERTED:
         return _look_at_converted([str(file) for file in data], columns, label, numeric_scale, weight)
@@ -132,7 +141,8 @@ def look_at(
     taken = guesses.columns
     labels = count_labels(sample.column(taken.label))
     words = find_label_words(sample.column(taken.label))
-    look = DataLook(format, taken, labels, guesses, columns is None, sample, words)
+    files = tuple(map(str, data))
+    look = DataLook(format, taken, labels, guesses, columns is None, sample, words, files=files)
     if numeric_scale != "none" and not taken.scales:
         look = dataclasses.replace(look, columns=dataclasses.replace(taken, scales=look.fit_scales(numeric_scale)))
     open_dataset(data, format, look.columns).close()

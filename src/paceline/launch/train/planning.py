@@ -11,10 +11,11 @@ import numpy as np
 from paceline.data import KEYED_FORMATS, open_dataset
 from paceline.data.batch import Batch
 from paceline.data.example_sampling import ExampleSample, sample_examples
-from paceline.data.key_scaling import KeyScaling, find_key_scaling, read_key_scaling
+from paceline.data.key_scaling import KeyScaling, read_key_scaling
 from paceline.errors import UsageError
 from paceline.launch.train.bad_data import describe_bad_lines, no_line_left, plain_bad_lines
 from paceline.launch.train.data_files import weighting_of
+from paceline.launch.train.numeric_scales import choose_key_scaling
 from paceline.launch.train.options import TrainOptions
 from paceline.launch.train.plan import TrainingPlan
 from paceline.launch.train.snapshots import Resumption
@@ -65,24 +66,31 @@ def plan_training(options: TrainOptions, warn: Callable[[str], None] = lambda te
         return _plan_of_model(options, read_stored_model(options.init_from))
     if options.adapt == "no":
         return _fixed_plan(options)
-    sample, has_keys = _sample(options)
-    return plan_on_sample(options, sample, has_keys=has_keys)
+    sample, format = _sample(options)
+    scaling = _find_scaling(options, sample, format)
+    return plan_on_sample(options, sample, scaling)
 
 
-def _sample(options: TrainOptions) -> tuple[ExampleSample, bool]:
-    """Return examples as they are trained on, and whether their features are numbered and of unknown scale."""
+def _sample(options: TrainOptions) -> tuple[ExampleSample, str]:
+    """Return examples as they are trained on, and the format that their features come from."""
     with open_dataset(options.data, options.format, options.columns, labels=options.model.read_labels_as) as dataset:
         sample = sample_examples(dataset)
         if not sample.batch.num_examples:
             bad = [] if sample.bad_lines is None else plain_bad_lines(sample.bad_lines)
             raise no_line_left(options.data[0], "trained on", describe_bad_lines([((), bad)]))
-        has_keys = dataset.source_format in KEYED_FORMATS and options.numeric_scale != "none"
-    return dataclasses.replace(sample, batch=weighting_of(options).weighted(sample.batch)), has_keys
+        format = dataset.source_format
+    return dataclasses.replace(sample, batch=weighting_of(options).weighted(sample.batch)), format
 
 
-def plan_on_sample(options: TrainOptions, sample: ExampleSample, *, has_keys: bool) -> TrainingPlan:
-    """Choose what the options leave open; of features that `has_keys` says to be numbered, the scale too."""
-    scaling = find_key_scaling(sample.batch) if has_keys else None
+def _find_scaling(options: TrainOptions, sample: ExampleSample, format: str) -> KeyScaling | None:
+    """Return how values are changed of formats without columns."""
+    if format not in KEYED_FORMATS or options.numeric_scale == "none":
+        return None
+    return choose_key_scaling(sample, options.numeric_scale, absent_is_zero=format != "jsonl")
+
+
+def plan_on_sample(options: TrainOptions, sample: ExampleSample, scaling: KeyScaling | None) -> TrainingPlan:
+    """Choose what the options leave open; `scaling` is how values are changed before they are used."""
     sample = _scaled(sample, scaling)
     is_sorted = is_sorted_by_label(sample)
     model = options.model

@@ -15,6 +15,7 @@ from paceline.models.tuning.choices import (
     tune,
     wants_sparsity,
 )
+from paceline.models.tuning.scale_trial import best_scaling
 from paceline.models.tuning.search import FactorSearch, TunedModel, tune_linear
 from paceline.models.tuning.trial import TriedRule
 
@@ -29,6 +30,7 @@ __all__ = [
     "FactorSearch",
     "TriedRule",
     "TunedModel",
+    "best_scaling",
     "is_sorted_by_label",
     "passes_for_all",
     "suggested_alpha",

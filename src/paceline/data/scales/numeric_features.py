@@ -1,0 +1,81 @@
+"""Which features of examples are numbers, and what these are, so that scales or bins can be chosen for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.data.batch import Batch
+from paceline.data.scales.one_column import Doubles
+
+_LEAST_SHARE: Final = 0.1
+_LEAST_ROWS: Final = 20
+_LEAST_VALUES: Final = 3
+_MOST_FEATURES: Final = 2_000
+_MOST_ROWS: Final = 10_000
+_MOST_NUMBERS: Final = 1 << 19
+_SIDES: Final[tuple[Literal["left"], Literal["right"]]] = ("left", "right")
+
+Positions = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NumericFeature:
+    """The numbers of one feature: `numbers` float64 [m], and `labels` float64 [m] of the examples that have them."""
+
+    key: int
+    field: int | None
+    numbers: Doubles
+    labels: Doubles
+
+
+def find_numeric_features(batch: Batch, *, absent_is_zero: bool) -> list[NumericFeature]:
+    """Return the features of numbered or named ones that are numbers: of three values or more, in a tenth of the rows.
+
+    If `absent_is_zero` rows that lack one have the number 0. Up to 10,000 rows are looked at, evenly spread, fewer of
+    many features; of more than 2,000 features none is returned: they are no columns of a table.
+    """
+    if batch.values is None:
+        return []
+    batch = _some_rows(batch, _MOST_ROWS)
+    keys, counts = np.unique(batch.keys, return_counts=True)
+    keys = keys[counts >= max(_LEAST_SHARE * batch.num_examples, _LEAST_ROWS)]
+    if len(keys) > _MOST_FEATURES:
+        return []
+    found = numbers_of(batch, keys.tolist(), absent_is_zero=absent_is_zero)
+    return [each for each in found if len(np.unique(each.numbers)) >= _LEAST_VALUES]
+
+
+def numbers_of(batch: Batch, keys: Sequence[int], *, absent_is_zero: bool) -> list[NumericFeature]:
+    """Return the numbers of these features, in their order; arguments as :func:`find_numeric_features` has them."""
+    if not keys:
+        return []
+    batch = _some_rows(batch, min(max(_MOST_NUMBERS // len(keys), _LEAST_ROWS), _MOST_ROWS))
+    order = np.argsort(batch.keys, kind="stable")
+    row = np.repeat(np.arange(batch.num_examples), np.diff(batch.indptr))[order]
+    assert batch.values is not None
+    sorted_keys, values = batch.keys[order], batch.values[order].astype(np.float64)
+    labels = batch.labels.astype(np.float64)
+    wanted = np.array(keys, np.uint64)
+    starts, stops = (np.searchsorted(sorted_keys, wanted, side=side) for side in _SIDES)
+    found = []
+    for key, start, stop in zip(keys, starts.tolist(), stops.tolist(), strict=True):
+        field = None if batch.fields is None or start == stop else int(batch.fields[order[start]])
+        rows, numbers = row[start:stop], values[start:stop]
+        if absent_is_zero:
+            every = np.zeros(batch.num_examples)
+            every[rows] = numbers
+            found.append(NumericFeature(key, field, every, labels))
+        else:
+            found.append(NumericFeature(key, field, numbers, labels[rows]))
+    return found
+
+
+def _some_rows(batch: Batch, most: int) -> Batch:
+    """Return so many examples at most, evenly spread."""
+    n = batch.num_examples
+    return batch if n <= most else batch.take(np.linspace(0, n - 1, most).astype(np.int64))
