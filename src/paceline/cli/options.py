@@ -53,8 +53,8 @@ Numeric = Annotated[str | None, typer.Option(help="csv, parquet: numeric columns
 NumericScale = Annotated[
     str,
     typer.Option(
-        help="csv, parquet: how numeric columns are scaled: standard (mean 0, deviation 1), log (of logarithms), none; "
-        "or cut into categories: quantile:N (N bins by quantiles), log-bins; or auto (what explains the label best).",
+        help="how numbers are scaled, but of criteo: standard (mean 0, deviation 1), log (of logarithms), none; "
+        "or cut into categories: quantile:N (N bins by quantiles), log-bins; or auto (what predicts the label best).",
     ),
 ]
 Weight = Annotated[

@@ -87,6 +87,16 @@ class KeyScaling:
         """The keys of all bins (uint64)."""
         return self._bins.keys
 
+    def bent(self) -> dict[int, Scale]:
+        """Return the scales of the keys that are on logarithms or cut into bins."""
+        units = np.zeros(len(self.keys)) if self.units is None else self.units
+        found = zip(self.keys.tolist(), units.tolist(), self.means.tolist(), self.scales.tolist(), strict=True)
+        return {
+            key: Scale(0.0, 0.0, 0.0, 0.0, self.edges[key]) if key in self.edges else Scale(unit, mean, scale)
+            for key, unit, mean, scale in found
+            if unit or key in self.edges
+        }
+
     def apply(self, batch: Batch) -> Batch:
         """Return the examples with their values changed; filled keys come first in every row."""
         values = np.ones(len(batch.keys)) if batch.values is None else batch.values.astype(np.float64)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from paceline.data import Columns
+from paceline.data.key_scaling import read_key_scaling
 from paceline.errors import UsageError
 from paceline.inference.weights import Weights, read_weights
 from paceline.launch.train.feature_names import name_features
@@ -126,7 +127,8 @@ def name_weights(summary: ModelSummary, files: Sequence[str], format: str, colum
     """Return the summary with the names of its largest weights, as far as the features occur in data files."""
     keys = [each.key for table in summary.tables for each in table.largest_weights]
     interactions = Interactions.of(summary.description.get("interactions"))
-    names = name_features(files, format, columns, interactions, np.array(keys, np.uint64))
+    scaling = read_key_scaling(read_stored_model(summary.directory).described)
+    names = name_features(files, format, columns, interactions, np.array(keys, np.uint64), scaling)
     tables = [
         dataclasses.replace(
             table,

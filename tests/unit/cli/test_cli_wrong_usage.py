@@ -79,8 +79,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
         ("train good.tsv --solver proximal-blocks --expire-after 2", 2, "--expire-after is nothing for --solver"),
         ("train good.tsv --snapshot-dir s", 2, "--snapshot-dir is for snapshots: say when with --snapshot-every"),
         ("train good.tsv --snapshots 5", 2, "--snapshots is for snapshots: say when with --snapshot-every"),
-        ("train good.tsv --numeric-scale log", 2, "--numeric-scale log is for numeric columns, and criteo has none"),
-        ("train onetwo.svm --numeric-scale standard", 2, "is for numeric columns, and libsvm has none to choose"),
+        ("train good.tsv --numeric-scale log", 2, "--numeric-scale log is for numbers, and criteo has none"),
         ("train good.tsv --class-weight 7:100", 2, "--class-weight 7:100: no example has that label; there are 0, 1"),
         (
             "train classes.csv --model softmax --class-weight 2:3,7:9",

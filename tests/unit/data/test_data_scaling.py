@@ -134,7 +134,8 @@ def test_numbers_that_lie_close_together_and_far_from_0(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     times = 1_764_000_000_000 + rng.integers(0, 100_000, 2000)
     near = 5e6 + rng.normal(size=2000)
-    content = {"y": (times > times.mean()).astype(int), "time": times, "near": near, "x": rng.normal(size=2000)}
+    y = (rng.random(2000) < 1 / (1 + np.exp(-(times - times.mean()) / times.std()))).astype(int)
+    content = {"y": y, "time": times, "near": near, "x": rng.normal(size=2000)}
     rows = zip(*(column.tolist() for column in content.values()), strict=True)
     (tmp_path / "x.csv").write_text("y,time,near,x\n" + "".join(",".join(map(repr, row)) + "\n" for row in rows))
     pq.write_table(pa.table(content), tmp_path / "x.parquet")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.data import Batch
 from paceline.data.key_scaling import KeyScaling, distinct_keys, find_key_scaling
+from paceline.data.scales.bins import key_bin_key
 from paceline.errors import UsageError
 
 
@@ -115,3 +116,52 @@ def test_wild_values_are_bounded_and_weights_go_back() -> None:
     weights, shift = scaling.unscaled(np.array([5, 9], np.uint64), np.array([[4.0], [8.0]], np.float32))
     assert weights.reshape(-1).tolist() == [2, 2]
     assert shift.tolist() == [-20]
+
+
+def bent_scaling() -> KeyScaling:
+    return KeyScaling(
+        np.array([1, 2, 9], np.uint64),
+        np.array([0.0, 1.0, 0.0]),
+        np.array([1.0, 2.0, 1.0]),
+        1.0,
+        units=np.array([0.0, 3.0, 0.0]),
+        edges={1: (-1.0, 0.0, 2.0), 9: (5.0,)},
+        filled=np.array([True, True, False]),
+    )
+
+
+@given(st.data())
+def test_logarithms_and_bins(data: st.DataObject) -> None:
+    """Of keys that are small numbers too, whose bins differ all; absent numbers are 0 where a key is filled."""
+    n = data.draw(st.integers(1, 5))
+    rows = [data.draw(st.lists(st.sampled_from([1, 2, 7, 9]), unique=True)) for _ in range(n)]
+    numbers = st.sampled_from([-5.0, -1.0, -0.0, 0.0, 1.5, 2.0, 5.0, 1e9])
+    flat = [(key, data.draw(numbers)) for row in rows for key in row]
+    keys, values = np.array([key for key, _ in flat], np.uint64), np.array([value for _, value in flat], np.float32)
+    batch = Batch(np.zeros(n, np.float32), np.cumsum([0, *map(len, rows)]), keys, values)
+    scaling = bent_scaling()
+    again = KeyScaling.from_spec(json.loads(json.dumps(scaling.spec())))
+    assert again.digest() == scaling.digest()
+    found = again.apply(batch)
+    assert found.values is not None
+    for row in range(n):
+        given = dict(flat[batch.indptr[row] : batch.indptr[row + 1]])
+        expected = {}
+        for key, value in ({1: 0.0, 2: 0.0} | given).items():
+            if key in scaling.edges:
+                expected[key_bin_key(key, sum(edge <= value for edge in scaling.edges[key]))] = 1.0
+            else:
+                scaled = (np.sign(value) * np.log1p(abs(value) / 3) - 1) / 2 if key == 2 else value
+                expected[key] = min(max(scaled, -1000), 1000)
+        at = slice(int(found.indptr[row]), int(found.indptr[row + 1]))
+        assert dict(zip(found.keys[at].tolist(), found.values[at].tolist(), strict=True)) == pytest.approx(expected)
+
+
+def test_bins_have_keys_of_their_own_and_no_scale() -> None:
+    scaling = bent_scaling()
+    assert len(set(scaling.bin_keys.tolist())) == 6
+    assert not scaling.is_linear
+    assert KeyScaling(np.array([5], np.uint64), np.array([10.0]), np.array([2.0]), 4.0).is_linear
+    assert [scale.edges for scale in scaling.bent().values()] == [(-1.0, 0.0, 2.0), (), (5.0,)]
+    with pytest.raises(UsageError, match="that has bins has a mean"):
+        KeyScaling(np.array([5], np.uint64), np.array([10.0]), np.array([2.0]), 4.0, edges={6: (1.0,)})

@@ -23,6 +23,7 @@ from sklearn.model_selection import GridSearchCV
 from sklearn.utils.estimator_checks import check_estimator
 
 from paceline.inference.export import export_model
+from paceline.inference.merging import merge_models
 from paceline.sklearn import FactorizationMachine, LinearRegression, LogisticRegression, PoissonRegressor
 
 pytestmark = pytest.mark.usefixtures("warm_clusters")
@@ -289,7 +290,7 @@ def test_what_is_exported_predicts_as_a_factorization_machine(tmp_path: Path) ->
     random = np.random.default_rng(4)
     X = random.normal(40, 15, (800, 3)) * [1, 10, 100]
     y = (X[:, 0] * X[:, 1] + random.normal(0, 5000, 800)) > 20_000
-    model = FactorizationMachine(l1=0.0, factor_min_count=10, random_state=0, dim=4).fit(X, y)
+    model = FactorizationMachine(l1=0.0, factor_min_count=10, random_state=0, dim=4, numeric_scale="standard").fit(X, y)
     model.save(tmp_path / "model")
     export_model(tmp_path / "model", tmp_path / "w.npz")
     arrays = np.load(tmp_path / "w.npz")
@@ -435,3 +436,30 @@ def test_columns_of_times_are_left_out() -> None:
         model = LogisticRegression(l1=0.0, epochs=20).fit(frame, [0, 1] * 10)
     assert model.feature_names_in_.tolist() == ["city"]
     assert model.score(frame, [0, 1] * 10) == 1.0
+
+
+def test_effects_that_are_bent_are_learned_of_arrays_too(tmp_path: Path) -> None:
+    """By bins, for which there are no coefficients; a linear model is there for the asking."""
+    random = np.random.default_rng(2)
+    X = random.normal(size=(3000, 2))
+    y = random.random(3000) < 1 / (1 + np.exp(3 - 3 * X[:, 0] ** 2 - X[:, 1]))
+    model = LogisticRegression(random_state=0).fit(X[:1500], y[:1500])
+    linear = LogisticRegression(random_state=0, numeric_scale="standard").fit(X[:1500], y[:1500])
+    found, without = (roc_auc_score(y[1500:], each.predict_proba(X[1500:])[:, 1]) for each in (model, linear))
+    assert found > without + 0.15
+    assert linear.coef_.shape == (1, 2)
+    with pytest.raises(AttributeError, match="numeric_scale='standard'"):
+        model.coef_  # noqa: B018
+    expected = model.predict_proba(X)
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(model)).predict_proba(X), expected)
+    model.save(tmp_path / "model")
+    np.testing.assert_allclose(paceline.load(tmp_path / "model").predict(X), expected[:, 1], rtol=1e-5)
+    export_model(tmp_path / "model", tmp_path / "w.npz")
+    arrays = np.load(tmp_path / "w.npz")
+    assert set(arrays["scaling.edge_keys"]) == {0}
+    assert np.isin(arrays["lr.keys"], [1, *arrays["scaling.bin_keys"]]).all()
+    linear.save(tmp_path / "linear")
+    with pytest.raises(UsageError, match="other logarithms or bins"):
+        merge_models([tmp_path / "model", tmp_path / "linear"], tmp_path / "merged")
+    merge_models([tmp_path / "model", tmp_path / "model"], tmp_path / "merged")
+    np.testing.assert_allclose(paceline.load(tmp_path / "merged").predict(X), expected[:, 1], rtol=1e-3)

@@ -140,7 +140,9 @@ class KeyBins:
 
     def find(self, at: npt.NDArray[np.int64], numbers: npt.NDArray[np.float32]) -> npt.NDArray[np.uint64]:
         """Return the key of the bin of each number (float32 [m]); ``at[i]`` says which of the keys it has."""
-        found: npt.NDArray[np.uint64] = self.keys[np.searchsorted(self._edges, _ordered(at, numbers), side="right") + at]
+        found: npt.NDArray[np.uint64] = self.keys[
+            np.searchsorted(self._edges, _ordered(at, numbers), side="right") + at
+        ]
         return found
 
 

@@ -143,7 +143,7 @@ class ExplainedNumbers:
 
     line: Scale
     bins: tuple[Scale, ...]
-    """Of :data:`TRIED_BINS` by quantiles; the line's scale where all numbers are alike."""
+    """Of :data:`TRIED_BINS` by quantiles; a line's scale where all numbers are alike, or labels not known."""
     gains: tuple[float, ...]
     """By how many nats in all each of the bins explains the labels better than a line, each bin costing one; -inf
     where labels are not known."""
@@ -165,10 +165,11 @@ def explain_numbers(numbers: Doubles, known: Doubles | None) -> ExplainedNumbers
     known = _known(known)
     plain, farthest = _standard_scale(numbers)
     logged, farthest_log, loss_of_logs = _log_scale(numbers, plain.centre, known)
-    bins = tuple(_binned(plain, quantile_edges(numbers - plain.centre, each)) for each in TRIED_BINS)
     has_long_tail = farthest > max(_HEAVY, 2 * farthest_log)
     if known is None:
-        return ExplainedNumbers(logged if has_long_tail else plain, bins, (-math.inf,) * len(bins))
+        line = logged if has_long_tail else plain
+        return ExplainedNumbers(line, (line,) * len(TRIED_BINS), (-math.inf,) * len(TRIED_BINS))
+    bins = tuple(_binned(plain, quantile_edges(numbers - plain.centre, each)) for each in TRIED_BINS)
     loss, num_known = _line_loss(numbers, known), int(np.isfinite(known).sum())
     better = (loss - loss_of_logs) * num_known
     line = (logged if better > 0 else plain) if abs(better) >= _EVIDENCE else logged if has_long_tail else plain

@@ -143,10 +143,10 @@ def look_at(
     words = find_label_words(sample.column(taken.label))
     files = tuple(map(str, data))
     look = DataLook(format, taken, labels, guesses, columns is None, sample, words, files=files)
+    open_dataset(data, format, taken).close()
+    _check_numbers(first, taken, sample.column(taken.label), sample.column(taken.weight) if taken.weight else [])
     if numeric_scale != "none" and not taken.scales:
         look = dataclasses.replace(look, columns=dataclasses.replace(taken, scales=look.fit_scales(numeric_scale)))
-    open_dataset(data, format, look.columns).close()
-    _check_numbers(first, taken, sample.column(taken.label), sample.column(taken.weight) if taken.weight else [])
     return look
 
 

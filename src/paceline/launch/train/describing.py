@@ -13,6 +13,7 @@ from rich.table import Table
 
 from paceline.data import KEYED_FORMATS, Batch, Columns, Dataset, describe_not_binary, open_dataset
 from paceline.data.dialect import is_number
+from paceline.data.example_sampling import sample_examples
 from paceline.data.feature_names import find_feature_names
 from paceline.data.labels import CLICKS, clicks_where, describe_label_words
 from paceline.data.sampling import spread
@@ -23,6 +24,7 @@ from paceline.kernels.text.reference import field_of, name_seed
 from paceline.launch.kernels import prepare_kernels
 from paceline.launch.train.bad_data import BadData, find_bad_lines
 from paceline.launch.train.data_files import DataLook, look_at
+from paceline.launch.train.numeric_scales import choose_key_scaling
 
 _MOST_COLUMNS = 40
 _MOST_TEXT = 24
@@ -66,6 +68,7 @@ def describe_data(
             "label_words": list(look.label_words),
             "warning": _warning(look, labels),
             "columns": _describe_columns(look),
+            "bent_features": _describe_bent(look, dataset, numeric_scale),
             "first_row": {
                 "label": float(first.labels[0]),
                 "is_scaled": dataset.source_format not in KEYED_FORMATS or numeric_scale == "none",
@@ -131,6 +134,17 @@ def _describe_columns(look: DataLook) -> list[dict[str, Any]]:
     ]
 
 
+def _describe_bent(look: DataLook, dataset: Dataset, numeric_scale: str) -> list[dict[str, Any]]:
+    """Say which features of formats without columns a training puts on logarithms or cuts into bins."""
+    if dataset.source_format not in KEYED_FORMATS or numeric_scale == "none":
+        return []
+    sample = sample_examples(dataset)
+    scaling = choose_key_scaling(sample, numeric_scale, absent_is_zero=dataset.source_format != "jsonl")
+    bent = {} if scaling is None else scaling.bent()
+    names = find_feature_names(dataset.files, dataset.format, look.columns, np.array([*bent], np.uint64))
+    return [{"name": names.get(key), "key": key, "scale": scale.describe()} for key, scale in bent.items()]
+
+
 def _describe_row(look: DataLook, dataset: Dataset, batch: Batch) -> list[dict[str, Any]]:
     """The features of the first row: column, or in formats without columns the name that is known, key and value."""
     row = batch.slice(0, 1)
@@ -175,6 +189,14 @@ def show_description(console: Console, found: dict[str, Any]) -> None:
     if found["columns"]:
         console.print()
         _show_table(console, found["columns"])
+    if found["bent_features"]:
+        console.print("\nnumbers whose effect is bent, and what training makes of them:", highlight=False)
+        table = _new_table("feature", "key", "scale")
+        for each in found["bent_features"][:_MOST_COLUMNS]:
+            table.add_row(_plain(each["name"] or ""), str(each["key"]), each["scale"])
+        console.print(table, highlight=False)
+        if len(found["bent_features"]) > _MOST_COLUMNS:
+            console.print(f"... and {len(found['bent_features']) - _MOST_COLUMNS} more (--json shows all)")
     rows = found["first_row"]
     table = _new_table("column", "key", "value")
     for feature in rows["features"]:

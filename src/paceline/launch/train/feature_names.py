@@ -12,6 +12,8 @@ import numpy as np
 
 from paceline.data import Columns, Dataset, open_dataset
 from paceline.data.feature_names import find_feature_names, write_feature_names
+from paceline.data.key_scaling import KeyScaling, read_key_scaling
+from paceline.data.scales.bins import bin_names
 from paceline.errors import ModelError
 from paceline.models.features.interactions import Interactions
 from paceline.models.stored import read_stored_model
@@ -27,7 +29,8 @@ def keep_feature_names(directory: str | Path, dataset: Dataset) -> None:
     pieces = [keys[records[:, : table.spec.dim].any(axis=1)] for keys, records in stored.records(table)]
     keys = np.concatenate([np.empty(0, np.uint64), *pieces])
     interactions = Interactions.of(stored.described.get("interactions"))
-    names = name_features(dataset.files, dataset.format, dataset.columns, interactions, keys)
+    scaling = read_key_scaling(stored.described)
+    names = name_features(dataset.files, dataset.format, dataset.columns, interactions, keys, scaling)
     try:
         write_feature_names(Path(directory), names)
     except OSError as error:
@@ -35,17 +38,23 @@ def keep_feature_names(directory: str | Path, dataset: Dataset) -> None:
 
 
 def name_features(
-    files: Sequence[str], format: str, columns: Columns | None, interactions: Interactions | None, wanted: Keys
+    files: Sequence[str],
+    format: str,
+    columns: Columns | None,
+    interactions: Interactions | None,
+    wanted: Keys,
+    scaling: KeyScaling | None = None,
 ) -> dict[int, str]:
     """Return the names of those of the `wanted` keys that occur in the files, as :func:`find_feature_names` does.
 
-    Where there are interactions the data is read once more before that.
+    Bins of a `scaling` have the names of their features and of the numbers between which they lie. Where there are
+    interactions the data is read once more before that.
     """
     if interactions is None:
-        return find_feature_names(files, format, columns, wanted)
-    parts = _find_parts(files, format, columns, interactions, wanted)
+        return _find_names(files, format, columns, wanted, scaling)
+    parts = _find_parts(files, format, columns, interactions, wanted, scaling)
     single = np.array(sorted({part for of in parts.values() for part in of}), np.uint64)
-    names = find_feature_names(files, format, columns, np.union1d(wanted, single))
+    names = _find_names(files, format, columns, np.union1d(wanted, single), scaling)
     found = {key: names[key] for key in wanted.tolist() if key in names}
     for key, of in parts.items():
         if all(part in names for part in of):
@@ -53,13 +62,31 @@ def name_features(
     return found
 
 
+def _find_names(
+    files: Sequence[str], format: str, columns: Columns | None, wanted: Keys, scaling: KeyScaling | None
+) -> dict[int, str]:
+    """Return the names of single features, those of bins too."""
+    if scaling is None or not scaling.edges:
+        return find_feature_names(files, format, columns, wanted)
+    binned = np.array([*scaling.edges], np.uint64)
+    names = find_feature_names(files, format, columns, np.union1d(np.setdiff1d(wanted, scaling.bin_keys), binned))
+    for key, edges in scaling.edges.items():
+        names |= bin_names(names.get(key, str(key)), edges, key=key)
+    return {key: names[key] for key in wanted.tolist() if key in names}
+
+
 def _find_parts(
-    files: Sequence[str], format: str, columns: Columns | None, interactions: Interactions, wanted: Keys
+    files: Sequence[str],
+    format: str,
+    columns: Columns | None,
+    interactions: Interactions,
+    wanted: Keys,
+    scaling: KeyScaling | None,
 ) -> dict[int, tuple[int, ...]]:
     """Return the keys that each wanted cross is made of, as far as it occurs."""
     found: dict[int, tuple[int, ...]] = {}
     missing = np.unique(wanted)
-    with open_dataset(files, format, columns, labels="numbers") as dataset:
+    with open_dataset(files, format, columns, labels="numbers", scaling=scaling) as dataset:
         for batch in dataset.batches(_ROWS):
             rows = interactions.apply(batch)
             is_wanted = np.isin(rows.keys, missing)

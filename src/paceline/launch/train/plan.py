@@ -72,5 +72,9 @@ class TrainingPlan:
         passes = "1 pass" if self.epochs == 1 else f"{self.epochs} passes"
         if self.model.usual and self.note is None:
             rate += "".join(f", {name.replace('_', ' ')} {self.model.value_of(name):g}" for name in self.model.usual)
+        bent = {} if self.scaling is None else self.scaling.bent()
+        num_binned = sum(bool(scale.edges) for scale in bent.values())
+        for count, what in ((num_binned, "in bins"), (len(bent) - num_binned, "on logarithms")):
+            rate += f", {count:,} {'feature' if count == 1 else 'features'} {what}" if count else ""
         mixed = "; labels stand in runs, so examples are mixed" if self.shards_at_once > 1 else ""
         return f"{passes}, minibatches of {self.batch_size}, {rate} (from a look at {self.chosen_on:,} examples){mixed}"
