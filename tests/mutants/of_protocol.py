@@ -82,7 +82,7 @@ OF_PROTOCOL: Final = (
     Defect(
         "acknowledged-before-chain",
         "a primary acknowledges a push before its successors have it",
-        "protocol/replication/core.py",
+        "protocol/replication/chain_progress.py",
         "if not push.waiting:\n            return [*instructions, *self._end(push)]\n        self._pending.add(push)",
         "if push.is_ours or not push.waiting:\n            return [*instructions, *self._end(push)]\n"
         "        self._pending.add(push)",
@@ -91,17 +91,17 @@ OF_PROTOCOL: Final = (
     Defect(
         "no-retransmission",
         "what was on its way on a broken link is not sent again",
-        "protocol/replication/core.py",
-        "again = self._forward_again([push for push in self._pending if target in push.waiting])",
-        "again: list[Instruction] = []",
+        "protocol/replication/chain_progress.py",
+        "return self._forward_again([push for push in self._pending if target in push.waiting])",
+        "return []",
         unit=_REPLICATION,
     ),
     Defect(
         "old-view-push",
         "a primary takes a push that was sent by an older view",
         "protocol/replication/core.py",
-        "if event.version != self._version or event.buckets & ~self._place.primary:",
-        "if event.buckets & ~self._place.primary:",
+        "if event.version != self._version or event.buckets & ~self.place.primary:",
+        "if event.buckets & ~self.place.primary:",
         unit=_REPLICATION,
     ),
     Defect(
@@ -115,7 +115,7 @@ OF_PROTOCOL: Final = (
     Defect(
         "pending-lost-at-view-change",
         "what successors have not acknowledged is not forwarded again after a view change",
-        "protocol/replication/core.py",
+        "protocol/replication/chain_progress.py",
         "return instructions + self._forward_again(list(self._pending))",
         "return instructions",
         unit=_REPLICATION,
@@ -139,7 +139,7 @@ OF_PROTOCOL: Final = (
     Defect(
         "push-before-bucket",
         "a server that is being filled gets pushes of buckets that it has not got yet",
-        "protocol/replication/core.py",
+        "protocol/replication/chain_progress.py",
         "place.behind.get(target, 0) & ~self._fills.unsent(target)",
         "place.behind.get(target, 0)",
         unit=_REPLICATION,
@@ -155,7 +155,7 @@ OF_PROTOCOL: Final = (
     Defect(
         "min-replicas-ignored",
         "a chain with too few replicas acknowledges",
-        "protocol/replication/core.py",
+        "protocol/replication/chain_progress.py",
         "and not push.is_sum and push.buckets & self._place.short:",
         "and not push.is_sum and False:",
         unit=_REPLICATION,
@@ -172,7 +172,7 @@ OF_PROTOCOL: Final = (
         "filled-ahead-of-primary",
         "a server is filled with pushes that the primary may lack",
         "protocol/replication/core.py",
-        "self._fills.unsent(target) & ~self._ahead_of_primary()",
+        "self._fills.unsent(target) & ~self.pushes.ahead_of_primary()",
         "self._fills.unsent(target)",
         unit=_REPLICATION,
     ),

@@ -31,7 +31,6 @@ LARGE_CLASSES = {
     "environment.py:Environment": (1, 23),
     "launch/run/run.py:RunOptions": (0, 28),
     "launch/train/options.py:TrainOptions": (0, 21),
-    "protocol/replication/core.py:Replication": (38, 10),
     "ps/client/servers.py:Servers": (19, 16),
     "simulation/cluster.py:Cluster": (28, 20),
     "simulation/faults.py:Faults": (24, 3),

@@ -159,7 +159,7 @@ class Iterations:
     def durable(self) -> int:
         """All iterations below this one are complete and a chain with replicas enough has them; 0 during a takeover."""
         in_chain = self._in_chain
-        return min(in_chain, self._safe) if self._replication.short else in_chain
+        return min(in_chain, self._safe) if self._replication.place.short else in_chain
 
     @property
     def _in_chain(self) -> int:
@@ -167,7 +167,7 @@ class Iterations:
         if not self._takeover.is_over:
             return 0
         durable = min(self._unsafe, default=self._next)
-        inherited = self._replication.inherited
+        inherited = self._replication.pushes.inherited
         return durable if inherited is None else min(durable, inherited - 1)
 
     @property
@@ -244,7 +244,7 @@ class Iterations:
             self._parts.release(before & ~buckets)
         if buckets & ~before:
             self._parts.adopt(buckets & ~before, ())
-        if buckets & ~before & self._replication.short:  # what the one before had withheld is not known here
+        if buckets & ~before & self._replication.place.short:  # what the one before had withheld is not known here
             self._safe = 0
         self._note_safe()
         was_over = self._takeover.is_over
@@ -262,7 +262,7 @@ class Iterations:
         return [] if was_over else self._settle()
 
     def _note_safe(self) -> None:
-        if not self._replication.short:
+        if not self._replication.place.short:
             self._safe = max(self._safe, self._in_chain)
 
     def forget(self, worker: int, clock: int) -> None:

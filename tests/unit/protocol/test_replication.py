@@ -170,13 +170,13 @@ def test_who_becomes_primary_sends_on_what_the_one_before_had_not_brought_to_the
     # Found by the simulation: the sum of an iteration has no sender that repeats it when its primary is dead.
     middle = server(B, ((A, B, C), None, 0b1))
     handle(middle, Forwarded("sum", A, AGGREGATE, 5, 1, 0b1))
-    assert [middle.inherited] == [None]  # another one leads
+    assert [middle.pushes.inherited] == [None]  # another one leads
     instructions = handle(middle, change(2, ((B, C), None, 0b1)))
     assert instructions == [Links(frozenset({C})), Forward("sum", C, 2, 0b1), Lead(0b1, 0b1, frozenset({C}))]
-    assert [middle.inherited] == [5]
+    assert [middle.pushes.inherited] == [5]
     assert middle.num_complete == 5
     assert handle(middle, Acknowledged(C, 2)) == [Forget("sum")]
-    assert [middle.inherited] == [None]
+    assert [middle.pushes.inherited] == [None]
 
 
 def test_lead_comes_behind_what_is_forwarded_again() -> None:
@@ -211,7 +211,7 @@ def test_who_is_overtaken_hands_up_what_is_pending_and_says_when_that_was_all() 
     ]
     assert Lead(0b1, 0b1, frozenset({A})) in handle(new, turned)
     assert handle(new, Forwarded("up", A, AGGREGATE, 1, 2, 0b1)) == [Forward("up", A, 1, 0b1), Apply("up", 0b1)]
-    assert new.inherited == 1
+    assert new.pushes.inherited == 1
     assert handle(first, Forwarded("down", B, AGGREGATE, 1, 2, 0b1)) == [Acknowledge("down")]
     assert handle(first, Acknowledged(B, 2)) == [Acknowledge("sum")]
     assert handle(new, Acknowledged(A, 1)) == [Acknowledge("up")]
@@ -441,9 +441,9 @@ def test_waiting_for_a_repetition_is_not_waiting_for_other_buckets(merged: bool)
 def test_a_chain_with_too_few_replicas_acknowledges_nothing() -> None:
     first = Replication(A, min_replicas=1)
     handle(first, change(1, ((A, B), None, 0b01), ((A,), C, 0b10)))
-    assert first.short == 0b10
-    assert first.shortage(0b11) == (1, 0)
-    assert first.shortage(0b01) is None
+    assert first.place.short == 0b10
+    assert first.place.shortage(0b11) == (1, 0)
+    assert first.place.shortage(0b01) is None
     assert handle(first, Push("short", 9, 0, 1, 0b10)) == [Apply("short", 0b10), Withhold("short")]
     handle(first, Push("whole", 9, 1, 1, 0b01))
     assert handle(first, Acknowledged(B, 1)) == [Acknowledge("whole")]
@@ -452,7 +452,7 @@ def test_a_chain_with_too_few_replicas_acknowledges_nothing() -> None:
     # What was pushed before is in the bucket that C is filled with: once C is a member, C has it.
     instructions = handle(first, change(2, ((A, B), None, 0b01), ((A, C), None, 0b10)))
     assert only(Acknowledge, instructions) == [Acknowledge("short"), Acknowledge("both")]
-    assert first.short == 0
+    assert first.place.short == 0
 
 
 def test_a_replica_that_dies_leaves_a_push_without_an_answer_until_there_is_another() -> None:
@@ -461,7 +461,7 @@ def test_a_replica_that_dies_leaves_a_push_without_an_answer_until_there_is_anot
     handle(first, Push("push", 9, 0, 1, 0b1))
     assert only(Withhold, handle(first, change(2, ((A,), None, 0b1)))) == [Withhold("push")]
     assert only(Withhold, handle(first, Push("again", 9, 0, 2, 0b1))) == [Withhold("again")]
-    first.give_up("push")
+    first.pushes.give_up("push")
     assert only(Acknowledge, handle(first, change(3, ((A, C), None, 0b1)))) == [Acknowledge("again")]
 
 

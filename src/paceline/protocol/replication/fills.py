@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from paceline.protocol.buckets import Buckets, count
+from paceline.protocol.replication.events import Instruction, Report
 
 _REPORT_BUCKETS: Final = 64
 
@@ -76,6 +77,11 @@ class Fills:
             return 0
         self._reported[target] = confirmed
         return confirmed
+
+    def reports(self, target: int, version: int) -> list[Instruction]:
+        """Return the report of what a server has confirmed, as of a version, if it is time for one."""
+        filled = self.to_report(target)
+        return [Report(version, target, filled)] if filled else []
 
     def validate(self) -> None:
         """Assert the invariants."""

@@ -109,7 +109,7 @@ class ServerCore:
         if self.progress.iterations is not None and self.workers.has_begun(worker, iteration):
             return _KEEP
         chains = self.replication
-        return _CHAIN if chains.has_successors or chains.short else _ALONE
+        return _CHAIN if chains.has_successors or chains.place.short else _ALONE
 
     def keep(self, worker: int, sequence: int, iteration: int, buckets: int) -> int:
         """Take note of a push that is kept until its iteration is complete; return for which buckets it is new."""

@@ -209,7 +209,7 @@ class Progress:
         found = [token for token in self._withheld if is_meant(token)]
         for token in found:
             del self._withheld[token]
-            self.replication.give_up(token)
+            self.replication.pushes.give_up(token)
         return found
 
     def validate(self) -> None:

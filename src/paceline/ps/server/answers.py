@@ -220,7 +220,7 @@ class Answers:
 
     def shortage(self, buckets: Buckets) -> str:
         """Return which bucket has too few replicas to acknowledge anything, in words; empty if none has."""
-        found = self._core.replication.shortage(buckets)
+        found = self._core.replication.place.shortage(buckets)
         if found is None:
             return ""
         bucket, count = found

@@ -41,7 +41,7 @@ class BackPressure:
     def count_held(self) -> int:
         """Return the bytes that are held for others: early frames, and pushes that wait for servers behind."""
         early = sum(len(frame[2]) + len(frame[3]) for frame in cast("Iterable[Frame]", self._core.early))
-        payloads = (payload_of(token) for token in self._core.replication.waiting)
+        payloads = (payload_of(token) for token in self._core.replication.pushes.waiting)
         return early + sum(push.num_bytes for push in payloads)
 
     def count_ahead(self) -> int:

@@ -184,7 +184,7 @@ class Requests:
         """Have a repeat carry the gradients that were applied here, and not those that the client has sent again."""
         pieces: list[Piece] = []
         rest = push.buckets
-        for token, buckets in self._core.replication.forwarded(push.incarnation, push.sequence):
+        for token, buckets in self._core.replication.pushes.forwarded(push.incarnation, push.sequence):
             pieces += payload_of(token).part(self._tables, buckets & rest)
             rest &= ~buckets
         push.pieces, push.asked = [*pieces, *push.part(self._tables, rest)], selection

@@ -56,7 +56,7 @@ class Run:
         """Give up a push whose answer is withheld."""
         token = next((token for token, state in self.states.items() if state == "withheld"), None)
         if token is not None:
-            self.replication.give_up(token)
+            self.replication.pushes.give_up(token)
             self.replication.validate()
             self.watch.saw((self.states.pop(token),), "give_up", (OUTSIDE,))
 
