@@ -6,6 +6,7 @@ it may explain more or less, and what a bin costs depends on how it is learned.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final, TypeAlias
 
@@ -19,7 +20,7 @@ Scales: TypeAlias = tuple[Scale, ...]
 
 _CLASSES: Final = 64
 _BINS_OF_ALL: Final = TRIED_BINS[:3]
-_ANY_GAIN: Final = 0.0
+_LEAST_GAIN: Final = 1.0  # nats
 
 
 def known_labels(labels: Doubles) -> Doubles | None:
@@ -35,8 +36,9 @@ def explain_features(features: Sequence[NumericFeature]) -> list[ExplainedNumber
 def candidate_scales(explained: Sequence[ExplainedNumbers]) -> list[Scales]:
     """Return scales of all features, the usual ones first, none twice.
 
-    Others are: as many bins for all that usually have some (8, 16, 32 or 64); bins for all that they explain more of
-    than a line does; 8, 16 or 32 bins for all; and no bins.
+    Others are: as many bins for all that usually have some (8, 16, 32 or 64); bins for all where they gain more than
+    1 + ln(number of features) nats, for of many features some gain by chance (the risk inflation criterion: Foster and
+    George, Annals of Statistics 1994); 8, 16 or 32 bins for all; no bins; and no logarithms either.
     """
     usual = tuple(each.usual for each in explained)
     found = [usual]
@@ -44,7 +46,8 @@ def candidate_scales(explained: Sequence[ExplainedNumbers]) -> list[Scales]:
         found.append(
             tuple(each.bins[at] if scale.edges else scale for each, scale in zip(explained, usual, strict=True))
         )
-    found.append(tuple(each.best_bins(TRIED_BINS, _ANY_GAIN) for each in explained))
+    least = _LEAST_GAIN + math.log(max(len(explained), 1))
+    found.append(tuple(each.best_bins(TRIED_BINS, least) for each in explained))
     found += [tuple(each.bins[TRIED_BINS.index(num_bins)] for each in explained) for num_bins in _BINS_OF_ALL]
-    found.append(tuple(each.line for each in explained))
+    found += [tuple(each.line for each in explained), tuple(each.plain for each in explained)]
     return list(dict.fromkeys(found))

@@ -141,7 +141,9 @@ def fit_numbers(numbers: Doubles, how: str, known: Doubles | None = None) -> Sca
 class ExplainedNumbers:
     """A column's numbers on the scale that suits a line, and cut into bins; and what each explains of the labels."""
 
+    plain: Scale
     line: Scale
+    """That, or of logarithms."""
     bins: tuple[Scale, ...]
     """Of :data:`TRIED_BINS` by quantiles; a line's scale where all numbers are alike, or labels not known."""
     gains: tuple[float, ...]
@@ -168,14 +170,14 @@ def explain_numbers(numbers: Doubles, known: Doubles | None) -> ExplainedNumbers
     has_long_tail = farthest > max(_HEAVY, 2 * farthest_log)
     if known is None:
         line = logged if has_long_tail else plain
-        return ExplainedNumbers(line, (line,) * len(TRIED_BINS), (-math.inf,) * len(TRIED_BINS))
+        return ExplainedNumbers(plain, line, (line,) * len(TRIED_BINS), (-math.inf,) * len(TRIED_BINS))
     bins = tuple(_binned(plain, quantile_edges(numbers - plain.centre, each)) for each in TRIED_BINS)
     loss, num_known = _line_loss(numbers, known), int(np.isfinite(known).sum())
     better = (loss - loss_of_logs) * num_known
     line = (logged if better > 0 else plain) if abs(better) >= _EVIDENCE else logged if has_long_tail else plain
     best = min(loss, loss_of_logs)
     return ExplainedNumbers(
-        line, bins, tuple((best - _table_loss(numbers - plain.centre, each, known)) * num_known for each in bins)
+        plain, line, bins, tuple((best - _table_loss(numbers - plain.centre, each, known)) * num_known for each in bins)
     )
 
 

@@ -1,7 +1,7 @@
 """Which scales and bins of numbers suit a sample of the data, by the held-out loss of a logistic regression.
 
 The usual scales are those that each feature has by itself (:mod:`paceline.data.scales.candidates`). Others are taken if
-they are better by more than chance: of up to 5,000 examples by more than three standard errors, else by more than one.
+they are better by more than chance: of up to 5,000 examples by more than two standard errors, else by more than one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.tables.rules import FTRL
 _MAX_PAIRS: Final = 1 << 20
 _MAX_PAIR_VISITS: Final = 12_000_000
 _LEAST_PASSES: Final = 6
-_CAUTION: Final = 3.0
+_CAUTION: Final = 2.0
 _RATE: Final = 0.7
 
 
