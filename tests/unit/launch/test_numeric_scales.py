@@ -48,6 +48,9 @@ def test_features_that_are_numbers() -> None:
     assert [(each.key, len(each.numbers)) for each in present] == [(0, 400), (1, 400), (3, 100)]
     assert present[2].labels.tolist() == labels[::4].tolist()
     assert find_numeric_features(Batch(batch.labels, batch.indptr, batch.keys), absent_is_zero=True) == []
+    words = RANDOM.permuted(np.tile(np.arange(900) < 8, (400, 1)), axis=1)  # beside which few zeros are made up
+    found = find_numeric_features(examples(np.column_stack([x, words]), labels), absent_is_zero=True)
+    assert [each.key for each in found] == [0, 1]
 
 
 def test_candidates_begin_with_the_usual_scales_and_none_comes_twice() -> None:

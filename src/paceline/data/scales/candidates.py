@@ -20,7 +20,6 @@ Scales: TypeAlias = tuple[Scale, ...]
 
 _CLASSES: Final = 64
 _BINS_OF_ALL: Final = TRIED_BINS[:3]
-_LEAST_GAIN: Final = 1.0  # nats
 
 
 def known_labels(labels: Doubles) -> Doubles | None:
@@ -29,16 +28,21 @@ def known_labels(labels: Doubles) -> Doubles | None:
 
 
 def explain_features(features: Sequence[NumericFeature]) -> list[ExplainedNumbers]:
-    """Return what each feature explains of the labels by itself."""
-    return [explain_numbers(each.numbers, known_labels(each.labels)) for each in features]
+    """Return what each feature explains of the labels by itself.
+
+    Of many features some explain more on logarithms by chance: they must by ln(number of features) nats more (the risk
+    inflation criterion: Foster and George, Annals of Statistics 1994).
+    """
+    chance = math.log(max(len(features), 1))
+    return [explain_numbers(each.numbers, known_labels(each.labels), chance) for each in features]
 
 
 def candidate_scales(explained: Sequence[ExplainedNumbers]) -> list[Scales]:
     """Return scales of all features, the usual ones first, none twice.
 
-    Others are: as many bins for all that usually have some (8, 16, 32 or 64); bins for all where they gain more than
-    1 + ln(number of features) nats, for of many features some gain by chance (the risk inflation criterion: Foster and
-    George, Annals of Statistics 1994); 8, 16 or 32 bins for all; no bins; and no logarithms either.
+    Others are: as many bins for all that usually have some (8, 16, 32 or 64); 8, 16 or 32 bins for all; no bins; and no
+    logarithms either. None gives bins to more features by what they gain: of many some gain by chance, on examples that
+    are held out later too.
     """
     usual = tuple(each.usual for each in explained)
     found = [usual]
@@ -46,8 +50,6 @@ def candidate_scales(explained: Sequence[ExplainedNumbers]) -> list[Scales]:
         found.append(
             tuple(each.bins[at] if scale.edges else scale for each, scale in zip(explained, usual, strict=True))
         )
-    least = _LEAST_GAIN + math.log(max(len(explained), 1))
-    found.append(tuple(each.best_bins(TRIED_BINS, least) for each in explained))
     found += [tuple(each.bins[TRIED_BINS.index(num_bins)] for each in explained) for num_bins in _BINS_OF_ALL]
     found += [tuple(each.line for each in explained), tuple(each.plain for each in explained)]
     return list(dict.fromkeys(found))

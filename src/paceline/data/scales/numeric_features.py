@@ -13,6 +13,8 @@ from paceline.data.batch import Batch
 from paceline.data.scales.one_column import Doubles
 
 _LEAST_SHARE: Final = 0.1
+_TABLE_SHARE: Final = 0.9  # of the pairs: all features are columns of a table
+_DENSE_SHARE: Final = 0.5
 _LEAST_ROWS: Final = 20
 _LEAST_VALUES: Final = 3
 _MOST_FEATURES: Final = 2_000
@@ -36,14 +38,18 @@ class NumericFeature:
 def find_numeric_features(batch: Batch, *, absent_is_zero: bool) -> list[NumericFeature]:
     """Return the features of numbered or named ones that are numbers: of three values or more, in a tenth of the rows.
 
-    If `absent_is_zero` rows that lack one have the number 0. Up to 10,000 rows are looked at, evenly spread, fewer of
-    many features; of more than 2,000 features none is returned: they are no columns of a table.
+    If `absent_is_zero` rows that lack one have the number 0; beside many rare features, as words are, it is in half of
+    the rows then, or so many zeros would outweigh what is rare. Up to 10,000 rows are looked at, evenly spread, fewer
+    of many features; of more than 2,000 features none is returned: they are no columns of a table.
     """
     if batch.values is None:
         return []
     batch = _some_rows(batch, _MOST_ROWS)
     keys, counts = np.unique(batch.keys, return_counts=True)
-    keys = keys[counts >= max(_LEAST_SHARE * batch.num_examples, _LEAST_ROWS)]
+    is_common = counts >= max(_LEAST_SHARE * batch.num_examples, _LEAST_ROWS)
+    if absent_is_zero and counts[is_common].sum() < _TABLE_SHARE * len(batch.keys):
+        is_common &= counts > _DENSE_SHARE * batch.num_examples
+    keys = keys[is_common]
     if len(keys) > _MOST_FEATURES:
         return []
     found = numbers_of(batch, keys.tolist(), absent_is_zero=absent_is_zero)

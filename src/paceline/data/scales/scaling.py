@@ -153,17 +153,15 @@ class ExplainedNumbers:
     @property
     def usual(self) -> Scale:
         """The scale that ``auto`` takes of this column by itself."""
-        return self.best_bins(_USUAL_BINS, _BENT)
-
-    def best_bins(self, num_bins: Sequence[int], least_gain: float) -> Scale:
-        """Return the best of some numbers of bins, of :data:`TRIED_BINS`, if it gains more than this; else the line."""
-        places = [TRIED_BINS.index(each) for each in num_bins]
-        best = max(places, key=lambda place: self.gains[place])
-        return self.bins[best] if self.gains[best] > least_gain else self.line
+        best = max(range(len(_USUAL_BINS)), key=lambda place: self.gains[place])
+        return self.bins[best] if self.gains[best] > _BENT else self.line
 
 
-def explain_numbers(numbers: Doubles, known: Doubles | None) -> ExplainedNumbers:
-    """Return how numbers, finite float64 all, explain the labels `known` (NaN where there is none), or None."""
+def explain_numbers(numbers: Doubles, known: Doubles | None, chance: float = 0.0) -> ExplainedNumbers:
+    """Return how numbers, finite float64 all, explain the labels `known` (NaN where there is none), or None.
+
+    `chance` is by how many nats logarithms of one column among many explain more by chance.
+    """
     known = _known(known)
     plain, farthest = _standard_scale(numbers)
     logged, farthest_log, loss_of_logs = _log_scale(numbers, plain.centre, known)
@@ -174,7 +172,9 @@ def explain_numbers(numbers: Doubles, known: Doubles | None) -> ExplainedNumbers
     bins = tuple(_binned(plain, quantile_edges(numbers - plain.centre, each)) for each in TRIED_BINS)
     loss, num_known = _line_loss(numbers, known), int(np.isfinite(known).sum())
     better = (loss - loss_of_logs) * num_known
-    line = (logged if better > 0 else plain) if abs(better) >= _EVIDENCE else logged if has_long_tail else plain
+    line = (
+        (logged if better > 0 else plain) if abs(better) >= _EVIDENCE + chance else logged if has_long_tail else plain
+    )
     best = min(loss, loss_of_logs)
     return ExplainedNumbers(
         plain, line, bins, tuple((best - _table_loss(numbers - plain.centre, each, known)) * num_known for each in bins)
