@@ -83,7 +83,13 @@ GIVEN: dict[str, Any] = {"factor_lr": 0.1, "factor_l2": 0.5, "factor_min_count":
 
 @pytest.mark.parametrize(
     "estimator",
-    [LogisticRegression(), FactorizationMachine(**GIVEN), LinearRegression(epochs=8), PoissonRegressor(epochs=8)],
+    [
+        LogisticRegression(epochs=8),
+        FactorizationMachine(**GIVEN),
+        LinearRegression(epochs=8),
+        PoissonRegressor(epochs=8),
+        pytest.param(LogisticRegression(), marks=pytest.mark.thorough),  # it tries more
+    ],
 )
 def test_it_passes_the_checks_of_scikit_learn(estimator: Any) -> None:
     failed = [
