@@ -65,6 +65,11 @@ def test_no_server_takes_a_live_worker_for_gone() -> None:
         assert outcome.violation is None, f"seed {seed}: {outcome.violation}"
 
 
+def test_a_worker_that_was_removed_is_no_member_again() -> None:
+    """Found by this seed: only a worker, whose views name no workers, had seen the former scheduler's newest view."""
+    assert Cluster(10214).run().violation is None
+
+
 def test_voters_that_have_ended_are_found_though_no_newer_view_names_them() -> None:
     """Found by these seeds: a server died, and then the scheduler, before the view without it was committed."""
     for seed in (3087, 3759):

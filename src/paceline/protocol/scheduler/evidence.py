@@ -52,14 +52,22 @@ class Evidence:
 
     def __init__(self, returned: Iterable[Returned]) -> None:
         self.returned = tuple(returned)
-        self.latest = _latest(self.returned)
+        newest = _newest(each.view for each in self.returned)
+        whole = _newest(each.view for each in self.returned if not each.view.is_partial)
+        self.latest = newest if newest is whole else _with_workers(newest, whole)
         """The newest view that any of them has seen, with the workers of the newest that names workers.
 
-        So it is complete: a worker is removed only by a view that enough servers have prepared.
+        So it is complete: a worker is removed only by a view that enough servers have prepared, and enough of the
+        servers are asked that are to know of it.
         """
-        is_committed = any(each.has_committed and each.view.order == self.latest.order for each in self.returned)
-        self._electorates = [self.latest.voters] if is_committed else [self.latest.voters, self.latest.former_voters]
-        # The voters of every view that the former scheduler may be going on from.
+        # The voters of every view that the former scheduler may be going on from. Where only workers know the newest,
+        # which names none, those of the newest that does, too: they know whether it was followed by one that did.
+        self._electorates = self._voters_of(newest) + (self._voters_of(whole) if newest is not whole else [])
+
+    def _voters_of(self, view: View) -> list[Collection[int]]:
+        """Return the voters of a view, and if nobody knows that it is committed, of the one before."""
+        is_committed = any(each.has_committed and each.view.order == view.order for each in self.returned)
+        return [view.voters] if is_committed else [view.voters, view.former_voters]
 
     def is_member(self, returned: Returned) -> bool:
         """Whether one that is back is still a member: not if the newest view says that it is gone."""
@@ -117,13 +125,14 @@ class Evidence:
         return {each.member.incarnation for each in self.returned if each.promised >= promised}
 
 
-def _latest(returned: Collection[Returned]) -> View:
-    newest = max((each.view for each in returned), key=lambda view: view.order, default=View())
-    if not newest.is_partial:
-        return newest
-    views = (each.view for each in returned if not each.view.is_partial)
-    whole = max(views, key=lambda view: view.order, default=View())
+def _newest(views: Iterable[View]) -> View:
+    """Return the newest view; of equals one that names its workers."""
+    return max(views, key=lambda view: (view.order, not view.is_partial), default=View())
+
+
+def _with_workers(partial: View, whole: View) -> View:
+    """Return a view with the workers that an older one names."""
     workers = tuple(member for member in whole.members if member.role is Role.WORKER)
     return replace(
-        newest, members=(*newest.members, *workers), last_incarnation=whole.last_incarnation, is_partial=False
+        partial, members=(*partial.members, *workers), last_incarnation=whole.last_incarnation, is_partial=False
     )

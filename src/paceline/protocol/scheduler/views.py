@@ -9,8 +9,10 @@ schedulers that each believe to lead the cluster one can neither commit a view n
   fail, if that is fewer, and every server that gains a bucket by it (:class:`Proposal`);
 * a scheduler takes over with so many voters of the newest view that it learns of that any two such sets have one in
   common: with a majority, or with more than `replicas` (:func:`may_take_over`). If that view may not be committed, the
-  former scheduler may still go on from the one before it: then with so many of the voters of that one too. All these
-  have promised before to prepare nothing of a lower term.
+  former scheduler may still go on from the one before it: then with so many of the voters of that one too. If only
+  workers know the newest, whose views name no workers, then with so many of the newest that does name them as well:
+  else a worker that was removed could be taken for a member. All these have promised before to prepare nothing of a
+  lower term.
 
 Voters are the servers that have a bucket. One whose process is known to have ended is not waited for, and is no voter
 that has answered either: it may have been with another scheduler when it ended.

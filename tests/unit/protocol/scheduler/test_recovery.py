@@ -90,6 +90,20 @@ def test_the_newest_view_is_of_the_highest_term() -> None:
     assert coming.evidence.missing(NOBODY) == (member("s3"),)
 
 
+def test_where_only_a_worker_knows_the_newest_the_voters_of_the_newest_that_names_workers_are_asked_too() -> None:
+    # Found by the simulation: a server left by the newest view, and w6 was removed by one before it.
+    coming = Coming()
+    old = view(3, "s1", "s2", "s3", "s4", "w5", "w6")
+    coming.back("s2", old)
+    coming.back("s3", old)
+    coming.back("w6", old.without_workers())
+    coming.back("w5", view(11, "s1", "s2", "s3", "w5").without_workers())
+    assert not coming.evidence.has_quorum(NOBODY, 1)
+    coming.back("s1", view(11, "s1", "s2", "s3", "w5"))
+    assert coming.evidence.has_quorum(NOBODY, 1)
+    assert [each.incarnation for each in coming.evidence.latest.members if each.role is Role.WORKER] == [5]
+
+
 def test_a_view_without_workers_has_those_of_the_newest_that_names_them() -> None:
     coming = Coming()
     coming.back("w3", view(9, "s1", "s2", "w3", "w4").without_workers())
