@@ -196,7 +196,7 @@ class SparseEstimator(BaseEstimator, ABC):
     def _plan(self, options: TrainOptions, rows: Batch) -> TrainingPlan:
         sample, scaling = sample_batch(rows), None
         if options.numeric_scale != "none":
-            scaling = choose_key_scaling(sample, options.numeric_scale, absent_is_zero=True)
+            scaling = choose_key_scaling(sample, options.numeric_scale, absent_is_zero=True, model=options.model)
         return plan_on_sample(options, sample, scaling)
 
     def _rule(self, suited_lr: float, suited_l1: float) -> UpdateRule:

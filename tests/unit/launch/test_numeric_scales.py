@@ -18,7 +18,9 @@ from paceline.data.scales.numeric_features import NumericFeature, find_numeric_f
 from paceline.launch.train.data_files import look_at
 from paceline.launch.train.describing import describe_data
 from paceline.launch.train.numeric_scales import choose_key_scaling
-from paceline.models.tuning import best_scaling
+from paceline.models.fm import FactorModel
+from paceline.models.registry import make_model
+from paceline.models.tuning import best_scaling, is_worse_for_factors
 
 RANDOM = np.random.default_rng(7)
 
@@ -125,3 +127,18 @@ def test_equal_numbers_are_cut_into_equal_bins_in_every_format(tmp_path: Path) -
         (found,) = describe_data([path], None, None, None)["bent_features"]
         assert (found["name"], found["scale"]) == (name, columns.scales[0].describe())
         assert describe_data([path], None, None, None, "none")["bent_features"] == []
+
+
+def test_a_factorization_machine_has_numbers_where_pairs_say_more_than_bins() -> None:
+    x, labels = bent()
+    edges = dict.fromkeys((0, 1), tuple(np.linspace(-2, 2, 30).astype(np.float32).tolist()))
+    bins = KeyScaling(np.arange(2, dtype=np.uint64), np.zeros(2), np.ones(2), 1.0, edges=edges)
+    model = make_model("fm")
+    assert isinstance(model, FactorModel)
+    products = RANDOM.random(1500) < 1 / (1 + np.exp(-3 * x[:, 0] * x[:, 1]))
+    assert is_worse_for_factors(model, sample_batch(examples(x, products)), bins, None)
+    sample = sample_batch(examples(x, labels))
+    assert not is_worse_for_factors(model, sample, bins, None)
+    found = choose_key_scaling(sample, "auto", absent_is_zero=True, model=model)
+    assert found is not None
+    assert found.edges

@@ -14,7 +14,9 @@ from paceline.data.scales.candidates import candidate_scales, explain_features, 
 from paceline.data.scales.numeric_features import find_numeric_features, numbers_of
 from paceline.kernels.text.reference import name_seed
 from paceline.launch.kernels import prepare_kernels
-from paceline.models.tuning import best_scaling
+from paceline.models.base import SparseModel
+from paceline.models.fm import FactorModel
+from paceline.models.tuning import best_scaling, is_worse_for_factors
 
 
 def choose_column_scales(files: Sequence[str], format: str, columns: Columns) -> tuple[Scale, ...]:
@@ -46,11 +48,14 @@ def choose_scales(sample: ExampleSample, columns: Columns) -> tuple[Scale, ...]:
     return tuple(scale.centred_at(centre) for scale, centre in zip(best, centres, strict=True))
 
 
-def choose_key_scaling(sample: ExampleSample, how: str, *, absent_is_zero: bool) -> KeyScaling | None:
+def choose_key_scaling(
+    sample: ExampleSample, how: str, *, absent_is_zero: bool, model: SparseModel | None = None
+) -> KeyScaling | None:
     """Return the scaling of values that suits examples of numbered or named features; None where all are 1.
 
     `how` as :func:`paceline.data.fit_scale` has it. Each feature is divided by the root of its mean square, or
     standardised, but where logarithms or bins suit it better; these are for features that are numbers, not marks.
+    A `model` that is a factorization machine has them only if it is no worse with them.
     """
     usual = find_key_scaling(sample.batch)
     if how == "standard":
@@ -63,7 +68,11 @@ def choose_key_scaling(sample: ExampleSample, how: str, *, absent_is_zero: bool)
         return with_scales(usual, features, scales, absent_is_zero=absent_is_zero)
     candidates = candidate_scales(explain_features(features))
     scalings = [with_scales(usual, features, scales, absent_is_zero=absent_is_zero) for scales in candidates]
-    return scalings[_best(sample, scalings)]
+    found = scalings[_best(sample, scalings)]
+    is_bent = found is not None and not found.is_linear
+    if is_bent and isinstance(model, FactorModel) and model.name == "fm" and model.interactions is None:
+        return usual if is_worse_for_factors(model, sample, found, usual) else found
+    return found
 
 
 def _best(sample: ExampleSample, scalings: Sequence[KeyScaling | None]) -> int:

@@ -86,7 +86,7 @@ def _find_scaling(options: TrainOptions, sample: ExampleSample, format: str) -> 
     """Return how values are changed of formats without columns."""
     if format not in KEYED_FORMATS or options.numeric_scale == "none":
         return None
-    return choose_key_scaling(sample, options.numeric_scale, absent_is_zero=format != "jsonl")
+    return choose_key_scaling(sample, options.numeric_scale, absent_is_zero=format != "jsonl", model=options.model)
 
 
 def plan_on_sample(options: TrainOptions, sample: ExampleSample, scaling: KeyScaling | None) -> TrainingPlan:

@@ -15,7 +15,7 @@ from paceline.models.tuning.choices import (
     tune,
     wants_sparsity,
 )
-from paceline.models.tuning.scale_trial import best_scaling
+from paceline.models.tuning.scale_trial import best_scaling, is_worse_for_factors
 from paceline.models.tuning.search import FactorSearch, TunedModel, tune_linear
 from paceline.models.tuning.trial import TriedRule
 
@@ -32,6 +32,7 @@ __all__ = [
     "TunedModel",
     "best_scaling",
     "is_sorted_by_label",
+    "is_worse_for_factors",
     "passes_for_all",
     "suggested_alpha",
     "suggested_batch_size",

@@ -17,7 +17,10 @@ import numpy as np
 from paceline.data.example_sampling import ExampleSample, sample_batch
 from paceline.data.key_scaling import KeyScaling
 from paceline.environment import num_cores
+from paceline.models.fm import FactorModel
 from paceline.models.tuning.choices import L1, is_sorted_by_label, suggested_alpha, suggested_batch_size
+from paceline.models.tuning.model_trial import ModelTrial
+from paceline.models.tuning.search import FACTORS
 from paceline.models.tuning.trial import MAX_PASSES, SMALL, HeldOutLosses, SampleTrial, Split, held_out_splits
 from paceline.tables.rules import FTRL
 
@@ -44,6 +47,23 @@ def best_scaling(sample: ExampleSample, scalings: Sequence[KeyScaling | None]) -
     best = int(np.argmin([each.mean for each in tried]))
     errors = _CAUTION if part.num_examples <= SMALL else 1.0
     return best if tried[best].is_below(tried[0], errors) else 0
+
+
+def is_worse_for_factors(
+    model: FactorModel, sample: ExampleSample, bent: KeyScaling | None, plain: KeyScaling | None
+) -> bool:
+    """Return whether a factorization machine does better by more than chance on `plain` scales than on `bent` ones.
+
+    Pairs of numbers say more together than pairs of their bins, which are rarer.
+    """
+    batch_size = suggested_batch_size(sample.num_examples, model.least_batch_size)
+    model = model.starting_from(sample.batch.labels, sample.batch.weights).settled(FACTORS[2])
+    losses = []
+    for scaling in (bent, plain):
+        part = sample if scaling is None else dataclasses.replace(sample, batch=scaling.apply(sample.batch))
+        trial = ModelTrial(model, part, batch_size, is_sorted=is_sorted_by_label(sample))
+        losses.append(trial.run(model, FTRL(alpha=suggested_alpha(part, _RATE), l1=L1)).losses)
+    return len(losses[0].losses) == len(losses[1].losses) and losses[1].is_below(losses[0])
 
 
 def _try(part: ExampleSample, scaling: KeyScaling | None, offset: float, splits: Sequence[Split]) -> HeldOutLosses:
