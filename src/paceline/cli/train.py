@@ -43,6 +43,9 @@ def train(
     factor_lr: Annotated[
         float | None, typer.Option(help="Models with factors: learning rate of the factors; default: found by trial.")
     ] = None,
+    factor_l1: Annotated[
+        float | None, typer.Option(help="Models with factors: L1 penalty of the factors; default 0.")
+    ] = None,
     factor_l2: Annotated[
         float | None, typer.Option(help="Models with factors: L2 penalty of the factors; default: found by trial.")
     ] = None,
@@ -59,6 +62,7 @@ def train(
     tower_lr: Annotated[
         float | None, typer.Option(help="deepfm, dcn: learning rate of the layers (Adam); default: found by trial.")
     ] = None,
+    tower_l1: Annotated[float | None, typer.Option(help="deepfm, dcn: L1 penalty of the layers; default 0.")] = None,
     tower_l2: Annotated[
         float | None, typer.Option(help="deepfm, dcn: L2 penalty of the layers; default: found by trial.")
     ] = None,
@@ -80,7 +84,7 @@ def train(
         int | None, typer.Option(help="How often a feature must occur in the first pass to be learned; default 1.")
     ] = None,
     count_cells: Annotated[
-        int | None, typer.Option(help="Cells in each of the 4 rows of the sketch that counts features; default 2^20.")
+        int | None, typer.Option(help="Cells of the sketch that counts features; default 2^24.")
     ] = None,
     epochs: Annotated[
         int | None, typer.Option(min=1, help="Passes over the data; default: found by trial on a sample.")
@@ -289,12 +293,14 @@ def train(
                 model,
                 dim=dim,
                 factor_lr=factor_lr,
+                factor_l1=factor_l1,
                 factor_l2=factor_l2,
                 factor_min_count=factor_min_count,
                 positive=options.find_positive(positive),
                 hidden=None if hidden is None else parse_hidden(hidden),
                 cross_layers=cross_layers,
                 tower_lr=tower_lr,
+                tower_l1=tower_l1,
                 tower_l2=tower_l2,
                 classes=None if classes is None else parse_classes(classes),
                 min_count=min_count,

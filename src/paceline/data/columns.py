@@ -214,7 +214,7 @@ class Converter:
     """Arrow record batches, with the columns in ``columns.names``'s order, to :class:`Batch`."""
 
     def __init__(self, path: str, columns: Columns, *, has_label: bool = True) -> None:
-        from paceline.kernels.scaling import scale_numbers
+        from paceline.kernels.features.scaling import scale_numbers
         from paceline.kernels.text import lines as kernels
 
         self._path = path

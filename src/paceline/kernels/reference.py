@@ -23,7 +23,7 @@ Integers = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.int32]
 
 MAX_ORDER = 3
-"""So many columns are crossed at most (see :mod:`paceline.kernels.interactions`)."""
+"""So many columns are crossed at most (see :mod:`paceline.kernels.features.interactions`)."""
 
 MASK = (1 << 64) - 1
 _M1, _M2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB

@@ -10,6 +10,7 @@ import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -18,7 +19,8 @@ from typing_extensions import Self, override
 
 from paceline.data import Batch, Columns
 from paceline.kernels.dedup import dedup, scratch_size
-from paceline.models.features.counting import FeatureCounts, check_counting
+from paceline.kernels.features.sketch import BLOCK, count_occurrences
+from paceline.models.features.counting import FeatureCounts, FrequentFeatures, check_counting
 from paceline.models.features.interactions import Interactions
 from paceline.models.metrics import Evaluation
 from paceline.models.progressive import ExampleSums
@@ -48,10 +50,15 @@ class ModelTable(NamedTuple):
 
 
 class KeyScratch:
-    """Memory that minibatches of one worker are prepared in, one after the other."""
+    """Memory that minibatches of one worker are prepared in, one after the other; they are all of one training."""
 
     def __init__(self) -> None:
         self._slots = np.empty(scratch_size(1 << 14), np.int32)
+
+    @cached_property
+    def frequent(self) -> FrequentFeatures:
+        """The features that were found to have occurred often enough."""
+        return FrequentFeatures()
 
     def slots(self, num_keys: int) -> npt.NDArray[np.int32]:
         """Return what :func:`dedup` needs for so many keys."""
@@ -152,7 +159,9 @@ class KeyedMinibatch(Minibatch):
 
     def occurrences(self) -> npt.NDArray[np.int64]:
         """Return how often each feature stands in the examples: int64 [m], without the bias."""
-        return np.bincount(self._rows.indices, minlength=len(self._rows.keys) - 1)
+        found = np.empty(len(self._rows.keys) - 1, np.int64)
+        count_occurrences(self._rows.indices, found)
+        return found
 
 
 class CountedMinibatch(Minibatch):
@@ -166,11 +175,19 @@ class CountedMinibatch(Minibatch):
         "summed_weight",
     )  # fmt: skip
 
-    def __init__(self, inner: KeyedMinibatch, min_count: int, num_cells: int, *, is_first_pass: bool) -> None:
+    def __init__(
+        self,
+        inner: KeyedMinibatch,
+        min_count: int,
+        num_cells: int,
+        frequent: FrequentFeatures,
+        *,
+        is_first_pass: bool,
+    ) -> None:
         self._inner = inner
         self._min_count = min_count
         self._is_first_pass = is_first_pass
-        self._sketched = FeatureCounts(inner.keys[0][:-1], num_cells)
+        self._sketched = FeatureCounts(inner.keys[0][:-1], num_cells, frequent)
         self._gradient_keys: tuple[Keys, ...] = ()
         self.labels = inner.labels
         self.num_examples = inner.num_examples
@@ -179,7 +196,7 @@ class CountedMinibatch(Minibatch):
     @property
     @override
     def keys(self) -> tuple[Keys, ...]:
-        return *self._inner.keys, self._sketched.cells
+        return *self._inner.keys, self._sketched.blocks
 
     @property
     @override
@@ -188,20 +205,19 @@ class CountedMinibatch(Minibatch):
 
     @override
     def gradients(self, weights: Sequence[Floats]) -> tuple[Sequence[Floats], float]:
-        inner, counts = self._inner, weights[-1].reshape(-1)
+        inner, counts = self._inner, weights[-1]
         occurrences = inner.occurrences() if self._is_first_pass else np.zeros(len(inner.keys[0]) - 1, np.int64)
-        learned = self._sketched.estimates(counts) + occurrences >= self._min_count
+        learned = self._sketched.have_occurred(counts, occurrences, self._min_count)
         gradients, loss = inner.gradients(weights[:-1])
         rare = inner.keys[0][:-1][~learned]
         chosen = [
             np.append(learned, True) if keys is inner.keys[0] else np.isin(keys, rare, invert=True)
             for keys in inner.gradient_keys
         ]
-        added = self._sketched.added(occurrences)
-        counted = (added > 0) & (counts < self._min_count)
+        blocks, added = self._sketched.added(counts, occurrences, self._min_count)
         pairs = list(zip(inner.gradient_keys, gradients, chosen, strict=True))
-        self._gradient_keys = (*(keys[which] for keys, _, which in pairs), self._sketched.cells[counted])
-        return [*(gradient[which] for _, gradient, which in pairs), -added[counted]], loss
+        self._gradient_keys = (*(keys[which] for keys, _, which in pairs), blocks)
+        return [*(gradient[which] for _, gradient, which in pairs), -added], loss
 
     @override
     def sums(self) -> ExampleSums:
@@ -248,8 +264,8 @@ class SparseModel(ABC):
     """The columns whose values are features together too."""
     min_count: int = 1
     """How often a feature must have occurred to be learned."""
-    count_cells: int = 1 << 20
-    """Cells in each of the four rows of the sketch that counts features, where they are counted."""
+    count_cells: int = 1 << 24
+    """Cells of the sketch that counts features, where they are counted."""
 
     def __post_init__(self) -> None:
         check_counting(self.min_count, self.count_cells)
@@ -260,7 +276,8 @@ class SparseModel(ABC):
         """The tables of a training: its parameters', and last that of the sketch, if features are counted."""
         if self.min_count == 1:
             return self.parameter_tables
-        sketch = ModelTable(f"{self.name} occurrences", update=SGD(lr=1.0), is_count=True, is_by_feature=False)
+        name = f"{self.name} occurrences"
+        sketch = ModelTable(name, BLOCK, update=SGD(lr=1.0), is_count=True, is_by_feature=False)
         return *self.parameter_tables, sketch
 
     @property
@@ -301,7 +318,8 @@ class SparseModel(ABC):
         minibatch = self._to_minibatch(self.crossed(batch), scratch)
         if self.min_count == 1:
             return minibatch
-        return CountedMinibatch(minibatch, self.min_count, self.count_cells, is_first_pass=is_first_pass)
+        settings = self.min_count, self.count_cells, scratch.frequent
+        return CountedMinibatch(minibatch, *settings, is_first_pass=is_first_pass)
 
     def crossed(self, batch: Batch) -> Batch:
         """Return a batch with its interactions."""

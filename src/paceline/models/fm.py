@@ -9,6 +9,7 @@ weight is not 0: the vectors of rare features would take memory and learn exampl
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -19,7 +20,7 @@ from typing_extensions import override
 from paceline.data import Batch
 from paceline.errors import UsageError
 from paceline.kernels.csr import add_interactions, csr_dot, csr_transposed_dot, interaction_gradients
-from paceline.models.base import KeyedMinibatch, KeyScratch, ModelTable
+from paceline.models.base import KeyedMinibatch, KeyScratch, ModelTable, SparseModel
 from paceline.models.clicks import ClickMinibatch, ClickProbabilityModel
 from paceline.models.features.counting import MOST_COUNTED
 from paceline.models.logistic import LogisticRegression
@@ -98,8 +99,8 @@ class FactorizationMinibatch(ClickMinibatch):
 class FactorModel(ClickProbabilityModel):
     """P(click) from a weight and factors per feature. Abstract: which pairs of factors count is missing.
 
-    `factor_lr` and `factor_l2` are rate and penalty of AdaGrad on the factors, `factor_std` their initial deviation. A
-    feature has factors once it has occurred `factor_min_count` times.
+    `factor_lr`, `factor_l1` and `factor_l2` are rate and penalties of AdaGrad on the factors, `factor_std` their
+    initial deviation. A feature has factors once it has occurred `factor_min_count` times.
     """
 
     usual: ClassVar[Mapping[str, Any]] = {
@@ -110,6 +111,7 @@ class FactorModel(ClickProbabilityModel):
 
     dim: int = 8
     factor_lr: float | None = None
+    factor_l1: float = 0.0
     factor_l2: float | None = None
     factor_std: float = 0.05
     factor_min_count: int | None = None
@@ -118,6 +120,7 @@ class FactorModel(ClickProbabilityModel):
         super().__post_init__()
         if not 1 <= self.dim <= MAX_FACTORS:
             raise UsageError(f"--dim {self.dim}: expected 1 to {MAX_FACTORS:,} factors")
+        check_penalties(self, "factor_l1")
         if not 0 <= self.value_of("factor_min_count") <= MOST_COUNTED:
             raise UsageError(f"--factor-min-count {self.factor_min_count}: expected 0 to {MOST_COUNTED:,}")
         _ = self.parameter_tables  # whose settings are checked
@@ -129,7 +132,10 @@ class FactorModel(ClickProbabilityModel):
             f"{self.name} factors",
             dim=self.num_factors,
             update=Adagrad(
-                lr=self.value_of("factor_lr"), weight_decay=self.value_of("factor_l2"), initial_accumulator=1.0
+                lr=self.value_of("factor_lr"),
+                l1=self.factor_l1,
+                weight_decay=self.value_of("factor_l2"),
+                initial_accumulator=1.0,
             ),
             initializer=Normal(std=self.factor_std),
         )
@@ -150,6 +156,14 @@ class FactorModel(ClickProbabilityModel):
             min_count=self.min_count,
             count_cells=self.count_cells,
         )
+
+
+def check_penalties(model: SparseModel, *names: str) -> None:
+    """Raise UsageError unless these settings can be rates and penalties of update rules."""
+    for name in names:
+        value = model.value_of(name)
+        if not 0 <= value < math.inf:
+            raise UsageError(f"--{name.replace('_', '-')} {value:g}: expected a finite number from 0 up")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

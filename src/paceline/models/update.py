@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
@@ -53,9 +54,15 @@ def make_update(
             l1=1.0 if l1 is None else l1,
             l2=0.0 if l2 is None else l2,
         )
-    if l1:
-        raise UsageError(f"{name} has no L1 penalty: leave --l1 out, or use --update ftrl")
+    if l1 and not _has_l1(kind):
+        able = " or ".join(each for each in UPDATE_NAMES if _has_l1(_KINDS[each]))
+        raise UsageError(f"{name} has no L1 penalty: leave --l1 out, or use --update {able}")
     if beta is not None:
         raise UsageError(f"--beta is FTRL's: leave it out with --update {name}")
-    rule: UpdateRule = kind(lr=rate, weight_decay=0.0 if l2 is None else l2)
+    penalties = {"weight_decay": l2 or 0.0, **({"l1": l1 or 0.0} if _has_l1(kind) else {})}
+    rule: UpdateRule = kind(lr=rate, **penalties)
     return rule
+
+
+def _has_l1(kind: type[Any]) -> bool:
+    return any(field.name == "l1" for field in dataclasses.fields(kind))

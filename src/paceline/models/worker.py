@@ -101,6 +101,7 @@ class Worker:
         client = self._client
         if number != self._counters.job:  # else shards of it have come back
             self._counters = WorkerCounters(number, start_bytes=client.byte_counts())
+            self._scratch = KeyScratch()
         counters = self._counters
         try:
             model = read_model_settings(job.model)

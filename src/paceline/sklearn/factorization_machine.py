@@ -25,7 +25,7 @@ class FactorizationMachine(Classifier):
     Parameters, whose defaults are those of ``paceline train --model fm``:
 
     - `dim`: the factors of a feature.
-    - `factor_lr`, `factor_l2`: learning rate and L2 penalty of AdaGrad on the factors.
+    - `factor_lr`, `factor_l1`, `factor_l2`: learning rate, L1 and L2 penalty of AdaGrad on the factors.
     - `factor_min_count`: how often a feature must have occurred, over all passes, to have factors.
     - `update`, `lr`, `l1`, `l2`, `beta`: the update rule of the weights and its settings. A feature whose weight is 0
       has no factors: l1=0 keeps those that say something in pairs only.
@@ -40,6 +40,7 @@ class FactorizationMachine(Classifier):
         **CLASSIFIER_PARAMETERS,
         "dim": [Interval(Integral, 1, MAX_FACTORS, closed="both"), None],
         "factor_lr": [AT_LEAST_0, None],
+        "factor_l1": [AT_LEAST_0, None],
         "factor_l2": [AT_LEAST_0, None],
         "factor_min_count": [Interval(Integral, 0, MOST_COUNTED, closed="both"), None],
     }
@@ -49,6 +50,7 @@ class FactorizationMachine(Classifier):
         *,
         dim: int | None = None,
         factor_lr: float | None = None,
+        factor_l1: float | None = None,
         factor_l2: float | None = None,
         factor_min_count: int | None = None,
         update: str = "ftrl",
@@ -88,6 +90,7 @@ class FactorizationMachine(Classifier):
         )
         self.dim = dim
         self.factor_lr = factor_lr
+        self.factor_l1 = factor_l1
         self.factor_l2 = factor_l2
         self.factor_min_count = factor_min_count
 
@@ -97,6 +100,7 @@ class FactorizationMachine(Classifier):
             "fm",
             dim=self.dim,
             factor_lr=self.factor_lr,
+            factor_l1=self.factor_l1,
             factor_l2=self.factor_l2,
             factor_min_count=self.factor_min_count,
         )

@@ -20,11 +20,10 @@ from paceline.kernels import (
     dense,
     filters,
     index,
-    interactions,
-    scaling,
     shared,
     sparse,
 )
+from paceline.kernels.features import interactions, scaling, sketch
 from paceline.kernels.jit import is_cached
 from paceline.kernels.parameters import NUM_PARAMETERS
 from paceline.kernels.text import csv, json_lines, lines, vw
@@ -74,6 +73,7 @@ KERNELS: tuple[Any, ...] = (
     *checksum.KERNELS,
     *interactions.KERNELS,
     *scaling.KERNELS,
+    *sketch.KERNELS,
     *shared.KERNELS,
     *csv.KERNELS,
     *json_lines.KERNELS,
@@ -111,6 +111,7 @@ def compile_rest() -> None:
     checksum.compile_kernels()
     interactions.compile_kernels()
     scaling.compile_kernels()
+    sketch.compile_kernels()
     lines.compile_kernels()
     csv.compile_kernels()
     json_lines.compile_kernels()

@@ -164,7 +164,11 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
         ("train good.tsv --stale drop", 2, "expected 'accept'"),
         ("train good.tsv --stale drop:2 --consistency sequential", 2, "has nothing to do under sequential"),
         ("train good.tsv --update newton", 2, "expected one of ftrl, sgd"),
-        ("train good.tsv --update sgd --l1 1", 2, "sgd has no L1 penalty"),
+        (
+            "train good.tsv --update momentum --l1 1",
+            2,
+            "momentum has no L1 penalty: leave --l1 out, or use",
+        ),
         ("train good.tsv --lr -1", 2, "alpha"),
         ("train good.tsv --model forest", 2, "unknown model 'forest': expected one of lr"),
         ("train good.tsv --save good.tsv", 1, "there is a file of that name"),

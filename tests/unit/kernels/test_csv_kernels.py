@@ -143,3 +143,20 @@ def test_faults_have_names_and_places() -> None:
         (8, reference.BAD_WIDTH),
         (0, reference.BAD_QUOTE),
     ]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    cells=st.lists(
+        st.from_regex(r"-?[0-9]{0,9}\.?[0-9]{0,9}", fullmatch=True).filter(lambda cell: any(map(str.isdigit, cell))),
+        min_size=1,
+        max_size=20,
+    )
+)
+def test_numbers_are_as_python_reads_them(cells: list[str]) -> None:
+    """To the last bit of a float32, whether a cell fits a word or not."""
+    text = "".join(f"x,1,{cell},,y,7,1\n" for cell in cells).encode()
+    rows, bad, _ = parse(text, ",")
+    assert not bad
+    for cell, (_, _, _, values) in zip(cells, rows, strict=True):
+        assert np.float32(values[-1]).tobytes() == np.float32(float(cell)).tobytes(), cell

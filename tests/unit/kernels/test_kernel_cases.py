@@ -80,6 +80,8 @@ def test_every_kernel_has_a_case() -> None:
     texts |= {"bin_columns"}  # tests/unit/data/test_bins.py
     texts |= {"cross_features", "cross_fields"}  # tests/unit/models/test_interactions.py
     texts |= {"group_fields", "count_crosses"}  # the same
+    texts |= {"place_features", "least_counts", "add_counts"}  # tests/unit/models/test_counting.py
+    texts |= {"note_frequent", "count_occurrences"}  # the same
     in_memory = {"logistic_pass"}  # tests/unit/models/test_tuning.py
     of_passes = {"mark", "mark_all", "old_keys"}  # tests/unit/ps/test_passes.py
     between_processes = {  # tests/integration/collectives

@@ -283,3 +283,57 @@ def test_initial_state_of_a_row() -> None:
         store.push(key, zero)
         ((_, records),) = store.items()
         assert records.tolist() == [expected], rule
+
+
+def l1_float64(rule: SGD | Adagrad | Adam, gradients: npt.NDArray[np.float64], start: float) -> float:
+    """Return the weight after all gradients, by the rule's own step and then soft thresholding, in float64."""
+    w, total, first, second, greatest = start, 0.0, 0.0, 0.0, 0.0
+    for step, g in enumerate(gradients.tolist(), 1):
+        divisor, direction = 1.0, g
+        if isinstance(rule, Adagrad):
+            total += g * g
+            divisor = math.sqrt(total) + rule.eps
+        elif isinstance(rule, Adam):
+            beta1, beta2 = rule.betas
+            first, second = beta1 * first + (1 - beta1) * g, beta2 * second + (1 - beta2) * g * g
+            greatest = max(greatest, second)
+            divisor = math.sqrt((greatest if rule.amsgrad else second) / (1 - beta2**step)) + rule.eps
+            direction = first / (1 - beta1**step)
+        w -= rule.lr * direction / divisor
+        w = math.copysign(max(abs(w) - rule.lr * rule.l1 / divisor, 0.0), w)
+    return w
+
+
+L1_RULES = [
+    SGD(lr=0.05, l1=0.3),
+    Adagrad(lr=0.1, l1=0.3),
+    Adam(lr=0.01, l1=0.3),
+    Adam(lr=0.01, l1=0.3, amsgrad=True),
+    AdamW(lr=0.01, l1=0.3, weight_decay=0.0),
+]
+
+
+@pytest.mark.parametrize("rule", L1_RULES, ids=repr)
+@pytest.mark.parametrize("dim", [1, 16])
+def test_l1_is_a_proximal_step(rule: SGD | Adagrad | Adam, dim: int) -> None:
+    grads = gradients(dim, seed=6) + np.linspace(-0.6, 0.6, dim, dtype=np.float32)
+    store, key = SparseStore(dim=dim, rule=rule, initializer=Constant(value=0.25)), np.array([3], np.uint64)
+    for grad in grads:
+        store.push(key, grad)
+    found = np.empty(dim, np.float32)
+    store.pull(key, found)
+    expected = np.array([l1_float64(rule, column.astype(np.float64), 0.25) for column in grads.T])
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+    assert dim == 1 or 0 < np.count_nonzero(found) < dim
+
+
+@pytest.mark.parametrize("rule", [SGD(lr=0.2, l1=0.5), Adagrad(lr=0.3, l1=0.5), Adam(lr=0.02, l1=0.5)], ids=repr)
+def test_l1_has_the_optimum_of_the_lasso(rule: UpdateRule) -> None:
+    """Of (w - a)² / 2 + l1 · |w|: a less l1, and exactly 0 for a within l1."""
+    targets = np.array([-2.0, -0.6, -0.4, 0.0, 0.3, 0.45, 1.5], np.float32)
+    record, array = dense_record(rule, np.ones(len(targets), np.float32))
+    for _ in range(1500):
+        kernels.dense_push(rule.code, record, len(targets), 0, len(targets), record[: len(targets)] - targets, 0, array)
+    expected = np.sign(targets) * np.maximum(np.abs(targets) - 0.5, 0)
+    np.testing.assert_allclose(record[: len(targets)], expected, atol=1e-3)
+    assert (record[2:6] == 0).all()

@@ -276,6 +276,29 @@ def test_parse_floats(texts: list[str]) -> None:
         assert_within_an_ulp([number], [expected or 0.0])
 
 
+@settings(deadline=None, max_examples=300)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["", "-", "+"]), st.from_regex(r"[0-9]{1,15}", fullmatch=True), st.integers(0, 15)),
+        min_size=1,
+        max_size=30,
+    ),
+    st.integers(-7, 12),
+)
+def test_numbers_of_up_to_15_digits_are_as_python_reads_them(parts: list[tuple[str, str, int]], exponent: int) -> None:
+    """To the last bit, wherever the point is: both digits and power of ten are exact (Clinger 1990)."""
+    texts = []
+    for sign, digits, point in parts:
+        text = digits if point >= len(digits) else f"{digits[:point]}.{digits[point:]}"
+        texts.append(f"{sign}{text}" + (f"e{exponent}" if exponent else ""))
+    texts = [text for text in texts if abs(float(text)) < 3e38 and any(map(str.isdigit, text.split("e")[0]))]
+    numbers, status = np.zeros(len(texts)), np.zeros(len(texts), np.uint8)
+    kernels.parse_floats(*arrow([text.encode() for text in texts]), reference.powers_of_ten(), numbers, status)
+    assert (status == kernels.FLOAT_OK).all()
+    for text, number in zip(texts, numbers.tolist(), strict=True):
+        assert number.hex() == float(text).hex(), text
+
+
 def test_compiling_gives_each_kernel_its_one_signature() -> None:
     kernels.compile_kernels()
     for kernel in kernels.KERNELS:

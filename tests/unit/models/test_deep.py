@@ -119,8 +119,8 @@ def test_layers() -> None:
     table = Layer("one", 3, 16, 2).table(Adam(lr=0.5))
     assert (table.name, table.dim, table.update) == ("one", 17, Adam(lr=0.5))
     assert table.initializer is not None
-    penalized = make_deep("dcn", layout=LAYOUT, tower_lr=0.01, tower_l2=0.3).parameter_tables[3]
-    assert penalized.update == Adam(lr=0.01, weight_decay=0.3)
+    penalized = make_deep("dcn", layout=LAYOUT, tower_lr=0.01, tower_l1=0.2, tower_l2=0.3).parameter_tables[3]
+    assert penalized.update == Adam(lr=0.01, l1=0.2, weight_decay=0.3)
     assert table.initializer.largest == 0.25
     assert read_model_settings(json.loads(json.dumps(model.describe()))) == model.settled()
 
@@ -134,6 +134,7 @@ def test_layers() -> None:
         ("dcn", {"cross_layers": 0}, "--cross-layers 0: expected 1 to 16"),
         ("dcn", {"tower_lr": -1.0}, "--tower-lr -1: expected a finite number from 0 up"),
         ("dcn", {"tower_l2": -0.5}, "--tower-l2 -0.5: expected a finite number from 0 up"),
+        ("dcn", {"tower_l1": -0.5}, "--tower-l1 -0.5: expected a finite number from 0 up"),
         ("dcn", {"tower_lr": math.nan}, "--tower-lr nan: expected"),
         ("dcn", {"dim": 1024, "layout": RowLayout(categorical=tuple(map(str, range(64))))}, "take a smaller --dim"),
         ("dcn", {"interactions": Interactions(text="a:b")}, "--interactions is nothing that --model dcn takes"),

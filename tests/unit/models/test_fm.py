@@ -80,12 +80,29 @@ def test_features_have_factors_from_their_nth_occurrence() -> None:
     assert len(stores[1]) == 0
 
 
+def test_an_l1_penalty_makes_factors_zero() -> None:
+    """A small one leaves one factor of four exactly 0 everywhere, and the model as good; a large one all."""
+    batch, labels = make_pairs(0), make_pairs(1).labels
+    shares = []
+    for factor_l1 in (0.0, 0.1, 1.0):
+        model = FactorizationMachine(
+            dim=4, factor_lr=0.1, factor_l1=factor_l1, factor_l2=0.0, factor_std=0.1, factor_min_count=0
+        )
+        machine, (_, factors, _) = train(model, batch, FTRL(alpha=0.1), epochs=6, unseen=make_pairs(1))
+        values = np.concatenate([records[:, :4] for _, records in factors.items()])
+        shares.append(float(np.mean(values == 0)))
+        assert (auc(labels, machine) > 0.77) == (factor_l1 < 1)
+    assert shares[0] == 0 < shares[1] < shares[2] == 1
+
+
 def test_settings() -> None:
     refused: tuple[dict[str, Any], ...] = (
         {"dim": 0},
         {"dim": 5000},
         {"factor_lr": -1.0},
         {"factor_min_count": -1},
+        {"factor_l1": -1.0},
+        {"factor_l1": float("inf")},
         {"factor_l2": -1.0},
         {"factor_std": float("nan")},
     )

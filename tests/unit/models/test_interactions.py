@@ -10,7 +10,7 @@ import pytest
 
 from paceline.data import Batch, Columns
 from paceline.errors import DataError, UsageError
-from paceline.kernels.interactions import cross_keys
+from paceline.kernels.features.interactions import cross_keys
 from paceline.kernels.text.reference import field_of, name_seed
 from paceline.models.base import KeyScratch
 from paceline.models.features.interactions import Interactions

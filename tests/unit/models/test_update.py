@@ -17,4 +17,8 @@ def test_every_rule_with_a_rate_for_click_logs_is_a_choice() -> None:
         assert type(rule).__name__.lower() == name
         assert rule.numbers[0] == type(rule).logistic_rate
         assert (rule.l2 if isinstance(rule, FTRL) else rule.numbers[1]) == 0.5
+        has_l1 = hasattr(rule, "l1")
+        assert has_l1 == (name in ("ftrl", "sgd", "adagrad", "adam", "adamw"))
+        if has_l1:
+            assert make_update(name, l1=0.25).l1 == 0.25  # type: ignore[attr-defined]
         assert name in inspect.getsource(train)  # its help text, which must be there without numba

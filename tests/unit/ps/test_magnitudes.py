@@ -36,6 +36,9 @@ SETTINGS: list[UpdateRule] = [
     Adam(lr=0.1, amsgrad=True),
     Adam(lr=0.1, betas=(0.5, 0.6), weight_decay=0.3),
     AdamW(lr=0.1, weight_decay=0.1),
+    SGD(lr=3.0, weight_decay=0.5, l1=0.1),
+    Adagrad(lr=2.0, eps=1e-3, l1=0.1),
+    Adam(lr=0.1, l1=0.1),
     FTRL(),
     FTRL(alpha=3.0, beta=0.1, l1=0.5, l2=0.25),
 ]

@@ -1,4 +1,4 @@
-"""Blocks of examples as arrays in a file, which are mapped into memory and checked when they are read.
+"""Blocks of examples as arrays in a file, which are checked when they are read.
 
 All numbers are little-endian, and all sections begin at multiples of 64 bytes::
 
@@ -15,7 +15,6 @@ What is read may have been made up: all that says where arrays lie is checked, s
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import struct
 import zlib
@@ -201,17 +200,17 @@ class BlockFile(Closing):
         entry = self.entries[at]
         if not entry.num_bytes:
             return Batch(np.empty(0, np.float32), np.zeros(1, np.int64), np.empty(0, np.uint64))
-        before = entry.offset % mmap.ALLOCATIONGRANULARITY
-        try:
-            mapped = mmap.mmap(
-                self._descriptor, before + entry.num_bytes, access=mmap.ACCESS_COPY, offset=entry.offset - before
-            )
-        except ValueError:  # the file has become shorter
+        # Not mapped: to map a block, and to have each of its pages looked for, takes longer than to copy it.
+        data = np.empty(entry.num_bytes, np.uint8)
+        num_read = 0
+        while num_read < len(data):
+            count = os.preadv(self._descriptor, [data[num_read:].data], entry.offset + num_read)
+            if not count:  # the file has become shorter
+                return None
+            num_read += count
+        if int(xxh64(data.view(np.uint64))) != entry.checksum:
             return None
-        words = np.frombuffer(mapped, np.uint64, entry.num_bytes // 8, before)
-        if int(xxh64(words)) != entry.checksum:
-            return None
-        return _take(mapped, before, entry)
+        return _take(data, entry)
 
     def read_section(self, section: Section) -> bytes:
         """What :meth:`BlockWriter.write_section` wrote there. Raises OSError, and ValueError if it is damaged."""
@@ -265,12 +264,13 @@ def _padded(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _take(mapped: mmap.mmap, at: int, entry: BlockEntry) -> Batch | None:
-    """The arrays of a block, one behind the other from `at`; None if they are not those of examples."""
+def _take(data: npt.NDArray[np.uint8], entry: BlockEntry) -> Batch | None:
+    """The arrays of a block, one behind the other; None if they are not those of examples."""
+    at = 0
 
     def take(dtype: Any, count: int) -> npt.NDArray[Any]:
         nonlocal at
-        array = np.frombuffer(mapped, dtype, count, at)
+        array = np.frombuffer(data, dtype, count, at)
         at += _padded(array.nbytes)
         return array
 

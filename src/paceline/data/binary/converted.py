@@ -279,7 +279,7 @@ class ConvertedReader:
     """
 
     def __init__(self, path: str, columns: Columns | None, shard_bytes: int) -> None:
-        from paceline.kernels.scaling import scale_columns
+        from paceline.kernels.features.scaling import scale_columns
 
         self._path = path
         self._file = ConvertedFile(path)

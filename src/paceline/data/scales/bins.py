@@ -107,7 +107,7 @@ class ColumnBins:
 
         Each pair says of which column it is, for keys do not tell that any more.
         """
-        from paceline.kernels.scaling import bin_columns
+        from paceline.kernels.features.scaling import bin_columns
 
         assert batch.values is not None
         fields, num_categorical = batch.fields, self._num_categorical

@@ -19,7 +19,7 @@ import numpy as np
 from numba import config, types
 from numba.extending import intrinsic
 
-from paceline.kernels.jit import njit
+from paceline.kernels.jit import uncounted
 from paceline.kernels.text import reference
 
 _TAB, _RETURN, _SPACE = 9, 13, 32
@@ -90,11 +90,11 @@ else:
 
         return types.uint64(text, types.int64), generate
 
-    @njit(inline="never")
+    @uncounted(inline="never")
     def low_bytes(word, count):  # type: ignore[no-untyped-def]
         return word & ((np.uint64(1) << np.uint64(8 * count)) - np.uint64(1))
 
-    @njit()
+    @uncounted()
     def has_control(word):  # type: ignore[no-untyped-def]
         # "Bit Twiddling Hacks": is there a byte below 32?
         below = word - np.uint64(0x2020202020202020)
@@ -108,12 +108,12 @@ else:
 
     _trailing_zeros: Any = intrinsic(_count_zeros)
 
-    @njit()
+    @uncounted()
     def first_bytes(word, count):  # type: ignore[no-untyped-def]
         unwanted = np.uint64(64) - np.uint64(count) * np.uint64(8)
         return (word << unwanted) >> unwanted
 
-    @njit()
+    @uncounted()
     def digits_of(word, count):  # type: ignore[no-untyped-def]
         # Lemire, "Quickly parsing eight digits", 2018: to the right, behind zeros, three multiplications
         unwanted = np.uint64(64) - np.uint64(count) * np.uint64(8)
@@ -127,38 +127,38 @@ else:
         high = ((digits >> np.uint64(16)) & np.uint64(0x000000FF000000FF)) * np.uint64(0x0000271000000001)
         return np.int64((low + high) >> np.uint64(32))
 
-    @njit()
+    @uncounted()
     def repeat_byte(byte):  # type: ignore[no-untyped-def]
         return np.uint64(byte) * np.uint64(_ONES)
 
-    @njit()
+    @uncounted()
     def first_match(word, pattern):  # type: ignore[no-untyped-def]
         # "Bit Twiddling Hacks": the lowest byte that is zero; those above it may be taken for one wrongly
         other = word ^ pattern
         zeros = (other - np.uint64(_ONES)) & ~other & np.uint64(_TOPS)
         return np.int64(_trailing_zeros(zeros) >> np.uint64(3))
 
-    @njit()
+    @uncounted()
     def first_ending(word, pattern):  # type: ignore[no-untyped-def]
         other = word ^ pattern
         zeros = (other - np.uint64(_ONES)) & ~other
         controls = (word - np.uint64(0x2020202020202020)) & ~word
         return np.int64(_trailing_zeros((zeros | controls) & np.uint64(_TOPS)) >> np.uint64(3))
 
-    @njit()
+    @uncounted()
     def as_bits(x):  # type: ignore[no-untyped-def]
         return np.uint64(x)
 
-    @njit()
+    @uncounted()
     def hash_start(seed, length):  # type: ignore[no-untyped-def]
         return seed ^ (np.uint64(length) * np.uint64(reference.LENGTH_MULTIPLIER))
 
-    @njit()
+    @uncounted()
     def hash_step(h, word):  # type: ignore[no-untyped-def]
         h = (h ^ word) * np.uint64(reference.WORD_MULTIPLIER)
         return h ^ (h >> np.uint64(32))
 
-    @njit()
+    @uncounted()
     def hash_finish(h):  # type: ignore[no-untyped-def]
         h *= np.uint64(reference.FIRST_FINAL_MULTIPLIER)
         h ^= h >> np.uint64(29)
@@ -166,7 +166,7 @@ else:
         return h ^ (h >> np.uint64(32))
 
 
-@njit()
+@uncounted()
 def skip_blanks(text, at):  # type: ignore[no-untyped-def]
     """The first position from `at` that is no space, tab or carriage return; a newline stops it."""
     byte = byte_at(text, at)
@@ -176,7 +176,7 @@ def skip_blanks(text, at):  # type: ignore[no-untyped-def]
     return at
 
 
-@njit()
+@uncounted()
 def hash_span(text, start, stop, seed):  # type: ignore[no-untyped-def]
     """The hash of ``text[start:stop]``; loads up to seven bytes behind `stop`."""
     h = hash_start(seed, stop - start)
@@ -189,7 +189,7 @@ def hash_span(text, start, stop, seed):  # type: ignore[no-untyped-def]
     return hash_finish(h)
 
 
-@njit()
+@uncounted()
 def category_end(text, start, stop):  # type: ignore[no-untyped-def]
     """Where the category ``text[start:stop]`` ends, as :func:`paceline.kernels.text.reference.category_text` has it."""
     if stop - start < 3 or byte_at(text, stop - 1) != 48 or byte_at(text, stop - 2) != 46:

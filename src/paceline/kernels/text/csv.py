@@ -3,7 +3,7 @@
 Cells are split as RFC 4180 has it, and as Python's `csv` module and Arrow do: a quote counts at the beginning of a
 cell alone, a doubled one inside quotes stands for itself, what follows the closing quote belongs to the cell; a row
 ends with a newline, a carriage return, or both; empty lines are no rows. The twin is
-:func:`paceline.kernels.text.reference.csv_row`.
+:func:`paceline.kernels.text.reference.csv_row`; what cells mean is in :mod:`.csv_cells`.
 
 The parsers read ``text[start:end]``, and may load (never use) eight bytes behind `end`. ``text[end]`` must be a
 newline: a row that ends there is unfinished.
@@ -13,35 +13,24 @@ from __future__ import annotations
 
 import numpy as np
 
-from paceline.kernels.jit import njit
-from paceline.kernels.scaling import centre_number, scale_number
+from paceline.kernels.jit import njit, uncounted
 from paceline.kernels.text.bytes import (
     byte_at,
-    category_end,
-    digits_of,
-    first_bytes,
     first_ending,
     first_match,
     hash_finish,
-    hash_span,
     hash_start,
     hash_step,
     repeat_byte,
     word_at,
 )
-from paceline.kernels.text.lines import FLOAT_BAD, FLOAT_MISSING, FLOAT_OK, read_float
+from paceline.kernels.text.csv_cells import POINT_ZERO, hash_short, plain_category, put_number, short_number, take_cell
 from paceline.kernels.text.reference import (
     BAD_QUOTE,
     BAD_WIDTH,
     DETAIL,
     LABEL_SLOT,
-    NO_LABEL,
-    NO_LABEL_NUMBER,
-    NO_NUMBER,
-    NO_WEIGHT,
-    NO_WEIGHT_NUMBER,
     SKIPPED_SLOT,
-    WEIGHT_SLOT,
     powers_of_ten,
 )
 
@@ -49,11 +38,11 @@ ROWS, BAD, POSITION, PAIRS = range(4)
 """What `counts` says: good rows and bad ones, where the parser stopped, pairs."""
 NUM_COUNTS = 4
 
-_TAB, _NEWLINE, _RETURN, _SPACE, _QUOTE = 9, 10, 13, 32, 34
-_POINT_ZERO = 0x302E  # the bytes of ".0" as a number
+_NEWLINE, _RETURN, _SPACE, _QUOTE = 10, 13, 32, 34
+_BYTE = np.uint64(0xFF)
 
 
-@njit()
+@uncounted()
 def _cell_end(text, at, separator, pattern):  # type: ignore[no-untyped-def]
     """The position from `at` on of what ends a cell outside quotes."""
     while True:
@@ -65,7 +54,7 @@ def _cell_end(text, at, separator, pattern):  # type: ignore[no-untyped-def]
             at += 1
 
 
-@njit()
+@uncounted()
 def _next_quote(text, at, end):  # type: ignore[no-untyped-def]
     """The position from `at` on of a quote, or `end` or more."""
     pattern = repeat_byte(_QUOTE)
@@ -77,7 +66,7 @@ def _next_quote(text, at, end):  # type: ignore[no-untyped-def]
     return end
 
 
-@njit()
+@uncounted()
 def _quoted(text, at, end, separator, pattern, scratch):  # type: ignore[no-untyped-def]
     """The cell whose quote is at `at`: (first, stop, what ends it, whether in `scratch`); the third is -1 for no end.
 
@@ -111,105 +100,7 @@ def _quoted(text, at, end, separator, pattern, scratch):  # type: ignore[no-unty
     return 0, filled, stop, True
 
 
-@njit()
-def _lower_word(text, at, stop):  # type: ignore[no-untyped-def]
-    """Up to seven letters of ``text[at:stop]`` as one number, in lower case; 0 for more."""
-    found = 0
-    if stop - at > 7:
-        return 0
-    for k in range(at, stop):
-        byte = byte_at(text, k)
-        found = found * 256 + (byte + 32 if 65 <= byte <= 90 else byte)
-    return found
-
-
-def _word(letters):  # type: ignore[no-untyped-def]
-    return int.from_bytes(letters, "big")
-
-
-_NA, _N_A, _NAN, _NULL, _NONE = _word(b"na"), _word(b"n/a"), _word(b"nan"), _word(b"null"), _word(b"none")
-_TRUE, _T, _YES, _Y = _word(b"true"), _word(b"t"), _word(b"yes"), _word(b"y")
-_FALSE, _F, _NO, _N = _word(b"false"), _word(b"f"), _word(b"no"), _word(b"n")
-
-
-@njit()
-def _number(text, at, stop, powers):  # type: ignore[no-untyped-def]
-    """The number ``text[at:stop]``, blanks around it allowed: (value, FLOAT_ code, the word that is there instead)."""
-    if 0 < stop - at <= 8:
-        digits = digits_of(word_at(text, at), stop - at)
-        if digits >= 0:
-            return np.float64(digits), FLOAT_OK, 0
-    while at < stop and byte_at(text, at) in (_SPACE, _TAB, _RETURN, _NEWLINE):
-        at += 1
-    while at < stop and byte_at(text, stop - 1) in (_SPACE, _TAB, _RETURN, _NEWLINE):
-        stop -= 1
-    if at == stop:
-        return 0.0, FLOAT_MISSING, 0
-    value, behind = read_float(text, at, stop, powers)
-    if behind == stop:
-        return value, FLOAT_OK, 0
-    word = _lower_word(text, at, stop)
-    if word in (_NA, _N_A, _NAN, _NULL, _NONE):
-        return 0.0, FLOAT_MISSING, word
-    return 0.0, FLOAT_BAD, word
-
-
-@njit()
-def _read_label(text, at, stop, powers):  # type: ignore[no-untyped-def]
-    """The label ``text[at:stop]``: (value, what ails it, or 0)."""
-    value, status, word = _number(text, at, stop, powers)
-    if status == FLOAT_OK:
-        return value, 0
-    if word in (_TRUE, _T, _YES, _Y):
-        return 1.0, 0
-    if word in (_FALSE, _F, _NO, _N):
-        return 0.0, 0
-    return 0.0, NO_LABEL if at == stop else NO_LABEL_NUMBER
-
-
-@njit()
-def _read_weight(text, at, stop, powers):  # type: ignore[no-untyped-def]
-    """The weight ``text[at:stop]``: (value, what ails it, or 0)."""
-    value, status, _ = _number(text, at, stop, powers)
-    if status == FLOAT_OK and value >= 0.0:
-        return value, 0
-    return 0.0, NO_WEIGHT if at == stop else NO_WEIGHT_NUMBER
-
-
-@njit()
-def _hash_short(word, size, seed):  # type: ignore[no-untyped-def]
-    """The hash of a cell of up to eight bytes; `word` is 0 behind them."""
-    h = hash_start(seed, size)
-    stepped = hash_step(h, word)
-    return hash_finish(stepped if size > 0 else h)
-
-
-@njit()
-def _plain_category(word, size):  # type: ignore[no-untyped-def]
-    """The bytes of a cell of up to eight, and whether it has no quote at its beginning and no ``.0`` at its end.
-
-    Without a branch on its size, which would be guessed wrong often: a shift by up to 64 bits is two.
-    """
-    unwanted = np.uint64(64 - 8 * size)
-    half = unwanted >> np.uint64(1)
-    rest = unwanted - half
-    top = (word << half) << rest
-    is_plain = (top >> np.uint64(48)) != np.uint64(_POINT_ZERO) and (word & np.uint64(0xFF)) != np.uint64(_QUOTE)
-    return (top >> half) >> rest, is_plain
-
-
-@njit()
-def _put_number(value, status, scales, k, seed, values, keys, at):  # type: ignore[no-untyped-def]
-    """Write a numeric feature, NaN if it is missing; return whether it is a number or missing."""
-    keys[at] = seed
-    values[at] = np.nan
-    if status == FLOAT_OK:
-        number = centre_number(value, scales[3, k])
-        values[at] = scale_number(number, scales[0, k], scales[1, k], scales[2, k], scales[3, k])
-    return status != FLOAT_BAD
-
-
-@njit()
+@uncounted()
 def _parse_row(  # type: ignore[no-untyped-def]
     text, at, end, separator, slots, seeds, scales, powers, scratch, labels, weights, row, keys, values, base
 ):
@@ -222,48 +113,55 @@ def _parse_row(  # type: ignore[no-untyped-def]
     column, why = 0, 0
     while True:
         slot = slots[column] if column < slots.shape[0] else SKIPPED_SLOT
-        if 0 <= slot < first_numeric:
-            word = word_at(text, at)
-            size = first_ending(word, pattern)
-            if byte_at(text, at + size) == separator and at + size < end:  # most cells are so, and done with here
-                cell, is_plain = _plain_category(word, size)
-                if is_plain:
-                    keys[base + slot] = _hash_short(cell, size, seeds[slot])
-                    at += size + 1
-                    column += 1
-                    continue
-        source, first = text, at
+        word = word_at(text, at)
+        size = first_ending(word, pattern)
+        ending = byte_at(text, at + size)
+        if ending == separator and at + size < end:  # most cells are so, and done with here
+            is_done = False
+            if 0 <= slot < first_numeric:
+                if size == 8:  # a branch of its own: the next cell need not wait for the size of this one
+                    if (word >> np.uint64(48)) != POINT_ZERO and np.int64(word & _BYTE) != _QUOTE:
+                        keys[base + slot] = hash_finish(hash_step(hash_start(seeds[slot], 8), word))
+                        at += 9
+                        column += 1
+                        continue
+                else:
+                    cell, is_done = plain_category(word, size)
+                    if is_done:
+                        keys[base + slot] = hash_short(cell, size, seeds[slot])
+            elif slot >= first_numeric:
+                value, is_done = short_number(word, size, powers)
+                if is_done:
+                    put_number(value, scales, slot - first_numeric, seeds[slot], values, keys, base + slot)
+            elif slot == SKIPPED_SLOT:
+                is_done = np.int64(word & _BYTE) != _QUOTE
+            if is_done:
+                at += size + 1
+                column += 1
+                continue
+        first, moved = at, False
         if byte_at(text, at) == _QUOTE:
             first, stop, at, moved = _quoted(text, at, end, separator, pattern, scratch)
             if at < 0:
                 return -1, column, why
-            if moved:
-                source = scratch
         else:
             at = _cell_end(text, at, separator, pattern)
             stop = at
         if at >= end:
             return -2, column, why
-        if slot >= first_numeric:
-            value, status, _ = _number(source, first, stop, powers)
-            k = slot - first_numeric
-            if not _put_number(value, status, scales, k, seeds[slot], values, keys, base + slot) and why == 0:
-                why = NO_NUMBER + DETAIL * column
-        elif slot >= 0:
-            stop = category_end(source, first, stop)
-            size = stop - first
-            if size <= 8:
-                keys[base + slot] = _hash_short(first_bytes(word_at(source, first), size), size, seeds[slot])
-            else:
-                keys[base + slot] = hash_span(source, first, stop, seeds[slot])
-        elif slot == LABEL_SLOT:
-            labels[row], fault = _read_label(source, first, stop, powers)
-            if fault != 0:
-                why = fault + DETAIL * column
-        elif slot == WEIGHT_SLOT:
-            weights[row], fault = _read_weight(source, first, stop, powers)
-            if fault != 0 and why == 0:
-                why = fault + DETAIL * column
+        # Not one call of a variable that is the one or the other: Numba counts references to it, for each cell.
+        if moved:
+            fault = take_cell(
+                *(scratch, first, stop, slot, first_numeric, seeds, scales, powers),
+                *(labels, weights, row, keys, values, base),
+            )
+        else:
+            fault = take_cell(
+                *(text, first, stop, slot, first_numeric, seeds, scales, powers),
+                *(labels, weights, row, keys, values, base),
+            )
+        if fault != 0 and (why == 0 or slot == LABEL_SLOT):
+            why = fault + DETAIL * column
         column += 1
         byte = byte_at(text, at)
         at += 1
@@ -273,7 +171,7 @@ def _parse_row(  # type: ignore[no-untyped-def]
             return at, column, why
 
 
-@njit()
+@uncounted()
 def _close_row(keys, values, base, num_features, num_numeric):  # type: ignore[no-untyped-def]
     """Give categories value 1 and leave missing numbers out; return where the next row's pairs begin."""
     behind = base + num_features
@@ -284,9 +182,8 @@ def _close_row(keys, values, base, num_features, num_numeric):  # type: ignore[n
         values[k] = 1.0
     kept = first_numeric
     for k in range(first_numeric, behind):
-        if values[k] == values[k]:
-            keys[kept], values[kept] = keys[k], values[k]
-            kept += 1
+        keys[kept], values[kept] = keys[k], values[k]
+        kept += np.int64(values[k] == values[k])  # a branch would be guessed wrong
     return kept
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paceline.kernels.jit import njit
+from paceline.kernels.jit import njit, uncounted
 from paceline.kernels.text.bytes import byte_at, category_end, hash_span, skip_blanks
 from paceline.kernels.text.json_numbers import canonical_number, number_end
 from paceline.kernels.text.lines import ALL_ONES, BAD, NONZEROS, NUM_COUNTS, POSITION, ROWS, read_float
@@ -36,7 +36,7 @@ _LOW = np.uint64(0xFFFFFFFF)
 _IS_NUMBER, _IS_TEXT, _IS_MISSING = range(3)
 
 
-@njit()
+@uncounted()
 def _string_end(text, at):  # type: ignore[no-untyped-def]
     """The position of the quote that ends a string which begins at `at`, and whether it has escapes; -1 for none."""
     escaped = False
@@ -54,7 +54,7 @@ def _string_end(text, at):  # type: ignore[no-untyped-def]
         at += 1
 
 
-@njit()
+@uncounted()
 def _hex4(text, at):  # type: ignore[no-untyped-def]
     """Four hexadecimal digits as a number, or -1."""
     found = 0
@@ -69,7 +69,7 @@ def _hex4(text, at):  # type: ignore[no-untyped-def]
     return found
 
 
-@njit()
+@uncounted()
 def _put_utf8(code, scratch, to):  # type: ignore[no-untyped-def]
     if code < 0x80:
         scratch[to] = code
@@ -90,7 +90,7 @@ def _put_utf8(code, scratch, to):  # type: ignore[no-untyped-def]
     return to + 1
 
 
-@njit()
+@uncounted()
 def _unescape(text, at, stop, scratch, to):  # type: ignore[no-untyped-def]
     """Copy ``text[at:stop]`` into `scratch` with escapes resolved; the position behind it, or -1 for a wrong escape."""
     while at < stop:
@@ -128,7 +128,7 @@ def _unescape(text, at, stop, scratch, to):  # type: ignore[no-untyped-def]
     return to
 
 
-@njit()
+@uncounted()
 def _is_word(text, at, word):  # type: ignore[no-untyped-def]
     same = True
     for k in range(len(word)):
@@ -141,7 +141,7 @@ _TRUE_WORDS = tuple(tuple(word.ljust(5)) for word in (b"true", b"t", b"yes", b"y
 _FALSE_WORDS = tuple(tuple(word.ljust(5)) for word in (b"false", b"f", b"no", b"n"))
 
 
-@njit()
+@uncounted()
 def _is_one_of(text, at, stop, words):  # type: ignore[no-untyped-def]
     """Whether ``text[at:stop]`` is one of some words of up to five letters, in any case."""
     if stop - at > 5 or at == stop:
@@ -160,7 +160,7 @@ def _is_one_of(text, at, stop, words):  # type: ignore[no-untyped-def]
     return False
 
 
-@njit()
+@uncounted()
 def _read_scalar(text, at, end, powers, scratch, path_end):  # type: ignore[no-untyped-def]
     """A value that is no list and no object: (kind, number, first, stop, in scratch, position behind it, or -1, why).
 
@@ -190,7 +190,7 @@ def _read_scalar(text, at, end, powers, scratch, path_end):  # type: ignore[no-u
     return _IS_NUMBER, value, at, stop, False, stop if behind == stop else -1, BAD_JSON_NUMBER
 
 
-@njit()
+@uncounted()
 def _as_number(text, kind, value, first, stop, powers):  # type: ignore[no-untyped-def]
     """A scalar as a label or a weight: (number, whether it is one)."""
     if kind == _IS_NUMBER:
@@ -203,7 +203,7 @@ def _as_number(text, kind, value, first, stop, powers):  # type: ignore[no-untyp
     return number, behind == stop
 
 
-@njit()
+@uncounted()
 def _parse_object(  # type: ignore[no-untyped-def]
     text, at, end, label_seed, weight_seed, as_text, powers, scratch, bases, is_list, keys, values, fields, pair
 ):
@@ -214,7 +214,7 @@ def _parse_object(  # type: ignore[no-untyped-def]
     """
     label, weight = np.nan, np.nan if weight_seed != _NO_SEED else 1.0
     depth, bases[0], is_list[0], may_close = 0, 0, 0, True
-    field = np.uint32(0)
+    name_end, name_hash = 0, _NO_SEED
     at += 1
     while True:
         at = skip_blanks(text, at)
@@ -238,7 +238,7 @@ def _parse_object(  # type: ignore[no-untyped-def]
                     return at, pair, label, weight, BAD_JSON
                 at = skip_blanks(text, at + 1)
                 if depth == 0:
-                    field = np.uint32(hash_span(scratch, 0, path_end, _NO_SEED) & _LOW)
+                    name_end, name_hash = path_end, hash_span(scratch, 0, path_end, _NO_SEED)
             byte = byte_at(text, at)
             if byte in (_OPEN_LIST, _OPEN_OBJECT):
                 depth += 1
@@ -252,7 +252,7 @@ def _parse_object(  # type: ignore[no-untyped-def]
                 return at, pair, label, weight, why
             at = behind
             source = scratch if moved else text
-            seed = hash_span(scratch, 0, path_end, _NO_SEED)
+            seed = name_hash if path_end == name_end else hash_span(scratch, 0, path_end, _NO_SEED)
             if kind != _IS_MISSING and is_list[depth] == 0 and seed == label_seed:
                 label, good = _as_number(source, kind, value, first, stop, powers)
                 if not good:
@@ -272,7 +272,7 @@ def _parse_object(  # type: ignore[no-untyped-def]
                     stop = category_end(source, first, stop)
                 keys[pair] = hash_span(source, first, stop, seed) if is_category else seed
                 values[pair] = 1.0 if is_category else value
-                fields[pair] = field
+                fields[pair] = np.uint32(name_hash & _LOW)
                 pair += 1
             depth += 1  # the value is closed below, as lists and objects are
         depth -= 1

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from paceline.kernels.jit import njit
+from paceline.kernels.jit import uncounted
 from paceline.kernels.text.bytes import byte_at
 
 _MINUS, _DOT = 45, 46
 _MOST_PLACES, _LEAST_PLACE = 18, -5  # of numbers that are written without an exponent
 
 
-@njit()
+@uncounted()
 def _digits_end(text, at):  # type: ignore[no-untyped-def]
     while 48 <= byte_at(text, at) <= 57:
         at += 1
     return at
 
 
-@njit()
+@uncounted()
 def number_end(text, at):  # type: ignore[no-untyped-def]
     """The position behind the number at `at`, as JSON writes them, or -1."""
     if byte_at(text, at) == _MINUS:
@@ -41,7 +41,7 @@ def number_end(text, at):  # type: ignore[no-untyped-def]
     return at
 
 
-@njit()
+@uncounted()
 def _put_digits(text, at, stop, skipped, count, scratch, to):  # type: ignore[no-untyped-def]
     """Copy `count` digits of ``text[at:stop]`` behind the first `skipped`, zeros where there are no more."""
     while count > 0:
@@ -60,7 +60,7 @@ def _put_digits(text, at, stop, skipped, count, scratch, to):  # type: ignore[no
     return to
 
 
-@njit()
+@uncounted()
 def canonical_number(text, first, stop, scratch, to):  # type: ignore[no-untyped-def]
     """The number ``text[first:stop]`` as categories are written: (first, stop, whether in `scratch`, from `to` on).
 

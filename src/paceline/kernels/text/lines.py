@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from paceline.kernels.jit import njit
+from paceline.kernels.jit import njit, uncounted
 from paceline.kernels.text import reference
 from paceline.kernels.text.bytes import (
     as_bits,
     byte_at,
     category_end,
+    digits_of,
     has_control,
     hash_finish,
     hash_span,
@@ -49,7 +50,7 @@ FLOAT_OK, FLOAT_MISSING, FLOAT_BAD = range(3)
 _TAB, _NEWLINE, _RETURN, _SPACE, _COLON, _HASH = 9, 10, 13, 32, 58, 35
 
 
-@njit()
+@uncounted()
 def _line_end(text, at):  # type: ignore[no-untyped-def]
     """The position behind the newline of the line that `at` is in."""
     while byte_at(text, at) != _NEWLINE:
@@ -57,7 +58,7 @@ def _line_end(text, at):  # type: ignore[no-untyped-def]
     return at + 1
 
 
-@njit()
+@uncounted()
 def _criteo_integers(text, at, seeds, small, thresholds, keys, base):  # type: ignore[no-untyped-def]
     """The 13 integer fields from `at`; (position behind them, 0) or (anything, a BAD_ code)."""
     for field in range(CRITEO_INTEGERS):
@@ -91,7 +92,7 @@ def _criteo_integers(text, at, seeds, small, thresholds, keys, base):  # type: i
     return at, 0
 
 
-@njit()
+@uncounted()
 def _criteo_categories(text, at, seeds, keys, base):  # type: ignore[no-untyped-def]
     """The 26 categories from `at`; (position behind the newline, 0) or (anything, a BAD_ code)."""
     for field in range(CRITEO_INTEGERS, CRITEO_FEATURES):
@@ -163,7 +164,7 @@ def parse_criteo(  # type: ignore[no-untyped-def]
     counts[NONZEROS], counts[ALL_ONES] = rows * CRITEO_FEATURES, 1
 
 
-@njit()
+@uncounted()
 def read_float(text, at, stop, powers):  # type: ignore[no-untyped-def]
     """The number at ``text[at:stop]``: (value, position behind it), or (0, -1) if it is no finite float32."""
     negative = False
@@ -173,6 +174,14 @@ def read_float(text, at, stop, powers):  # type: ignore[no-untyped-def]
     mantissa, kept, exponent, seen, fraction = 0, 0, 0, False, False
     while at < stop:
         digit = byte_at(text, at) - 48
+        if kept <= 10 and at + 8 <= stop and (mantissa > 0 or 1 <= digit <= 9):  # eight at once
+            eight = digits_of(word_at(text, at), 8)
+            if eight >= 0:
+                mantissa = mantissa * 100_000_000 + eight
+                exponent -= 8 if fraction else 0
+                seen, kept = True, kept + 8
+                at += 8
+                continue
         if 0 <= digit <= 9:
             seen = True
             if kept < 18:  # digits behind the 18th cannot move a float32 by an ulp
@@ -213,7 +222,7 @@ def read_float(text, at, stop, powers):  # type: ignore[no-untyped-def]
     return (-value if negative else value), at
 
 
-@njit()
+@uncounted()
 def _read_index(text, at):  # type: ignore[no-untyped-def]
     """The uint64 at `at`: (value, position behind it), or (0, -1) where there is none or it is too large."""
     first = at
@@ -234,12 +243,12 @@ def _read_index(text, at):  # type: ignore[no-untyped-def]
     return index, (at if at > first else -1)
 
 
-@njit()
+@uncounted()
 def _ends_word(byte):  # type: ignore[no-untyped-def]
     return byte in (_SPACE, _TAB, _RETURN, _NEWLINE, _HASH)
 
 
-@njit()
+@uncounted()
 def _after_qid(text, at):  # type: ignore[no-untyped-def]
     """The position behind ``qid:<digits>`` at `at`, or `at` where there is none."""
     if byte_at(text, at) != 113 or byte_at(text, at + 1) != 105 or byte_at(text, at + 2) != 100:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paceline.kernels.jit import njit
+from paceline.kernels.jit import njit, uncounted
 from paceline.kernels.text.bytes import byte_at, hash_span, skip_blanks
 from paceline.kernels.text.lines import ALL_ONES, BAD, NONZEROS, NUM_COUNTS, POSITION, ROWS, read_float
 from paceline.kernels.text.reference import (
@@ -35,7 +35,7 @@ _NO_SEED = np.uint64(0)
 _LOW = np.uint64(0xFFFFFFFF)
 
 
-@njit()
+@uncounted()
 def _name_end(text, at):  # type: ignore[no-untyped-def]
     """The position of what ends a name: a blank, a colon, a bar or a newline."""
     byte = byte_at(text, at)
@@ -45,7 +45,7 @@ def _name_end(text, at):  # type: ignore[no-untyped-def]
     return at
 
 
-@njit()
+@uncounted()
 def _read_value(text, at, end, powers):  # type: ignore[no-untyped-def]
     """The value behind a name that ends at `at`: (value, position behind it), or (0, -1) if it is no number."""
     if byte_at(text, at) != _COLON:
@@ -56,7 +56,7 @@ def _read_value(text, at, end, powers):  # type: ignore[no-untyped-def]
     return value, at
 
 
-@njit()
+@uncounted()
 def _read_head(text, at, bar, powers):  # type: ignore[no-untyped-def]
     """What stands before the first bar: (label or NaN, weight, what ails it, or 0)."""
     label, weight, count = np.nan, 1.0, 0
@@ -83,7 +83,7 @@ def _read_head(text, at, bar, powers):  # type: ignore[no-untyped-def]
     return label, weight, 0
 
 
-@njit()
+@uncounted()
 def _read_features(text, at, end, powers, keys, values, fields, pair):  # type: ignore[no-untyped-def]
     """The namespaces from the bar at `at`: (behind the last pair, what ails them, or 0)."""
     while byte_at(text, at) == _BAR:

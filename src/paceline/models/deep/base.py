@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -27,7 +26,7 @@ from paceline.kernels.dedup import sum_rows
 from paceline.models.base import KeyedMinibatch, KeyScratch, ModelTable
 from paceline.models.deep.layers import Layer, check_layers
 from paceline.models.features.layout import RowLayout
-from paceline.models.fm import FactorizationMinibatch, FactorModel
+from paceline.models.fm import FactorizationMinibatch, FactorModel, check_penalties
 from paceline.tables.rules import Adam
 from paceline.tables.types import Floats, Keys
 
@@ -121,7 +120,8 @@ class DeepMinibatch(FactorizationMinibatch):
 class DeepModel(FactorModel):
     """P(click) from a weight and factors per feature, and a network over the factors of all columns. Abstract.
 
-    `hidden` are the units of each hidden layer, `tower_lr` and `tower_l2` Adam's rate and L2 penalty of all layers.
+    `hidden` are the units of each hidden layer, `tower_lr`, `tower_l1` and `tower_l2` Adam's rate and penalties of all
+    layers.
     """
 
     usual: ClassVar[Mapping[str, Any]] = {**FactorModel.usual, "tower_lr": 0.002, "tower_l2": 0.0}
@@ -129,6 +129,7 @@ class DeepModel(FactorModel):
 
     hidden: tuple[int, ...] = (64, 32)
     tower_lr: float | None = None
+    tower_l1: float = 0.0
     tower_l2: float | None = None
     layout: RowLayout | None = None
     """The columns of the data; None until they are known."""
@@ -137,10 +138,7 @@ class DeepModel(FactorModel):
         object.__setattr__(self, "hidden", tuple(self.hidden))
         object.__setattr__(self, "layout", RowLayout.of(self.layout))
         check_layers(self.hidden, self.num_inputs)
-        for name in ("tower_lr", "tower_l2"):
-            value = self.value_of(name)
-            if not 0 <= value < math.inf:
-                raise UsageError(f"--{name.replace('_', '-')} {value:g}: expected a finite number from 0 up")
+        check_penalties(self, "tower_lr", "tower_l1", "tower_l2")
         super().__post_init__()
         if self.interactions is not None:
             raise UsageError(
@@ -150,7 +148,7 @@ class DeepModel(FactorModel):
     @property
     @override
     def parameter_tables(self) -> tuple[ModelTable, ...]:
-        update = Adam(lr=self.value_of("tower_lr"), weight_decay=self.value_of("tower_l2"))
+        update = Adam(lr=self.value_of("tower_lr"), l1=self.tower_l1, weight_decay=self.value_of("tower_l2"))
         return *super().parameter_tables, *(layer.table(update) for layer in self.layers)
 
     @property

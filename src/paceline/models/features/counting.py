@@ -1,28 +1,32 @@
-"""How often features have occurred, in little memory: a count-min sketch, whose cells are rows of a table on servers.
+"""How often features have occurred, in little memory: a count-min sketch, whose blocks are rows of a table on servers.
 
-Of each feature four cells count, one in each row of the sketch, so that its count is at most the least of them
-(Cormode and Muthukrishnan, "An improved data stream summary: the count-min sketch and its applications", J. Algorithms
-2005). With w cells in a row and T occurrences of all features together, that is too much by more than e·T/w with a
-probability of at most e^-4, 2% (their theorem 1); never too little. The four cells are made of two hashes (Kirsch and
-Mitzenmacher, "Less hashing, same performance", ESA 2006).
+Of each feature three cells count, so that its count is at most the least of them (Cormode and Muthukrishnan, "An
+improved data stream summary: the count-min sketch and its applications", J. Algorithms 2005): never too few, and too
+many where others share all three. They lie in one block of eight, a row (as in the blocked Bloom filters of Putze,
+Sanders and Singler, "Cache-, hash- and space-efficient Bloom filters", WEA 2007): so a feature costs one look-up and
+one key on the wire.
 
-As rows of a sparse table cells are replicated, moved and kept in snapshots as all rows are; servers add what workers
-push.
+As rows of a sparse table blocks are replicated, moved and kept in snapshots as all rows are; servers add what workers
+push. Counts never fall, and count no farther than is asked: so a worker need not ask again for a feature that has
+occurred often enough, and remembers those that it has met last (:class:`FrequentFeatures`).
 """
 
 from __future__ import annotations
+
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from paceline.data.key_scaling import distinct_keys
 from paceline.errors import UsageError
+from paceline.kernels.features.sketch import BLOCK, add_counts, least_counts, note_frequent, place_features
 from paceline.kernels.reference import mix
 from paceline.tables.types import Floats, Keys
 
-DEPTH = 4
-MOST_COUNTED = 1 << 23  # a float32 counts so far exactly
-_MOST_CELLS = 1 << 40
+MOST_COUNTED: Final = 1 << 23  # a float32 counts so far exactly
+_MOST_CELLS: Final = 1 << 40
+_NUM_REMEMBERED: Final = 1 << 17
 
 
 def check_counting(min_count: int, count_cells: int) -> None:
@@ -33,26 +37,52 @@ def check_counting(min_count: int, count_cells: int) -> None:
         raise UsageError(f"--count-cells {count_cells}: expected 1 to {_MOST_CELLS:,}")
 
 
-class FeatureCounts:
-    """The cells of some features in a sketch of :data:`DEPTH` rows of `num_cells` cells.
+class FrequentFeatures:
+    """Features of which a worker knows that they have occurred often enough: some, the last ones, in 1 MiB."""
 
-    `cells` (uint64 [m]) are the distinct keys of the table's rows that count for `features` (uint64 [n]).
+    def __init__(self) -> None:
+        self.places = np.zeros(_NUM_REMEMBERED, np.uint64)
+        """Each where its hash says; where none is, one that does not belong there."""
+        last = np.uint64(_NUM_REMEMBERED - 1)
+        of_zero = int(mix(0)[0] & last)
+        self.places[of_zero] = next(key for key in range(1, 3) if int(mix(key)[0] & last) != of_zero)
+
+
+class FeatureCounts:
+    """The counts of some features in a sketch of so many cells: of those that are not known to be frequent.
+
+    `features` uint64 [n]; `blocks` uint64 [m] are the distinct keys of the table's rows that count for them.
     """
 
-    def __init__(self, features: Keys, num_cells: int) -> None:
-        hashed = mix(features) if len(features) else features
-        width = np.uint64(num_cells)
-        first, step = hashed % width, (hashed >> np.uint64(32)) % width
-        rows = [np.uint64(row) * width + (first + np.uint64(row) * step) % width for row in range(DEPTH)]
-        self.cells, ids = distinct_keys(np.concatenate(rows))
-        self._ids = ids.reshape(DEPTH, len(features))
+    def __init__(self, features: Keys, num_cells: int, frequent: FrequentFeatures) -> None:
+        self._features, self._frequent = features, frequent
+        chosen, blocks = np.empty(len(features), np.int64), np.empty(len(features), np.uint64)
+        masks = np.empty(len(features), np.uint8)
+        num_blocks = np.uint64(-(-num_cells // BLOCK))
+        count = place_features(features, num_blocks, frequent.places, chosen, blocks, masks)
+        self._chosen, self._masks = chosen[:count], masks[:count]
+        self.blocks, self._places = distinct_keys(blocks[:count])
 
-    def estimates(self, counts: Floats) -> Floats:
-        """Return how often each feature has occurred, or more, given its cells' counts (float32 [m])."""
-        least: Floats = counts[self._ids].min(axis=0)
-        return least
+    def have_occurred(self, rows: Floats, occurrences: npt.NDArray[np.int64], times: int) -> npt.NDArray[np.bool_]:
+        """Return which features have occurred so often, or seem to (bool [n]), and remember them.
 
-    def added(self, occurrences: npt.NDArray[np.int64]) -> Floats:
-        """Return what is added to each cell (float32 [m]) when features occur so often more (int64 [n])."""
-        repeated = np.broadcast_to(occurrences, self._ids.shape)
-        return np.bincount(self._ids.reshape(-1), repeated.reshape(-1), len(self.cells)).astype(np.float32)
+        `rows` float32 [m, BLOCK] are the blocks' counts, to which `occurrences` (int64 [n]) come.
+        """
+        found = np.ones(len(self._features), np.bool_)
+        least = np.empty(len(self._chosen), np.float32)
+        least_counts(rows.reshape(-1), self._places, self._masks, least)
+        are_frequent = least + occurrences[self._chosen] >= times
+        note_frequent(self._features, self._chosen, are_frequent, self._frequent.places)
+        found[self._chosen] = are_frequent
+        return found
+
+    def added(self, rows: Floats, occurrences: npt.NDArray[np.int64], times: int) -> tuple[Keys, Floats]:
+        """Return the blocks of which a cell is below `times`, and what is added to each (float32 [k, BLOCK]).
+
+        Arguments as :meth:`have_occurred` has them.
+        """
+        added, is_written = np.empty(rows.size, np.float32), np.empty(len(self.blocks), np.uint8)
+        arguments = self._chosen, rows.reshape(-1), self._places, self._masks, np.float32(times)
+        add_counts(occurrences, *arguments, added, is_written)
+        written = is_written.view(np.bool_)
+        return self.blocks[written], added.reshape(-1, BLOCK)[written]

@@ -101,7 +101,7 @@ class Interactions:
 
     def apply(self, batch: Batch) -> Batch:
         """Return the rows with the pairs of their crosses behind their own."""
-        from paceline.kernels.interactions import cross_features
+        from paceline.kernels.features.interactions import cross_features
 
         if batch.fields is not None or self._columns.is_open:
             return self._apply_to_fields(batch)
@@ -119,7 +119,7 @@ class Interactions:
 
     def _apply_to_fields(self, batch: Batch) -> Batch:
         """Return the same of rows whose features say of which field they are."""
-        from paceline.kernels.interactions import count_crosses, cross_fields
+        from paceline.kernels.features.interactions import count_crosses, cross_fields
 
         starts, order = self._group(batch)
         num_pairs = len(batch.keys) + int(count_crosses(starts, self._terms))
@@ -136,7 +136,7 @@ class Interactions:
 
     def _group(self, batch: Batch) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return where each field begins in each row, and the pairs by field (:func:`group_fields`)."""
-        from paceline.kernels.interactions import group_fields
+        from paceline.kernels.features.interactions import group_fields
 
         layout = self._columns
         are_sorted = np.zeros(len(layout), np.uint8)

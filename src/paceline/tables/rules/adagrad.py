@@ -11,13 +11,17 @@ from typing_extensions import override
 
 from paceline.tables.rules.base import RuleCase, UpdateRule, decayed, rule_kernel
 from paceline.tables.rules.growth import Bounds, error, normed
+from paceline.tables.rules.shrinking import shrink, shrunk
 from paceline.tables.settings import check_bounds, check_flags
 from paceline.tables.types import Doubles, Floats
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adagrad(UpdateRule):
-    """Adagrad (Duchi et al., JMLR 2011), as ``torch.optim.Adagrad``."""
+    """Adagrad (Duchi et al., JMLR 2011), as ``torch.optim.Adagrad``.
+
+    With ``l1`` weights move nearer to 0 by l1 times the step of a gradient of 1, and to 0 where they are no farther.
+    """
 
     lr: float
     eps: float = 1e-10
@@ -25,6 +29,7 @@ class Adagrad(UpdateRule):
     weight_decay: float = 0.0
     lr_decay: float = 0.0
     maximize: bool = False
+    l1: float = 0.0
 
     code: ClassVar[int] = 2
     counts: ClassVar[Literal["by settings"]] = "by settings"
@@ -41,13 +46,14 @@ class Adagrad(UpdateRule):
             initial_accumulator=(0, math.inf),
             weight_decay=(0, math.inf),
             lr_decay=(0, math.inf),
+            l1=(0, math.inf),
         )
         check_flags(self, "maximize")
 
     @property
     @override
     def numbers(self) -> tuple[float, ...]:
-        return (self.lr, self.weight_decay, self.eps, self.initial_accumulator, self.lr_decay)
+        return (self.lr, self.weight_decay, self.eps, self.initial_accumulator, self.lr_decay, self.l1)
 
     @property
     @override
@@ -62,7 +68,7 @@ class Adagrad(UpdateRule):
     @staticmethod
     @rule_kernel
     def update(record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
-        """Rate, weight decay, epsilon, initial accumulator, the rate's decay. State: sum of squares."""
+        """Rate, weight decay, epsilon, initial accumulator, the rate's decay, L1 penalty. State: sum of squares."""
         decay, epsilon = np.float32(hyper[1]), np.float32(hyper[2])
         rate = np.float32(hyper[0] / (1.0 + (step - 1.0) * hyper[4]))
         for j in range(start, stop):
@@ -70,6 +76,10 @@ class Adagrad(UpdateRule):
             total = record[dim + j] + gradient * gradient
             record[dim + j] = total
             record[j] -= rate * (gradient / (np.sqrt(total) + epsilon))
+        if hyper[5] != 0.0:
+            step_l1 = rate * np.float32(hyper[5])
+            for j in range(start, stop):
+                record[j] = shrunk(record[j], step_l1 / (np.sqrt(record[dim + j]) + epsilon))
 
     @staticmethod
     @override
@@ -78,6 +88,8 @@ class Adagrad(UpdateRule):
         total += g * g
         rates = (hyper[0] / (1 + (steps - 1) * hyper[4])).astype(np.float32)
         w -= rates * (g / (np.sqrt(total) + np.float32(hyper[2])))
+        if hyper[5]:
+            shrink(w, rates * np.float32(hyper[5]) / (np.sqrt(total) + np.float32(hyper[2])))
 
     @staticmethod
     @rule_kernel
@@ -98,6 +110,7 @@ class Adagrad(UpdateRule):
         return {
             "": RuleCase(plain, is_rare=False),
             "lr_decay": RuleCase(dataclasses.replace(plain, lr_decay=0.2)),
+            "l1": RuleCase(dataclasses.replace(plain, l1=0.5)),
         }
 
     @override

@@ -12,7 +12,8 @@ from typing_extensions import override
 from paceline.tables.rules.base import RuleCase, rule_kernel
 from paceline.tables.rules.growth import TINY_GRADIENT, UNKNOWN, Bounds, error, over, power
 from paceline.tables.rules.moments import Moments, moment_factors, update_moments
-from paceline.tables.settings import check_flags
+from paceline.tables.rules.shrinking import shrink, shrunk
+from paceline.tables.settings import check_bounds, check_flags
 from paceline.tables.types import Doubles, Floats
 
 
@@ -33,13 +34,22 @@ def _update(record, dim, start, stop, grads, at, hyper, sign, step, amsgrad):  #
             square = max(record[greatest + j], square)
             record[greatest + j] = square
         record[j] = value - size * (moment / (np.sqrt(square) / root + epsilon))
+    if hyper[7] != 0.0:
+        step_l1, last = np.float32(hyper[0]) * np.float32(hyper[7]), greatest if amsgrad else second
+        for j in range(start, stop):
+            record[j] = shrunk(record[j], step_l1 / (np.sqrt(record[last + j]) / root + epsilon))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adam(Moments):
-    """Adam (Kingma & Ba, ICLR 2015), as ``torch.optim.Adam``; AMSGrad (Reddi et al., ICLR 2018) on demand."""
+    """Adam (Kingma & Ba, ICLR 2015), as ``torch.optim.Adam``; AMSGrad (Reddi et al., ICLR 2018) on demand.
+
+    With ``l1`` weights move nearer to 0 by lr·l1 over the root of the second moment, and to 0 where they are no
+    farther.
+    """
 
     amsgrad: bool = False
+    l1: float = 0.0
 
     code: ClassVar[int] = 4
     is_decoupled: ClassVar[bool] = False
@@ -50,12 +60,13 @@ class Adam(Moments):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_flags(self, "amsgrad")
+        check_bounds(self, l1=(0, math.inf))
 
     @property
     @override
     def numbers(self) -> tuple[float, ...]:
-        """Those of the family, whether AMSGrad, whether weight decay is decoupled."""
-        return (*super().numbers, float(self.amsgrad), float(self.is_decoupled))
+        """Those of the family, whether AMSGrad, whether weight decay is decoupled, L1 penalty."""
+        return (*super().numbers, float(self.amsgrad), float(self.is_decoupled), self.l1)
 
     @property
     @override
@@ -81,6 +92,9 @@ class Adam(Moments):
         size = (hyper[0] / (1 - hyper[3] ** steps)).astype(np.float32)
         root = np.sqrt(1 - hyper[4] ** steps).astype(np.float32)
         w -= size * (first / (np.sqrt(second) / root + np.float32(hyper[2])))
+        if hyper[7]:
+            step_l1 = np.float32(hyper[0]) * np.float32(hyper[7])
+            shrink(w, step_l1 / (np.sqrt(second) / root + np.float32(hyper[2])))
 
     @classmethod
     @override
@@ -88,6 +102,8 @@ class Adam(Moments):
         return {
             "": RuleCase(cls(lr=0.01, weight_decay=0.01), is_rare=False),
             "amsgrad": RuleCase(cls(lr=0.01, weight_decay=0.01, amsgrad=True, maximize=True)),
+            "l1": RuleCase(cls(lr=0.01, l1=0.5)),
+            "amsgrad l1": RuleCase(cls(lr=0.01, weight_decay=0.01, amsgrad=True, l1=0.5)),
         }
 
     @override
@@ -127,4 +143,4 @@ class AdamW(Adam):
     @classmethod
     @override
     def cases(cls) -> dict[str, RuleCase]:
-        return {"": RuleCase(cls(lr=0.01), is_rare=False)}
+        return {"": RuleCase(cls(lr=0.01), is_rare=False), "l1": RuleCase(cls(lr=0.01, l1=0.5))}

@@ -71,7 +71,7 @@ class UpdateRule(ABC):
     @property
     @abstractmethod
     def numbers(self) -> tuple[float, ...]:
-        """The hyperparameters in the kernel's order, at most 7."""
+        """The hyperparameters in the kernel's order, at most 8."""
 
     @property
     def states(self) -> tuple[str, ...]:

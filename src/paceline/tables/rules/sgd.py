@@ -11,17 +11,22 @@ from typing_extensions import override
 
 from paceline.tables.rules.base import RuleCase, UpdateRule, decayed, rule_kernel
 from paceline.tables.rules.growth import ROUNDING, Bounds, power
+from paceline.tables.rules.shrinking import shrink, shrunk
 from paceline.tables.settings import check_bounds, check_flags
 from paceline.tables.types import Doubles, Floats
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SGD(UpdateRule):
-    """w ← w − lr·(g + weight_decay·w), as ``torch.optim.SGD`` without momentum."""
+    """w ← w − lr·(g + weight_decay·w), as ``torch.optim.SGD`` without momentum.
+
+    With ``l1`` weights move nearer to 0 by lr·l1 after that, and to 0 where they are no farther.
+    """
 
     lr: float
     weight_decay: float = 0.0
     maximize: bool = False
+    l1: float = 0.0
 
     code: ClassVar[int] = 0
     narrow_words: ClassVar[int] = 1
@@ -29,27 +34,33 @@ class SGD(UpdateRule):
     logistic_rate: ClassVar[float | None] = 0.02
 
     def __post_init__(self) -> None:
-        check_bounds(self, lr=(0, math.inf), weight_decay=(0, math.inf))
+        check_bounds(self, lr=(0, math.inf), weight_decay=(0, math.inf), l1=(0, math.inf))
         check_flags(self, "maximize")
 
     @property
     @override
     def numbers(self) -> tuple[float, ...]:
-        return (self.lr, self.weight_decay)
+        return (self.lr, self.weight_decay, self.l1)
 
     @staticmethod
     @rule_kernel
     def update(record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
-        """Rate, weight decay."""
+        """Rate, weight decay, L1 penalty."""
         rate, decay = np.float32(hyper[0]), np.float32(hyper[1])
         for j in range(start, stop):
             gradient = sign * grads[at + j - start] + decay * record[j]
             record[j] -= rate * gradient
+        if hyper[2] != 0.0:
+            by = rate * np.float32(hyper[2])
+            for j in range(start, stop):
+                record[j] = shrunk(record[j], by)
 
     @staticmethod
     @override
     def reference(w: Floats, states: list[Floats], g: Floats, steps: Doubles, hyper: Doubles) -> None:
         w -= np.float32(hyper[0]) * decayed(w, g, hyper)
+        if hyper[2]:
+            shrink(w, np.float32(np.float32(hyper[0]) * np.float32(hyper[2])))
 
     @classmethod
     @override
@@ -57,6 +68,7 @@ class SGD(UpdateRule):
         return {
             "": RuleCase(cls(lr=0.1, weight_decay=0.01), is_rare=False),
             "maximize": RuleCase(cls(lr=0.1, weight_decay=0.01, maximize=True)),
+            "l1": RuleCase(cls(lr=0.1, l1=0.5)),
         }
 
     @override

@@ -1,0 +1,110 @@
+"""Kernels of a count-min sketch in blocks (see :mod:`paceline.models.features.counting`).
+
+A block has :data:`BLOCK` cells, side by side, of which :data:`DEPTH` count a feature: which block and which of its
+cells two hashes of the feature say, the second as a number of :data:`MASKS`.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Final
+
+import numpy as np
+
+from paceline.kernels.index import mix
+from paceline.kernels.jit import njit
+
+BLOCK: Final = 8
+DEPTH: Final = 3
+MASKS: Final = np.array([sum(1 << cell for cell in cells) for cells in combinations(range(BLOCK), DEPTH)], np.uint8)
+"""Every choice of so many cells of a block, a bit for each."""
+
+_SECOND_HASH = np.uint64(0x9E3779B97F4A7C15)
+_NUM_MASKS = np.uint64(len(MASKS))
+_U32 = np.uint64(32)
+_INFINITY = np.float32(np.inf)
+
+
+@njit(cache=True, nogil=True)
+def place_features(features, num_blocks, frequent, chosen, blocks, masks):  # type: ignore[no-untyped-def]
+    """Write which features are to be looked up, and where each of them is counted; return how many they are.
+
+    `features` uint64 [n]; `num_blocks` uint64. `frequent` uint64 [a power of two] are features that need not be looked
+    up, each where its hash says. Out: `chosen` int64, `blocks` uint64 and `masks` uint8, all [n].
+    """
+    last, count = np.uint64(len(frequent) - 1), np.int64(0)
+    for i in range(len(features)):
+        hashed = mix(features[i])
+        chosen[count] = i  # overwritten if it is frequent: no branch that would be guessed wrong
+        blocks[count] = hashed % num_blocks
+        masks[count] = MASKS[np.int64(((mix(hashed + _SECOND_HASH) >> _U32) * _NUM_MASKS) >> _U32)]
+        count += np.int64(frequent[np.int64(hashed & last)] != features[i])
+    return count
+
+
+@njit(cache=True, nogil=True)
+def least_counts(rows, places, masks, out):  # type: ignore[no-untyped-def]
+    """Write the least of each feature's cells to `out` (float32 [n]).
+
+    `rows` float32 [blocks * BLOCK]; the cells of feature i are those of ``masks[i]`` (uint8 [n]) in the row
+    ``places[i]`` (int32 [n]).
+    """
+    for i in range(len(places)):
+        at, mask, least = np.int64(places[i]) * BLOCK, masks[i], _INFINITY
+        for cell in range(BLOCK):
+            if mask >> cell & 1:
+                least = min(least, rows[at + cell])
+        out[i] = least
+
+
+@njit(cache=True, nogil=True)
+def add_counts(occurrences, chosen, rows, places, masks, enough, out, is_written):  # type: ignore[no-untyped-def]
+    """Add occurrences of features to the cells that count them, but for cells that have come to `enough` (float32).
+
+    `occurrences` int64 are of all features, of which `chosen` int64 [n] are looked at; `rows`, `places` and `masks` are
+    as :func:`least_counts` has them. `out` float32 [blocks * BLOCK] is what is added to `rows`; `is_written` uint8
+    [blocks] says to which rows anything is.
+    """
+    out[:] = np.float32(0)
+    is_written[:] = 0
+    for i in range(len(places)):
+        at, mask, times = np.int64(places[i]) * BLOCK, masks[i], np.float32(occurrences[chosen[i]])
+        for cell in range(BLOCK):
+            if mask >> cell & 1 and rows[at + cell] < enough:
+                out[at + cell] += times
+                is_written[places[i]] |= times > np.float32(0)
+
+
+@njit(cache=True, nogil=True)
+def note_frequent(features, chosen, is_frequent, frequent):  # type: ignore[no-untyped-def]
+    """Put features into the set that :func:`place_features` has, in the place of those that are where they belong.
+
+    Of `features` uint64 those at the places ``chosen[is_frequent]`` (int64 [n], bool [n]).
+    """
+    last = np.uint64(len(frequent) - 1)
+    for i in range(len(chosen)):
+        if is_frequent[i]:
+            feature = features[chosen[i]]
+            frequent[np.int64(mix(feature) & last)] = feature
+
+
+@njit(cache=True, nogil=True)
+def count_occurrences(indices, out):  # type: ignore[no-untyped-def]
+    """Write how often each number from 0 to ``len(out) - 1`` is in `indices` (int32) to `out` (int64)."""
+    out[:] = 0
+    for i in range(len(indices)):
+        out[indices[i]] += 1
+
+
+KERNELS: Final = (place_features, least_counts, add_counts, note_frequent, count_occurrences)
+
+
+def compile_kernels() -> None:
+    """Compile the kernels, or load them from Numba's cache, for the one signature that real calls have."""
+    keys, numbers, masks = np.zeros(1, np.uint64), np.zeros(1, np.int64), np.ones(1, np.uint8)
+    rows, places = np.zeros(BLOCK, np.float32), np.zeros(1, np.int32)
+    place_features(keys, np.uint64(1), keys.copy(), numbers, keys.copy(), masks)
+    least_counts(rows, places, masks, np.empty(1, np.float32))
+    add_counts(numbers, numbers, rows, places, masks, np.float32(1), rows.copy(), masks.copy())
+    note_frequent(keys, numbers, np.zeros(1, np.bool_), keys.copy())
+    count_occurrences(places, numbers)

@@ -1,0 +1,192 @@
+"""What the cells of csv mean: kernels that turn one into a number, a label, a weight or a category's key.
+
+A part of :mod:`.csv`, which finds where cells begin and end; the twin is :func:`.reference.csv_row`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paceline.kernels.features.scaling import centre_number, scale_number
+from paceline.kernels.jit import uncounted
+from paceline.kernels.text.bytes import (
+    byte_at,
+    category_end,
+    digits_of,
+    first_bytes,
+    first_match,
+    hash_finish,
+    hash_span,
+    hash_start,
+    hash_step,
+    repeat_byte,
+    word_at,
+)
+from paceline.kernels.text.lines import FLOAT_BAD, FLOAT_MISSING, FLOAT_OK, read_float
+from paceline.kernels.text.reference import (
+    LABEL_SLOT,
+    NO_LABEL,
+    NO_LABEL_NUMBER,
+    NO_NUMBER,
+    NO_WEIGHT,
+    NO_WEIGHT_NUMBER,
+    WEIGHT_SLOT,
+)
+
+_TAB, _NEWLINE, _RETURN, _SPACE, _QUOTE = 9, 10, 13, 32, 34
+_MINUS, _POINT = 45, 46
+_BYTE = np.uint64(0xFF)
+POINT_ZERO = 0x302E
+"""The bytes of ".0" as a number."""
+
+
+@uncounted()
+def _lower_word(text, at, stop):  # type: ignore[no-untyped-def]
+    """Up to seven letters of ``text[at:stop]`` as one number, in lower case; 0 for more."""
+    found = 0
+    if stop - at > 7:
+        return 0
+    for k in range(at, stop):
+        byte = byte_at(text, k)
+        found = found * 256 + (byte + 32 if 65 <= byte <= 90 else byte)
+    return found
+
+
+def _word(letters):  # type: ignore[no-untyped-def]
+    return int.from_bytes(letters, "big")
+
+
+_NA, _N_A, _NAN, _NULL, _NONE = _word(b"na"), _word(b"n/a"), _word(b"nan"), _word(b"null"), _word(b"none")
+_TRUE, _T, _YES, _Y = _word(b"true"), _word(b"t"), _word(b"yes"), _word(b"y")
+_FALSE, _F, _NO, _N = _word(b"false"), _word(b"f"), _word(b"no"), _word(b"n")
+
+
+@uncounted()
+def _number(text, at, stop, powers):  # type: ignore[no-untyped-def]
+    """The number ``text[at:stop]``, blanks around it allowed: (value, FLOAT_ code, the word that is there instead)."""
+    if 0 < stop - at <= 8:
+        digits = digits_of(word_at(text, at), stop - at)
+        if digits >= 0:
+            return np.float64(digits), FLOAT_OK, 0
+    while at < stop and byte_at(text, at) in (_SPACE, _TAB, _RETURN, _NEWLINE):
+        at += 1
+    while at < stop and byte_at(text, stop - 1) in (_SPACE, _TAB, _RETURN, _NEWLINE):
+        stop -= 1
+    if at == stop:
+        return 0.0, FLOAT_MISSING, 0
+    value, behind = read_float(text, at, stop, powers)
+    if behind == stop:
+        return value, FLOAT_OK, 0
+    word = _lower_word(text, at, stop)
+    if word in (_NA, _N_A, _NAN, _NULL, _NONE):
+        return 0.0, FLOAT_MISSING, word
+    return 0.0, FLOAT_BAD, word
+
+
+@uncounted()
+def _read_label(text, at, stop, powers):  # type: ignore[no-untyped-def]
+    """The label ``text[at:stop]``: (value, what ails it, or 0)."""
+    value, status, word = _number(text, at, stop, powers)
+    if status == FLOAT_OK:
+        return value, 0
+    if word in (_TRUE, _T, _YES, _Y):
+        return 1.0, 0
+    if word in (_FALSE, _F, _NO, _N):
+        return 0.0, 0
+    return 0.0, NO_LABEL if at == stop else NO_LABEL_NUMBER
+
+
+@uncounted()
+def _read_weight(text, at, stop, powers):  # type: ignore[no-untyped-def]
+    """The weight ``text[at:stop]``: (value, what ails it, or 0)."""
+    value, status, _ = _number(text, at, stop, powers)
+    if status == FLOAT_OK and value >= 0.0:
+        return value, 0
+    return 0.0, NO_WEIGHT if at == stop else NO_WEIGHT_NUMBER
+
+
+@uncounted()
+def hash_short(word, size, seed):  # type: ignore[no-untyped-def]
+    """The hash of a cell of up to eight bytes; `word` is 0 behind them."""
+    h = hash_start(seed, size)
+    stepped = hash_step(h, word)
+    return hash_finish(stepped if size > 0 else h)
+
+
+@uncounted()
+def plain_category(word, size):  # type: ignore[no-untyped-def]
+    """The bytes of a cell of up to eight, and whether it has no quote at its beginning and no ``.0`` at its end.
+
+    Without a branch on its size, which would be guessed wrong often: a shift by up to 64 bits is two.
+    """
+    unwanted = np.uint64(64 - 8 * size)
+    half = unwanted >> np.uint64(1)
+    rest = unwanted - half
+    top = (word << half) << rest
+    is_plain = (top >> np.uint64(48)) != np.uint64(POINT_ZERO) and (word & np.uint64(0xFF)) != np.uint64(_QUOTE)
+    return (top >> half) >> rest, is_plain
+
+
+@uncounted()
+def short_number(word, size, powers):  # type: ignore[no-untyped-def]
+    """The number that the first `size` bytes of a word are, NaN for none of them, and whether they are one or none.
+
+    Of those that are not taken for one :func:`_number` knows more. Both digits and power of ten are exact, so that the
+    quotient is the nearest float64 (Clinger, "How to read floating point numbers accurately", PLDI 1990).
+    """
+    if size == 0:
+        return np.nan, True
+    digits = digits_of(word, size)
+    if digits >= 0:
+        return np.float64(digits), True
+    is_negative = np.int64(word & _BYTE) == _MINUS
+    if is_negative:
+        word >>= np.uint64(8)
+        size -= 1
+    point = min(first_match(word, repeat_byte(_POINT)), size)
+    num_decimals = max(size - point - 1, 0)
+    if point < size:
+        before = (np.uint64(1) << np.uint64(8 * point)) - np.uint64(1)
+        word = (word & before) | ((word >> np.uint64(8)) & ~before)
+        size -= 1
+    if size == 0:
+        return 0.0, False
+    digits = digits_of(word, size)
+    value = np.float64(digits) / powers[num_decimals]
+    return -value if is_negative else value, digits >= 0
+
+
+@uncounted()
+def put_number(value, scales, k, seed, values, keys, at):  # type: ignore[no-untyped-def]
+    """Write a numeric feature; NaN, as `value` then is, if it is missing."""
+    keys[at] = seed
+    number = centre_number(value, scales[3, k])
+    if scales[2, k] != 0.0:
+        number = scale_number(number, scales[0, k], scales[1, k], scales[2, k], scales[3, k])
+    values[at] = number
+
+
+@uncounted()
+def take_cell(  # type: ignore[no-untyped-def]
+    text, first, stop, slot, first_numeric, seeds, scales, powers, labels, weights, row, keys, values, base
+):
+    """Write what the cell ``text[first:stop]`` means; return what ails it, or 0."""
+    if slot >= first_numeric:
+        value, status, _ = _number(text, first, stop, powers)
+        k = slot - first_numeric
+        put_number(value if status == FLOAT_OK else np.nan, scales, k, seeds[slot], values, keys, base + slot)
+        return NO_NUMBER if status == FLOAT_BAD else 0
+    if slot >= 0:
+        stop = category_end(text, first, stop)
+        size = stop - first
+        if size <= 8:
+            keys[base + slot] = hash_short(first_bytes(word_at(text, first), size), size, seeds[slot])
+        else:
+            keys[base + slot] = hash_span(text, first, stop, seeds[slot])
+    elif slot == LABEL_SLOT:
+        labels[row], fault = _read_label(text, first, stop, powers)
+        return fault
+    elif slot == WEIGHT_SLOT:
+        weights[row], fault = _read_weight(text, first, stop, powers)
+        return fault
+    return 0
