@@ -70,6 +70,11 @@ def test_a_worker_that_was_removed_is_no_member_again() -> None:
     assert Cluster(10214).run().violation is None
 
 
+def test_a_shard_is_leased_again_when_its_worker_was_removed_for_everybody() -> None:
+    """Found by this seed: a scheduler that could commit no view gave a shard to another worker, and both counted it."""
+    assert Cluster(6065).run().violation is None
+
+
 def test_voters_that_have_ended_are_found_though_no_newer_view_names_them() -> None:
     """Found by these seeds: a server died, and then the scheduler, before the view without it was committed."""
     for seed in (3087, 3759):

@@ -30,6 +30,7 @@ class Leader:
         self.peers = MemberPeers()
         self._taken_over: events.TakenOver | None = None
         self._welcomes: list[tuple[object, Member]] = []  # who waits for a view that has it
+        self._removed: list[events.Removed] = []  # workers that wait for a view that has them not
         self._has_changed = self._is_flushing = False
         self._now_s = 0.0
         self._out: list[Instruction] = []
@@ -215,10 +216,12 @@ class Leader:
         peer = self.peers.remove(incarnation)
         if peer is not None and reason is not None:
             self._out.append(events.Expel(peer, reason))
-        if self._taken_over is None:
-            self._out.append(events.Removed(member, reason))
-        else:
+        if self._taken_over is not None:
             self._taken_over = self._taken_over.without(member)
+        elif member.role is Role.WORKER and incarnation in self.publication.committed.incarnations:
+            self._removed.append(events.Removed(member, reason))  # until a view without it is committed
+        else:
+            self._out.append(events.Removed(member, reason))
         self.next.removed(incarnation)
         self._has_changed = True
         if member.role is Role.SERVER:
@@ -266,6 +269,9 @@ class Leader:
 
     def _commit(self, view: View, former: View, departing: dict[int, str | None]) -> None:
         self._out += self.next.committed(view, former)
+        # What a worker held is given to another only now: a scheduler that took over meanwhile may know it as a member.
+        self._out += [each for each in self._removed if each.member.incarnation not in view.incarnations]
+        self._removed = [each for each in self._removed if each.member.incarnation in view.incarnations]
         for server, reason in departing.items():
             if reason is None:
                 self._out += [events.Release(peer) for peer in self.peers.of([server])]
