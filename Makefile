@@ -21,7 +21,6 @@ demo: .venv/.demo
 
 test: .venv/.dev
 	-$(BIN)/python -m compileall -q src tests  # or each of a thousand processes would, where no bytecode may be written
-	-PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 0 --collect-only > /dev/null  # asserts are rewritten once, not by each worker
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
 check: .venv/.dev

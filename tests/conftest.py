@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import psutil
 import pytest
-from tests.warm import processes
+from tests.warm import processes, workers
 
 from paceline.launch import prepare_kernels
 
@@ -28,11 +32,25 @@ hypothesis.settings.load_profile("side by side")
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Compile the kernels before workers start: else each would, and tests would see it said; start what all share."""
     session.config.add_cleanup(processes.close)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell has started this in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # or no test could end a process by Ctrl-C
     if not hasattr(session.config, "workerinput") and not session.config.option.collectonly:
         prepare_kernels()
+        os.environ[workers.COLLECTED] = json.dumps(_what_is_collected(session.config))
         warm = contextlib.ExitStack()
         warm.enter_context(processes.zygotes())
         session.config.add_cleanup(warm.close)
+
+
+def _what_is_collected(config: pytest.Config) -> list[str]:
+    """Return the arguments for a process that imports what the workers will."""
+    return ["-m", config.option.markexpr, *config.args]
+
+
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    """Have workers forked from a process that has collected the tests."""
+    for spec in specs if sys.platform == "linux" else ():
+        spec.python = f"{sys.executable} -m {workers.__name__}"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

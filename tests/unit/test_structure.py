@@ -17,8 +17,8 @@ MAX_MODULE_LINES, MAX_FOLDER_MODULES, MAX_METHODS, MAX_ATTRIBUTES = 450, 22, 20,
 
 MAX_REPEATED_CLASSES = 53
 MAX_PRIVATE_ACCESSES = 49
-NOT_OURS = ("_exit", "_replace", "_version", "_parameters", "_coalescing_manager", "_foreach_lerp_", "_get_backend",
-            "_get_default_store")  # fmt: skip
+NOT_OURS = ("_exit", "_replace", "_run_exitfuncs", "_shutdown", "_version", "_parameters", "_coalescing_manager",
+            "_foreach_lerp_", "_get_backend", "_get_default_store")  # fmt: skip
 """Names of other packages, of which some are public in spite of their form."""
 
 LARGE_MODULES: dict[str, int] = {}

@@ -19,6 +19,8 @@ import pytest
 
 from paceline.launch.fork_server import CHILD, Forked, ForkServer
 
+from .zygote import MODULES
+
 _PLACE = "WARM_PROCESSES_OF_TESTS"
 """In the environment: the folder with the zygotes' sockets."""
 RANKS = "WARM_RANKS_OF_TESTS"
@@ -31,13 +33,13 @@ _lock = threading.Lock()
 
 @contextlib.contextmanager
 def zygotes() -> Iterator[None]:
-    """Start both kinds, which end with the block. Where forks are not safe, programs are started afresh."""
+    """Start all kinds, which end with the block. Where forks are not safe, programs are started afresh."""
     if sys.platform != "linux":
         yield
         return
     started = []
     with tempfile.TemporaryDirectory(prefix="warm-", dir="/tmp") as folder:
-        for kind in ("plain", "torch"):
+        for kind in MODULES:
             threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
             words = ["-m", "tests.warm.zygote", kind, f"{folder}/{kind}", " " * _TITLE_BYTES]
             root = str(Path(__file__).parents[2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -53,15 +54,30 @@ def main() -> NoReturn:
                     stream.reconfigure(write_through=True)  # type: ignore[union-attr]
     if RANKS in os.environ:
         vars(run_processes)["spawn"] = _fork_rank
-    if words[0] == "-m":
-        sys.argv = words[1:]
-        sys.path.insert(0, os.getcwd())
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = words
-        sys.path.insert(0, str(Path(words[0]).parent))
-        runpy.run_path(words[0], run_name="__main__")
-    sys.exit(0)  # the interpreter ends as it does after a program
+    try:
+        if words[0] == "-m":
+            sys.argv = words[1:]
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = words
+            sys.path.insert(0, str(Path(words[0]).parent))
+            runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as error:
+        if not isinstance(error.code, int | None):
+            raise
+        end(error.code or 0)
+    end(0)
+
+
+def end(status: int) -> NoReturn:
+    """End as an interpreter does, but take down no modules: to do so copies them all, which takes half a second."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        if not stream.closed:
+            stream.flush()
+    os._exit(status)
 
 
 def _enter(namespace: str) -> None:

@@ -1,6 +1,6 @@
 """A process that loads once what programs need, and forks a warm parent for each connection.
 
-``python -m tests.warm.zygote KIND SOCKET``, KIND being ``plain`` or ``torch``. It ends with its standard input.
+``python -m tests.warm.zygote KIND SOCKET``, KIND being one of `MODULES`. It ends with its standard input.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from paceline.launch.warm_parent import serve
 MODULES = {
     "plain": ["paceline.cli.app", "paceline.cli.train", "paceline.launch.train.training_run", "paceline.collectives"],
     "torch": ["torch._dynamo", "paceline.torch.strategies", "paceline.torch.testing.conformance"],
+    "workers": [],
 }
 
 

@@ -1,0 +1,40 @@
+"""What pytest's workers are: forks of a process that has collected the tests, and so has imported all that they do.
+
+Each would need ten seconds for that. ``python -m tests.warm.workers`` is what xdist starts in a worker's place: it has
+the worker forked onto its own streams, and ends with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import sys
+from typing import NoReturn
+
+import pytest
+
+from . import processes, programs
+
+COLLECTED = "WARM_COLLECTED_TESTS"
+"""In the environment: the arguments that say which tests are collected, as JSON."""
+
+
+@functools.cache
+def prepare() -> None:
+    """Collect the tests; what is wrong with them, each worker will say."""
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        pytest.main(["--collect-only", "--quiet", "-n", "0", *json.loads(os.environ[COLLECTED])])
+
+
+def main() -> NoReturn:
+    """Be a worker: run what xdist sends."""
+    exec(eval(sys.stdin.readline()), {"__name__": "__main__"})
+    programs.end(0)
+
+
+if __name__ == "__main__":
+    with processes.connect("workers", "tests.warm.workers") as server:
+        worker = server.fork_onto([], environment=os.environ, streams=(0, 1, 2), folder=os.getcwd())
+        sys.exit(max(worker.wait(), 0))
