@@ -57,6 +57,7 @@ class Running:
         folder: Path,
         within: Path | None = None,
         *,
+        kind: str = "plain",
         afresh: bool = False,
     ) -> None:
         self._err: list[str] = []
@@ -71,8 +72,9 @@ class Running:
             )  # fmt: skip
         else:
             self.process = WarmProcess(
-                words, within=within, stdin=nothing, stdout=pipe, stderr=pipe, env=environment, cwd=folder, text=True
-            )
+                words, kind=kind, within=within, stdin=nothing, stdout=pipe, stderr=pipe, env=environment, cwd=folder,
+                text=True,
+            )  # fmt: skip
         self._out: list[str] = []
         self._changed = threading.Condition()
         self._readers = [
@@ -155,12 +157,14 @@ class Commands:
     environment: dict[str, str]
     folder: Path
     started: list[Running]
+    kind: str = "plain"
+    """What commands are forked from."""
     afresh: bool = False
     """Whether commands are started as a person starts them, and not forked from a process that has loaded all."""
 
     def start(self, *arguments: str | Path, within: Path | None = None) -> Running:
         """Start a command; `within` is the file of a namespace."""
-        running = Running(arguments, self.environment, self.folder, within, afresh=self.afresh)
+        running = Running(arguments, self.environment, self.folder, within, kind=self.kind, afresh=self.afresh)
         self.started.append(running)
         return running
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,7 @@ def test_a_deep_model_is_trained_and_used(
     paceline: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On several servers and workers, with weights and a validation file; exported, and trained further."""
+    paceline = replace(paceline, kind="torch")
     write_pairs(tmp_path / "train.csv", 0)
     write_pairs(tmp_path / "eval.csv", 1)
     common: list[str | Path] = [

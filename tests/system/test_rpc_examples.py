@@ -1,4 +1,4 @@
-"""The examples of rpc as a person starts them, and a worker that dies in the middle of a call."""
+"""The examples of rpc, and a worker that dies in the middle of a call."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from tests.warm.processes import RANKS
 
 from .running import Commands
 
@@ -19,6 +20,7 @@ def test_the_examples_learn_and_a_dead_worker_is_told_of(paceline: Commands, tmp
     pytest.importorskip("torch")
     pytest.importorskip("sklearn")
     paceline.environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)  # else torch leaves a folder in the temporary one
+    paceline.environment[RANKS] = "torch"
     finished = paceline.run("run", "--strategy", "all-reduce", "--nproc-per-node", "3", PROGRAM)
     assert finished.status == 0, finished.err
     lines = [json.loads(re.sub(r"^\[rank \d\] ", "", line)) for line in finished.out.splitlines()]

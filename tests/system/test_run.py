@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.warm.processes import RANKS
 
 from .running import MARK, PROMPT_S, Commands, Running, our_processes, wait_until
 from .test_roles import make_certificates
@@ -86,6 +87,13 @@ def processes_left(paceline: Commands) -> list[psutil.Process]:
     return our_processes(paceline.environment[MARK])
 
 
+@pytest.fixture
+def forking(paceline: Commands) -> Commands:
+    """Commands whose ranks are forked too."""
+    paceline.environment[RANKS] = "plain"
+    return paceline
+
+
 def test_ranks_are_told_who_they_are(paceline: Commands, tmp_path: Path) -> None:
     arguments = ["--epochs", "3", "-h", "--", "--nproc_per_node"]
     finished = paceline.succeed("run", "--nproc_per_node", "2", "--threads=3", script(tmp_path, _TELL), *arguments)
@@ -135,8 +143,8 @@ sys.stderr.flush()
     assert finished.stdout.count(b"\n") == 600
 
 
-def test_the_traceback_of_the_rank_to_blame_comes_first_and_last(paceline: Commands, tmp_path: Path) -> None:
-    finished = paceline.run("run", "--nproc-per-node", "3", "--log-dir", "logs", script(tmp_path, _FAIL))
+def test_the_traceback_of_the_rank_to_blame_comes_first_and_last(forking: Commands, tmp_path: Path) -> None:
+    finished = forking.run("run", "--nproc-per-node", "3", "--log-dir", "logs", script(tmp_path, _FAIL))
     assert finished.status == 1
     lines = finished.err.splitlines()
     assert lines[0] == "[rank 1] Traceback (most recent call last):"
@@ -187,23 +195,23 @@ def test_a_killed_launcher_leaves_nothing(paceline_afresh: Commands, tmp_path: P
     wait_until(lambda: processes_left(paceline_afresh) == [], "processes are left")
 
 
-def test_a_server_strategy_gives_the_ranks_their_servers(paceline: Commands, tmp_path: Path) -> None:
+def test_a_server_strategy_gives_the_ranks_their_servers(forking: Commands, tmp_path: Path) -> None:
     command = ["run", "--nproc-per-node", "2", "--strategy", "parameter-server", "--servers", "2"]
-    finished = paceline.succeed(*command, script(tmp_path, _CONNECT))
+    finished = forking.succeed(*command, script(tmp_path, _CONNECT))
     expected = "sequential:mean [-1.5, -1.5, -1.5, -1.5]"
     assert sorted(finished.out.splitlines()) == [f"[rank {rank}] {expected}" for rank in range(2)]
 
 
-def test_tls_is_for_servers_and_ranks(paceline: Commands, tmp_path: Path) -> None:
+def test_tls_is_for_servers_and_ranks(forking: Commands, tmp_path: Path) -> None:
     good, _ = (make_certificates(tmp_path)(name) for name in ("good", "bad"))
     command = ["run", "--nproc-per-node", "2", "--strategy", "parameter-server"]
-    ran = paceline.succeed(*command, *good, script(tmp_path, _CONNECT))
+    ran = forking.succeed(*command, *good, script(tmp_path, _CONNECT))
     assert len(ran.out.splitlines()) == 2
     stranger = ["import os", "os.environ['PACELINE_TLS_CA'] = 'bad-ca.pem'", _CONNECT]
-    failed = paceline.run(*command, *good, script(tmp_path, "\n".join(stranger)))
+    failed = forking.run(*command, *good, script(tmp_path, "\n".join(stranger)))
     assert failed.status == 1
     assert "no TLS connection" in failed.err
-    missing = paceline.run(*command, "--tls-cert", "none.pem", "script.py")
+    missing = forking.run(*command, "--tls-cert", "none.pem", "script.py")
     assert (missing.status, len(missing.err.splitlines())) == (2, 1), missing
     assert "none.pem" in missing.err
 
@@ -220,14 +228,14 @@ def test_a_lost_server_is_named(paceline: Commands, tmp_path: Path) -> None:
     assert finished.err == "paceline run: server 0 was killed by SIGKILL; the ranks cannot go on, and were ended\n"
 
 
-def test_a_static_cluster(paceline: Commands, tmp_path: Path) -> None:
-    paceline.environment["PACELINE_TOKEN"] = "a token for tests"
+def test_a_static_cluster(forking: Commands, tmp_path: Path) -> None:
+    forking.environment["PACELINE_TOKEN"] = "a token for tests"
     first, second, third = (f"127.0.0.1:{free_port()}" for _ in range(3))
     (tmp_path / "cluster.json").write_text(json.dumps({"server": [first], "worker": [second, third]}))
     here = ["run", "--cluster", "cluster.json", "--strategy", "parameter-server", "--consistency", "eventual", "--job"]
     name = script(tmp_path, _CONNECT)
-    processes = [paceline.start(*here, "worker", "--index", str(index), name) for index in range(2)]
-    processes.append(paceline.start(*here, "server", "--index", "0"))
+    processes = [forking.start(*here, "worker", "--index", str(index), name) for index in range(2)]
+    processes.append(forking.start(*here, "server", "--index", "0"))
     *workers, server = [process.wait() for process in processes]
     for index, finished in enumerate(workers):
         assert finished.status == 0, finished
@@ -235,12 +243,12 @@ def test_a_static_cluster(paceline: Commands, tmp_path: Path) -> None:
     assert server.status == 0, server
 
 
-def test_two_nodes(paceline: Commands, tmp_path: Path) -> None:
-    paceline.environment["PACELINE_TOKEN"] = "a token for tests"
+def test_two_nodes(forking: Commands, tmp_path: Path) -> None:
+    forking.environment["PACELINE_TOKEN"] = "a token for tests"
     command = ["run", "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(two_free_ports())]
     command += ["--strategy", "parameter-server", "--servers", "2", "--node-rank"]
     name = script(tmp_path, _CONNECT)
-    nodes = [paceline.start(*command, str(node), name) for node in (1, 0)]
+    nodes = [forking.start(*command, str(node), name) for node in (1, 0)]
     for node, running in zip((0, 1), reversed(nodes), strict=True):
         finished = running.wait()
         assert (finished.status, finished.err) == (0, ""), finished
