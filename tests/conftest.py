@@ -49,8 +49,9 @@ def _what_is_collected(config: pytest.Config) -> list[str]:
 
 def pytest_xdist_setupnodes(specs: list[Any]) -> None:
     """Have workers forked from a process that has collected the tests."""
-    for spec in specs if sys.platform == "linux" else ():
-        spec.python = f"{sys.executable} -m {workers.__name__}"
+    for spec in specs:
+        if spec.popen and processes.are_warm():
+            spec.python = f"{sys.executable} -m {workers.__name__}"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

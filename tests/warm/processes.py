@@ -62,6 +62,11 @@ def zygotes() -> Iterator[None]:
                 process.communicate()
 
 
+def are_warm() -> bool:
+    """Return whether there are processes to fork from."""
+    return _PLACE in os.environ
+
+
 def connect(kind: str, module: str) -> ForkServer:
     """Return a new fork server for processes that run a module."""
     path = f"{os.environ[_PLACE]}/{kind}"
@@ -90,7 +95,7 @@ def close() -> None:
 def clusters_from_warm_parents() -> Iterator[None]:
     """Have the local clusters of this process forked from what is loaded."""
     with pytest.MonkeyPatch.context() as patch:
-        if _PLACE in os.environ:
+        if are_warm():
             patch.setattr(ForkServer, "start", lambda module=CHILD: connect("plain", module))
         yield
 
@@ -124,7 +129,7 @@ class WarmProcess:
             streams = [self._stream(number, asked, theirs) for number, asked in enumerate((stdin, stdout))]
             streams.append(streams[1] if stderr == subprocess.STDOUT else self._stream(2, stderr, theirs))
             self._process: Forked | subprocess.Popen[bytes]
-            if _PLACE in os.environ:
+            if are_warm():
                 folder = None if cwd is None else str(cwd)
                 self._process = _fork_server(kind).fork_onto(
                     self.args, environment=env, streams=(streams[0], streams[1], streams[2]), folder=folder
