@@ -63,7 +63,7 @@ def test_when_the_parent_is_killed_the_others_end(paceline_afresh: Commands, cli
     children = psutil.Process(running.process.pid).children(recursive=True)
     assert len(children) == 6  # scheduler, servers, workers, and the process that they are forked from
     running.process.kill()
-    _, alive = psutil.wait_procs(children, timeout=5.0)
+    _, alive = psutil.wait_procs(children, timeout=PROMPT_S)
     assert alive == []
     running.kill()
 

@@ -77,6 +77,7 @@ def connect(kind: str, module: str) -> ForkServer:
             line.connect(path)
         except (FileNotFoundError, ConnectionRefusedError):
             line.close()
+            assert Path(path).parent.is_dir(), "the session has ended"
             assert time.monotonic() < deadline, f"nobody listens at {path}"
             time.sleep(0.01)
         else:
