@@ -47,11 +47,16 @@ def _what_is_collected(config: pytest.Config) -> list[str]:
     return ["-m", config.option.markexpr, *config.args]
 
 
-def pytest_xdist_setupnodes(specs: list[Any]) -> None:
-    """Have workers forked from a process that has collected the tests."""
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Have workers forked from a process that has collected the tests; load meanwhile what all tests together need."""
+    if not processes.are_warm():
+        return
     for spec in specs:
-        if spec.popen and processes.are_warm():
+        if spec.popen:
             spec.python = f"{sys.executable} -m {workers.__name__}"
+    if config.args_source is not pytest.Config.ArgsSource.ARGS:
+        for kind in ("plain", "torch"):
+            processes.connect(kind, processes.PROGRAMS).close()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -174,6 +175,7 @@ if __name__ == "__main__":
     from paceline.testing import run_ranks
 
     run_ranks(2, lambda group: group.all_reduce(np.ones(_LARGE)))  # what is compiled here the children have
+    gc.freeze()  # and they do not look at, and so copy, what is theirs alike
     print("ready", flush=True)
     for line in sys.stdin:
         print(json.dumps(_run(json.loads(line))), flush=True)

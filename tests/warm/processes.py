@@ -25,6 +25,8 @@ _PLACE = "WARM_PROCESSES_OF_TESTS"
 """In the environment: the folder with the zygotes' sockets."""
 RANKS = "WARM_RANKS_OF_TESTS"
 """In the environment of ``paceline run``: the kind that ranks are forked from. Without it they are started afresh."""
+PROGRAMS = "tests.warm.programs"
+"""What is forked but for workers."""
 _PATIENCE_S = 120.0
 _TITLE_BYTES = 4096
 _fork_servers: dict[tuple[int, str], ForkServer] = {}
@@ -209,5 +211,5 @@ def _fork_server(kind: str) -> ForkServer:
     with _lock:
         key = (os.getpid(), kind)
         if key not in _fork_servers:
-            _fork_servers[key] = connect(kind, "tests.warm.programs")
+            _fork_servers[key] = connect(kind, PROGRAMS)
         return _fork_servers[key]
