@@ -197,7 +197,8 @@ class Dataset(Closing):
         self.cache_error: str | None = None
         """Why caching stopped, as when the disk is full; reading goes on without."""
         self._cache_dir = None if cache_dir is None else cache_dir.absolute()
-        self._in_use = FilesInUse(self.files, format, sizes)
+        self.in_use = FilesInUse(self.files, format, sizes)
+        """The files, which are to stay what they were when they were first looked at."""
         self._cache = self._open_cache()
         self._log = BadLineLog()
         self._idle = IdleFiles()
@@ -227,16 +228,16 @@ class Dataset(Closing):
 
     def num_shards(self, file: int) -> int | None:
         """How many shards a file has; None for a packed file that does not say, until its end was read."""
-        if file not in self._in_use.num_shards:
+        if file not in self.in_use.num_shards:
             if self.format in _RANDOM_ACCESS:
                 self._give_back(file, self._take(file))
-            elif (size := text_size(self.files[file], self._in_use.check(file).num_bytes)) is not None:
-                self._in_use.num_shards[file] = -(-size // self.shard_bytes)
-        return self._in_use.num_shards.get(file)
+            elif (size := text_size(self.files[file], self.in_use.check(file).num_bytes)) is not None:
+                self.in_use.num_shards[file] = -(-size // self.shard_bytes)
+        return self.in_use.num_shards.get(file)
 
     def ended(self, file: int) -> int | None:
         """The file's number of shards, if it is known by now; asks nothing of the disk."""
-        return self._in_use.num_shards.get(file)
+        return self.in_use.num_shards.get(file)
 
     def read(self, file: int, shard: int, batch_size: int) -> Iterator[Batch]:
         """The examples of one shard, in order, in batches of exactly `batch_size` rows, the last excepted.
@@ -279,7 +280,7 @@ class Dataset(Closing):
             "labels": self.labels,
             "scaling": None if self.scaling is None else self.scaling.spec(),
             "source_format": self.source_format,
-            "sizes": self._in_use.sizes,
+            "sizes": self.in_use.sizes,
         }
 
     def _blocks(self, file: int, shard: int) -> Iterator[Batch]:
@@ -291,11 +292,11 @@ class Dataset(Closing):
     def _blocks_as_stored(self, file: int, shard: int) -> Iterator[Batch]:
         self._log.begin(file, shard)
         if self._cache is not None:
-            cached = self._cache.load(self.files[file], self._in_use.check(file), shard)
+            cached = self._cache.load(self.files[file], self.in_use.check(file), shard)
             if cached is not None and not (self.strict and cached.num_bad):
                 self._log.add(file, shard, cached.num_bad, cached.bad)
                 if cached.num_shards is not None:
-                    self._in_use.num_shards[file] = cached.num_shards
+                    self.in_use.num_shards[file] = cached.num_shards
                 yield from cached.blocks
                 return
         yield from self._parsed_blocks(file, shard)
@@ -310,7 +311,7 @@ class Dataset(Closing):
                 block = parsed if self.scaling is None else self.scaling.apply(parsed)
                 writing.append(block)
                 yield block
-            self._in_use.check(file)
+            self.in_use.check(file)
             self._give_back(file, opened)
             writing.commit(opened.reader.num_shards)
             whole = True
@@ -327,13 +328,13 @@ class Dataset(Closing):
     def _take(self, file: int) -> OpenFile:
         opened = self._idle.take(file)
         if opened is None:
-            status = self._in_use.check(file)  # before it is opened
+            status = self.in_use.check(file)  # before it is opened
             opened = OpenFile(status, self._open_reader(file, status.num_bytes))
         return opened
 
     def _give_back(self, file: int, opened: OpenFile) -> None:
         if opened.reader.num_shards is not None:
-            self._in_use.num_shards[file] = opened.reader.num_shards
+            self.in_use.num_shards[file] = opened.reader.num_shards
         self._idle.give_back(file, opened)
 
     def _open_reader(self, file: int, size: int) -> ShardReader:

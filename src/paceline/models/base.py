@@ -145,8 +145,8 @@ class KeyedMinibatch(Minibatch):
 
     __slots__ = ("_rows", "_weights", "labels", "num_examples", "summed_weight")
 
-    def __init__(self, batch: Batch, scratch: KeyScratch) -> None:
-        self._rows = KeyedMatrix(batch, scratch)
+    def __init__(self, batch: Batch, rows: KeyedMatrix) -> None:
+        self._rows = rows
         self._weights = batch.weights
         self.summed_weight = summed_weight(batch.num_examples, batch.weights)
         self.labels = batch.labels
@@ -311,11 +311,19 @@ class SparseModel(ABC):
 
     def prepare(self, batch: Batch, scratch: KeyScratch) -> Minibatch:
         """Return a batch as it was read ready for predictions, with all that is made of its features."""
-        return self._to_minibatch(self.crossed(batch), scratch)
+        batch = self.crossed(batch)
+        return self._to_minibatch(batch, KeyedMatrix(batch, scratch))
 
     def prepare_training(self, batch: Batch, scratch: KeyScratch, *, is_first_pass: bool) -> Minibatch:
         """Return a batch as it was read ready for gradients, too."""
-        minibatch = self._to_minibatch(self.crossed(batch), scratch)
+        batch = self.crossed(batch)
+        return self.training_minibatch(batch, KeyedMatrix(batch, scratch), scratch, is_first_pass=is_first_pass)
+
+    def training_minibatch(
+        self, batch: Batch, rows: KeyedMatrix, scratch: KeyScratch, *, is_first_pass: bool
+    ) -> Minibatch:
+        """Do as :meth:`prepare_training` with a batch whose interactions and distinct keys are there."""
+        minibatch = self._to_minibatch(batch, rows)
         if self.min_count == 1:
             return minibatch
         settings = self.min_count, self.count_cells, scratch.frequent
@@ -326,8 +334,8 @@ class SparseModel(ABC):
         return batch if self.interactions is None else self.interactions.apply(batch)
 
     @abstractmethod
-    def _to_minibatch(self, batch: Batch, scratch: KeyScratch) -> KeyedMinibatch:
-        """Return a batch whose interactions are there ready for arithmetic."""
+    def _to_minibatch(self, batch: Batch, rows: KeyedMatrix) -> KeyedMinibatch:
+        """Return a batch whose interactions are there ready for arithmetic; `rows` are its examples."""
 
     @abstractmethod
     def evaluate(self, labels: Floats, predictions: Floats) -> Evaluation:

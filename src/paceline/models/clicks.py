@@ -14,7 +14,7 @@ from typing_extensions import Self, override
 from paceline.data import Batch
 from paceline.data.labels import clicks_where
 from paceline.kernels.csr import logistic
-from paceline.models.base import KeyedMinibatch, KeyScratch, Optimism, SparseModel, sum_examples
+from paceline.models.base import KeyedMatrix, KeyedMinibatch, Optimism, SparseModel, sum_examples
 from paceline.models.metrics import ClickEvaluation, evaluate
 from paceline.models.progressive import ExampleSums
 from paceline.tables.types import Doubles, Floats
@@ -32,8 +32,8 @@ class ClickMinibatch(KeyedMinibatch):
 
     __slots__ = ("probabilities",)
 
-    def __init__(self, batch: Batch, scratch: KeyScratch) -> None:
-        super().__init__(batch, scratch)
+    def __init__(self, batch: Batch, rows: KeyedMatrix) -> None:
+        super().__init__(batch, rows)
         self.probabilities = np.empty(self.num_examples, np.float32)
 
     @abstractmethod

@@ -21,7 +21,7 @@ from typing_extensions import Self, override
 from paceline.data import Batch, Columns
 from paceline.errors import UsageError
 from paceline.kernels.csr import add_field_interactions, field_interaction_gradients
-from paceline.models.base import KeyedMinibatch, KeyScratch
+from paceline.models.base import KeyedMatrix, KeyedMinibatch
 from paceline.models.features.layout import RowLayout
 from paceline.models.fm import FactorizationMinibatch, FactorModel
 from paceline.tables.spec import MAX_DIM
@@ -33,8 +33,8 @@ class FieldAwareMinibatch(FactorizationMinibatch):
 
     __slots__ = ("_are_paired", "_fields", "_width")
 
-    def __init__(self, model: FieldAwareMachine, batch: Batch, scratch: KeyScratch) -> None:
-        super().__init__(model, batch, scratch)
+    def __init__(self, model: FieldAwareMachine, batch: Batch, rows: KeyedMatrix) -> None:
+        super().__init__(model, batch, rows)
         assert model.layout is not None, "the columns of the data are known by now"
         self._fields = model.layout.fields_of(batch)
         self._width = model.dim
@@ -91,5 +91,5 @@ class FieldAwareMachine(FactorModel):
         return dataclasses.replace(self, layout=layout)
 
     @override
-    def _to_minibatch(self, batch: Batch, scratch: KeyScratch) -> KeyedMinibatch:
-        return FieldAwareMinibatch(self, batch, scratch)
+    def _to_minibatch(self, batch: Batch, rows: KeyedMatrix) -> KeyedMinibatch:
+        return FieldAwareMinibatch(self, batch, rows)

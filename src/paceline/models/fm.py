@@ -20,7 +20,7 @@ from typing_extensions import override
 from paceline.data import Batch
 from paceline.errors import UsageError
 from paceline.kernels.csr import add_interactions, csr_dot, csr_transposed_dot, interaction_gradients
-from paceline.models.base import KeyedMinibatch, KeyScratch, ModelTable, SparseModel
+from paceline.models.base import KeyedMatrix, KeyedMinibatch, ModelTable, SparseModel
 from paceline.models.clicks import ClickMinibatch, ClickProbabilityModel
 from paceline.models.features.counting import MOST_COUNTED
 from paceline.models.logistic import LogisticRegression
@@ -36,8 +36,8 @@ class FactorizationMinibatch(ClickMinibatch):
 
     __slots__ = ("_active", "_factors", "_model", "_new", "_sums")
 
-    def __init__(self, model: FactorModel, batch: Batch, scratch: KeyScratch) -> None:
-        super().__init__(batch, scratch)
+    def __init__(self, model: FactorModel, batch: Batch, rows: KeyedMatrix) -> None:
+        super().__init__(batch, rows)
         self._model = model
         self._active = self._new = np.empty(0, np.int64)
         self._factors = self._sums = np.empty((0, 0), np.float32)
@@ -174,5 +174,5 @@ class FactorizationMachine(FactorModel):
     title: ClassVar[str] = "a factorization machine"
 
     @override
-    def _to_minibatch(self, batch: Batch, scratch: KeyScratch) -> KeyedMinibatch:
-        return FactorizationMinibatch(self, batch, scratch)
+    def _to_minibatch(self, batch: Batch, rows: KeyedMatrix) -> KeyedMinibatch:
+        return FactorizationMinibatch(self, batch, rows)

@@ -51,6 +51,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     consistency: str
     weighting: Weighting = Weighting()
     shards_at_once: int = 1
+    epochs: int = 1
+    """How often the whole training reads the data."""
     filters: str = ""
     pull_filters: str | None = None
     solve: SolveTask | None = None

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from paceline.data import Batch
 from paceline.kernels.csr import csr_dot, csr_transposed_dot
-from paceline.models.base import KeyedMinibatch, KeyScratch, ModelTable, SparseModel, sum_examples
+from paceline.models.base import KeyedMatrix, KeyedMinibatch, ModelTable, SparseModel, sum_examples
 from paceline.models.progressive import ExampleSums
 from paceline.tables.types import Doubles, Floats
 
@@ -32,8 +32,8 @@ class LinearModel(SparseModel):
         return (ModelTable(self.name),)
 
     @override
-    def _to_minibatch(self, batch: Batch, scratch: KeyScratch) -> KeyedMinibatch:
-        return LinearMinibatch(self, batch, scratch)
+    def _to_minibatch(self, batch: Batch, rows: KeyedMatrix) -> KeyedMinibatch:
+        return LinearMinibatch(self, batch, rows)
 
     @override
     def losses_of(self, labels: Floats, predictions: Floats) -> Doubles:
@@ -60,8 +60,8 @@ class LinearMinibatch(KeyedMinibatch):
 
     __slots__ = ("_model", "_predictions")
 
-    def __init__(self, model: LinearModel, batch: Batch, scratch: KeyScratch) -> None:
-        super().__init__(batch, scratch)
+    def __init__(self, model: LinearModel, batch: Batch, rows: KeyedMatrix) -> None:
+        super().__init__(batch, rows)
         self._model = model
         self._predictions = np.empty(0, np.float32)
 

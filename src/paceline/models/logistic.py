@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from paceline.data import Batch
 from paceline.kernels.csr import csr_dot, csr_transposed_dot
-from paceline.models.base import KeyedMinibatch, KeyScratch, ModelTable
+from paceline.models.base import KeyedMatrix, KeyedMinibatch, ModelTable
 from paceline.models.clicks import ClickMinibatch, ClickProbabilityModel
 from paceline.tables.types import Floats
 
@@ -26,8 +26,8 @@ class LogisticMinibatch(ClickMinibatch):
 
     __slots__ = ("_offset",)
 
-    def __init__(self, batch: Batch, scratch: KeyScratch, offset: float) -> None:
-        super().__init__(batch, scratch)
+    def __init__(self, batch: Batch, rows: KeyedMatrix, offset: float) -> None:
+        super().__init__(batch, rows)
         self._offset = np.float32(offset)
 
     @override
@@ -60,5 +60,5 @@ class LogisticRegression(ClickProbabilityModel):
         return (ModelTable("lr"),)
 
     @override
-    def _to_minibatch(self, batch: Batch, scratch: KeyScratch) -> KeyedMinibatch:
-        return LogisticMinibatch(batch, scratch, self.offset)
+    def _to_minibatch(self, batch: Batch, rows: KeyedMatrix) -> KeyedMinibatch:
+        return LogisticMinibatch(batch, rows, self.offset)

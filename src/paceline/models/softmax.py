@@ -17,7 +17,7 @@ from typing_extensions import override
 from paceline.data import Batch
 from paceline.errors import DataError, UsageError
 from paceline.kernels.csr import csr_dot_rows, csr_transposed_dot_rows
-from paceline.models.base import KeyedMinibatch, KeyScratch, ModelTable, SparseModel, sum_examples
+from paceline.models.base import KeyedMatrix, KeyedMinibatch, ModelTable, SparseModel, sum_examples
 from paceline.models.metrics import Evaluation
 from paceline.models.progressive import ExampleSums
 from paceline.tables.types import Doubles, Floats
@@ -110,8 +110,8 @@ class SoftmaxRegression(SparseModel):
         return dataclasses.replace(self, classes=tuple(int(each) for each in found))
 
     @override
-    def _to_minibatch(self, batch: Batch, scratch: KeyScratch) -> KeyedMinibatch:
-        return SoftmaxMinibatch(self, batch, scratch)
+    def _to_minibatch(self, batch: Batch, rows: KeyedMatrix) -> KeyedMinibatch:
+        return SoftmaxMinibatch(self, batch, rows)
 
     @override
     def evaluate(self, labels: Floats, predictions: Floats) -> ClassEvaluation:
@@ -150,8 +150,8 @@ class SoftmaxMinibatch(KeyedMinibatch):
 
     __slots__ = ("_model",)
 
-    def __init__(self, model: SoftmaxRegression, batch: Batch, scratch: KeyScratch) -> None:
-        super().__init__(batch, scratch)
+    def __init__(self, model: SoftmaxRegression, batch: Batch, rows: KeyedMatrix) -> None:
+        super().__init__(batch, rows)
         self._model = model
 
     @override

@@ -29,10 +29,11 @@ from paceline.transport import Transport
 from . import jobs
 from .base import KeyScratch, Minibatch, SparseModel, open_tables, summed_weight
 from .jobs import FOREVER_S, WorkerCounters, WorkerLeases
-from .mixed_shards import MixedShards
 from .proximal.columns import ColumnCollector, ExampleColumns
 from .proximal.solver import BlockSolver
 from .registry import read_model_settings
+from .shards.mixed_shards import MixedShards
+from .shards.prepared import PreparedShards
 from .table_rates import WorkerRates
 
 _PROGRESS_S = 0.2
@@ -92,6 +93,7 @@ class Worker:
         self._expelled = expelled
         self._retired = False
         self._scratch = KeyScratch()
+        self._prepared = PreparedShards()
         self._counters = WorkerCounters(0)
         self._columns: ExampleColumns | None = None
         """What this worker holds between the two jobs of the solver by blocks."""
@@ -141,6 +143,7 @@ class Worker:
         if job.shards_at_once > 1:
             self._train_mixed(job, model, dataset, pipeline, leases, rates)
             return
+        self._prepared.begin(job, model)
         while True:
             lease = leases.next_nowait()
             if lease is None:
@@ -154,8 +157,7 @@ class Worker:
             leases.prefetch()
             is_first = lease.epoch == 0
             num_before = 0
-            for batch, num_read in job.weighting.read(dataset, lease, job.batch_size):
-                minibatch = model.prepare_training(batch, self._scratch, is_first_pass=is_first)
+            for minibatch, num_read in self._prepared.read(job, model, dataset, lease, self._scratch):
                 if rates is not None:
                     rates.set_within(lease, num_before)
                 pipeline.feed(minibatch, num_read, is_first)

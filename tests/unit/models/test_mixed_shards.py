@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from paceline.data import Dataset, open_dataset
-from paceline.models.mixed_shards import MixedShards, leaping
+from paceline.models.shards.mixed_shards import MixedShards, leaping
 from paceline.models.weighting import Weighting
 from paceline.protocol.jobs import Lease
 

@@ -395,6 +395,7 @@ class Training:
             batch_size=self._plan.batch_size,
             update=to_fields(self._plan.update),
             shards_at_once=self._plan.shards_at_once if is_training else 1,
+            epochs=self._plan.epochs if is_training else 1,
             consistency=str(self._client.consistency),
             weighting=weighting_of(self._options) if is_training else Weighting(),
             rates=None if is_sequential or task != "train" else self._plan.job_rates(self._options.passes.rates),

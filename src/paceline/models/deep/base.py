@@ -23,7 +23,7 @@ from typing_extensions import Self, override
 from paceline.data import Batch, Columns
 from paceline.errors import UsageError
 from paceline.kernels.dedup import sum_rows
-from paceline.models.base import KeyedMinibatch, KeyScratch, ModelTable
+from paceline.models.base import KeyedMatrix, KeyedMinibatch, ModelTable
 from paceline.models.deep.layers import Layer, check_layers
 from paceline.models.features.layout import RowLayout
 from paceline.models.fm import FactorizationMinibatch, FactorModel, check_penalties
@@ -74,8 +74,8 @@ class DeepMinibatch(FactorizationMinibatch):
 
     __slots__ = ("_columns", "_deep", "_layer_gradients", "_layers", "_networks", "_pass")
 
-    def __init__(self, model: DeepModel, batch: Batch, scratch: KeyScratch) -> None:
-        super().__init__(model, batch, scratch)
+    def __init__(self, model: DeepModel, batch: Batch, rows: KeyedMatrix) -> None:
+        super().__init__(model, batch, rows)
         assert model.layout is not None, "the columns of the data are known by now"
         self._deep = model
         self._networks = load_networks(model.name)
@@ -195,8 +195,8 @@ class DeepModel(FactorModel):
         return dataclasses.replace(self, layout=layout)
 
     @override
-    def _to_minibatch(self, batch: Batch, scratch: KeyScratch) -> KeyedMinibatch:
-        return DeepMinibatch(self, batch, scratch)
+    def _to_minibatch(self, batch: Batch, rows: KeyedMatrix) -> KeyedMinibatch:
+        return DeepMinibatch(self, batch, rows)
 
 
 def load_networks(model: str) -> ModuleType:

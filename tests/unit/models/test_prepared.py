@@ -1,0 +1,122 @@
+"""Minibatches kept in memory: the same as read anew, within their room, and only where they are read again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from paceline.data import Batch, ClickLogSpec, Dataset, open_dataset, write_click_log
+from paceline.errors import DataError
+from paceline.models.base import KeyScratch, SparseModel
+from paceline.models.jobs import Job
+from paceline.models.registry import make_model
+from paceline.models.shards.prepared import PreparedShards
+from paceline.models.weighting import Weighting
+from paceline.protocol.jobs import Lease
+
+EPOCHS = 3
+SHARD_BYTES = 1 << 16
+
+
+@dataclasses.dataclass
+class Log:
+    """A log of several shards, and how often shards of it were read from the disk."""
+
+    path: Path
+    dataset: Dataset
+    num_read: int = 0
+
+
+@pytest.fixture
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Log]:
+    write_click_log(tmp_path / "log", ClickLogSpec(rows=1500))
+    with open_dataset(tmp_path / "log", shard_bytes=SHARD_BYTES) as dataset:
+        log = Log(tmp_path / "log", dataset)
+        read = dataset.read
+
+        def counted(file: int, shard: int, batch_size: int) -> Iterator[Batch]:
+            log.num_read += 1
+            return read(file, shard, batch_size)
+
+        monkeypatch.setattr(dataset, "read", counted)
+        yield log
+
+
+def read_pass(shards: PreparedShards, log: Log, epoch: int, job: Job, model: SparseModel) -> list[bytes]:
+    """Return what the minibatches of a pass are, their gradients included."""
+    found, scratch = [], KeyScratch()
+    shards.begin(job, model)
+    for shard in range(log.dataset.num_shards(0) or 0):
+        lease = Lease(lease=shard, epoch=epoch, file=0, shard=shard)
+        for minibatch, num_read in shards.read(job, model, log.dataset, lease, scratch):
+            weights = [np.linspace(-1, 1, len(keys), dtype=np.float32)[:, np.newaxis] for keys in minibatch.keys]
+            [gradient], loss = minibatch.gradients(weights)
+            found.append(minibatch.keys[0].tobytes() + gradient.tobytes() + repr((num_read, loss)).encode())
+    return found
+
+
+def make_job(log: Log, **changes: object) -> Job:
+    job = Job(
+        task="train",
+        model={},
+        dataset=log.dataset.spec(),
+        batch_size=64,
+        update={},
+        consistency="bounded:4",
+        epochs=EPOCHS,
+    )
+    return msgspec.structs.replace(job, **changes)
+
+
+def test_later_passes_are_the_same_and_read_nothing(log: Log) -> None:
+    shards, job, model = PreparedShards(), make_job(log), make_model("lr")
+    first = read_pass(shards, log, 0, job, model)
+    num_shards = log.dataset.num_shards(0)
+    assert num_shards is not None
+    assert num_shards > 3
+    assert len(first) > num_shards
+    assert log.num_read == num_shards
+    assert read_pass(shards, log, 1, job, model) == first
+    assert read_pass(shards, log, 2, job, model) == first
+    assert log.num_read == num_shards
+
+
+def test_keeps_the_first_shards_that_have_room(log: Log) -> None:
+    shards, job, model = PreparedShards(500_000), make_job(log), make_model("lr")
+    first = read_pass(shards, log, 0, job, model)
+    num_first = log.num_read
+    taken = shards.num_bytes
+    assert 0 < taken <= 500_000
+    assert read_pass(shards, log, 1, job, model) == first
+    assert 0 < log.num_read - num_first < num_first
+    assert shards.num_bytes == taken
+
+
+@pytest.mark.parametrize("changes", [{"epochs": 1}, {"weighting": Weighting(keep_negatives=0.5)}])
+def test_keeps_nothing_that_is_not_read_again_alike(log: Log, changes: dict[str, object]) -> None:
+    shards = PreparedShards()
+    read_pass(shards, log, 0, make_job(log, **changes), make_model("lr"))
+    assert shards.num_bytes == 0
+
+
+@pytest.mark.parametrize("changes", [{"batch_size": 32}, {"weighting": Weighting(classes={"1": 3.0})}])
+def test_other_minibatches_are_read_anew(log: Log, changes: dict[str, object]) -> None:
+    shards, model, job = PreparedShards(), make_model("lr"), make_job(log, **changes)
+    before = read_pass(shards, log, 0, make_job(log), model)
+    num_first = log.num_read
+    after = read_pass(shards, log, 1, job, model)
+    assert log.num_read == 2 * num_first
+    assert after == read_pass(PreparedShards(), log, 1, job, model) != before
+
+
+def test_a_file_that_changes_is_an_error(log: Log) -> None:
+    shards, job, model = PreparedShards(), make_job(log), make_model("lr")
+    read_pass(shards, log, 0, job, model)
+    log.path.write_bytes(log.path.read_bytes() + b"\n")
+    with pytest.raises(DataError, match="has changed while it was in use"):
+        read_pass(shards, log, 1, job, model)
