@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import resource
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from paceline.errors import StageError, UsageError
 from paceline.pipeline_options import SCHEDULES
-from paceline.torch.strategies import Pipeline
+from paceline.torch.strategies import AllReduce, Pipeline, Sharded
 
 CHECKPOINT = "PIPELINE_CHECKPOINT"
 """The environment variable with the folder that the parent looks into."""
@@ -135,6 +136,94 @@ def check_every_schedule_equals_one_process(rank: int, size: int) -> None:
 
 def check_fifty_steps(rank: int, size: int) -> None:
     expect_equal(plain_loop, batches_of([8] * 50), schedule="1f1b", microbatches=4, kind="adam")
+
+
+def check_fifty_steps_of_the_benchmarks_models(rank: int, size: int) -> None:
+    def transformer() -> nn.Module:
+        return nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+
+    def perceptron() -> nn.Module:
+        return nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+
+    x = torch.randn(8, 5, 16, generator=torch.Generator().manual_seed(3))
+    for block in (transformer, perceptron):
+        for schedule in ("1f1b", "interleaved"):  # 2 and 4 stages
+
+            def losses(strategy: Pipeline | None, block: Any = block) -> list[float]:
+                torch.manual_seed(0)
+                model: nn.Module = nn.Sequential(*(block() for _ in range(8)))
+                optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                if strategy is not None:
+                    model, optimizer = strategy.prepare(model, optimizer)
+                found = []
+                for _ in range(50):
+                    optimizer.zero_grad()
+                    loss = F.mse_loss(model(x), x.flip(0))
+                    loss.backward()
+                    optimizer.step()
+                    found.append(float(loss.detach()))
+                return found
+
+            meet_again()
+            with Pipeline(stages=2, schedule=schedule, microbatches=4) as strategy:
+                assert losses(strategy) == pytest.approx(losses(None), rel=1e-5)
+
+
+def check_a_model_that_does_not_fit(rank: int, size: int) -> None:
+    """24 layers of 8 MB with gradients and momentum, 576 MB, under a limit of 420."""
+
+    def train(strategy: Pipeline | None) -> list[float]:
+        with torch.device("cpu" if strategy is None else "meta"):
+            model: nn.Module = nn.Sequential(*(nn.Linear(1448, 1448) for _ in range(24)))
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if strategy is not None:
+            model, optimizer = strategy.prepare(model, optimizer)
+        x = torch.randn(4, 1448, generator=torch.Generator().manual_seed(3))
+        losses = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), x)
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        return losses
+
+    told = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, ((int(told.split()[1]) << 10) + (420 << 20), before[1]))
+    try:
+        meet_again()
+        with Pipeline(stages=2, schedule="1f1b", microbatches=2) as strategy:
+            losses = train(strategy)
+        assert losses[2] < losses[0]
+        with pytest.raises(RuntimeError, match="memory"):
+            train(None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def check_a_model_without_memory_begins_as_under_any_strategy(rank: int, size: int) -> None:
+    def model() -> nn.Module:
+        with torch.device("meta"):
+            return nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 11))
+
+    values = []
+    for kind in (Pipeline, AllReduce, Sharded):
+        meet_again()
+        torch.manual_seed(5)
+        with kind() as strategy:
+            found = strategy.prepare(model(), None)
+            if kind is Pipeline:
+                with pytest.raises(UsageError, match="after the first call"):
+                    strategy.load("nowhere")
+                with torch.no_grad():
+                    found(torch.arange(8).reshape(4, 2))
+            values.append(strategy.gather_values())
+    if rank == 0:
+        for name, value in values[0].items():
+            assert not value.isnan().any(), name
+            for other in values[1:]:
+                assert torch.equal(value, other[name]), name
 
 
 def check_loops_that_look(rank: int, size: int) -> None:

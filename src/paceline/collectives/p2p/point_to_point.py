@@ -62,7 +62,7 @@ class PointToPoint(Ends):
         self.size = len(infos)
         self.group = group
         self._matching = Matching(max_kept_bytes)
-        self._progress = ProgressLoop(self._is_busy)
+        self._progress = ProgressLoop(self._is_sending)
         self._streams = Streams(node, group, rank, infos, connect_timeout_s, self._matching, self._progress, self)
         self._lost: dict[int, RankLostError] = {}
         self._ask = ask
@@ -182,8 +182,8 @@ class PointToPoint(Ends):
 
     # with the lock held
 
-    def _is_busy(self) -> bool:
-        return self._matching.num_posted > 0 or any(outgoing.queue for outgoing in self._streams.outgoing.values())
+    def _is_sending(self) -> bool:
+        return any(outgoing.queue for outgoing in self._streams.outgoing.values())
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.size:

@@ -22,6 +22,7 @@ from paceline.torch.embeddings import ReplicatedTables, RowTables
 from paceline.torch.gradient_filters import filter_hook, told_filters
 from paceline.torch.strategies.base import Strategy, choose_device, named_parameters
 from paceline.torch.strategies.compression import check_compression, compress
+from paceline.torch.strategies.deferred import is_stand_in
 from paceline.torch.strategies.ranks import DEFAULT_TIMEOUT, Ranks
 from paceline.torch.strategies.reached import Reached
 from paceline.torch.strategies.replicas.replica import Replica, check_steps
@@ -202,9 +203,9 @@ class AllReduce(Strategy):
 
 
 def broadcast_values(model: nn.Module) -> None:
-    """Give every rank rank 0's parameters and buffers."""
+    """Give every rank rank 0's parameters and buffers; what has no values yet gets the same on each."""
     for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.numel():
+        if tensor.numel() and not is_stand_in(tensor):
             dist.broadcast(tensor.detach(), 0)
 
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from paceline.closing import Closing
 from paceline.errors import UsageError
 from paceline.torch.embeddings import Embedder, RowTables, find_embeddings
+from paceline.torch.strategies.deferred import DeferredValues
 from paceline.torch.strategies.loaders import Loader
 from paceline.torch.strategies.ranks import Ranks
 
@@ -41,6 +42,8 @@ class Strategy(Closing, ABC):
     """As ``paceline run --strategy`` spells it."""
     shards_data: ClassVar[bool] = True
     """Whether each rank gets its own part of the data."""
+    fills_in_parts: ClassVar[bool] = False
+    """Whether a model without memory gets only the values that this rank keeps."""
     takes_uneven: bool = False
     """Whether ranks may have unequal numbers of batches in an epoch."""
 
@@ -55,6 +58,8 @@ class Strategy(Closing, ABC):
         self.optimizer: Optimizer | None = None
         """The optimizer that was prepared, as it was given."""
         self.scheduler: Any = None
+        self.deferred: DeferredValues | None = None
+        """What gives values to modules that were built without memory; None if there are none."""
         self.embedder: Embedder | None = None
         """What serves the model's embeddings; None if it has none."""
 
@@ -92,7 +97,8 @@ class Strategy(Closing, ABC):
     ) -> Any:
         """Return what was given, in the same order, ready for this strategy; a model alone is returned alone.
 
-        The model is moved to the strategy's device, and every rank starts from rank 0's values and buffers. `loader` is
+        The model is moved to the strategy's device, and every rank starts from rank 0's values and buffers. What was
+        built under ``torch.device("meta")`` gets its values from ``reset_parameters`` of its modules. `loader` is
         a ``torch.utils.data.DataLoader``: each rank gets its part, of a map dataset reshuffled in every epoch
         (see :class:`~paceline.torch.strategies.loaders.Loader`); its batch size is per rank. `scheduler` is a
         learning-rate scheduler of `optimizer`. Call it once; further loaders, for evaluation, by
@@ -108,6 +114,9 @@ class Strategy(Closing, ABC):
         if optimizer is not None and not isinstance(optimizer, Optimizer):
             raise UsageError(f"prepare(optimizer={type(optimizer).__name__}): expected a torch.optim.Optimizer second")
         self._ranks.agree(_signature(model), _describe_difference)
+        self.deferred = DeferredValues.of(model, self._ranks.exchange(torch.initial_seed())[0])
+        if self.deferred is not None and not self.fills_in_parts:
+            self.deferred.fill()
         model.to(self.storage)
         self.module, self.optimizer, self.scheduler = model, optimizer, scheduler
         embeddings = find_embeddings(model)

@@ -30,6 +30,8 @@ class Ownership:
         self._shared = shared_parameters(partition.parameters, places)
         self._kept_grads: dict[str, Tensor | None] = {}
         self.is_released = False
+        self.known_norms: dict[float, dict[str, float]] = {}
+        """By order, the norms of all gradients, as far as they were asked for since the last backward."""
 
     def is_here(self, name: str) -> bool:
         """Whether this rank keeps a parameter or a buffer."""
@@ -38,6 +40,11 @@ class Ownership:
     def keeper(self, name: str) -> int:
         """Return the first of the ranks that keep a parameter or a buffer."""
         return self._ranks[name][0]
+
+    def kept_ids(self) -> set[int]:
+        """Return the ``id()`` of each parameter and buffer that this rank keeps."""
+        named = (*self._module.named_parameters(), *self._module.named_buffers())
+        return {id(each) for name, each in named if self.is_here(name)}
 
     def own_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that this rank keeps."""
@@ -82,6 +89,7 @@ class Ownership:
 
     def before_backward(self) -> None:
         """Put the gradients of shared parameters aside: what the next backward adds is summed by itself."""
+        self.known_norms.clear()
         for name in self._shared:
             parameter = self._module.get_parameter(name)
             if self.is_here(name):

@@ -15,6 +15,8 @@ from torch.optim import Optimizer
 
 from paceline.errors import UsageError
 from paceline.pipeline_options import PipelineOptions
+from paceline.torch.strategies.all_reduce import broadcast_values
+from paceline.torch.strategies.deferred import DeferredValues, lent_memory
 from paceline.torch.strategies.pipeline.engine import LossOf, PipelineStep
 from paceline.torch.strategies.pipeline.failing import Failures
 from paceline.torch.strategies.pipeline.graph import LayerGraph, bind, trace
@@ -22,7 +24,7 @@ from paceline.torch.strategies.pipeline.messages import Messages
 from paceline.torch.strategies.pipeline.model import ModelCall, joined_output
 from paceline.torch.strategies.pipeline.output import AwaitedOutput
 from paceline.torch.strategies.pipeline.ownership import Ownership
-from paceline.torch.strategies.pipeline.partition import Partition, cut, cuts_by_name
+from paceline.torch.strategies.pipeline.partition import Partition, attribute, cut, cuts_by_name
 from paceline.torch.strategies.pipeline.plan.choosing import (
     Measured,
     PipelinePlan,
@@ -74,8 +76,13 @@ class Runner:
         ranks: Ranks,
         stage_group: Any,
         data_group: Any,
+        deferred: DeferredValues | None = None,
     ) -> None:
-        """`stage_group` are the ranks of this pipeline, `data_group` those with the same stages in others, or None."""
+        """`stage_group` are the ranks of this pipeline, `data_group` those with the same stages in others, or None.
+
+        `deferred` gives values to a model that has none yet.
+        """
+        self._deferred = deferred
         self.module = module
         self._optimizer = optimizer
         self._options = options
@@ -83,13 +90,12 @@ class Runner:
         self._group = stage_group
         self._data_group = data_group
         self._failures = Failures(ranks.rank, [each for each in (stage_group, data_group, ranks.group) if each])
-        self._plan: PipelinePlan | None = None
+        self.plan: PipelinePlan | None = None
         self.ownership: Ownership | None = None
         self.averages = True
         """Whether the next backward averages gradients over the pipelines."""
         self._graphs: dict[Any, tuple[Partition, dict[int, Stage]]] = {}
         self._kinds: dict[str, BatchKind] = {}
-        self._norms: dict[float, dict[str, float]] = {}
         self._measurements = Measurements(options.stages)
         self._num_steps = 0
 
@@ -117,9 +123,9 @@ class Runner:
             grads = torch.is_grad_enabled()
             key = _key(values, constants, self.module.training, grads)
             self._agree("calls the model", key)
-            if self._plan is None:
+            if self.plan is None:
                 self._make_plan(values, constants, rows)
-            assert self._plan is not None
+            assert self.plan is not None
             assert self.ownership is not None
             if not self.ownership.is_released:
                 self.ownership.release()
@@ -158,7 +164,6 @@ class Runner:
             goes_back = any(action.kind != "F" for action in orders[self._rank])
             assert self.ownership is not None
             if goes_back:
-                self._norms.clear()
                 self.ownership.before_backward()
             began = time.perf_counter()
             step.run(orders[self._rank], loss_of, output_grads)
@@ -172,8 +177,8 @@ class Runner:
 
     def share_output(self, step: PipelineStep, num_parts: int, known: Any) -> tuple[Any, list[Tensor]]:
         """Return the whole output on every rank: its description, and its tensors; `known` is the description."""
-        assert self._plan is not None
-        last = place_stages(self._plan.schedule, self._options.stages)[-1]
+        assert self.plan is not None
+        last = place_stages(self.plan.schedule, self._options.stages)[-1]
         with self._failures.told(), torch.no_grad():
             tensors: list[Tensor] = []
             if self._rank == last:
@@ -191,8 +196,8 @@ class Runner:
 
     def share_losses(self, losses: Sequence[Tensor | None]) -> list[Tensor]:
         """Return on every rank the losses that the last stage has."""
-        assert self._plan is not None
-        last = place_stages(self._plan.schedule, self._options.stages)[-1]
+        assert self.plan is not None
+        last = place_stages(self.plan.schedule, self._options.stages)[-1]
         with self._failures.told():
             found = torch.tensor([0.0 if loss is None else float(loss) for loss in losses], dtype=torch.float64)
             if self._group.size() > 1:
@@ -220,20 +225,21 @@ class Runner:
             self.ownership.release()
 
     def _norm_of(self, name: str, order: float) -> float:
-        if order not in self._norms:
-            assert self.ownership is not None
+        assert self.ownership is not None
+        known = self.ownership.known_norms
+        if order not in known:
             with self._failures.told():
                 found = self._agree("reads norms of gradients", f"order {order}", self.ownership.norms(order))
-                self._norms[order] = {key: value for norms in found for key, value in norms.items()}
-        return self._norms[order].get(name, 0.0)
+                known[order] = {key: value for norms in found for key, value in norms.items()}
+        return known[order].get(name, 0.0)
 
     # What was measured.
 
     def report(self) -> str | None:
         """Return what steps were measured to take, beside what was predicted; None before the third step."""
-        if self._plan is None:
+        if self.plan is None:
             return None
-        return describe_measured(self._plan, self._measurements)
+        return describe_measured(self.plan, self._measurements)
 
     def _agree(self, doing: str, detail: str, value: Any = None) -> list[Any]:
         """Return every rank's value, if all are at this place of the program; raise UsageError on every rank if not."""
@@ -276,10 +282,14 @@ class Runner:
             made = self._ranks.group.broadcast_object(made)
         if "error" in made:
             raise UsageError(made["error"])
-        self._plan = PipelinePlan.decode(made)
+        self.plan = PipelinePlan.decode(made)
         partition, _ = self._stages(values, constants, graph)
         self.ownership = Ownership(self.module, self._optimizer, partition, self._rank)
         self.ownership.release()
+        if self._deferred is not None:
+            kept = self.ownership.kept_ids()
+            self._deferred.fill(lambda tensor: id(tensor) in kept)
+            self.ownership.release()  # a module may have a parameter that is here and one that is not
         if self._optimizer is not None:
             ownership = self.ownership
             self._optimizer.register_step_pre_hook(lambda *_: ownership.before_step())
@@ -288,7 +298,7 @@ class Runner:
         first = self._ranks.rank - self._rank
         self._failures.name_stages(names, [first + place for place in places])
         if self._ranks.rank == 0:
-            print(describe_plan(self._plan, names, places), file=sys.stderr, flush=True)
+            print(describe_plan(self.plan, names, places), file=sys.stderr, flush=True)
 
     def _measure(self, graph: LayerGraph, values: Mapping[str, Any], rows: int) -> Measured:
         """Return what layers take, at each size of a microbatch that comes into question; every rank calls it."""
@@ -296,7 +306,13 @@ class Runner:
         for size in sorted({-(-rows // count) for count in microbatch_counts(self._options, rows)}):
             part = cut_rows(values, rows, -(-rows // size))[0]
             self._ranks.barrier()
-            own, crossing[size] = measure_layers(self.module, graph, part, splits=splits_backwards(self._options))
+            own, crossing[size] = measure_layers(
+                self.module,
+                graph,
+                part,
+                splits=splits_backwards(self._options),
+                filled=lambda names: lent_memory(attribute(self.module, name) for name in names),
+            )
             by_rows[size] = mean_costs(self._ranks.exchange(costs_as_told(own)))
         return Measured(by_rows, crossing)
 
@@ -332,9 +348,7 @@ class Runner:
     def _broadcast_values(self) -> None:
         if self._ranks.size > 1:
             with torch.no_grad():
-                for tensor in (*self.module.parameters(), *self.module.buffers()):
-                    if tensor.numel():
-                        dist.broadcast(tensor.detach(), 0)
+                broadcast_values(self.module)
 
     def _stages(
         self, values: Mapping[str, Any], constants: Mapping[str, Any], graph: LayerGraph | None = None
@@ -342,27 +356,27 @@ class Runner:
         """Return the stages for a call with these constants, in the model's mode: traced when they are new."""
         key = (self.module.training, tuple(sorted(values)), repr(sorted(constants.items(), key=str)))
         if key not in self._graphs:
-            assert self._plan is not None
+            assert self.plan is not None
             if graph is None:
                 graph = trace(self.module, values, constants)
-            cuts = self._plan.cuts
+            cuts = self.plan.cuts
             if self._graphs:
                 reference = next(iter(self._graphs.values()))[0]
                 cuts = tuple(_same_cuts(reference, graph))
-            places = place_stages(self._plan.schedule, self._options.stages)
+            places = place_stages(self.plan.schedule, self._options.stages)
             partition = cut(graph, cuts, places, self.module)
             own = [stage for stage, place in enumerate(places) if place == self._rank]
-            stages = {stage: Stage(self.module, partition, stage, self._plan.seed) for stage in own}
+            stages = {stage: Stage(self.module, partition, stage, self.plan.seed) for stage in own}
             self._graphs[key] = (partition, stages)
         return self._graphs[key]
 
     def _orders(self, rows: int) -> Orders:
         """Return the plan's orders; for a smaller batch of fewer rows than microbatches, plain ones."""
-        assert self._plan is not None
-        count, num_ranks = self._plan.microbatches, self._options.stages
+        assert self.plan is not None
+        count, num_ranks = self.plan.microbatches, self._options.stages
         if rows >= count:
-            return orders_of(self._plan.schedule, num_ranks, count)
-        return all_forward_first(place_stages(self._plan.schedule, num_ranks), num_ranks, rows)
+            return orders_of(self.plan.schedule, num_ranks, count)
+        return all_forward_first(place_stages(self.plan.schedule, num_ranks), num_ranks, rows)
 
 
 def _same_cuts(reference: Partition, graph: LayerGraph) -> list[int]:

@@ -20,9 +20,11 @@ from paceline.environment import environment
 from paceline.errors import UsageError
 from paceline.pipeline_options import PipelineFlags, PipelineOptions, choose_pipeline
 from paceline.torch.embeddings import LocalTables, RowTables
-from paceline.torch.strategies.base import Strategy
+from paceline.torch.strategies.base import Strategy, state_of
+from paceline.torch.strategies.deferred import is_stand_in
 from paceline.torch.strategies.pipeline.model import PipelinedModel
 from paceline.torch.strategies.pipeline.ownership import gather_state
+from paceline.torch.strategies.pipeline.plan.choosing import PipelinePlan
 from paceline.torch.strategies.pipeline.runner import Runner
 from paceline.torch.strategies.ranks import DEFAULT_TIMEOUT, Ranks
 
@@ -47,6 +49,7 @@ class Pipeline(Strategy):
     """
 
     name: ClassVar[str] = "pipeline"
+    fills_in_parts: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -96,7 +99,8 @@ class Pipeline(Strategy):
                 "strategy"
             )
         data_group = self.mesh.get_group("data") if self.options.data_parallel > 1 else None
-        self._runner = Runner(model, optimizer, self.options, self._ranks, self.mesh.get_group("stage"), data_group)
+        stage_group = self.mesh.get_group("stage")
+        self._runner = Runner(model, optimizer, self.options, self._ranks, stage_group, data_group, self.deferred)
         return PipelinedModel(model, self._runner), optimizer
 
     def _row_tables(self) -> RowTables:
@@ -141,15 +145,18 @@ class Pipeline(Strategy):
     @override
     def load(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
         """Load a checkpoint that any strategy has saved: each rank keeps what its stages need."""
-        if self._runner is not None:
-            self._runner.hold_all()
+        if self.deferred is not None and self.plan is None:
+            raise UsageError(
+                'load() of a model that was built under torch.device("meta"): which process keeps what is known after '
+                "the first call of the model; call it on a batch before, under torch.no_grad() for instance"
+            )
         return super().load(directory)
 
     @override
     def _scatter_values(self, values: Mapping[str, torch.Tensor]) -> None:
-        super()._scatter_values(values)
-        if self._runner is not None:
-            self._runner.release()
+        assert self.module is not None
+        own = state_of(self.module)
+        super()._scatter_values({name: value for name, value in values.items() if not is_stand_in(own[name])})
 
     @override
     def gather_optimizer_state(self) -> dict[int, dict[str, Any]]:
@@ -169,9 +176,16 @@ class Pipeline(Strategy):
         return gather_state(state, keepers, runner.group.rank(), runner.group)
 
     def _scatter_optimizer_state(self, state: dict[int, dict[str, Any]]) -> None:
-        super()._scatter_optimizer_state(state)
+        assert self.optimizer is not None
+        parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
+        super()._scatter_optimizer_state({k: each for k, each in state.items() if not is_stand_in(parameters[k])})
         if self._runner is not None:
             self._runner.release()
+
+    @property
+    def plan(self) -> PipelinePlan | None:
+        """The split, the schedule and what was predicted; None before the first call of the model."""
+        return None if self._runner is None else self._runner.plan
 
     def report(self) -> str | None:
         """Return the measured times of stages and steps beside the predicted ones; None before the fourth step."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -28,6 +30,9 @@ def take_apart(value: Any, what: str) -> tuple[Any, list[Tensor]]:
             return {"y": str(part).removeprefix("torch.")}
         if isinstance(part, torch.device):
             return {"c": str(part)}
+        if isinstance(part, (tuple, dict)) and type(part) not in (tuple, dict):
+            plain = dict(part) if isinstance(part, dict) else tuple(part)
+            return {"n": [type(part).__module__, type(part).__qualname__, describe(plain)]}
         if isinstance(part, (tuple, list)):
             return {"l" if isinstance(part, list) else "u": [describe(each) for each in part]}
         if isinstance(part, dict) and all(isinstance(key, str) for key in part):
@@ -50,7 +55,7 @@ def tensors_of(description: Any) -> list[tuple[torch.dtype, list[int], bool]]:
     (kind, content), *_ = description.items()
     if kind == "t":
         return [(getattr(torch, content[0]), list(content[1]), bool(content[2]))]
-    parts = content if kind in ("l", "u") else content.values() if kind == "d" else ()
+    parts = content[2:] if kind == "n" else content if kind in ("l", "u") else content.values() if kind == "d" else ()
     return [found for part in parts for found in tensors_of(part)]
 
 
@@ -64,11 +69,31 @@ def _build(description: Any, tensors: Iterator[Tensor]) -> Any:
         return tuple(_build(part, tensors) for part in content)
     if kind == "d":
         return {key: _build(part, tensors) for key, part in content.items()}
+    if kind == "n":
+        return _as_named(content[0], content[1], _build(content[2], tensors))
     if kind == "s":
         return torch.Size(content)
     if kind == "y":
         return getattr(torch, content)
     return torch.device(content) if kind == "c" else content
+
+
+def _as_named(module: str, name: str, value: Any) -> Any:
+    """Return a tuple or a dictionary as one of a class that this process has, too: the output of a model's part.
+
+    Raises UsageError if it has not, or the class is neither.
+    """
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if not (isinstance(found, type) and issubclass(found, (tuple, dict))):
+        raise UsageError(
+            f"a value of the class {module}.{name} came from another stage, and this process has no such class: define "
+            "it at the top of a module that every process imports"
+        )
+    if isinstance(value, tuple):
+        return found(*value) if hasattr(found, "_fields") else found(value)
+    return found(**value) if dataclasses.is_dataclass(found) else found(value)
 
 
 def batch_size(leaves: Sequence[Any]) -> int:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -59,6 +59,7 @@ class Sharded(Strategy):
     """
 
     name: ClassVar[str] = "sharded"
+    fills_in_parts: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -96,15 +97,14 @@ class Sharded(Strategy):
         inner: nn.Module = getattr(model, "_orig_mod", model)  # of torch.compile
         self.units = choose_units(inner, self.options.units)
         if self.world_size == 1:
+            if self.deferred is not None:
+                self.deferred.fill()
             return model, optimizer
         before = dict(inner.named_parameters())
         broadcast_values(inner)
-        for parameter in before.values():
-            parameter.data = parameter.data.contiguous()
         self._shard(inner)
         if optimizer is not None:
             replace(optimizer, before, inner)
-        retire(before.values())
         guard(inner)
         return model, optimizer
 
@@ -122,12 +122,19 @@ class Sharded(Strategy):
         for name in (*self.units, ""):
             unit = model.get_submodule(name)
             unit.register_forward_hook(without_views)
+            whole = [each for each in unit.parameters() if not isinstance(each, DTensor)]
+            if self.deferred is not None:
+                here = {id(each) for each in whole}
+                self.deferred.fill(lambda tensor, here=here: id(tensor) in here)  # type: ignore[misc]
+            for parameter in whole:
+                parameter.data = parameter.data.contiguous()
             fully_shard(
                 unit,
                 mesh=mesh,
                 reshard_after_forward=True,  # the model's too: what stays gathered is stale after a step
                 shard_placement_fn=place,
             )
+            retire(whole)
         Unfinished.watch(model)
         for module in model.modules():
             if module._parameters:

@@ -1,0 +1,51 @@
+"""Values that travel between stages keep what they are."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from paceline.errors import UsageError  # noqa: E402
+from paceline.torch.strategies.pipeline.values import put_together, take_apart, tensors_of  # noqa: E402
+
+
+class Pair(NamedTuple):
+    first: object
+    second: object
+
+
+@dataclass
+class Output(OrderedDict):  # type: ignore[type-arg]
+    """As transformers' outputs are: a dictionary, and a dataclass."""
+
+    hidden: object = None
+    rest: object = None
+
+    def __post_init__(self) -> None:
+        self.update({name: value for name, value in vars(self).items() if value is not None})
+
+
+def test_classes_of_tuples_and_dictionaries_arrive_as_such() -> None:
+    x, y = torch.ones(2), torch.zeros(3)
+    value = [Pair(x, (1, "a")), Output(hidden=y), OrderedDict(a=x), {"b": None}]
+    description, tensors = take_apart(value, "a value")
+    description = json.loads(json.dumps(description))
+    found = put_together(description, tensors)
+    assert [type(each) for each in found] == [Pair, Output, OrderedDict, dict]
+    assert found[0].first is x
+    assert found[0].second == (1, "a")
+    assert found[1].hidden is y
+    assert found[1].rest is None
+    assert [shape for _, shape, _ in tensors_of(description)] == [[2], [3], [2]]
+
+
+@pytest.mark.parametrize("name", ["Missing", "take_apart"])
+def test_a_class_that_is_not_here_is_named(name: str) -> None:
+    with pytest.raises(UsageError, match=f"values.{name} came from another stage"):
+        put_together({"n": ["paceline.torch.strategies.pipeline.values", name, {"d": {}}]}, [])

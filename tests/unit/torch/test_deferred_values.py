@@ -1,0 +1,88 @@
+"""Models that are built under ``torch.device("meta")`` and get their values module by module."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from paceline.errors import UsageError  # noqa: E402
+from paceline.torch.strategies.deferred import DeferredValues, is_stand_in, lent_memory  # noqa: E402
+
+
+def model() -> nn.Sequential:
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(3, 4), nn.TransformerEncoderLayer(4, 2, 8), nn.BatchNorm1d(4))
+
+
+def test_parts_get_the_values_of_the_whole() -> None:
+    whole, parts = model(), model()
+    optimizer = torch.optim.SGD(parts.parameters(), lr=0.1)
+    first, second = DeferredValues.of(whole, 7), DeferredValues.of(parts, 7)
+    assert first is not None
+    assert second is not None
+    first.fill()
+    here = {id(each) for each in parts[1].parameters()}
+    state = torch.get_rng_state()
+    second.fill(lambda tensor: id(tensor) in here)
+    assert torch.equal(state, torch.get_rng_state())
+    assert is_stand_in(parts[0].weight)
+    assert parts[0].weight.untyped_storage().nbytes() == 4
+    second.fill()
+    for mine, theirs, known in zip(
+        parts.parameters(), whole.parameters(), optimizer.param_groups[0]["params"], strict=True
+    ):
+        assert mine is known
+        assert torch.equal(mine, theirs)
+        assert not mine.isnan().any()
+    assert torch.equal(parts[2].running_var, torch.ones(4))
+
+
+def test_a_model_with_memory_is_left_alone() -> None:
+    assert DeferredValues.of(nn.Linear(2, 2), 0) is None
+
+
+def test_lent_memory_is_taken_back() -> None:
+    net = model()
+    DeferredValues.of(net, 0)
+    with lent_memory([net[0].weight, 3]):
+        assert not net[0].weight.isnan().any()
+    assert is_stand_in(net[0].weight)
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+class HalfScale(Scale):
+    def reset_parameters(self) -> None:
+        pass
+
+
+class BrokenScale(Scale):
+    def reset_parameters(self) -> None:
+        raise ValueError("no such file")
+
+
+def test_who_has_no_reset_parameters_is_named() -> None:
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Linear(3, 3), Scale())
+    with pytest.raises(UsageError, match=r"1 \(Scale\) is on the meta device with factor.*reset_parameters"):
+        DeferredValues.of(net, 0)
+
+
+@pytest.mark.parametrize(("kind", "said"), [(HalfScale, "gives no values to 'factor'"), (BrokenScale, "no such file")])
+def test_a_reset_that_does_not_do_is_named(kind: type[Scale], said: str) -> None:
+    with torch.device("meta"):
+        net = nn.Sequential(kind())
+    deferred = DeferredValues.of(net, 0)
+    assert deferred is not None
+    with pytest.raises(UsageError, match=rf"0 \({kind.__name__}\).*{said}"):
+        deferred.fill()
