@@ -8,6 +8,7 @@ old view, or is in the newest view no more, the session *awaits a view*: its dat
 from __future__ import annotations
 
 from collections import deque
+from itertools import dropwhile
 
 from paceline.protocol.buckets import Buckets
 from paceline.protocol.client.requests import PUSHES, Kind, Payload, Request
@@ -38,7 +39,8 @@ class Session:
         self.says_clock = False
         """Whether the server was told of the worker's clock by this view: it is told again after a cut."""
         self._blocked: set[int] = set()
-        self._orphans: set[int] = set()  # answers under way that no request waits for
+        self._orphans: dict[int, int] = {}  # how many answers are due by number, that no request waits for
+        self._repeated: dict[int, int] = {}  # how many are due to requests that went out twice over this connection
         self._failures = failures
         self._last_number = 0
 
@@ -66,6 +68,8 @@ class Session:
         """Take the answer to a request; return whether it is retained: then its payload has to stay."""
         request.is_done = True
         del self.in_flight[request.number]
+        if self._repeated:
+            self.heard(request)
         if request.has_body:
             self.num_bodies -= 1
         if request.parents is not None:
@@ -86,6 +90,7 @@ class Session:
 
     def refused(self, request: Request) -> None:
         """Take note that the server has a newer view: block the request until that is here."""
+        self.heard(request)
         self._blocked.add(request.number)
         self.awaits_view = True
 
@@ -94,25 +99,45 @@ class Session:
         request.error = error
         if not request.is_reported and request.parents is None:
             self._failures.append(request)
+        self.heard(request)
         self._finish(request)
 
     def withdraw(self, request: Request) -> None:
         """Forget a request that could not be sent; its caller knows why."""
         self._finish(request)
 
+    def repeat_from(self, request: Request) -> list[Request]:
+        """Return what goes out again over the same connection, in order: the server has taken neither the request, which
+        it has answered so, nor any behind it. It answers each of those as often as it was sent.
+        """
+        behind = dropwhile(lambda each: each is not request, self.unanswered())
+        repeated = [each for each in behind if each.kind is not Kind.CALL]
+        for each in repeated[1:]:
+            self._repeated[each.number] = self._repeated.get(each.number, 1) + 1
+        return repeated
+
+    def heard(self, request: Request) -> None:
+        """Take note of an answer to a request that is in flight, whatever it says."""
+        due = self._repeated.pop(request.number, 1) - 1
+        if due:
+            self._repeated[request.number] = due
+
     def orphan_answered(self, number: int) -> bool:
         """Take an answer that no request waits for any more; return False if none was due either."""
-        if number not in self._orphans:
+        due = self._orphans.pop(number, 0)
+        if not due:
             return False
-        self._orphans.discard(number)
+        if due > 1:
+            self._orphans[number] = due - 1
         self.num_bodies -= 1
         return True
 
     def disconnected(self) -> None:
         """Take note that the connection is no more."""
         self.is_connected = False
-        self.num_bodies -= len(self._orphans)
+        self.num_bodies -= sum(self._orphans.values())
         self._orphans.clear()
+        self._repeated.clear()
 
     def departed(self) -> list[Request]:
         """Take note that the server is in the newest view no more; return the calls, which are to fail."""
@@ -132,9 +157,10 @@ class Session:
             del self.in_flight[number]
             if request.has_body:
                 self.num_bodies -= 1
-            if number not in self._blocked and self.is_connected:
-                self._orphans.add(number)
-                self.num_bodies += 1
+            due = self._repeated.pop(number, int(number not in self._blocked and self.is_connected))
+            if due:
+                self._orphans[number] = due
+                self.num_bodies += due
             if request.kind is Kind.TICK:
                 request.is_done = True
             else:

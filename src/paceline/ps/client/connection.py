@@ -382,15 +382,14 @@ def go_back(connection: ServerConnection, request: Request) -> None:
     It has said so of each; all but the first word of that kind are late.
     """
     if not exchange_of(request).unfilter():
+        connection.session.heard(request)
         return
-    channel, is_behind = connection.channel, False
-    for each in connection.session.unanswered():
-        is_behind = is_behind or each is request
-        if is_behind and each.kind is not Kind.CALL:
-            exchange_of(each).unfilter()
-            connection.transmit(exchange_of(each).frame, each)
-            if connection.channel is not channel:  # then all was sent
-                return
+    channel = connection.channel
+    for each in connection.session.repeat_from(request):
+        exchange_of(each).unfilter()
+        connection.transmit(exchange_of(each).frame, each)
+        if connection.channel is not channel:  # then all was sent
+            return
 
 
 def make_room(connection: ServerConnection, more_bytes: int) -> None:

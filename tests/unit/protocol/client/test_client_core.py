@@ -142,6 +142,27 @@ def test_answers_to_what_was_replaced_count_no_more() -> None:
     assert session.num_bodies == 1
 
 
+def test_what_was_sent_twice_over_one_connection_is_answered_twice() -> None:
+    runtime = joined(None, s1=0b1)
+    [first], [second], [pull] = runtime.push(1), runtime.push(1), runtime.make(Kind.PULL, 1)
+    session = runtime.core.sessions[1]
+    assert session.repeat_from(first) == [first, second, pull]  # the server has taken none of them, and says so of each
+    session.refused(second)  # the word on it came by a newer view, which it is refused for again
+    runtime.view(2, {1: 1})
+    assert [session.orphan_answered(each.number) for each in (first, second, pull, pull)] == [True] * 4
+    assert not any(session.orphan_answered(each.number) for each in (first, second, pull))
+    assert session.num_bodies == 1  # of the pull in the place of the former
+
+    [third], [fourth] = runtime.push(1), runtime.push(1)
+    session.repeat_from(third)
+    session.heard(fourth)  # and the other answer to it is the one that counts
+    session.answered(fourth)
+    session.repeat_from(third)
+    session.disconnected()
+    runtime.view(3, {1: 1})
+    assert not any(session.orphan_answered(each.number) for each in (third, fourth))
+
+
 def test_a_push_that_reads_and_ends_the_iteration_becomes_a_push_and_a_pull_of_the_next() -> None:
     runtime = joined(None, s1=0b0011, s2=0b1100)
     parts = runtime.make(Kind.PUSH_PULL, 0b1111, ends_iteration=True)
