@@ -65,6 +65,18 @@ def test_a_worker_that_waits_for_a_job_ends_when_it_is_declared_dead() -> None:
             over.result(30)
 
 
+def test_a_client_that_is_declared_dead_hears_of_it_where_no_server_tells() -> None:
+    """A worker that was stopped, and whose server died meanwhile, knows of no other: it would wait for a map."""
+    with Cluster(servers=2, workers=1, replicas=1) as cluster:
+        client = cluster.connect()
+        table = client.sparse_table("t", update=SGD(lr=1.0))
+        table.push(keys_of(1), np.ones((1, 1), np.float32)).wait()
+        cluster.served.call(lambda: cluster.scheduler.process_ended(client.incarnation))
+        wait_until(lambda: client.servers.watch.has_failed)
+        with pytest.raises(PeerError, match="this worker was declared dead: its process ended; connect again"):
+            table.pull(keys_of(1))
+
+
 def test_who_is_declared_dead_changes_nothing_any_more() -> None:
     """It may have been stopped while it loaded a model: what others have pushed since was overwritten or erased."""
     with Cluster(servers=1, workers=2) as cluster:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from paceline.errors import UsageError
+from paceline.errors import PeerError, UsageError
 from paceline.filters.base import Filter
 from paceline.protocol import Consistency, Sequential, parse_consistency
 from paceline.protocol.client import ClientCore
@@ -82,6 +82,8 @@ class Client:
         def heard(notice: msgspec.Struct) -> None:
             if isinstance(notice, messages.Ended):
                 follower.watch.end()
+            elif isinstance(notice, messages.Expelled):
+                follower.fail(PeerError(f"this {role} was declared dead: {notice.reason}; connect again"))
             if on_notice is not None:
                 on_notice(notice)
 

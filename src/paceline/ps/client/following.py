@@ -34,6 +34,13 @@ class MapFollower:
         # Who is at work looks before every request; servers are not to wait for one who is busy elsewhere.
         self._start(self.servers)
 
+    def fail(self, error: PacelineError) -> None:
+        """Have whoever waits for a map or for a server, now or later, raise this."""
+        if self.servers is None:
+            self.watch.fail(error)
+        else:
+            self.servers.abort(error)
+
     def look(self) -> None:
         """Have connections made again that are cut: others may wait for what was lost on them."""
         if self.servers is not None and not self.servers.is_closed and self.servers.cuts.look(self.servers.connections):

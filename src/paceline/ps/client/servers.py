@@ -331,11 +331,15 @@ class Servers:
         received, sent = self._gone_bytes
         return received + sum(count[0] for count in counts), sent + sum(count[1] for count in counts)
 
-    def abort(self) -> None:
-        """Give up what is in flight, from whatever thread: it raises there, and so does every request from now on."""
-        self.watch.fail(UsageError(CLOSED))
+    def abort(self, reason: PacelineError | None = None) -> None:
+        """Give up what is in flight, from whatever thread: it raises there, and so does every request from now on.
+
+        It raises the reason, by default that the client is closed.
+        """
+        reason = reason or UsageError(CLOSED)
+        self.watch.fail(reason)
         for connection in self.connections:
-            connection.interrupt(UsageError(CLOSED))
+            connection.interrupt(reason)
 
     def close(self) -> None:
         """Finish what is in flight, and close the connections. Takes the lock itself."""
