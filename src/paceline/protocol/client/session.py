@@ -107,8 +107,9 @@ class Session:
         self._finish(request)
 
     def repeat_from(self, request: Request) -> list[Request]:
-        """Return what goes out again over the same connection, in order: the server has taken neither the request, which
-        it has answered so, nor any behind it. It answers each of those as often as it was sent.
+        """Return what goes out again over the same connection, in order: a request, and all behind it.
+
+        The server has taken none of them, and has said so of the first. It answers the others as often as they are sent.
         """
         behind = dropwhile(lambda each: each is not request, self.unanswered())
         repeated = [each for each in behind if each.kind is not Kind.CALL]
