@@ -109,7 +109,7 @@ class Session:
     def repeat_from(self, request: Request) -> list[Request]:
         """Return what goes out again over the same connection, in order: a request, and all behind it.
 
-        The server has taken none of them, and has said so of the first. It answers the others as often as they are sent.
+        The server has taken none of them, and has said so of the first. It answers the others as often as they go out.
         """
         behind = dropwhile(lambda each: each is not request, self.unanswered())
         repeated = [each for each in behind if each.kind is not Kind.CALL]
