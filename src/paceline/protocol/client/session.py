@@ -11,6 +11,7 @@ from collections import deque
 from itertools import dropwhile
 
 from paceline.protocol.buckets import Buckets
+from paceline.protocol.client.due_answers import DueAnswers
 from paceline.protocol.client.requests import PUSHES, Kind, Payload, Request
 
 
@@ -39,8 +40,7 @@ class Session:
         self.says_clock = False
         """Whether the server was told of the worker's clock by this view: it is told again after a cut."""
         self._blocked: set[int] = set()
-        self._orphans: dict[int, int] = {}  # how many answers are due by number, that no request waits for
-        self._repeated: dict[int, int] = {}  # how many are due to requests that went out twice over this connection
+        self._due = DueAnswers()
         self._failures = failures
         self._last_number = 0
 
@@ -68,8 +68,7 @@ class Session:
         """Take the answer to a request; return whether it is retained: then its payload has to stay."""
         request.is_done = True
         del self.in_flight[request.number]
-        if self._repeated:
-            self.heard(request)
+        self._due.heard(request.number)
         if request.has_body:
             self.num_bodies -= 1
         if request.parents is not None:
@@ -114,31 +113,24 @@ class Session:
         behind = dropwhile(lambda each: each is not request, self.unanswered())
         repeated = [each for each in behind if each.kind is not Kind.CALL]
         for each in repeated[1:]:
-            self._repeated[each.number] = self._repeated.get(each.number, 1) + 1
+            self._due.sent_again(each.number)
         return repeated
 
     def heard(self, request: Request) -> None:
-        """Take note of an answer to a request that is in flight, whatever it says."""
-        due = self._repeated.pop(request.number, 1) - 1
-        if due:
-            self._repeated[request.number] = due
+        """Take note of an answer to a request that is in flight and stays so."""
+        self._due.heard(request.number)
 
     def orphan_answered(self, number: int) -> bool:
         """Take an answer that no request waits for any more; return False if none was due either."""
-        due = self._orphans.pop(number, 0)
-        if not due:
+        if not self._due.orphan_heard(number):
             return False
-        if due > 1:
-            self._orphans[number] = due - 1
         self.num_bodies -= 1
         return True
 
     def disconnected(self) -> None:
         """Take note that the connection is no more."""
         self.is_connected = False
-        self.num_bodies -= sum(self._orphans.values())
-        self._orphans.clear()
-        self._repeated.clear()
+        self.num_bodies -= self._due.disconnected()
 
     def departed(self) -> list[Request]:
         """Take note that the server is in the newest view no more; return the calls, which are to fail."""
@@ -158,10 +150,7 @@ class Session:
             del self.in_flight[number]
             if request.has_body:
                 self.num_bodies -= 1
-            due = self._repeated.pop(number, int(number not in self._blocked and self.is_connected))
-            if due:
-                self._orphans[number] = due
-                self.num_bodies += due
+            self.num_bodies += self._due.given_up(number, is_due=number not in self._blocked and self.is_connected)
             if request.kind is Kind.TICK:
                 request.is_done = True
             else:
