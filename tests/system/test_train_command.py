@@ -269,6 +269,28 @@ def test_labels_of_which_one_is_positive(paceline: Commands, tmp_path: Path) -> 
         assert first > 0.5 > second
 
 
+def test_labels_that_are_words(paceline: Commands, tmp_path: Path) -> None:
+    """Won is positive, for it comes behind lost, unless --positive says otherwise: the model keeps which one it is."""
+    rows = [f'"{("won", "lost")[i % 2]}",{"ab"[i % 2]},{i % 7}\n' for i in range(600)]
+    (tmp_path / "x.csv").write_text("result,site,age\n" + "".join(rows))
+    common = ["train", "x.csv", "--label", "result", "--workers", "1", "--epochs", "1"]
+    trained = paceline.succeed(*common, "--save", "won", "--eval", "x.csv")
+    assert "lost is 0, and won is 1, the positive one (--positive 'lost' turns them round)" in trained.err
+    trained = paceline.succeed(*common, "--save", "lost", "--positive", "lost")
+    assert "won is 0, and lost is 1, the positive one" in trained.err
+    for model, is_first in (("won", True), ("lost", False)):
+        found = paceline.succeed("predict", model, "x.csv", "--json", "--output", "p.txt").json
+        assert found["auc"] == 1
+        first, second = (float(line) for line in (tmp_path / "p.txt").read_text().splitlines()[:2])
+        assert (first > second) == is_first
+    paceline.succeed(*common, "--init-from", "won", "--positive", "won", "-q")
+    paceline.succeed(*common, "--init-from", "lost", "--positive", "lost", "-q")
+    refused = paceline.run(*common, "--init-from", "won", "--positive", "lost", "-q")
+    assert "has positive=None, and positive=0.0 is wanted" in refused.err
+    refused = paceline.run(*common, "--model", "regression", "-q")
+    assert "labels are words, such as lost, and --model regression learns numbers" in refused.err
+
+
 def test_describe_other_formats(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
     assert "format   criteo" in paceline.succeed("describe", click_log[0]).out
     (tmp_path / "x.svm").write_text("1 3:1 8:0.5\n2 4:1\n3 3:1\n")

@@ -39,7 +39,7 @@ Label = Annotated[
 Positive = Annotated[
     str | None,
     typer.Option(
-        help="The label that is the positive one, where labels are not 0 and 1: a number, or yes, no and the like; "
+        help="The label that is the positive one, where labels are not 0 and 1: a number, or a word; "
         "all others are negative."
     ),
 ]
@@ -173,7 +173,7 @@ def choose_columns(
     return Columns(label, split_names(categorical), split_names(numeric), weight=weight or "")
 
 
-def find_positive(text: str | None) -> float | None:
+def find_positive(text: str | None) -> float | str | None:
     """Return the label that ``--positive`` names, None if it is not given."""
     from paceline.data.labels import parse_positive
 

@@ -22,7 +22,7 @@ from paceline.kernels.text.reference import LABEL_WORDS, MAX_FLOAT32, field_of, 
 LABEL_NAMES = ("label", "click", "clicked", "target", "y")
 """The names under which a label is found when no columns are given; the first that is there counts."""
 
-_MOST_NAMES = 30
+_MOST_NAMES, _MOST_CLASSES_SHOWN = 30, 5
 _PLACE = re.compile(r"-?[0-9]{1,9}")
 
 
@@ -44,6 +44,8 @@ class Columns:
     weight: str = ""
     is_open: bool = False
     """Whether all other columns are read too, of JSON lines: `categorical` are those whose numbers are categories."""
+    classes: tuple[str, ...] = ()
+    """The words that labels are, each of which is read as its place here; none if they are numbers."""
 
     def __post_init__(self) -> None:
         assert len(self.scales) in (0, len(self.numeric))
@@ -59,15 +61,14 @@ class Columns:
         """The columns that :meth:`to_fields` described."""
         scales = tuple(map(Scale.from_fields, fields.get("scales", ())))
         categorical, numeric = tuple(fields["categorical"]), tuple(fields["numeric"])
-        return cls(
-            fields["label"], categorical, numeric, scales, fields.get("weight", ""), fields.get("is_open", False)
-        )
+        weight, is_open, classes = fields.get("weight", ""), fields.get("is_open", False), fields.get("classes", ())
+        return cls(fields["label"], categorical, numeric, scales, weight, is_open, tuple(classes))
 
     def to_fields(self) -> dict[str, Any]:
         """These columns as JSON and msgpack can carry them; without scales and weight, as before there were any."""
         fields = {"label": self.label, "categorical": list(self.categorical), "numeric": list(self.numeric)}
         scales = [each.to_fields() for each in self.scales]
-        others = {"scales": scales, "weight": self.weight, "is_open": self.is_open}
+        others = {"scales": scales, "weight": self.weight, "is_open": self.is_open, "classes": list(self.classes)}
         return {**fields, **{name: value for name, value in others.items() if value}}
 
     @property
@@ -92,6 +93,9 @@ class Columns:
         what = f"its {'label' if name == self.label else 'weight' if name == self.weight else 'column'} '{name}'"
         if is_missing:
             return f"{what} is missing"
+        if name == self.label and self.classes:
+            more = ", ..." if len(self.classes) > _MOST_CLASSES_SHOWN else ""
+            return f"{what} is none of {', '.join(self.classes[:_MOST_CLASSES_SHOWN])}{more}"
         return f"{what} is not a finite number" + (" from 0 up" if name == self.weight else "")
 
     def check_in(self, path: str, names: Sequence[str], *, needs_label: bool = True) -> None:
@@ -235,7 +239,7 @@ class Converter:
 
     def _convert(self, record_batch: Any, first_row: int) -> Converted:
         num_rows, num_categorical = record_batch.num_rows, len(self._columns.categorical)
-        labels, label_ok, label_missing = self._numbers(record_batch.column(0), LABEL_WORDS)
+        labels, label_ok, label_missing = self._labels(record_batch.column(0))
         label = labels.astype(np.float32)
         label_ok &= ~label_missing | (not self._has_label)
         if not self._has_label:
@@ -350,6 +354,19 @@ class Converter:
         scaled = np.empty(len(numbers), np.float32)
         self._scale(numbers, self._scales[column], scaled)
         return scaled
+
+    def _labels(self, column: Any) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        """The label's column as :meth:`_numbers` returns one."""
+        classes = self._columns.classes
+        if not classes or not self._has_label:
+            return self._numbers(column, LABEL_WORDS)
+        from pyarrow.compute import index_in, utf8_trim
+
+        words = utf8_trim(self._text(column), characters=" \t\r\n")
+        places = index_in(words, value_set=self._arrow.array(classes)).fill_null(-1)
+        found = places.to_numpy(zero_copy_only=False).astype(np.float64)
+        missing = column.is_null().to_numpy(zero_copy_only=False)
+        return np.maximum(found, 0), missing | (found >= 0), missing
 
     def _numbers(
         self, column: Any, words: dict[str, float]

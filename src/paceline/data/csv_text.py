@@ -40,6 +40,7 @@ def csv_parser(dialect: Dialect, columns: Columns) -> ParseRows:
         places[columns.weight] = WEIGHT_SLOT
     slots = np.array([places.get(name, SKIPPED_SLOT) for name in dialect.names], np.int64)
     seeds = np.array([name_seed(name) for name in features], np.uint64)
+    classes = np.array([name_seed(word) for word in columns.classes], np.uint64)
     scales = np.zeros((4, len(columns.numeric)), np.float64)
     for at, scale in enumerate(columns.scales):
         scales[:, at] = scale.as_array()
@@ -59,7 +60,7 @@ def csv_parser(dialect: Dialect, columns: Columns) -> ParseRows:
         bad_at, bad_why = np.empty(NUM_KEPT, np.int64), np.empty(NUM_KEPT, np.int64)
         counts = np.empty(kernels.NUM_COUNTS, np.int64)
         kernels.parse_csv(
-            *(text, start, end, limit, int(last), separator, slots, seeds, scales, powers, scratch),
+            *(text, start, end, limit, int(last), separator, slots, seeds, scales, powers, classes, scratch),
             *(labels, weights, indptr, keys, values, bad_at, bad_why, counts),
         )
         rows, num_bad, position, pairs = counts.tolist()

@@ -10,6 +10,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -27,7 +28,8 @@ from paceline.data.columns import (
     shown_names,
 )
 from paceline.data.dialect import is_missing, is_number
-from paceline.data.sampling import Sample, json_text, walk_fields
+from paceline.data.labels import find_classes
+from paceline.data.sampling import Sample, json_cells, json_text, walk_fields
 from paceline.data.scales.one_column import line_loss, table_loss
 from paceline.data.scales.scaling import signed_logs
 from paceline.errors import UsageError
@@ -77,7 +79,8 @@ def guess_columns(path: str, sample: Sample, label: str | None = None, weight: s
     if not categorical and not numeric:
         reasons = "; ".join(f"'{each.name}' {each.reason}" for each in guesses if each.kind == "left out")
         raise UsageError(f"{path} has no column to learn from: {reasons or 'there is only the label'}")
-    return Guesses(Columns(label, categorical, numeric, weight=weight), tuple(guesses), len(sample.rows))
+    columns = Columns(label, categorical, numeric, weight=weight, classes=sample.classes(label))
+    return Guesses(columns, tuple(guesses), len(sample.rows))
 
 
 def _check_commas(path: str, sample: Sample) -> None:
@@ -110,7 +113,9 @@ def _without_copies(sample: Sample) -> Sample:
 
 
 def describe_named(sample: Sample, columns: Columns) -> Guesses:
-    """The same of columns that were named."""
+    """The same of columns that were named; the words that labels are are found too."""
+    if not columns.classes:
+        columns = replace(columns, classes=sample.classes(columns.label))
     kinds = {columns.weight: "weight", columns.label: "label"} | dict.fromkeys(columns.categorical, "categorical")
     kinds |= dict.fromkeys(columns.numeric, "numeric")
     guesses = []
@@ -261,7 +266,7 @@ def find_json_columns(
     if weight and weight not in names:
         raise UsageError(f"{path} has no field '{weight}' in the rows looked at: it has {shown}")
     codes = tuple(name for name in names if name not in (found, weight) and _holds_codes(name, objects))
-    return Columns(found, codes, weight=weight, is_open=True)
+    return Columns(found, codes, weight=weight, is_open=True, classes=find_classes(json_cells(objects, found)))
 
 
 def _holds_codes(name: str, objects: Sequence[Mapping[str, Any]]) -> bool:

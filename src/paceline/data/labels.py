@@ -6,6 +6,7 @@ As what labels are read is a text, so that it can travel: ``numbers`` as they st
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -18,6 +19,9 @@ from paceline.errors import UsageError
 from paceline.kernels.text.reference import LABEL_WORDS, MAX_FLOAT32
 
 NUMBERS, CLICKS = "numbers", "clicks"
+MOST_CLASSES = 100
+_BLANKS = " \t\r\n"
+_NEGATION = re.compile(r"(?:no|not|non)[-_ ]?(.+)", re.IGNORECASE)
 
 
 def clicks_where(positive: float | None) -> str:
@@ -50,25 +54,68 @@ def read_as(labels: str, found: npt.NDArray[np.float32], *, unknown: bool = Fals
         np.equal(found, np.float32(positive), out=found, where=is_known)
 
 
-def parse_positive(text: str) -> float:
-    """The label that `text` names, a number or a word for one. Raises UsageError."""
-    label = read_label(text)
-    if label is None or abs(label) > MAX_FLOAT32:
-        raise UsageError(
-            f"--positive {text}: labels are finite numbers, or one of {', '.join(LABEL_WORDS)}: write other words as "
-            "numbers, 1 for the positive one and 0 for the others"
-        )
-    return label
+def parse_positive(text: str) -> float | str:
+    """The label that `text` names: a number, or a word, which :func:`resolve_positive` takes. Raises UsageError."""
+    if not text.strip() or (is_number(text) and abs(float(text)) > MAX_FLOAT32):
+        raise UsageError(f"--positive {text}: labels are finite numbers, or words")
+    return float(text) if is_number(text) else text.strip(_BLANKS)
 
 
-def read_label(cell: str) -> float | None:
-    """The label that a cell holds: a number, or a word for one; None if neither."""
+def resolve_positive(positive: float | str | None, classes: Sequence[str]) -> float | None:
+    """The number of the label that is `positive` where labels are the words `classes`, or, if those are none, numbers.
+
+    None if it is the usual one. Raises UsageError for a word that is no label.
+    """
+    if not isinstance(positive, str):
+        return positive
+    if not classes:
+        label = read_label(positive)
+        if label is None:
+            raise UsageError(
+                f"--positive {positive}: labels of this data are numbers, or one of {', '.join(LABEL_WORDS)}"
+            )
+        return label
+    if positive not in classes:
+        raise UsageError(f"--positive {positive}: no label is that in the rows looked at: they are {_listed(classes)}")
+    at = list(classes).index(positive)
+    return None if len(classes) == 2 and at == 1 else float(at)
+
+
+def find_classes(cells: Iterable[str]) -> tuple[str, ...]:
+    """The words that labels are, in the order of the numbers that they are read as; none if numbers are there.
+
+    Words for 0 and 1, such as no and yes, count as numbers, unless only one of both stands beside other words. Of two
+    words the second, in the order of their characters, is 1, but for a word for 0 or 1, and for one that negates the
+    other, as "not spam" does, which is 0.
+    """
+    words = {cell.strip(_BLANKS) for cell in cells if not is_missing(cell)}
+    known = {read_label(word) for word in words}
+    are_words = None in known and not {0.0, 1.0} <= known and not any(map(is_number, words))
+    if not are_words or not 2 <= len(words) <= MOST_CLASSES or not all(word.isprintable() for word in words):
+        return ()
+    found = sorted(words)
+    return tuple(sorted(found, key=lambda word: _usual_place(word, words)) if len(found) == 2 else found)
+
+
+def _usual_place(word: str, words: set[str]) -> float:
+    """Whether a word of two is usually 0 or 1; 0.5 if nothing says so."""
+    negated = _NEGATION.fullmatch(word)
+    if negated is not None and negated[1].casefold() in {each.casefold() for each in words}:
+        return 0.0
+    return LABEL_WORDS.get(word.lower(), 0.5)
+
+
+def read_label(cell: str, classes: Sequence[str] = ()) -> float | None:
+    """The label that a cell holds: a number, or a word for one, of `classes` if there are any; None if neither."""
+    if classes:
+        word = cell.strip(_BLANKS)
+        return float(classes.index(word)) if word in classes else None
     return float(cell) if is_number(cell) else LABEL_WORDS.get(cell.strip().lower())
 
 
-def count_labels(cells: Iterable[str]) -> dict[float, int]:
-    """How often each label is there; what is no label is passed over."""
-    return dict(Counter(value for value in map(read_label, cells) if value is not None))
+def count_labels(cells: Iterable[str], classes: Sequence[str] = ()) -> dict[float, int]:
+    """How often each label is there, as :func:`read_label` reads it; what is no label is passed over."""
+    return dict(Counter(value for cell in cells if (value := read_label(cell, classes)) is not None))
 
 
 def describe_no_numbers(cells: Iterable[str]) -> str | None:
@@ -99,17 +146,38 @@ def describe_label_words(words: Sequence[str], labels: str = NUMBERS) -> str:
     return f"labels are words, which are read as numbers: {', '.join(f'{word} as {numbers[word]:g}' for word in words)}"
 
 
-def describe_not_binary(found: Mapping[float, int], labels: str = CLICKS) -> str | None:
-    """Say what is wrong with labels that are to be read as clicks; None for two classes, or one."""
+def describe_classes(classes: Sequence[str], labels: str = NUMBERS) -> str:
+    """Say what the words `classes` are taken for in a data set whose labels are read as `labels`."""
+    if labels == NUMBERS:
+        numbered = ", ".join(f"{word} as {at}" for at, word in enumerate(classes))
+        return f"labels are words, which are read as numbers: {numbered}"
+    positive = positive_in(labels)
+    at = 1 if positive is None else int(positive)
+    if len(classes) > 2:
+        return f"labels are words: {classes[at]} is 1, the positive one, and the {len(classes) - 1} others are 0"
+    said = f"labels are words: {classes[1 - at]} is 0, and {classes[at]} is 1, the positive one"
+    return said if positive is not None else f"{said} (--positive '{classes[0]}' turns them round)"
+
+
+def describe_not_binary(found: Mapping[float, int], labels: str = CLICKS, classes: Sequence[str] = ()) -> str | None:
+    """Say what is wrong with labels that are to be read as clicks; None for two classes, or one.
+
+    `classes` are the words that labels are, if they are.
+    """
     values, positive = sorted(found), positive_in(labels)
-    shown = [f"{value:g}" for value in values[:10]]
-    if len(values) > len(shown):
-        shown.append("...")
-    listed = ", ".join(shown) if len(shown) < 2 or shown[-1] == "..." else f"{', '.join(shown[:-1])} and {shown[-1]}"
+    listed = _listed([classes[int(value)] if classes else f"{value:g}" for value in values])
     if positive is not None:
         if not values or np.float32(positive) in np.array(values, np.float32):
             return None
         return f"labels are {listed}, and none is {positive:g}, the positive one"
     if labels == NUMBERS or len(values) < 2 or (len(values) == 2 and values[0] <= 0 < values[1]):
         return None
-    return f"labels are {listed}, expected two: 0 and 1, or -1 and 1"
+    return f"labels are {listed}, expected two" + ("" if classes else ": 0 and 1, or -1 and 1")
+
+
+def _listed(labels: Sequence[str]) -> str:
+    """The first labels, as a sentence has them."""
+    shown = list(labels[:10])
+    if len(labels) > len(shown):
+        return ", ".join([*shown, "..."])
+    return ", ".join(shown) if len(shown) < 2 else f"{', '.join(shown[:-1])} and {shown[-1]}"

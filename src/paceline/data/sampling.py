@@ -22,7 +22,7 @@ from paceline.data.binary.converted import describe_converted
 from paceline.data.columns import Columns, import_arrow, is_list
 from paceline.data.dialect import BYTE_ORDER_MARK, parse_rows, read_dialect
 from paceline.data.formats import CONVERTED, TEXT_FORMATS
-from paceline.data.labels import count_labels, read_label
+from paceline.data.labels import count_labels, find_classes, read_label
 from paceline.data.streams import ByteStream, open_stream, stat_file, text_size
 from paceline.kernels.text.reference import number_text
 
@@ -63,9 +63,14 @@ class Sample:
             cells = [each for cell in cells for each in json.loads(cell)]
         return Counter(cells)
 
+    def classes(self, name: str) -> tuple[str, ...]:
+        """The words that labels in a column are, if they are."""
+        return find_classes(self.column(name))
+
     def labels(self, name: str) -> npt.NDArray[np.float64] | None:
         """The labels in a column, NaN where there is none; None for 3 to 64 values: they may be classes or counts."""
-        found = [read_label(cell) for cell in self.column(name)]
+        classes = self.classes(name)
+        found = [read_label(cell, classes) for cell in self.column(name)]
         if 2 < len({label for label in found if label is not None}) <= _MOST_CLASSES:
             return None
         return np.array([math.nan if label is None else label for label in found])
@@ -152,7 +157,8 @@ def sample_labels(files: Sequence[str], format: str, columns: Columns | None = N
     """The labels in rows spread over the files (of converted data: in all), and how often each was seen."""
     if columns is not None and format in ("csv", "parquet"):
         sample = sample_rows(files, format, columns.names)
-        return count_labels(sample.column(columns.label)) if columns.label in sample.names else {}
+        is_there = columns.label in sample.names
+        return count_labels(sample.column(columns.label), columns.classes) if is_there else {}
     if format == "numpy":
         found = [file.y for file in map(ArrayFile, files) if file.y is not None]
         return dict(Counter(float(label) for y in found for label in y[:: len(y) // _SAMPLED_ROWS + 1]))
@@ -174,7 +180,7 @@ def sample_labels(files: Sequence[str], format: str, columns: Columns | None = N
     else:
         assert columns is not None
         cells = sample_rows(files, format, columns.names).column(columns.label)
-    return count_labels(cells)
+    return count_labels(cells, columns.classes if columns is not None else ())
 
 
 def sample_namespaces(files: Sequence[str]) -> tuple[str, ...]:

@@ -200,7 +200,9 @@ def json_parser(columns: Columns, *, needs_label: bool) -> Parse:
 
     powers = powers_of_ten()
     label, weight = np.uint64(name_seed(columns.label)), np.uint64(name_seed(columns.weight) if columns.weight else 0)
-    as_text = np.array([name_seed(name) for name in columns.categorical], np.uint64)
+    as_text, classes = (
+        np.array([name_seed(name) for name in names], np.uint64) for names in (columns.categorical, columns.classes)
+    )
     scratch = np.empty(0, np.uint8)
 
     def parse(text: npt.NDArray[np.uint8], start: int, stop: int) -> Parsed:
@@ -210,7 +212,7 @@ def json_parser(columns: Columns, *, needs_label: bool) -> Parse:
         arrays = _SparseArrays((stop - start) // 2 + 1)
         bad_at, bad_why, counts = _result_arrays(NUM_COUNTS)
         kernels.parse_json_lines(
-            *(text, start, stop, int(needs_label), label, weight, as_text, powers, scratch),
+            *(text, start, stop, int(needs_label), label, weight, as_text, powers, classes, scratch),
             *(*arrays.all, bad_at, bad_why, counts),
         )
         rows, num_bad, position, pairs, all_ones = counts.tolist()

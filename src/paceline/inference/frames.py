@@ -11,6 +11,7 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any, final
 
@@ -90,7 +91,7 @@ class ColumnReader(FrameReader):
     """
 
     def __init__(self, columns: Columns, *, from_text: bool, is_known: IsKnown | None) -> None:
-        self._columns = columns = columns.unweighted
+        self._columns = columns = replace(columns.unweighted, classes=())  # labels of frames are not read
         super().__init__(columns.names[1:])
         self._from_text = from_text
         self._is_known = is_known

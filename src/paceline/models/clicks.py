@@ -12,7 +12,7 @@ import numpy as np
 from typing_extensions import Self, override
 
 from paceline.data import Batch
-from paceline.data.labels import clicks_where
+from paceline.data.labels import clicks_where, resolve_positive
 from paceline.kernels.csr import logistic
 from paceline.models.base import KeyedMatrix, KeyedMinibatch, Optimism, SparseModel, sum_examples
 from paceline.models.metrics import ClickEvaluation, evaluate
@@ -65,12 +65,13 @@ class ClickProbabilityModel(SparseModel):
 
     offset: float = 0.0
     """What is added to every margin."""
-    positive: float | None = None
-    """The label of clicks, where others are of none; None: those above 0 are."""
+    positive: float | str | None = None
+    """The label of clicks, where others are of none; None: those above 0 are. A word until :func:`for_classes`."""
 
     @property
     @override
     def read_labels_as(self) -> str:
+        assert not isinstance(self.positive, str), "the data were not looked at"
         return clicks_where(self.positive)
 
     @override
@@ -113,6 +114,16 @@ class ClickProbabilityModel(SparseModel):
         off, variance = shift + beyond, error * error + error_beyond * error_beyond
         share = 1 - variance / max(off * off, 1e-30)
         return self if share <= 0 else dataclasses.replace(self, offset=self.offset + share * off)
+
+
+def for_classes(model: SparseModel, classes: Sequence[str]) -> SparseModel:
+    """Return the model for data whose labels are words, read as their places in `classes`; () if they are numbers.
+
+    Raises UsageError where the positive label is a word that is no label of the data.
+    """
+    if not isinstance(model, ClickProbabilityModel):
+        return model
+    return dataclasses.replace(model, positive=resolve_positive(model.positive, classes))
 
 
 def log_odds_shift(margins: Doubles, labels: Doubles, counts: Doubles) -> tuple[float, float]:

@@ -152,7 +152,11 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
             "--positive",
         ),
         ("train onetwo.svm --positive 3", 2, "labels are 1 and 2, and none is 3, the positive one: give one"),
-        ("train onetwo.svm --positive spam", 2, "--positive spam: labels are finite numbers, or one of true, t, yes"),
+        (
+            "train onetwo.svm --positive spam",
+            2,
+            "--positive spam: labels of this data are numbers, or one of true, t, yes",
+        ),
         (
             "train onetwo.svm --positive 1 --model softmax",
             2,

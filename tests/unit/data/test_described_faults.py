@@ -31,8 +31,8 @@ ROWS = "site,price,outcome\n" + "a,1.5,won\nb,2,lost\n" * 20
         (b'{\n"a": 1\n}\n{\n"a": 2\n}\n', "looks like JSON whose objects do not end in the line"),
         (b"a,a,click\n1,2,0\n3,4,1\n", "more than one column 'a' in its header: rename all but one"),
         (
-            ROWS.replace("outcome", "label").encode(),
-            "labels, column 'label', are texts, 'won' and 'lost', and expected",
+            b"site,label\n" + b"".join(b"a,name %d\n" % at for at in range(200)),
+            "labels, column 'label', are texts such as 'name 0', 'name 1', 'name 2', and expected are numbers, or",
         ),
         (b'{"click": "won", "a": 1}\n' * 3, "labels, column 'click', are text, 'won', and expected are numbers"),
     ],

@@ -9,12 +9,17 @@ import pytest
 
 from paceline.data import open_dataset, open_spec
 from paceline.data.labels import (
+    MOST_CLASSES,
     clicks_where,
+    count_labels,
+    describe_classes,
     describe_label_words,
     describe_not_binary,
+    find_classes,
     parse_positive,
     positive_in,
     read_as,
+    resolve_positive,
 )
 from paceline.errors import UsageError
 from paceline.launch.train.data_files import look_at
@@ -52,10 +57,60 @@ def test_labels_are_read_as_nothing_else(labels: str) -> None:
 
 
 def test_the_positive_label_may_be_a_word() -> None:
-    assert [parse_positive(text) for text in ("2", "-1", "No", "true")] == [2, -1, 0, 1]
-    for text in ("spam", "", "nan", "1e39"):
-        with pytest.raises(UsageError, match=f"--positive {text}: labels are finite numbers, or one of true"):
+    assert [parse_positive(text) for text in ("2", "-1", "No", " spam ")] == [2, -1, "No", "spam"]
+    assert [resolve_positive(text, ()) for text in (2.0, None, "No", "true")] == [2, None, 0, 1]
+    for text in ("", "1e39"):
+        with pytest.raises(UsageError, match=f"--positive {text}: labels are finite numbers, or words"):
             parse_positive(text)
+    with pytest.raises(UsageError, match="--positive spam: labels of this data are numbers, or one of true"):
+        resolve_positive("spam", ())
+
+
+def test_the_positive_label_of_words() -> None:
+    assert resolve_positive("ham", ("ham", "spam")) == 0
+    assert resolve_positive("spam", ("ham", "spam")) is None  # as without --positive
+    assert resolve_positive("b", ("a", "b", "c")) == 1
+    with pytest.raises(
+        UsageError, match="--positive Ham: no label is that in the rows looked at: they are ham and spam"
+    ):
+        resolve_positive("Ham", ("ham", "spam"))
+
+
+@pytest.mark.parametrize(
+    ("cells", "classes"),
+    [
+        (["malignant", " benign", "", "benign", "NA"], ("benign", "malignant")),
+        ([">50K", "<=50K"], ("<=50K", ">50K")),
+        (["F", "M"], ("F", "M")),  # F alone is a word for false
+        (["yes", "unclear"], ("unclear", "yes")),
+        (["no", "lost"], ("no", "lost")),
+        (["spam", "not spam"], ("not spam", "spam")),
+        (["Click", "noclick"], ("noclick", "Click")),
+        (["b", "c", "a"], ("a", "b", "c")),
+        (["yes", "no"], ()),
+        (["y", "n", "unknown"], ()),  # a malformed label
+        (["1", "x", "y"], ()),
+        (["benign", "benign"], ()),
+        ([], ()),
+        ([f"name {at}" for at in range(MOST_CLASSES + 1)], ()),
+    ],
+)
+def test_words_that_are_classes(cells: list[str], classes: tuple[str, ...]) -> None:
+    assert find_classes(cells) == classes
+    if classes:
+        assert count_labels([*cells, "another"], classes) == count_labels(cells, classes)
+        assert sorted(count_labels(cells, classes)) == [*range(len(classes))]
+
+
+def test_classes_are_told() -> None:
+    two, three = ("ham", "spam"), ("a", "b", "c")
+    said = "labels are words: ham is 0, and spam is 1, the positive one (--positive 'ham' turns them round)"
+    assert describe_classes(two, "clicks") == said
+    assert describe_classes(two, "clicks:0.0") == "labels are words: spam is 0, and ham is 1, the positive one"
+    said = "labels are words: b is 1, the positive one, and the 2 others are 0"
+    assert describe_classes(three, "clicks:1.0") == said
+    assert describe_classes(three) == "labels are words, which are read as numbers: a as 0, b as 1, c as 2"
+    assert describe_not_binary({0.0: 1, 1.0: 2, 2.0: 3}, "clicks", three) == "labels are a, b and c, expected two"
 
 
 def test_a_positive_label_that_is_not_there() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from decimal import Decimal
@@ -22,6 +23,7 @@ from paceline.errors import DataError, UsageError
 from paceline.kernels.text.json_reference import json_line
 from paceline.kernels.text.reference import (
     BAD_JSON,
+    BAD_JSON_CLASS,
     BAD_JSON_LABEL,
     BAD_JSON_NUMBER,
     BAD_JSON_WEIGHT,
@@ -188,6 +190,20 @@ _values = st.recursive(
 
 
 NUMBERS = r"-?(0|[1-9][0-9]{0,12})(\.[0-9]{1,9})?([eE][+-]?[0-9]{1,2})?"
+
+
+@pytest.mark.parametrize(
+    ("label", "expected"),
+    [('"benign"', 0), ('" malignant\\n"', 1), ('"m\\u0061lignant"', 1), ('"Benign"', None), ('""', None), ("1", None)],
+)
+def test_labels_of_json_that_are_words(label: str, expected: int | None) -> None:
+    columns, line = (
+        dataclasses.replace(COLUMNS.unweighted, classes=("benign", "malignant")),
+        f'{{"y": {label}, "a": 2}}',
+    )
+    rows, bad = parse(json_parser(columns, needs_label=True), line.encode() + b"\n")
+    assert (rows[0] if rows else bad[0]) == json_line(line, "y", "", ("id",), columns.classes)
+    assert ([row[0] for row in rows], bad) == (([], [BAD_JSON_CLASS]) if expected is None else ([expected], []))
 
 
 def text_of_numbers(numbers: list[str]) -> list[str]:

@@ -33,7 +33,16 @@ def padded(text: bytes) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     return np.frombuffer(bytearray(text + b"\n" + b"\xa5" * 16), dtype=np.uint8)
 
 
-def parse(text: bytes, separator: str, *, last: bool = True, capacity: int = 20, start: int = 0, limit: int = 1 << 40):  # type: ignore[no-untyped-def]
+def parse(
+    text: bytes,
+    separator: str,
+    *,
+    last: bool = True,
+    capacity: int = 20,
+    start: int = 0,
+    limit: int = 1 << 40,
+    classes: tuple[str, ...] = (),
+) -> tuple[Rows, list[int], int]:
     """Rows, what ails the bad ones, the position; `text` as the kernel takes it."""
     array = padded(text)
     labels, weights = np.empty(capacity, np.float32), np.empty(capacity, np.float32)
@@ -43,7 +52,18 @@ def parse(text: bytes, separator: str, *, last: bool = True, capacity: int = 20,
     kernels.parse_csv(
         *(array, start, len(text), limit, int(last), ord(separator)),
         *(np.array(SLOTS), np.array(SEEDS, np.uint64), np.zeros((4, NUM_NUMERIC)), reference.powers_of_ten()),
-        *(np.empty(len(array), np.uint8), labels, weights, indptr, keys, values, bad_at, bad_why, counts),
+        *(
+            np.array([reference.name_seed(word) for word in classes], np.uint64),
+            np.empty(len(array), np.uint8),
+            labels,
+            weights,
+            indptr,
+            keys,
+            values,
+            bad_at,
+            bad_why,
+            counts,
+        ),
     )
     count, bad, position, pairs = counts.tolist()
     assert indptr[count] == pairs
@@ -54,11 +74,11 @@ def parse(text: bytes, separator: str, *, last: bool = True, capacity: int = 20,
     return rows, bad_why[:bad].tolist(), position
 
 
-def expect(text: bytes, separator: str) -> tuple[Rows, list[int]]:
+def expect(text: bytes, separator: str, classes: tuple[str, ...] = ()) -> tuple[Rows, list[int]]:
     rows, bad = [], []
     for cells in csv.reader(io.StringIO(text.decode(), newline=""), delimiter=separator):
         if cells:
-            found = reference.csv_row(cells, SLOTS, SEEDS, NUM_NUMERIC)
+            found = reference.csv_row(cells, SLOTS, SEEDS, NUM_NUMERIC, classes)
             if isinstance(found, int):
                 bad.append(found)
             else:
@@ -160,3 +180,15 @@ def test_numbers_are_as_python_reads_them(cells: list[str]) -> None:
     assert not bad
     for cell, (_, _, _, values) in zip(cells, rows, strict=True):
         assert np.float32(values[-1]).tobytes() == np.float32(float(cell)).tobytes(), cell
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows=st.lists(st.tuples(st.sampled_from(["ham", " spam\t", "egg", "", "Ham", "1", "a long word; two"]), CELLS)))
+def test_labels_that_are_words(rows: list[tuple[str, str]]) -> None:
+    out = io.StringIO(newline="")
+    csv.writer(out).writerows(["0", label, "1", cell, "a", "2", "1"] for label, cell in rows)
+    text, classes = out.getvalue().encode(), ("egg", "ham", "spam", "a long word; two")
+    found, bad, _ = parse(text + b"\n", ",", capacity=len(rows) + 1, classes=classes)
+    assert (found, bad) == expect(text, ",", classes)
+    known = [classes.index(label.strip()) for label, _ in rows if label.strip() in classes]
+    assert [label for label, *_ in found] == known

@@ -190,6 +190,20 @@ def hash_span(text, start, stop, seed):  # type: ignore[no-untyped-def]
 
 
 @uncounted()
+def class_of(text, at, stop, classes):  # type: ignore[no-untyped-def]
+    """The place of ``text[at:stop]``, without blanks around it, in `classes` (uint64, hashes of words); -1 for none."""
+    while at < stop and byte_at(text, at) in (9, 10, 13, 32):
+        at += 1
+    while at < stop and byte_at(text, stop - 1) in (9, 10, 13, 32):
+        stop -= 1
+    word = hash_span(text, at, stop, np.uint64(0))
+    for k in range(classes.shape[0]):
+        if classes[k] == word:
+            return k
+    return -1
+
+
+@uncounted()
 def category_end(text, start, stop):  # type: ignore[no-untyped-def]
     """Where the category ``text[start:stop]`` ends, as :func:`paceline.kernels.text.reference.category_text` has it."""
     if stop - start < 3 or byte_at(text, stop - 1) != 48 or byte_at(text, stop - 2) != 46:

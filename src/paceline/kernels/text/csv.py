@@ -102,7 +102,7 @@ def _quoted(text, at, end, separator, pattern, scratch):  # type: ignore[no-unty
 
 @uncounted()
 def _parse_row(  # type: ignore[no-untyped-def]
-    text, at, end, separator, slots, seeds, scales, powers, scratch, labels, weights, row, keys, values, base
+    text, at, end, separator, slots, seeds, scales, powers, classes, scratch, labels, weights, row, keys, values, base
 ):
     """Parse the row at `at`: (position behind it, columns, what ails its cells, or 0).
 
@@ -152,12 +152,12 @@ def _parse_row(  # type: ignore[no-untyped-def]
         # Not one call of a variable that is the one or the other: Numba counts references to it, for each cell.
         if moved:
             fault = take_cell(
-                *(scratch, first, stop, slot, first_numeric, seeds, scales, powers),
+                *(scratch, first, stop, slot, first_numeric, seeds, scales, powers, classes),
                 *(labels, weights, row, keys, values, base),
             )
         else:
             fault = take_cell(
-                *(text, first, stop, slot, first_numeric, seeds, scales, powers),
+                *(text, first, stop, slot, first_numeric, seeds, scales, powers, classes),
                 *(labels, weights, row, keys, values, base),
             )
         if fault != 0 and (why == 0 or slot == LABEL_SLOT):
@@ -189,7 +189,7 @@ def _close_row(keys, values, base, num_features, num_numeric):  # type: ignore[n
 
 @njit(cache=True, nogil=True)
 def parse_csv(  # type: ignore[no-untyped-def]
-    text, start, end, limit, last, separator, slots, seeds, scales, powers, scratch,
+    text, start, end, limit, last, separator, slots, seeds, scales, powers, classes, scratch,
     labels, weights, indptr, keys, values, bad_at, bad_why, counts,
 ):  # fmt: skip
     """Parse the rows that begin before `limit`, until `end`, an unfinished row, or until `labels` is full.
@@ -197,10 +197,11 @@ def parse_csv(  # type: ignore[no-untyped-def]
     `last` is 1 if the text ends at `end`, so that a quote that is open there is a fault. `slots` int64 [columns] says
     where a column's feature stands in a row, or one of the other slots. `seeds` is uint64 [features], of which the last
     are numeric, as many as `scales`, float64 [4, numeric features], has columns: log, mean, deviation, which is 0 for
-    numbers as they stand, and centre. `scratch` is uint8, as long as `text`. Out: `labels` float32 [rows]; `weights`
-    float32 [rows], or none if no column is the weight; `indptr` int64 [rows + 1]; `keys` uint64 [rows times features];
-    `values` float32, as many, or none if no feature is numeric; `bad_at`, `bad_why` int64: where the first bad rows
-    begin, and what ails them; `counts` int64 [NUM_COUNTS].
+    numbers as they stand, and centre. `classes` uint64 are hashes of the words that labels are, whose places are the
+    labels then; none if labels are numbers. `scratch` is uint8, as long as `text`. Out: `labels` float32 [rows];
+    `weights` float32 [rows], or none if no column is the weight; `indptr` int64 [rows + 1]; `keys` uint64 [rows times
+    features]; `values` float32, as many, or none if no feature is numeric; `bad_at`, `bad_why` int64: where the first
+    bad rows begin, and what ails them; `counts` int64 [NUM_COUNTS].
     """
     at, rows, bad, pairs = start, 0, 0, 0
     indptr[0] = 0
@@ -209,7 +210,8 @@ def parse_csv(  # type: ignore[no-untyped-def]
             at += 1
             continue
         behind, column, why = _parse_row(
-            text, at, end, separator, slots, seeds, scales, powers, scratch, labels, weights, rows, keys, values, pairs
+            *(text, at, end, separator, slots, seeds, scales, powers, classes, scratch),
+            *(labels, weights, rows, keys, values, pairs),
         )
         if behind < 0:
             if not last:
@@ -273,6 +275,7 @@ def compile_kernels() -> None:
             np.zeros(1, np.uint64),
             np.zeros((4, 0)),
             powers_of_ten(),
+            np.zeros(0, np.uint64),
             scratch,
         ),
         *(

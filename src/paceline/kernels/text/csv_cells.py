@@ -12,6 +12,7 @@ from paceline.kernels.jit import uncounted
 from paceline.kernels.text.bytes import (
     byte_at,
     category_end,
+    class_of,
     digits_of,
     first_bytes,
     first_match,
@@ -84,8 +85,11 @@ def _number(text, at, stop, powers):  # type: ignore[no-untyped-def]
 
 
 @uncounted()
-def _read_label(text, at, stop, powers):  # type: ignore[no-untyped-def]
+def _read_label(text, at, stop, powers, classes):  # type: ignore[no-untyped-def]
     """The label ``text[at:stop]``: (value, what ails it, or 0)."""
+    if classes.shape[0] > 0:
+        found = class_of(text, at, stop, classes)
+        return np.float64(found), 0 if found >= 0 else NO_LABEL if at == stop else NO_LABEL_NUMBER
     value, status, word = _number(text, at, stop, powers)
     if status == FLOAT_OK:
         return value, 0
@@ -168,7 +172,7 @@ def put_number(value, scales, k, seed, values, keys, at):  # type: ignore[no-unt
 
 @uncounted()
 def take_cell(  # type: ignore[no-untyped-def]
-    text, first, stop, slot, first_numeric, seeds, scales, powers, labels, weights, row, keys, values, base
+    text, first, stop, slot, first_numeric, seeds, scales, powers, classes, labels, weights, row, keys, values, base
 ):
     """Write what the cell ``text[first:stop]`` means; return what ails it, or 0."""
     if slot >= first_numeric:
@@ -184,7 +188,7 @@ def take_cell(  # type: ignore[no-untyped-def]
         else:
             keys[base + slot] = hash_span(text, first, stop, seeds[slot])
     elif slot == LABEL_SLOT:
-        labels[row], fault = _read_label(text, first, stop, powers)
+        labels[row], fault = _read_label(text, first, stop, powers, classes)
         return fault
     elif slot == WEIGHT_SLOT:
         weights[row], fault = _read_weight(text, first, stop, powers)

@@ -12,11 +12,12 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.kernels.jit import njit, uncounted
-from paceline.kernels.text.bytes import byte_at, category_end, hash_span, skip_blanks
+from paceline.kernels.text.bytes import byte_at, category_end, class_of, hash_span, skip_blanks
 from paceline.kernels.text.json_numbers import canonical_number, number_end
 from paceline.kernels.text.lines import ALL_ONES, BAD, NONZEROS, NUM_COUNTS, POSITION, ROWS, read_float
 from paceline.kernels.text.reference import (
     BAD_JSON,
+    BAD_JSON_CLASS,
     BAD_JSON_LABEL,
     BAD_JSON_NUMBER,
     BAD_JSON_WEIGHT,
@@ -205,7 +206,21 @@ def _as_number(text, kind, value, first, stop, powers):  # type: ignore[no-untyp
 
 @uncounted()
 def _parse_object(  # type: ignore[no-untyped-def]
-    text, at, end, label_seed, weight_seed, as_text, powers, scratch, bases, is_list, keys, values, fields, pair
+    text,
+    at,
+    end,
+    label_seed,
+    weight_seed,
+    as_text,
+    powers,
+    classes,
+    scratch,
+    bases,
+    is_list,
+    keys,
+    values,
+    fields,
+    pair,
 ):
     """The object whose brace is at `at`: (position behind it, behind the last pair, label, weight, what ails it, or 0).
 
@@ -254,9 +269,13 @@ def _parse_object(  # type: ignore[no-untyped-def]
             source = scratch if moved else text
             seed = name_hash if path_end == name_end else hash_span(scratch, 0, path_end, _NO_SEED)
             if kind != _IS_MISSING and is_list[depth] == 0 and seed == label_seed:
-                label, good = _as_number(source, kind, value, first, stop, powers)
+                if classes.shape[0] > 0:
+                    label = np.float64(class_of(source, first, stop, classes))
+                    good = label >= 0.0
+                else:
+                    label, good = _as_number(source, kind, value, first, stop, powers)
                 if not good:
-                    return at, pair, label, weight, BAD_JSON_LABEL
+                    return at, pair, label, weight, BAD_JSON_CLASS if classes.shape[0] > 0 else BAD_JSON_LABEL
             elif kind != _IS_MISSING and is_list[depth] == 0 and seed == weight_seed and weight_seed != _NO_SEED:
                 weight, good = _as_number(source, kind, value, first, stop, powers)
                 if not good or np.float32(weight) < 0.0:
@@ -289,13 +308,14 @@ def _parse_object(  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def parse_json_lines(  # type: ignore[no-untyped-def]
-    text, start, end, needs_label, label_seed, weight_seed, as_text, powers, scratch,
+    text, start, end, needs_label, label_seed, weight_seed, as_text, powers, classes, scratch,
     labels, weights, indptr, keys, values, fields, bad_at, bad_why, counts,
 ):  # fmt: skip
     """Parse whole lines, an object each, until `end`.
 
     `label_seed` and `weight_seed` (uint64) are the hashes of the names of label and weight, 0 for no weight, without
-    which an object is malformed otherwise; `as_text` uint64 those of the names whose numbers are categories. If
+    which an object is malformed otherwise; `as_text` uint64 those of the names whose numbers are categories;
+    `classes` uint64 those of the words that labels are, whose places are the labels then, none for numbers. If
     `needs_label` is 1 an object without a label is malformed, else its label is NaN. `scratch` is uint8, 128 longer
     than `text`. Out: `labels`, `weights` and `values` float32, `keys` uint64 and `fields` uint32 [half as many as there
     are bytes, and 1], `indptr` int64 [one more]; the others as those of
@@ -313,7 +333,7 @@ def parse_json_lines(  # type: ignore[no-untyped-def]
         pair, label, weight, why = pairs, np.nan, 1.0, BAD_JSON
         if byte_at(text, at) == _OPEN_OBJECT:
             at, pair, label, weight, why = _parse_object(
-                *(text, at, end, label_seed, weight_seed, as_text, powers, scratch, bases, is_list),
+                *(text, at, end, label_seed, weight_seed, as_text, powers, classes, scratch, bases, is_list),
                 *(keys, values, fields, pairs),
             )
             at = skip_blanks(text, at)
@@ -351,6 +371,6 @@ def compile_kernels() -> None:
     floats, numbers, keys = np.empty(2, np.float32), np.empty(NUM_COUNTS, np.int64), np.empty(2, np.uint64)
     scratch, seed = np.empty(32, np.uint8), np.uint64(0)
     parse_json_lines(
-        *(text, 0, 1, 1, seed, seed, keys, powers_of_ten(), scratch),
+        *(text, 0, 1, 1, seed, seed, keys, powers_of_ten(), keys, scratch),
         *(floats, floats, numbers, keys, floats, np.empty(2, np.uint32), numbers, numbers, numbers),
     )

@@ -9,6 +9,7 @@ import numpy as np
 
 from paceline.kernels.text.reference import (
     BAD_JSON,
+    BAD_JSON_CLASS,
     BAD_JSON_LABEL,
     BAD_JSON_NUMBER,
     BAD_JSON_WEIGHT,
@@ -17,6 +18,7 @@ from paceline.kernels.text.reference import (
     MISSING_WEIGHT,
     TOO_DEEP,
     category_text,
+    class_number,
     field_of,
     hash_bytes,
     name_seed,
@@ -39,7 +41,7 @@ class _MalformedError(Exception):
 
 
 def json_line(
-    line: str, label: str, weight: str = "", as_text: tuple[str, ...] = ()
+    line: str, label: str, weight: str = "", as_text: tuple[str, ...] = (), classes: tuple[str, ...] = ()
 ) -> tuple[float | None, float, list[int], list[float], list[int]] | int | None:
     """Label (None if it has none), weight, keys, values and fields of a line; a code if malformed, None if blank."""
     if not line.strip(" \t\r"):
@@ -54,7 +56,7 @@ def json_line(
         )
         if not isinstance(found, _Members):
             return BAD_JSON
-        row = _Row(label, weight, as_text)
+        row = _Row(label, weight, as_text, classes)
         row.add_object(found, "", 1)
     except ValueError:
         return BAD_JSON
@@ -66,9 +68,9 @@ def json_line(
 
 
 class _Row:
-    def __init__(self, label: str, weight: str, as_text: tuple[str, ...]) -> None:
+    def __init__(self, label: str, weight: str, as_text: tuple[str, ...], classes: tuple[str, ...]) -> None:
         self._names = label, weight or None
-        self._as_text = as_text
+        self._as_text, self._classes = as_text, classes
         self.label: float | None = None
         self.weight: float | None = None if weight else 1.0
         self.keys: list[int] = []
@@ -100,9 +102,11 @@ class _Row:
         text = str(value).lower() if isinstance(value, bool) else str(value)
         if not in_list and path in self._names:
             found = LABEL_WORDS.get(text.lower(), parse_float(text.encode("utf-8", "surrogatepass")))
+            if path == self._names[0] and self._classes:
+                found = class_number(text, self._classes)
             if path == self._names[0]:
                 if found is None:
-                    raise _MalformedError(BAD_JSON_LABEL)
+                    raise _MalformedError(BAD_JSON_CLASS if self._classes else BAD_JSON_LABEL)
                 self.label = float(np.float32(found))
             else:
                 if found is None or np.float32(found) < 0:

@@ -66,7 +66,7 @@ LABEL_SLOT, WEIGHT_SLOT, SKIPPED_SLOT = -1, -2, -3
 """Where a csv column has no feature: it is the label, the row's weight, or not read."""
 
 NO_BAR, BAD_VW_HEAD, BAD_VW_WEIGHT, BAD_VW_BASE, BAD_VW_NAME, MISSING_LABEL = range(17, 23)
-BAD_JSON, BAD_JSON_LABEL, BAD_JSON_NUMBER, BAD_JSON_WEIGHT, TOO_DEEP, MISSING_WEIGHT = range(23, 29)
+BAD_JSON, BAD_JSON_LABEL, BAD_JSON_NUMBER, BAD_JSON_WEIGHT, TOO_DEEP, MISSING_WEIGHT, BAD_JSON_CLASS = range(23, 30)
 MAX_DEPTH = 32
 """So many objects and lists may be open at a time in a row of JSON."""
 
@@ -87,6 +87,7 @@ REASONS = {
     MISSING_WEIGHT: "it has no weight",
     BAD_JSON: "it is not one object of JSON",
     BAD_JSON_LABEL: "its label is not a finite number, true or false",
+    BAD_JSON_CLASS: "its label is none of the words that labels are",
     BAD_JSON_NUMBER: "a number is not a finite float32 number",
     BAD_JSON_WEIGHT: "its weight is not a finite number from 0 up",
     TOO_DEEP: f"it is nested deeper than {MAX_DEPTH} objects and lists",
@@ -308,8 +309,14 @@ def csv_number(cell: str) -> float | str | None:
     return None if word.lower() in ("", "na", "n/a", "nan", "null", "none") else word.lower()
 
 
+def class_number(cell: str, classes: Sequence[str]) -> float | None:
+    """The place of a label, blanks around it aside, among the words that labels are."""
+    word = cell.strip(" \t\r\n")
+    return float(classes.index(word)) if word in classes else None
+
+
 def csv_row(
-    cells: Sequence[str], slots: Sequence[int], seeds: Sequence[int], num_numeric: int
+    cells: Sequence[str], slots: Sequence[int], seeds: Sequence[int], num_numeric: int, classes: Sequence[str] = ()
 ) -> tuple[float, float, list[int], list[float]] | int:
     """Label, weight, keys and values of a csv row, with slots and seeds as the kernel takes them; else what ails it."""
     if len(cells) != len(slots):
@@ -317,7 +324,7 @@ def csv_row(
     label, weight, pairs, faults = 0.0, 1.0, {}, []
     for column, (cell, slot) in enumerate(zip(cells, slots, strict=True)):
         if slot == LABEL_SLOT:
-            found = csv_number(cell)
+            found = class_number(cell, classes) if classes else csv_number(cell)
             if isinstance(found, str):
                 found = LABEL_WORDS.get(found, found)
             if not isinstance(found, float):

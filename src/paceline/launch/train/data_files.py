@@ -40,7 +40,7 @@ from paceline.data import (
 from paceline.data.dialect import is_number
 from paceline.data.example_sampling import sample_examples
 from paceline.data.guessing import describe_json, find_json_columns
-from paceline.data.labels import CLICKS, describe_no_numbers, find_label_words, read_as
+from paceline.data.labels import CLICKS, MOST_CLASSES, describe_no_numbers, find_label_words, read_as
 from paceline.data.sampling import json_cells, sample_namespaces, walk_fields
 from paceline.data.streams import is_packed, stat_file
 from paceline.errors import DataError, ModelError, UsageError
@@ -50,6 +50,7 @@ from paceline.launch.train.numeric_scales import choose_column_scales
 from paceline.launch.train.options import TrainOptions
 from paceline.launch.train.plan import TrainingPlan
 from paceline.models.base import SparseModel
+from paceline.models.clicks import for_classes
 from paceline.models.tuning import L1
 from paceline.models.update import rule_of
 from paceline.models.weighting import BALANCED, Weighting, balance
@@ -139,8 +140,8 @@ def look_at(
     sample = sample_rows([str(file) for file in data], format, wanted)
     guesses = guess_columns(first, sample, label, weight or "") if columns is None else describe_named(sample, columns)
     taken = guesses.columns
-    labels = count_labels(sample.column(taken.label))
-    words = find_label_words(sample.column(taken.label))
+    labels = count_labels(sample.column(taken.label), taken.classes)
+    words = () if taken.classes else find_label_words(sample.column(taken.label))
     files = tuple(map(str, data))
     look = DataLook(format, taken, labels, guesses, columns is None, sample, words, files=files)
     open_dataset(data, format, taken).close()
@@ -154,7 +155,7 @@ def _look_at_json(files: Sequence[str], columns: Columns | None, label: str | No
     objects = sample_objects(files)
     found = find_json_columns(files[0], objects, columns.label if columns else label, weight or "")
     if columns is not None:
-        found = dataclasses.replace(columns, is_open=True)
+        found = dataclasses.replace(columns, is_open=True, classes=columns.classes or found.classes)
     _check_numbers(files[0], found, *(json_cells(objects, name) for name in (found.label, found.weight)))
     with open_dataset(files, "jsonl", found) as dataset:
         guesses = describe_json(objects, found)
@@ -167,18 +168,17 @@ def _look_at_json(files: Sequence[str], columns: Columns | None, label: str | No
         )
         known = (found.label, found.weight)
         fields = tuple(dict.fromkeys(name for each in objects for name in each if name not in known))
-        words = find_label_words(texts)
+        words = () if found.classes else find_label_words(texts)
         return DataLook("jsonl", found, labels, guesses, columns is None, label_words=words, fields=fields)
 
 
 def _check_numbers(path: str, columns: Columns, labels: Sequence[str], weights: Sequence[str]) -> None:
     """Raise DataError where the column of the labels, or of the weights, holds nothing but texts."""
-    texts = describe_no_numbers(labels)
+    texts = None if columns.classes else describe_no_numbers(labels)
     if texts is not None:
         raise DataError(
-            f"{path}: the labels, column '{columns.label}', are {texts}, and expected are numbers, or words as yes "
-            "and no: write 1 for the positive ones and 0 for the others (several classes: 0, 1, 2, ...), or say which "
-            "column it is with --label"
+            f"{path}: the labels, column '{columns.label}', are {texts}, and expected are numbers, or from 2 to "
+            f"{MOST_CLASSES} words: say which column it is with --label"
         )
     texts = describe_no_numbers(weights)
     if texts is not None:
@@ -235,9 +235,16 @@ def settle_files(options: TrainOptions) -> tuple[TrainOptions, DataLook]:
         options.data, options.format, options.columns, options.label, options.numeric_scale, options.weights.column
     )
     _check_names(options, look)
+    classes = look.columns.classes if look.columns is not None else ()
+    options = dataclasses.replace(options, model=for_classes(options.model, classes))
     model = options.model
+    if classes and not model.has_classes:
+        raise UsageError(
+            f"{options.data[0]}: labels are words, such as {classes[0]}, and --model {model.name} learns numbers: take "
+            "--model lr (two classes) or softmax (several)"
+        )
     if model.labels == "clicks":
-        _check_clicks(options, look.labels)
+        _check_clicks(options, look.labels, classes)
     elif options.init_from is not None:
         pass  # it has begun
     else:
@@ -263,16 +270,16 @@ def settle_files(options: TrainOptions) -> tuple[TrainOptions, DataLook]:
     return settled, look
 
 
-def _check_clicks(options: TrainOptions, labels: Mapping[float, int]) -> None:
+def _check_clicks(options: TrainOptions, labels: Mapping[float, int], classes: Sequence[str]) -> None:
     """Raise DataError for labels that are none of clicks, UsageError for a positive one that is not there."""
     read_as = options.model.read_labels_as
-    odd = describe_not_binary(labels, read_as)
+    odd = describe_not_binary(labels, read_as, classes)
     if odd is None:
         return
     if read_as == CLICKS:
         raise DataError(
-            f"{options.data[0]}: {odd}: say which one is positive with --positive, or take --model softmax (classes) "
-            "or regression (quantities)"
+            f"{options.data[0]}: {odd}: say which one is positive with --positive, or take --model softmax (classes)"
+            + ("" if classes else " or regression (quantities)")
         )
     if options.init_from is None:  # further data may be of negatives alone
         raise UsageError(f"{options.data[0]}: {odd}: give one that is there with --positive")

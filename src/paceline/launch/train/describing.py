@@ -15,7 +15,7 @@ from paceline.data import KEYED_FORMATS, Batch, Columns, Dataset, describe_not_b
 from paceline.data.dialect import is_number
 from paceline.data.example_sampling import sample_examples
 from paceline.data.feature_names import find_feature_names
-from paceline.data.labels import CLICKS, clicks_where, describe_label_words
+from paceline.data.labels import CLICKS, clicks_where, describe_label_words, resolve_positive
 from paceline.data.sampling import spread
 from paceline.data.scales.bins import bin_names
 from paceline.data.streams import stat_file
@@ -38,7 +38,7 @@ def describe_data(
     columns: Columns | None,
     label: str | None,
     numeric_scale: str = "auto",
-    positive: float | None = None,
+    positive: float | str | None = None,
 ) -> dict[str, Any]:
     """Return what was understood of the files, fit for JSON: the object of ``paceline describe --json``.
 
@@ -46,7 +46,8 @@ def describe_data(
     """
     look = look_at(data, format, columns, label, numeric_scale)
     prepare_kernels()
-    labels = clicks_where(positive)
+    classes = look.columns.classes if look.columns is not None else ()
+    labels = clicks_where(resolve_positive(positive, classes))
     with open_dataset(data, look.format, look.columns, _SHARD_BYTES, labels=labels) as dataset:
         first, num_good = _read_spread(dataset)
         bad = _find_bad(look, dataset)
@@ -63,10 +64,14 @@ def describe_data(
                 "count": bad.count,
                 "first": bad.first[0] if bad.first else None,
             },
-            "labels": {f"{label:g}": look.labels[label] for label in sorted(look.labels)[:100]},
-            "positive": positive,
+            "labels": {
+                classes[int(label)] if classes else f"{label:g}": look.labels[label]
+                for label in sorted(look.labels)[:100]
+            },
+            "positive": _positive_of(positive, classes),
+            "classes": list(classes),
             "label_words": list(look.label_words),
-            "warning": _warning(look, labels),
+            "warning": _warning(look, labels, classes),
             "columns": _describe_columns(look),
             "bent_features": _describe_bent(look, dataset, numeric_scale),
             "first_row": {
@@ -77,8 +82,15 @@ def describe_data(
         }
 
 
-def _warning(look: DataLook, labels: str) -> str | None:
-    odd = describe_not_binary(look.labels, labels)
+def _positive_of(positive: float | str | None, classes: Sequence[str]) -> float | str | None:
+    """Return the label that is the positive one; None for numbers above 0, and for more words than two."""
+    if not classes:
+        return resolve_positive(positive, classes)
+    return classes[1] if positive is None and len(classes) == 2 else positive
+
+
+def _warning(look: DataLook, labels: str, classes: Sequence[str]) -> str | None:
+    odd = describe_not_binary(look.labels, labels, classes)
     return odd if odd is None or labels != CLICKS else f"{odd}: --positive says which one is positive"
 
 
@@ -174,7 +186,8 @@ def show_description(console: Console, found: dict[str, Any]) -> None:
     """Print what :func:`describe_data` returned."""
     labels = ", ".join(f"{label}: {count:,}" for label, count in found["labels"].items())
     if found["positive"] is not None:
-        labels += f" ({found['positive']:g} is the positive one)"
+        positive = found["positive"] if found["classes"] else f"{found['positive']:g}"
+        labels += f" ({positive} is the positive one)"
     words = describe_label_words(found["label_words"]) if found["label_words"] else None
     for name, text in (
         ("format", found["format"] + _converted_from(found["converted"])),

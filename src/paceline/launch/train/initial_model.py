@@ -10,6 +10,7 @@ from paceline.data import Columns, Dataset, have_same_features, source_format
 from paceline.errors import DataError, UsageError
 from paceline.launch.train.options import TrainOptions
 from paceline.models.base import SparseModel, open_tables
+from paceline.models.clicks import for_classes
 from paceline.models.registry import read_model_settings
 from paceline.models.stored import StoredModel, read_stored_model
 from paceline.models.tuning import L1
@@ -74,6 +75,8 @@ def continue_from(options: TrainOptions) -> TrainOptions:
     stored = read_stored_model(options.init_from)
     _check_format(stored, source_format(options.data[0], options.format))
     columns = stored.described.get("columns")
+    classes = () if columns is None else Columns.from_fields(columns).classes
+    options = dataclasses.replace(options, model=for_classes(options.model, classes))
     if columns is not None and _names_no_others(options, Columns.from_fields(columns)):
         known = dataclasses.replace(Columns.from_fields(columns), weight=options.weights.column or "")
         options = dataclasses.replace(options, columns=known, label=None, numeric_scale="none")

@@ -113,7 +113,9 @@ def _find_warnings(predictor: Predictor, dataset: Dataset, evaluation: Evaluatio
     if evaluation is None:
         return
     if issubclass(predictor.model.evaluation, ClickEvaluation):
-        odd = describe_not_binary(sample_labels(dataset.files, dataset.format, dataset.columns), dataset.labels)
+        classes = dataset.columns.classes if dataset.columns is not None else ()
+        found = sample_labels(dataset.files, dataset.format, dataset.columns)
+        odd = describe_not_binary(found, dataset.labels, classes)
         if odd is not None:
             consequence = "those above 0 for positive" if dataset.labels == CLICKS else "all for negative"
             yield f"{odd}: these figures take {consequence}"

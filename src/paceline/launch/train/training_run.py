@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from paceline.data.labels import describe_label_words
+from paceline.data.labels import describe_classes, describe_label_words
 from paceline.errors import ModelLostError
 from paceline.launch.fork_server import ForkServer
 from paceline.launch.local import LocalCluster
@@ -71,6 +71,8 @@ def run_training(
 
     if memory_limit is not None and memory_limit.warning is not None:
         warn(memory_limit.warning)
+    if look.columns is not None and look.columns.classes and not quiet:
+        warn(describe_classes(look.columns.classes, options.model.read_labels_as))
     if look.label_words and not quiet:
         warn(describe_label_words(look.label_words, options.model.read_labels_as))
 

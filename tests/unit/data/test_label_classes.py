@@ -1,0 +1,93 @@
+"""Labels that are words: which number each is, in every format that has columns, and what becomes of others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from paceline.data import Columns, open_dataset, open_spec
+from paceline.errors import PacelineError
+from paceline.launch.train.converting import convert_data, look_at_sources
+from paceline.launch.train.data_files import look_at
+from paceline.launch.train.describing import describe_data
+
+_FORMATS = ["csv", "parquet", "jsonl"]
+_ROWS = [("malignant", 1.5), ("benign", 2.0), (" benign", 0.5), ("malignant", 0.25)] * 50
+
+
+def write_rows(path: Path, format: str, rows: list[tuple[str, float]]) -> Path:
+    labels, numbers = zip(*rows, strict=True)
+    if format == "parquet":
+        table = pa.table({"class": pa.array(labels).dictionary_encode(), "size": numbers})
+        parquet.write_table(table, path)
+    elif format == "csv":
+        path.write_text("size,class\n" + "".join(f'{number},"{label}"\n' for label, number in rows))
+    else:
+        path.write_text("".join(json.dumps({"class": label, "size": number}) + "\n" for label, number in rows))
+    return path
+
+
+@pytest.mark.parametrize("format", _FORMATS)
+def test_two_words_are_0_and_1(tmp_path: Path, format: str) -> None:
+    path = write_rows(tmp_path / "x", format, _ROWS)
+    look = look_at([path], label="class")
+    assert look.columns is not None
+    assert look.columns.classes == ("benign", "malignant")
+    assert look.labels == {1.0: 100, 0.0: 100}
+    assert Columns.from_fields(json.loads(json.dumps(look.columns.to_fields()))) == look.columns
+    for labels, expected in (("clicks", [1, 0, 0, 1]), ("clicks:0.0", [0, 1, 1, 0]), ("numbers", [1, 0, 0, 1])):
+        with (
+            open_dataset(path, format, look.columns, labels=labels) as dataset,
+            open_spec(dataset.spec()) as other,
+        ):
+            for opened in (dataset, other):
+                assert next(opened.batches(4)).labels.tolist() == expected
+                assert not opened.bad_lines.count
+
+
+@pytest.mark.parametrize("format", _FORMATS)
+def test_a_third_word_that_comes_later_is_malformed(tmp_path: Path, format: str) -> None:
+    path = write_rows(tmp_path / "x", format, _ROWS)
+    columns = look_at([path], label="class").columns
+    write_rows(path, format, [*_ROWS, ("unknown", 1.0), ("benign", 1.0)])
+    with open_dataset(path, format, columns) as dataset:
+        labels = np.concatenate([batch.labels for batch in dataset.blocks()])
+        assert (len(labels), labels.sum(), dataset.bad_lines.count) == (201, 100, 1)
+        named = "words that labels are" if format == "jsonl" else "label 'class' is none of benign, malignant"
+        assert named in dataset.bad_lines.first[0].reason
+
+
+def test_named_columns_and_converted_data_have_classes_too(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "x.csv", "csv", _ROWS)
+    named = look_at([path], columns=Columns("class", numeric=("size",))).columns
+    assert named is not None
+    assert named.classes == ("benign", "malignant")
+    out = tmp_path / "x.paceline"
+    look = look_at_sources([str(path)], out, format=None, columns=None, label="class", weight=None)
+    convert_data([str(path)], out, look)
+    look = look_at([out])
+    assert look.columns is not None
+    assert (look.columns.classes, look.labels) == (("benign", "malignant"), {0.0: 100, 1.0: 100})
+
+
+def test_what_is_told_of_words(tmp_path: Path) -> None:
+    path = str(write_rows(tmp_path / "x.csv", "csv", _ROWS))
+    found = describe_data([path], None, None, "class")
+    assert (found["labels"], found["positive"], found["warning"]) == (
+        {"benign": 100, "malignant": 100},
+        "malignant",
+        None,
+    )
+    assert describe_data([path], None, None, "class", positive="benign")["positive"] == "benign"
+    with pytest.raises(PacelineError, match=r"--positive won: no label is that .* they are benign and malignant"):
+        describe_data([path], None, None, "class", positive="won")
+    write_rows(Path(path), "csv", [*_ROWS, ("unknown", 1.0)])
+    found = describe_data([path], None, None, "class")
+    assert found["positive"] is None
+    assert "labels are benign, malignant and unknown, expected two: --positive says" in found["warning"]
+    assert describe_data([path], None, None, "class", positive="benign")["warning"] is None
