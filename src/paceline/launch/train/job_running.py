@@ -27,8 +27,9 @@ from paceline.models.progressive import progressive_losses
 from paceline.protocol import Sequential
 from paceline.protocol.jobs import JobAccount, JobSpec, JobState, TakenReport
 from paceline.ps import Client, messages
+from paceline.transport.backoff import Backoff
 
-_POLL_S = 0.05
+_FIRST_POLL_S, _POLL_S = 0.002, 0.05  # a job on little data has ended soon
 _TELL_S = 0.2
 _ANSWER_S = 1.0
 _PATIENCE_S = 90.0  # longer than the client's with a scheduler that is gone
@@ -128,7 +129,7 @@ class JobRunner:
         on_report: Callable[[dict[str, Any]], None],
     ) -> tuple[JobState, list[tuple[dict[str, Any], bytes]]]:
         reports: list[tuple[dict[str, Any], bytes]] = []
-        told_s = 0.0
+        told_s, pauses = 0.0, Backoff(_FIRST_POLL_S, _POLL_S)
         while True:
             state = self._ask_state(number)
             self._health.note_lost_workers(task, state)
@@ -150,7 +151,7 @@ class JobRunner:
             if time.monotonic() - told_s >= _TELL_S:
                 told_s = time.monotonic()
                 self._tell(task, epochs, span, state)
-            time.sleep(_POLL_S)
+            time.sleep(pauses.next_s())
 
     def _ask_state(self, number: int) -> JobState:
         """Ask how far a job is. That may take long, while the scheduler is replaced; what else happens is noticed."""
