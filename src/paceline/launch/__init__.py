@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from paceline.on_demand import import_on_demand
 
 if TYPE_CHECKING:
     from .connecting import connect
@@ -12,16 +13,6 @@ if TYPE_CHECKING:
     from .roles import Joining, run_scheduler, run_server
     from .run.run import RunOptions, run_script
     from .supervisor import watch_parent
-
-_MODULES = {
-    "connecting": ("connect",),
-    "kernels": ("load_kernels", "prepare_kernels"),
-    "local": ("LocalCluster", "MemoryLimit", "local_cluster"),
-    "roles": ("Joining", "run_scheduler", "run_server"),
-    "run.run": ("RunOptions", "run_script"),
-    "supervisor": ("watch_parent",),
-}
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "Joining",
@@ -38,15 +29,17 @@ __all__ = [
     "watch_parent",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    """Import a public name from its module when it is first asked for."""
-    module = _MODULE_OF.get(name)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{module}", __name__), name)
-    globals()[name] = value
-    return value
+__getattr__ = import_on_demand(
+    __name__,
+    {
+        ".connecting": ("connect",),
+        ".kernels": ("load_kernels", "prepare_kernels"),
+        ".local": ("LocalCluster", "MemoryLimit", "local_cluster"),
+        ".roles": ("Joining", "run_scheduler", "run_server"),
+        ".run.run": ("RunOptions", "run_script"),
+        ".supervisor": ("watch_parent",),
+    },
+)
 
 
 def __dir__() -> list[str]:

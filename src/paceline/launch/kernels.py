@@ -55,10 +55,17 @@ _PATIENCE_S: Final = 300.0
 
 @cache
 def load_kernels() -> None:
-    """Load the compiled kernels from the cache on disk, so that no request waits for it; takes half a second."""
-    from paceline.tables.compile import compile_kernels
+    """Load from the cache on disk the kernels that almost all processes call, so that no request waits for them.
 
-    compile_kernels()
+    The others are loaded when they are first called, in 5 ms each: to load all takes half a second. Where the cache
+    does not have all, those that are missing are compiled.
+    """
+    from paceline.tables.compile import compile_common, compile_kernels, is_compiled
+
+    if is_compiled():
+        compile_common()
+    else:
+        compile_kernels()
 
 
 def load_kernels_nowait() -> None:

@@ -5,9 +5,14 @@ Nothing here does I/O, reads a clock or draws a random number; the runtimes (``p
 are exported here. Events and instructions are spoken of within their module: ``clocks.Leave`` is a worker's,
 ``membership.Leave`` a node's.
 
+What only servers and schedulers need is imported when it is first used.
+
 The rules, with diagrams and what they do not promise, are in ``docs/protocol.md``.
 """
 
+from typing import TYPE_CHECKING
+
+from paceline.on_demand import import_on_demand
 from paceline.protocol import (
     buckets,
     chains,
@@ -15,15 +20,10 @@ from paceline.protocol import (
     clocks,
     consistency,
     delivery,
-    iterations,
     jobs,
     membership,
     placement,
     reachability,
-    replication,
-    scheduler,
-    server,
-    transitions,
 )
 from paceline.protocol.buckets import ALL, Buckets, bucket_set, buckets_in
 from paceline.protocol.chains import Chain, ChainGroup, Planner, chains_of, groups_of
@@ -43,14 +43,17 @@ from paceline.protocol.consistency import (
     parse_stale_policy,
 )
 from paceline.protocol.delivery import Delivery
-from paceline.protocol.iterations import Iterations
 from paceline.protocol.membership import Member, Membership, Role
 from paceline.protocol.placement import NUM_BUCKETS, Move, Placement, place
 from paceline.protocol.reachability import Reachability, Silence
-from paceline.protocol.replication import Replication
-from paceline.protocol.scheduler import SchedulerCore
-from paceline.protocol.server import ServerCore
-from paceline.protocol.transitions import StateTable, Transition
+
+if TYPE_CHECKING:
+    from paceline.protocol import iterations, replication, scheduler, server, transitions
+    from paceline.protocol.iterations import Iterations
+    from paceline.protocol.replication import Replication
+    from paceline.protocol.scheduler import SchedulerCore
+    from paceline.protocol.server import ServerCore
+    from paceline.protocol.transitions import StateTable, Transition
 
 __all__ = [
     "ALL",
@@ -108,3 +111,14 @@ __all__ = [
     "server",
     "transitions",
 ]
+
+__getattr__ = import_on_demand(
+    __name__,
+    {
+        ".iterations": ("Iterations",),
+        ".replication": ("Replication",),
+        ".scheduler": ("SchedulerCore",),
+        ".server": ("ServerCore",),
+        ".transitions": ("StateTable", "Transition"),
+    },
+)

@@ -94,6 +94,12 @@ def compile_kernels() -> None:
     compile_rest()
 
 
+def compile_common() -> None:
+    """Compile, or load, the kernels that almost every process of a training calls."""
+    compile_values()
+    _compile_batch()
+
+
 def compile_values() -> None:
     """Compile the kernels that read and update sparse rows: with all update rules, they take half of the time."""
     table = _EmptyTable()

@@ -1,12 +1,17 @@
-"""The scheduler's protocol as one pure state machine, :class:`SchedulerCore`."""
+"""The scheduler's protocol as one pure state machine, :class:`SchedulerCore`; names are imported when first used."""
 
-from paceline.protocol.scheduler import events
-from paceline.protocol.scheduler.core import HEARTBEATS_PER_TIMEOUT, SchedulerCore
-from paceline.protocol.scheduler.evidence import Evidence, Returned
-from paceline.protocol.scheduler.members import MEMBER
-from paceline.protocol.scheduler.phases import PHASE, Phase
-from paceline.protocol.scheduler.recovery import Recovery
-from paceline.protocol.scheduler.views import KnownViews, Proposal, View, gaining, may_commit, may_take_over
+from typing import TYPE_CHECKING
+
+from paceline.on_demand import import_on_demand
+
+if TYPE_CHECKING:
+    from paceline.protocol.scheduler import events
+    from paceline.protocol.scheduler.core import HEARTBEATS_PER_TIMEOUT, SchedulerCore
+    from paceline.protocol.scheduler.evidence import Evidence, Returned
+    from paceline.protocol.scheduler.members import MEMBER
+    from paceline.protocol.scheduler.phases import PHASE, Phase
+    from paceline.protocol.scheduler.recovery import Recovery
+    from paceline.protocol.scheduler.views import KnownViews, Proposal, View, gaining, may_commit, may_take_over
 
 __all__ = [
     "Evidence",
@@ -25,3 +30,32 @@ __all__ = [
     "may_commit",
     "may_take_over",
 ]
+
+__getattr__ = import_on_demand(
+    __name__,
+    {
+        ".events": (),
+        ".core": (
+            "HEARTBEATS_PER_TIMEOUT",
+            "SchedulerCore",
+        ),
+        ".evidence": (
+            "Evidence",
+            "Returned",
+        ),
+        ".members": ("MEMBER",),
+        ".phases": (
+            "PHASE",
+            "Phase",
+        ),
+        ".recovery": ("Recovery",),
+        ".views": (
+            "KnownViews",
+            "Proposal",
+            "View",
+            "gaining",
+            "may_commit",
+            "may_take_over",
+        ),
+    },
+)

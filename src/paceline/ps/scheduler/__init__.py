@@ -1,6 +1,13 @@
-"""The scheduler of a cluster of parameter servers."""
+"""The scheduler of a cluster of parameter servers: of its names, each is imported when it is first used."""
 
-from paceline.ps.scheduler.link import SchedulerLink
-from paceline.ps.scheduler.runtime import Scheduler
+from typing import TYPE_CHECKING
+
+from paceline.on_demand import import_on_demand
+
+if TYPE_CHECKING:
+    from paceline.ps.scheduler.link import SchedulerLink
+    from paceline.ps.scheduler.runtime import Scheduler
 
 __all__ = ["Scheduler", "SchedulerLink"]
+
+__getattr__ = import_on_demand(__name__, {".link": ("SchedulerLink",), ".runtime": ("Scheduler",)})
