@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from numbers import Integral, Real
 from typing import Any, Final
 
@@ -41,6 +43,8 @@ from paceline.tables.types import Doubles, Floats
 _NUMBERS: dict[str, Any] = {"accept_sparse": "csr", "dtype": [np.float64, np.float32], "ensure_all_finite": False}
 """What is asked of arrays; that all is finite is said by those who read them."""
 
+_NO_FLOAT = re.compile(r"could not convert string to float: (?:np\.str_\()?('.*'|\".*\")\)?")
+
 AT_LEAST_0 = Interval(Real, 0, None, closed="left")
 ABOVE_0 = Interval(Real, 0, None, closed="neither")
 AT_LEAST_1 = Interval(Integral, 1, None, closed="left")
@@ -63,6 +67,24 @@ PARAMETERS: Final[dict[str, list[Any]]] = {
     "token": [str, None],
 }
 """What each parameter may be, as scikit-learn checks it."""
+
+
+@contextlib.contextmanager
+def _numbers_expected(X: Any) -> Iterator[None]:
+    """NumPy's complaints about what is no array of numbers, with what to do."""
+    if isinstance(X, Mapping) or (hasattr(X, "collect") and not hasattr(X, "__len__")):
+        what = "collect() makes one of it" if hasattr(X, "collect") else "make one of it"
+        raise UsageError(f"X is a {type(X).__name__}: expected an array, a sparse matrix or a DataFrame: {what}")
+    try:
+        yield
+    except ValueError as error:
+        found = _NO_FLOAT.match(str(error))
+        if found is None:
+            raise
+        raise UsageError(
+            f"X, or y, holds the text {found[1]}: expected numbers; a DataFrame may have columns of text, which are "
+            "categories"
+        ) from None
 
 
 class SparseEstimator(BaseEstimator, ABC):
@@ -245,7 +267,8 @@ class SparseEstimator(BaseEstimator, ABC):
         if reset:
             self._columns: Columns | None = None
         if not is_table:
-            X, y = validate_data(self, X, y, reset=reset, y_numeric=is_regressor(self), **_NUMBERS)
+            with _numbers_expected(X):
+                X, y = validate_data(self, X, y, reset=reset, y_numeric=is_regressor(self), **_NUMBERS)
         else:
             y = column_or_1d(y, warn=True)
             if len(y) != len(X):
@@ -261,7 +284,8 @@ class SparseEstimator(BaseEstimator, ABC):
         check_is_fitted(self, "_tables")
         prepare_kernels()
         if self._columns is None:
-            X = validate_data(self, X, reset=False, **_NUMBERS)
+            with _numbers_expected(X):
+                X = validate_data(self, X, reset=False, **_NUMBERS)
         return self._to_batch(X)
 
     def _to_batch(self, X: Any, labels: Floats | None = None, sample_weight: Any = None) -> Batch:

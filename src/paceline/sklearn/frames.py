@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.data import Batch, Columns, fit_scale
+from paceline.data.columns import import_arrow
 from paceline.data.example_sampling import sample_batch
 from paceline.inference.frames import ColumnReader, list_names
 from paceline.launch.train.numeric_scales import choose_scales
@@ -20,9 +21,14 @@ LABEL = "\0label"
 _SAMPLE = 20_000  # rows that scales are found from
 
 
+def names_of(frame: Any) -> list[Any]:
+    """Return the names of a frame's columns; what a table of Arrow calls its columns is their values."""
+    return list(getattr(frame, "column_names", None) or frame.columns)
+
+
 def has_text(frame: Any) -> bool:
     """Return whether a frame has a column that is not of numbers."""
-    return not all(_is_numeric(frame[name]) for name in frame.columns)
+    return not all(_is_numeric(frame[name]) for name in names_of(frame))
 
 
 def choose_columns(frame: Any, y: npt.NDArray[Any], how: str) -> Columns:
@@ -31,7 +37,7 @@ def choose_columns(frame: Any, y: npt.NDArray[Any], how: str) -> Columns:
     Those of times are left out, with a warning: as categories hardly any of them would come again. `y` are the labels,
     one for each row, and `how` is how numbers are brought to a scale, as ``--numeric-scale`` has it.
     """
-    names = [str(name) for name in frame.columns]
+    names = [str(name) for name in names_of(frame)]
     times = [name for name in names if _is_temporal(frame[name])]
     if times:
         warnings.warn(
@@ -54,17 +60,22 @@ def choose_columns(frame: Any, y: npt.NDArray[Any], how: str) -> Columns:
 
 
 def _is_numeric(column: Any) -> bool:
-    """Return whether a column of pandas (by NumPy's kinds) or of polars (by its types) is of numbers."""
-    dtype = column.dtype
+    """Return whether a column of pandas (by NumPy's kinds), of polars or of Arrow (by its types) is of numbers."""
+    dtype = getattr(column, "dtype", None)
+    if dtype is None:
+        types, found = import_arrow().types, column.type
+        return any(test(found) for test in (types.is_integer, types.is_floating, types.is_decimal, types.is_boolean))
     is_numeric = getattr(dtype, "is_numeric", None)
     if is_numeric is not None:
-        return bool(is_numeric())
+        return bool(is_numeric()) or str(dtype) == "Boolean"
     return getattr(dtype, "kind", "O") in "iufb"
 
 
 def _is_temporal(column: Any) -> bool:
-    """Return whether a column of pandas or of polars is of dates, times or durations."""
-    dtype = column.dtype
+    """Return whether a column of pandas, of polars or of Arrow is of dates, times or durations."""
+    dtype = getattr(column, "dtype", None)
+    if dtype is None:
+        return bool(import_arrow().types.is_temporal(column.type))
     is_temporal = getattr(dtype, "is_temporal", None)
     if is_temporal is not None:
         return bool(is_temporal())

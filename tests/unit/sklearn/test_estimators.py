@@ -219,6 +219,47 @@ def test_columns_that_are_no_numbers_are_hashed(tmp_path: Path) -> None:
     np.testing.assert_allclose(loaded, model.predict_proba(frame)[:, 1], atol=1e-6)
 
 
+def test_tables_of_arrow() -> None:
+    arrow = pytest.importorskip("pyarrow")
+    random = np.random.default_rng(0)
+    size, city = random.normal(size=400), np.array(["a", "b", "c"])[random.integers(0, 3, 400)]
+    y = (size + (city == "b") + 0.3 * random.logistic(size=400) > 0.4).astype(int)
+    table = arrow.table(
+        {"size": size, "city": city, "is_large": size > 0, "when": arrow.array(range(400), arrow.date32())}
+    )
+    with pytest.warns(UserWarning, match="columns of times are left out: when"):
+        model = LogisticRegression(random_state=0).fit(table, arrow.chunked_array([y]))
+    assert model.feature_names_in_.tolist() == ["city", "size", "is_large"]
+    assert model.score(table, y) > 0.8
+    frame = Frame(size=Column(size, "f8"), city=Column(city, "O"), is_large=Column(size > 0, "b1"))
+    same = LogisticRegression(random_state=0).fit(frame, y)
+    np.testing.assert_array_equal(model.predict_proba(table), same.predict_proba(frame))
+    numbers = table.select(["size", "is_large"])
+    model = LogisticRegression(random_state=0).fit(numbers, y)
+    assert model.feature_names_in_.tolist() == ["size", "is_large"]
+    assert model.coef_.shape == (1, 2)
+    assert model.score(numbers, y) > 0.7
+
+
+@pytest.mark.parametrize(
+    ("X", "message"),
+    [
+        (
+            np.array([["b", "1"]] * 4),
+            "X, or y, holds the text 'b': expected numbers; a DataFrame may have columns of text",
+        ),
+        ([["a"]] * 4, "X, or y, holds the text 'a': expected numbers"),
+        ({"a": [1, 2, 3, 4]}, "X is a dict: expected an array, a sparse matrix or a DataFrame: make one of it"),
+    ],
+)
+def test_what_is_no_array_of_numbers(X: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        LogisticRegression().fit(X, [0, 1, 0, 1])
+    model = LogisticRegression().fit([[0.0], [1.0]] * 8, [0, 1] * 8)
+    with pytest.raises(UsageError, match=message):
+        model.predict(X)
+
+
 @pytest.mark.parametrize("package", ["pandas", "polars"])
 def test_frames_of_packages(package: str) -> None:
     frames = pytest.importorskip(package)
