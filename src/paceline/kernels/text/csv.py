@@ -133,6 +133,10 @@ def _parse_row(  # type: ignore[no-untyped-def]
                 value, is_done = short_number(word, size, powers)
                 if is_done:
                     put_number(value, scales, slot - first_numeric, seeds[slot], values, keys, base + slot)
+            elif slot == LABEL_SLOT and size > 0 and classes.shape[0] == 0:
+                value, is_done = short_number(word, size, powers)
+                if is_done:
+                    labels[row] = value
             elif slot == SKIPPED_SLOT:
                 is_done = np.int64(word & _BYTE) != _QUOTE
             if is_done:
@@ -187,22 +191,12 @@ def _close_row(keys, values, base, num_features, num_numeric):  # type: ignore[n
     return kept
 
 
-@njit(cache=True, nogil=True)
-def parse_csv(  # type: ignore[no-untyped-def]
+@uncounted()
+def _parse_rows(  # type: ignore[no-untyped-def]
     text, start, end, limit, last, separator, slots, seeds, scales, powers, classes, scratch,
     labels, weights, indptr, keys, values, bad_at, bad_why, counts,
 ):  # fmt: skip
-    """Parse the rows that begin before `limit`, until `end`, an unfinished row, or until `labels` is full.
-
-    `last` is 1 if the text ends at `end`, so that a quote that is open there is a fault. `slots` int64 [columns] says
-    where a column's feature stands in a row, or one of the other slots. `seeds` is uint64 [features], of which the last
-    are numeric, as many as `scales`, float64 [4, numeric features], has columns: log, mean, deviation, which is 0 for
-    numbers as they stand, and centre. `classes` uint64 are hashes of the words that labels are, whose places are the
-    labels then; none if labels are numbers. `scratch` is uint8, as long as `text`. Out: `labels` float32 [rows];
-    `weights` float32 [rows], or none if no column is the weight; `indptr` int64 [rows + 1]; `keys` uint64 [rows times
-    features]; `values` float32, as many, or none if no feature is numeric; `bad_at`, `bad_why` int64: where the first
-    bad rows begin, and what ails them; `counts` int64 [NUM_COUNTS].
-    """
+    """All of :func:`parse_csv`, where no row costs references to arrays."""
     at, rows, bad, pairs = start, 0, 0, 0
     indptr[0] = 0
     while at < end and at < limit and rows < labels.shape[0]:
@@ -230,6 +224,28 @@ def parse_csv(  # type: ignore[no-untyped-def]
             bad += 1
         at = behind
     counts[ROWS], counts[BAD], counts[POSITION], counts[PAIRS] = rows, bad, at, pairs
+
+
+@njit(cache=True, nogil=True)
+def parse_csv(  # type: ignore[no-untyped-def]
+    text, start, end, limit, last, separator, slots, seeds, scales, powers, classes, scratch,
+    labels, weights, indptr, keys, values, bad_at, bad_why, counts,
+):  # fmt: skip
+    """Parse the rows that begin before `limit`, until `end`, an unfinished row, or until `labels` is full.
+
+    `last` is 1 if the text ends at `end`, so that a quote that is open there is a fault. `slots` int64 [columns] says
+    where a column's feature stands in a row, or one of the other slots. `seeds` is uint64 [features], of which the last
+    are numeric, as many as `scales`, float64 [4, numeric features], has columns: log, mean, deviation, which is 0 for
+    numbers as they stand, and centre. `classes` uint64 are hashes of the words that labels are, whose places are the
+    labels then; none if labels are numbers. `scratch` is uint8, as long as `text`. Out: `labels` float32 [rows];
+    `weights` float32 [rows], or none if no column is the weight; `indptr` int64 [rows + 1]; `keys` uint64 [rows times
+    features]; `values` float32, as many, or none if no feature is numeric; `bad_at`, `bad_why` int64: where the first
+    bad rows begin, and what ails them; `counts` int64 [NUM_COUNTS].
+    """
+    _parse_rows(
+        text, start, end, limit, last, separator, slots, seeds, scales, powers, classes, scratch,
+        labels, weights, indptr, keys, values, bad_at, bad_why, counts,
+    )  # fmt: skip
 
 
 @njit(cache=True, nogil=True)

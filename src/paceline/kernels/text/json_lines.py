@@ -306,23 +306,14 @@ def _parse_object(  # type: ignore[no-untyped-def]
             return at, pair, label, weight, BAD_JSON
 
 
-@njit(cache=True, nogil=True)
-def parse_json_lines(  # type: ignore[no-untyped-def]
+@uncounted()
+def _parse_lines(  # type: ignore[no-untyped-def]
     text, start, end, needs_label, label_seed, weight_seed, as_text, powers, classes, scratch,
+    bases, is_list,
     labels, weights, indptr, keys, values, fields, bad_at, bad_why, counts,
 ):  # fmt: skip
-    """Parse whole lines, an object each, until `end`.
-
-    `label_seed` and `weight_seed` (uint64) are the hashes of the names of label and weight, 0 for no weight, without
-    which an object is malformed otherwise; `as_text` uint64 those of the names whose numbers are categories;
-    `classes` uint64 those of the words that labels are, whose places are the labels then, none for numbers. If
-    `needs_label` is 1 an object without a label is malformed, else its label is NaN. `scratch` is uint8, 128 longer
-    than `text`. Out: `labels`, `weights` and `values` float32, `keys` uint64 and `fields` uint32 [half as many as there
-    are bytes, and 1], `indptr` int64 [one more]; the others as those of
-    :func:`paceline.kernels.text.lines.parse_libsvm`.
-    """
+    """All of :func:`parse_json_lines`, where no line costs references to arrays; `bases`, `is_list` as an object's."""
     at, rows, bad, pairs, ones = start, 0, 0, 0, True
-    bases, is_list = np.empty(MAX_DEPTH, np.int64), np.empty(MAX_DEPTH, np.int64)
     indptr[0] = 0
     while at < end:
         line = at
@@ -360,6 +351,29 @@ def parse_json_lines(  # type: ignore[no-untyped-def]
         at += 1
     counts[ROWS], counts[BAD], counts[POSITION] = rows, bad, at
     counts[NONZEROS], counts[ALL_ONES] = pairs, 1 if ones else 0
+
+
+@njit(cache=True, nogil=True)
+def parse_json_lines(  # type: ignore[no-untyped-def]
+    text, start, end, needs_label, label_seed, weight_seed, as_text, powers, classes, scratch,
+    labels, weights, indptr, keys, values, fields, bad_at, bad_why, counts,
+):  # fmt: skip
+    """Parse whole lines, an object each, until `end`.
+
+    `label_seed` and `weight_seed` (uint64) are the hashes of the names of label and weight, 0 for no weight, without
+    which an object is malformed otherwise; `as_text` uint64 those of the names whose numbers are categories;
+    `classes` uint64 those of the words that labels are, whose places are the labels then, none for numbers. If
+    `needs_label` is 1 an object without a label is malformed, else its label is NaN. `scratch` is uint8, 128 longer
+    than `text`. Out: `labels`, `weights` and `values` float32, `keys` uint64 and `fields` uint32 [half as many as there
+    are bytes, and 1], `indptr` int64 [one more]; the others as those of
+    :func:`paceline.kernels.text.lines.parse_libsvm`.
+    """
+    bases, is_list = np.empty(MAX_DEPTH, np.int64), np.empty(MAX_DEPTH, np.int64)
+    _parse_lines(
+        text, start, end, needs_label, label_seed, weight_seed, as_text, powers, classes, scratch,
+        bases, is_list,
+        labels, weights, indptr, keys, values, fields, bad_at, bad_why, counts,
+    )  # fmt: skip
 
 
 KERNELS = (parse_json_lines,)
