@@ -231,6 +231,16 @@ OF_PRODUCT: Final = (
         unit=_VIEWS,
         simulation=_PRODUCT,
     ),
+    Defect(
+        "expelled-client-waits",
+        "a client that hears that it was declared dead goes on waiting for servers",
+        "ps/client/client.py",
+        'follower.fail(PeerError(f"this {role} was declared dead: {notice.reason}; connect again"))',
+        "pass",
+        unit=(),
+        integration=(f"{_PS}/test_declared_dead.py",),
+        simulation=_PRODUCT,
+    ),
     # The scheduler's runtime.
     Defect(
         "call-carried-out-twice",

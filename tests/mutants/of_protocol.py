@@ -316,6 +316,14 @@ OF_PROTOCOL: Final = (
         "",
         unit=_CLIENT,
     ),
+    Defect(
+        "second-answer-not-expected",
+        "of a request that went out twice over one connection, the second answer counts as nobody's",
+        "protocol/client/due_answers.py",
+        "self._repeated.get(number, 1) + 1",
+        "self._repeated.get(number, 1)",
+        unit=_CLIENT,
+    ),
     # Shards.
     Defect(
         "lease-granted-twice",
