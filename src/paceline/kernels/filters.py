@@ -211,7 +211,7 @@ def quantize_nearest(values, bits, half, scales, codes):  # type: ignore[no-unty
         top, total = _ZERO, 0.0
         for i in range(start, stop):
             top = max(top, abs(values[i]))
-            total += abs(values[i])
+            total += np.float64(abs(values[i]))
         is_finite, threshold = np.isfinite(total), _ZERO
         if bits <= 2 and is_finite:
             if bits == 2:
@@ -219,7 +219,7 @@ def quantize_nearest(values, bits, half, scales, codes):  # type: ignore[no-unty
             total, count = 0.0, 0
             for i in range(start, stop):
                 if abs(values[i]) >= threshold:
-                    total += abs(values[i])
+                    total += np.float64(abs(values[i]))
                     count += 1
             top = np.float32(total / count)
         if not is_finite:
