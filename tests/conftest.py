@@ -14,11 +14,13 @@ from typing import Any
 import hypothesis
 import psutil
 import pytest
+from tests.leftovers import TemporaryFiles
 from tests.warm import processes, workers
 
 from paceline.launch import prepare_kernels
 
 _TESTS = Path(__file__).parent
+_TEMPORARY = pytest.StashKey[TemporaryFiles]()
 _SLOW = ("system/", "simulation/", "fuzz/", "integration/strategies/", "integration/torch/")
 
 # A deadline for each example would measure what else the machine does.
@@ -31,6 +33,8 @@ hypothesis.settings.load_profile("side by side")
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Compile the kernels before workers start: else each would, and tests would see it said; start what all share."""
+    temporary = session.config.stash[_TEMPORARY] = TemporaryFiles()
+    session.config.add_cleanup(temporary.close)
     session.config.add_cleanup(processes.close)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell has started this in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)  # or no test could end a process by Ctrl-C
@@ -84,6 +88,16 @@ def _in_shares(items: list[pytest.Item], num_workers: int) -> list[pytest.Item]:
         ordered += share + quick[:room]
         del quick[:room]
     return ordered + quick
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After the last test of a file there is no temporary file or folder of them any more."""
+    temporary = request.config.stash[_TEMPORARY]
+    before = temporary.names()
+    yield
+    left = temporary.wait_gone(before)
+    assert not left, f"{request.node.name} leaves {', '.join(sorted(left))} in the folder for temporary files"
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,9 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +22,7 @@ import numpy as np
 from paceline.environment import usable_cores
 from paceline.launch.local import LocalCluster
 from paceline.ps import FTRL, SGD, Adagrad, SparseTable, UpdateRule
+from paceline.temporary import TemporaryFolder
 from paceline.transport import HEADER_BYTES
 
 RULES: dict[str, UpdateRule] = {"sgd": SGD(lr=0.1), "ftrl": FTRL(alpha=0.05, l1=0.1), "adagrad": Adagrad(lr=0.1)}
@@ -64,8 +63,8 @@ class _Echo:
     """The floor: a process that answers so many bytes with so many."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="paceline-bench-")
-        path = str(Path(self._folder.name) / "s")
+        self._folder = TemporaryFolder.make("bench")
+        path = str(self._folder.path / "s")
         self._process = subprocess.Popen([sys.executable, "-c", _ECHO, path], stdout=subprocess.PIPE)
         assert self._process.stdout is not None
         self._process.stdout.readline()
@@ -93,7 +92,7 @@ class _Echo:
         self._process.wait(10)
         assert self._process.stdout is not None
         self._process.stdout.close()
-        self._folder.cleanup()
+        self._folder.close()
 
 
 def bench_ps(

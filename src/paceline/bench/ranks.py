@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shutil
 import signal
 import socket
 import tempfile
@@ -19,6 +18,7 @@ from paceline.closing import Closing
 from paceline.errors import PeerError, UsageError
 from paceline.launch.fork_server import module_command
 from paceline.launch.supervisor import ChildProcess, Supervisor, describe_status, spawn
+from paceline.temporary import TemporaryFolder
 from paceline.transport import make_token
 
 _END_S: Final = 5.0
@@ -38,18 +38,18 @@ class BenchRanks(Closing):
         self._mpirun = mpirun
         self._supervisor = Supervisor()
         self._done = False
-        self._scratch = tempfile.mkdtemp(prefix="paceline-")
+        self._scratch = TemporaryFolder.make("bench")
         self._err: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - until close()
         self._line, self._stdin = os.pipe()
         self._out, self._stdout = os.pipe()
 
     def start(self, plan: BenchPlan) -> None:
         """Start the processes."""
-        address = f"127.0.0.1:{_free_port()}"
+        address, scratch = f"127.0.0.1:{_free_port()}", str(self._scratch.path)
         described = json.dumps(dataclasses.asdict(plan))
-        command = module_command("paceline.bench.collectives_rank", described, address, self._scratch)
+        command = module_command("paceline.bench.collectives_rank", described, address, scratch)
         environment = {name: value for name, value in os.environ.items() if name not in _TOLD_BY_LAUNCHERS}
-        environment |= {"PACELINE_TOKEN": make_token(), "TMPDIR": self._scratch}
+        environment |= {"PACELINE_TOKEN": make_token(), "TMPDIR": scratch}
 
         def launch(command: list[str], told: dict[str, str]) -> ChildProcess:
             environ = {**environment, **told}
@@ -91,7 +91,7 @@ class BenchRanks(Closing):
             self._close_theirs()
             os.close(self._stdin)
             os.close(self._out)
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch.close()
 
     def _close_theirs(self) -> None:
         """Close the ends of the pipes that are the ranks'."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 
@@ -68,14 +67,11 @@ def _keep_standard_input(context: typer.Context) -> str:
     if STANDARD_INPUT in root.meta:
         raise UsageError("'-' is named twice: standard input can be read once")
     folder = root.meta[STANDARD_INPUT] = standard_input.make_folder()
-    context.call_on_close(lambda: shutil.rmtree(folder, ignore_errors=True))
+    root.call_on_close(folder.close)  # the command's own context is closed only if all its arguments are right
     try:
-        path = standard_input.keep(sys.stdin.buffer, folder)
-    except BaseException as error:
-        shutil.rmtree(folder, ignore_errors=True)  # the command has not begun, and does not end
-        if not isinstance(error, OSError):
-            raise
-        raise DataError(f"standard input cannot be kept in {folder}: {error.strerror or error}") from error
+        path = standard_input.keep(sys.stdin.buffer, folder.path)
+    except OSError as error:
+        raise DataError(f"standard input cannot be kept in {folder.path}: {error.strerror or error}") from error
     size = path.stat().st_size
     if not size:
         raise DataError("standard input is empty: it has no line to read")

@@ -6,17 +6,14 @@ import contextlib
 import json
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from paceline.closing import Closing
@@ -26,6 +23,7 @@ from paceline.protocol import Accept, Consistency, Eventual, StalePolicy, check_
 from paceline.ps import Client, SchedulerLink, make_node_name, messages
 from paceline.tables.memory.limit import MemoryLimit as MemoryLimit
 from paceline.tables.non_finite import check_policy
+from paceline.temporary import TemporaryFolder
 from paceline.transport import TLS, Hello, SocketTransport, make_token
 from paceline.transport.security.authentication import check_token
 
@@ -81,7 +79,8 @@ class LocalCluster(Closing):
         """How many schedulers have died and were replaced."""
         self.server_restarts = 0
         """How many servers have died and were replaced (with replicas only)."""
-        self.scratch = Path(tempfile.mkdtemp(prefix="paceline-"))
+        self._closing = contextlib.ExitStack()
+        self.scratch = self._closing.enter_context(TemporaryFolder.make("cluster")).path
         """Goes with the cluster, even if this process is killed; the processes' own temporary files are in it."""
         self._tls = tls
         self._filter_modules: list[str] = []
@@ -89,7 +88,6 @@ class LocalCluster(Closing):
         self._nodes: dict[str, tuple[str, ChildProcess]] = {}  # the servers, by the name they register with
         self._counting = threading.Lock()
         self._fork_server: ForkServer | None = None
-        self._closing = contextlib.ExitStack()
 
     def __repr__(self) -> str:
         counts = {role: len(self._supervisor.living(role)) for role in ("server", "worker")}
@@ -247,7 +245,6 @@ class LocalCluster(Closing):
             self._ask_to_end()
         self._supervisor.close(_END_S)
         self._closing.close()
-        shutil.rmtree(self.scratch, ignore_errors=True)
 
     def _ask_to_end(self) -> None:
         try:

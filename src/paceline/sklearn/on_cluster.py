@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from paceline.models.stored import read_stored_model
 from paceline.protocol import parse_consistency
 from paceline.ps import messages
 from paceline.sklearn.model_tables import ModelTables
+from paceline.temporary import TemporaryFolder
 
 _ROWS = 4096
 
@@ -42,8 +42,8 @@ def train_on_cluster(
     examples: Batch, order: npt.NDArray[np.int64], options: TrainOptions, where: ClusterChoice
 ) -> ModelTables:
     """Train as ``paceline train`` does on examples in this order; return the model's tables."""
-    with tempfile.TemporaryDirectory(prefix="paceline-sklearn-") as folder:
-        data, directory = Path(folder, "examples.svm"), Path(folder, "model")
+    with TemporaryFolder.make("sklearn") as folder:
+        data, directory = folder.path / "examples.svm", folder.path / "model"
         write_libsvm(data, examples, order)
         options = dataclasses.replace(options, data=[str(data)], format="libsvm", save=directory)
         if where.scheduler is None:

@@ -11,6 +11,7 @@ import weakref
 from pathlib import Path
 
 from paceline.errors import UsageError
+from paceline.temporary import is_at
 
 LOCK = ".lock"
 """The name of the file that is locked; there while its directory is in use, and after a crash."""
@@ -33,7 +34,7 @@ class DirectoryLock:
             number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
             try:
                 _lock(folder, number)
-                if _is_at(path, number):
+                if is_at(path, number):
                     os.truncate(number, 0)
                     os.write(number, f"process {os.getpid()} on {socket.gethostname()}".encode())
                     return cls(path, number)
@@ -62,14 +63,8 @@ def _lock(folder: Path, number: int) -> None:
             raise
 
 
-def _is_at(path: Path, number: int) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        return os.path.samestat(os.stat(path), os.fstat(number))
-    return False
-
-
 def _release(path: Path, number: int) -> None:
     with contextlib.suppress(OSError):
-        if _is_at(path, number):
+        if is_at(path, number):
             path.unlink()
     os.close(number)

@@ -58,9 +58,15 @@ def test_standard_input_is_a_file(
 
 @pytest.mark.parametrize(
     ("arguments", "text", "status", "said"),
-    [(["-"], b"", 1, "standard input is empty"), (["-", "-"], TEXT, 2, "'-' is named twice")],
+    [
+        (["-"], b"", 1, "standard input is empty"),
+        (["-", "-"], TEXT, 2, "'-' is named twice"),
+        (["-", "--no-such-option"], TEXT, 2, "No such option"),
+        (["-", "--format", "none"], TEXT, 2, "none"),
+    ],
 )
 def test_standard_input_that_cannot_be_read(
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     arguments: list[str],
@@ -68,9 +74,12 @@ def test_standard_input_that_cannot_be_read(
     status: int,
     said: str,
 ) -> None:
+    """It is told in a sentence, and nothing is left of it, even where the command does not begin."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(cli, "raise_on_sigterm", lambda: None)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
     monkeypatch.setattr(sys, "argv", ["paceline", "describe", *arguments])
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert (ended.value.code, said in capsys.readouterr().err) == (status, True)
+    assert list(tmp_path.iterdir()) == []

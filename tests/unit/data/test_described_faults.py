@@ -148,7 +148,7 @@ def test_what_is_shown_of_json_lines(tmp_path: Path) -> None:
 def test_standard_input_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     folder = standard_input.make_folder()
-    path = standard_input.keep(io.BytesIO(gzip.compress(b"1 1:1\n")), folder)
+    path = standard_input.keep(io.BytesIO(gzip.compress(b"1 1:1\n")), folder.path)
     assert path.name == "stdin.gz"
     assert standard_input.name_for_people(f"{path} is odd: {path}") == "standard input is odd: standard input"
     assert standard_input.name_for_people(f"{tmp_path}/stdin is odd") == f"{tmp_path}/stdin is odd"

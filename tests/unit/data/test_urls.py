@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,8 @@ def bucket() -> Iterator[str]:
     system = fsspec.filesystem("memory")
     yield "memory://bucket"
     system.rm("/bucket", recursive=True)
+    fsspec.get_filesystem_class("simplecache").clear_instance_cache()
+    gc.collect()  # its copies go with it
 
 
 def store(url: str, data: bytes) -> str:

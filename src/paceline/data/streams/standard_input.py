@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 from paceline.data.streams.packed import PACKED
+from paceline.temporary import TemporaryFolder
 
-_PREFIX = "paceline-stdin-"
+_KIND = "stdin"
 
 
-def make_folder() -> Path:
-    """Make the folder that standard input is kept in, which the caller removes in the end."""
-    return Path(tempfile.mkdtemp(prefix=_PREFIX))
+def make_folder() -> TemporaryFolder:
+    """Make the folder that standard input is kept in, which the caller closes in the end."""
+    return TemporaryFolder.make(_KIND)
 
 
 def keep(source: BinaryIO, folder: Path) -> Path:
@@ -32,5 +33,5 @@ def keep(source: BinaryIO, folder: Path) -> Path:
 
 def name_for_people(text: str) -> str:
     """Return a message that says `standard input` where it names such a file."""
-    folder = re.escape(os.path.join(tempfile.gettempdir(), _PREFIX))
-    return re.sub(rf"{folder}\w+/stdin(?:\.gz|\.zst)?\b", "standard input", text)
+    folder = re.escape(os.path.join(tempfile.gettempdir(), f"paceline-{_KIND}-"))
+    return re.sub(rf"{folder}\w+\.tmp/stdin(?:\.gz|\.zst)?\b", "standard input", text)

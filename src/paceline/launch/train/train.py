@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,6 +49,7 @@ from paceline.protocol import Consistency, Sequential
 from paceline.protocol.jobs import JobAccount, JobState
 from paceline.ps import Client, messages, save_tables, to_fields
 from paceline.storage.manifests import MANIFEST
+from paceline.temporary import TemporaryFolder
 
 
 class Training:
@@ -235,7 +235,7 @@ class Training:
             folder = Path(self._options.snapshots.directory)
         else:
             scratch = None if self._processes is None else self._processes.scratch
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="best-", dir=scratch)))
+            folder = stack.enter_context(TemporaryFolder.make("best", scratch)).path
         names = [table.name for table in self._plan.model.tables]
         format = format_of_evaluation(stopping.validation, self._options.format or "")
         origin = {"run": self._plan.run, "validation": describe_files(stopping.validation, format)}

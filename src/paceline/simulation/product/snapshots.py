@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +18,7 @@ from paceline.simulation.product.truth import Violation, table_named
 from paceline.simulation.product.world import World
 from paceline.storage.durable_io import replace_synced, write_synced
 from paceline.storage.snapshot_directory import SnapshotWriteError, read_buckets, read_newest
+from paceline.temporary import TemporaryFolder
 
 _PATIENCE_S: Final = 20.0
 _FAILURES: Final = (errno.ENOSPC, errno.EIO)
@@ -33,7 +32,7 @@ class Disk:
         self.is_failing = False
         self.num_failed = 0
         self._world = world
-        self._folder: Path | None = None
+        self._folder: TemporaryFolder | None = None
         self._number = 0
 
     def delay_s(self) -> float:
@@ -43,9 +42,9 @@ class Disk:
     def new_directory(self) -> Path:
         """Return a directory that nobody has used."""
         if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="paceline-simulation-"))
+            self._folder = TemporaryFolder.make("simulation")
         self._number += 1
-        return self._folder / str(self._number)
+        return self._folder.path / str(self._number)
 
     def stand_ins(self) -> list[tuple[Any, Any]]:
         """Return what writes files in the product, and what does in its place."""
@@ -64,7 +63,7 @@ class Disk:
     def close(self) -> None:
         """Remove all files."""
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.close()
 
 
 def take_snapshot(world: World, network: Network, disk: Disk, scheduler: str) -> Path | None:

@@ -10,7 +10,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 import traceback
 from collections.abc import Iterable
 from datetime import timedelta
@@ -21,6 +20,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from paceline.errors import UsageError
+from paceline.temporary import TemporaryFolder
 from paceline.torch.strategies import strategy
 from paceline.torch.testing.idioms import IDIOMS, OPTIONS, Trial
 
@@ -55,8 +55,8 @@ def run_ranks(
     `scheduler` and `token` are of a cluster for 2 workers, sequential. The keys are ``strategy: idiom``. Raises
     TimeoutExpired if that takes 5 minutes.
     """
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with TemporaryFolder.make("testing") as temporary:
+        folder = temporary.path
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         surroundings = {
             **{name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")},

@@ -1,0 +1,47 @@
+"""Nothing is left behind: each process of pytest has a folder for temporary files, looked at after each module."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Final
+
+_PREFIX: Final = "pt-"
+_PATIENCE_S: Final = 20.0  # processes of the last test are ending
+_OTHERS: Final = ("sklearn_testing_",)
+"""What packages that we test with leave until their process ends."""
+
+
+class TemporaryFiles:
+    """Where this process and those that it starts put temporary files from now on."""
+
+    def __init__(self) -> None:
+        before = tempfile.gettempdir()
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", before)  # what pytest keeps for people to look at
+        # What torch has compiled is good for the next session too.
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(before, f"torchinductor_{getpass.getuser()}"))
+        # Short, so that Unix sockets find room in it and do not go elsewhere.
+        self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp" if os.path.isdir("/tmp") else None))
+        os.environ["TMPDIR"] = tempfile.tempdir = str(self.folder)
+
+    def names(self) -> set[str]:
+        """Return what is there."""
+        return {name for name in os.listdir(self.folder) if not name.startswith(_OTHERS)}
+
+    def wait_gone(self, before: set[str]) -> set[str]:
+        """Wait until there is no more than before; return what has come and does not go, which is removed."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while (left := self.names() - before) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for name in left:
+            path = self.folder / name
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+        return left
+
+    def close(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,0 +1,89 @@
+"""Temporary folders go with the process that made them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.temporary import TemporaryFolder, remove_abandoned
+
+_HOLD = """
+import pathlib, sys, time
+from paceline.temporary import TemporaryFolder
+folder = TemporaryFolder.make("held", pathlib.Path(sys.argv[1]))
+(folder.path / "file").touch()
+print(folder.path, flush=True)
+{then}
+"""
+
+
+def _hold(parent: Path, then: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", _HOLD.format(then=then), str(parent)], stdout=subprocess.PIPE, text=True
+    )
+
+
+def _told(process: subprocess.Popen[str]) -> Path:
+    assert process.stdout is not None
+    return Path(process.stdout.readline().strip())
+
+
+def test_it_goes_when_it_is_closed_and_with_its_last_reference(tmp_path: Path) -> None:
+    with TemporaryFolder.make("one", tmp_path) as closed:
+        assert (closed.path.is_dir(), closed.path.stat().st_mode & 0o777) == (True, 0o700)
+        (closed.path / "file").touch()
+    closed.close()
+    forgotten = TemporaryFolder.make("two", tmp_path)
+    assert forgotten.path.name.startswith("paceline-two-")
+    del forgotten
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("then", ["", "raise SystemExit(3)", "1 / 0"])
+def test_it_goes_with_the_interpreter(tmp_path: Path, then: str) -> None:
+    with _hold(tmp_path, f"sys.stderr.close(); {then}") as process:
+        assert _told(process).parent == tmp_path
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_those_of_killed_processes_are_removed_by_the_next_that_is_made(tmp_path: Path, number: int) -> None:
+    with _hold(tmp_path, "time.sleep(60)") as killed, _hold(tmp_path, "time.sleep(60)") as living:
+        left, used = _told(killed), _told(living)
+        killed.send_signal(number)
+        killed.wait(20)
+        assert left.is_dir()
+        with TemporaryFolder.make("new", tmp_path) as new:
+            assert set(tmp_path.iterdir()) == {used, new.path}
+            assert (used / "file").exists()
+        living.kill()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes are forked here")
+def test_a_fork_removes_nothing_and_keeps_it_in_use(tmp_path: Path) -> None:
+    """The fork ends as an interpreter does; what it left is its parent's still."""
+    then = "import os; pid = os.fork(); pid and (os.waitpid(pid, 0), print(folder.path.is_dir(), flush=True))"
+    with _hold(tmp_path, then) as process:
+        said = process.communicate(timeout=20)[0].splitlines()
+    assert said[-1] == "True"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_has_another_name_stays(tmp_path: Path) -> None:
+    names = ["paceline-1000", "paceline-stdin-abcdefgh", "paceline-one-abcdefgh.tmp.txt", "other.tmp"]
+    for name in names:
+        (tmp_path / name).mkdir()
+    (tmp_path / "paceline-one-abcdefgh.tmp").symlink_to(tmp_path / "other.tmp")
+    remove_abandoned(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == sorted([*names, "paceline-one-abcdefgh.tmp"])
+
+
+def test_a_folder_that_is_not_there_is_no_matter_until_one_is_made(tmp_path: Path) -> None:
+    remove_abandoned(tmp_path / "missing")
+    with pytest.raises(FileNotFoundError):
+        TemporaryFolder.make("one", tmp_path / "missing")
