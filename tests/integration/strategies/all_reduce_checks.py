@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -270,6 +272,61 @@ def check_an_unused_parameter(rank: int, size: int) -> None:
         )
     with AllReduce(find_unused_parameters=True) as strategy:
         steps(strategy)
+
+
+class _Graph(nn.Module):
+    """A convolution over a graph, whose adjacency is sparse."""
+
+    def __init__(self, *, is_buffer: bool, persistent: bool = True) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 2)
+        adjacency = torch.eye(4).to_sparse()
+        if is_buffer:
+            self.register_buffer("adjacency", adjacency, persistent=persistent)
+        else:
+            self.adjacency = adjacency
+
+    def forward(self, x: Tensor) -> Any:
+        return torch.mm(self.adjacency, self.inner(x))
+
+
+def check_tensors_of_a_model_that_are_not_dense(rank: int, size: int) -> None:
+    words = ("strategy all-reduce: buffer 'adjacency'", "layout sparse_coo", "plain attribute that is the same")
+    for persistent in (True, False):
+        with AllReduce() as strategy:
+            graph: Any = _Graph(is_buffer=True, persistent=persistent)
+            _refused(strategy, functools.partial(strategy.prepare, graph), *words)
+    with AllReduce() as strategy:
+        table = nn.Module()
+        table.rows = nn.Parameter(torch.eye(4).to_sparse())
+        _refused(strategy, lambda: strategy.prepare(table), "parameter 'rows'", "make its values the parameter")
+    with AllReduce() as strategy:
+        graph = strategy.prepare(_Graph(is_buffer=False))
+        graph(torch.ones(4, 6)).sum().backward()
+    with _alone() as alone, tempfile.TemporaryDirectory() as folder:
+        graph = alone.prepare(_Graph(is_buffer=True))
+        graph(torch.ones(4, 6)).sum().backward()
+        _refused(alone, lambda: alone.save(folder), "checkpoint: buffer 'adjacency'")
+
+
+def check_sparse_gradients_are_averaged(rank: int, size: int) -> None:
+    inputs = torch.arange(2 * size) % 5
+
+    def train(strategy: Strategy, rows: Tensor) -> Tensor:
+        torch.manual_seed(1)
+        model: Any = nn.Sequential(nn.Embedding(9, 3, sparse=True), nn.Linear(3, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        model, optimizer = strategy.prepare(model, optimizer)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(rows).square().mean().backward()
+            optimizer.step()
+        return _flat(strategy)
+
+    with AllReduce() as strategy:
+        trained = train(strategy, inputs.chunk(size)[rank])
+    with _alone() as alone:
+        torch.testing.assert_close(trained, train(alone, inputs))
 
 
 def check_different_models(rank: int, size: int) -> None:

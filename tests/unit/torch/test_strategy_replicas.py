@@ -52,6 +52,8 @@ def test_batches_that_cannot_be_split_are_told() -> None:
         split([torch.rand(30, 2), torch.rand(29)], 2)
     with pytest.raises(UsageError, match="batch of 0 examples"):
         split([torch.rand(0, 2)], 2)
+    with pytest.raises(UsageError, match="layout sparse_coo, which replicas cannot split"):
+        split([torch.eye(4).to_sparse()], 2)
 
 
 def test_where_replicas_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,8 @@ class Strategy(Closing, ABC):
     """Whether each rank gets its own part of the data."""
     fills_in_parts: ClassVar[bool] = False
     """Whether a model without memory gets only the values that this rank keeps."""
+    takes_sparse: ClassVar[bool] = False
+    """Whether parameters and buffers may have another layout than a dense one."""
     takes_uneven: bool = False
     """Whether ranks may have unequal numbers of batches in an epoch."""
 
@@ -114,6 +116,8 @@ class Strategy(Closing, ABC):
         if optimizer is not None and not isinstance(optimizer, Optimizer):
             raise UsageError(f"prepare(optimizer={type(optimizer).__name__}): expected a torch.optim.Optimizer second")
         self._ranks.agree(_signature(model), _describe_difference)
+        if not self.takes_sparse:
+            check_dense(model, f"strategy {self.name}: ")
         self.deferred = DeferredValues.of(model, self._ranks.exchange(torch.initial_seed())[0])
         if self.deferred is not None and not self.fills_in_parts:
             self.deferred.fill()
@@ -301,6 +305,21 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.numel():
             yield name, parameter
+
+
+def check_dense(model: nn.Module, told_by: str) -> None:
+    """Raise UsageError if the model has a parameter or a buffer that is not dense; `told_by` begins the sentence."""
+    kinds = (("parameter", model.named_parameters()), ("buffer", model.named_buffers()))
+    for kind, (name, tensor) in ((kind, each) for kind, named in kinds for each in named):
+        if tensor.layout is torch.strided:
+            continue
+        instead = "make its values the parameter, and the tensor of them in forward"
+        if kind == "buffer":
+            instead = f"keep it as a plain attribute that is the same on every rank (self.{name.split('.')[-1]} = ...)"
+        raise UsageError(
+            f"{told_by}{kind} {name!r} is a tensor of layout {str(tensor.layout).removeprefix('torch.')}, and only "
+            f"dense ones are shared and saved: make it dense (to_dense()), or {instead}"
+        )
 
 
 def _signature(model: nn.Module) -> list[list[Any]]:

@@ -21,7 +21,7 @@ from paceline.errors import ModelError, PacelineError, UsageError
 from paceline.ps import RULES, SGD, from_fields
 from paceline.ps.messages import TableSpec
 from paceline.storage.model_directory import SavedModel, read_model, save_model
-from paceline.torch.strategies.base import Strategy, state_of
+from paceline.torch.strategies.base import Strategy, check_dense, state_of
 from paceline.torch.strategies.json import from_json, like, to_json
 from paceline.torch.update_rules import rule_of
 
@@ -119,6 +119,7 @@ def _check_tensors(module: nn.Module) -> None:
     for name, value in module.state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor):
             raise UsageError(f"the model's {name!r} is of type {type(value).__name__}: a checkpoint holds tensors only")
+    check_dense(module, "checkpoint: ")
 
 
 def _encode(tensors: dict[str, torch.Tensor]) -> bytes:

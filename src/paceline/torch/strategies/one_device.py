@@ -30,6 +30,7 @@ class OneDevice(Strategy):
     """The loop as it is, on one device; embeddings' rows are in this process. What the others are compared with."""
 
     name: ClassVar[str] = "one-device"
+    takes_sparse: ClassVar[bool] = True
 
     def __init__(self, *, device: torch.device | str | None = None, seed: int = 0) -> None:
         super().__init__(only_rank(self.name), device=device, seed=seed)

@@ -31,6 +31,12 @@ def split(leaves: Sequence[Any], num_parts: int) -> list[list[Any]]:
         raise UsageError(
             "the model was called with a batch of 0 examples: replicas need 1 or more; skip the empty batch"
         )
+    layouts = [leaf.layout for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided]
+    if layouts:
+        raise UsageError(
+            f"the model was called with a tensor of layout {str(layouts[0]).removeprefix('torch.')}, which replicas "
+            "cannot split: give it to the model as an attribute if all examples share it, else as a dense one"
+        )
     rows = -(-size // num_parts)
     columns = [
         leaf.chunk(num_parts) if isinstance(leaf, torch.Tensor) and leaf.dim() else [leaf] * -(-size // rows)
