@@ -59,7 +59,7 @@ def run_worker(kind: str, rank: int, port: int) -> None:
         from torch.distributed import rpc  # type: ignore[no-redef]
 
         options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
-        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)  # type: ignore[call-arg]
+        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
     if rank == 0:
         serve_cases(rpc)
     rpc.shutdown()

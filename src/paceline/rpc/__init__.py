@@ -10,22 +10,37 @@ import importlib
 from typing import Any
 
 from paceline.rpc.allowed import allow
-from paceline.rpc.answering import async_execution
-from paceline.rpc.api import get_worker_info, init_rpc, remote, rpc_async, rpc_sync, shutdown
-from paceline.rpc.futures import Future, wait_all
+from paceline.rpc.api import (
+    get_rpc_timeout,
+    get_worker_info,
+    init_rpc,
+    is_available,
+    remote,
+    rpc_async,
+    rpc_sync,
+    shutdown,
+)
+from paceline.rpc.functions import async_execution
+from paceline.rpc.futures import Future, collect_all, wait_all
 from paceline.rpc.messages import RemoteError
+from paceline.rpc.options import BackendType, TensorPipeRpcBackendOptions
 from paceline.rpc.rref import RRef
 from paceline.rpc.workers import WorkerInfo
 
 __all__ = [
+    "BackendType",
     "Future",
     "RRef",
     "RemoteError",
+    "TensorPipeRpcBackendOptions",
     "WorkerInfo",
     "allow",
     "async_execution",
+    "collect_all",
+    "get_rpc_timeout",
     "get_worker_info",
     "init_rpc",
+    "is_available",
     "remote",
     "rpc_async",
     "rpc_sync",

@@ -8,35 +8,34 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import msgspec
 
 from paceline.collectives.rendezvous.store import exchange
 from paceline.collectives.world import World
-from paceline.errors import PacelineError, UsageError, printable
+from paceline.errors import DeadlineError, PacelineError, UsageError
 from paceline.rpc.allowed import Allowed
 from paceline.rpc.answering import Answering, run_here
 from paceline.rpc.calling import PendingReply
 from paceline.rpc.codec import Encoding
 from paceline.rpc.counting import ReferenceId
-from paceline.rpc.futures import Future, TimedFuture, seconds_of
+from paceline.rpc.futures import Future, TimedFuture, Timeout, seconds_of
 from paceline.rpc.messages import RpcKind
 from paceline.rpc.reaching import GROUP, CallerEnds
 from paceline.rpc.references import Holding, ObjectTable
 from paceline.rpc.rref import RRef
 from paceline.rpc.running import current_context
 from paceline.rpc.serving import SpareThreads, Standby
+from paceline.rpc.targets import Call, Target, made_of, what_of
 from paceline.rpc.workers import Directory, WorkerInfo
 from paceline.transport import read_meta
 
 _logger = logging.getLogger("paceline.rpc")
 _POLL_S = 0.002
 _MAX_SAME = 20
-
-Target = str | tuple[RRef[Any], str]
-"""A function by its qualified name, or a method of a referenced object."""
+UNSET_TIMEOUT = -1.0
+"""What programs of torch.distributed.rpc say for the default."""
 
 
 class Agent:
@@ -50,7 +49,7 @@ class Agent:
         allowed: Allowed,
         *,
         pickle: bool,
-        timeout: timedelta,
+        timeout: Timeout,
         num_threads: int,
     ) -> None:
         self.rank, self.directory, self.timeout = world.rank, directory, timeout
@@ -86,7 +85,7 @@ class Agent:
         target: Target,
         args: Sequence[Any],
         kwargs: dict[str, Any] | None,
-        timeout: timedelta | None = None,
+        timeout: Timeout | None = None,
         *,
         is_awaited: bool = False,
     ) -> Future[Any]:
@@ -94,7 +93,7 @@ class Agent:
 
         `is_awaited`: the caller waits for it at once, and so reads the answer itself.
         """
-        timeout_s = self._check(target, args, kwargs, timeout)
+        timeout_s = self._check(Call(target, args, kwargs), timeout)
         if to == self.rank:
             result: TimedFuture[Any] = TimedFuture(what_of(target), timeout_s)
             self._call_here(target, args, kwargs or {}, result, is_awaited=is_awaited)
@@ -115,10 +114,10 @@ class Agent:
         target: Target,
         args: Sequence[Any],
         kwargs: dict[str, Any] | None,
-        timeout: timedelta | None = None,
+        timeout: Timeout | None = None,
     ) -> RRef[Any]:
         """Call a function at a worker, where its result stays; return a reference to that."""
-        timeout_s = self._check(target, args, kwargs, timeout)
+        timeout_s = self._check(Call(target, args, kwargs), timeout)
         reference = self.table.new_id(to)
         if to == self.rank:
             result: Future[Any] = Future()
@@ -133,7 +132,7 @@ class Agent:
         holding.made = made
         return RRef.of_holding(holding, self)
 
-    def fetch(self, rref: RRef[Any], timeout: timedelta | None = None) -> Future[Any]:
+    def fetch(self, rref: RRef[Any], timeout: Timeout | None = None) -> Future[Any]:
         """Return the future of an object's value: a copy of it, if it lives elsewhere."""
         timeout_s, reference = self.seconds_of(timeout), rref.reference
         if reference.owner == self.rank:
@@ -157,23 +156,16 @@ class Agent:
         self.table.own(reference, self.rank, made)
         return self.table.hold(reference)
 
-    def seconds_of(self, timeout: timedelta | None) -> float:
-        """Return the seconds that a call may take. Raises UsageError for what is no timedelta."""
-        return seconds_of(self.timeout if timeout is None else timeout)
+    def seconds_of(self, timeout: Timeout | None) -> float:
+        """Return the seconds that a call may take; None and -1 are the default. Raises UsageError for no duration."""
+        return seconds_of(self.timeout if timeout is None or timeout == UNSET_TIMEOUT else timeout)
 
-    def _check(
-        self, target: Target, args: Sequence[Any], kwargs: dict[str, Any] | None, timeout: timedelta | None
-    ) -> float:
+    def _check(self, call: Call, timeout: Timeout | None) -> float:
         """Return the seconds that a call may take. Raises UsageError for arguments that cannot be."""
-        if not isinstance(args, Sequence) or isinstance(args, (str, bytes, bytearray)):
-            shown = printable(repr(args), 100)
-            raise UsageError(f"args is {shown}, a tuple of arguments was expected: args=({shown},)")
-        if kwargs is not None and not (isinstance(kwargs, dict) and all(isinstance(name, str) for name in kwargs)):
-            raise UsageError(
-                f"kwargs is {printable(repr(kwargs), 100)}, a dictionary of arguments by name was expected"
-            )
-        if not isinstance(target, str) and target[0].agent is not self:
-            raise UsageError(f"{target[0]!r} is of an rpc that was shut down; make it again")
+        call.check()
+        owner = None if isinstance(call.target, str) else call.target[0]
+        if isinstance(owner, RRef) and owner.agent is not self:
+            raise UsageError(f"{owner!r} is of an rpc that was shut down; make it again")
         return self.seconds_of(timeout)
 
     def _encoding(self, to: int) -> tuple[Encoding, int]:
@@ -230,10 +222,12 @@ class Agent:
         if type(target) is str:
             found: Callable[..., Any] = self.allowed.resolve(target)
             return found
-        if not isinstance(target, (list, tuple)) or len(target) != 2 or not isinstance(target[0], RRef):
+        if not isinstance(target, (list, tuple)) or len(target) != 2 or not isinstance(target[1], str):
             raise UsageError("got a call that names no function")
-        value = self.local_value(target[0].reference).wait(self.timeout)
-        method: Callable[..., Any] = self.allowed.check_method(value, str(target[1]))
+        value = target[0]
+        if isinstance(value, RRef):
+            value = self.local_value(value.reference).wait(self.seconds_of(None))
+        method: Callable[..., Any] = self.allowed.check_method(value, target[1])
         return method
 
     # references
@@ -254,9 +248,7 @@ class Agent:
             elif owner != to or is_answer:
                 meta = msgspec.msgpack.encode((references, to))
                 what = "the passing on of an RRef"
-                self.ends.reach(owner).start(
-                    RpcKind.SHARE, meta, (), what=what, timeout_s=self.timeout.total_seconds()
-                ).wait()
+                self.ends.reach(owner).start(RpcKind.SHARE, meta, (), what=what, timeout_s=self.seconds_of(None)).wait()
 
     def watch(self, holder: int) -> None:
         """See to it that the end of a worker is noticed, which holds an object of this process."""
@@ -279,7 +271,7 @@ class Agent:
                     self.table.release(reference, self.rank, times)
                 else:
                     meta = msgspec.msgpack.encode((reference, times))
-                    self.ends.reach(reference.owner).tell(RpcKind.RELEASE, meta, self.timeout.total_seconds())
+                    self.ends.reach(reference.owner).tell(RpcKind.RELEASE, meta, self.seconds_of(None))
             except PacelineError as error:
                 _logger.debug("an RRef could not be given back: %s", error)
             except Exception:
@@ -287,16 +279,22 @@ class Agent:
 
     # the end
 
-    def wait_for_all(self) -> None:
-        """Return once every worker is here and no call is under way anywhere. Raises RankLostError if one has died.
+    def wait_for_all(self, timeout_s: float = math.inf) -> None:
+        """Return once every worker is here and no call is under way anywhere.
+
+        Raises RankLostError if one has died or does not come within `timeout_s`, DeadlineError for calls that take
+        longer.
 
         In rounds, until no worker has sent or served a request between two of them and all that were sent were served
         (the four counters of Mattern, Algorithms for distributed termination detection, 1987).
         """
+        deadline = time.monotonic() + timeout_s
         last: list[tuple[int, int]] = []
         num_same = 0
         for number in range(1 << 30):
             while not self.ends.is_idle() or not self.answering.is_idle():
+                if time.monotonic() >= deadline:
+                    raise DeadlineError(f"calls are still under way here after {timeout_s:g} s of shutdown")
                 time.sleep(_POLL_S)
             own = msgspec.msgpack.encode((self.ends.num_sent(), self.answering.num_served))
             what = f"the shutdown of rpc ({number})"
@@ -306,7 +304,7 @@ class Agent:
                     self.rank,
                     self.world.size,
                     own,
-                    math.inf,
+                    deadline,
                     what=what,
                     look=self.world.look_after,
                 )
@@ -329,16 +327,6 @@ class Agent:
         self.ends.close()
         self.answering.close()
         self.world.close()
-
-
-def made_of(target: Target) -> Future[Any] | None:
-    """Return the answer to the call that made the object whose method a call names, if it was made from here."""
-    return None if isinstance(target, str) else target[0].made
-
-
-def what_of(target: Target) -> str:
-    """Return what a call names, for messages."""
-    return target if isinstance(target, str) else f"{target[1]}() of {target[0]!r}"
 
 
 def _log_failure(what: str, future: Future[Any]) -> None:

@@ -11,12 +11,26 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from paceline.errors import UsageError, printable
 
 _Named = TypeVar("_Named", bound=Callable[..., Any])
 _decorated: set[str] = set()
+_SPAWNED_MAIN = "__mp_main__"
+"""The main script in a process that `multiprocessing` has spawned."""
+_TENSOR_FUNCTIONS = "_VariableFunctionsClass."
+_TORCH_HOMES: Final = {
+    "torch._C._fft": ("torch.fft", "fft_"),
+    "torch._C._linalg": ("torch.linalg", "linalg_"),
+    "torch._C._nn": ("torch.nn.functional", ""),
+    "torch._C._special": ("torch.special", "special_"),
+    "torch.functional": ("torch", ""),
+}
+"""Of PyTorch's functions: the modules that offer them, and the prefix that those leave out."""
+_OF_FILES = frozenset({"torch:from_file"})
+"""What stands among PyTorch's functions of tensors, and opens files: only by its own name."""
+_WITH_NAMES = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _OWN = ("paceline.rpc.autograd", "paceline.rpc.optimizer")
 """What decorates functions of its own; imported when another process first uses it."""
 
@@ -36,20 +50,34 @@ def qualified_name(function: Callable[..., Any] | str) -> str:
         if not module:
             raise UsageError(f"{function!r} names no function of a module; write module:function")
         return f"{module}:{name}"
-    owner = getattr(function, "__self__", None)
-    if owner is not None and not isinstance(owner, (type, types.ModuleType)):
-        raise UsageError(
-            f"{printable(repr(function), 200)} is a method of an object of this process; make the object with remote() "
-            "and call rref.rpc_sync().method(...)"
-        )
-    module = str(getattr(function, "__module__", None) or "")
-    name = str(getattr(function, "__qualname__", ""))
+    module, name = home_of(function)
     if not module or not name or "<" in name:
         raise UsageError(
             f"{printable(repr(function), 200)} has no name by which another process could find it; call a function "
             "that a module defines at its top level or in a class, or give its name as module:function"
         )
     return f"{module}:{name}"
+
+
+def home_of(function: Any) -> tuple[str, str]:
+    """Return the module that offers a function or class, and its name there; empty where it has none.
+
+    PyTorch's functions and methods of tensors (``torch.add``) are offered by ``torch``; what else it has in C, by none.
+    """
+    module = str(getattr(function, "__module__", None) or "")
+    name = str(getattr(function, "__qualname__", ""))
+    if module == _SPAWNED_MAIN:
+        return "__main__", name
+    if module in _TORCH_HOMES:
+        home, prefix = _TORCH_HOMES[module]
+        return home, name.removeprefix(prefix)
+    if module == "torch" and isinstance(function, types.BuiltinFunctionType):
+        return (module, name.removeprefix(_TENSOR_FUNCTIONS)) if name.startswith(_TENSOR_FUNCTIONS) else ("", name)
+    if isinstance(function, types.MethodDescriptorType) and function.__objclass__.__qualname__ == "TensorBase":
+        return "torch", f"Tensor.{function.__name__}"
+    if not isinstance(function, _WITH_NAMES) and name == type(function).__qualname__:
+        return module, ""  # the name of its class (of a script function)
+    return module, name
 
 
 class Allowed:
@@ -72,6 +100,8 @@ class Allowed:
                 )
             if ":" in entry:
                 self._names.add(entry)
+            elif entry == _SPAWNED_MAIN:
+                self._modules.add("__main__")
             elif entry.endswith(".*"):
                 self._packages += (entry[:-1],)
                 self._modules.add(entry[:-2])
@@ -94,13 +124,18 @@ class Allowed:
         return found
 
     def check_method(self, value: Any, method: str) -> Any:
-        """Return a method of an object that is held here, bound: a public one, or ``__call__``, of an allowed class."""
+        """Return a method of an object, bound: of an allowed class a public one or ``__call__``, or one by its name."""
         kind = type(value)
         is_public = method == "__call__" or not method.startswith("_")
-        if not is_public or not self.has_class(kind):
+        module, name = home_of(kind)
+        if not (is_public and self.has_class(kind)) and not self._has_name(f"{module}:{name}.{method}"):
+            shown = (
+                f"the method {printable(method, 100)!r} of {kind.__module__}.{kind.__qualname__} is not allowed here"
+            )
+            if not is_public:
+                raise UsageError(f"{shown}: its name begins with _; {_by_name(f'{module}:{name}.{method}')}")
             raise UsageError(
-                f"the method {printable(method, 100)!r} of {kind.__module__}.{kind.__qualname__} is not allowed here; "
-                f"give its module to init_rpc(allow=[{kind.__module__!r}]), or decorate the class with "
+                f"{shown}; give its module to init_rpc(allow=[{module!r}]), or decorate the class with "
                 "paceline.rpc.allow"
             )
         function = getattr(kind, method, None)
@@ -110,19 +145,22 @@ class Allowed:
 
     def has_class(self, kind: type) -> bool:
         """Return whether a class is allowed."""
-        name = f"{kind.__module__}:{kind.__qualname__}"
-        return self._has_module(kind.__module__) or name in self._names or name in _decorated
+        module, name = home_of(kind)
+        return self._has_module(module) or self._has_name(f"{module}:{name}")
 
     def _has_module(self, module: str) -> bool:
         return module in self._modules or module.startswith(self._packages)
+
+    def _has_name(self, name: str) -> bool:
+        return name in self._names or name in _decorated
 
     def _look_up(self, name: str) -> Any:
         module_name, _, path = name.partition(":")
         steps = path.split(".")
         if module_name in _OWN:
             importlib.import_module(module_name)
-        is_named = name in self._names or name in _decorated
-        is_public = all(step and not step.startswith("_") for step in steps)
+        is_named = self._has_name(name)
+        is_public = name not in _OF_FILES and all(step and not step.startswith("_") for step in steps)
         if not is_named and not (is_public and self._has_module(module_name)):
             raise not_allowed(name)
         module = sys.modules.get(module_name)
@@ -134,20 +172,37 @@ class Allowed:
         found: Any = module
         for step in steps:
             found = getattr(found, step, None)
-            if not is_named and getattr(found, "__module__", None) != module_name:
+            if not is_named and home_of(found)[0] != module_name:
                 if found is None:
                     raise UsageError(f"the module {module_name!r} has no {printable(path, 100)!r}")
-                raise not_allowed(name)
+                raise not_allowed(name, is_imported=self._has_module(module_name))
         if not callable(found):
             raise UsageError(f"{printable(name, 200)!r} is no function")
         return found
 
 
-def not_allowed(name: str) -> UsageError:
-    """Return the error for a name that this process has not allowed."""
+def not_allowed(name: str, *, is_imported: bool = False) -> UsageError:
+    """Return the error for a name that is not allowed here; `is_imported`: its module is, which does not define it."""
     shown = printable(name, 200)
-    module = shown.partition(":")[0]
+    module, _, path = shown.partition(":")
+    why = ""
+    if name in _OF_FILES:
+        why = "it opens files"
+    elif any(step.startswith("_") for step in path.split(".")):
+        why = "its name begins with _"
+    elif is_imported:
+        why = f"{module} does not define it itself"
+    if why:
+        return UsageError(f"{shown!r} is not allowed here: {why}; {_by_name(name)}")
     return UsageError(
         f"{shown!r} is not allowed here: give its module to init_rpc(allow=[{module!r}]) in the process that is "
         "called, or decorate it there with paceline.rpc.allow"
+    )
+
+
+def _by_name(name: str) -> str:
+    shown = printable(name, 200)
+    return (
+        f"say its name, init_rpc(allow=[{shown!r}]), in the process that is called, or decorate it there with "
+        "paceline.rpc.allow"
     )

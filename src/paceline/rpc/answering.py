@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from typing_extensions import override
@@ -20,6 +20,7 @@ from paceline.rpc.calling import unreadable
 from paceline.rpc.codec import Decoding, Encoding
 from paceline.rpc.counting import ReferenceId
 from paceline.rpc.framed_socket import FramedSocket, Received
+from paceline.rpc.functions import is_async, promise_of
 from paceline.rpc.futures import Future
 from paceline.rpc.messages import RemoteError, RpcKind, failure_meta
 from paceline.rpc.running import in_context
@@ -29,7 +30,6 @@ from paceline.transport import Buffer, Header, reader
 if TYPE_CHECKING:
     from paceline.rpc.agent import Agent
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 _logger = logging.getLogger("paceline.rpc")
 _HANDSHAKE_S = 10.0
 _NONE = msgspec.msgpack.encode(None)
@@ -41,27 +41,13 @@ _decode_share = reader(tuple[list[_Reference], int], "the passing on of an RRef"
 _decode_release = reader(tuple[_Reference, int], "an RRef that is given back")
 
 
-def async_execution(function: _Function) -> _Function:
-    """Answer calls of this function with the result of the :class:`Future` that it returns, once that is there.
-
-    No thread waits meanwhile. A decorator; under ``@staticmethod`` or ``@classmethod``, if it is one.
-    """
-    function.__paceline_async__ = True  # type: ignore[attr-defined]
-    return function
-
-
-def is_async(function: Callable[..., Any]) -> bool:
-    """Return whether a function or method answers with a future."""
-    return bool(getattr(function, "__paceline_async__", False))
-
-
 def run_here(
     function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], result: Future[Any], context: int
 ) -> None:
     """Run a function in this thread, in an autograd context (0: none), and give its result, or what it raises."""
     try:
         value = _run(function, args, kwargs, context)
-        promise = _promise(value) if is_async(function) else None
+        promise = promise_of(value) if is_async(function) else None
     except BaseException as error:  # also that of sys.exit(): whoever waits is told
         result.resolve(None, error)
         return
@@ -76,13 +62,6 @@ def _run(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
         return function(*args, **kwargs)
     with in_context(context):
         return function(*args, **kwargs)
-
-
-def _promise(value: Any) -> Future[Any]:
-    """Return what a function under async_execution has returned. Raises UsageError if it is no future."""
-    if not isinstance(value, Future):
-        raise UsageError(f"a function under async_execution returned {type(value).__name__}, a Future was expected")
-    return value
 
 
 def _copy(result: Future[Any], done: Future[Any]) -> None:
@@ -257,7 +236,7 @@ class Answering(RequestServer, Taker):
             self._fail(end, header, error, with_trace=True)
             return
         if is_async(function):
-            self._answer_later(end, header, _promise(value))
+            self._answer_later(end, header, promise_of(value))
         else:
             self._answer(end, header, value)
 

@@ -15,11 +15,13 @@ from paceline.collectives.world import World
 from paceline.environment import environment
 from paceline.errors import UsageError
 from paceline.rpc.agent import Agent
-from paceline.rpc.allowed import Allowed, qualified_name
-from paceline.rpc.futures import Future, seconds_of
+from paceline.rpc.allowed import Allowed
+from paceline.rpc.futures import Future, Timeout, seconds_of
+from paceline.rpc.options import address_of, check_backend
 from paceline.rpc.rref import RRef
 from paceline.rpc.running import current_agent, is_running, left_at, set_agent
-from paceline.rpc.workers import Directory, Introduction, WorkerInfo, check_name, decode_introduction
+from paceline.rpc.targets import Call, call_of
+from paceline.rpc.workers import Directory, Introduction, Worker, WorkerInfo, check_name, decode_introduction
 from paceline.transport import TLS
 
 _Result = TypeVar("_Result")
@@ -38,10 +40,12 @@ def init_rpc(
     token: str | None = None,
     allow: Iterable[str] = (),
     pickle: bool = False,
-    timeout: timedelta = DEFAULT_TIMEOUT,
-    join_timeout: timedelta = DEFAULT_JOIN_TIMEOUT,
+    timeout: Timeout = DEFAULT_TIMEOUT,
+    join_timeout: Timeout = DEFAULT_JOIN_TIMEOUT,
     num_threads: int = DEFAULT_NUM_THREADS,
     tls: TLS | None = None,
+    backend: Any = None,
+    rpc_backend_options: Any = None,
 ) -> None:
     """Join the workers of this program, under a name of one's own; returns once all are there.
 
@@ -50,12 +54,19 @@ def init_rpc(
     and whose dataclasses come as arguments and results: ``my_module``, ``my_package.*``, or one function as
     ``my_module:function``. `pickle`: take pickled values, from workers that do so too; whoever holds the token can then
     run any code here. `timeout` is that of calls which say no other, `num_threads` how many threads
-    run functions here, beside three per worker that read connections and run functions too.
+    run functions here, beside three per worker that read connections and run functions too. `backend` and
+    `rpc_backend_options` are what programs of torch.distributed.rpc say: see :mod:`paceline.rpc.options`.
 
     Raises UsageError (two workers of one name, rpc runs already), AuthenticationError (another token), DeadlineError or
     RankLostError (some did not come within `join_timeout`).
     """
     check_name(name)
+    check_backend(backend)
+    if rank is not None and type(rank) is not int:
+        raise UsageError(f"rank is {rank!r}, a number was expected; after the name stand rank and world_size")
+    if rpc_backend_options is not None:
+        address = address or address_of(rpc_backend_options)
+        timeout, num_threads = rpc_backend_options.rpc_timeout, rpc_backend_options.num_worker_threads
     if is_running():
         raise UsageError(f"rpc runs in this process already, as {current_agent().name!r}; call shutdown() first")
     if num_threads < 1:
@@ -67,7 +78,7 @@ def init_rpc(
     told = environment()
     tls = tls or TLS.of_files(told.tls_cert, told.tls_key, told.tls_ca)
     join_s = seconds_of(join_timeout)
-    meeting = _meet(rank, world_size, address, token, join_s, told=told, tls=tls)
+    meeting = _meet(None if rank == -1 else rank, world_size, address, token, join_s, told=told, tls=tls)
     try:
         world = World(
             meeting.store,
@@ -106,7 +117,7 @@ def start_agent(
     token: str,
     own: Introduction,
     allowed: Allowed,
-    timeout: timedelta,
+    timeout: Timeout,
     join_s: float,
     num_threads: int,
 ) -> Agent:
@@ -122,16 +133,18 @@ def start_agent(
 
 
 def rpc_sync(
-    to: str | WorkerInfo,
-    function: Callable[..., _Result] | str,
-    args: Sequence[Any] = (),
+    to: Worker,
+    func: Callable[..., _Result] | str,
+    args: Sequence[Any] | None = None,
     kwargs: dict[str, Any] | None = None,
-    timeout: timedelta | None = None,
+    timeout: Timeout | None = None,
 ) -> _Result:
     """Call a function in another process, and return its result.
 
-    `function` is one that a module defines, or its name as ``module:function``; `to` must have allowed it. Arguments
-    and results: numbers, text, bytes, None, lists, tuples, sets, dictionaries, NumPy arrays, tensors of the CPU, RRefs,
+    `func` is a function that a module defines, or its name as ``module:function``; `to` must have allowed it. Of an
+    object that can be sent it may be a method, which runs on a copy. `to` is a worker's name, its number (rank) or its
+    WorkerInfo. `timeout` is a timedelta or seconds (0: without end); None and -1 are the default. Arguments and
+    results: numbers, text, bytes, None, lists, tuples, sets, dictionaries, NumPy arrays, tensors of the CPU, RRefs,
     dataclasses, msgspec structs, enumerations, and functions by name. Arrays and tensors come as views of the message,
     without a copy. In a call to this process itself, the arguments are passed as they are.
 
@@ -139,29 +152,30 @@ def rpc_sync(
     other died or left), UsageError (unknown name, not allowed there, an argument that cannot be sent).
     """
     agent = current_agent()
-    name = qualified_name(function)
-    result: _Result = agent.call(agent.directory.id_of(to), name, args, kwargs, timeout, is_awaited=True).wait()
+    number, call = _called(agent, to, func, args, kwargs)
+    result: _Result = agent.call(number, *call, timeout, is_awaited=True).wait()
     return result
 
 
 def rpc_async(
-    to: str | WorkerInfo,
-    function: Callable[..., _Result] | str,
-    args: Sequence[Any] = (),
+    to: Worker,
+    func: Callable[..., _Result] | str,
+    args: Sequence[Any] | None = None,
     kwargs: dict[str, Any] | None = None,
-    timeout: timedelta | None = None,
+    timeout: Timeout | None = None,
 ) -> Future[_Result]:
     """Call a function in another process, and return the future of its result; as :func:`rpc_sync` else."""
     agent = current_agent()
-    return agent.call(agent.directory.id_of(to), qualified_name(function), args, kwargs, timeout)
+    number, call = _called(agent, to, func, args, kwargs)
+    return agent.call(number, *call, timeout)
 
 
 def remote(
-    to: str | WorkerInfo,
-    function: Callable[..., _Result] | str,
-    args: Sequence[Any] = (),
+    to: Worker,
+    func: Callable[..., _Result] | str,
+    args: Sequence[Any] | None = None,
     kwargs: dict[str, Any] | None = None,
-    timeout: timedelta | None = None,
+    timeout: Timeout | None = None,
 ) -> RRef[_Result]:
     """Call a function or make an object of a class in another process, where the result stays; return a reference.
 
@@ -169,27 +183,58 @@ def remote(
     :func:`rpc_sync`.
     """
     agent = current_agent()
-    return agent.remote(agent.directory.id_of(to), qualified_name(function), args, kwargs, timeout)
+    number, call = _called(agent, to, func, args, kwargs)
+    return agent.remote(number, *call, timeout)
 
 
-def get_worker_info(name: str | None = None) -> WorkerInfo:
-    """Return a worker by its name, or this process. Raises UsageError if there is none of this name."""
+def _called(
+    agent: Agent,
+    to: Worker,
+    func: Callable[..., Any] | str,
+    args: Sequence[Any] | None,
+    kwargs: dict[str, Any] | None,
+) -> tuple[int, Call]:
+    """Return the worker that is called, and the call."""
+    number, call = agent.directory.id_of(to), call_of(func, args, kwargs)
+    owner = None if isinstance(call.target, str) else call.target[0]
+    if isinstance(owner, RRef) and owner.reference.owner != number:
+        raise UsageError(
+            f"a method of an object that lives on {owner.owner_name()!r} was called on "
+            f"{agent.worker_of(number).name!r}; call it where the object lives: rref.rpc_async().method(...)"
+        )
+    return number, call
+
+
+def get_worker_info(worker_name: Worker | None = None) -> WorkerInfo:
+    """Return a worker by its name or number, or this process. Raises UsageError if there is none of this name."""
     agent = current_agent()
-    return agent.worker_of(agent.rank if name is None else agent.directory.id_of(name))
+    return agent.worker_of(agent.rank if worker_name is None else agent.directory.id_of(worker_name))
 
 
-def shutdown(*, graceful: bool = True) -> None:
+def get_rpc_timeout() -> float:
+    """Return how many seconds a call may take that says no other; infinity if it may take any time."""
+    return current_agent().seconds_of(None)
+
+
+def is_available() -> bool:
+    """Return True: rpc needs nothing that may be missing."""
+    return True
+
+
+def shutdown(graceful: bool = True, timeout: Timeout = 0) -> None:
     """Leave: wait until every worker has come here and no call is under way anywhere, then close all connections.
 
     Until then calls of others are answered. Not `graceful`: leave at once; what others wait for here fails there.
-    Raises RankLostError if a worker has died, once this one has left. Does nothing where rpc does not run.
+    Raises RankLostError if a worker has died or has not come within `timeout` (0: without end), DeadlineError if calls
+    are under way here even then; this one has left in either case. Does nothing where rpc does not run.
     """
     if not is_running():
         return
     agent = current_agent()
+    timeout_s = seconds_of(timeout)
     try:
         if graceful:
-            agent.wait_for_all()
+            agent.wait_for_all(timeout_s)
     finally:
         agent.close()
         set_agent(None)

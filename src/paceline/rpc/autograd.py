@@ -25,6 +25,7 @@ import torch
 from paceline.errors import PacelineError, ProtocolError, UsageError
 from paceline.rpc.allowed import allow, qualified_name
 from paceline.rpc.futures import wait_all
+from paceline.rpc.rref import RRef
 from paceline.rpc.running import current_agent, current_context, in_context
 
 _logger = logging.getLogger("paceline.rpc")
@@ -170,11 +171,11 @@ def context() -> Iterator[int]:
         drop(number)
 
 
-def backward(context_id: int, roots: Sequence[torch.Tensor]) -> None:
+def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool = False) -> None:
     """Compute the gradients of the sum of `roots` (one element each) in all processes that took part in them.
 
-    Returns once all are there. A second call adds to the first one's. Raises UsageError for roots without a graph, and
-    what a process raised.
+    Returns once all are there. A second call adds to the first one's: graphs are kept until the context ends, with
+    `retain_graph` or without. Raises UsageError for roots without a graph, and what a process raised.
     """
     part = contexts.known(context_id)
     given: Any = roots
@@ -187,6 +188,26 @@ def backward(context_id: int, roots: Sequence[torch.Tensor]) -> None:
                 "tensors of one element that require one were expected, as a loss is"
             )
     _go_back(part, list(roots), [torch.ones_like(root) for root in roots])
+
+
+def backward_from(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
+    """Go back from a tensor that an RRef refers to, at its owner: see :meth:`RRef.backward`."""
+    if not rref.is_owner():
+        agent = current_agent()
+        agent.call(rref.reference.owner, qualified_name(_backward_here), (rref, context_id, retain_graph), None).wait()
+        return
+    root = rref.local_value()
+    if not isinstance(root, torch.Tensor):
+        raise UsageError(f"backward() was called on an RRef to {type(root).__name__}, a tensor was expected")
+    if context_id == -1:
+        root.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+    else:
+        backward(context_id, [root], retain_graph)
+
+
+@allow
+def _backward_here(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
+    backward_from(rref, context_id, retain_graph)
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:

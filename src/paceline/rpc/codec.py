@@ -27,7 +27,7 @@ from paceline.transport import PADS, UNREADABLE, Buffer, padded
 MAX_DEPTH: Final = 100
 """How deep lists, tuples, dictionaries and dataclasses may stand in one another."""
 
-REFERENCE, TENSOR = 20, 21
+REFERENCE, TENSOR, OF_TORCH = 20, 21, 22
 """Codes of the kinds of other modules; `kinds` has the smaller ones."""
 
 _PLAIN: Final = frozenset({type(None), bool, float, str, bytes})
@@ -103,6 +103,12 @@ class Encoding:
             what = "args or kwargs"
             return _msgpack(packed)
         except CannotSendError as error:
+            if what == "target":
+                reason = error.reason.partition(";")[0]
+                raise UsageError(
+                    f"{target[1]}() is a method of an object of this process that cannot be sent ({reason}); make the "
+                    "object with remote() and call rref.rpc_sync().method(...)"
+                ) from None
             raise UsageError(f"{what}{error.place} of the call cannot be sent: {error.reason}") from None
 
     def add_array(self, array: NDArray[Any]) -> None:
@@ -223,7 +229,7 @@ class Decoding:
         if unpack is None:
             import paceline.rpc.kinds
 
-            if code == TENSOR:
+            if code in (TENSOR, OF_TORCH):
                 import paceline.rpc.tensors  # noqa: F401  (it adds the kinds of torch's)
             unpack = _unpacks.get(code)
         if unpack is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -15,6 +16,8 @@ from paceline.errors import DeadlineError, UsageError
 
 _Result = TypeVar("_Result")
 _Other = TypeVar("_Other")
+Timeout = timedelta | float
+"""A duration; as a number, in seconds, where 0 is without end, as in torch.distributed.rpc."""
 _logger = logging.getLogger("paceline.rpc")
 _local = threading.local()
 
@@ -49,7 +52,7 @@ class Future(Generic[_Result]):
         """Return whether the result or the exception is there."""
         return self._is_done
 
-    def wait(self, timeout: timedelta | None = None) -> _Result:
+    def wait(self, timeout: Timeout | None = None) -> _Result:
         """Wait for the result and return it, or raise the exception. Raises DeadlineError after `timeout`."""
         timeout_s = None if timeout is None else seconds_of(timeout)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -196,16 +199,40 @@ class TimedFuture(Future[_Result]):
         return self._is_done
 
 
-def seconds_of(timeout: timedelta) -> float:
-    """Return a time-out in seconds. Raises UsageError if it is no timedelta."""
-    if not isinstance(timeout, timedelta):
-        raise UsageError(f"timeout is {timeout!r}, a timedelta was expected, as timedelta(seconds=5)")
-    return timeout.total_seconds()
+def seconds_of(timeout: Timeout) -> float:
+    """Return a time-out in seconds. Raises UsageError if it is none."""
+    if isinstance(timeout, timedelta):
+        return timeout.total_seconds()
+    if isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and timeout >= 0:
+        return float(timeout) or math.inf
+    raise UsageError(
+        f"timeout is {timeout!r}, a duration was expected: timedelta(seconds=5), or seconds, where 0 is without end"
+    )
 
 
 def left_until(deadline: float) -> float:
     """Return the seconds until a time of ``time.monotonic``, as long as a lock can wait."""
     return min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
+
+
+def collect_all(futures: Iterable[Future[_Result]]) -> Future[list[Future[_Result]]]:
+    """Return a future of all of these, which is set once each of them has its result or its exception."""
+    given = list(futures)
+    collected: Future[list[Future[_Result]]] = Future()
+    lock, num_left = threading.Lock(), len(given)
+
+    def count(_: Future[_Result]) -> None:
+        nonlocal num_left
+        with lock:
+            num_left -= 1
+        if not num_left:
+            collected.resolve(given, None)
+
+    for future in given:
+        future.add_done_callback(count)
+    if not given:
+        collected.set_result(given)
+    return collected
 
 
 def wait_all(futures: Iterable[Future[_Result]]) -> list[_Result]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import datetime
 import decimal
 import enum
@@ -9,6 +10,7 @@ import pickle as _pickle
 import struct
 import types
 import uuid
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, Final
 
@@ -22,7 +24,7 @@ from paceline.rpc.allowed import qualified_name
 from paceline.rpc.codec import CannotSendError, Decoding, Encoding, Pack, add_kind, add_pack, as_sent, cannot_send
 from paceline.transport import known
 
-TUPLE, SET, FROZENSET, DICT, BIG_INT, COMPLEX, ARRAY, NAMED, RECORD, TEXT, PICKLED = range(1, 12)
+TUPLE, SET, FROZENSET, DICT, BIG_INT, COMPLEX, ARRAY, NAMED, RECORD, TEXT, PICKLED, ORDERED = range(1, 13)
 
 _INT_MIN, _INT_MAX = -(1 << 63), (1 << 64) - 1
 _MAX_BIG_INT_BYTES = 1 << 16
@@ -50,17 +52,37 @@ def find_pack(value: Any, *, pickle: bool) -> Pack:
         return _pack_scalar
     if isinstance(value, enum.Enum):
         return _pack_enum
-    if isinstance(value, msgspec.Struct) or (is_dataclass(value) and not isinstance(value, type)):
+    if not isinstance(value, type) and _is_record(kind):
         return _pack_record
     if isinstance(value, (types.FunctionType, types.BuiltinFunctionType, type)) and "<" not in value.__qualname__:
         return _pack_named
     if pickle:
         return _pack_pickled
+    if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+        raise cannot_send(
+            f"it is of type {printable(f'{kind.__module__}.{kind.__qualname__}', 200)}; make it there, with remote(), "
+            "and send the RRef, or send its state_dict() and load that there"
+        )
     raise cannot_send(
         f"it is of type {printable(f'{kind.__module__}.{kind.__qualname__}', 200)}; numbers, text, bytes, None, "
-        "lists, tuples, sets, dictionaries, arrays, tensors, RRefs, dataclasses, msgspec structs and named "
-        "functions are sent (others only between processes that both set pickle=True)"
+        "lists, tuples, sets, dictionaries, arrays, tensors, RRefs, dataclasses, named tuples, msgspec "
+        "structs and named functions are sent; of other objects an RRef is (or the object itself, between processes "
+        "that both set pickle=True)"
     )
+
+
+def _is_record(kind: type) -> bool:
+    is_named_tuple = issubclass(kind, tuple) and hasattr(kind, "_fields")
+    return is_named_tuple or is_dataclass(kind) or issubclass(kind, msgspec.Struct)
+
+
+def _fields_of(kind: Any) -> Sequence[str]:
+    """Return the names of what a dataclass, struct or named tuple is made of."""
+    if issubclass(kind, msgspec.Struct):
+        return tuple(kind.__struct_fields__)
+    if issubclass(kind, tuple):
+        return tuple(kind._fields)
+    return [each.name for each in fields(kind) if each.init]
 
 
 def _pack_list(encoding: Encoding, value: list[Any]) -> Any:
@@ -68,23 +90,33 @@ def _pack_list(encoding: Encoding, value: list[Any]) -> Any:
 
 
 def _pack_dict(encoding: Encoding, value: dict[Any, Any]) -> Any:
-    packed: dict[Any, Any] = {}
+    if not all(type(key) is str for key in value):
+        return Ext(DICT, encoding.nested(_flat(encoding, value)))
+    flat = _flat(encoding, value)
+    return dict(zip(flat[::2], flat[1::2], strict=True))
+
+
+def _flat(encoding: Encoding, value: dict[Any, Any]) -> list[Any]:
+    """Return keys and items in turns, each packed in the order in which it is unpacked."""
+    packed: list[Any] = []
     key: Any = None
     try:
         for key, item in value.items():
-            packed[key] = encoding.pack(item)
+            packed.append(encoding.pack(key))
+            packed.append(encoding.pack(item))
     except CannotSendError as error:
         error.place = f"[{printable(repr(key), 60)}]{error.place}"
         raise
-    if all(type(key) is str for key in packed):
-        return packed
-    flat = [part for key, item in packed.items() for part in (encoding.pack(key), item)]
-    return Ext(DICT, encoding.nested(flat))
+    return packed
 
 
 def _unpack_dict(decoding: Decoding, data: memoryview) -> Any:
     flat = decoding.nested(data)
     return dict(zip(flat[::2], flat[1::2], strict=True))
+
+
+def _unpack_ordered(decoding: Decoding, data: memoryview) -> Any:
+    return collections.OrderedDict(_unpack_dict(decoding, data))
 
 
 def _pack_int(encoding: Encoding, value: int) -> Any:
@@ -133,8 +165,7 @@ def _pack_enum(encoding: Encoding, value: enum.Enum) -> Any:
 
 def _pack_record(encoding: Encoding, value: Any) -> Any:
     kind = type(value)
-    names = kind.__struct_fields__ if isinstance(value, msgspec.Struct) else [f.name for f in fields(value) if f.init]
-    return Ext(RECORD, encoding.nested((qualified_name(kind), encoding.pack_fields(names, value))))
+    return Ext(RECORD, encoding.nested((qualified_name(kind), encoding.pack_fields(_fields_of(kind), value))))
 
 
 def _unpack_record(decoding: Decoding, data: memoryview) -> Any:
@@ -144,8 +175,8 @@ def _unpack_record(decoding: Decoding, data: memoryview) -> Any:
         if values not in kind.__members__:
             raise UsageError(f"got {printable(repr(values), 60)}, which is no member of {kind.__qualname__}")
         return kind.__members__[values]
-    if not isinstance(values, dict) or not (is_dataclass(kind) or issubclass(kind, msgspec.Struct)):
-        raise ProtocolError(f"got a value of {kind.__qualname__}, which is no dataclass, struct or enumeration")
+    if not isinstance(values, dict) or not _is_record(kind):
+        raise ProtocolError(f"got a value of {kind.__qualname__}, which is no record or enumeration")
     try:
         return kind(**values)
     except Exception as error:
@@ -213,6 +244,12 @@ add_kind(
     lambda decoding, data: frozenset(decoding.nested(data)),
 )
 add_kind(DICT, (dict,), _pack_dict, _unpack_dict)
+add_kind(
+    ORDERED,
+    (collections.OrderedDict,),
+    lambda encoding, value: Ext(ORDERED, encoding.nested(_flat(encoding, value))),
+    _unpack_ordered,
+)
 add_kind(BIG_INT, (int,), _pack_int, _unpack_int)
 add_kind(
     COMPLEX,

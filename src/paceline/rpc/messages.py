@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 
 from paceline import errors
-from paceline.errors import PacelineError, PeerError, printable
+from paceline.errors import PacelineError, PeerError, UsageError, printable
+from paceline.rpc.allowed import Allowed, home_of
 from paceline.transport import FIRST_APPLICATION_KIND, Limits, reader
 
 LIMITS = Limits(max_frame_bytes=1 << 32, max_meta_bytes=1 << 26)
@@ -64,7 +65,8 @@ decode_failure = reader(CallFailure, "a report of a failed call")
 class RemoteError(PeerError):
     """A function raised an exception in the process that ran it; :attr:`remote_traceback` says where.
 
-    It is an instance of the class raised there too, if that is a built-in one or one of :mod:`paceline.errors`:
+    It is an instance of the class raised there too, if that is a built-in one, one of :mod:`paceline.errors` or one of
+    a module that this process allows:
     ``except ValueError`` catches a ``ValueError`` that another process raised. It has the ``args`` of that one, and so
     the ``errno`` and ``filename`` of an ``OSError``, where they are numbers, text, bytes or None.
     """
@@ -81,11 +83,10 @@ class RemoteError(PeerError):
 def failure_meta(error: BaseException, *, with_trace: bool) -> bytes:
     """Return the meta of the frame that tells of an exception; `with_trace`: a function of the user's raised it."""
     kind = type(error)
-    is_known = getattr(builtins, kind.__name__, None) is kind or getattr(errors, kind.__name__, None) is kind
     if isinstance(error, RemoteError):
-        name = kind.__bases__[1].__name__ if kind is not RemoteError else "PeerError"
+        name = _name_of(kind.__bases__[1]) if kind is not RemoteError else "PeerError"
     else:
-        name = kind.__name__ if is_known else f"{kind.__module__}.{kind.__qualname__}"
+        name = _name_of(kind)
     trace = ""
     if with_trace:
         trace = "".join(traceback.format_exception(kind, error, error.__traceback__))[-_MAX_TRACE:]
@@ -97,6 +98,11 @@ def failure_meta(error: BaseException, *, with_trace: bool) -> bytes:
             if len(meta) < _MAX_ARGUMENTS_BYTES + _MAX_TEXT + _MAX_TRACE:
                 return meta
     return msgspec.msgpack.encode(failure)
+
+
+def _name_of(kind: type) -> str:
+    is_known = getattr(builtins, kind.__name__, None) is kind or getattr(errors, kind.__name__, None) is kind
+    return kind.__name__ if is_known else ":".join(home_of(kind))
 
 
 def _arguments_of(error: BaseException) -> list[Any] | None:
@@ -126,8 +132,11 @@ def _text(error: BaseException) -> str:
         return "(its message cannot be had)"
 
 
-def failure_of(meta: bytes | memoryview, worker: str, what: str) -> PacelineError:
-    """Return the exception that a FAILED frame tells of; `worker` is who sent it, `what` what was called there."""
+def failure_of(meta: bytes | memoryview, worker: str, what: str, allowed: Allowed | None = None) -> PacelineError:
+    """Return the exception that a FAILED frame tells of; `worker` is who sent it, `what` what was called there.
+
+    Its class is a built-in one, one of Paceline's or one that is `allowed` here.
+    """
     failure: CallFailure = decode_failure(meta)
     message = "\n".join(printable(line, _MAX_TEXT) for line in failure.message.split("\n"))
     if not failure.trace:
@@ -137,10 +146,10 @@ def failure_of(meta: bytes | memoryview, worker: str, what: str) -> PacelineErro
         return kind(f"{what} on worker {worker!r}: {message}")
     lines = [printable(line, 500) for line in failure.trace.split("\n")]
     trace = "\n".join(lines).rstrip()
-    name = printable(failure.error, 200)
+    name = printable(failure.error.replace(":", "."), 200)
     shown = f"{name}: {message}\n\n{what} failed on worker {worker!r}:\n{trace}"
     given = [shown] if failure.arguments is None or not _are_plain(failure.arguments) else failure.arguments
-    error = _made(_kind_of(failure.error), given)
+    error = _made(_kind_of(_class_of(failure.error, allowed)), given)
     error.remote_traceback, error.shown = trace, shown
     return error
 
@@ -152,13 +161,22 @@ def _made(kind: type[RemoteError], arguments: Sequence[Any]) -> RemoteError:
     raise AssertionError("RemoteError takes any arguments")
 
 
+def _class_of(name: str, allowed: Allowed | None) -> Any:
+    """Return the class of this name, of those that may be had by it; None, if there is none."""
+    if ":" not in name:
+        return getattr(errors, name, None) or getattr(builtins, name, None)
+    if allowed is not None:
+        with contextlib.suppress(UsageError):
+            return allowed.resolve_class(name)
+    return None
+
+
 @functools.lru_cache(maxsize=256)
-def _kind_of(name: str) -> type[RemoteError]:
+def _kind_of(kind: Any) -> type[RemoteError]:
     """Return the class to raise here for one that was raised there."""
-    kind = getattr(errors, name, None) or getattr(builtins, name, None)
     if not (isinstance(kind, type) and issubclass(kind, Exception)) or issubclass(RemoteError, kind):
         return RemoteError
     try:
-        return type(f"Remote{name}", (RemoteError, kind), {"__module__": __name__})
+        return type(f"Remote{kind.__name__}", (RemoteError, kind), {"__module__": __name__})
     except TypeError:
         return RemoteError

@@ -54,7 +54,7 @@ class CallerEnds(ReplyReader):
 
     def _connect(self, to: int) -> CallerEnd:
         who = f"worker {self._agent.worker_of(to).name!r}"
-        deadline = time.monotonic() + min(self._agent.timeout.total_seconds(), _CONNECT_S)
+        deadline = time.monotonic() + min(self._agent.seconds_of(None), _CONNECT_S)
         try:
             connected = self._world.node.connect(self._world.infos[to], GROUP, self._agent.rank, "rpc", deadline)
             framed = FramedSocket(connected, who)
@@ -93,7 +93,7 @@ class CallerEnds(ReplyReader):
         agent = self._agent
         try:
             if header.kind == RpcKind.FAILED:
-                return None, reply.cause_of(failure_of(meta, agent.worker_of(end.rank).name, reply.what))
+                return None, reply.cause_of(failure_of(meta, agent.worker_of(end.rank).name, reply.what, agent.allowed))
             decoding = Decoding(body, agent.allowed, pickle=agent.pickle, agent=agent)
             result = decoding.decode(meta)
             if header.epoch:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from msgspec.msgpack import Ext
@@ -12,7 +11,7 @@ from msgspec.msgpack import Ext
 from paceline.errors import ProtocolError, UsageError
 from paceline.rpc.codec import REFERENCE, Decoding, Encoding, add_kind, cannot_send
 from paceline.rpc.counting import ReferenceId
-from paceline.rpc.futures import Future
+from paceline.rpc.futures import Future, Timeout
 from paceline.rpc.references import Holding
 from paceline.rpc.running import current_agent
 
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from paceline.rpc.workers import WorkerInfo
 
 _Value = TypeVar("_Value")
+_Begin = Callable[[str, Sequence[Any], dict[str, Any]], Any]
 
 
 class RRef(Generic[_Value]):
@@ -31,7 +31,8 @@ class RRef(Generic[_Value]):
 
     __slots__ = ("__weakref__", "_agent", "_holding")
 
-    def __init__(self, value: _Value) -> None:
+    def __init__(self, value: _Value, type_hint: Any = None) -> None:
+        """`type_hint` is for programs of torch.distributed.rpc, and has no meaning here."""
         agent = current_agent()
         self._agent = agent
         self._holding = agent.own(value)
@@ -70,12 +71,16 @@ class RRef(Generic[_Value]):
         """Return whether the object lives in this process."""
         return self.reference.owner == self._agent.rank
 
-    def to_here(self, timeout: timedelta | None = None) -> _Value:
+    def confirmed_by_owner(self) -> bool:
+        """Return whether the object is known to have been asked for at its owner, which keeps it from then on."""
+        return self.made is None or (self.made.done() and self.made.exception() is None)
+
+    def to_here(self, timeout: Timeout | None = None) -> _Value:
         """Return a copy of the object; at its owner, the object itself. Waits until it has been made.
 
         Raises what its making raised, DeadlineError, ConnectionLostError (the owner died) or UsageError (it is gone).
         """
-        value: _Value = self._agent.fetch(self, timeout).wait(self._agent.timeout if timeout is None else timeout)
+        value: _Value = self._agent.fetch(self, timeout).wait(self._agent.seconds_of(timeout))
         return value
 
     def local_value(self) -> _Value:
@@ -85,20 +90,32 @@ class RRef(Generic[_Value]):
                 f"local_value() was called on worker {self._agent.name!r}, the object lives on {self.owner_name()!r}; "
                 "call to_here() for a copy, or run a function there"
             )
-        value: _Value = self._agent.local_value(self.reference).wait(self._agent.timeout)
+        value: _Value = self._agent.local_value(self.reference).wait(self._agent.seconds_of(None))
         return value
 
-    def rpc_sync(self, timeout: timedelta | None = None) -> Methods:
+    def rpc_sync(self, timeout: Timeout | None = None) -> Methods:
         """Return what calls a method of the object at its owner and waits: ``rref.rpc_sync().method(1)``."""
-        return Methods(functools.partial(_call_and_wait, self._agent, self, timeout))
+        return Methods(self, functools.partial(_call_and_wait, self._agent, self, timeout))
 
-    def rpc_async(self, timeout: timedelta | None = None) -> Methods:
+    def rpc_async(self, timeout: Timeout | None = None) -> Methods:
         """Return what calls a method of the object at its owner, and gives a :class:`Future` of the result."""
-        return Methods(functools.partial(_call, self._agent, self, timeout))
+        return Methods(self, functools.partial(_call, self._agent, self, timeout))
 
-    def remote(self, timeout: timedelta | None = None) -> Methods:
+    def remote(self, timeout: Timeout | None = None) -> Methods:
         """Return what calls a method of the object at its owner, and gives an :class:`RRef` to the result."""
-        return Methods(functools.partial(_make, self._agent, self, timeout))
+        return Methods(self, functools.partial(_make, self._agent, self, timeout))
+
+    def backward(self, context_id: int = -1, retain_graph: bool = False) -> None:
+        """Compute the gradients of the referenced tensor, of one element, in an autograd context.
+
+        See :func:`paceline.rpc.autograd.backward`; without a context, at the owner, into ``.grad`` as usual.
+        """
+        from paceline.rpc.autograd import backward_from
+
+        backward_from(self, context_id, retain_graph)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("an RRef is no value that can be pickled or copied; give it to a call as an argument")
 
     def __repr__(self) -> str:
         _, creator, number = self.reference
@@ -108,37 +125,46 @@ class RRef(Generic[_Value]):
 class Methods:
     """The methods of an object elsewhere, by name."""
 
-    def __init__(self, call: Callable[[str, Sequence[Any], dict[str, Any]], Any]) -> None:
-        self._call = call
+    def __init__(self, rref: RRef[Any], call: _Begin) -> None:
+        self._rref, self._call = rref, call
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("_"):
+    def __getattr__(self, name: str) -> RemoteMethod:
+        if name.startswith("__"):
             raise AttributeError(name)
-        return functools.partial(_pass_on, self._call, name)
+        return RemoteMethod(self._rref, name, self._call)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the object itself."""
         return self._call("__call__", args, kwargs)
 
 
-def _pass_on(call: Callable[[str, Sequence[Any], dict[str, Any]], Any], name: str, *args: Any, **kwargs: Any) -> Any:
-    return call(name, args, kwargs)
+class RemoteMethod:
+    """A method of an object elsewhere: called here, or given to ``rpc_async`` and its like as the function."""
+
+    __slots__ = ("_call", "name", "rref")
+
+    def __init__(self, rref: RRef[Any], name: str, call: _Begin) -> None:
+        self.rref, self.name, self._call = rref, name, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the method."""
+        return self._call(self.name, args, kwargs)
 
 
 def _call(
-    agent: Agent, rref: RRef[Any], timeout: timedelta | None, name: str, args: Sequence[Any], kwargs: dict[str, Any]
+    agent: Agent, rref: RRef[Any], timeout: Timeout | None, name: str, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Future[Any]:
     return agent.call(rref.reference.owner, (rref, name), args, kwargs, timeout)
 
 
 def _call_and_wait(
-    agent: Agent, rref: RRef[Any], timeout: timedelta | None, name: str, args: Sequence[Any], kwargs: dict[str, Any]
+    agent: Agent, rref: RRef[Any], timeout: Timeout | None, name: str, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
     return agent.call(rref.reference.owner, (rref, name), args, kwargs, timeout, is_awaited=True).wait()
 
 
 def _make(
-    agent: Agent, rref: RRef[Any], timeout: timedelta | None, name: str, args: Sequence[Any], kwargs: dict[str, Any]
+    agent: Agent, rref: RRef[Any], timeout: Timeout | None, name: str, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> RRef[Any]:
     return agent.remote(rref.reference.owner, (rref, name), args, kwargs, timeout)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 from msgspec.msgpack import Ext
 
 from paceline.errors import ProtocolError
-from paceline.rpc.codec import DTYPES, TENSOR, Decoding, Encoding, add_kind, cannot_send
+from paceline.rpc.codec import DTYPES, OF_TORCH, TENSOR, Decoding, Encoding, add_kind, cannot_send
 
 _DTYPES = {name: getattr(torch, name) for name in ("bfloat16", *DTYPES) if hasattr(torch, name)}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -45,4 +46,29 @@ def _unpack_tensor(decoding: Decoding, data: memoryview) -> torch.Tensor:
     return tensor
 
 
+def _pack_of_torch(encoding: Encoding, value: Any) -> Any:
+    shown = list(value) if isinstance(value, torch.Size) else str(value).removeprefix("torch.")
+    return Ext(OF_TORCH, encoding.nested((type(value).__name__, shown)))
+
+
+def _unpack_of_torch(decoding: Decoding, data: memoryview) -> Any:
+    """Return a device, a shape or a type of elements."""
+    kind, shown = decoding.nested(data)
+    if kind == "Size":
+        return torch.Size(shown)
+    if not isinstance(shown, str):
+        raise ProtocolError("got a device or a type of elements that has no name")
+    found = _device(shown) if kind == "device" else getattr(torch, shown, None)
+    if kind not in ("device", "dtype") or not isinstance(found, (torch.device, torch.dtype)):
+        raise ProtocolError("got a value of torch's that is not known here")
+    return found
+
+
+def _device(name: str) -> torch.device | None:
+    with contextlib.suppress(RuntimeError):
+        return torch.device(name)
+    return None
+
+
+add_kind(OF_TORCH, (torch.device, torch.dtype, torch.Size), _pack_of_torch, _unpack_of_torch)
 add_kind(TENSOR, (torch.Tensor, torch.nn.Parameter), _pack_tensor, _unpack_tensor)

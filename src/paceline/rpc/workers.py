@@ -8,16 +8,22 @@ from typing import NamedTuple
 import msgspec
 
 from paceline.errors import UsageError, printable
+from paceline.rpc.allowed import allow
 from paceline.transport import reader
 
 _MAX_NAME = 128
 
 
+@allow
 class WorkerInfo(NamedTuple):
     """One worker: its name, and its number among all (its rank)."""
 
     name: str
     id: int
+
+
+Worker = str | int | WorkerInfo
+"""What calls take for a worker: its name, its number or its WorkerInfo."""
 
 
 class Introduction(msgspec.Struct, frozen=True, array_like=True):
@@ -46,8 +52,10 @@ class Directory:
                 )
             self._ids[name] = rank
 
-    def id_of(self, worker: str | WorkerInfo) -> int:
-        """Return a worker's number. Raises UsageError if there is none of this name."""
+    def id_of(self, worker: Worker) -> int:
+        """Return a worker's number, of its name, its number or what is known of it. Raises UsageError for none."""
+        if type(worker) is int and 0 <= worker < len(self.workers):
+            return worker
         name = worker if isinstance(worker, str) else getattr(worker, "name", worker)
         number = self._ids.get(name) if isinstance(name, str) else None
         if number is None:

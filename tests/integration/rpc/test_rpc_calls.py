@@ -10,16 +10,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import pytest
 
-from paceline.collectives.rendezvous.store import MemoryStore
-from paceline.collectives.world import World
 from paceline.errors import (
     AuthenticationError,
     ConnectionLostError,
@@ -30,37 +27,17 @@ from paceline.errors import (
 )
 from paceline.rpc import Future, RemoteError, RRef, allow, async_execution, serving, wait_all
 from paceline.rpc.agent import Agent
-from paceline.rpc.allowed import Allowed, qualified_name
-from paceline.rpc.api import start_agent
+from paceline.rpc.allowed import qualified_name
 from paceline.rpc.codec import Encoding
-from paceline.rpc.workers import Introduction
 
-TOKEN = "a token for tests only"
+from .agents import TOKEN, make_agents
+
 S = timedelta(seconds=1)
-
-
-def make_agents(names: Sequence[str], **options: Any) -> list[Agent]:
-    store = MemoryStore()
-
-    def make(rank: int) -> Agent:
-        token = options.get("tokens", [TOKEN] * len(names))[rank]
-        world = World(store, rank, len(names), token=token, name="rpc", timeout_s=10)
-        try:
-            introduction = Introduction(names[rank], options.get("pickle", False))
-            return start_agent(
-                world, token, introduction, Allowed([__name__]), 10 * S, 10.0, options.get("num_threads", 8)
-            )
-        except BaseException:
-            world.close()
-            raise
-
-    with ThreadPoolExecutor(len(names)) as pool:
-        return list(pool.map(make, range(len(names))))
 
 
 @pytest.fixture
 def agents() -> Iterator[list[Agent]]:
-    made = make_agents(["a", "b", "c"])
+    made = make_agents(__name__, ["a", "b", "c"])
     yield made
     for agent in made:
         agent.close()
@@ -298,7 +275,7 @@ def bounce(left: int) -> int:
 
 
 def test_a_chain_of_calls_may_be_longer_than_there_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    chain[:] = made = make_agents(["a", "b"], num_threads=1)  # and three for each worker
+    chain[:] = made = make_agents(__name__, ["a", "b"], num_threads=1)  # and three for each worker
     try:
         assert call(made[0], 1, bounce, 40) == 40
         monkeypatch.setattr(serving, "MAX_WAITING", 10)
@@ -336,8 +313,8 @@ def test_arguments_of_calls_that_cannot_be(agents: list[Agent]) -> None:
         for bad in ([1], {1: 2}):
             with pytest.raises(UsageError, match="kwargs is"):
                 begin(1, name, (1,), bad)
-        for bad in (5.0, 5):
-            with pytest.raises(UsageError, match=r"timeout is 5.*, a timedelta was expected"):
+        for bad in (-5.0, "5", True, float("nan")):
+            with pytest.raises(UsageError, match=r"timeout is .*, a duration was expected"):
                 begin(1, name, (1, 2), None, bad)
     assert call(a, 1, add, 1, 2, timeout=timedelta.max) == 3
     assert start(a, 1, add, 1, 2, timeout=timedelta.max).wait(timedelta.max) == 3
@@ -354,7 +331,7 @@ def test_what_the_callee_cannot_read_is_the_reason(agents: list[Agent]) -> None:
 
 def test_a_reference_of_before_a_shutdown_is_not_taken_for_another_object(agents: list[Agent]) -> None:
     left = agents[0].remote(1, qualified_name(Counter), (5,), None)
-    first, second = make_agents(["a", "b"])
+    first, second = make_agents(__name__, ["a", "b"])
     try:
         new = first.remote(1, qualified_name(Counter), (7,), None)
         assert new.reference == left.reference
@@ -471,7 +448,7 @@ def test_leaving_says_who_has_died(agents: list[Agent]) -> None:
 
 
 def test_workers_of_another_token_are_not_talked_to() -> None:
-    a, b = make_agents(["a", "b"], tokens=[TOKEN, "another token for tests"])
+    a, b = make_agents(__name__, ["a", "b"], tokens=[TOKEN, "another token for tests"])
     try:
         with pytest.raises(AuthenticationError, match="worker 'b' cannot be called"):
             call(a, 1, add, 1, 1)
@@ -482,7 +459,7 @@ def test_workers_of_another_token_are_not_talked_to() -> None:
 
 def test_names_must_differ() -> None:
     with pytest.raises(UsageError, match=r"two workers are called 'x': ranks 0 and 1"):
-        make_agents(["x", "x"])
+        make_agents(__name__, ["x", "x"])
 
 
 @dataclasses.dataclass
@@ -502,7 +479,7 @@ def kind_of(value: Any) -> str:
 
 
 def test_pickle_where_both_ends_allow_it() -> None:
-    a, b = make_agents(["a", "b"], pickle=True)
+    a, b = make_agents(__name__, ["a", "b"], pickle=True)
     try:
         assert call(a, 1, kind_of, Plain()) == "Plain"
         with pytest.raises(UsageError, match="not allowed here"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -81,6 +82,11 @@ def test_single_names_packages_and_decorated_functions() -> None:
         assert Allowed([f"{package}.*"]).resolve(f"{HERE}:function") is function
     assert Allowed().resolve(f"{HERE}:_decorated") is _decorated
     assert Allowed(["json.*"]).resolve("json.decoder:JSONDecoder").__name__ == "JSONDecoder"
+    with pytest.raises(UsageError, match=r"_private' is not allowed here: its name begins with _; say its name"):
+        Allowed([HERE]).resolve(f"{HERE}:_private")
+    assert Allowed([f"{HERE}:_private"]).resolve(f"{HERE}:_private") is _private
+    with pytest.raises(UsageError, match=f"imported' is not allowed here: {HERE} does not define it itself"):
+        Allowed([HERE]).resolve(f"{HERE}:imported")
     with pytest.raises(UsageError, match="cannot be imported"):
         Allowed(["no_such_module_at_all"]).resolve("no_such_module_at_all:f")
 
@@ -99,6 +105,9 @@ def test_methods_of_allowed_classes() -> None:
     for name in ("_hidden", "__init__", "__class__", "__reduce__"):
         with pytest.raises(UsageError, match="is not allowed here"):
             allowed.check_method(value, name)
+    with pytest.raises(UsageError, match=f"its name begins with _; say its name, .*'{HERE}:Outer._hidden'"):
+        allowed.check_method(value, "_hidden")
+    assert Allowed([f"{HERE}:Outer._hidden"]).check_method(value, "_hidden")() == 6
     with pytest.raises(UsageError, match="has no method 'nothing'"):
         allowed.check_method(value, "nothing")
     with pytest.raises(UsageError, match="decorate the class"):
@@ -113,9 +122,41 @@ def test_what_has_no_name(bad: Callable[[], int] | str) -> None:
         qualified_name(bad)
 
 
-def test_a_method_of_an_object_is_no_function() -> None:
-    with pytest.raises(UsageError, match=r"a method of an object .* make the object with remote\(\)"):
-        qualified_name(Outer().method)
+def test_the_main_script_has_one_name_in_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def scale() -> int:
+        return 8
+
+    scale.__module__, scale.__qualname__ = "__mp_main__", "scale"  # as multiprocessing names it
+    assert qualified_name(scale) == "__main__:scale"
+    monkeypatch.setattr(sys.modules["__main__"], "scale", scale, raising=False)
+    for entry in ("__main__", "__mp_main__"):
+        assert Allowed([entry]).resolve("__main__:scale") is scale
+
+
+def test_functions_of_tensors_go_by_the_names_that_programs_use() -> None:
+    torch = pytest.importorskip("torch")
+    allowed = Allowed(["torch", "torch.nn.functional", "torch.linalg"])
+    for function, name in (
+        (torch.add, "torch:add"),
+        (torch.ones, "torch:ones"),
+        (torch.einsum, "torch:einsum"),
+        (torch.Tensor.add, "torch:Tensor.add"),
+        (torch.nn.functional.relu, "torch.nn.functional:relu"),
+        (torch.nn.functional.gelu, "torch.nn.functional:gelu"),
+        (torch.linalg.norm, "torch.linalg:norm"),
+    ):
+        assert qualified_name(function) == name
+        assert allowed.resolve(name) is function
+    assert allowed.check_method(torch.ones(2), "sum")() == 2
+    for hidden in ("torch:from_file", "torch:import_ir_module", "torch:load", "torch:hub.load", "torch:nn.Linear"):
+        with pytest.raises(UsageError, match=f"'{hidden}' is not allowed here: .*say its name"):
+            allowed.resolve(hidden)
+    assert Allowed(["torch:from_file"]).resolve("torch:from_file") is torch.from_file
+    with pytest.raises(UsageError, match="has no name"):
+        qualified_name(torch.import_ir_module)
+
+
+def test_a_class_method_goes_by_its_name() -> None:
     assert qualified_name(Outer.made) == f"{HERE}:Outer.made"
     assert qualified_name(math.sqrt) == "math:sqrt"
 

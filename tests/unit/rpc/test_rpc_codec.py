@@ -8,9 +8,10 @@ import math
 import random
 import tracemalloc
 import uuid
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -22,6 +23,7 @@ from paceline.errors import PacelineError, ProtocolError, UsageError
 from paceline.rpc import allow
 from paceline.rpc.allowed import Allowed
 from paceline.rpc.codec import MAX_DEPTH, Decoding, Encoding
+from paceline.rpc.workers import WorkerInfo
 
 
 @allow
@@ -45,6 +47,12 @@ class Pair(msgspec.Struct):
 class Colour(enum.Enum):
     RED = "r"
     BLUE = "b"
+
+
+@allow
+class Step(NamedTuple):
+    at: int
+    values: Any
 
 
 @dataclass
@@ -107,6 +115,26 @@ def test_arrays_come_back_alike_and_writable(dtype: str, shape: tuple[int, ...])
         assert found.flags.writeable
 
 
+def test_arrays_as_keys_stay_with_their_items() -> None:
+    sent = {np.int64(3): np.arange(2.0), (np.float32(0.5), 1): np.ones(3)}
+    back = there_and_back(sent)
+    assert list(back) == list(sent)
+    for found, item in zip(back.values(), sent.values(), strict=True):
+        np.testing.assert_array_equal(found, item)
+
+
+def test_named_tuples_and_ordered_dictionaries_keep_their_kind() -> None:
+    back = there_and_back([Step(3, np.arange(2.0)), OrderedDict([("b", np.ones(1)), ("a", 2)])])
+    assert type(back[0]) is Step
+    assert back[0].at == 3
+    np.testing.assert_array_equal(back[0].values, np.arange(2.0))
+    assert type(back[1]) is OrderedDict
+    assert list(back[1]) == ["b", "a"]
+    assert there_and_back(WorkerInfo("w", 1)) == WorkerInfo("w", 1)
+    with pytest.raises(UsageError, match="cannot be made"):
+        Decoding(memoryview(b""), Allowed()).decode(packed(9, [f"{__name__}:Step", {"at": 1}]))
+
+
 def test_arrays_travel_beside_the_message_without_a_copy() -> None:
     array, odd = np.arange(1000.0), np.arange(3, dtype=np.uint8)
     encoding = Encoding()
@@ -147,6 +175,27 @@ def test_tensors() -> None:
     for bad in (torch.ones(2).to_sparse(), torch.empty(2, device="meta")):
         with pytest.raises(UsageError, match=r"value\[0\] cannot be sent: it is a tensor o[nf]"):
             Encoding().encode([bad])
+
+
+def test_what_else_is_of_torch() -> None:
+    torch = pytest.importorskip("torch")
+    sent = [torch.float64, torch.device("cpu"), torch.device("cuda:1"), torch.Size([2, 3])]
+    back = there_and_back(sent)
+    assert back == sent
+    assert type(back[3]) is torch.Size
+    key = torch.ones(2)
+    (found, item), *_ = there_and_back({key: torch.zeros(3)}).items()  # as get_gradients gives it
+    assert torch.equal(found, key)
+    assert torch.equal(item, torch.zeros(3))
+    state = torch.nn.Linear(2, 3).state_dict()
+    again = torch.nn.Linear(2, 3)
+    again.load_state_dict(there_and_back(state))
+    assert torch.equal(again.weight, state["weight"])
+    with pytest.raises(UsageError, match=r"Linear; make it there, with remote\(\), .*or send its state_dict\(\)"):
+        there_and_back(again)
+    for bad in (["dtype", "load"], ["device", "nowhere"], ["device", 3], ["Size", ["x"]], ["Size", 3], ["load", "x"]):
+        with pytest.raises(ProtocolError):
+            Decoding(memoryview(b""), Allowed()).decode(packed(22, bad))
 
 
 def test_named_functions_and_other_types() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import errno
+import math
 import os
 import socket
 import threading
 import time
 from datetime import timedelta
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -16,7 +19,10 @@ import pytest
 from paceline import rpc
 from paceline.errors import ConnectionLostError, DeadlineError, PeerError, ProtocolError, UsageError
 from paceline.rpc import Future, RemoteError, framed_socket
+from paceline.rpc.allowed import Allowed
 from paceline.rpc.framed_socket import FramedSocket
+from paceline.rpc.functions import promise_of
+from paceline.rpc.futures import seconds_of
 from paceline.rpc.messages import CallFailure, failure_meta, failure_of
 from paceline.rpc.shared_bodies import SharedBodies, can_share
 from paceline.rpc.workers import Directory, Introduction, check_name
@@ -25,14 +31,19 @@ from paceline.transport import pack_header
 
 def test_the_public_names_are_these() -> None:
     assert rpc.__all__ == [
+        "BackendType",
         "Future",
         "RRef",
         "RemoteError",
+        "TensorPipeRpcBackendOptions",
         "WorkerInfo",
         "allow",
         "async_execution",
+        "collect_all",
+        "get_rpc_timeout",
         "get_worker_info",
         "init_rpc",
+        "is_available",
         "remote",
         "rpc_async",
         "rpc_sync",
@@ -60,6 +71,71 @@ def test_futures() -> None:
     with pytest.raises(UsageError, match="already"):
         first.set_result(1)
     assert first.then(lambda done: done.value()).value() == 4
+
+
+def test_futures_are_collected() -> None:
+    one: Future[int] = Future()
+    two: Future[int] = Future()
+    collected = rpc.collect_all([one, two])
+    two.set_exception(ValueError("two"))
+    assert not collected.done()
+    one.set_result(1)
+    assert collected.wait() == [one, two]
+    assert rpc.collect_all([]).wait() == []
+    with pytest.raises(ValueError, match="two"):
+        rpc.wait_all([one, two])
+
+
+def test_durations_may_be_numbers_of_seconds() -> None:
+    assert seconds_of(timedelta(minutes=1)) == 60
+    assert seconds_of(2.5) == 2.5
+    assert seconds_of(0) == math.inf
+    assert seconds_of(timedelta(0)) == 0
+    bad: Any
+    for bad in (-2, True, math.nan, "5", None):
+        with pytest.raises(UsageError, match=r"timeout is .*, a duration was expected"):
+            seconds_of(bad)
+
+
+def test_promises_of_other_libraries() -> None:
+    theirs: concurrent.futures.Future[int] = concurrent.futures.Future()
+    ours = promise_of(theirs)
+    theirs.set_result(3)
+    assert ours.wait() == 3
+    failing: concurrent.futures.Future[int] = concurrent.futures.Future()
+    failing.set_exception(KeyError("k"))
+    with pytest.raises(KeyError):
+        promise_of(failing).wait()
+    torch = pytest.importorskip("torch")
+    of_torch = torch.futures.Future()
+    ours = promise_of(of_torch)
+    of_torch.set_result(4)
+    assert ours.wait() == 4
+    with pytest.raises(UsageError, match="returned int, a Future was expected"):
+        promise_of(3)
+
+
+class TheirError(Exception):
+    def __init__(self, code: int, *, more: str = "") -> None:
+        super().__init__(code)
+        self.code = code
+
+
+def test_exceptions_of_allowed_modules_keep_their_class() -> None:
+    def told(allowed: Allowed) -> Exception:
+        meta = failure_meta(TheirError(3), with_trace=True)
+        return failure_of(meta, "w1", "m:f", allowed)
+
+    kept = told(Allowed([__name__]))
+    assert isinstance(kept, TheirError)
+    assert isinstance(kept, RemoteError)
+    assert kept.code == 3
+    assert f"{__name__}.TheirError: 3" in str(kept)
+    again = failure_of(failure_meta(kept, with_trace=True), "w2", "m:g", Allowed([__name__]))
+    assert isinstance(again, TheirError)
+    assert type(told(Allowed())) is RemoteError
+    no_class = CallFailure(f"{__name__}:test_futures", "m", "t", [])
+    assert type(failure_of(msgspec.msgpack.encode(no_class), "w1", "m:f", Allowed([__name__]))) is RemoteError
 
 
 def test_a_failure_comes_back_as_its_class() -> None:
@@ -117,6 +193,11 @@ def test_names_of_workers() -> None:
     directory = Directory([Introduction("a", False), Introduction("b", True)])
     assert directory.id_of("b") == 1
     assert directory.id_of(directory.workers[0]) == 0
+    assert directory.id_of(1) == 1
+    wrong: Any
+    for wrong in (2, -1, True, None):
+        with pytest.raises(UsageError, match="there is no worker"):
+            directory.id_of(wrong)
     with pytest.raises(UsageError, match=r"no worker 'c'; the workers are 'a', 'b'"):
         directory.id_of("c")
     with pytest.raises(UsageError, match=r"two workers are called 'a': ranks 0 and 1"):

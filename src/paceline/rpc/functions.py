@@ -1,0 +1,49 @@
+"""What a function that others call may say of itself: that it answers later."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from paceline.errors import UsageError
+from paceline.rpc.futures import Future
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def async_execution(function: _Function) -> _Function:
+    """Answer calls of this function with the result of the :class:`Future` that it returns, once that is there.
+
+    No thread waits meanwhile. A decorator; above or below ``@staticmethod`` or ``@classmethod``, if it is one. The
+    future may also be one of ``torch.futures`` or ``concurrent.futures``.
+    """
+    inner: Any = getattr(function, "__func__", function)
+    inner.__paceline_async__ = True
+    return function
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Return whether a function or method answers with a future."""
+    return bool(getattr(function, "__paceline_async__", False))
+
+
+def promise_of(value: Any) -> Future[Any]:
+    """Return what a function under async_execution has returned. Raises UsageError if it is no future."""
+    if isinstance(value, Future):
+        return value
+    read = getattr(value, "value", None) or getattr(value, "result", None)
+    if not callable(read) or not callable(getattr(value, "add_done_callback", None)):
+        raise UsageError(f"a function under async_execution returned {type(value).__name__}, a Future was expected")
+    promise: Future[Any] = Future()
+    value.add_done_callback(functools.partial(_settle, promise, read))
+    return promise
+
+
+def _settle(promise: Future[Any], read: Callable[[], Any], _: Any) -> None:
+    try:
+        result = read()
+    except BaseException as error:  # a cancelled one's too
+        promise.resolve(None, error)
+    else:
+        promise.resolve(result, None)

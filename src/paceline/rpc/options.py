@@ -1,0 +1,75 @@
+"""What programs of ``torch.distributed.rpc`` say of their transport, as far as it says something here.
+
+There is one transport, Paceline's own: these are names under which such programs find its settings.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.errors import UsageError, printable
+
+_DEFAULT_SECONDS, _DEFAULT_THREADS = 60.0, 64
+_FROM_ENVIRONMENT, _AT_ADDRESS = "env://", "tcp://"
+
+
+class BackendType(enum.Enum):
+    """What ``init_rpc(backend=)`` takes: one value, which is the default too."""
+
+    TENSORPIPE = "TENSORPIPE"
+
+
+@dataclass
+class TensorPipeRpcBackendOptions:
+    """The settings that ``init_rpc(rpc_backend_options=)`` takes, also from an object of torch's own."""
+
+    num_worker_threads: int = _DEFAULT_THREADS
+    """As `num_threads` of ``init_rpc``."""
+    rpc_timeout: float = _DEFAULT_SECONDS
+    """As `timeout` of ``init_rpc``, in seconds; 0 is without end."""
+    init_method: str = _FROM_ENVIRONMENT
+    """``env://``, or ``tcp://host:port`` as `address` of ``init_rpc``."""
+    device_maps: dict[str, Any] = field(default_factory=dict)
+    """Must be empty: tensors of the CPU are sent."""
+    devices: list[Any] = field(default_factory=list)
+    """Must be empty."""
+
+    def set_device_map(self, to: str, device_map: dict[Any, Any]) -> None:
+        """Raise UsageError: tensors of the CPU are sent."""
+        raise no_devices()
+
+    def set_devices(self, devices: list[Any]) -> None:
+        """Raise UsageError: tensors of the CPU are sent."""
+        raise no_devices()
+
+
+def no_devices() -> UsageError:
+    """Return the error for maps of devices."""
+    return UsageError(
+        "rpc sends tensors of the CPU and maps no devices: leave device_maps and devices out, send "
+        "tensor.cpu() and call .to(device) where it comes"
+    )
+
+
+def check_backend(backend: Any) -> None:
+    """Raise UsageError for a transport that there is not."""
+    name = getattr(backend, "name", backend)
+    if name not in (None, BackendType.TENSORPIPE.name):
+        raise UsageError(f"backend is {printable(repr(backend), 100)}; rpc has one transport, of its own: leave it out")
+
+
+def address_of(options: Any) -> str | None:
+    """Return where the workers meet, as options say it; None: as the environment says. Raises UsageError."""
+    if getattr(options, "device_maps", None) or getattr(options, "devices", None):
+        raise no_devices()
+    method = getattr(options, "init_method", _FROM_ENVIRONMENT)
+    if method == _FROM_ENVIRONMENT:
+        return None
+    if isinstance(method, str) and method.startswith(_AT_ADDRESS):
+        return method.removeprefix(_AT_ADDRESS).partition("/")[0].partition("?")[0]
+    raise UsageError(
+        f"init_method is {printable(repr(method), 200)}; {_FROM_ENVIRONMENT!r} (MASTER_ADDR and MASTER_PORT) or "
+        f"'{_AT_ADDRESS}host:port' was expected"
+    )

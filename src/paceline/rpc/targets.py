@@ -1,0 +1,73 @@
+"""What is called: a function by its name, or a method and the object that it is of."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from paceline.errors import UsageError, printable
+from paceline.rpc.allowed import home_of, qualified_name
+from paceline.rpc.futures import Future
+from paceline.rpc.rref import RemoteMethod, RRef
+
+Target = str | tuple[Any, str]
+"""A function by its qualified name; or a method by its name, and in front of it an RRef to its object or, where it is
+to run on a copy, the object itself.
+"""
+
+
+class Call(NamedTuple):
+    """A call as the caller gives it."""
+
+    target: Target
+    args: Sequence[Any]
+    kwargs: dict[str, Any] | None
+
+    def check(self) -> None:
+        """Raise UsageError for arguments that cannot be."""
+        args, kwargs = self.args, self.kwargs
+        if not isinstance(args, Sequence) or isinstance(args, (str, bytes, bytearray)):
+            shown = printable(repr(args), 100)
+            raise UsageError(f"args is {shown}, a tuple of arguments was expected: args=({shown},)")
+        if kwargs is not None and not (isinstance(kwargs, dict) and all(isinstance(name, str) for name in kwargs)):
+            raise UsageError(
+                f"kwargs is {printable(repr(kwargs), 100)}, a dictionary of arguments by name was expected"
+            )
+
+
+def call_of(func: Callable[..., Any] | str, args: Sequence[Any] | None, kwargs: dict[str, Any] | None) -> Call:
+    """Return the call of a function or method; the arguments of a ``functools.partial`` are put in front."""
+    given = () if args is None else args
+    if isinstance(func, functools.partial):
+        inner = call_of(func.func, func.args, func.keywords)
+        outer = Call(inner.target, given, kwargs)
+        outer.check()
+        return Call(inner.target, (*inner.args, *given), {**(inner.kwargs or {}), **(kwargs or {})})
+    return Call(target_of(func), given, kwargs)
+
+
+def target_of(func: Callable[..., Any] | str) -> Target:
+    """Return what a call of this function names. Raises UsageError if another process cannot find it."""
+    if isinstance(func, RemoteMethod):
+        return func.rref, func.name
+    if isinstance(func, str):
+        return qualified_name(func)
+    owner = getattr(func, "__self__", None)
+    if owner is not None and not isinstance(owner, (type, types.ModuleType)):
+        return owner, str(getattr(func, "__name__", ""))
+    return qualified_name(func) if home_of(func)[1] else (func, "__call__")
+
+
+def made_of(target: Target) -> Future[Any] | None:
+    """Return the answer to the call that made the object whose method a call names, if it was made from here."""
+    return target[0].made if isinstance(target, tuple) and isinstance(target[0], RRef) else None
+
+
+def what_of(target: Target) -> str:
+    """Return what a call names, for messages."""
+    if isinstance(target, str):
+        return target
+    owner, method = target
+    return f"{method}() of {owner!r}" if isinstance(owner, RRef) else f"{type(owner).__qualname__}.{method}"

@@ -1,0 +1,1 @@
+"""Calls, references and gradients over real sockets, in one process."""

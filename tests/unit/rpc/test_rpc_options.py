@@ -1,0 +1,55 @@
+"""What programs of torch.distributed.rpc say of their transport."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paceline import rpc
+from paceline.errors import UsageError
+from paceline.rpc.options import BackendType, TensorPipeRpcBackendOptions, address_of, check_backend
+
+
+def test_where_the_workers_meet() -> None:
+    options = TensorPipeRpcBackendOptions(num_worker_threads=8)
+    assert address_of(options) is None
+    assert options.rpc_timeout == 60
+    options.init_method = "tcp://localhost:29501"
+    assert address_of(options) == "localhost:29501"
+    options.init_method = "tcp://[::1]:29501/x?rank=1"
+    assert address_of(options) == "[::1]:29501"
+    assert address_of(SimpleNamespace()) is None
+    bad: Any
+    for bad in ("file:///tmp/x", "", 5):
+        options.init_method = bad
+        with pytest.raises(UsageError, match=r"init_method is .*'tcp://host:port' was expected"):
+            address_of(options)
+
+
+def test_devices_are_not_mapped() -> None:
+    options = TensorPipeRpcBackendOptions()
+    with pytest.raises(UsageError, match=r"leave device_maps and devices out, send tensor\.cpu\(\)"):
+        options.set_device_map("w", {0: 0})
+    with pytest.raises(UsageError, match="maps no devices"):
+        options.set_devices([0])
+    with pytest.raises(UsageError, match="maps no devices"):
+        address_of(TensorPipeRpcBackendOptions(device_maps={"w": {0: 1}}))
+
+
+def test_there_is_one_transport() -> None:
+    for known in (None, BackendType.TENSORPIPE, "TENSORPIPE", SimpleNamespace(name="TENSORPIPE")):
+        check_backend(known)
+    with pytest.raises(UsageError, match="backend is 'gloo'; rpc has one transport"):
+        rpc.init_rpc("w", rank=0, world_size=1, backend="gloo")
+    wrong: Any = BackendType.TENSORPIPE
+    with pytest.raises(UsageError, match=r"rank is .*after the name stand rank and world_size"):
+        rpc.init_rpc("w", wrong, 0)
+
+
+def test_options_of_torch_are_read_too() -> None:
+    torch_rpc = pytest.importorskip("torch.distributed.rpc")
+    options = torch_rpc.TensorPipeRpcBackendOptions(num_worker_threads=8, rpc_timeout=5, init_method="tcp://a:1")
+    assert address_of(options) == "a:1"
+    check_backend(torch_rpc.BackendType.TENSORPIPE)

@@ -1,0 +1,78 @@
+"""What a caller may give as the function of a call."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from paceline.errors import UsageError
+from paceline.rpc.codec import Encoding
+from paceline.rpc.targets import Call, call_of, made_of, target_of, what_of
+
+HERE = __name__
+
+
+@dataclass
+class Scale:
+    by: float
+
+    def of(self, x: float) -> float:
+        return self.by * x
+
+    def __call__(self, x: float) -> float:
+        return self.of(x)
+
+    @staticmethod
+    def plain(x: float) -> float:
+        return x
+
+    @classmethod
+    def made(cls) -> Scale:
+        return cls(1)
+
+
+class Plain:
+    def method(self) -> None:
+        pass
+
+
+def add(x: int, y: int, z: int = 0) -> int:
+    return x + y + z
+
+
+def test_functions_go_by_name_and_methods_with_their_object() -> None:
+    scale = Scale(2)
+    assert target_of(add) == f"{HERE}:add"
+    assert target_of("m:f") == "m:f"
+    assert target_of(Scale.of) == f"{HERE}:Scale.of"
+    assert target_of(scale.plain) == f"{HERE}:Scale.plain"
+    assert target_of(Scale.made) == target_of(scale.made) == f"{HERE}:Scale.made"
+    assert target_of(scale.of) == (scale, "of")
+    assert target_of(scale) == (scale, "__call__")
+    assert what_of((scale, "of")) == "Scale.of"
+    assert made_of((scale, "of")) is None
+    assert target_of(functools.lru_cache(add)) == f"{HERE}:add"
+    with pytest.raises(UsageError, match="has no name"):
+        target_of(lambda: 0)
+
+
+def test_what_a_partial_holds_stands_in_front() -> None:
+    half = functools.partial(functools.partial(add, 1, z=5), z=6)
+    assert call_of(half, (2,), None) == Call(f"{HERE}:add", (1, 2), {"z": 6})
+    assert call_of(half, [2], {"z": 7}) == Call(f"{HERE}:add", (1, 2), {"z": 7})
+    assert call_of(functools.partial(Scale(2).of, 3), None, None) == Call((Scale(2), "of"), (3,), {})
+    assert call_of(add, None, None) == Call(f"{HERE}:add", (), None)
+    bad: Any
+    for bad in ("ab", 5):
+        with pytest.raises(UsageError, match="args is"):
+            call_of(half, bad, None)
+    with pytest.raises(UsageError, match="kwargs is"):
+        call_of(half, (), bad)
+
+
+def test_methods_of_what_cannot_be_sent_say_what_to_do() -> None:
+    with pytest.raises(UsageError, match=r"method\(\) is a method of an object .*Plain\); make the object"):
+        Encoding().encode_call((), target_of(Plain().method), (), {})
