@@ -52,6 +52,32 @@ class Net(nn.Module):
         return self.last(x + early)
 
 
+class Bags(nn.Module):
+    """Texts one behind another, and where each begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = nn.EmbeddingBag(11, 4)
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, text: Tensor, offsets: Tensor) -> Any:
+        return self.last(self.bags(text, offsets))
+
+
+class Recurrent(nn.Module):
+    """Time comes first, and the state is returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, 4)
+        self.recurrent = nn.LSTM(4, 4, 2)
+        self.last = nn.Linear(4, 11)
+
+    def forward(self, x: Tensor) -> Any:
+        output, state = self.recurrent(self.words(x))
+        return self.last(output), state
+
+
 def batches_of(sizes: Sequence[int]) -> Batches:
     generator = torch.Generator().manual_seed(5)
     inputs = [torch.randint(11, (size, 3), generator=generator) for size in sizes]
@@ -97,7 +123,9 @@ def looking_loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Ba
         loss = word_loss(output, y) * 0.5 + 0.1 * output.square().mean()
         losses.append(loss.item())
         loss.backward()
-        again = word_loss(model(x), y) / 2
+        output = model(x)
+        again = word_loss(output, y) / 2
+        losses.append(float((output.argmax(-1) == y).float().mean()))
         again.backward()
         optimizer.step()
         losses.append(float(again.detach()) + float((output.argmax(-1) == y).float().mean()))
@@ -287,6 +315,14 @@ def check_what_cannot_be_is_said_on_every_rank(rank: int, size: int) -> None:
     refused("the model has no module of this name", lambda net: net(x), split=["blocks.9"])
     refused("give every process of a pipeline the same batches", lambda net: net(x[: 4 + rank]))
     refused("the model was called with an empty batch", lambda net: net(x[:0]))
+    refused(
+        r"layer bags failed.*offsets\[-1\].*microbatches cut text \[8\] along the first dimension, which must be the "
+        r"batch, and have all of offsets \[3\]",
+        lambda net: net(torch.arange(8), torch.tensor([0, 2, 7])),
+        Bags(),
+    )
+    refused(r"shape \(2, 3, 4\) for 4 examples.*must be the batch.*batch_first", lambda net: net(x), Recurrent())
+    refused("layout sparse_coo and 8 rows", lambda net: net(torch.eye(8).to_sparse()))
     refused("have every process do the same", lambda net: word_loss(net(x), y).backward() if rank else [net(x), net(x)])
 
 

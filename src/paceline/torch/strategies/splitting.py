@@ -61,8 +61,8 @@ def check_outputs(parts: Sequence[Sequence[Any]], sizes: Sequence[int | None]) -
         if isinstance(first, torch.Tensor):
             if not all(isinstance(leaf, torch.Tensor) and leaf.dim() == first.dim() for leaf in column):
                 raise UsageError(
-                    f"the replicas' outputs do not fit together: {_listed([_kind(leaf) for leaf in column])}; return "
-                    "the same from each forward"
+                    f"the outputs of a batch's parts do not fit together: {_listed([_kind(leaf) for leaf in column])}; "
+                    "return the same from each forward"
                 )
             if first.dim():
                 _check_rows(column, sizes)
@@ -70,8 +70,8 @@ def check_outputs(parts: Sequence[Sequence[Any]], sizes: Sequence[int | None]) -
             first is None or (isinstance(first, (bool, int, float, str)) and all(leaf == first for leaf in column))
         ):
             raise UsageError(
-                f"the replicas returned {_listed(column)}, which cannot be put together: return tensors, alone or in "
-                "tuples, lists and dictionaries"
+                f"the parts of a batch led to {_listed(column)}, which cannot be put together: return tensors, alone "
+                "or in tuples, lists and dictionaries"
             )
 
 
@@ -97,8 +97,9 @@ def _check_rows(column: Sequence[torch.Tensor], sizes: Sequence[int | None]) -> 
     factor, rest = divmod(rows[0], sizes[0] or 1)
     if rest or any(n != factor * (size or 1) for n, size in zip(rows, sizes, strict=True)):
         raise UsageError(
-            f"the model returned a tensor of shape {tuple(column[0].shape)} for {sizes[0]} examples: the replicas' "
-            "outputs are joined along the first dimension, which must be the batch; put it first, or return a number"
+            f"the model returned a tensor of shape {tuple(column[0].shape)} for {sizes[0]} examples: the outputs of "
+            "a batch's parts are joined along the first dimension, which must be the batch; put it first "
+            "(batch_first=True), or return a number"
         )
 
 

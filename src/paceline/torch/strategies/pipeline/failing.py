@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import textwrap
 import traceback
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -31,6 +32,8 @@ class Failures:
         self._key = f"{_KEY} {life}"
         self._stages: list[str] = []
         self._places: list[int] = []
+        self.cut = ""
+        """What :func:`~paceline.torch.strategies.pipeline.values.describe_cut` says of the call under way."""
 
     def name_stages(self, names: Sequence[str], places: Sequence[int]) -> None:
         """Know what the stages are made of, and on which rank of the program each is."""
@@ -56,7 +59,7 @@ class Failures:
         except ActionError as failure:
             raise StageError(self._tell(self._describe(failure))) from failure.__cause__
         except LayerError as failure:
-            raise StageError(self._tell(_describe_layer(failure, f"rank {self._rank}"))) from failure.__cause__
+            raise StageError(self._tell(self._describe_layer(failure))) from failure.__cause__
         except UsageError as error:
             self._tell(f"rank {self._rank}: {error}")
             raise
@@ -71,8 +74,21 @@ class Failures:
         name = self._stages[action.stage] if action.stage < len(self._stages) else "?"
         return (
             f"stage {action.stage} ({name}, rank {self._rank}) failed{layer}, microbatch {action.microbatch}, "
-            f"{direction}: {_with_traceback(cause)}"
+            f"{direction}: {self._with_traceback(cause)}"
         )
+
+    def _describe_layer(self, failure: LayerError) -> str:
+        cause = failure.__cause__
+        assert cause is not None
+        return (
+            f"layer {failure} failed on rank {self._rank}, while layers were measured in the first call: "
+            f"{self._with_traceback(cause)}"
+        )
+
+    def _with_traceback(self, error: BaseException) -> str:
+        """Return what was raised, with its traceback indented: the launcher shows what comes before it, too."""
+        trace = "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip()
+        return f"{type(error).__name__}: {error}{self.cut}\n{textwrap.indent(trace, '  ')}"
 
     def _tell(self, text: str) -> str:
         with contextlib.suppress(Exception):
@@ -90,14 +106,3 @@ class Failures:
             text: str = json.loads(store.get(self._key))
             return text
         return None
-
-
-def _describe_layer(failure: LayerError, where: str) -> str:
-    cause = failure.__cause__
-    assert cause is not None
-    return f"layer {failure} failed on {where}, while layers were measured in the first call: {_with_traceback(cause)}"
-
-
-def _with_traceback(error: BaseException) -> str:
-    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip()
-    return f"{type(error).__name__}: {error}\n{trace}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ from paceline.torch.strategies.pipeline.engine import LossOf, PipelineStep
 from paceline.torch.strategies.pipeline.losses import Term
 from paceline.torch.strategies.pipeline.plan.orders import Orders, backward_part, forward_part
 from paceline.torch.strategies.pipeline.values import join_rows, put_together, row_bounds, take_apart
+from paceline.torch.strategies.splitting import check_outputs
 
 
 class StepRunner(Protocol):
@@ -36,7 +38,7 @@ class StepRunner(Protocol):
         """Carry out this rank's actions."""
         ...
 
-    def share_output(self, step: PipelineStep, num_parts: int, known: Any) -> tuple[Any, list[Tensor]]:
+    def share_output(self, step: PipelineStep, rows: int, known: Any) -> tuple[Any, list[Tensor]]:
         """Return the whole output on every rank."""
         ...
 
@@ -145,13 +147,18 @@ class ModelCall:
         """The description of what the model returns; :meth:`values` has been called where it was not known."""
         return self._output
 
+    @property
+    def has_gone_forward(self) -> bool:
+        """Whether all microbatches have gone forward, for :meth:`values`, and none backward."""
+        return self._joined is not None and not self._is_done
+
     def values(self) -> Sequence[Tensor]:
         """Return the output's tensors on every rank, after all microbatches have gone forward."""
         if self._joined is None:
             if not self._is_done:
                 with torch.set_grad_enabled(self._grads):
                     self._runner.run(self._step, forward_part(self._orders), "calls the model")
-            self._output, found = self._runner.share_output(self._step, self._number_of_parts, self._output)
+            self._output, found = self._runner.share_output(self._step, self.rows, self._output)
             if self._grads and not self._is_done:
                 anchor = torch.zeros((), requires_grad=True)
                 found = list(_Joined.apply(self, anchor, *found))  # type: ignore[no-untyped-call]
@@ -160,13 +167,7 @@ class ModelCall:
 
     def train(self, terms: Sequence[Term], factor: float | Tensor) -> None:
         """Run the whole schedule on the sum of some losses."""
-        if self._joined is not None or self._is_done:
-            if self._is_done:
-                raise UsageError(
-                    "backward() was called a second time on one output of the model: its graph is gone; add the losses "
-                    "up and call backward() once, or call the model again"
-                )
-            raise AssertionError("an output whose values are there has losses whose values are there")
+        self._check_graph()
         bases = list(dict.fromkeys(term.base for term in terms))
         sums: dict[int, Tensor] = {}
 
@@ -196,11 +197,7 @@ class ModelCall:
 
     def backward(self, grads: Sequence[Tensor | None]) -> None:
         """Go backward from gradients of the whole output, after :meth:`values`."""
-        if self._is_done:
-            raise UsageError(
-                "backward() was called a second time on one output of the model: its graph is gone; add the losses up "
-                "and call backward() once, or call the model again"
-            )
+        self._check_graph()
         bounds = row_bounds(self.rows, self._number_of_parts)
         by_part = {
             number: [_rows_of(grad, self.rows, bounds, number) for grad in grads]
@@ -209,6 +206,13 @@ class ModelCall:
         self._is_done = True
         with torch.enable_grad():
             self._runner.run(self._step, backward_part(self._orders), "goes backward", output_grads=by_part)
+
+    def _check_graph(self) -> None:
+        if self._is_done:
+            raise UsageError(
+                "backward() was called a second time on one output of the model: its graph is gone; add the losses up "
+                "and call backward() once, or call the model again"
+            )
 
 
 class _Joined(torch.autograd.Function):
@@ -239,9 +243,14 @@ def _rows_of(grad: Tensor | None, rows: int, bounds: Sequence[int], number: int)
     return grad[bounds[number] * factor : bounds[number + 1] * factor]
 
 
-def joined_output(parts: Sequence[Any]) -> tuple[Any, list[Tensor]]:
-    """Return the description and the tensors of the whole output, of its microbatches'."""
+def joined_output(parts: Sequence[Any], rows: int) -> tuple[Any, list[Tensor]]:
+    """Return the description and the tensors of the whole output of a batch of `rows`, of its microbatches'.
+
+    Raises UsageError where a tensor's first dimension does not go with a microbatch's rows.
+    """
     apart = [take_apart(part, "the model's output") for part in parts]
+    bounds = row_bounds(rows, len(parts))
+    check_outputs([found for _, found in apart], [end - first for first, end in itertools.pairwise(bounds)])
     tensors = [join_rows(column) for column in zip(*(found for _, found in apart), strict=True)]
     whole = put_together(apart[0][0], tensors)
     return take_apart(whole, "the model's output")

@@ -30,6 +30,11 @@ class PendingForward(Protocol):
 
     rows: int
 
+    @property
+    def has_gone_forward(self) -> bool:
+        """Whether all microbatches have gone forward, and none backward."""
+        ...
+
     def values(self) -> Sequence[Tensor]:
         """Return the output's tensors, after all microbatches have gone forward; the same ones every time."""
         ...
@@ -201,7 +206,7 @@ class AwaitedLoss(_Awaited):
         create_graph: bool = False,
         inputs: Any = None,
     ) -> None:
-        if retain_graph or create_graph or inputs is not None:
+        if retain_graph or create_graph or inputs is not None or self.forward.has_gone_forward:
             self.value().backward(gradient, retain_graph, create_graph, inputs)  # type: ignore[no-untyped-call]
             return
         self.forward.train(self.terms, 1.0 if gradient is None else gradient)

@@ -49,7 +49,7 @@ from paceline.torch.strategies.pipeline.plan.orders import (
     split_backwards,
 )
 from paceline.torch.strategies.pipeline.stage import Stage
-from paceline.torch.strategies.pipeline.values import batch_size, cut_rows, put_together, tensors_of
+from paceline.torch.strategies.pipeline.values import batch_size, cut_rows, describe_cut, put_together, tensors_of
 from paceline.torch.strategies.ranks import Ranks
 from paceline.torch.strategies.reached import average_gradients
 from paceline.torch.update_rules import rule_of
@@ -120,6 +120,7 @@ class Runner:
                     "an input of the model needs a gradient: those of a pipeline's inputs are not computed; detach() it"
                 )
             rows = batch_size(leaves)
+            self._failures.cut = describe_cut(values, rows)
             grads = torch.is_grad_enabled()
             key = _key(values, constants, self.module.training, grads)
             self._agree("calls the model", key)
@@ -175,14 +176,17 @@ class Runner:
                     trained = [each for each in self.ownership.own_parameters() if each.requires_grad]
                     average_gradients(self._data_group.group, trained)
 
-    def share_output(self, step: PipelineStep, num_parts: int, known: Any) -> tuple[Any, list[Tensor]]:
-        """Return the whole output on every rank: its description, and its tensors; `known` is the description."""
+    def share_output(self, step: PipelineStep, rows: int, known: Any) -> tuple[Any, list[Tensor]]:
+        """Return the whole output of a batch of `rows` on every rank: its description, and its tensors.
+
+        `known` is the description, if it is.
+        """
         assert self.plan is not None
         last = place_stages(self.plan.schedule, self._options.stages)[-1]
         with self._failures.told(), torch.no_grad():
             tensors: list[Tensor] = []
             if self._rank == last:
-                found, tensors = joined_output([step.outputs[number] for number in range(num_parts)])
+                found, tensors = joined_output([step.outputs[number] for number in range(len(step.arguments))], rows)
                 tensors = [tensor.detach().contiguous() for tensor in tensors]
                 known = found if known is None else known
             if self._group.size() > 1:

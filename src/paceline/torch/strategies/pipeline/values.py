@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -104,7 +104,31 @@ def batch_size(leaves: Sequence[Any]) -> int:
             f"the model was called with {'an empty batch' if size == 0 else 'no tensor that has rows'}: a pipeline "
             "cuts batches along their first dimension; give a batch of 1 or more"
         )
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.layout is not torch.strided and len(leaf) == size:
+            raise UsageError(
+                f"the model was called with a tensor of layout {str(leaf.layout).removeprefix('torch.')} and {size} "
+                "rows, as many as the batch has, which microbatches cannot cut: give it to the model as an attribute "
+                "if all examples share it, else as a dense one"
+            )
     return size
+
+
+def describe_cut(arguments: Mapping[str, Any], size: int) -> str:
+    """Say which of the model's arguments are cut into microbatches, and which go whole to each; "" if all are cut."""
+    named = [
+        (name, leaf)
+        for name, value in arguments.items()
+        for leaf in torch.utils._pytree.tree_leaves(value)
+        if isinstance(leaf, Tensor) and leaf.dim()
+    ]
+    cut, whole = ([f"{n} {list(t.shape)}" for n, t in named if (len(t) == size) is is_cut] for is_cut in (True, False))
+    if not whole:
+        return ""
+    return (
+        f"; microbatches cut {', '.join(cut)} along the first dimension, which must be the batch, and have all of "
+        f"{', '.join(whole)}"
+    )
 
 
 def cut_rows(value: Any, size: int, parts: int) -> list[Any]:

@@ -48,8 +48,9 @@ def orders_of(schedule: str, num_ranks: int, num_microbatches: int) -> Orders:
         return all_forward_first(place_stages(schedule, 1), 1, num_microbatches)
     if schedule == "1f1b" and num_microbatches < num_ranks:
         raise UsageError(
-            f"schedule 1f1b needs as many microbatches as stages: {num_microbatches} were asked for, there are "
-            f"{num_ranks} stages; give --microbatches {num_ranks} or more, or --schedule gpipe"
+            f"schedule 1f1b needs as many microbatches as stages: a batch has {num_microbatches}, and there are "
+            f"{num_ranks} stages; give --microbatches {num_ranks} or more, and batches of as many rows, or "
+            "--schedule gpipe"
         )
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
