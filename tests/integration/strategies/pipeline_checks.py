@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.integration.strategies.public_models import Labelled, LabelledOutput, LossWithin
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -257,6 +258,68 @@ def check_a_model_without_memory_begins_as_under_any_strategy(rank: int, size: i
 def check_loops_that_look(rank: int, size: int) -> None:
     for schedule, split in (("1f1b", ["blocks.2"]), ("zbv", None)):
         expect_equal(looking_loop, batches_of([6] * 4), schedule=schedule, microbatches=3, split=split)
+
+
+def expect_equal_steps(make: Callable[[], nn.Module], step: Callable[[nn.Module, int], list[Any]]) -> None:
+    """Train a model by steps that return its loss first, with 2 and 4 stages, and in this process alone."""
+
+    def train(strategy: Pipeline | None) -> list[float]:
+        torch.manual_seed(0)
+        model = make()
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if strategy is not None:
+            model, optimizer = strategy.prepare(model, optimizer)
+        found: list[float] = []
+        for rows in (8, 8, 7, 8):
+            optimizer.zero_grad()
+            loss, *others = step(model, rows)
+            loss.backward()
+            optimizer.step()
+            found += [float(each.detach()) for each in (loss, *others)]
+        model.eval()
+        with torch.no_grad():
+            return [*found, *(float(each) for each in step(model, 6))]
+
+    expected = train(None)
+    for schedule in ("1f1b", "interleaved"):
+        meet_again()
+        with Pipeline(stages=2, schedule=schedule, microbatches=4) as strategy:
+            assert train(strategy) == pytest.approx(expected, abs=1e-5), schedule
+
+
+def check_a_model_with_its_loss(rank: int, size: int) -> None:
+    def step(model: nn.Module, rows: int) -> list[Any]:
+        ((x, _),) = batches_of([rows])
+        targets = x.roll(1, 1).masked_fill(x < 4, -1)  # not as many in each microbatch
+        logits, loss = model(x, targets)
+        with torch.no_grad():
+            alone, nothing = model(x[:, :2])
+            assert nothing is None
+        return [loss, logits.square().mean().detach(), alone.square().mean()]
+
+    expect_equal_steps(LossWithin, step)
+
+
+def check_a_model_that_returns_a_class_of_its_own(rank: int, size: int) -> None:
+    def step(model: nn.Module, rows: int) -> list[Any]:
+        ((x, _),) = batches_of([rows])
+        mask = torch.ones_like(x)
+        mask[::2, 2:] = 0
+        output = model(ids=x, mask=mask, labels=x.masked_fill(mask == 0, -100), scale=2.0)
+        assert isinstance(output, LabelledOutput)
+        loss = output.loss
+        assert loss is not None
+        return [loss * 2, word_loss(output["logits"].detach(), x)]
+
+    expect_equal_steps(Labelled, step)
+
+
+def check_a_whole_transformer(rank: int, size: int) -> None:
+    def step(model: nn.Module, rows: int) -> list[Any]:
+        source, target = torch.randn(2, rows, 3, 8, generator=torch.Generator().manual_seed(rows))
+        return [F.mse_loss(model(source, target), target)]
+
+    expect_equal_steps(lambda: nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True), step)
 
 
 def check_two_pipelines_side_by_side(rank: int, size: int) -> None:

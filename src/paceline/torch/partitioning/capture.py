@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import io
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +15,7 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from paceline.errors import UsageError, first_line
+from paceline.torch.exporting import export, free_sizes
 from paceline.torch.graph_rules import draws
 from paceline.torch.partitioning.graph import Operation
 from paceline.torch.partitioning.placing import Cost
@@ -162,55 +161,40 @@ def _filled(returned: Any, values: Mapping[str, Any]) -> Any:
 
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], traced: Exception) -> CapturedGraph:
-    sizes = pytree.tree_map(
-        lambda leaf: {0: torch.export.Dim.AUTO} if isinstance(leaf, torch.Tensor) and leaf.dim() else None,
-        (args, kwargs),
-    )
+    sizes = free_sizes((args, kwargs), first_only=True)
     parameters = list(inspect.signature(model.forward).parameters)
     by_name = {**dict(zip(parameters, sizes[0], strict=False)), **sizes[1]}
-    printed = io.StringIO()
     try:
-        with contextlib.redirect_stderr(printed):  # the graph, where it fails
-            program = torch.export.export(model, args, kwargs, dynamic_shapes=by_name or None, strict=False)
+        exported = export(model, args, kwargs, by_name or None)
     except Exception as error:  # as above
         raise UsageError(
             f"{type(model).__name__} cannot be made a graph: torch.fx says {first_line(traced)!r}, torch.export "
             f"{first_line(error)!r}; take what depends on values out of its forward, or partition modules within it"
         ) from error
-    sys.stderr.write(printed.getvalue())
-    root: Any = program.module()
-    graph = root.graph
-    check, checked = None, []
-    for node in list(graph.nodes):
-        if node.op == "call_module" and node.target == "_guards_fn":  # of what the graph takes for granted
-            check, checked = root.get_submodule("_guards_fn"), [each.name for each in node.all_input_nodes]
-            graph.erase_node(node)
+    graph = exported.root.graph
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     output = next(node for node in graph.nodes if node.op == "output").args[0]
-    structure, returned = program.call_spec.in_spec, program.call_spec.out_spec
     names = [each.name if isinstance(each, fx.Node) else None for each in pytree.tree_leaves(output)]
     constants = pytree.tree_leaves(output)
 
     def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         leaves, its = pytree.tree_flatten((args, kwargs))
-        if its != structure:
+        if its != exported.arguments:
             raise UsageError("the model was called with other arguments than those it was partitioned with")
         arguments = {node.name: leaf for node, leaf in zip(placeholders, leaves, strict=True)}
-        if check is not None:
-            try:
-                check(*(arguments[name] for name in checked))
-            except AssertionError as error:
-                raise UsageError(
-                    f"the model was called with arguments that its graph is not for: {first_line(error)}; partition it "
-                    "with an example like them"
-                ) from None
+        refusal = exported.refusal(arguments)
+        if refusal is not None:
+            raise UsageError(
+                f"the model was called with arguments that its graph is not for: {refusal}; partition it with an "
+                "example like them"
+            )
         return arguments
 
     def collect(values: Mapping[str, Any]) -> Any:
         leaves = [constant if name is None else values[name] for name, constant in zip(names, constants, strict=True)]
-        return pytree.tree_unflatten(leaves, returned)
+        return pytree.tree_unflatten(leaves, exported.returned)
 
-    return _captured(root, graph, bind, collect)
+    return _captured(exported.root, graph, bind, collect)
 
 
 def _captured(

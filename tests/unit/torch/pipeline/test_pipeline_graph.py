@@ -11,11 +11,13 @@ from torch.distributed.pipelining import pipe_split
 
 from paceline.errors import UsageError
 from paceline.torch.strategies.pipeline.absent import AbsentGrad
-from paceline.torch.strategies.pipeline.graph import LayerGraph, bind, trace
+from paceline.torch.strategies.pipeline.calls import bind
+from paceline.torch.strategies.pipeline.graph import LayerGraph
 from paceline.torch.strategies.pipeline.partition import cut, cuts_by_name
 from paceline.torch.strategies.pipeline.plan.measuring import measure_layers
 from paceline.torch.strategies.pipeline.stage import LayerError, Saved, Stage
-from paceline.torch.strategies.pipeline.values import join_rows, put_together, row_bounds, take_apart, tensors_of
+from paceline.torch.strategies.pipeline.tracing import trace
+from paceline.torch.strategies.pipeline.values import add_numbers, put_together, row_bounds, take_apart, tensors_of
 
 
 class Block(nn.Module):
@@ -61,8 +63,7 @@ class Net(nn.Module):
 
 
 def traced(module: nn.Module, x: Tensor) -> LayerGraph:
-    values, constants = bind(module, (x,), {})
-    return trace(module, values, constants)
+    return trace(module, bind(module, (x,), {}))
 
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
@@ -100,12 +101,53 @@ def test_a_forward_that_decides_by_values_is_named() -> None:
     ):
         traced(Gate(), X)
 
-    class Variadic(nn.Module):
-        def forward(self, *xs: Tensor) -> Tensor:
-            return xs[0]
 
-    with pytest.raises(UsageError, match=r"Variadic.forward takes \*xs"):
-        bind(Variadic(), (X,), {})
+class Variadic(nn.Module):
+    """Takes whatever comes, decides by sizes, and returns a structure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, *xs: Tensor, **named: Any) -> Any:
+        if xs[0].shape[1] > 4:
+            raise ValueError("too wide")
+        seen = torch.ones(xs[0].size(0), 1)
+        y = self.first(xs[0] * seen) + xs[1] + named["more"]["y"]
+        return {"y": self.last(y) * seen, "count": len(xs), "cache": object()}
+
+
+def test_a_forward_that_decides_by_sizes_becomes_operations() -> None:
+    model = Variadic()
+    called = bind(model, (X, X), {"more": {"y": X}})
+    assert list(called.values) == ["xs[0]", "xs[1]", "named['more']['y']"]
+    graph = trace(model, called)
+    assert [layer.name for layer in graph.layers] == ["first", "last"]
+    assert graph.output.fill(lambda node: node.name) == {"y": "mul_1", "count": 2, "cache": None}
+    values = dict(called.values)
+    assert graph.refusal({name: torch.randn(3, 4) for name in values}) is None
+    assert graph.refusal({**values, "xs[1]": torch.randn(3, 5)}) is not None
+    partition = cut(graph, [1], [0, 1], model)
+    crossing = [route.value for route in partition.routes.routes]
+    assert len(crossing) == 1  # what depends on sizes alone does not travel
+    assert partition.preludes[1]
+    made, _ = Stage(model, partition, 0, seed=0).forward({}, values, 1, 0)
+    _, output = Stage(model, partition, 1, seed=0).forward(made, values, 1, 0)
+    torch.testing.assert_close(output["y"], model(X, X, more={"y": X})["y"])
+
+
+def test_layers_are_found_within_modules_that_cannot_be_traced() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.gate = Variadic(), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.gate(self.inner(x, x, more={"y": x})["y"])
+
+    graph = traced(Outer(), X)
+    assert [layer.name for layer in graph.layers] == ["inner.first", "inner.last", "gate"]
+    assert cuts_by_name(graph, ["inner.last"], Outer()) == [1]
 
 
 def run_stages(module: nn.Module, cuts: list[int], x: Tensor, *, split_backward: bool) -> tuple[Tensor, Tensor]:
@@ -195,7 +237,7 @@ def test_values_are_taken_apart_and_put_together() -> None:
     with pytest.raises(UsageError, match="of type object, which cannot travel"):
         take_apart(object(), "a value")
     assert row_bounds(7, 3) == [0, 3, 5, 7]
-    assert join_rows([torch.tensor(1.0), torch.tensor(2.0)]).tolist() == [1.0, 2.0]
+    assert float(add_numbers([torch.tensor(1.0), torch.tensor(2.0)], [0.25, 0.75])) == 1.75
 
 
 def test_gradients_elsewhere_have_norms_and_nothing_else() -> None:

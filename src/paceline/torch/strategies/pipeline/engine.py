@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from paceline.torch.strategies.pipeline.messages import Messages
+from paceline.torch.strategies.pipeline.numbers import rule_of
 from paceline.torch.strategies.pipeline.partition import Partition
 from paceline.torch.strategies.pipeline.plan.orders import Action
 from paceline.torch.strategies.pipeline.routing import ValueRoute, ValueRoutes
@@ -92,6 +93,19 @@ class PipelineStep:
             self._messages.wait_sends(wait=False)
         self._messages.wait_sends(wait=True)
         return self
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether the last stage is this rank's."""
+        return self._partition.num_stages - 1 in self._stages
+
+    def number_weights(self, leaf: int, rows: Sequence[int]) -> list[float]:
+        """Return what each microbatch's number among the output's tensors counts in that of the batch.
+
+        `rows` are the microbatches'. Raises UsageError if that is not known.
+        """
+        graph = self._partition.graph
+        return rule_of(graph.output.node_of(leaf), graph).weights(graph, self.arguments, rows)
 
     # Forward.
 

@@ -63,6 +63,9 @@ class Failures:
         except UsageError as error:
             self._tell(f"rank {self._rank}: {error}")
             raise
+        except Exception as error:  # what comes of outputs, say; the others would wait for ever
+            self._tell(f"rank {self._rank} failed: {self._with_traceback(error)}")
+            raise
 
     def _describe(self, failure: ActionError) -> str:
         action, cause = failure.action, failure.__cause__

@@ -9,8 +9,8 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -53,7 +53,9 @@ def as_operation(
     as there are for each example, for batches of several sizes, keeps examples apart.
     """
     name = getattr(function, "__name__", "")
-    if name not in (*_RESHAPING, *_POINTWISE, *_NORMALIZING) or any(_has_tensor(each) for each in (args, kwargs)):
+    if not shape or name not in (*_RESHAPING, *_POINTWISE, *_NORMALIZING):
+        return None
+    if any(_has_tensor(each) for each in (args, kwargs)):
         return None
     if name in _NORMALIZING:
         dim = kwargs.get("dim", args[0] if args else None)
@@ -75,6 +77,52 @@ def as_operation(
     if any(found_shape != [factor * size, *whole[1:]] for size, found_shape in found):
         return None
     return operation, whole
+
+
+class LossTerm(Protocol):
+    """A part of a loss that microbatches compute by themselves, as a sum of what each computes."""
+
+    @property
+    def leaf(self) -> int:
+        """Which of the output's tensors it is computed from."""
+        ...
+
+    @property
+    def base(self) -> int:
+        """Its number among all terms; the same for multiples of it."""
+        ...
+
+    @property
+    def scale(self) -> float | Tensor:
+        """What the parts are multiplied by."""
+        ...
+
+    def part(self, output: Tensor, rows: int, parts: int, number: int) -> Tensor:
+        """Return microbatch `number`'s part of the loss, without `scale`, of a batch of `rows` in `parts`."""
+        ...
+
+    def times(self, factor: float | Tensor) -> LossTerm:
+        """Return the term multiplied."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class NumberTerm:
+    """A loss that the model returns itself."""
+
+    leaf: int
+    weights: Callable[[int], Sequence[float]]
+    """From the leaf to what each microbatch's number counts."""
+    base: int = field(default_factory=lambda: next(_numbers))
+    scale: float | Tensor = 1.0
+
+    def part(self, output: Tensor, rows: int, parts: int, number: int) -> Tensor:
+        """Return microbatch `number`'s part of the loss, without `scale`."""
+        return output * self.weights(self.leaf)[number]
+
+    def times(self, factor: float | Tensor) -> NumberTerm:
+        """Return the term multiplied."""
+        return replace(self, scale=self.scale * factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +166,7 @@ def as_term(
     kwargs: Mapping[str, Any],
 ) -> Term | None:
     """Return the loss of a call of one of :data:`LOSSES` on an output of this shape; None if it is no sum over rows."""
-    if function not in LOSSES:
+    if function not in LOSSES or not shape:
         return None
     bound = inspect.signature(function).bind(None, *args, **kwargs)
     bound.apply_defaults()

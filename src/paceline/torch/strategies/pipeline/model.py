@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,10 +13,13 @@ from typing_extensions import override
 
 from paceline.errors import UsageError
 from paceline.torch.strategies.pipeline.engine import LossOf, PipelineStep
-from paceline.torch.strategies.pipeline.losses import Term
+from paceline.torch.strategies.pipeline.losses import LossTerm
 from paceline.torch.strategies.pipeline.plan.orders import Orders, backward_part, forward_part
-from paceline.torch.strategies.pipeline.values import join_rows, put_together, row_bounds, take_apart
+from paceline.torch.strategies.pipeline.values import add_numbers, join_rows, put_together, row_bounds, take_apart
 from paceline.torch.strategies.splitting import check_outputs
+
+NumberWeights = Callable[[int], Sequence[float]]
+"""From a number among the output's tensors to what that of each microbatch counts in the batch's."""
 
 
 class StepRunner(Protocol):
@@ -38,7 +41,9 @@ class StepRunner(Protocol):
         """Carry out this rank's actions."""
         ...
 
-    def share_output(self, step: PipelineStep, rows: int, known: Any) -> tuple[Any, list[Tensor]]:
+    def share_output(
+        self, step: PipelineStep, rows: int, known: Any, weights: NumberWeights
+    ) -> tuple[Any, list[Tensor]]:
         """Return the whole output on every rank."""
         ...
 
@@ -139,6 +144,7 @@ class ModelCall:
         self._grads = grads
         self._joined: list[Tensor] | None = None
         self._losses: dict[int, Tensor] = {}
+        self._weights: dict[int, Sequence[float]] = {}
         self._is_done = False
         self._number_of_parts = max(a.microbatch for row in orders for a in row) + 1
 
@@ -158,14 +164,14 @@ class ModelCall:
             if not self._is_done:
                 with torch.set_grad_enabled(self._grads):
                     self._runner.run(self._step, forward_part(self._orders), "calls the model")
-            self._output, found = self._runner.share_output(self._step, self.rows, self._output)
+            self._output, found = self._runner.share_output(self._step, self.rows, self._output, self.number_weights)
             if self._grads and not self._is_done:
                 anchor = torch.zeros((), requires_grad=True)
                 found = list(_Joined.apply(self, anchor, *found))  # type: ignore[no-untyped-call]
             self._joined = found
         return self._joined
 
-    def train(self, terms: Sequence[Term], factor: float | Tensor) -> None:
+    def train(self, terms: Sequence[LossTerm], factor: float | Tensor) -> None:
         """Run the whole schedule on the sum of some losses."""
         self._check_graph()
         bases = list(dict.fromkeys(term.base for term in terms))
@@ -189,7 +195,7 @@ class ModelCall:
         self._is_done = True
         self._losses = dict(zip(bases, self._runner.share_losses([sums.get(base) for base in bases]), strict=True))
 
-    def value_of(self, terms: Sequence[Term]) -> Tensor | None:
+    def value_of(self, terms: Sequence[LossTerm]) -> Tensor | None:
         """Return the sum of losses that were trained on, as a tensor that needs no gradient."""
         if any(term.base not in self._losses for term in terms):
             return None
@@ -200,7 +206,7 @@ class ModelCall:
         self._check_graph()
         bounds = row_bounds(self.rows, self._number_of_parts)
         by_part = {
-            number: [_rows_of(grad, self.rows, bounds, number) for grad in grads]
+            number: [self._part_of(grad, leaf, bounds, number) for leaf, grad in enumerate(grads)]
             for number in range(self._number_of_parts)
         }
         self._is_done = True
@@ -213,6 +219,23 @@ class ModelCall:
                 "backward() was called a second time on one output of the model: its graph is gone; add the losses up "
                 "and call backward() once, or call the model again"
             )
+
+    def number_weights(self, leaf: int) -> Sequence[float]:
+        """Return what each microbatch's number counts in that of the batch; on the rank of the last stage."""
+        if leaf not in self._weights:
+            bounds = row_bounds(self.rows, self._number_of_parts)
+            rows = [end - begin for begin, end in itertools.pairwise(bounds)]
+            self._weights[leaf] = self._step.number_weights(leaf, rows)
+        return self._weights[leaf]
+
+    def _part_of(self, grad: Tensor | None, leaf: int, bounds: Sequence[int], number: int) -> Tensor | None:
+        """Return a microbatch's part of the gradient of a whole output."""
+        if grad is None:
+            return None
+        if not grad.dim():
+            return grad * self.number_weights(leaf)[number] if self._step.has_outputs else grad
+        factor = len(grad) // self.rows
+        return grad[bounds[number] * factor : bounds[number + 1] * factor]
 
 
 class _Joined(torch.autograd.Function):
@@ -233,17 +256,7 @@ class _Joined(torch.autograd.Function):
         return (None, None, *(None for _ in grads))
 
 
-def _rows_of(grad: Tensor | None, rows: int, bounds: Sequence[int], number: int) -> Tensor | None:
-    """Return a microbatch's part of the gradient of a whole output."""
-    if grad is None:
-        return None
-    if len(grad) % rows:
-        return grad[number]  # of numbers, one from each microbatch
-    factor = len(grad) // rows
-    return grad[bounds[number] * factor : bounds[number + 1] * factor]
-
-
-def joined_output(parts: Sequence[Any], rows: int) -> tuple[Any, list[Tensor]]:
+def joined_output(parts: Sequence[Any], rows: int, weights: NumberWeights) -> tuple[Any, list[Tensor]]:
     """Return the description and the tensors of the whole output of a batch of `rows`, of its microbatches'.
 
     Raises UsageError where a tensor's first dimension does not go with a microbatch's rows.
@@ -251,6 +264,10 @@ def joined_output(parts: Sequence[Any], rows: int) -> tuple[Any, list[Tensor]]:
     apart = [take_apart(part, "the model's output") for part in parts]
     bounds = row_bounds(rows, len(parts))
     check_outputs([found for _, found in apart], [end - first for first, end in itertools.pairwise(bounds)])
-    tensors = [join_rows(column) for column in zip(*(found for _, found in apart), strict=True)]
+    columns = list(zip(*(found for _, found in apart), strict=True))
+    tensors = [
+        join_rows(column) if column[0].dim() else add_numbers(column, weights(leaf))
+        for leaf, column in enumerate(columns)
+    ]
     whole = put_together(apart[0][0], tensors)
     return take_apart(whole, "the model's output")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx, nn
 
 from paceline.errors import UsageError
+from paceline.torch.strategies.pipeline.calls import OutputForm
 from paceline.torch.strategies.pipeline.graph import LayerGraph, ModelLayer
 from paceline.torch.strategies.pipeline.routing import ValueRoutes, route_values
 
@@ -20,6 +21,8 @@ class Partition:
 
     graph: LayerGraph
     stages: tuple[tuple[ModelLayer, ...], ...]
+    preludes: tuple[tuple[fx.Node, ...], ...]
+    """By stage, nodes of other stages that it computes itself, because they depend on the arguments alone."""
     routes: ValueRoutes
     parameters: dict[str, list[int]]
     """By name, the stages that use it."""
@@ -36,19 +39,45 @@ class Partition:
         return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
 
-def cut(graph: LayerGraph, cuts: Sequence[int], places: Sequence[int], module: nn.Module) -> Partition:
-    """Cut a graph before the layers numbered `cuts`; `places` are the stages' ranks."""
+def cut(
+    graph: LayerGraph, cuts: Sequence[int], places: Sequence[int], module: nn.Module, *, repeats: bool = True
+) -> Partition:
+    """Cut a graph before the layers numbered `cuts`; `places` are the stages' ranks.
+
+    `repeats`: whether stages compute for themselves what depends on the arguments alone, or send it as all else.
+    """
     bounds = [0, *cuts, len(graph.layers)]
     stages = tuple(tuple(graph.layers[a:b]) for a, b in itertools.pairwise(bounds))
-    made_by = {node.name: s for s, layers in enumerate(stages) for layer in layers for node in layer.nodes}
-    used: list[tuple[str, int]] = []
+    made_by = {node: s for s, layers in enumerate(stages) for layer in layers for node in layer.nodes}
+    used: list[tuple[fx.Node, int]] = []
     for number, layers in enumerate(stages):
-        nodes = [node for layer in layers for node in layer.nodes]
-        used += [(arg.name, number) for node in nodes for arg in node.all_input_nodes if arg.name in made_by]
-    last = len(stages) - 1
-    used += [(node.name, last) for node in nodes_in(graph.output) if node.name in made_by]
-    parameters, buffers = _find_users(module, stages)
-    return Partition(graph, stages, route_values(made_by, used, places), parameters, buffers)
+        used += [(arg, number) for layer in layers for node in layer.nodes for arg in node.all_input_nodes]
+    used += [(node, len(stages) - 1) for node in nodes_in(graph.output)]
+    crossing = [(node, stage) for node, stage in used if node in made_by and made_by[node] != stage]
+    free = graph.free if repeats else frozenset()
+    preludes = tuple(
+        _with_inputs({node for node, user in crossing if user == stage and node in free}, made_by, stage)
+        for stage in range(len(stages))
+    )
+    routes = route_values(
+        {node.name: stage for node, stage in made_by.items()},
+        [(node.name, stage) for node, stage in crossing if node not in free],
+        places,
+    )
+    nodes = [[*prelude, *_nodes_of(layers)] for prelude, layers in zip(preludes, stages, strict=True)]
+    return Partition(graph, stages, preludes, routes, *_find_users(module, graph.root, nodes))
+
+
+def _nodes_of(layers: Sequence[ModelLayer]) -> list[fx.Node]:
+    return [node for layer in layers for node in layer.nodes]
+
+
+def _with_inputs(wanted: set[fx.Node], made_by: Mapping[fx.Node, int], stage: int) -> tuple[fx.Node, ...]:
+    """Return nodes and all that they depend on and other stages make, in the graph's order."""
+    for node in reversed(list(made_by)):
+        if node in wanted:
+            wanted |= {arg for arg in node.all_input_nodes if arg in made_by and made_by[arg] != stage}
+    return tuple(node for node in made_by if node in wanted)
 
 
 def cuts_by_name(graph: LayerGraph, names: Sequence[str], module: nn.Module) -> list[int]:
@@ -68,11 +97,9 @@ def cuts_by_name(graph: LayerGraph, names: Sequence[str], module: nn.Module) -> 
     return found
 
 
-def nodes_in(structure: Any) -> list[fx.Node]:
-    """Return the nodes in what a graph's output is made of."""
-    found: list[fx.Node] = []
-    fx.node.map_arg(structure, found.append)
-    return found
+def nodes_in(output: OutputForm) -> list[fx.Node]:
+    """Return the nodes in what a graph returns."""
+    return [node for node in output.nodes if isinstance(node, fx.Node)]
 
 
 def crossing_values(graph: LayerGraph, cut_at: int) -> list[fx.Node]:
@@ -80,35 +107,35 @@ def crossing_values(graph: LayerGraph, cut_at: int) -> list[fx.Node]:
     before = {node for layer in graph.layers[:cut_at] for node in layer.nodes}
     later = [node for layer in graph.layers[cut_at:] for node in layer.nodes]
     used = {arg for node in later for arg in node.all_input_nodes} | set(nodes_in(graph.output))
-    return [node for node in before if node in used]
+    return [node for node in before - graph.free if node in used]
 
 
 def _find_users(
-    module: nn.Module, stages: Sequence[Sequence[ModelLayer]]
+    module: nn.Module, root: nn.Module, nodes: Sequence[Sequence[fx.Node]]
 ) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+    """Return by name of parameters, and of buffers, the stages with nodes that use them."""
     parameters: dict[str, set[int]] = {name: set() for name, _ in module.named_parameters()}
     buffers: dict[str, set[int]] = {name: set() for name, _ in module.named_buffers()}
     names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
-    for number, layers in enumerate(stages):
-        for layer in layers:
-            for node in layer.nodes:
-                for tensor in _tensors_of(node, module):
-                    name = names.get(id(tensor), "")
-                    for found in (parameters, buffers):
-                        if name in found:
-                            found[name].add(number)
+    for number, its in enumerate(nodes):
+        for node in its:
+            for tensor in _tensors_of(node, root):
+                name = names.get(id(tensor), "")
+                for found in (parameters, buffers):
+                    if name in found:
+                        found[name].add(number)
     # What no stage uses stays with the first.
     return tuple(  # type: ignore[return-value]
         {name: sorted(used) or [0] for name, used in found.items()} for found in (parameters, buffers)
     )
 
 
-def _tensors_of(node: fx.Node, module: nn.Module) -> list[Any]:
+def _tensors_of(node: fx.Node, root: nn.Module) -> list[Any]:
     found: list[Any] = []
     if node.op == "call_module":
-        inner = module.get_submodule(str(node.target))
+        inner = root.get_submodule(str(node.target))
         found += [*inner.parameters(), *inner.buffers()]
-    found += [attribute(module, str(arg.target)) for arg in node.all_input_nodes if arg.op == "get_attr"]
+    found += [attribute(root, str(arg.target)) for arg in node.all_input_nodes if arg.op == "get_attr"]
     return found
 
 

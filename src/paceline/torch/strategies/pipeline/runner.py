@@ -17,12 +17,14 @@ from paceline.errors import UsageError
 from paceline.pipeline_options import PipelineOptions
 from paceline.torch.strategies.all_reduce import broadcast_values
 from paceline.torch.strategies.deferred import DeferredValues, lent_memory
+from paceline.torch.strategies.pipeline.calls import CallArguments, bind
 from paceline.torch.strategies.pipeline.engine import LossOf, PipelineStep
 from paceline.torch.strategies.pipeline.failing import Failures
-from paceline.torch.strategies.pipeline.graph import LayerGraph, bind, trace
+from paceline.torch.strategies.pipeline.graph import LayerGraph
+from paceline.torch.strategies.pipeline.losses import NumberTerm
 from paceline.torch.strategies.pipeline.messages import Messages
-from paceline.torch.strategies.pipeline.model import ModelCall, joined_output
-from paceline.torch.strategies.pipeline.output import AwaitedOutput
+from paceline.torch.strategies.pipeline.model import ModelCall, NumberWeights, joined_output
+from paceline.torch.strategies.pipeline.output import AwaitedLoss, AwaitedOutput
 from paceline.torch.strategies.pipeline.ownership import Ownership
 from paceline.torch.strategies.pipeline.partition import Partition, attribute, cut, cuts_by_name
 from paceline.torch.strategies.pipeline.plan.choosing import (
@@ -49,6 +51,7 @@ from paceline.torch.strategies.pipeline.plan.orders import (
     split_backwards,
 )
 from paceline.torch.strategies.pipeline.stage import Stage
+from paceline.torch.strategies.pipeline.tracing import trace
 from paceline.torch.strategies.pipeline.values import batch_size, cut_rows, describe_cut, put_together, tensors_of
 from paceline.torch.strategies.ranks import Ranks
 from paceline.torch.strategies.reached import average_gradients
@@ -94,7 +97,7 @@ class Runner:
         self.ownership: Ownership | None = None
         self.averages = True
         """Whether the next backward averages gradients over the pipelines."""
-        self._graphs: dict[Any, tuple[Partition, dict[int, Stage]]] = {}
+        self._graphs: dict[str, list[tuple[Partition, dict[int, Stage]]]] = {}
         self._kinds: dict[str, BatchKind] = {}
         self._measurements = Measurements(options.stages)
         self._num_steps = 0
@@ -113,26 +116,26 @@ class Runner:
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what the model returns; in training its values may come later."""
         with self._failures.told():
-            values, constants = bind(self.module, args, kwargs)
-            leaves = torch.utils._pytree.tree_leaves(values)
-            if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+            called = bind(self.module, args, kwargs)
+            leaves = list(called.values.values())
+            if any(leaf.requires_grad for leaf in leaves):
                 raise UsageError(
                     "an input of the model needs a gradient: those of a pipeline's inputs are not computed; detach() it"
                 )
             rows = batch_size(leaves)
-            self._failures.cut = describe_cut(values, rows)
+            self._failures.cut = describe_cut(called.values, rows)
             grads = torch.is_grad_enabled()
-            key = _key(values, constants, self.module.training, grads)
+            key = _key(called, self.module.training, grads)
             self._agree("calls the model", key)
             if self.plan is None:
-                self._make_plan(values, constants, rows)
+                self._make_plan(called, rows)
             assert self.plan is not None
             assert self.ownership is not None
             if not self.ownership.is_released:
                 self.ownership.release()
-            partition, stages = self._stages(values, constants)
             orders = self._orders(rows)
-            arguments = [dict(part) for part in cut_rows(values, rows, max(a.microbatch for a in orders[0]) + 1)]
+            arguments = [dict(part) for part in cut_rows(called.values, rows, _num_parts(orders))]
+            partition, stages = self._stages(called, arguments)
             is_new = key not in self._kinds
             kind = self._kinds.setdefault(key, BatchKind())
             messages = Messages(self._group, torch.device("cpu"), kind.values, is_new=is_new)
@@ -143,10 +146,7 @@ class Runner:
         if not grads or kind.output is None:
             tensors: Sequence[Tensor] = call.values()
         else:
-            tensors = [
-                AwaitedOutput(call, number, shape=shape, dtype=dtype, device=torch.device("cpu"))
-                for number, (dtype, shape, _) in enumerate(tensors_of(call.output))
-            ]
+            tensors = [_awaited(call, leaf, *found) for leaf, found in enumerate(tensors_of(call.output))]
         kind.output = call.output
         return put_together(call.output, tensors)
 
@@ -176,17 +176,20 @@ class Runner:
                     trained = [each for each in self.ownership.own_parameters() if each.requires_grad]
                     average_gradients(self._data_group.group, trained)
 
-    def share_output(self, step: PipelineStep, rows: int, known: Any) -> tuple[Any, list[Tensor]]:
+    def share_output(
+        self, step: PipelineStep, rows: int, known: Any, weights: NumberWeights
+    ) -> tuple[Any, list[Tensor]]:
         """Return the whole output of a batch of `rows` on every rank: its description, and its tensors.
 
-        `known` is the description, if it is.
+        `known` is the description, if it is; `weights` are what numbers count.
         """
         assert self.plan is not None
         last = place_stages(self.plan.schedule, self._options.stages)[-1]
         with self._failures.told(), torch.no_grad():
             tensors: list[Tensor] = []
             if self._rank == last:
-                found, tensors = joined_output([step.outputs[number] for number in range(len(step.arguments))], rows)
+                outputs = [step.outputs[number] for number in range(len(step.arguments))]
+                found, tensors = joined_output(outputs, rows, weights)
                 tensors = [tensor.detach().contiguous() for tensor in tensors]
                 known = found if known is None else known
             if self._group.size() > 1:
@@ -268,13 +271,13 @@ class Runner:
 
     # The plan.
 
-    def _make_plan(self, values: Mapping[str, Any], constants: Mapping[str, Any], rows: int) -> None:
-        graph = trace(self.module, values, constants)
+    def _make_plan(self, called: CallArguments, rows: int) -> None:
+        graph = trace(self.module, called)
         self._broadcast_values()
         link = MessageCost(latency_s=0.0, seconds_per_byte=0.0)
         if self._group.size() > 1 and self._ranks.rank < 2:
             link = measure_link(self._group, self._rank)
-        measured = self._measure(graph, values, rows)
+        measured = self._measure(graph, called.values, rows)
         made: dict[str, Any] = {}
         if self._ranks.rank == 0:
             try:
@@ -287,7 +290,7 @@ class Runner:
         if "error" in made:
             raise UsageError(made["error"])
         self.plan = PipelinePlan.decode(made)
-        partition, _ = self._stages(values, constants, graph)
+        partition, _ = self._stages(called, [called.values], graph)
         self.ownership = Ownership(self.module, self._optimizer, partition, self._rank)
         self.ownership.release()
         if self._deferred is not None:
@@ -355,24 +358,25 @@ class Runner:
                 broadcast_values(self.module)
 
     def _stages(
-        self, values: Mapping[str, Any], constants: Mapping[str, Any], graph: LayerGraph | None = None
+        self, called: CallArguments, arguments: Sequence[Mapping[str, Any]], graph: LayerGraph | None = None
     ) -> tuple[Partition, dict[int, Stage]]:
-        """Return the stages for a call with these constants, in the model's mode: traced when they are new."""
-        key = (self.module.training, tuple(sorted(values)), repr(sorted(constants.items(), key=str)))
-        if key not in self._graphs:
-            assert self.plan is not None
-            if graph is None:
-                graph = trace(self.module, values, constants)
-            cuts = self.plan.cuts
-            if self._graphs:
-                reference = next(iter(self._graphs.values()))[0]
-                cuts = tuple(_same_cuts(reference, graph))
-            places = place_stages(self.plan.schedule, self._options.stages)
-            partition = cut(graph, cuts, places, self.module)
-            own = [stage for stage, place in enumerate(places) if place == self._rank]
-            stages = {stage: Stage(self.module, partition, stage, self.plan.seed) for stage in own}
-            self._graphs[key] = (partition, stages)
-        return self._graphs[key]
+        """Return the stages for a call with these arguments, by microbatch; trace it if no earlier graph is for it."""
+        modes = "".join("et"[each.training] for each in self.module.modules())
+        traced = self._graphs.setdefault(f"{modes} {torch.is_grad_enabled()} {called.kind}", [])
+        for partition, stages in traced:
+            if all(partition.graph.refusal(each) is None for each in arguments):
+                return partition, stages
+        assert self.plan is not None
+        if graph is None:
+            graph = trace(self.module, called)
+        reference = next((its[0][0] for its in self._graphs.values() if its), None)
+        cuts = self.plan.cuts if reference is None else tuple(_same_cuts(reference, graph))
+        places = place_stages(self.plan.schedule, self._options.stages)
+        partition = cut(graph, cuts, places, self.module)
+        own = [stage for stage, place in enumerate(places) if place == self._rank]
+        stages = {stage: Stage(self.module, partition, stage, self.plan.seed) for stage in own}
+        traced.append((partition, stages))
+        return partition, stages
 
     def _orders(self, rows: int) -> Orders:
         """Return the plan's orders; for a smaller batch of fewer rows than microbatches, plain ones."""
@@ -383,12 +387,25 @@ class Runner:
         return all_forward_first(place_stages(self.plan.schedule, num_ranks), num_ranks, rows)
 
 
+def _num_parts(orders: Orders) -> int:
+    return max(action.microbatch for action in orders[0]) + 1
+
+
+def _awaited(call: ModelCall, leaf: int, dtype: torch.dtype, shape: list[int], needs_grad: bool) -> Tensor:
+    """Return one tensor of an output that is not there yet: a number that needs a gradient is a loss of the model's."""
+    device = torch.device("cpu")
+    if shape or not needs_grad:
+        return AwaitedOutput(call, leaf, shape=shape, dtype=dtype, device=device)
+    term = NumberTerm(leaf, call.number_weights)
+    return AwaitedLoss(call, (term,), lambda: call.values()[leaf], shape=(), dtype=dtype, device=device)
+
+
 def _same_cuts(reference: Partition, graph: LayerGraph) -> list[int]:
-    """Return the cuts of another trace of the model: before the layers of the same names. Raises UsageError."""
-    number_of = {layer.nodes[0].name: number for number, layer in enumerate(graph.layers)}
-    found = [number_of.get(stage[0].nodes[0].name) for stage in reference.stages[1:]]
+    """Return the cuts of another trace of the model: before the same layers. Raises UsageError."""
+    firsts = [stage[0] for stage in reference.stages[1:]]
+    found = [graph.number_of(*reference.graph.place_of(layer)) for layer in firsts]
     if None in found or sorted(set(found)) != found:  # type: ignore[type-var]
-        names = ", ".join(stage[0].name for stage in reference.stages[1:])
+        names = ", ".join(layer.name for layer in firsts)
         raise UsageError(
             f"the model calls other layers now than in its first call, so that stages cannot begin at {names}: a model "
             "that is cut calls the same layers in training, in evaluation and with all arguments"
@@ -396,16 +413,10 @@ def _same_cuts(reference: Partition, graph: LayerGraph) -> list[int]:
     return [number for number in found if number is not None]
 
 
-def _key(values: Mapping[str, Any], constants: Mapping[str, Any], training: bool, grads: bool) -> str:
+def _key(called: CallArguments, training: bool, grads: bool) -> str:
     """Return what must be the same on all ranks of a pipeline, as text: shapes, constants and modes."""
-
-    def shown(leaf: Any) -> str:
-        if isinstance(leaf, Tensor):
-            return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
-        return repr(leaf)
-
-    parts = [
-        f"{name}={' '.join(shown(leaf) for leaf in torch.utils._pytree.tree_leaves(value))}"
-        for name, value in (*values.items(), *constants.items())
+    shapes = [
+        f"{name}={str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" for name, leaf in called.values.items()
     ]
-    return f"{', '.join(parts)} in {'training' if training else 'evaluation'}{'' if grads else ' without gradients'}"
+    parts = ", ".join([*shapes, *(f"{name}={value!r}" for name, value in called.constants.items())])
+    return f"{parts} in {'training' if training else 'evaluation'}{'' if grads else ' without gradients'}"

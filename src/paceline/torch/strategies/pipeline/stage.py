@@ -37,18 +37,21 @@ class Stage:
 
     def __init__(self, module: nn.Module, partition: Partition, number: int, seed: int) -> None:
         self.number = number
-        self._module = module
+        self._root = root = partition.graph.root
         self._seed = seed
         self._is_last = number == partition.num_stages - 1
         self._output = partition.graph.output
-        self._nodes = [(layer.name, node) for layer in partition.stages[number] for node in layer.nodes]
+        self._nodes = [
+            *(("what depends on the arguments", node) for node in partition.preludes[number]),
+            *((layer.name, node) for layer in partition.stages[number] for node in layer.nodes),
+        ]
         self._inputs = [route.value for route in partition.routes.inputs_of(number)]
         self._kept = {route.value for route in partition.routes.outputs_of(number)}
         if self._is_last:
             self._kept |= {node.name for node in nodes_in(self._output)}
-        self._calls = {node: _callable(node, module) for _, node in self._nodes}
-        self._random = {node for _, node in self._nodes if _may_draw(node, module)}
-        self._clones = any(_may_change_inputs(node, module) for _, node in self._nodes)
+        self._calls = {node: _callable(node, root) for _, node in self._nodes}
+        self._random = {node for _, node in self._nodes if _may_draw(node, root)}
+        self._clones = any(_may_change_inputs(node, root) for _, node in self._nodes)
         self._last_use = self._find_last_uses()
         own = [attribute(module, name) for name, stages in partition.parameters.items() if number in stages]
         self._has_large_weights = any(each.dim() == 2 and is_large(each) for each in own)
@@ -88,7 +91,7 @@ class Stage:
                 raise LayerError(layer) from error
             for name in self._last_use.get(node, ()):
                 values.pop(name, None)
-        output = fx.node.map_arg(self._output, lambda node: values[key_of(node)]) if self._is_last else None
+        output = self._output.fill(lambda node: self._value_of(node, values)) if self._is_last else None
         return {name: values[name] for name in self._kept if name in values}, output
 
     def backward(self, saved: Saved, grads: Sequence[Tensor | None]) -> None:
@@ -106,11 +109,11 @@ class Stage:
             saved.products.finish()
 
     def _run(self, node: fx.Node, values: Mapping[str, Any]) -> Any:
-        def value_of(arg: fx.Node) -> Any:
-            return attribute(self._module, str(arg.target)) if arg.op == "get_attr" else values[key_of(arg)]
-
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), value_of)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: self._value_of(arg, values))
         return self._calls[node](*args, **kwargs)
+
+    def _value_of(self, node: fx.Node, values: Mapping[str, Any]) -> Any:
+        return attribute(self._root, str(node.target)) if node.op == "get_attr" else values[key_of(node)]
 
     def _seeded(self, call: Any, node: fx.Node, step: int, microbatch: int) -> Any:
         # Not torch.manual_seed, which also has every other device seeded later: 25 ms of a step of 140 ms.

@@ -30,8 +30,9 @@ def take_apart(value: Any, what: str) -> tuple[Any, list[Tensor]]:
             return {"y": str(part).removeprefix("torch.")}
         if isinstance(part, torch.device):
             return {"c": str(part)}
-        if isinstance(part, (tuple, dict)) and type(part) not in (tuple, dict):
-            plain = dict(part) if isinstance(part, dict) else tuple(part)
+        is_structure = isinstance(part, (tuple, dict)) or dataclasses.is_dataclass(part)
+        if is_structure and not isinstance(part, type) and type(part) not in (tuple, dict):
+            plain = tuple(part) if isinstance(part, tuple) else _fields(part)
             return {"n": [type(part).__module__, type(part).__qualname__, describe(plain)]}
         if isinstance(part, (tuple, list)):
             return {"l" if isinstance(part, list) else "u": [describe(each) for each in part]}
@@ -43,6 +44,12 @@ def take_apart(value: Any, what: str) -> tuple[Any, list[Tensor]]:
         )
 
     return describe(value), tensors
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    if isinstance(value, dict):
+        return dict(value)
+    return {each.name: getattr(value, each.name) for each in dataclasses.fields(value) if each.init}
 
 
 def put_together(description: Any, tensors: Sequence[Tensor]) -> Any:
@@ -81,19 +88,21 @@ def _build(description: Any, tensors: Iterator[Tensor]) -> Any:
 def _as_named(module: str, name: str, value: Any) -> Any:
     """Return a tuple or a dictionary as one of a class that this process has, too: the output of a model's part.
 
-    Raises UsageError if it has not, or the class is neither.
+    Raises UsageError if it has not, or the class is neither, nor a dataclass.
     """
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)
-    if not (isinstance(found, type) and issubclass(found, (tuple, dict))):
+    is_structure = isinstance(found, type) and (issubclass(found, (tuple, dict)) or dataclasses.is_dataclass(found))
+    if not is_structure:
         raise UsageError(
             f"a value of the class {module}.{name} came from another stage, and this process has no such class: define "
             "it at the top of a module that every process imports"
         )
     if isinstance(value, tuple):
         return found(*value) if hasattr(found, "_fields") else found(value)
-    return found(**value) if dataclasses.is_dataclass(found) else found(value)
+    made: Any = found  # which mypy takes for a dataclass's instance
+    return made(**value) if dataclasses.is_dataclass(found) else made(value)
 
 
 def batch_size(leaves: Sequence[Any]) -> int:
@@ -149,5 +158,11 @@ def row_bounds(size: int, parts: int) -> list[int]:
 
 
 def join_rows(parts: Sequence[Tensor]) -> Tensor:
-    """Return the microbatches' tensors as one: rows one after another, numbers as a vector."""
-    return torch.cat(list(parts)) if parts[0].dim() else torch.stack(list(parts))
+    """Return the microbatches' tensors as one, rows one after another."""
+    return torch.cat(list(parts))
+
+
+def add_numbers(parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Return the sum of the microbatches' numbers, each times its weight."""
+    total = sum(part * weight for part, weight in zip(parts, weights, strict=True))
+    return torch.as_tensor(total, dtype=parts[0].dtype)

@@ -71,7 +71,7 @@ def measure_layers(
     afterwards what they were before.
     """
     count = len(graph.layers)
-    partition = cut(graph, range(1, count), [0] * count, module)
+    partition = cut(graph, range(1, count), [0] * count, module, repeats=False)
     values: dict[str, Any] = {}
     layers: list[LayerCost] = []
     counted: set[int] = set()

@@ -1,0 +1,112 @@
+"""A call of a model as names and values: its tensors apart from all else, and how its result is built of parts."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CallArguments:
+    """What a model was called with: its tensors by name, wherever in the arguments they are, and the other leaves."""
+
+    values: Mapping[str, Tensor]
+    constants: Mapping[str, Any]
+    fill: Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+    """From what is to stand for :attr:`values`, in order, to the call's arguments."""
+
+    @property
+    def kind(self) -> str:
+        """What must be the same in two calls for one trace to serve both."""
+        shown = [f"{name}={each.dtype}{each.dim()}" for name, each in self.values.items()]
+        return ", ".join([*shown, *(f"{name}={each!r}" for name, each in self.constants.items())])
+
+
+def bind(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
+    """Return the arguments of a call, also those that ``*args`` and ``**kwargs`` take."""
+    bound = inspect.signature(module.forward).bind(*args, **kwargs)
+    bound.apply_defaults()
+    leaves, structure = pytree.tree_flatten(dict(bound.arguments))
+    paths, _ = pytree.tree_flatten_with_path(dict(bound.arguments))
+    names = [_name(path) for path, _ in paths]
+    places = [number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+    def fill(values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        filled = list(leaves)
+        for place, value in zip(places, values, strict=True):
+            filled[place] = value
+        arguments = pytree.tree_unflatten(filled, structure)
+        call = inspect.BoundArguments(bound.signature, {name: arguments[name] for name in bound.arguments})
+        return call.args, call.kwargs
+
+    values = {names[place]: leaves[place] for place in places}
+    return CallArguments(values, {n: leaf for n, leaf in zip(names, leaves, strict=True) if n not in values}, fill)
+
+
+def _name(path: Sequence[Any]) -> str:
+    first, *others = path
+    return f"{first.key}{pytree.keystr(tuple(others))}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OutputForm:
+    """What a traced forward returns: nodes, in structures of the classes that it returns itself."""
+
+    nodes: tuple[Any, ...]
+    build: Callable[[Iterator[Any]], Any]
+
+    def fill(self, value_of: Callable[[fx.Node], Any]) -> Any:
+        """Return the forward's result, with values in place of nodes."""
+        return self.build(iter([value_of(node) if isinstance(node, fx.Node) else node for node in self.nodes]))
+
+    def node_of(self, leaf: int) -> fx.Node:
+        """Return the node of one of the result's tensors, where every node is a tensor."""
+        node: fx.Node = self.nodes[leaf]
+        return node
+
+
+def unfold(value: Any) -> tuple[list[Any], Callable[[Iterator[Any]], Any]]:
+    """Return the values in a forward's result, and how to build it with others in their place.
+
+    Objects that are no structures, as a cache of keys and values, are None in what is built.
+    """
+    if isinstance(value, (Tensor, fx.Proxy, torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return [value], next
+    if isinstance(value, dict):
+        return _unfolded(list(value.values()), lambda parts: _dict_like(value, dict(zip(value, parts, strict=True))))
+    if isinstance(value, (tuple, list)):
+        return _unfolded(list(value), lambda parts: _sequence_like(value, parts))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [each.name for each in dataclasses.fields(value) if each.init]
+        return _unfolded(
+            [getattr(value, name) for name in names],
+            lambda parts: type(value)(**dict(zip(names, parts, strict=True))),
+        )
+    is_plain = isinstance(value, (bool, int, float, str, torch.dtype, torch.device))
+    return [], lambda _: value if is_plain else None
+
+
+def _unfolded(
+    parts: Sequence[Any], build: Callable[[list[Any]], Any]
+) -> tuple[list[Any], Callable[[Iterator[Any]], Any]]:
+    found = [unfold(part) for part in parts]
+    leaves = [leaf for its, _ in found for leaf in its]
+    return leaves, lambda values: build([each(values) for _, each in found])
+
+
+def _dict_like(value: dict[Any, Any], parts: dict[Any, Any]) -> Any:
+    if type(value) is dict:
+        return parts
+    return type(value)(**parts) if dataclasses.is_dataclass(value) else type(value)(parts)
+
+
+def _sequence_like(value: Any, parts: list[Any]) -> Any:
+    if isinstance(value, torch.Size) and not all(isinstance(each, int) for each in parts):
+        return tuple(parts)
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)

@@ -1,0 +1,161 @@
+"""Numbers that a model returns, a loss of its own above all: how those of microbatches make up the batch's.
+
+The graph tells. A sum over rows is the sum of the parts; a mean the parts' mean, each weighted with its share of the
+rows, or, of a loss by class, of the targets that count. The targets depend on the model's arguments alone, so the
+shares are known before anything is computed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import torch
+from torch import fx
+
+from paceline.errors import UsageError
+from paceline.torch.graph_rules import name_of
+from paceline.torch.strategies.pipeline.graph import LayerGraph
+from paceline.torch.strategies.pipeline.partition import attribute
+
+_PASSING: Final = {"alias", "clone", "contiguous", "detach", "double", "float", "neg", "squeeze", "to", "_to_copy"}
+_BY_CLASS: Final = {"cross_entropy", "cross_entropy_loss", "nll_loss", "nll_loss_nd"}
+_ELEMENTWISE: Final = {
+    "binary_cross_entropy", "binary_cross_entropy_with_logits", "huber_loss", "l1_loss", "mse_loss", "smooth_l1_loss",
+    "soft_margin_loss", "kl_div",
+}  # fmt: skip
+_REDUCTIONS: Final = ("none", "mean", "sum")  # as operations number them
+
+
+@dataclass(frozen=True, slots=True)
+class NumberRule:
+    """How a number of the batch is made of those of its microbatches."""
+
+    kind: Literal["constant", "sum", "mean over rows", "mean over targets"]
+    counted: fx.Node | None = None
+    """What a mean over targets counts: the targets, or the number that a sum is divided by."""
+    ignored: int | None = None
+    """The target that does not count."""
+    by_class: fx.Node | None = None
+    """What each class counts."""
+
+    def weights(self, graph: LayerGraph, arguments: Sequence[Mapping[str, Any]], rows: Sequence[int]) -> list[float]:
+        """Return what each microbatch's number is multiplied by, before all are added.
+
+        `arguments` are the model's, and `rows` the number of rows, by microbatch.
+        """
+        if self.kind == "sum":
+            return [1.0] * len(rows)
+        counts = [float(each) for each in rows]
+        if self.counted is not None:
+            counts = [self._count(graph, each) for each in arguments]
+        total = sum(counts)
+        return [count / total if total else float("nan") for count in counts]
+
+    def _count(self, graph: LayerGraph, arguments: Mapping[str, Any]) -> float:
+        assert self.counted is not None
+        found = _evaluate(self.counted, graph, arguments)
+        if self.ignored is None:
+            return float(found)
+        if found.is_floating_point():  # probabilities of classes, in dimension 1
+            return float(found.numel() / found.shape[1 if found.dim() > 1 else 0])
+        kept = found[found != self.ignored]
+        return float(kept.numel() if self.by_class is None else _evaluate(self.by_class, graph, arguments)[kept].sum())
+
+
+def rule_of(node: fx.Node, graph: LayerGraph) -> NumberRule:
+    """Return the rule of a number that a graph computes. Raises UsageError if the graph does not tell."""
+    found = _find(node, graph)
+    if found is None:
+        raise UsageError(
+            f"the model returns a number ({node.name}) of which it is not known how those of microbatches make up that "
+            "of the batch: means and sums over rows can be, and torch's losses of arguments of the model, times "
+            "constants; return what it is computed from, and compute it in the training loop"
+        )
+    return found
+
+
+def _find(node: Any, graph: LayerGraph) -> NumberRule | None:
+    if not isinstance(node, fx.Node) or not _depends_on_arguments(node):
+        return NumberRule("constant")
+    name = name_of(node)
+    if name in ("mean", "sum") and len(node.args) == 1 and not {"dim", "axis"} & set(node.kwargs):
+        return NumberRule("sum" if name == "sum" else "mean over rows")
+    if name in _BY_CLASS or name in _ELEMENTWISE:
+        return _of_loss(name, _named(node), graph)
+    if name in _PASSING:
+        return _find(node.args[0], graph)
+    found = [_find(arg, graph) for arg in node.args[:2]]
+    if len(found) < 2 or None in found:
+        return None
+    return _combined(name, node, found[0], found[1], graph)  # type: ignore[arg-type]
+
+
+def _combined(name: str, node: fx.Node, a: NumberRule, b: NumberRule, graph: LayerGraph) -> NumberRule | None:
+    """Return the rule of a sum, difference, product or quotient of two numbers."""
+    if name in ("add", "sub", "iadd", "add_", "rsub"):
+        if a == b:
+            return a
+        constants = [each.kind == "constant" for each in (a, b)]
+        other = b if constants[0] else a
+        return other if any(constants) and other.kind != "sum" else None
+    if name in ("mul", "imul", "mul_"):
+        return b if a.kind == "constant" else a if b.kind == "constant" else None
+    if name in ("div", "truediv", "true_divide", "div_"):
+        if b.kind == "constant":
+            return a
+        divisor = node.args[1]
+        if a.kind == b.kind == "sum" and divisor in graph.free:
+            return NumberRule("mean over targets", divisor)  # type: ignore[arg-type]
+    return None
+
+
+def _of_loss(name: str, options: Mapping[str, Any], graph: LayerGraph) -> NumberRule | None:
+    reduction = options.get("reduction", "mean")
+    reduction = _REDUCTIONS[reduction] if isinstance(reduction, int) else reduction
+    if reduction not in ("mean", "sum"):
+        return None
+    if reduction == "sum" or name in _ELEMENTWISE:
+        return NumberRule("sum" if reduction == "sum" else "mean over rows")
+    target, by_class = options["target"], options.get("weight")
+    if target.op != "placeholder" and target not in graph.free:
+        return None
+    if by_class is not None and by_class.op != "get_attr":
+        return None
+    return NumberRule("mean over targets", target, int(options.get("ignore_index", -100)), by_class)
+
+
+def _named(node: fx.Node) -> dict[str, Any]:
+    """Return the arguments of a loss's call by name."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        names = [each.name for each in node.target._schema.arguments]
+        return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    function: Callable[..., Any] = node.target  # type: ignore[assignment]
+    return dict(inspect.signature(function).bind(*node.args, **node.kwargs).arguments)
+
+
+def _depends_on_arguments(node: fx.Node) -> bool:
+    seen: set[fx.Node] = set()
+    behind = [node]
+    while behind:
+        each = behind.pop()
+        if each.op == "placeholder":
+            return True
+        behind += [arg for arg in each.all_input_nodes if arg not in seen]
+        seen.update(each.all_input_nodes)
+    return False
+
+
+def _evaluate(node: fx.Node, graph: LayerGraph, arguments: Mapping[str, Any]) -> Any:
+    """Return the value of a node that depends on the arguments alone."""
+    if node.op == "placeholder":
+        return arguments[str(node.target)]
+    if node.op == "get_attr":
+        return attribute(graph.root, str(node.target))
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: _evaluate(arg, graph, arguments))
+    with torch.no_grad():
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        return node.target(*args, **kwargs)  # type: ignore[operator]

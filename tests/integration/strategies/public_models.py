@@ -1,0 +1,121 @@
+"""Models of the shapes that public ones have: what their forwards take, decide and return."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+WORDS, WIDTH, LONGEST = 11, 8, 16
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+        rows, length, width = x.size()
+        q, k, v = (each.view(rows, length, 2, width // 2).transpose(1, 2) for each in self.into(x).split(WIDTH, dim=2))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        return self.out(y.transpose(1, 2).contiguous().view(rows, length, width))
+
+
+class AttentionBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.attention = nn.LayerNorm(WIDTH), Attention()
+        self.behind, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+        x = x + self.attention(self.before(x), mask)
+        return x + self.down(F.gelu(self.up(self.behind(x))))
+
+
+class LossWithin(nn.Module):
+    """As nanoGPT is: checks the length, takes targets or not, and returns a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LONGEST, WIDTH)
+        self.blocks = nn.ModuleList([AttentionBlock() for _ in range(3)])
+        self.last = nn.Linear(WIDTH, WORDS, bias=False)
+        self.last.weight = self.words.weight
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        _, length = x.size()
+        assert length <= LONGEST, f"{length} words are too long"
+        y = self.words(x) + self.places(torch.arange(length, device=x.device))
+        for block in self.blocks:
+            y = block(y)
+        if targets is None:
+            return self.last(y[:, [-1], :]), None
+        logits = self.last(y)
+        return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
+
+
+class Cache:
+    """An object with tensors in it that is no structure."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors = tensors
+
+
+@dataclass
+class LabelledOutput(OrderedDict[str, Any]):
+    """As Hugging Face's are: a dictionary of those fields that are not None, with attributes."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    cache: Cache | None = None
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if getattr(self, each.name) is not None:
+                self[each.name] = getattr(self, each.name)
+
+
+def decorated(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *args, **kwargs)
+
+    return called
+
+
+class Labelled(nn.Module):
+    """As Hugging Face's models are: everything optional, `**kwargs`, a decorator, an output class, a mask of shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList([AttentionBlock() for _ in range(3)])
+        self.last = nn.Linear(WIDTH, WORDS)
+
+    @decorated
+    def forward(
+        self, ids: Tensor | None = None, mask: Tensor | None = None, labels: Tensor | None = None, **kwargs: Any
+    ) -> LabelledOutput:
+        if ids is None:
+            raise ValueError("ids are missing")
+        length = ids.shape[1]
+        seen = torch.ones(length, length, dtype=torch.bool, device=ids.device).tril()[None, None]
+        if mask is not None:
+            seen = seen & mask[:, None, None, :].bool()
+        y = self.words(ids) * kwargs.get("scale", 1.0)
+        kept = []
+        for block in self.blocks:
+            y = block(y, seen)
+            kept.append(y)
+        logits, loss = self.last(y), None
+        if labels is not None:
+            shifted = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
+            loss = F.cross_entropy(logits.reshape(-1, WORDS).float(), shifted.reshape(-1), ignore_index=-100)
+        return LabelledOutput(loss=loss, logits=logits, cache=Cache(kept))

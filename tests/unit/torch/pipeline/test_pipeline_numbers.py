@@ -1,0 +1,81 @@
+"""Numbers that a model returns: the parts of microbatches, weighted, make up that of the batch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from paceline.errors import UsageError
+from paceline.torch.strategies.pipeline.calls import bind
+from paceline.torch.strategies.pipeline.numbers import rule_of
+from paceline.torch.strategies.pipeline.tracing import trace
+from paceline.torch.strategies.pipeline.values import cut_rows, row_bounds
+
+ROWS, PARTS = 7, 3
+X = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(0))
+CLASSES = torch.tensor([0, 3, -100, 2, 2, 1, -100])
+WORDS = torch.arange(ROWS * 4).reshape(ROWS, 4) % 2
+
+
+class Scored(nn.Module):
+    """Returns a number of its output and a second argument; `exports` lets torch.fx not follow it."""
+
+    def __init__(self, number: Callable[[Tensor, Any], Any], *, exports: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("weight", torch.tensor([1.0, 2.0, 0.5, 3.0]))
+        self.number, self.exports = number, exports
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        if self.exports and x.size(1) != 4:
+            raise ValueError
+        return self.number(self.linear(x), y)
+
+
+NUMBERS: dict[str, tuple[Callable[[Tensor, Any], Any], Tensor]] = {
+    "mean": (lambda x, y: x.square().mean(), X),
+    "sum": (lambda x, y: -x.sum() / 5, X),
+    "mean squared error": (F.mse_loss, X),
+    "module": (lambda x, y: nn.SmoothL1Loss(reduction="sum")(x, y) * 3, X),
+    "by class": (F.cross_entropy, CLASSES),
+    "shifted": (lambda x, y: 2 * F.cross_entropy(x[:, :-1].reshape(-1, 1).expand(-1, 4), y[:, 1:].reshape(-1)), WORDS),
+    "smoothed": (lambda x, y: 0.5 * F.cross_entropy(x, y, label_smoothing=0.1) + 1, CLASSES),
+    "masked": (lambda x, y: (x.mean(1) * (y > 0).float()).sum() / (y > 0).float().sum(), CLASSES),
+    "two means": (lambda x, y: F.l1_loss(x, y) + 0.1 * x.square().mean(), X),
+}
+
+
+@pytest.mark.parametrize("exports", [False, True])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_parts_make_up_the_batch(name: str, exports: bool) -> None:
+    number, y = NUMBERS[name]
+    model = Scored(number, exports=exports)
+    graph = trace(model, bind(model, (X, y), {}))
+    bounds = row_bounds(ROWS, PARTS)
+    arguments = [dict(part) for part in cut_rows({"x": X, "y": y}, ROWS, PARTS)]
+    rows = [end - begin for begin, end in itertools.pairwise(bounds)]
+    weights = rule_of(graph.output.node_of(0), graph).weights(graph, arguments, rows)
+    total = sum(weight * model(**part) for weight, part in zip(weights, arguments, strict=True))
+    torch.testing.assert_close(total, model(X, y))
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        lambda x, y: x.max(),
+        lambda x, y: x.mean() * x.mean(),
+        lambda x, y: F.cross_entropy(x, x.argmax(1)),
+        lambda x, y: F.cross_entropy(x, y) + x.mean(),
+    ],
+)
+def test_numbers_of_which_it_is_not_known(number: Callable[[Tensor, Any], Any]) -> None:
+    model = Scored(number, exports=False)
+    graph = trace(model, bind(model, (X, CLASSES), {}))
+    with pytest.raises(UsageError, match=r"returns a number \(.*\) of which it is not known"):
+        rule_of(graph.output.node_of(0), graph)
