@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from paceline.collectives.calls import Call
+from paceline.collectives.calls import CollectiveCall
 from paceline.collectives.network.faults import unpack_abort
 from paceline.collectives.network.frames import HEADER, MAGIC, WIRE_VERSION, Abort, Heads, MessageKind, Scanner
 from paceline.collectives.network.verdicts import CurrentCall, received, to_error, unexpected
@@ -64,7 +64,7 @@ class StoreEpisode(Episode):
         return [data for attacker in self.attackers for data in attacker.sent]
 
 
-CALL = Call("all_reduce", "float32", (4, 5), "sum")
+CALL = CollectiveCall("all_reduce", "float32", (4, 5), "sum")
 PLACE = CurrentCall("world", 0, CALL, 3)
 
 

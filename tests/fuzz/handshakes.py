@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from paceline.errors import PacelineError, ProtocolError
-from paceline.transport import Address, Handler, Header, Hello, Kind, Listener, MemoryTransport, Peer, frame_parts
+from paceline.transport import Address, FrameKind, Handler, Header, Hello, Listener, MemoryTransport, Peer, frame_parts
 from paceline.transport.handshake import Greeting
 from paceline.transport.memory import MemoryChannel
 from paceline.transport.security.authentication import prove
@@ -113,7 +113,7 @@ class HandshakeEpisode(Episode):
         frame = channel.receive_frame(1.0)
         greeting = Greeting(WHERE, token, Hello(role="worker"))
         meta = self._altered(greeting.answer(frame.meta, b"memory"))
-        for each in self.mutator.vary(Frame(Kind.HELLO, meta), tuple(Kind)):
+        for each in self.mutator.vary(Frame(FrameKind.HELLO, meta), tuple(FrameKind)):
             with contextlib.suppress(ProtocolError):
                 channel._pipe.receive(each.encode())
         channel.close()

@@ -13,7 +13,16 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from paceline.transport import HEADER_BYTES, Header, Hello, Kind, MemoryTransport, frame_parts, padded, unpack_header
+from paceline.transport import (
+    HEADER_BYTES,
+    FrameKind,
+    Header,
+    Hello,
+    MemoryTransport,
+    frame_parts,
+    padded,
+    unpack_header,
+)
 from paceline.transport.memory import MemoryChannel
 
 from .mutations import Frame, Mutator
@@ -75,7 +84,7 @@ class Line:
         """Send a frame that is right; return its answer, which comes at once."""
         self.send(b"".join(map(bytes, frame_parts(kind, **fields))))
         answers = list(self.answers())
-        if len(answers) != 1 or answers[0][0].kind == Kind.ERROR:
+        if len(answers) != 1 or answers[0][0].kind == FrameKind.ERROR:
             raise FoundError(f"an honest frame of kind {kind} got {answers}, {'open' if self.is_open else 'closed'}")
         return answers[0]
 
@@ -137,7 +146,7 @@ class Attacker:
 
 def check_answer(header: Header, meta: bytes) -> None:
     """Raise FoundError for what tells of an internal error."""
-    if header.kind in (Kind.ERROR, Kind.REFUSED):
+    if header.kind in (FrameKind.ERROR, FrameKind.REFUSED):
         failure = msgspec.msgpack.decode(meta)
         if failure["error"] == "InternalError":
             raise FoundError(failure["message"])

@@ -15,12 +15,12 @@ from paceline.ps import SGD, Scheduler, Zeros, messages
 from paceline.ps.messages import CALL, NOTICE, RESULT
 from paceline.ps.scheduler.processes import own_process
 from paceline.tables.settings import to_fields
-from paceline.transport import Address, Endpoint, Hello, Kind, Listener, MemoryTransport
+from paceline.transport import Address, Endpoint, FrameKind, Hello, Listener, MemoryTransport
 
 from .listening import Attacker, Episode, FoundError, Line
 from .mutations import Frame, tree_of
 
-KINDS = (CALL, CALL, CALL, NOTICE, NOTICE, RESULT, Kind.ERROR, Kind.HELLO, 16, 77)
+KINDS = (CALL, CALL, CALL, NOTICE, NOTICE, RESULT, FrameKind.ERROR, FrameKind.HELLO, 16, 77)
 HONEST, OTHERS = 5000, 9000
 """The first incarnations of honest members, and of others."""
 _ANSWERS: Any = msgspec.msgpack.Decoder()

@@ -37,14 +37,14 @@ from paceline.ps.messages import (
 from paceline.ps.messages import snapshots as snapshot_messages
 from paceline.storage.format import StoredPart
 from paceline.tables.settings import to_fields
-from paceline.transport import Handler, Header, Hello, Kind, Listener, MemoryTransport, Peer, padded
+from paceline.transport import FrameKind, Handler, Header, Hello, Listener, MemoryTransport, Peer, padded
 
 from .listening import Attacker, Episode, FoundError, Line
 from .mutations import Frame, tree_of
 
 KINDS = (
     PUSH, PULL, PUSH_PULL, TICK, ACK, VALUES, CALL, NOTICE, SYNCED, FORWARD, FORWARDED, STATE, STATE_TAKEN, READY,
-    CLOCKS, PING, PONG, Kind.ERROR, Kind.HELLO, 77,
+    CLOCKS, PING, PONG, FrameKind.ERROR, FrameKind.HELLO, 77,
 )  # fmt: skip
 """The kinds that a server knows, and others."""
 
@@ -165,7 +165,7 @@ class Joined:
                 # Others may have held it up: by then more of its own pushes may be in.
                 if not (values <= self._expected.pop(header.request)).all() or (values < -self._clock).any():
                     raise FoundError(f"a worker read {values} in iteration {header.request}")
-            elif header.kind == Kind.ERROR:
+            elif header.kind == FrameKind.ERROR:
                 raise FoundError(f"a worker of the iterations was refused: {header}")
 
     def finish(self) -> None:
@@ -440,8 +440,8 @@ class ServerEpisode(Episode):
 
     def _answer(self) -> Frame:
         request = self.random.choice(self.neighbour.requests)
-        kind = self.random.choice((FORWARDED, FORWARDED, STATE_TAKEN, PONG, Kind.ERROR))
-        meta = tree_of({"error": "UsageError", "message": "no"}) if kind == Kind.ERROR else b""
+        kind = self.random.choice((FORWARDED, FORWARDED, STATE_TAKEN, PONG, FrameKind.ERROR))
+        meta = tree_of({"error": "UsageError", "message": "no"}) if kind == FrameKind.ERROR else b""
         return Frame(kind, meta, fields={"request": request})
 
 

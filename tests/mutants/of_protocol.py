@@ -337,7 +337,7 @@ OF_PROTOCOL: Final = (
         "lost-lease-done",
         "a shard counts as done though its lease was taken back",
         "protocol/jobs/shards.py",
-        '            self._states.move(key, "Lost")\n            heapq.heappush(self._returned, key)',
+        '            self._states.move(key, "WorkerLost")\n            heapq.heappush(self._returned, key)',
         '            self._states.move(key, "Done")',
         unit=_SHARDS,
     ),

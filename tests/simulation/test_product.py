@@ -10,8 +10,9 @@ import pytest
 
 from paceline.protocol.delivery import Delivery
 from paceline.simulation.__main__ import main
+from paceline.simulation.oracle import Violation
 from paceline.simulation.product import PRODUCT_KINDS, ProductCluster
-from paceline.simulation.product.truth import Truth, Violation
+from paceline.simulation.product.truth import Truth
 from paceline.tables.sparse_part import SparsePart
 
 SEEDS = range(24)

@@ -14,7 +14,7 @@ import paceline
 from paceline.errors import UsageError
 from paceline.launch.train.options import PassOptions, TrainOptions
 from paceline.launch.train.train import train_locally
-from paceline.models.fm import FactorizationMachine
+from paceline.models.fm import SparseFactorizationMachine
 from paceline.models.metrics import ClickEvaluation
 from paceline.protocol import Sequential
 from paceline.ps import read_model
@@ -76,7 +76,7 @@ def write_pairs(path: Path, examples: int, strangers: int) -> Path:
 
 def test_factors_and_counts_go_with_the_feature_and_not_before(tmp_path: Path) -> None:
     first, second = write_pairs(tmp_path / "1.svm", 3000, 100), write_pairs(tmp_path / "2.svm", 1000, 0)
-    model = FactorizationMachine(factor_min_count=50, factor_lr=0.3, factor_l2=0.0)
+    model = SparseFactorizationMachine(factor_min_count=50, factor_lr=0.3, factor_l2=0.0)
     common: dict[str, Any] = {"model": model, "adapt": "no", "evaluation": [second]}
     train_locally(TrainOptions(data=[first], epochs=2, save=tmp_path / "m", **common), consistency=Sequential())
     passes = PassOptions(expire_after=1)

@@ -10,7 +10,7 @@ from paceline.collectives.grid import Grid, dims_create, split_evenly
 from paceline.collectives.group import Group
 from paceline.collectives.rendezvous.store import MemoryStore, PrefixStore, Store
 from paceline.collectives.start import DEFAULT_TIMEOUT, init, join
-from paceline.collectives.ticket import Ticket
+from paceline.collectives.ticket import CollectiveTicket
 from paceline.collectives.tuner import Candidate
 
 __all__ = [
@@ -21,7 +21,7 @@ __all__ = [
     "MemoryStore",
     "PrefixStore",
     "Store",
-    "Ticket",
+    "CollectiveTicket",
     "dims_create",
     "init",
     "join",

@@ -19,7 +19,7 @@ _MOST_NUMBERS: Final = 128
 _SHOWN_NUMBERS: Final = 20
 
 
-class Call(msgspec.Struct, frozen=True, array_like=True):
+class CollectiveCall(msgspec.Struct, frozen=True, array_like=True):
     """One collective operation as one rank calls it."""
 
     operation: str
@@ -46,7 +46,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
         return f"{self.operation}({', '.join(parts)})"
 
 
-def shortened(call: Call) -> Call:
+def shortened(call: CollectiveCall) -> CollectiveCall:
     """Return a call with no more sizes than a message has room for: instead of all, their number, hash and first ones.
 
     Equal calls stay equal, and different ones different.
@@ -59,9 +59,9 @@ def shortened(call: Call) -> Call:
     return msgspec.structs.replace(call, operation=operation, shape=shape[:_SHOWN_NUMBERS])
 
 
-def describe_mismatch(calls: Mapping[int, Call], group: str, sequence: int) -> MismatchError:
+def describe_mismatch(calls: Mapping[int, CollectiveCall], group: str, sequence: int) -> MismatchError:
     """Return the error that names the ranks and what each side called, for the group's call number ``sequence``."""
-    sides: dict[Call, list[int]] = {}
+    sides: dict[CollectiveCall, list[int]] = {}
     for rank in sorted(calls):
         sides.setdefault(calls[rank], []).append(rank)
     told = "; ".join(f"{name_ranks(ranks)} called {call}" for call, ranks in sides.items())

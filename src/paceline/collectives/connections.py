@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from paceline.collectives.calls import Call
+from paceline.collectives.calls import CollectiveCall
 from paceline.collectives.founding import Founding
 from paceline.collectives.layout import GroupLayout
 from paceline.collectives.network import verdicts as _verdicts
@@ -23,7 +23,7 @@ from paceline.errors import CollectiveError, GroupClosedError, RankLostError
 from paceline.transport import read_meta
 
 _ASK_S = 1.0
-_GIVEN_UP = Call("a call")
+_GIVEN_UP = CollectiveCall("a call")
 
 
 class Connections:
@@ -43,7 +43,7 @@ class Connections:
         """
         self._world, self._timeout_s, self._on_failure = world, timeout_s, on_failure
         self.layout = GroupLayout(name, ranks, world.rank, world.infos)
-        self.at: tuple[int, Call | None] = (-1, None)
+        self.at: tuple[int, CollectiveCall | None] = (-1, None)
         """The number of the call that is under way and what it is; between calls, that of the last one and None."""
         self._executor: ScheduleExecutor | None = None
         self._network: NetworkEngine | None = None

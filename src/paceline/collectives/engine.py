@@ -1,7 +1,7 @@
 """How a group moves bytes: what :class:`~paceline.collectives.Group` asks of shared memory or of the network.
 
 Engines know addresses and byte counts; dtypes and shapes are checked above. Every method is called by all ranks of the
-group, one call at a time, with an equal :class:`Call` and number, and returns when this rank's part is done.
+group, one call at a time, with an equal :class:`CollectiveCall` and number, and returns when this rank's part is done.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from paceline.collectives.calls import Call
+from paceline.collectives.calls import CollectiveCall
 
 
 class Area(NamedTuple):
@@ -35,7 +35,7 @@ class Reduction(NamedTuple):
 class Order(NamedTuple):
     """One call, as it is carried out."""
 
-    call: Call
+    call: CollectiveCall
     signature: int
     sequence: int
     timeout_s: float

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 from numba import config
 
-from paceline.collectives.calls import Call
+from paceline.collectives.calls import CollectiveCall
 from paceline.collectives.engine import Order
 from paceline.collectives.group_names import EndedError, absent
 from paceline.collectives.layout import GroupLayout
@@ -21,7 +21,7 @@ from paceline.errors import RankLostError
 from paceline.kernels import steps
 from paceline.transport import read_meta
 
-_MEET = Call("meet")
+_MEET = CollectiveCall("meet")
 
 
 class _Attached(msgspec.Struct, frozen=True, array_like=True):

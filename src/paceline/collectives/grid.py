@@ -24,7 +24,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from paceline.collectives.group import Group
-from paceline.collectives.ticket import Ticket
+from paceline.collectives.ticket import CollectiveTicket
 from paceline.errors import GroupClosedError, UsageError
 
 _Array: TypeAlias = np.ndarray[Any, Any]
@@ -65,7 +65,7 @@ class Grid:
         self.coordinates = self.coordinates_of(group.rank)
         """Where this rank is."""
         self._plans: dict[tuple[Any, ...], list[list[_Side]]] = {}
-        self._under_way: list[Ticket] = []
+        self._under_way: list[CollectiveTicket] = []
 
     def __repr__(self) -> str:
         return f"Grid({'x'.join(map(str, self.shape))} of {self.group!r}, at {self.coordinates})"

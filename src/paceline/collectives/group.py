@@ -16,7 +16,7 @@ from paceline.collectives.arrays import ArrayMemory, as_array
 from paceline.collectives.connections import Connections
 from paceline.collectives.group_names import EndedError
 from paceline.collectives.operations import Operations, Work
-from paceline.collectives.ticket import MessageTicket, Ticket, no_waiting_in_callbacks
+from paceline.collectives.ticket import CollectiveTicket, MessageTicket, no_waiting_in_callbacks
 from paceline.collectives.tuner import Candidate, Tuner, check_algorithm
 from paceline.collectives.world import World
 from paceline.errors import CollectiveError, GroupClosedError, RankLostError, UsageError
@@ -33,10 +33,10 @@ class Group(Closing):
     integers and bool ``bitwise_and``, ``bitwise_or``, ``bitwise_xor``. On one host half precision is reduced in
     float32. The result of an all-reduce is the same, bit by bit, on every rank (of hosts with one kind of processor).
 
-    Every call has a variant ``*_async`` that returns a :class:`Ticket`; calls of both kinds are carried out in the
-    order in which they are made. Every call waits at most :attr:`timeout`. Calls that differ between ranks raise
-    MismatchError on all of them; a rank that dies, stops or does not come raises RankLostError, which names it, on
-    all the others; after that the group refuses work with GroupClosedError.
+    Every call has a variant ``*_async`` that returns a :class:`CollectiveTicket`; calls of both kinds are carried out
+    in the order in which they are made. Every call waits at most :attr:`timeout`. Calls that differ between ranks
+    raise MismatchError on all of them; a rank that dies, stops or does not come raises RankLostError, which names it,
+    on all the others; after that the group refuses work with GroupClosedError.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Group(Closing):
         self._lock = threading.RLock()
         self._submitting = threading.Lock()
         self._num_pending = 0
-        self._queue: SimpleQueue[tuple[Work, Ticket] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Work, CollectiveTicket] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._owns_world = False
         world.enter(self)
@@ -84,7 +84,7 @@ class Group(Closing):
         """Return when every rank has called it."""
         self._now(self._operations.barrier())
 
-    def barrier_async(self) -> Ticket:
+    def barrier_async(self) -> CollectiveTicket:
         """See :meth:`barrier`."""
         return self._later(self._operations.barrier())
 
@@ -92,7 +92,7 @@ class Group(Closing):
         """Return the reduction of `array` over all ranks, on every rank; `out` may be `array` itself (in place)."""
         return self._now(self._operations.all_reduce(array, op, out))
 
-    def all_reduce_async(self, array: Any, op: str = "sum", *, out: Any = None) -> Ticket:
+    def all_reduce_async(self, array: Any, op: str = "sum", *, out: Any = None) -> CollectiveTicket:
         """See :meth:`all_reduce`."""
         return self._later(self._operations.all_reduce(array, op, out))
 
@@ -100,7 +100,7 @@ class Group(Closing):
         """Return the reduction over all ranks on `root`, None elsewhere."""
         return self._now(self._operations.reduce(array, op, root, out))
 
-    def reduce_async(self, array: Any, op: str = "sum", *, root: int = 0, out: Any = None) -> Ticket:
+    def reduce_async(self, array: Any, op: str = "sum", *, root: int = 0, out: Any = None) -> CollectiveTicket:
         """See :meth:`reduce`."""
         return self._later(self._operations.reduce(array, op, root, out))
 
@@ -116,7 +116,7 @@ class Group(Closing):
 
     def reduce_scatter_async(
         self, array: Any, op: str = "sum", *, sizes: Sequence[int] | None = None, out: Any = None
-    ) -> Ticket:
+    ) -> CollectiveTicket:
         """See :meth:`reduce_scatter`."""
         return self._later(self._operations.reduce_scatter(array, op, sizes, out))
 
@@ -124,7 +124,7 @@ class Group(Closing):
         """Fill `array` with the root's, in place, and return it; its shape and dtype are the same everywhere."""
         return self._now(self._operations.broadcast(array, root))
 
-    def broadcast_async(self, array: Any, *, root: int = 0) -> Ticket:
+    def broadcast_async(self, array: Any, *, root: int = 0) -> CollectiveTicket:
         """See :meth:`broadcast`."""
         return self._later(self._operations.broadcast(array, root))
 
@@ -136,7 +136,7 @@ class Group(Closing):
         """
         return self._now(self._operations.all_gather(array, sizes, out))
 
-    def all_gather_async(self, array: Any, *, sizes: Sequence[int] | None = None, out: Any = None) -> Ticket:
+    def all_gather_async(self, array: Any, *, sizes: Sequence[int] | None = None, out: Any = None) -> CollectiveTicket:
         """See :meth:`all_gather`."""
         return self._later(self._operations.all_gather(array, sizes, out))
 
@@ -150,7 +150,9 @@ class Group(Closing):
         """As :meth:`all_gather`, on `root`; None elsewhere."""
         return self._now(self._operations.gather(array, root, sizes, out))
 
-    def gather_async(self, array: Any, *, root: int = 0, sizes: Sequence[int] | None = None, out: Any = None) -> Ticket:
+    def gather_async(
+        self, array: Any, *, root: int = 0, sizes: Sequence[int] | None = None, out: Any = None
+    ) -> CollectiveTicket:
         """See :meth:`gather`."""
         return self._later(self._operations.gather(array, root, sizes, out))
 
@@ -161,7 +163,9 @@ class Group(Closing):
         """
         return self._now(self._operations.scatter(array, out, root, sizes))
 
-    def scatter_async(self, array: Any, out: Any, *, root: int = 0, sizes: Sequence[int] | None = None) -> Ticket:
+    def scatter_async(
+        self, array: Any, out: Any, *, root: int = 0, sizes: Sequence[int] | None = None
+    ) -> CollectiveTicket:
         """See :meth:`scatter`."""
         return self._later(self._operations.scatter(array, out, root, sizes))
 
@@ -187,7 +191,7 @@ class Group(Closing):
         send_sizes: Sequence[int] | None = None,
         receive_sizes: Sequence[int] | None = None,
         out: Any = None,
-    ) -> Ticket:
+    ) -> CollectiveTicket:
         """See :meth:`all_to_all`."""
         return self._later(self._operations.all_to_all(array, send_sizes, receive_sizes, out))
 
@@ -214,7 +218,7 @@ class Group(Closing):
         """
         self.send_async(array, to, tag=tag).wait()
 
-    def send_async(self, array: Any, to: int, *, tag: int = 0) -> Ticket:
+    def send_async(self, array: Any, to: int, *, tag: int = 0) -> CollectiveTicket:
         """See :meth:`send`."""
         self._check_alive()
         memory = ArrayMemory(array)
@@ -226,7 +230,7 @@ class Group(Closing):
         """Fill `out` with a message of this tag, from `source` or from any rank; return the rank that sent it."""
         return int(self.recv_async(out, source, tag=tag).result())
 
-    def recv_async(self, out: Any, source: int | None = None, *, tag: int = 0) -> Ticket:
+    def recv_async(self, out: Any, source: int | None = None, *, tag: int = 0) -> CollectiveTicket:
         """See :meth:`recv`."""
         self._check_alive()
         memory = ArrayMemory(out, target=True)
@@ -372,13 +376,13 @@ class Group(Closing):
                 return self._later(work).result()
         return self._run(work)
 
-    def _later(self, work: Work) -> Ticket:
+    def _later(self, work: Work) -> CollectiveTicket:
         with self._submitting:
             self._check_alive()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name=f"paceline-{self.name}", daemon=True)
                 self._thread.start()
-            ticket = Ticket(self._thread)
+            ticket = CollectiveTicket(self._thread)
             self._num_pending += 1
             self._queue.put((work, ticket))
         return ticket

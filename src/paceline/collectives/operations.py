@@ -9,7 +9,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from paceline.collectives.arrays import ArrayMemory, as_array, empty_like
-from paceline.collectives.calls import Call, shortened
+from paceline.collectives.calls import CollectiveCall, shortened
 from paceline.collectives.connections import Connections
 from paceline.collectives.engine import Area, Engine, Order, Reduction, copy
 from paceline.collectives.tuner import SHARED, Tuner
@@ -41,7 +41,7 @@ class Operations:
         self._connections = connections
         self._tuner = tuner
         self._timeout_s = timeout_s
-        self._calls: dict[tuple[Any, ...], tuple[Call, int]] = {}
+        self._calls: dict[tuple[Any, ...], tuple[CollectiveCall, int]] = {}
         self._reductions: dict[tuple[str, str], Reduction] = {}
         self._doing: tuple[str, str, int, float] | None = None
 
@@ -264,7 +264,7 @@ class Operations:
         return rows
 
     def _exchange_sizes(
-        self, call: tuple[Call, int], sends: list[int], receives: list[int] | None, sequence: int
+        self, call: tuple[CollectiveCall, int], sends: list[int], receives: list[int] | None, sequence: int
     ) -> list[int]:
         """Return how many rows every rank sends to this one; they must be those that are expected, if any are.
 
@@ -286,13 +286,13 @@ class Operations:
 
     def _call(
         self, operation: str, dtype: str = "", shape: tuple[int, ...] = (), op: str = "", root: int = -1
-    ) -> tuple[Call, int]:
+    ) -> tuple[CollectiveCall, int]:
         key = (operation, dtype, shape, op, root)
         found = self._calls.get(key)
         if found is None:
             if len(self._calls) >= _MAX_KNOWN_CALLS:
                 self._calls.clear()
-            call = shortened(Call(operation, dtype, shape, op, root))
+            call = shortened(CollectiveCall(operation, dtype, shape, op, root))
             found = self._calls[key] = (call, call.signature)
         return found
 
@@ -348,7 +348,9 @@ class Operations:
             )
         return rows, (sum(rows), *own[1:]), (*own[1:], *rows)
 
-    def _begin(self, operation: str, num_bytes: int, call: tuple[Call, int], sequence: int) -> tuple[Engine, Order]:
+    def _begin(
+        self, operation: str, num_bytes: int, call: tuple[CollectiveCall, int], sequence: int
+    ) -> tuple[Engine, Order]:
         """Return the tuner's choice for a call. `num_bytes` must be the same on all ranks."""
         self._connections.at = (sequence, call[0])
         order = Order(call[0], call[1], sequence, self._timeout_s)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class Ticket:
+class CollectiveTicket:
     """What an asynchronous call returns. Its arrays must not be touched before it is done.
 
     >>> ticket = group.all_reduce_async(gradient)       # doctest: +SKIP
@@ -36,7 +36,7 @@ class Ticket:
         self._lock = threading.Lock()
         self._result: Any = None
         self._error: BaseException | None = None
-        self._callbacks: list[Callable[[Ticket], None]] = []
+        self._callbacks: list[Callable[[CollectiveTicket], None]] = []
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Wait until it is done. Raises what the call raises; DeadlineError if ``timeout`` passes, and it goes on.
@@ -66,7 +66,7 @@ class Ticket:
         """Return the error of a call that has failed; ``None`` as long as it is not done."""
         return self._error
 
-    def add_done_callback(self, callback: Callable[[Ticket], None]) -> None:
+    def add_done_callback(self, callback: Callable[[CollectiveTicket], None]) -> None:
         """Call ``callback(ticket)`` when it is done: in the group's thread, or here and now if it already is.
 
         The callback may make asynchronous calls of the group, but not wait for any.
@@ -89,7 +89,7 @@ class Ticket:
         self._callbacks.clear()
 
 
-class MessageTicket(Ticket):
+class MessageTicket(CollectiveTicket):
     """A send or receive. Its result is the rank that sent the message."""
 
     __slots__ = ("_given_back", "_memory", "_pending", "_timeout")
@@ -136,7 +136,7 @@ class MessageTicket(Ticket):
     def exception(self) -> BaseException | None:
         return self._pending.error
 
-    def add_done_callback(self, callback: Callable[[Ticket], None]) -> None:
+    def add_done_callback(self, callback: Callable[[CollectiveTicket], None]) -> None:
         """Call ``callback(ticket)`` when it is done, in a thread of its own."""
 
         def wait() -> None:

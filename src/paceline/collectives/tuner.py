@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from paceline.collectives.calls import Call
+from paceline.collectives.calls import CollectiveCall
 from paceline.collectives.engine import Area, Engine, Order, Reduction
 from paceline.collectives.network.engine import NetworkEngine, num_pieces
 from paceline.collectives.network.executing import COMBINER
@@ -287,7 +287,7 @@ class Tuner:
         return Order(_TUNE, _TUNE.signature, 0, self._timeout_s, algorithm)
 
 
-_TUNE: Final = Call("tune")
+_TUNE: Final = CollectiveCall("tune")
 
 
 def _faster(timed: dict[str, float], num_bytes: int) -> str:

@@ -23,7 +23,7 @@ from paceline.kernels.csr import add_interactions, csr_dot, csr_transposed_dot, 
 from paceline.models.base import KeyedMatrix, KeyedMinibatch, ModelTable, SparseModel
 from paceline.models.clicks import ClickMinibatch, ClickProbabilityModel
 from paceline.models.features.counting import MOST_COUNTED
-from paceline.models.logistic import LogisticRegression
+from paceline.models.logistic import SparseLogisticRegression
 from paceline.tables.initializers import Normal
 from paceline.tables.rules import SGD, Adagrad
 from paceline.tables.types import Floats, Keys
@@ -147,9 +147,9 @@ class FactorModel(ClickProbabilityModel):
         return self.dim
 
     @property
-    def linear(self) -> LogisticRegression:
+    def linear(self) -> SparseLogisticRegression:
         """The model without factors."""
-        return LogisticRegression(
+        return SparseLogisticRegression(
             offset=self.offset,
             positive=self.positive,
             interactions=self.interactions,
@@ -167,7 +167,7 @@ def check_penalties(model: SparseModel, *names: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FactorizationMachine(FactorModel):
+class SparseFactorizationMachine(FactorModel):
     """P(click) from a weight and `dim` factors per feature."""
 
     name: ClassVar[str] = "fm"

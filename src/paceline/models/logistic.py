@@ -48,7 +48,7 @@ class LogisticMinibatch(ClickMinibatch):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LogisticRegression(ClickProbabilityModel):
+class SparseLogisticRegression(ClickProbabilityModel):
     """P(click) from a weight per feature."""
 
     name: ClassVar[str] = "lr"

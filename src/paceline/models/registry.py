@@ -11,8 +11,8 @@ from paceline.models.base import SparseModel
 from paceline.models.deep.dcn import DeepCrossNetwork
 from paceline.models.deep.deepfm import DeepFactorizationMachine
 from paceline.models.ffm import FieldAwareMachine
-from paceline.models.fm import FactorizationMachine
-from paceline.models.logistic import LogisticRegression
+from paceline.models.fm import SparseFactorizationMachine
+from paceline.models.logistic import SparseLogisticRegression
 from paceline.models.poisson import PoissonRegression
 from paceline.models.regression import LeastSquares
 from paceline.models.softmax import SoftmaxRegression
@@ -20,8 +20,8 @@ from paceline.models.softmax import SoftmaxRegression
 MODELS: Final[dict[str, type[SparseModel]]] = {
     kind.name: kind
     for kind in (
-        LogisticRegression,
-        FactorizationMachine,
+        SparseLogisticRegression,
+        SparseFactorizationMachine,
         FieldAwareMachine,
         DeepFactorizationMachine,
         DeepCrossNetwork,
@@ -33,7 +33,7 @@ MODELS: Final[dict[str, type[SparseModel]]] = {
 """Every model by its name."""
 
 
-def make_model(name: str = LogisticRegression.name, **settings: Any) -> SparseModel:
+def make_model(name: str = SparseLogisticRegression.name, **settings: Any) -> SparseModel:
     """Return a model; settings that are None are left out. Raises UsageError for those it does not take."""
     kind = MODELS.get(name)
     if kind is None:

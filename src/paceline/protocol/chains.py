@@ -50,13 +50,13 @@ class Changed:
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
-    """The last server with these buckets (a mask) died: their data is gone, and nobody will hold them again."""
+class BucketsLost:
+    """The last server with these buckets (a mask) has ended: their data is gone, for good."""
 
     buckets: int
 
 
-Instruction: TypeAlias = Changed | Lost
+Instruction: TypeAlias = Changed | BucketsLost
 
 SERVER: Final = StateTable(
     "a server in a bucket's chain",
@@ -69,16 +69,16 @@ SERVER: Final = StateTable(
         Transition("filling", "filled", "replica"),
         Transition("filling", "filled", "primary", when="wanted first"),
         Transition("filling", "servers_changed", OUTSIDE, when="dead, silent or not wanted"),
-        Transition("filling", "servers_changed", OUTSIDE, "Lost", when="no member lives"),
+        Transition("filling", "servers_changed", OUTSIDE, "BucketsLost", when="no member lives"),
         Transition("replica", "servers_changed", "primary", when="next of the living or wanted first"),
         Transition("replica", "filled", "primary", when="wanted first and all filled"),
         Transition("primary", "servers_changed", "replica", when="wanted later"),
         Transition("primary", "filled", "replica", when="wanted later and all filled"),
         Transition("primary", "servers_changed", OUTSIDE, when="dead, silent or not wanted"),
-        Transition("primary", "servers_changed", OUTSIDE, "Lost", when="the last member dies"),
+        Transition("primary", "servers_changed", OUTSIDE, "BucketsLost", when="the last member dies"),
         Transition("primary", "filled", OUTSIDE, when="not wanted and all filled"),
         Transition("replica", "servers_changed", OUTSIDE, when="dead, silent or not wanted"),
-        Transition("replica", "servers_changed", OUTSIDE, "Lost", when="no member lives"),
+        Transition("replica", "servers_changed", OUTSIDE, "BucketsLost", when="no member lives"),
         Transition("replica", "filled", OUTSIDE, when="not wanted and all filled"),
     ),
 )
@@ -316,7 +316,7 @@ class Planner:
             self._chains[bucket] = after
             if not after.members:
                 lost |= 1 << bucket
-        instructions: list[Instruction] = [Lost(lost)] if lost else []
+        instructions: list[Instruction] = [BucketsLost(lost)] if lost else []
         if changed:
             self._version += 1
             instructions.append(Changed(self._version))

@@ -34,7 +34,7 @@ class Join:
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
+class Depart:
     """A worker left or is dead: nobody waits for it from now on, and its held requests are forgotten."""
 
     worker: int
@@ -64,7 +64,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request of a worker that wants to begin iteration ``clock``; ``ticket`` comes back in a Release."""
+    """A request of a worker that wants to begin iteration ``clock``; ``ticket`` comes back in a Unblock."""
 
     worker: int
     clock: int
@@ -92,14 +92,14 @@ class Complete:
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
+class Unblock:
     """The request that was asked with this ticket may now be served."""
 
     ticket: object
 
 
-Event: TypeAlias = Join | Leave | Finish | Resume | Tick | Ask
-Instruction: TypeAlias = Joined | Complete | Release
+Event: TypeAlias = Join | Depart | Finish | Resume | Tick | Ask
+Instruction: TypeAlias = Joined | Complete | Unblock
 
 WORKER: Final = StateTable(
     "a worker at the gate",
@@ -112,8 +112,8 @@ WORKER: Final = StateTable(
         Transition("finished", "Resume", "counting", "Joined"),
         Transition("finished", "Join", "finished", "Joined"),
         Transition("finished", "Tick", "finished"),
-        Transition("counting", "Leave", OUTSIDE),
-        Transition("finished", "Leave", OUTSIDE),
+        Transition("counting", "Depart", OUTSIDE),
+        Transition("finished", "Depart", OUTSIDE),
     ),
 )
 
@@ -124,7 +124,7 @@ class Gate:
     ``expected_workers`` distinct workers must have joined once before the clock can move on from
     ``first_clock`` (more than 0 for a server that starts in mid-run or from a save). A worker id is one
     incarnation of a worker; a runtime that reuses ids (ranks) drops the buffered pushes of an unfinished
-    iteration itself at the Leave.
+    iteration itself at the Depart.
 
     Raises:
         UsageError: ``expected_workers`` or ``first_clock`` is negative.
@@ -177,7 +177,7 @@ class Gate:
         match event:
             case Ask(clock=clock, ticket=ticket):
                 if self.is_open(clock):
-                    return [Release(ticket)]
+                    return [Unblock(ticket)]
                 self._held.setdefault(clock, []).append(event)
                 return []
             case Tick(worker, clock):
@@ -189,7 +189,7 @@ class Gate:
                 return self._advance()
             case Join(worker, clock):
                 return [Joined(worker, self._vector.join(worker, clock)), *self._advance()]
-            case Leave(worker):
+            case Depart(worker):
                 # Rule 2: who leaves stops counting at once, and its own requests are forgotten.
                 self._vector.leave(worker)
                 self._forget_requests(worker)
@@ -215,7 +215,7 @@ class Gate:
         self._seen_minimum = minimum
         # Rule 5: a held request is released by the very event that opens its gate, older iterations first.
         for clock in sorted(c for c in self._held if self.is_open(c)):
-            instructions += [Release(ask.ticket) for ask in self._held.pop(clock)]
+            instructions += [Unblock(ask.ticket) for ask in self._held.pop(clock)]
         return instructions
 
     def _forget_requests(self, worker: int) -> None:

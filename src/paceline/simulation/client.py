@@ -16,10 +16,10 @@ from paceline.protocol.client import (
     Connect,
     Disconnect,
     Instruction,
-    Kind,
     Request,
+    RequestKind,
     Resync,
-    Session,
+    ServerSession,
     Transmit,
 )
 from paceline.protocol.membership import Role
@@ -36,7 +36,7 @@ from paceline.simulation.messages import (
     TickClock,
     Value,
 )
-from paceline.simulation.network import Connection
+from paceline.simulation.network import SimulatedConnection
 from paceline.simulation.node import SimulatedNode
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class SimulatedClient(SimulatedNode):
             self.core.sessions[server].disconnected()
 
     @override
-    def receive(self, connection: Connection, frame: Any) -> None:
+    def receive(self, connection: SimulatedConnection, frame: Any) -> None:
         super().receive(connection, frame)
         self._go_on()
 
@@ -90,7 +90,7 @@ class SimulatedClient(SimulatedNode):
         for instruction in instructions:
             match instruction:
                 case Transmit(request, pieces):
-                    self.cluster.fired["resend"] += request.kind is not Kind.CALL
+                    self.cluster.fired["resend"] += request.kind is not RequestKind.CALL
                     session = self.core.sessions[request.server]
                     if pieces:
                         request.payload = _put_together(pieces)
@@ -99,7 +99,7 @@ class SimulatedClient(SimulatedNode):
                 case Resync(server, version, clock, takes_part):
                     self.links.send(server, SyncedFrame(self.incarnation, version, clock, self._has_joined, takes_part))
                 case AskToJoin(server):
-                    self._start(self.core.sessions[server], Kind.CALL, _Payload(0, join=instruction))
+                    self._start(self.core.sessions[server], RequestKind.CALL, _Payload(0, join=instruction))
                 case Connect(server):
                     self.links.want(server)
                 case Disconnect(session):
@@ -111,17 +111,17 @@ class SimulatedClient(SimulatedNode):
 
     def pull(self, buckets: int) -> list[Request]:
         """Read buckets, in this iteration."""
-        return self._start_cut(Kind.PULL, buckets, ())
+        return self._start_cut(RequestKind.PULL, buckets, ())
 
     def push(self, values: tuple[Value, ...]) -> list[Request]:
         """Push values."""
         self.core.next_sequence()
-        return self._start_cut(Kind.PUSH, bucket_set(value[0] for value in values), values)
+        return self._start_cut(RequestKind.PUSH, bucket_set(value[0] for value in values), values)
 
     def tick(self) -> None:
         """End this iteration."""
         for session in self.core.sessions.values():
-            self._start(session, Kind.TICK)
+            self._start(session, RequestKind.TICK)
         self.core.tick()
 
     def join(self, then: Callable[[], None]) -> None:
@@ -132,7 +132,7 @@ class SimulatedClient(SimulatedNode):
     def retire(self) -> list[Request]:
         """Take part in iterations no longer."""
         self.execute(self.core.retire())
-        return [self._start(session, Kind.CALL, _Payload(0)) for session in self.core.sessions.values()]
+        return [self._start(session, RequestKind.CALL, _Payload(0)) for session in self.core.sessions.values()]
 
     def until(self, requests: list[Request], then: Callable[[], None]) -> None:
         """Do something when these requests are done."""
@@ -150,14 +150,14 @@ class SimulatedClient(SimulatedNode):
             self._then = None
             then()
 
-    def _start_cut(self, kind: Kind, buckets: int, values: tuple[Value, ...]) -> list[Request]:
+    def _start_cut(self, kind: RequestKind, buckets: int, values: tuple[Value, ...]) -> list[Request]:
         return [
             self._start(session, kind, _restrict(values, buckets & session.leads))
             for session in self.core.sessions.values()
             if buckets & session.leads
         ]
 
-    def _start(self, session: Session, kind: Kind, payload: _Payload | None = None) -> Request:
+    def _start(self, session: ServerSession, kind: RequestKind, payload: _Payload | None = None) -> Request:
         request = session.request(kind, self.core.clock, self.core.sequence, payload)
         if session.start(request):
             self._transmit(request)
@@ -167,11 +167,11 @@ class SimulatedClient(SimulatedNode):
         number, me, version, clock = request.number, self.incarnation, self.core.version, request.clock
         payload: Any = request.payload
         match request.kind:
-            case Kind.PUSH:
+            case RequestKind.PUSH:
                 frame: Any = PushPart(number, me, request.sequence, clock, version, payload.buckets, payload.values)
-            case Kind.PULL:
+            case RequestKind.PULL:
                 frame = PullPart(number, me, clock, version, payload.buckets)
-            case Kind.TICK:
+            case RequestKind.TICK:
                 frame = TickClock(number, me, clock + 1, version)
             case _ if payload.join is not None:
                 frame = JoinGate(me, payload.join.clock, version, number)
@@ -181,7 +181,7 @@ class SimulatedClient(SimulatedNode):
 
     # Answers.
 
-    def on_answer(self, connection: Connection, frame: AnswerFrame) -> None:
+    def on_answer(self, connection: SimulatedConnection, frame: AnswerFrame) -> None:
         """Take the answer to a push, a pull, a tick or a call to retire."""
         session = self.core.sessions.get(connection.hello[2])
         if session is None:
@@ -194,7 +194,7 @@ class SimulatedClient(SimulatedNode):
         else:
             session.answered(request)
 
-    def _on_joined(self, connection: Connection, frame: JoinedGate) -> None:
+    def _on_joined(self, connection: SimulatedConnection, frame: JoinedGate) -> None:
         server = connection.hello[2]
         session = self.core.sessions.get(server)
         request = None if session is None else session.in_flight.get(frame.number)
@@ -207,7 +207,7 @@ class SimulatedClient(SimulatedNode):
         if was_joining and not self.core.is_joining:
             self._go_on()
 
-    def _on_stale(self, connection: Connection, frame: StaleFrame) -> None:
+    def _on_stale(self, connection: SimulatedConnection, frame: StaleFrame) -> None:
         session = self.core.sessions.get(connection.hello[2])
         request = None if session is None else session.in_flight.get(frame.number)
         if session is not None and request is not None:

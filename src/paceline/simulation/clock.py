@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 Action: TypeAlias = Callable[..., None]
 
 
-class Clock:
+class SimulatedClock:
     """The time of a simulation, in seconds, and what is to happen when.
 
     Things of the same time happen in the order of their numbers, which is that in which they were first planned.

@@ -12,10 +12,10 @@ from paceline.protocol.consistency import BoundedDelay, Consistency, Eventual, S
 from paceline.protocol.jobs import JobAccount, Key
 from paceline.protocol.membership import Member
 from paceline.protocol.server import ServerCore
-from paceline.simulation.clock import Clock
+from paceline.simulation.clock import SimulatedClock
 from paceline.simulation.defects import Defect, server_core
 from paceline.simulation.faults import KINDS, Faults
-from paceline.simulation.network import Network, Process
+from paceline.simulation.network import SimulatedNetwork, SimulatedProcess
 from paceline.simulation.node import SCHEDULER, SimulatedNode
 from paceline.simulation.oracle import Oracle, Violation
 from paceline.simulation.poster import Poster
@@ -30,7 +30,7 @@ _TO_FORMER: Final = 0.3
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class Composition:
     """What a cluster is made of."""
 
     num_servers: int
@@ -50,7 +50,7 @@ class Settings:
         return (1 << self.num_buckets) - 1
 
     @classmethod
-    def draw(cls, random: Random) -> Settings:
+    def draw(cls, random: Random) -> Composition:
         """Choose a small cluster."""
         consistency: Consistency = random.choice(
             (Sequential(), Sequential(), BoundedDelay(tau=0), BoundedDelay(tau=1), BoundedDelay(tau=3), Eventual())
@@ -84,7 +84,7 @@ class Outcome:
     lost: int
 
 
-class Lost(Exception):  # noqa: N818 - an end, not an error
+class DataLost(Exception):  # noqa: N818 - an end, not an error
     """Buckets are gone, as they must be when too many servers fail."""
 
 
@@ -97,18 +97,18 @@ class Cluster:
         *,
         defect: Defect | None = None,
         trace: Callable[[str], None] | None = None,
-        settings: Settings | None = None,
+        settings: Composition | None = None,
         faults: tuple[str, ...] = KINDS,
         num_faults: int | None = None,
         may_lose: bool = False,
     ) -> None:
         self.seed = seed
         self.random = Random(seed)
-        self.settings = Settings.draw(self.random) if settings is None else settings
+        self.settings = Composition.draw(self.random) if settings is None else settings
         self.is_sequential = isinstance(self.settings.consistency, Sequential)
         self.fired: Counter[str] = Counter()
-        self.clock = Clock()
-        self.network = Network(self.clock, self.random, self.fired)
+        self.clock = SimulatedClock()
+        self.network = SimulatedNetwork(self.clock, self.random, self.fired)
         self.trace = trace
         if trace is not None:
             self.network.trace = self.note
@@ -163,7 +163,7 @@ class Cluster:
         """Note that buckets are gone."""
         self.oracle.lost |= buckets
         if self.may_lose:
-            raise Lost
+            raise DataLost
         raise Violation(f"buckets {buckets:b} are lost, though enough servers lived")
 
     def note(self, text: str) -> None:
@@ -205,7 +205,7 @@ class Cluster:
         self._number += 1
         return SimulatedWorker(host, f"{host}.{self._number}", self)
 
-    def crash(self, process: Process) -> None:
+    def crash(self, process: SimulatedProcess) -> None:
         """Kill a process."""
         self.note(f"{process.name} crashes")
         if process is self.scheduler:
@@ -213,7 +213,7 @@ class Cluster:
         process.end()
         self._tell_end(process)
 
-    def _tell_end(self, process: Process) -> None:
+    def _tell_end(self, process: SimulatedProcess) -> None:
         """Let the schedulers know that a process has ended, if their kernel does."""
         if self.is_one_host:
             for scheduler in self.schedulers:
@@ -337,7 +337,7 @@ class Cluster:
         violation = None
         try:
             self._run()
-        except Lost:
+        except DataLost:
             pass
         except Violation as error:
             violation = str(error)

@@ -15,8 +15,8 @@ from paceline.protocol.replication import (
     Forward,
     Forwarded,
     Instruction,
-    Push,
-    Refuse,
+    PushReceived,
+    RefusePush,
     Replication,
 )
 from paceline.protocol.server import ServerCore
@@ -41,10 +41,10 @@ class _EarlyReplication(Replication):
     def handle(self, event: Event) -> list[Instruction]:
         instructions: list[Instruction] = []
         for instruction in super().handle(event):
-            if isinstance(instruction, Acknowledge | Refuse | Forget) and id(instruction.token) in self._over:
+            if isinstance(instruction, Acknowledge | RefusePush | Forget) and id(instruction.token) in self._over:
                 continue
             instructions.append(instruction)
-        if isinstance(event, Push | Forwarded) and any(isinstance(each, Forward) for each in instructions):
+        if isinstance(event, PushReceived | Forwarded) and any(isinstance(each, Forward) for each in instructions):
             self._over.add(id(event.token))
             instructions.append(Acknowledge(event.token))
         return instructions

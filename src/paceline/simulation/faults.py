@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from paceline.simulation.network import Process
+from paceline.simulation.network import SimulatedProcess
 from paceline.simulation.scheduler import SimulatedScheduler
 from paceline.simulation.server import SimulatedServer
 
@@ -86,7 +86,7 @@ class Faults:
             cluster.unhealthy_until_s[server.name] = max(until_s, cluster.unhealthy_until_s.get(server.name, 0.0))
         return True
 
-    def _any(self) -> Process:
+    def _any(self) -> SimulatedProcess:
         processes = self._cluster.network.processes
         return processes[self._cluster.random.choice(sorted(processes))]
 

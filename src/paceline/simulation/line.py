@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from paceline.protocol.jobs import JobMemory, MemberLedger, events
 from paceline.protocol.scheduler.line import MemberEnd, SentMessage
 from paceline.simulation.messages import EndWork, NewsFrame, Reply, Say
-from paceline.simulation.network import Connection
+from paceline.simulation.network import SimulatedConnection
 
 
 class Speaker(Protocol):
@@ -41,7 +41,7 @@ class Line:
 
     def tell(self, request: events.Request) -> None:
         """Tell the scheduler something that wants no answer."""
-        supersedes = events.Progress if isinstance(request, events.Progress) else None
+        supersedes = events.CountersTold if isinstance(request, events.CountersTold) else None
         self._send(self._end.add(self._ledger.sent(request), supersedes=supersedes))
 
     def rejoins(self) -> JobMemory | None:
@@ -62,7 +62,7 @@ class Line:
             number = message.number if message.is_call else 0
             self._node.tell(Say(number, message.number, self._end.lowest, message.content))
 
-    def on_reply(self, _: Connection, frame: Reply) -> None:
+    def on_reply(self, _: SimulatedConnection, frame: Reply) -> None:
         """Take an answer."""
         self._end.received(frame.received)
         message = self._end.take(frame.request)
@@ -71,7 +71,7 @@ class Line:
                 self._ledger.answered(message.content, frame.content, self._node.own_now_s)
             self._then.pop(frame.request)(frame.content)
 
-    def on_news(self, _: Connection, frame: NewsFrame) -> None:
+    def on_news(self, _: SimulatedConnection, frame: NewsFrame) -> None:
         """Take the scheduler's news."""
         self._end.received(frame.received)
         self._ledger.told(frame.record)

@@ -13,7 +13,7 @@ from paceline.protocol.jobs import JobMemory, JobRecord
 from paceline.protocol.membership import Member, Role
 from paceline.protocol.replication import FilterState
 from paceline.protocol.scheduler import View
-from paceline.protocol.server import Clocks, Kind
+from paceline.protocol.server import Clocks, TimingClass
 
 Value: TypeAlias = tuple[int, int, int]
 Part: TypeAlias = tuple[int, tuple[Value, ...]]
@@ -21,18 +21,18 @@ Part: TypeAlias = tuple[int, tuple[Value, ...]]
 
 
 @dataclass(slots=True)
-class Frame:
+class SimulatedFrame:
     """What is sent; `size` is in bytes; `kind` is what it is for a server's core, if that says when it is handled."""
 
     size: ClassVar[int] = 200
-    kind: ClassVar[Kind | None] = None
+    kind: ClassVar[TimingClass | None] = None
 
 
 # Between a node and the scheduler.
 
 
 @dataclass(slots=True)
-class RegisterNode(Frame):
+class RegisterNode(SimulatedFrame):
     """A new process wants to be a member."""
 
     role: Role
@@ -40,7 +40,7 @@ class RegisterNode(Frame):
 
 
 @dataclass(slots=True)
-class Map(Frame):
+class Map(SimulatedFrame):
     """A view that the scheduler has committed."""
 
     size: ClassVar[int] = 2000
@@ -48,7 +48,7 @@ class Map(Frame):
 
 
 @dataclass(slots=True)
-class PrepareView(Frame):
+class PrepareView(SimulatedFrame):
     """A view that a server is to keep, and not to act on yet."""
 
     size: ClassVar[int] = 2000
@@ -56,14 +56,14 @@ class PrepareView(Frame):
 
 
 @dataclass(slots=True)
-class PromiseTerm(Frame):
+class PromiseTerm(SimulatedFrame):
     """A server is to prepare nothing of a lower term, and says that it will not by the same frame."""
 
     term: int
 
 
 @dataclass(slots=True)
-class PreparedView(Frame):
+class PreparedView(SimulatedFrame):
     """A server has the view of this order."""
 
     term: int
@@ -71,7 +71,7 @@ class PreparedView(Frame):
 
 
 @dataclass(slots=True)
-class Rejoin(Frame):
+class RejoinFrame(SimulatedFrame):
     """A member is connected (again); the rest is for a scheduler that knows nothing."""
 
     member: Member
@@ -85,7 +85,7 @@ class Rejoin(Frame):
 
 
 @dataclass(slots=True)
-class Beat(Frame):
+class Beat(SimulatedFrame):
     """A heartbeat; a server names those that it cannot reach."""
 
     incarnation: int
@@ -93,14 +93,14 @@ class Beat(Frame):
 
 
 @dataclass(slots=True)
-class Going(Frame):
+class Going(SimulatedFrame):
     """A server wants to be drained; a worker goes."""
 
     incarnation: int
 
 
 @dataclass(slots=True)
-class Welcomed(Frame):
+class Welcomed(SimulatedFrame):
     """The node is this member of this cluster."""
 
     member: Member
@@ -111,12 +111,12 @@ class Welcomed(Frame):
 
 
 @dataclass(slots=True)
-class Thrown(Frame):
+class Thrown(SimulatedFrame):
     """The node is no member (any more)."""
 
 
 @dataclass(slots=True)
-class Filled(Frame):
+class FilledFrame(SimulatedFrame):
     """A server is filled, see :class:`paceline.protocol.replication.Report`."""
 
     version: int
@@ -125,7 +125,7 @@ class Filled(Frame):
 
 
 @dataclass(slots=True)
-class Say(Frame):
+class Say(SimulatedFrame):
     """A member asks or tells something of jobs; see :mod:`paceline.protocol.scheduler.line` for the numbers."""
 
     request: int
@@ -135,7 +135,7 @@ class Say(Frame):
 
 
 @dataclass(slots=True)
-class Reply(Frame):
+class Reply(SimulatedFrame):
     """The scheduler's answer, and the number of the last message that it has."""
 
     request: int
@@ -144,7 +144,7 @@ class Reply(Frame):
 
 
 @dataclass(slots=True)
-class NewsFrame(Frame):
+class NewsFrame(SimulatedFrame):
     """What is new of the job, for members to keep."""
 
     received: int
@@ -160,10 +160,10 @@ class EndWork:
 
 
 @dataclass(slots=True)
-class JoinGate(Frame):
+class JoinGate(SimulatedFrame):
     """A worker wants to count from `clock` on, or from where the server stands."""
 
-    kind: ClassVar[Kind | None] = Kind.CALL
+    kind: ClassVar[TimingClass | None] = TimingClass.CALL
     worker: int
     clock: int
     version: int
@@ -171,7 +171,7 @@ class JoinGate(Frame):
 
 
 @dataclass(slots=True)
-class JoinedGate(Frame):
+class JoinedGate(SimulatedFrame):
     """A worker counts at this server from `clock` on."""
 
     clock: int
@@ -179,20 +179,20 @@ class JoinedGate(Frame):
 
 
 @dataclass(slots=True)
-class FinishGate(Frame):
+class FinishGate(SimulatedFrame):
     """A worker has no work now."""
 
-    kind: ClassVar[Kind | None] = Kind.CALL
+    kind: ClassVar[TimingClass | None] = TimingClass.CALL
     number: int
     worker: int
     version: int
 
 
 @dataclass(slots=True)
-class PushPart(Frame):
+class PushPart(SimulatedFrame):
     """A part of a push of one iteration."""
 
-    kind: ClassVar[Kind | None] = Kind.DATA
+    kind: ClassVar[TimingClass | None] = TimingClass.DATA
     number: int
     worker: int
     sequence: int
@@ -203,10 +203,10 @@ class PushPart(Frame):
 
 
 @dataclass(slots=True)
-class TickClock(Frame):
+class TickClock(SimulatedFrame):
     """A worker has finished `clock` iterations."""
 
-    kind: ClassVar[Kind | None] = Kind.TICK
+    kind: ClassVar[TimingClass | None] = TimingClass.TICK
     number: int
     worker: int
     clock: int
@@ -214,10 +214,10 @@ class TickClock(Frame):
 
 
 @dataclass(slots=True)
-class PullPart(Frame):
+class PullPart(SimulatedFrame):
     """A part of a read of iteration `clock`."""
 
-    kind: ClassVar[Kind | None] = Kind.DATA
+    kind: ClassVar[TimingClass | None] = TimingClass.DATA
     number: int
     worker: int
     clock: int
@@ -226,7 +226,7 @@ class PullPart(Frame):
 
 
 @dataclass(slots=True)
-class AnswerFrame(Frame):
+class AnswerFrame(SimulatedFrame):
     """The answer to a push, a pull, a tick or a finish, and the iterations that are safe at the server."""
 
     number: int
@@ -234,7 +234,7 @@ class AnswerFrame(Frame):
 
 
 @dataclass(slots=True)
-class StaleFrame(Frame):
+class StaleFrame(SimulatedFrame):
     """A part is refused: the map was old. Here is the newer one."""
 
     number: int
@@ -242,10 +242,10 @@ class StaleFrame(Frame):
 
 
 @dataclass(slots=True)
-class SyncedFrame(Frame):
+class SyncedFrame(SimulatedFrame):
     """By the map of `version`, all was sent again that had to be; where the worker stands."""
 
-    kind: ClassVar[Kind | None] = Kind.SYNCED
+    kind: ClassVar[TimingClass | None] = TimingClass.SYNCED
     worker: int
     version: int
     clock: int
@@ -257,10 +257,10 @@ class SyncedFrame(Frame):
 
 
 @dataclass(slots=True)
-class ForwardPush(Frame):
+class ForwardPush(SimulatedFrame):
     """A push on its way down a chain."""
 
-    kind: ClassVar[Kind | None] = Kind.CHAIN
+    kind: ClassVar[TimingClass | None] = TimingClass.CHAIN
     number: int
     incarnation: int
     sequence: int
@@ -270,27 +270,27 @@ class ForwardPush(Frame):
 
 
 @dataclass(slots=True)
-class Ping(Frame):
+class Ping(SimulatedFrame):
     """Are you there?"""
 
 
 @dataclass(slots=True)
-class Pong(Frame):
+class Pong(SimulatedFrame):
     """The answer."""
 
 
 @dataclass(slots=True)
-class ForwardOk(Frame):
+class ForwardOk(SimulatedFrame):
     """The sender and all behind it have the push."""
 
     number: int
 
 
 @dataclass(slots=True)
-class Check(Frame):
+class Check(SimulatedFrame):
     """What a bucket is on a server, for the one behind it to compare."""
 
-    kind: ClassVar[Kind | None] = Kind.CHAIN
+    kind: ClassVar[TimingClass | None] = TimingClass.CHAIN
     version: int
     bucket: int
     applied: tuple[tuple[int, int], ...]
@@ -299,10 +299,10 @@ class Check(Frame):
 
 
 @dataclass(slots=True)
-class State(Frame):
+class State(SimulatedFrame):
     """A bucket, whole."""
 
-    kind: ClassVar[Kind | None] = Kind.CHAIN
+    kind: ClassVar[TimingClass | None] = TimingClass.CHAIN
     size: ClassVar[int] = 20_000
     number: int
     version: int
@@ -313,24 +313,24 @@ class State(Frame):
 
 
 @dataclass(slots=True)
-class StateOk(Frame):
+class StateOk(SimulatedFrame):
     """The bucket is here."""
 
     number: int
 
 
 @dataclass(slots=True)
-class ReadyFrame(Frame):
+class ReadyFrame(SimulatedFrame):
     """The sender has nothing that the primary may lack, see :class:`paceline.protocol.replication.Ready`."""
 
-    kind: ClassVar[Kind | None] = Kind.CHAIN
+    kind: ClassVar[TimingClass | None] = TimingClass.CHAIN
     version: int
 
 
 @dataclass(slots=True)
-class ClocksFrame(Frame):
+class ClocksFrame(SimulatedFrame):
     """Where the workers are, by the view of `version`."""
 
-    kind: ClassVar[Kind | None] = Kind.CHAIN
+    kind: ClassVar[TimingClass | None] = TimingClass.CHAIN
     version: int
     clocks: Clocks

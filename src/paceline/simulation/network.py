@@ -1,7 +1,7 @@
 """Processes and the connections between them, on virtual time.
 
-A :class:`Connection` is what TCP gives: each direction keeps its order until it breaks; then some tail of what was on
-its way is lost, in each direction by itself. So a frame is dropped only together with all that came after it, and it
+A :class:`SimulatedConnection` is what TCP gives: each direction keeps its order until it breaks; then some tail of what
+was on its way is lost, in each direction by itself. So a frame is dropped only with all that came after it, and it
 comes twice only if its sender sends it again. Connections overtake one another freely.
 """
 
@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterable
 from random import Random
 from typing import Any
 
-from paceline.simulation.clock import Clock
+from paceline.simulation.clock import SimulatedClock
 
 _RECONNECT_S = 0.03
 
 
-class Process:
+class SimulatedProcess:
     """One process of a cluster. It ends by a crash or by itself; one that is restarted is another one."""
 
-    def __init__(self, name: str, network: Network) -> None:
+    def __init__(self, name: str, network: SimulatedNetwork) -> None:
         self.name = name
         self.network = network
         self.clock = network.clock
@@ -28,8 +28,8 @@ class Process:
         self.stopped_until_s = 0.0
         self.slow_s = 0.0
         self.clock_offset_s = 0.0
-        self.connections: list[Connection] = []
-        self.accepted: dict[Process, Connection] = {}
+        self.connections: list[SimulatedConnection] = []
+        self.accepted: dict[SimulatedProcess, SimulatedConnection] = {}
         self.last_delivered = 0
         network.add(self)
 
@@ -57,11 +57,11 @@ class Process:
             self.is_alive = False
             self.network.remove(self)
 
-    def accept(self, connection: Connection, hello: Any) -> bool:
+    def accept(self, connection: SimulatedConnection, hello: Any) -> bool:
         """Take a connection that another process opens, or refuse it."""
         raise NotImplementedError
 
-    def opened(self, connection: Connection) -> None:
+    def opened(self, connection: SimulatedConnection) -> None:
         """Note that a connection that this process asked for is there."""
         raise NotImplementedError
 
@@ -69,16 +69,16 @@ class Process:
         """Note that a connection could not be opened."""
         raise NotImplementedError
 
-    def closed(self, connection: Connection) -> None:
+    def closed(self, connection: SimulatedConnection) -> None:
         """Note that a connection broke."""
         raise NotImplementedError
 
-    def receive(self, connection: Connection, frame: Any) -> None:
+    def receive(self, connection: SimulatedConnection, frame: Any) -> None:
         """Take a frame."""
         raise NotImplementedError
 
 
-class Connection:
+class SimulatedConnection:
     """Two ordered streams between two processes; end 0 opened it."""
 
     __slots__ = (
@@ -97,7 +97,14 @@ class Connection:
         "was_opened",
     )
 
-    def __init__(self, network: Network, source: Process, target: Process, hello: Any, latency_s: float) -> None:
+    def __init__(
+        self,
+        network: SimulatedNetwork,
+        source: SimulatedProcess,
+        target: SimulatedProcess,
+        hello: Any,
+        latency_s: float,
+    ) -> None:
         self.network = network
         self.ends = (source, target)
         self.hello = hello
@@ -114,11 +121,11 @@ class Connection:
         self.is_ending = [False, False]
         """By direction: whether it is broken, and what still arrives is on its way."""
 
-    def peer(self, process: Process) -> Process:
+    def peer(self, process: SimulatedProcess) -> SimulatedProcess:
         """The process at the other end."""
         return self.ends[1] if self.ends[0] is process else self.ends[0]
 
-    def send(self, sender: Process, frame: Any) -> None:
+    def send(self, sender: SimulatedProcess, frame: Any) -> None:
         """Send a frame; it is lost if the connection is broken, noticed or not."""
         if self.is_open:
             self.network.send(self, 0 if self.ends[0] is sender else 1, frame)
@@ -130,34 +137,34 @@ class Connection:
         self.limit = [0, 0]
 
 
-class Network:
+class SimulatedNetwork:
     """Who lives, and how their frames travel.
 
     `fired` counts, by kind, what happened to them.
     """
 
-    def __init__(self, clock: Clock, random: Random, fired: Counter[str]) -> None:
+    def __init__(self, clock: SimulatedClock, random: Random, fired: Counter[str]) -> None:
         self.clock = clock
         self.random = random
         self.fired = fired
-        self.processes: dict[str, Process] = {}
-        self._listening: dict[str, Process] = {}  # other addresses than names
+        self.processes: dict[str, SimulatedProcess] = {}
+        self._listening: dict[str, SimulatedProcess] = {}  # other addresses than names
         self.trace: Callable[[str], None] | None = None
         self.latency_s = random.choice((0.0003, 0.001, 0.003))
         self.bytes_per_s = random.choice((2e6, 2e7, 1e9))
-        self._cables: list[tuple[Process, Process]] = []
+        self._cables: list[tuple[SimulatedProcess, SimulatedProcess]] = []
         self._partitions: list[tuple[frozenset[str], float]] = []
         self._number = 0
 
-    def add(self, process: Process) -> None:
+    def add(self, process: SimulatedProcess) -> None:
         """Let a process listen under its name."""
         self.processes[process.name] = process
 
-    def listen(self, address: str, process: Process) -> None:
+    def listen(self, address: str, process: SimulatedProcess) -> None:
         """Let a process listen at another address than its name, in the place of whoever did."""
         self._listening[address] = process
 
-    def remove(self, process: Process) -> None:
+    def remove(self, process: SimulatedProcess) -> None:
         """Take a process away and break its connections."""
         del self.processes[process.name]
         for connection in list(process.connections):
@@ -166,11 +173,11 @@ class Network:
 
     # Connections.
 
-    def connect(self, source: Process, name: str, hello: Any) -> None:
+    def connect(self, source: SimulatedProcess, name: str, hello: Any) -> None:
         """Open a connection; `source` is told by `opened` or `refused`."""
         self.clock.after(self.latency_s * (0.5 + self.random.random()), self._arrive, source, name, hello)
 
-    def _arrive(self, source: Process, name: str, hello: Any) -> None:
+    def _arrive(self, source: SimulatedProcess, name: str, hello: Any) -> None:
         target = self._listening.get(name) or self.processes.get(name)
         if not source.is_alive:
             return
@@ -183,7 +190,7 @@ class Network:
             self.clock.after(_RECONNECT_S, self._arrive, source, name, hello)
             return
         latency_s = self.latency_s * self.random.choice((0.5, 1.0, 4.0))
-        connection = Connection(self, source, target, hello, latency_s)
+        connection = SimulatedConnection(self, source, target, hello, latency_s)
         if not target.accept(connection, hello):
             self.clock.after(_RECONNECT_S, source.run, source.refused, (name, hello))
             return
@@ -197,17 +204,17 @@ class Network:
         target.connections.append(connection)
         self.clock.after(latency_s, self._open, connection)
 
-    def _open(self, connection: Connection) -> None:
+    def _open(self, connection: SimulatedConnection) -> None:
         source = connection.ends[0]
         if connection.is_open:  # if not, its break is told instead
             source.run(self._opened, (connection,))
 
-    def _opened(self, connection: Connection) -> None:
+    def _opened(self, connection: SimulatedConnection) -> None:
         if connection.is_open:
             connection.was_opened = True
             connection.ends[0].opened(connection)
 
-    def send(self, connection: Connection, direction: int, frame: Any) -> None:
+    def send(self, connection: SimulatedConnection, direction: int, frame: Any) -> None:
         """Put a frame on its way."""
         clock = self.clock
         sender, receiver = connection.ends[direction], connection.ends[1 - direction]
@@ -218,7 +225,7 @@ class Network:
         self._number += 1
         clock.at(arrival_s, self._deliver, connection, direction, connection.sent[direction], self._number, frame)
 
-    def _deliver(self, connection: Connection, direction: int, index: int, number: int, frame: Any) -> None:
+    def _deliver(self, connection: SimulatedConnection, direction: int, index: int, number: int, frame: Any) -> None:
         sender, receiver = connection.ends[direction], connection.ends[1 - direction]
         if (connection.limit is not None and index > connection.limit[direction]) or not receiver.is_alive:
             return
@@ -242,7 +249,7 @@ class Network:
 
     # Faults.
 
-    def cut(self, connection: Connection) -> None:
+    def cut(self, connection: SimulatedConnection) -> None:
         """Break a connection: in each direction some of what is under way still arrives, the rest is lost."""
         if not connection.is_open:
             return
@@ -266,18 +273,18 @@ class Network:
             elif end.is_alive:
                 self.clock.after(delay_s, end.run, self._closed, (end, connection))
 
-    def _closed(self, end: Process, connection: Connection) -> None:
+    def _closed(self, end: SimulatedProcess, connection: SimulatedConnection) -> None:
         if connection.is_forgotten and end is connection.ends[1]:
             return  # it was told when the newer one came
         if end.accepted.get(connection.peer(end)) is connection:
             del end.accepted[connection.peer(end)]
         end.closed(connection)
 
-    def close(self, connection: Connection) -> None:
+    def close(self, connection: SimulatedConnection) -> None:
         """Close a connection in good order, as far as its two ends are concerned: as a break."""
         self.cut(connection)
 
-    def unlink(self, connection: Connection) -> None:
+    def unlink(self, connection: SimulatedConnection) -> None:
         """Take a connection out of its ends' lists."""
         for end in connection.ends:
             if connection in end.connections:
@@ -298,7 +305,7 @@ class Network:
             if self.random.random() < 0.5:
                 self.clock.after(duration_s * self.random.random(), self.cut, connection)
 
-    def cut_cable(self, one: Process, other: Process) -> None:
+    def cut_cable(self, one: SimulatedProcess, other: SimulatedProcess) -> None:
         """Let nothing pass between two processes as long as both live; no connection breaks over it."""
         self._cables.append((one, other))
 
@@ -307,14 +314,14 @@ class Network:
         """Whether any cable is cut."""
         return bool(self._cables)
 
-    def is_cut_off(self, process: Process) -> bool:
+    def is_cut_off(self, process: SimulatedProcess) -> bool:
         """Whether a cable of a process is cut."""
         return any(process in pair for pair in self._cables)
 
-    def _is_cut(self, one: Process, other: Process) -> bool:
+    def _is_cut(self, one: SimulatedProcess, other: SimulatedProcess) -> bool:
         return bool(self._cables) and any(one in pair and other in pair for pair in self._cables)
 
-    def _blocked_until_s(self, one: Process, other: Process) -> float:
+    def _blocked_until_s(self, one: SimulatedProcess, other: SimulatedProcess) -> float:
         until_s = 0.0
         if self._partitions:
             now_s = self.clock.now_s

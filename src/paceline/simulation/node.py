@@ -18,12 +18,12 @@ from paceline.simulation.messages import (
     PrepareView,
     PromiseTerm,
     RegisterNode,
-    Rejoin,
+    RejoinFrame,
     Reply,
     Thrown,
     Welcomed,
 )
-from paceline.simulation.network import Connection, Process
+from paceline.simulation.network import SimulatedConnection, SimulatedProcess
 from paceline.simulation.server_links import ServerLinks
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ TIMEOUT_S: Final = 1.0
 HEARTBEAT_S: Final = TIMEOUT_S / HEARTBEATS_PER_TIMEOUT
 
 
-class SimulatedNode(Process):
+class SimulatedNode(SimulatedProcess):
     """A process that registers at the scheduler, sends heartbeats and takes views."""
 
     def __init__(self, host: str, name: str, cluster: Cluster, *, role: Role, is_extra: bool = False) -> None:
@@ -47,11 +47,11 @@ class SimulatedNode(Process):
         self.member: Member | None = None
         self.cluster_name = ""
         self.views: KnownViews[View] = KnownViews()
-        self.scheduler: Connection | None = None
+        self.scheduler: SimulatedConnection | None = None
         self.is_leaving = False
         self.line = Line(self)
         self.links = ServerLinks(self, role.value, self.address)
-        self.handlers: dict[type, Callable[[Connection, Any], None]] = {
+        self.handlers: dict[type, Callable[[SimulatedConnection, Any], None]] = {
             Reply: self.line.on_reply,
             NewsFrame: self.line.on_news,
             **dict.fromkeys((Welcomed, Thrown, Map, PrepareView, PromiseTerm), self._hear),
@@ -107,11 +107,11 @@ class SimulatedNode(Process):
     # Connections.
 
     @override
-    def accept(self, connection: Connection, hello: Any) -> bool:
+    def accept(self, connection: SimulatedConnection, hello: Any) -> bool:
         return False
 
     @override
-    def opened(self, connection: Connection) -> None:
+    def opened(self, connection: SimulatedConnection) -> None:
         if connection.hello[0] == "node":
             self.scheduler = connection
             self._introduce(connection)
@@ -126,7 +126,7 @@ class SimulatedNode(Process):
             self.links.refused(hello[2])
 
     @override
-    def closed(self, connection: Connection) -> None:
+    def closed(self, connection: SimulatedConnection) -> None:
         if connection.hello[0] == "node":
             self.scheduler = None
             self._connect()
@@ -136,7 +136,7 @@ class SimulatedNode(Process):
         self.links.connect()
 
     @override
-    def receive(self, connection: Connection, frame: Any) -> None:
+    def receive(self, connection: SimulatedConnection, frame: Any) -> None:
         if connection.hello[0] != "node" or connection is self.scheduler:  # of schedulers, only the newest
             self.handlers[type(frame)](connection, frame)
 
@@ -145,7 +145,7 @@ class SimulatedNode(Process):
     def _connect(self) -> None:
         self.network.connect(self, self.cluster.find_scheduler(), ("node", 0, 0))
 
-    def _introduce(self, connection: Connection) -> None:
+    def _introduce(self, connection: SimulatedConnection) -> None:
         """Register, or say who this is."""
         if self.member is None:
             connection.send(self, RegisterNode(self.role, self.is_extra))
@@ -154,7 +154,7 @@ class SimulatedNode(Process):
         assert newest is not None
         connection.send(
             self,
-            Rejoin(
+            RejoinFrame(
                 self.member,
                 self.cluster_name,
                 newest,
@@ -172,7 +172,7 @@ class SimulatedNode(Process):
             self.tell(Beat(self.incarnation, self.unreachable()))
         self.later(HEARTBEAT_S, self._beat)
 
-    def _hear(self, connection: Connection, frame: Any) -> None:
+    def _hear(self, connection: SimulatedConnection, frame: Any) -> None:
         match frame:
             case Welcomed(member, cluster, view, received):
                 if self.member is None:

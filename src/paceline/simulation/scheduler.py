@@ -14,8 +14,8 @@ from paceline.protocol.membership import Member, Role
 from paceline.protocol.scheduler import Phase, Returned, SchedulerCore, View, events
 from paceline.protocol.scheduler.line import SchedulerEnd
 from paceline.simulation import messages
-from paceline.simulation.messages import EndWork, Going, Map, NewsFrame, Rejoin, Reply, Say, Thrown, Welcomed
-from paceline.simulation.network import Connection, Process
+from paceline.simulation.messages import EndWork, Going, Map, NewsFrame, RejoinFrame, Reply, Say, Thrown, Welcomed
+from paceline.simulation.network import SimulatedConnection, SimulatedProcess
 from paceline.simulation.node import HEARTBEAT_S, SCHEDULER, TIMEOUT_S
 
 if TYPE_CHECKING:
@@ -30,11 +30,11 @@ class _Session:
     __slots__ = ("connection", "end")
 
     def __init__(self, connection: Any, *, is_foreign: bool) -> None:
-        self.connection: Connection = connection
+        self.connection: SimulatedConnection = connection
         self.end = SchedulerEnd(is_foreign=is_foreign)
 
 
-class SimulatedScheduler(Process):
+class SimulatedScheduler(SimulatedProcess):
     """One scheduler process, at the address at which they all listen."""
 
     def __init__(self, name: str, cluster: Cluster, *, replaces: bool, accepts_minority: bool) -> None:
@@ -49,7 +49,7 @@ class SimulatedScheduler(Process):
         )  # fmt: skip
         self.jobs = JobCore(settings.num_workers)
         self._sessions: dict[int, _Session] = {}  # the members that were welcomed, by incarnation
-        self._foreign: set[Connection] = set()  # connections of members that have rejoined
+        self._foreign: set[SimulatedConnection] = set()  # connections of members that have rejoined
         self._flushes = self._has_news = False
         self.later(HEARTBEAT_S, self._tick)
 
@@ -59,49 +59,53 @@ class SimulatedScheduler(Process):
         return self.core.is_established and self.core.phase is Phase.LEADING
 
     @override
-    def accept(self, connection: Connection, hello: Any) -> bool:
+    def accept(self, connection: SimulatedConnection, hello: Any) -> bool:
         return True
 
     @override
-    def receive(self, connection: Connection, frame: Any) -> None:
+    def receive(self, connection: SimulatedConnection, frame: Any) -> None:
         if isinstance(frame, Say):
             self._serve(connection, frame)
             return
         event = self._event_of(connection, frame)
         self._feed(event)
-        if isinstance(event, events.Rejoin):
+        if isinstance(event, events.MemberRejoining):
             self._look_for_ended()
-        elif isinstance(event, events.Leave):
+        elif isinstance(event, events.MemberLeaving):
             connection.send(self, Thrown())
 
-    def _event_of(self, connection: Connection, frame: Any) -> events.Event:
+    def _event_of(self, connection: SimulatedConnection, frame: Any) -> events.Event:
         match frame:
             case messages.RegisterNode(role, is_extra):
                 name = connection.ends[0].name
-                return events.Register(connection, name, role, address=name, is_extra=is_extra)
-            case Rejoin(member, cluster, view, promised, has_committed, former, is_leaving, job):
+                return events.MemberRegistering(connection, name, role, address=name, is_extra=is_extra)
+            case RejoinFrame(member, cluster, view, promised, has_committed, former, is_leaving, job):
                 self._foreign.add(connection)
                 known = JobMemory(record=JobRecord(number=0)) if job is None else job
-                return events.Rejoin(
+                return events.MemberRejoining(
                     Returned(
                         connection, member, cluster, view, promised, has_committed, is_leaving, known.number,
                         known.posted is not None, known.has_worked, former, knowledge=job,
                     )
                 )  # fmt: skip
             case messages.Beat(_, unreachable):
-                return events.Heartbeat(connection, unreachable)
-            case messages.Filled(version, target, buckets):
-                return events.Filled(version, target, buckets)
+                return events.MemberHeard(connection, unreachable)
+            case messages.FilledFrame(version, target, buckets):
+                return events.BucketsFilled(version, target, buckets)
             case messages.PreparedView(term, epoch):
-                return events.Prepared(connection, term, epoch)
+                return events.ViewPrepared(connection, term, epoch)
             case messages.PromiseTerm(term):
-                return events.Promised(connection, term)
+                return events.TermPromised(connection, term)
             case Going():
-                return events.Drain(connection) if _role(connection) is Role.SERVER else events.Leave(connection)
+                return (
+                    events.ServerDraining(connection)
+                    if _role(connection) is Role.SERVER
+                    else events.MemberLeaving(connection)
+                )
         raise AssertionError(frame)
 
     @override
-    def closed(self, connection: Connection) -> None:
+    def closed(self, connection: SimulatedConnection) -> None:
         incarnation = self.core.incarnation_of(connection)
         self._foreign.discard(connection)
         self._feed(events.Disconnected(connection))
@@ -109,7 +113,7 @@ class SimulatedScheduler(Process):
             self.later(2 * self.network.latency_s, self._probe, connection.ends[0].name, incarnation)
 
     def _tick(self) -> None:
-        self._feed(events.Clock())
+        self._feed(events.TimePassed())
         self._look_for_ended()
         if self.core.needed:
             self.cluster.waits_for(self, [member.node for member in self.core.needed])
@@ -121,14 +125,14 @@ class SimulatedScheduler(Process):
         """Take the kernel's word that a process has ended."""
         member = self.core.membership.named(name)
         if member is not None:
-            self._feed(events.Ended(member.incarnation))
+            self._feed(events.ProcessEnded(member.incarnation))
 
     def _look_for_ended(self) -> None:
         for member in self.core.awaited:
             if not self.cluster.is_one_host:
                 self._probe(member.node, member.incarnation)
             elif member.node not in self.network.processes:
-                self._feed(events.Ended(member.incarnation))
+                self._feed(events.ProcessEnded(member.incarnation))
 
     def _probe(self, name: str, incarnation: int) -> None:
         lives = self.cluster.is_one_host or name in self.network.processes
@@ -143,13 +147,13 @@ class SimulatedScheduler(Process):
 
     def _execute(self, instruction: events.Instruction) -> None:
         match instruction:
-            case events.Welcome(peer, member):
+            case events.TakeIn(peer, member):
                 self._welcome(
                     peer,
                     member.incarnation,
                     Welcomed(member, self.core.cluster, _view_for(peer, self.core.committed), 0),
                 )
-            case events.Expel(peer) | events.Refuse(peer):
+            case events.Expel(peer) | events.TurnAway(peer):
                 self._send([peer], Thrown())
             case events.Foreign(peer):
                 self.network.close(peer)  # type: ignore[arg-type]  # it comes again
@@ -160,7 +164,7 @@ class SimulatedScheduler(Process):
                 self._answer(self.jobs.removed(member, session, is_lost=is_lost, now_s=self.own_now_s))
             case events.TakenOver(returned, dead):
                 self._take_over(returned, dead)
-            case events.Promise(peers, term):
+            case events.AskPromise(peers, term):
                 self._send(peers, messages.PromiseTerm(term))
             case events.Prepare(peers, view):
                 self._send(peers, messages.PrepareView(view))
@@ -172,9 +176,9 @@ class SimulatedScheduler(Process):
                 if not self._flushes:
                     self._flushes = True
                     self.later(_FLUSH_S, self._flush)
-            case events.Release(peer):
+            case events.ReleaseServer(peer):
                 self._send([peer], Going(0))
-            case events.Lost(buckets):
+            case events.BucketsLost(buckets):
                 if self.core.term >= self.cluster.oracle.view.term:  # else nobody listens to it any more
                     self.cluster.lost(buckets)
             case events.Note(text):
@@ -209,7 +213,7 @@ class SimulatedScheduler(Process):
         self.jobs.restore(remembered, dead, self.own_now_s, term=self.core.term)
         self._answer(())
 
-    def _serve(self, connection: Connection, frame: Say) -> None:
+    def _serve(self, connection: SimulatedConnection, frame: Say) -> None:
         incarnation = self.core.incarnation_of(connection) or 0
         session = self._sessions.get(incarnation)
         if session is None or session.connection is not connection:

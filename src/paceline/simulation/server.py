@@ -19,7 +19,7 @@ from paceline.simulation.messages import (
     AnswerFrame,
     Check,
     ClocksFrame,
-    Filled,
+    FilledFrame,
     FinishGate,
     ForwardOk,
     ForwardPush,
@@ -39,7 +39,7 @@ from paceline.simulation.messages import (
     Thrown,
     TickClock,
 )
-from paceline.simulation.network import Connection
+from paceline.simulation.network import SimulatedConnection
 from paceline.simulation.node import SimulatedNode
 from paceline.simulation.oracle import Data, Violation
 from paceline.simulation.toy_table import ToyTable
@@ -55,7 +55,7 @@ class _Request:
 
     def __init__(
         self,
-        connection: Connection | None,
+        connection: SimulatedConnection | None,
         frame: Any,
         incarnation: int = 0,
         sequence: int = 0,
@@ -81,19 +81,19 @@ class SimulatedServer(SimulatedNode):
         self.core = cluster.make_server_core()
         self.table = ToyTable(name)
         self._silence = Silence()
-        self._reports: dict[int, Filled] = {}
+        self._reports: dict[int, FilledFrame] = {}
         self.handlers[Going] = lambda _, __: cluster.ended(self)  # drained
 
     # Connections.
 
     @override
-    def accept(self, connection: Connection, hello: Any) -> bool:
+    def accept(self, connection: SimulatedConnection, hello: Any) -> bool:
         _, source, target = hello
         connection.owner = source
         return bool(target == self.incarnation)
 
     @override
-    def closed(self, connection: Connection) -> None:
+    def closed(self, connection: SimulatedConnection) -> None:
         if connection.ends[0] is self:
             super().closed(connection)
         else:
@@ -104,7 +104,7 @@ class SimulatedServer(SimulatedNode):
         self._handle(replication.LinkUp(server) if is_up else replication.LinkDown(server))
 
     @override
-    def receive(self, connection: Connection, frame: Any) -> None:
+    def receive(self, connection: SimulatedConnection, frame: Any) -> None:
         if type(frame) in self.handlers:
             super().receive(connection, frame)
             return
@@ -118,7 +118,7 @@ class SimulatedServer(SimulatedNode):
                 return
         self._take(connection, frame)
 
-    def _take(self, connection: Connection, frame: Any) -> None:
+    def _take(self, connection: SimulatedConnection, frame: Any) -> None:
         """Take a frame of a worker or a server, whose time it is."""
         match frame:
             case Ping():
@@ -178,7 +178,7 @@ class SimulatedServer(SimulatedNode):
                     self._forward(_request(token), target, number, buckets)
                 case replication.Acknowledge(token):
                     self._acknowledge(_request(token))
-                case replication.Refuse(token) | events.Stale(token):
+                case replication.RefusePush(token) | events.Stale(token):
                     request = _request(token)
                     request.answer(self, self._stale(request.frame))
                 case replication.Load(token, bucket):
@@ -196,19 +196,19 @@ class SimulatedServer(SimulatedNode):
                     self.links.send(target, ReadyFrame(version))
                 case replication.Links(targets):
                     self.links.want_only(targets)
-                case replication.Report(version, target, buckets):
-                    self._reports[target] = Filled(version, target, buckets)
+                case replication.ReportFilled(version, target, buckets):
+                    self._reports[target] = FilledFrame(version, target, buckets)
                     self.tell(self._reports[target])
                 case events.SendClocks(target):
                     self.links.send(
                         target, ClocksFrame(self.core.replication.version, self.core.workers.known_clocks())
                     )
-                case events.Receive(token):
+                case events.HandleNow(token):
                     again.append(_request(token))
-                case events.Joined(token, clock):
+                case events.TellJoined(token, clock):
                     request = _request(token)
                     request.answer(self, JoinedGate(clock, request.frame.number))
-                case events.Expelled(token):
+                case events.TellExpelled(token):
                     request = _request(token)
                     self.cluster.oracle.refused(request.frame.worker, self.name)
                     request.answer(self, Thrown())
@@ -305,7 +305,7 @@ class SimulatedServer(SimulatedNode):
             self.cluster.oracle.check_value(bucket, data, self.name)
 
 
-def _event_of(connection: Connection, frame: Any) -> events.Event:
+def _event_of(connection: SimulatedConnection, frame: Any) -> events.Event:
     """Return what a frame means to the core."""
     match frame:
         case PushPart():
@@ -314,11 +314,11 @@ def _event_of(connection: Connection, frame: Any) -> events.Event:
         case PullPart():
             return events.Read(_Request(connection, frame), frame.worker, frame.clock, buckets=frame.buckets)
         case TickClock():
-            return events.Tick(frame.worker, frame.clock)
+            return events.WorkerTicked(frame.worker, frame.clock)
         case FinishGate():
-            return events.Retire(frame.worker)
+            return events.WorkerRetired(frame.worker)
         case JoinGate():
-            return events.Join(_Request(connection, frame), frame.worker, 0, frame.clock)
+            return events.WorkerJoining(_Request(connection, frame), frame.worker, 0, frame.clock)
         case SyncedFrame(worker, version, clock, has_joined, counts):
             return events.Synced(_Request(connection, frame), worker, 0, version, clock, has_joined, counts)
         case ForwardPush(_, incarnation, sequence, version, buckets, parts):

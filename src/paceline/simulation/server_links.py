@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from paceline.simulation.network import Connection, Process
+from paceline.simulation.network import SimulatedConnection, SimulatedProcess
 
 
 class ServerLinks:
@@ -15,11 +15,11 @@ class ServerLinks:
     connection.
     """
 
-    def __init__(self, process: Process, kind: str, address: Callable[[int], str | None]) -> None:
+    def __init__(self, process: SimulatedProcess, kind: str, address: Callable[[int], str | None]) -> None:
         self._process = process
         self._kind = kind
         self._address = address
-        self._links: dict[int, Connection | None] = {}
+        self._links: dict[int, SimulatedConnection | None] = {}
         self._connecting: set[int] = set()
         self.incarnation = 0
         """Who this is."""
@@ -28,7 +28,7 @@ class ServerLinks:
         """Yield the servers to which links are wanted."""
         return iter(self._links)
 
-    def there(self) -> list[tuple[int, Connection]]:
+    def there(self) -> list[tuple[int, SimulatedConnection]]:
         """Return the servers to which there are connections."""
         return [(server, link) for server, link in self._links.items() if link is not None]
 
@@ -58,7 +58,7 @@ class ServerLinks:
                 self._connecting.add(server)
                 self._process.network.connect(self._process, address, (self._kind, self.incarnation, server))
 
-    def opened(self, connection: Connection) -> bool:
+    def opened(self, connection: SimulatedConnection) -> bool:
         """Take a connection that was asked for, if there is none yet; return whether it is taken."""
         server = connection.hello[2]
         self._connecting.discard(server)
@@ -73,7 +73,7 @@ class ServerLinks:
         self._connecting.discard(server)
         self.connect()
 
-    def closed(self, connection: Connection) -> bool:
+    def closed(self, connection: SimulatedConnection) -> bool:
         """Note that a connection that was asked for broke; return whether it was a link. Then :meth:`connect`."""
         server = connection.hello[2]
         if not connection.was_opened:

@@ -13,7 +13,7 @@ from paceline.protocol.jobs import ALL_DONE, NOTHING_NOW, Job, Key, Lease, event
 from paceline.protocol.scheduler import View
 from paceline.simulation.client import SimulatedClient
 from paceline.simulation.messages import AnswerFrame, Going, Value
-from paceline.simulation.network import Connection
+from paceline.simulation.network import SimulatedConnection
 
 if TYPE_CHECKING:
     from paceline.simulation.cluster import Cluster
@@ -185,7 +185,7 @@ class SimulatedWorker(SimulatedClient):
         self._report_done()
 
     @override
-    def on_answer(self, connection: Connection, frame: AnswerFrame) -> None:
+    def on_answer(self, connection: SimulatedConnection, frame: AnswerFrame) -> None:
         super().on_answer(connection, frame)
         if not self.cluster.is_sequential:
             self._acknowledge(push for push in list(self._unsafe) if all(each.is_done for each in push.requests))
@@ -206,7 +206,7 @@ class SimulatedWorker(SimulatedClient):
             self._unsafe.append(_UnsafePush(iteration, tuple(values), self.push(tuple(values))))
         self.tick()
         self._iterations_left -= 1
-        self.line.tell(events.Progress(counters=self._counters(self._examples + 0.5)))  # some of the shard
+        self.line.tell(events.CountersTold(counters=self._counters(self._examples + 0.5)))  # some of the shard
         if self._iterations_left:
             self._begin()
         else:

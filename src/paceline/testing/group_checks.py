@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from paceline.collectives import Group, Ticket
+from paceline.collectives import CollectiveTicket, Group
 from paceline.errors import UsageError
 from paceline.testing.group_arrays import SIZES, Array, expect, same, sample
 
@@ -78,7 +78,7 @@ def check_dropped_tickets(group: Group) -> None:
 def check_async(group: Group) -> None:
     """Calls are carried out in the order in which they are made, synchronous ones among them."""
     finished: list[int] = []
-    tickets: list[tuple[Ticket, Array]] = []
+    tickets: list[tuple[CollectiveTicket, Array]] = []
     for turn in range(40):
         size = (3, 5000, 80_000)[turn % 3]
         given = np.full(size, turn + group.rank, np.int64)

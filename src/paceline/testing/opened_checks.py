@@ -20,7 +20,7 @@ from paceline.testing.transport_setting import (
     EchoHandler,
     Setting,
 )
-from paceline.transport import Frame, Handler, Header, Hello, Kind, Peer, error_of, frame_parts
+from paceline.transport import Frame, FrameKind, Handler, Header, Hello, Peer, error_of, frame_parts
 
 _HELLO = Hello(role="worker", rank=3, incarnation=8)
 
@@ -167,7 +167,7 @@ async def _check_opened_errors(setting: Setting) -> None:
         peer.send(*frame_parts(FAIL_INTERNALLY, request=100))
         peer.send(*frame_parts(ECHO, request=200, body=b"alive"))
         failed, broken, alive = await inbox.wait_frames(3)
-        assert (failed.header.kind, failed.header.request, failed.header.sequence) == (Kind.ERROR, number, 7)
+        assert (failed.header.kind, failed.header.request, failed.header.sequence) == (FrameKind.ERROR, number, 7)
         error = error_of(failed.meta)
         assert isinstance(error, StaleEpochError)
         assert "epoch 3" in str(error)

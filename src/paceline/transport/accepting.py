@@ -13,7 +13,7 @@ from paceline.errors import DeadlineError, PacelineError, ProtocolError
 from paceline.transport.base import Handler
 from paceline.transport.connection import Connection
 from paceline.transport.failures import error_meta
-from paceline.transport.frames import Header, Kind, Limits, frame_parts, join
+from paceline.transport.frames import FrameKind, Header, Limits, frame_parts, join
 from paceline.transport.receiving import BufferPool
 from paceline.transport.security.authentication import Hello
 from paceline.transport.security.binding import transport_binding
@@ -59,7 +59,7 @@ class AcceptedConnection(Connection):
         self._service.connections.add(self)
         self.deliver = self._greeted
         self._start_timer(self._service.handshake_timeout_s, self._greeting_missed)
-        self._send_meta(Kind.CHALLENGE, self._reception.challenge())
+        self._send_meta(FrameKind.CHALLENGE, self._reception.challenge())
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the listener and the handler."""
@@ -86,10 +86,10 @@ class AcceptedConnection(Connection):
         self._failure = error
         self.stop_receiving()
         if self._peer is not None:
-            self._peer.send(join(frame_parts(Kind.REFUSED, meta=error_meta(error))))
+            self._peer.send(join(frame_parts(FrameKind.REFUSED, meta=error_meta(error))))
             self._peer.close()
         else:
-            self._send_meta(Kind.REFUSED, error_meta(error))
+            self._send_meta(FrameKind.REFUSED, error_meta(error))
             self.transport.close()
 
     def _complain(self, error: Exception) -> None:
@@ -101,14 +101,14 @@ class AcceptedConnection(Connection):
     # the handshake
 
     def _greeted(self, header: Header, meta: memoryview, body: memoryview) -> None:
-        if header.kind != Kind.HELLO:
+        if header.kind != FrameKind.HELLO:
             raise ProtocolError(f"got a frame of kind {header.kind} before the handshake; the connection is closed")
         service, reception = self._service, self._reception
         reception.take(meta)
         self._cancel_timer()
         self._is_no_stranger()
         binding = transport_binding(self.transport, connecting=False, certificate=service.certificate)
-        self._send_meta(Kind.WELCOME, reception.welcome(binding))
+        self._send_meta(FrameKind.WELCOME, reception.welcome(binding))
         try:
             hello = reception.identify()
         except PacelineError as error:  # the client knows by our WELCOME

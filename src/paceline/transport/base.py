@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 from paceline.transport.addresses import Address, Endpoint
-from paceline.transport.frames import Buffer, Header, Kind, WritableBuffer
+from paceline.transport.frames import Buffer, FrameKind, Header, WritableBuffer
 from paceline.transport.security.authentication import Hello
 
 
@@ -134,7 +134,7 @@ class Channel(ABC):
     def error_header(self) -> Header | None:
         """Return the header of the last frame if that was an ERROR: whose request has failed; else None."""
         header = self.last_header
-        return header if header is not None and header.kind == Kind.ERROR else None
+        return header if header is not None and header.kind == FrameKind.ERROR else None
 
     @abstractmethod
     def send(self, *parts: Buffer) -> None:
@@ -231,7 +231,7 @@ class Transport(ABC):
         """Connect from inside an event loop, without blocking it, and prove who we are.
 
         Every frame that the server sends goes to ``handler.frame_received``: its answers, and its ERROR frames too,
-        as frames of ``Kind.ERROR`` with the request's header (``error_of(meta)`` is the exception). The
+        as frames of ``FrameKind.ERROR`` with the request's header (``error_of(meta)`` is the exception). The
         connection's end, whoever closed it, goes once to ``handler.disconnected``; ``handler.connected`` is not
         called. To who awaits this call directly, the handler is told nothing of the peer before it has the peer;
         a connection that is lost until then is a failure of this call only.

@@ -25,8 +25,8 @@ from paceline.transport.frames import (
     MAGIC,
     PROTOCOL_VERSION,
     Buffer,
+    FrameKind,
     Header,
-    Kind,
     Limits,
     WritableBuffer,
     frame_bytes,
@@ -41,7 +41,7 @@ from paceline.transport.security.authentication import (
 )
 from paceline.transport.security.sealing import PIECE_BYTES, TAG_BYTES, Seal, Seals, not_sealed
 
-_ERROR = int(Kind.ERROR)  # looking a member up costs as much as unpacking a header
+_ERROR = int(FrameKind.ERROR)  # looking a member up costs as much as unpacking a header
 
 SMALL_BYTES = 1 << 12
 """Frames up to here are copied: that is cheaper than what sendmsg and recvmsg_into cost above send and
@@ -191,11 +191,11 @@ class StreamChannel(Channel):
     @override
     def receive_header(self, timeout_s: float) -> Header:
         header = self.next_header(timeout_s)
-        if header.kind == Kind.ERROR or header.kind == Kind.REFUSED:
+        if header.kind == FrameKind.ERROR or header.kind == FrameKind.REFUSED:
             meta = self.receive_meta()
             if self._receiving is not None and self._body_left:
                 self.receive_into(allocate(self._body_left))  # nothing is believed before its tag
-            if header.kind == Kind.REFUSED:
+            if header.kind == FrameKind.REFUSED:
                 self.close()
             raise_error(meta)
         return header

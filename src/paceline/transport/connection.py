@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from paceline.errors import ConnectionLostError
 from paceline.transport.base import Handler
-from paceline.transport.frames import Kind, Limits, frame_parts, join
+from paceline.transport.frames import FrameKind, Limits, frame_parts, join
 from paceline.transport.receiving import BufferPool, FrameReceiver
 from paceline.transport.security.authentication import Hello
 from paceline.transport.sending import TransportPeer
@@ -112,7 +112,7 @@ class Connection(FrameReceiver):
             self._timer.cancel()
             self._timer = None
 
-    def _send_meta(self, kind: Kind, meta: bytes) -> None:
+    def _send_meta(self, kind: FrameKind, meta: bytes) -> None:
         """Send a frame of the handshake."""
         self.transport.write(join(frame_parts(kind, meta=meta)))
 

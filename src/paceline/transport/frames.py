@@ -7,7 +7,7 @@ A frame is a header of 40 bytes, ``meta`` (msgpack, for control) and ``body`` (r
 
 All fields are unsigned and little-endian. ``meta`` and ``body`` are each padded with zeros to a multiple of 8
 bytes, which the two lengths do not count: so every part of every frame begins 8-aligned, and an array can be
-used where it was received. Kinds 0 to 15 belong to the transport (:class:`Kind`); what the others mean, it
+used where it was received. Kinds 0 to 15 belong to the transport (:class:`FrameKind`); what the others mean, it
 does not know.
 """
 
@@ -39,7 +39,7 @@ PADS: Final = tuple(bytes(size) for size in range(8))
 """What is put behind a part of a frame of so many bytes, by ``-size & 7``: parts begin at multiples of 8."""
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """The kinds of frames that the transport keeps for itself."""
 
     CHALLENGE = 1

@@ -21,13 +21,13 @@ from paceline.errors import (
 from paceline.transport.addresses import Address
 from paceline.transport.channel import StreamChannel
 from paceline.transport.failures import unproved
-from paceline.transport.frames import Header, Kind, Limits, frame_bytes, frame_parts, pack_header
+from paceline.transport.frames import FrameKind, Header, Limits, frame_bytes, frame_parts, pack_header
 from paceline.transport.security.authentication import (
     NONCE_BYTES,
     Challenge,
+    ConnectionView,
     Hello,
     Proof,
-    View,
     check_proof,
     decode,
     encode_hello,
@@ -49,20 +49,20 @@ class Greeting:
     def __init__(self, address: Address, token: str, hello: Hello, *, listener: str = "") -> None:
         """``listener``: the id of the one that is wanted; empty: whoever is at the address."""
         self.address = address
-        self.awaited = Kind.CHALLENGE
+        self.awaited = FrameKind.CHALLENGE
         """The kind of frame that is to come."""
         self.seals: Seals | None = None
         """What makes and checks the tags of later frames, from the WELCOME on; None: frames are not sealed."""
         self._token = token
         self._hello = hello
         self._who = hello.to or "server"
-        self._view = View(address=str(address), listener=listener)
+        self._view = ConnectionView(address=str(address), listener=listener)
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         self._said: tuple[bytes, ...] = ()
 
     def check(self, header: Header) -> None:
         """Raise ProtocolError if this frame is not the one that is to come, nor a refusal."""
-        expected = header.kind in (self.awaited, Kind.REFUSED, Kind.ERROR)
+        expected = header.kind in (self.awaited, FrameKind.REFUSED, FrameKind.ERROR)
         if not expected or frame_bytes(header) > Limits().max_handshake_bytes:
             raise ProtocolError(
                 f"the server at {self.address} sent a frame of kind {header.kind} and {frame_bytes(header)} "
@@ -76,7 +76,7 @@ class Greeting:
         token, or by closing the connection.
         """
         error, words = unproved(meta)
-        if self.awaited is Kind.WELCOME and error == AuthenticationError.__name__:
+        if self.awaited is FrameKind.WELCOME and error == AuthenticationError.__name__:
             return AuthenticationError(
                 f"the {self._who} at {self.address} refused the token; start this process with the token that the "
                 "cluster was started with (PACELINE_TOKEN). An unproved peer said so: check the address too"
@@ -94,7 +94,7 @@ class Greeting:
                 f"the server at {self.address} sent a nonce of {len(theirs)} bytes, {NONCE_BYTES} were expected; "
                 "the connection is closed"
             )
-        self.awaited = Kind.WELCOME
+        self.awaited = FrameKind.WELCOME
         self._view = msgspec.structs.replace(self._view, binding=binding)
         mine, view = encode_hello(self._hello), msgspec.msgpack.encode(self._view)
         self._said = (self._nonce, theirs, mine, view)
@@ -114,7 +114,7 @@ class Greeting:
                 f"the {self._who} at {self.address} could not prove that it holds the token of this cluster; "
                 "check the address, and that both were started with the same token (PACELINE_TOKEN)"
             ) from None
-        hello, view = read_hello("server", welcome.hello), decode(welcome.view, View)
+        hello, view = read_hello("server", welcome.hello), decode(welcome.view, ConnectionView)
         reason = mistaken(self._hello, self._view, hello, view)
         if reason:
             raise AddressError(f"cannot talk to {self.address}: {reason}")
@@ -125,7 +125,7 @@ class Greeting:
 
     def explain(self, error: PacelineError) -> PacelineError:
         """Return what an end or a silence instead of the awaited frame means at this point."""
-        if self.awaited is Kind.CHALLENGE and isinstance(error, (ConnectionLostError, DeadlineError)):
+        if self.awaited is FrameKind.CHALLENGE and isinstance(error, (ConnectionLostError, DeadlineError)):
             return type(error)(f"{error} before it said a word: does it use TLS, and this process not?")
         return error
 
@@ -144,7 +144,7 @@ def greet(
     try:
         challenge = _receive(channel, greeting, timeout_s)
         binding = b"" if always_sealed else channel.binding()
-        channel.send(*frame_parts(Kind.HELLO, meta=greeting.answer(challenge, binding)))
+        channel.send(*frame_parts(FrameKind.HELLO, meta=greeting.answer(challenge, binding)))
         channel.peer = greeting.finish(_receive(channel, greeting, timeout_s))
         if greeting.seals is not None:
             channel.seal(greeting.seals)
@@ -157,8 +157,8 @@ def _receive(channel: StreamChannel, greeting: Greeting, timeout_s: float) -> by
     try:
         header = channel.next_header(timeout_s)
     except VersionError:
-        if greeting.awaited is Kind.CHALLENGE:
-            channel.send(pack_header(Kind.HELLO))  # which tells the server our version, so that both can say so
+        if greeting.awaited is FrameKind.CHALLENGE:
+            channel.send(pack_header(FrameKind.HELLO))  # which tells the server our version, so that both can say so
         raise
     except PacelineError as error:
         raise greeting.explain(error) from None

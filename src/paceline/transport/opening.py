@@ -10,7 +10,7 @@ from paceline.errors import ConnectionLostError, DeadlineError, PacelineError, P
 from paceline.transport.base import Frame, Handler
 from paceline.transport.connection import Connection, describe
 from paceline.transport.failures import error_of
-from paceline.transport.frames import FIRST_APPLICATION_KIND, Header, Kind, Limits
+from paceline.transport.frames import FIRST_APPLICATION_KIND, FrameKind, Header, Limits
 from paceline.transport.handshake import Greeting
 from paceline.transport.receiving import BufferPool, allocate
 from paceline.transport.security.binding import transport_binding
@@ -127,8 +127,8 @@ class OpenedConnection(Connection):
             return
         who = f"the server at {self._address}"
         if isinstance(error, VersionError):
-            if self._greeting.awaited is Kind.CHALLENGE:
-                self._send_meta(Kind.HELLO, b"")  # its header tells the server which version we speak
+            if self._greeting.awaited is FrameKind.CHALLENGE:
+                self._send_meta(FrameKind.HELLO, b"")  # its header tells the server which version we speak
             self._fail(VersionError(f"{who} cannot be talked to: {error}"))
         else:
             self._fail(ProtocolError(f"{who} is no Paceline server: {error}"))
@@ -142,9 +142,9 @@ class OpenedConnection(Connection):
         greeting.check(header)
         if header.kind != greeting.awaited:
             raise greeting.refused(meta)
-        if greeting.awaited is Kind.CHALLENGE:
+        if greeting.awaited is FrameKind.CHALLENGE:
             binding = b"" if self._always_sealed else transport_binding(self.transport, connecting=True)
-            self._send_meta(Kind.HELLO, greeting.answer(meta, binding))
+            self._send_meta(FrameKind.HELLO, greeting.answer(meta, binding))
             return
         hello = greeting.finish(meta)
         self._cancel_timer()
@@ -152,7 +152,7 @@ class OpenedConnection(Connection):
         self._peer = peer = TransportPeer(
             self.transport, self, hello, self._address, self._limits, is_opened=True, seal=sending
         )
-        self.allow_application(self._limits, self._keep, first_kind=Kind.REFUSED, seal=receiving)
+        self.allow_application(self._limits, self._keep, first_kind=FrameKind.REFUSED, seal=receiving)
         if not self._greeted.done():
             self._greeted.set_result(peer)
 
@@ -172,9 +172,9 @@ class OpenedConnection(Connection):
     def _received(self, header: Header, meta: memoryview, body: memoryview) -> None:
         peer = self._peer
         assert peer is not None
-        if header.kind >= FIRST_APPLICATION_KIND or header.kind == Kind.ERROR:
+        if header.kind >= FIRST_APPLICATION_KIND or header.kind == FrameKind.ERROR:
             self._handler.frame_received(peer, header, meta, body)
-        elif header.kind == Kind.REFUSED:
+        elif header.kind == FrameKind.REFUSED:
             self.stream_failed(error_of(meta))
         else:
             self.stream_failed(self._not_allowed(header))

@@ -18,7 +18,7 @@ from typing_extensions import override
 from paceline.errors import UsageError
 from paceline.transport.base import Peer, Statistics
 from paceline.transport.failures import error_meta
-from paceline.transport.frames import Buffer, Header, Kind, Limits, frame_parts, join, size_of, view_of
+from paceline.transport.frames import Buffer, FrameKind, Header, Limits, frame_parts, join, size_of, view_of
 from paceline.transport.receiving import FrameReceiver
 from paceline.transport.security.authentication import Hello
 from paceline.transport.security.sealing import PIECE_BYTES, TAG_BYTES, Seal
@@ -113,7 +113,7 @@ class TransportPeer(Peer):
             raise UsageError("only the end that accepted a connection answers with errors; send a frame that says it")
         self.send(
             *frame_parts(
-                Kind.ERROR,
+                FrameKind.ERROR,
                 table=request.table,
                 request=request.request,
                 epoch=request.epoch,

@@ -15,7 +15,7 @@ from paceline.transport.addresses import Address
 from paceline.transport.channel import StreamChannel
 from paceline.transport.client import PlainChannel, open_socket
 from paceline.transport.failures import error_meta
-from paceline.transport.frames import Kind, Limits, frame_parts
+from paceline.transport.frames import FrameKind, Limits, frame_parts
 from paceline.transport.handshake import greet
 from paceline.transport.security.authentication import Hello
 from paceline.transport.security.binding import certificate_binding, socket_binding
@@ -112,9 +112,9 @@ def _welcome(
     timeout_s: float,
     expect: Callable[[Hello], None] | None,
 ) -> Hello:
-    channel.send(*frame_parts(Kind.CHALLENGE, meta=reception.challenge()))
+    channel.send(*frame_parts(FrameKind.CHALLENGE, meta=reception.challenge()))
     header = channel.next_header(timeout_s)
-    if header.kind != Kind.HELLO:
+    if header.kind != FrameKind.HELLO:
         raise ProtocolError(f"got a frame of kind {header.kind} before the handshake; the connection is closed")
     reception.take(channel.receive_meta())
     welcome = reception.welcome(binding)
@@ -125,16 +125,16 @@ def _welcome(
     try:
         theirs = reception.identify()
     except PacelineError:
-        channel.send(*frame_parts(Kind.WELCOME, meta=welcome))  # by which it knows why
+        channel.send(*frame_parts(FrameKind.WELCOME, meta=welcome))  # by which it knows why
         raise
     if expect is not None:
         expect(theirs)
-    channel.send(*frame_parts(Kind.WELCOME, meta=welcome))
+    channel.send(*frame_parts(FrameKind.WELCOME, meta=welcome))
     return theirs
 
 
 def _refuse(channel: StreamChannel, error: PacelineError) -> None:
     try:
-        channel.send(*frame_parts(Kind.REFUSED, meta=error_meta(error)))
+        channel.send(*frame_parts(FrameKind.REFUSED, meta=error_meta(error)))
     except PacelineError:
         pass  # it has gone

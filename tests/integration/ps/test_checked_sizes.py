@@ -19,7 +19,7 @@ from paceline.ps.messages import ACK, CHECK, CLOCKS, FORWARD, RESULT, STATE, VAL
 from paceline.tables.initializers import Zeros
 from paceline.tables.settings import to_fields
 from paceline.testing import serve_in_thread
-from paceline.transport import Channel, Handler, Header, Hello, Kind, Peer, frame_parts
+from paceline.transport import Channel, FrameKind, Handler, Header, Hello, Peer, frame_parts
 
 from .harness import Cluster, floats, keys_of
 
@@ -223,7 +223,8 @@ def answered_by(handler: Handler) -> Iterator[Client]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_bytes"), [(VALUES, 0), (VALUES, 4), (VALUES, 12), (ACK, 0), (ACK, 8), (RESULT, 8), (Kind.ERROR, 0)]
+    ("kind", "num_bytes"),
+    [(VALUES, 0), (VALUES, 4), (VALUES, 12), (ACK, 0), (ACK, 8), (RESULT, 8), (FrameKind.ERROR, 0)],
 )
 def test_values_count_only_if_all_of_them_came(kind: int, num_bytes: int) -> None:
     with answered_by(Answering(kind, num_bytes, b"")) as client, pytest.raises(PeerError):

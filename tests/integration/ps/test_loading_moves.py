@@ -20,7 +20,7 @@ from paceline.ps.client.snapshot_loading import load_snapshot
 from paceline.ps.client.snapshots import SnapshotTaker
 from paceline.ps.messages.snapshots import LoadParts
 from paceline.ps.server import snapshots as server_snapshots
-from paceline.ps.server.fills import Fills
+from paceline.ps.server.fills import FillTransfers
 from paceline.storage import parts
 from paceline.storage.snapshot_directory import Snapshot, read_buckets, read_newest
 
@@ -211,15 +211,15 @@ def test_it_begins_when_nobody_is_being_filled(
     """What goes to the one that is filled may be from before the load, and what is sent later from behind it."""
     folder, expected = snapshot
     fills = threading.Event()
-    pump = Fills.send_next
+    pump = FillTransfers.send_next
 
-    def pump_when_allowed(self: Fills, target: int) -> None:
+    def pump_when_allowed(self: FillTransfers, target: int) -> None:
         if fills.is_set():
             pump(self, target)
         else:
             asyncio.get_running_loop().call_later(0.005, self.send_next, target)
 
-    monkeypatch.setattr(Fills, "send_next", pump_when_allowed)
+    monkeypatch.setattr(FillTransfers, "send_next", pump_when_allowed)
     with Cluster(servers=2, replicas=1) as cluster, ExitStack() as stack:
         client, observer = cluster.connect(), cluster.connect(observer=True)
         cluster.nodes.append(ServerNode(cluster, None, stack, extra=True).join())
@@ -257,7 +257,7 @@ def test_a_replica_that_does_not_see_the_files(
 
 
 def test_no_end_of_comings_and_goings(snapshot: tuple[Path, list[Floats]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Fills, "send_next", lambda self, target: None)
+    monkeypatch.setattr(FillTransfers, "send_next", lambda self, target: None)
     with Cluster(servers=1, replicas=0) as cluster, ExitStack() as stack:
         client = cluster.connect()
         cluster.nodes.append(ServerNode(cluster, None, stack, extra=True).join())

@@ -498,7 +498,7 @@ def test_another_cluster_at_the_same_address_is_no_reason_to_end(cluster: Restar
     other = cluster.replace()
     stranger = cluster.member()
     cluster.doors.shut_out.clear()
-    tries = count_calls(other.core, "handle", lambda event, now_s: isinstance(event, events.Rejoin))
+    tries = count_calls(other.core, "handle", lambda event, now_s: isinstance(event, events.MemberRejoining))
     wait_until(lambda: len(tries) > 1)
     assert len(stranger.call(messages.GetMap(), messages.ClusterMap).members) == 1
     stranger.close()

@@ -31,8 +31,8 @@ from paceline.transport import (
     TLS,
     Address,
     Channel,
+    FrameKind,
     Hello,
-    Kind,
     Limits,
     SocketTransport,
     frame_parts,
@@ -90,10 +90,10 @@ def read_to_end(connected: socket.socket) -> bytes:
 def refusal(answer: bytes) -> PeerError:
     """Return the error in what a server sent: its challenge, then REFUSED."""
     challenge = unpack_header(answer)
-    assert challenge.kind == Kind.CHALLENGE
+    assert challenge.kind == FrameKind.CHALLENGE
     at = 40 + (challenge.meta_bytes + 7 & -8)
     header = unpack_header(answer, at)
-    assert header.kind == Kind.REFUSED
+    assert header.kind == FrameKind.REFUSED
     with pytest.raises(PeerError) as caught:
         raise_error(answer[at + 40 : at + 40 + header.meta_bytes])
     return caught.value
@@ -114,11 +114,11 @@ def test_wrong_token_is_refused_in_one_sentence(transport: SocketTransport) -> N
         (b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: curl/8\r\n\r\n", ProtocolError),
         (np.random.default_rng(3).bytes(100_000), ProtocolError),
         (pack_header(ECHO), ProtocolError),
-        (pack_header(Kind.HELLO), ProtocolError),
-        (pack_header(Kind.HELLO, meta_bytes=8) + b"\xc1" * 8, ProtocolError),
-        (pack_header(Kind.HELLO, meta_bytes=4096), ProtocolError),
-        (pack_header(Kind.HELLO, body_bytes=1 << 60), ProtocolError),
-        (HEADER.pack(MAGIC, 3, Kind.HELLO, 0, 0, 0, 0, 0, 0, 0, 0), VersionError),
+        (pack_header(FrameKind.HELLO), ProtocolError),
+        (pack_header(FrameKind.HELLO, meta_bytes=8) + b"\xc1" * 8, ProtocolError),
+        (pack_header(FrameKind.HELLO, meta_bytes=4096), ProtocolError),
+        (pack_header(FrameKind.HELLO, body_bytes=1 << 60), ProtocolError),
+        (HEADER.pack(MAGIC, 3, FrameKind.HELLO, 0, 0, 0, 0, 0, 0, 0, 0), VersionError),
     ],
     ids=["http", "random", "no-hello", "empty", "garbled", "long", "endless", "version"],
 )
@@ -132,20 +132,20 @@ def test_what_is_no_handshake_is_refused(transport: SocketTransport, sent: bytes
 
 
 def test_both_ends_name_both_versions(transport: SocketTransport, caplog: pytest.LogCaptureFixture) -> None:
-    challenge = HEADER.pack(MAGIC, 9, Kind.CHALLENGE, 0, 0, 0, 0, 0, 0, 0, 0)
+    challenge = HEADER.pack(MAGIC, 9, FrameKind.CHALLENGE, 0, 0, 0, 0, 0, 0, 0, 0)
     with socket.create_server(("127.0.0.1", 0)) as future:
         port = future.getsockname()[1]
         client = subprocess.Popen([sys.executable, "-c", _CONNECT, f"127.0.0.1:{port}"], stdout=subprocess.PIPE)
         accepted, _ = future.accept()
         with accepted, client:
             accepted.sendall(challenge)
-            assert unpack_header(accepted.recv(40)).kind == Kind.HELLO  # so that this end can say so as well
+            assert unpack_header(accepted.recv(40)).kind == FrameKind.HELLO  # so that this end can say so as well
             out, _ = client.communicate(timeout=60)
     assert b"VersionError" in out
     assert b"version 9" in out
     assert b"version 2" in out
     with bystander(transport) as beside, beside.raw() as old:
-        old.sendall(HEADER.pack(MAGIC, 9, Kind.HELLO, 0, 0, 0, 0, 0, 0, 0, 0))
+        old.sendall(HEADER.pack(MAGIC, 9, FrameKind.HELLO, 0, 0, 0, 0, 0, 0, 0, 0))
         message = str(refusal(read_to_end(old)))
     assert "version 9" in message
     assert "version 2" in message
@@ -223,7 +223,7 @@ def test_half_a_frame_then_silence_holds_nobody_up(transport: SocketTransport) -
 def test_a_handshake_that_is_never_finished_ends() -> None:
     transport = SocketTransport(TOKEN, handshake_timeout_s=0.2)
     with bystander(transport) as beside, beside.raw() as mute, beside.raw() as slow:
-        slow.sendall(pack_header(Kind.HELLO, meta_bytes=100)[:20])
+        slow.sendall(pack_header(FrameKind.HELLO, meta_bytes=100)[:20])
         for intruder in (mute, slow):
             error = refusal(read_to_end(intruder))
             assert isinstance(error, DeadlineError)

@@ -35,10 +35,10 @@ from paceline.transport import (
     TLS,
     Address,
     Endpoint,
+    FrameKind,
     Handler,
     Header,
     Hello,
-    Kind,
     Limits,
     MemoryTransport,
     Peer,
@@ -225,7 +225,7 @@ def test_the_server_refuses_what_is_no_frame_and_says_why(either: Transport) -> 
 
     with serve_in_thread(EchoHandler(), either) as served:
         asyncio.run(run(b"GET / HTTP/1.1\r\nHost: example.org\r\nAccept: */*\r\n\r\n"))
-        asyncio.run(run(pack_header(Kind.ERROR)))
+        asyncio.run(run(pack_header(FrameKind.ERROR)))
 
 
 def test_errors_are_for_the_server_to_send(either: Transport) -> None:
@@ -239,7 +239,7 @@ def test_errors_are_for_the_server_to_send(either: Transport) -> None:
         asyncio.run(run())
 
 
-@pytest.mark.parametrize("kind", [int(Kind.WELCOME), FIRST_APPLICATION_KIND - 1, 200])
+@pytest.mark.parametrize("kind", [int(FrameKind.WELCOME), FIRST_APPLICATION_KIND - 1, 200])
 def test_what_a_server_may_not_send(kind: int) -> None:
     class Rude(EchoHandler):
         def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
@@ -258,7 +258,9 @@ def test_what_a_server_may_not_send(kind: int) -> None:
 
 _CHALLENGE_META = msgspec.msgpack.encode(Challenge(bytes(32)))
 _CHALLENGE = (
-    pack_header(Kind.CHALLENGE, meta_bytes=len(_CHALLENGE_META)) + _CHALLENGE_META + bytes(-len(_CHALLENGE_META) % 8)
+    pack_header(FrameKind.CHALLENGE, meta_bytes=len(_CHALLENGE_META))
+    + _CHALLENGE_META
+    + bytes(-len(_CHALLENGE_META) % 8)
 )
 
 
@@ -267,10 +269,10 @@ _CHALLENGE = (
     [
         ((), ConnectionLostError, "before it said a word: does it use TLS"),
         ((b"220 mail.example.org ESMTP, and what follows it\r\n",), ProtocolError, "no Paceline server"),
-        ((HEADER.pack(MAGIC, 9, Kind.CHALLENGE, *[0] * 8),), VersionError, "cannot be talked to.*version 9"),
-        ((pack_header(Kind.WELCOME),), ProtocolError, "kind 3 and 40 bytes in the handshake, CHALLENGE was"),
-        ((pack_header(Kind.CHALLENGE, body_bytes=5000),), ProtocolError, "claims 5040 bytes"),
-        ((pack_header(Kind.CHALLENGE, meta_bytes=8) + b"\xc1" * 8,), ProtocolError, "cannot be read"),
+        ((HEADER.pack(MAGIC, 9, FrameKind.CHALLENGE, *[0] * 8),), VersionError, "cannot be talked to.*version 9"),
+        ((pack_header(FrameKind.WELCOME),), ProtocolError, "kind 3 and 40 bytes in the handshake, CHALLENGE was"),
+        ((pack_header(FrameKind.CHALLENGE, body_bytes=5000),), ProtocolError, "claims 5040 bytes"),
+        ((pack_header(FrameKind.CHALLENGE, meta_bytes=8) + b"\xc1" * 8,), ProtocolError, "cannot be read"),
         ((_CHALLENGE,), ConnectionLostError, "was closed"),
         ((_CHALLENGE, _CHALLENGE), ProtocolError, "WELCOME was expected"),
     ],
@@ -285,7 +287,7 @@ def connect_and_close(transport: SocketTransport, where: str) -> None:
     transport.connect(where, SERVER).close()
 
 
-def refusal(error: str, kind: Kind = Kind.REFUSED) -> bytes:
+def refusal(error: str, kind: FrameKind = FrameKind.REFUSED) -> bytes:
     message = "\x1b]0;title\x07\x1b[2J\nfake line: all is well" + "!" * 1000
     return join(frame_parts(kind, meta=msgspec.msgpack.encode({"error": error, "message": message})))
 
@@ -298,14 +300,14 @@ _ESCAPED = r"an unproved peer said UsageError: '\\x1b\]0;title\\x07\\x1b\[2J\\nf
     ("words", "kind", "message"),
     [
         ((refusal("UsageError"),), ConnectionLostError, _ESCAPED),
-        ((refusal("UsageError", Kind.ERROR),), ConnectionLostError, _ESCAPED),
+        ((refusal("UsageError", FrameKind.ERROR),), ConnectionLostError, _ESCAPED),
         ((refusal("VersionError"),), ConnectionLostError, r"an unproved peer said VersionError"),
         ((refusal("AuthenticationError"),), ConnectionLostError, "an unproved peer said AuthenticationError"),
         ((refusal("\x1b[2J" * 99),), ConnectionLostError, r"said \\x1b\[2J\\x1b.*…: '"),
-        ((pack_header(Kind.REFUSED, meta_bytes=8) + b"\xc1" * 8,), ConnectionLostError, r"said \?: ''"),
+        ((pack_header(FrameKind.REFUSED, meta_bytes=8) + b"\xc1" * 8,), ConnectionLostError, r"said \?: ''"),
         ((_CHALLENGE, refusal("UsageError")), ConnectionLostError, _ESCAPED),
         ((_CHALLENGE, refusal("AuthenticationError")), AuthenticationError, "An unproved peer said so: check"),
-        ((_CHALLENGE, pack_header(Kind.REFUSED, body_bytes=5000)), ProtocolError, "5040 bytes"),
+        ((_CHALLENGE, pack_header(FrameKind.REFUSED, body_bytes=5000)), ProtocolError, "5040 bytes"),
     ],
 )
 def test_what_an_unproved_peer_says_is_neither_believed_nor_shown_raw(
@@ -331,7 +333,7 @@ def test_another_version_is_told_ours() -> None:
         heard = asyncio.get_running_loop().create_future()
 
         async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.write(HEADER.pack(MAGIC, 9, Kind.CHALLENGE, *[0] * 8))
+            writer.write(HEADER.pack(MAGIC, 9, FrameKind.CHALLENGE, *[0] * 8))
             heard.set_result(await reader.readexactly(40))
             writer.close()
 
@@ -339,7 +341,7 @@ def test_another_version_is_told_ours() -> None:
         port = server.sockets[0].getsockname()[1]
         with pytest.raises(VersionError):
             await SocketTransport(TOKEN).open(Inbox(), f"127.0.0.1:{port}", SERVER)
-        assert unpack_header(await heard).kind == Kind.HELLO
+        assert unpack_header(await heard).kind == FrameKind.HELLO
         server.close()
         await server.wait_closed()
 

@@ -12,7 +12,7 @@ import pytest
 from paceline.errors import AddressError, AuthenticationError, ConnectionLostError, PeerError
 from paceline.testing import EchoHandler, serve_in_thread
 from paceline.testing.transports import ECHO
-from paceline.transport import TLS, Address, Channel, Endpoint, Hello, Kind, SocketTransport, frame_parts
+from paceline.transport import TLS, Address, Channel, Endpoint, FrameKind, Hello, SocketTransport, frame_parts
 from paceline.transport.frames import HEADER_BYTES, join, unpack_header
 from paceline.transport.security.authentication import Challenge, Proof
 from paceline.transport.streams import connect_stream, welcome_stream
@@ -135,13 +135,13 @@ def test_a_hello_cannot_be_forged(transport: SocketTransport) -> None:
             victim, _ = trap.accept()
             with victim, socket.create_connection((served.endpoint.tcp.host, served.endpoint.tcp.port)) as real:
                 nonce = msgspec.msgpack.decode(meta_of(read(real, 0)), type=Challenge).nonce
-                victim.sendall(join(frame_parts(Kind.CHALLENGE, meta=encode(Challenge(nonce + head)))))
+                victim.sendall(join(frame_parts(FrameKind.CHALLENGE, meta=encode(Challenge(nonce + head)))))
                 said = victim.recv(1 << 16)
                 if not said:
                     return
                 theirs = msgspec.msgpack.decode(meta_of(said), type=Proof)
                 forged = msgspec.structs.replace(theirs, hello=head + theirs.hello)
-                real.sendall(join(frame_parts(Kind.HELLO, meta=encode(forged))))
+                real.sendall(join(frame_parts(FrameKind.HELLO, meta=encode(forged))))
                 answers.append(unpack_header(read(real, 0)).kind)
 
         thread = threading.Thread(target=attack)
@@ -151,7 +151,7 @@ def test_a_hello_cannot_be_forged(transport: SocketTransport) -> None:
                 transport.connect(Address("tcp", *trap.getsockname()), WORKER, timeout_s=5)
         finally:
             thread.join()
-        assert answers in ([], [int(Kind.REFUSED)])
+        assert answers in ([], [int(FrameKind.REFUSED)])
         assert not handler.peers
 
 
@@ -185,7 +185,7 @@ def test_a_recording_is_no_proof(transport: SocketTransport) -> None:
         with socket.create_connection((served.endpoint.tcp.host, served.endpoint.tcp.port)) as again:
             read(again, 0)
             again.sendall(recorded[0])
-            assert unpack_header(read(again, 0)).kind == Kind.REFUSED
+            assert unpack_header(read(again, 0)).kind == FrameKind.REFUSED
         assert not handler.peers
         assert handler.num_frames == 1
 

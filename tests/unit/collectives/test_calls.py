@@ -1,25 +1,25 @@
 from __future__ import annotations
 
-from paceline.collectives.calls import Call, describe_mismatch, name_ranks, shortened
+from paceline.collectives.calls import CollectiveCall, describe_mismatch, name_ranks, shortened
 from paceline.collectives.network.frames import Heads
 
 
 def test_equal_calls_have_equal_signatures_and_others_differ() -> None:
-    call = Call("all_reduce", "float32", (3, 4), "sum")
-    assert call.signature == Call("all_reduce", "float32", (3, 4), "sum").signature
+    call = CollectiveCall("all_reduce", "float32", (3, 4), "sum")
+    assert call.signature == CollectiveCall("all_reduce", "float32", (3, 4), "sum").signature
     others = [
-        Call("all_reduce", "float32", (4, 3), "sum"),
-        Call("all_reduce", "float64", (3, 4), "sum"),
-        Call("all_reduce", "float32", (3, 4), "max"),
-        Call("reduce", "float32", (3, 4), "sum", 0),
-        Call("reduce", "float32", (3, 4), "sum", 1),
-        Call("barrier"),
+        CollectiveCall("all_reduce", "float32", (4, 3), "sum"),
+        CollectiveCall("all_reduce", "float64", (3, 4), "sum"),
+        CollectiveCall("all_reduce", "float32", (3, 4), "max"),
+        CollectiveCall("reduce", "float32", (3, 4), "sum", 0),
+        CollectiveCall("reduce", "float32", (3, 4), "sum", 1),
+        CollectiveCall("barrier"),
     ]
     assert len({call.signature, *(other.signature for other in others)}) == 7
 
 
 def test_a_mismatch_names_ranks_and_both_calls() -> None:
-    one, other = Call("all_reduce", "float32", (3,), "sum"), Call("broadcast", "int64", (), root=2)
+    one, other = CollectiveCall("all_reduce", "float32", (3,), "sum"), CollectiveCall("broadcast", "int64", (), root=2)
     text = str(describe_mismatch({0: one, 1: one, 2: other}, "world", 17))
     assert "ranks 0 and 1 called all_reduce(float32[3], sum)" in text
     assert "rank 2 called broadcast(int64[], root=2)" in text
@@ -34,15 +34,15 @@ def test_long_lists_of_ranks_are_cut() -> None:
 def test_the_sizes_of_thousands_of_ranks_fit_into_a_message() -> None:
     sizes = tuple(range(1 << 40, (1 << 40) + 5000))
     call, other = (
-        Call("all_gather (uneven)", "float32", (3, *sizes)),
-        Call("all_gather (uneven)", "float32", (4, *sizes)),
+        CollectiveCall("all_gather (uneven)", "float32", (3, *sizes)),
+        CollectiveCall("all_gather (uneven)", "float32", (4, *sizes)),
     )
-    last = Call("all_gather (uneven)", "float32", (3, *sizes[:-1], 0))
-    assert shortened(call) == shortened(Call("all_gather (uneven)", "float32", (3, *sizes)))
+    last = CollectiveCall("all_gather (uneven)", "float32", (3, *sizes[:-1], 0))
+    assert shortened(call) == shortened(CollectiveCall("all_gather (uneven)", "float32", (3, *sizes)))
     assert len({shortened(each).signature for each in (call, other, last)}) == 3
     for each in (call, other, last):
         assert Heads(shortened(each), 1).head_bytes < 1000
     assert "all_gather (uneven) of 5001 sizes with hash " in str(shortened(call))
-    few = Call("all_gather (uneven)", "float32", (1 << 40,) * 128)
+    few = CollectiveCall("all_gather (uneven)", "float32", (1 << 40,) * 128)
     assert shortened(few) is few
     assert Heads(few, 1).head_bytes < 1500

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from paceline.collectives.calls import Call
+from paceline.collectives.calls import CollectiveCall
 from paceline.collectives.network.executor import Blocks, Combine, ScheduleExecutor
 from paceline.collectives.schedules.base import Copy, Receive, Schedule, Send
 from paceline.collectives.schedules.pairwise import all_to_all
@@ -53,7 +53,7 @@ def run_ranks(
                 executors[rank].run(
                     schedules[rank],
                     mine,
-                    call=Call("all_reduce", str(np.dtype(dtype)), (7,), "sum"),
+                    call=CollectiveCall("all_reduce", str(np.dtype(dtype)), (7,), "sum"),
                     sequence=sequence,
                     combine=adding(dtype),
                     item_bytes=item_bytes,

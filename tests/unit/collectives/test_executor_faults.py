@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.collectives.calls import Call
+from paceline.collectives.calls import CollectiveCall
 from paceline.collectives.network.executor import Blocks, Combine, ScheduleExecutor, Status
 from paceline.collectives.schedules.base import Receive, Schedule, Send
 from paceline.collectives.schedules.registry import ALGORITHMS
@@ -18,7 +18,7 @@ from paceline.errors import CollectiveError, GroupClosedError, MismatchError, Ra
 
 from .meshes import PairLink, PairLinks, in_ranks, open_meshes
 
-CALL = Call("all_reduce", "float32", (1000,), "sum")
+CALL = CollectiveCall("all_reduce", "float32", (1000,), "sum")
 LARGE_BYTES = 1 << 22
 
 
@@ -41,7 +41,7 @@ def run(
     schedule: Schedule,
     nbytes: int,
     *,
-    call: Call = CALL,
+    call: CollectiveCall = CALL,
     sequence: int = 17,
     timeout_s: float = 30,
     combine: Combine = add,
@@ -67,7 +67,7 @@ def all_reduces(name: str, size: int) -> list[Schedule]:
 def test_a_mismatch_raises_on_every_rank_with_both_sides(name: str, odd: int, nbytes: int) -> None:
     size = 6
     schedules = all_reduces(name, size)
-    other = Call("all_reduce", "float64", (1000,), "sum")
+    other = CollectiveCall("all_reduce", "float64", (1000,), "sum")
     with open_meshes(size) as meshes:
         executors = executors_of(meshes)
         start = time.monotonic()
@@ -253,7 +253,7 @@ def test_a_rank_that_was_elsewhere_learns_of_the_failure_when_it_calls(name: str
     # Ranks 0 and 1 fail while rank 2 computes; their links are long closed when it comes.
     size = 3
     schedules = all_reduces(name, size)
-    other = Call("broadcast", "int64", (3,), root=1)
+    other = CollectiveCall("broadcast", "int64", (3,), root=1)
     with open_meshes(size) as meshes:
         executors = executors_of(meshes)
         results = in_ranks(
@@ -316,7 +316,7 @@ def test_the_status_tells_who_is_waited_for() -> None:
 def test_a_failure_is_not_lost_in_large_messages_through_tiny_buffers() -> None:
     size = 3
     schedules = all_reduces("recursive-doubling", size)
-    calls: list[Any] = [CALL, CALL, Call("all_reduce", "float32", (999,), "sum")]
+    calls: list[Any] = [CALL, CALL, CollectiveCall("all_reduce", "float32", (999,), "sum")]
     with open_meshes(size, buffer_bytes=4096) as meshes:
         executors = executors_of(meshes)
         results = in_ranks(

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.collectives.calls import Call
+from paceline.collectives.calls import CollectiveCall
 from paceline.collectives.network.blocks import collide, rest_touches
 from paceline.collectives.network.culprits import Status, find_culprits
 from paceline.collectives.network.frames import Abort, Heads, MessageKind, Scanner, pack_abort
 from paceline.errors import ProtocolError
 
-CALL = Call("barrier")
+CALL = CollectiveCall("barrier")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.collectives import Group, MemoryStore, Ticket, join
+from paceline.collectives import CollectiveTicket, Group, MemoryStore, join
 from paceline.errors import GroupClosedError, MismatchError, PacelineError, RankLostError, UsageError
 from paceline.testing import nothing_left, run_ranks
 from paceline.transport.client import open_socket
@@ -19,7 +19,7 @@ _WAIT = timedelta(seconds=10)
 engines = pytest.mark.parametrize("options", [{}, {"algorithm": "ring"}], ids=["shared", "network"])
 
 
-def _wait_for_all(tickets: list[Ticket]) -> None:
+def _wait_for_all(tickets: list[CollectiveTicket]) -> None:
     for ticket in tickets:
         ticket.wait(_WAIT)
 
@@ -68,9 +68,9 @@ def test_a_callback_does_not_wait_for_what_comes_after_it() -> None:
             assert group.all_reduce(np.ones(1)) == [2]
             return
         refused: list[str] = []
-        late: list[Ticket] = []
+        late: list[CollectiveTicket] = []
 
-        def back(_: Ticket) -> None:
+        def back(_: CollectiveTicket) -> None:
             late.append(group.all_reduce_async(np.ones(1)))
             for wait in (group.barrier, late[0].wait):
                 try:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from paceline.collectives.calls import Call
+from paceline.collectives.calls import CollectiveCall
 from paceline.collectives.engine import Area, Order, Reduction
 from paceline.collectives.network.engine import NetworkEngine
 from paceline.collectives.network.executor import ScheduleExecutor
@@ -19,7 +19,7 @@ from .meshes import in_ranks, open_meshes
 
 
 def order(algorithm: str) -> Order:
-    call = Call("all_reduce", "float16", (1,))
+    call = CollectiveCall("all_reduce", "float16", (1,))
     return Order(call, call.signature, 1, 10.0, algorithm)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from paceline.collectives.calls import Call, shortened
+from paceline.collectives.calls import CollectiveCall, shortened
 from paceline.collectives.engine import Area, Order, Reduction
 from paceline.collectives.shared import faults
 from paceline.collectives.shared.engine import DIRECT_BYTES, SharedMemory
@@ -23,7 +23,7 @@ _SUM = Reduction(combine.combiner("float32"), combine.SUM, 1.0, 4)
 
 
 def order(sequence: int, what: str = "all_reduce", algorithm: str = "", timeout_s: float = 10.0) -> Order:
-    call = Call(what, "float32", (sequence,))
+    call = CollectiveCall(what, "float32", (sequence,))
     return Order(call, call.signature, sequence, timeout_s, algorithm)
 
 
@@ -119,7 +119,7 @@ def test_a_long_story_is_cut(engines: list[SharedMemory]) -> None:
 
 def test_a_mismatch_of_very_many_sizes_says_how_many(engines: list[SharedMemory]) -> None:
     def gather(engine: SharedMemory) -> None:
-        call = shortened(Call("all_gather (uneven)", "float32", (1 << 20,) * (1000 + engine.rank)))
+        call = shortened(CollectiveCall("all_gather (uneven)", "float32", (1 << 20,) * (1000 + engine.rank)))
         engine.barrier(Order(call, call.signature, 1, 10.0))
 
     for error in both(engines, gather):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.collectives.calls import Call
+from paceline.collectives.calls import CollectiveCall
 from paceline.collectives.network.faults import unpack_abort
 from paceline.collectives.network.frames import HEADER, MAGIC, WIRE_VERSION, Head, MessageKind, unpack_header
 from paceline.collectives.network.verdicts import CurrentCall, unexpected
@@ -31,7 +31,7 @@ def test_text_that_is_none(data: bytes) -> None:
         NodeInfo.decode(data)
     with pytest.raises(ProtocolError, match="cannot be read"):
         decode_request(data)
-    abort = unexpected(CurrentCall("g", 0, Call("barrier"), 3), 1, Head(header, data))
+    abort = unexpected(CurrentCall("g", 0, CollectiveCall("barrier"), 3), 1, Head(header, data))
     assert "what rank 1 sent during barrier(), call 3 of group 'g' cannot be read" in abort.message
 
 

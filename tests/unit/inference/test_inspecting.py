@@ -26,7 +26,7 @@ from paceline.inference.inspection import (
     inspect_model,
 )
 from paceline.inference.reports import describe_model, make_page
-from paceline.models.logistic import LogisticRegression as SparseLogisticRegression
+from paceline.models.logistic import SparseLogisticRegression as SparseLogisticRegression
 from paceline.models.softmax import SoftmaxRegression
 from paceline.ps import SGD, to_fields
 from paceline.storage.model_directory import save_model

@@ -12,7 +12,7 @@ from paceline.errors import UsageError
 from paceline.inference import load
 from paceline.inference.merging import merge_models
 from paceline.models.base import BIAS_KEY
-from paceline.models.logistic import LogisticRegression
+from paceline.models.logistic import SparseLogisticRegression
 from paceline.models.regression import LeastSquares
 from paceline.models.stored import read_stored_model
 from paceline.ps import to_fields
@@ -41,7 +41,7 @@ def trained(folder: Path, seed: int, described: dict[str, Any], rule: UpdateRule
 
 
 def test_margins_are_the_mean_of_margins(tmp_path: Path) -> None:
-    models = [trained(tmp_path / str(at), at, LogisticRegression(offset=at / 2).describe()) for at in range(3)]
+    models = [trained(tmp_path / str(at), at, SparseLogisticRegression(offset=at / 2).describe()) for at in range(3)]
     rows = np.random.default_rng(9).integers(0, 3, (50, 40)).astype(np.float32)
     margins = np.array([np.log(p / (1 - p)) for p in (load(each).predict(rows) for each in models)])
     for shares, expected in ((None, margins.mean(0)), ((3, 1, 0.5), np.average(margins, axis=0, weights=(3, 1, 0.5)))):
@@ -62,7 +62,7 @@ def test_quantities_are_the_mean_of_quantities(tmp_path: Path) -> None:
 
 def test_training_goes_on_from_the_mean(tmp_path: Path) -> None:
     """A push of no gradient leaves the weights as they are: z and n fit them; squares are those of all data."""
-    models = [trained(tmp_path / str(at), at, LogisticRegression().describe()) for at in range(2)]
+    models = [trained(tmp_path / str(at), at, SparseLogisticRegression().describe()) for at in range(2)]
     merge_models(models, tmp_path / "all")
     stored = read_stored_model(tmp_path / "all")
     store = stored.load_store("lr")
@@ -76,7 +76,7 @@ def test_training_goes_on_from_the_mean(tmp_path: Path) -> None:
 
 
 def test_what_has_no_mean_is_refused(tmp_path: Path) -> None:
-    lr = LogisticRegression().describe()
+    lr = SparseLogisticRegression().describe()
     one, other = trained(tmp_path / "one", 1, lr), trained(tmp_path / "other", 2, {**lr, "format": "vw"})
     with pytest.raises(UsageError, match=r"one and .*other differ in format, libsvm and vw: train one from the other"):
         merge_models([one, other], tmp_path / "all")

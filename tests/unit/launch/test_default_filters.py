@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from paceline.launch.train.options import BETWEEN_MACHINES, TrafficFilters
-from paceline.ps.messages import MemberInfo, Process
+from paceline.ps.messages import MemberInfo, ProcessIdentity
 from paceline.transport import Address, Endpoint
 
 HERE = Endpoint(tcp=Address.parse("127.0.0.1:7"))
 
 
 def member(role: str, machine: str | None, rank: int = 0) -> MemberInfo:
-    process = None if machine is None else Process(machine, 7, 1)
+    process = None if machine is None else ProcessIdentity(machine, 7, 1)
     endpoint = HERE if role == "server" else None
     return MemberInfo(node=f"{role}{rank}", role=role, rank=rank, incarnation=1, endpoint=endpoint, process=process)
 

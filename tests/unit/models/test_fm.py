@@ -11,8 +11,8 @@ from tests.unit.models.training import train
 from paceline.data import Batch
 from paceline.errors import UsageError
 from paceline.models.base import KeyScratch
-from paceline.models.fm import FactorizationMachine
-from paceline.models.logistic import LogisticRegression
+from paceline.models.fm import SparseFactorizationMachine
+from paceline.models.logistic import SparseLogisticRegression
 from paceline.models.metrics import auc
 from paceline.ps import FTRL
 
@@ -33,10 +33,10 @@ def make_pairs(seed: int) -> Batch:
 def test_what_no_linear_model_learns() -> None:
     batch, labels = make_pairs(0), make_pairs(1).labels
     rule = FTRL(alpha=0.1, l1=0.0)
-    linear, _ = train(LogisticRegression(), batch, rule, epochs=6, unseen=make_pairs(1))
+    linear, _ = train(SparseLogisticRegression(), batch, rule, epochs=6, unseen=make_pairs(1))
     assert abs(auc(labels, linear) - 0.5) < 0.03
     machine, _ = train(
-        FactorizationMachine(dim=4, factor_lr=0.1, factor_l2=0.0, factor_std=0.1, factor_min_count=0),
+        SparseFactorizationMachine(dim=4, factor_lr=0.1, factor_l2=0.0, factor_std=0.1, factor_min_count=0),
         batch,
         rule,
         epochs=6,
@@ -47,7 +47,7 @@ def test_what_no_linear_model_learns() -> None:
 
 def test_features_without_a_weight_have_no_factors() -> None:
     """Neither rows nor a part in predictions."""
-    model = FactorizationMachine(dim=4, factor_min_count=0)
+    model = SparseFactorizationMachine(dim=4, factor_min_count=0)
     _, stores = train(model, make_pairs(0), FTRL(l1=1e6), epochs=6)
     assert [len(store) for store in stores] == [2 * NUM_VALUES + 1, 0, 0]
     minibatch = model.prepare(make_pairs(0), KeyScratch())
@@ -66,7 +66,7 @@ def test_features_without_a_weight_have_no_factors() -> None:
 def test_features_have_factors_from_their_nth_occurrence() -> None:
     """They are counted as far as that."""
     batch = make_pairs(0).slice(0, 640)
-    model = FactorizationMachine(dim=4, factor_min_count=80)
+    model = SparseFactorizationMachine(dim=4, factor_min_count=80)
     keys, counts = np.unique(batch.keys, return_counts=True)
     assert counts.min() > 80
     _, stores = train(model, batch, FTRL(alpha=0.1), epochs=1)
@@ -74,7 +74,7 @@ def test_features_have_factors_from_their_nth_occurrence() -> None:
     stores[2].pull(keys, counted)
     assert ((counted >= 80) & (counted < 80 + 64)).all()
     assert 0 < len(stores[1]) <= len(keys)
-    _, stores = train(FactorizationMachine(dim=4, factor_min_count=800), batch, FTRL(alpha=0.1), epochs=1)
+    _, stores = train(SparseFactorizationMachine(dim=4, factor_min_count=800), batch, FTRL(alpha=0.1), epochs=1)
     stores[2].pull(keys, counted)
     assert np.array_equal(counted[:, 0], counts)
     assert len(stores[1]) == 0
@@ -85,7 +85,7 @@ def test_an_l1_penalty_makes_factors_zero() -> None:
     batch, labels = make_pairs(0), make_pairs(1).labels
     shares = []
     for factor_l1 in (0.0, 0.1, 1.0):
-        model = FactorizationMachine(
+        model = SparseFactorizationMachine(
             dim=4, factor_lr=0.1, factor_l1=factor_l1, factor_l2=0.0, factor_std=0.1, factor_min_count=0
         )
         machine, (_, factors, _) = train(model, batch, FTRL(alpha=0.1), epochs=6, unseen=make_pairs(1))
@@ -108,4 +108,4 @@ def test_settings() -> None:
     )
     for settings in refused:
         with pytest.raises(UsageError):
-            FactorizationMachine(**settings)
+            SparseFactorizationMachine(**settings)

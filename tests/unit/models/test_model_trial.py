@@ -9,7 +9,7 @@ from tests.unit.models.test_fm import make_pairs
 from paceline.data import Batch
 from paceline.data.example_sampling import ExampleSample, sample_batch
 from paceline.models.features.counting import MOST_COUNTED
-from paceline.models.fm import FactorizationMachine
+from paceline.models.fm import SparseFactorizationMachine
 from paceline.models.poisson import PoissonRegression
 from paceline.models.regression import LeastSquares
 from paceline.models.softmax import SoftmaxRegression
@@ -18,10 +18,10 @@ from paceline.models.tuning.model_trial import ModelTrial
 from paceline.ps import FTRL, SGD
 
 RULE = FTRL(alpha=0.2, l1=1.0)
-LINEAR = TunedModel(model=FactorizationMachine().settled(), rule=RULE, passes=3)
+LINEAR = TunedModel(model=SparseFactorizationMachine().settled(), rule=RULE, passes=3)
 
 
-def search(model: FactorizationMachine, sample: ExampleSample, passes: int | None = None) -> TunedModel:
+def search(model: SparseFactorizationMachine, sample: ExampleSample, passes: int | None = None) -> TunedModel:
     found = FactorSearch(model, sample, 32, is_sorted=False, passes=passes, is_wide=False)
     return found.run(LINEAR, FTRL(alpha=0.2, l1=0.0))
 
@@ -36,38 +36,38 @@ def make_linear(n: int, seed: int = 0) -> ExampleSample:
 
 def test_factors_are_found_where_pairs_matter() -> None:
     sample = sample_batch(make_pairs(0).slice(0, 400))
-    found = search(FactorizationMachine(dim=4), sample)
+    found = search(SparseFactorizationMachine(dim=4), sample)
     assert found.note is None
     assert found.model.factor_min_count < 300  # type: ignore[attr-defined]
     assert None not in [getattr(found.model, name) for name in found.model.usual]
     trial = ModelTrial(found.model, sample, 32, is_sorted=False)
-    usual = trial.run(FactorizationMachine(dim=4).settled(), RULE)
+    usual = trial.run(SparseFactorizationMachine(dim=4).settled(), RULE)
     assert trial.run(found.model, found.rule).losses.mean < usual.losses.mean - 0.01
     assert found.optimism is not None
 
 
 def test_what_is_given_is_not_changed() -> None:
     sample = sample_batch(make_pairs(0).slice(0, 300))
-    found = search(FactorizationMachine(dim=4, factor_l2=0.02, factor_min_count=2), sample, passes=5)
+    found = search(SparseFactorizationMachine(dim=4, factor_l2=0.02, factor_min_count=2), sample, passes=5)
     assert (found.model.factor_l2, found.model.factor_min_count) == (0.02, 2)  # type: ignore[attr-defined]
     assert found.passes == 5
 
 
 def test_no_factors_where_they_do_not_help() -> None:
     """The model is the logistic regression then, with its rule and passes; the loss of both is told."""
-    found = search(FactorizationMachine(), make_linear(400, seed=1))
+    found = search(SparseFactorizationMachine(), make_linear(400, seed=1))
     assert found.model.factor_min_count == MOST_COUNTED  # type: ignore[attr-defined]
     assert (found.rule, found.passes) == (RULE, 3)
     assert "factors do not help here: on held-out examples log loss is 0." in str(found.note)
-    given = search(FactorizationMachine(factor_min_count=1), make_linear(400, seed=1))
+    given = search(SparseFactorizationMachine(factor_min_count=1), make_linear(400, seed=1))
     assert (given.model.factor_min_count, given.note) == (1, None)  # type: ignore[attr-defined]
 
 
 def test_of_a_part_the_usual_settings_are_kept() -> None:
     whole = make_linear(1000)
     part = ExampleSample(whole.batch, whole.starts, 10**6, False)
-    found = search(FactorizationMachine(), part)
-    assert found.model == FactorizationMachine().settled()
+    found = search(SparseFactorizationMachine(), part)
+    assert found.model == SparseFactorizationMachine().settled()
     assert found.passes == LINEAR.passes
 
 
@@ -96,7 +96,7 @@ def test_a_slow_model_is_tried_on_a_part() -> None:
     """Runs from all over the sample, the newest among them."""
     batch = make_pairs(0)
     sample = sample_batch(Batch.concatenate([batch, batch, batch]))
-    trial = ModelTrial(FactorizationMachine(dim=512), sample, 8, is_sorted=False)
+    trial = ModelTrial(SparseFactorizationMachine(dim=512), sample, 8, is_sorted=False)
     assert 8_000 <= trial.num_examples < 24_000
     assert not trial.is_whole
     assert trial.batch.keys[-2:].tolist() == sample.batch.keys[-2:].tolist()

@@ -9,7 +9,7 @@ from paceline.data import Batch
 from paceline.data.example_sampling import ExampleSample
 from paceline.kernels.csr import csr_dot, logistic
 from paceline.models.base import BIAS_KEY, KeyScratch, Optimism
-from paceline.models.logistic import LogisticRegression
+from paceline.models.logistic import SparseLogisticRegression
 from paceline.models.tuning import (
     is_sorted_by_label,
     passes_for_all,
@@ -54,7 +54,7 @@ def test_a_pass_is_what_workers_and_servers_do() -> None:
     )  # fmt: skip
     assert not gradients.any()
     assert not touched.any()
-    model, scratch = LogisticRegression(offset=0.25), KeyScratch()
+    model, scratch = SparseLogisticRegression(offset=0.25), KeyScratch()
     w, states = np.zeros(n, np.float32), [np.zeros(n, np.float32), np.zeros(n, np.float32)]
     at = {int(key): i for i, key in enumerate(unique)} | {int(BIAS_KEY): n - 1}
     for start in range(0, 300, 64):
@@ -238,30 +238,30 @@ def test_passes_over_far_more_data_are_fewer() -> None:
 
 def test_the_offset_is_the_log_odds_and_calibrates() -> None:
     labels = np.tile([1, 0, 0, 0], 1000).astype(np.float32)
-    model = LogisticRegression().starting_from(labels)
+    model = SparseLogisticRegression().starting_from(labels)
     assert model.offset == pytest.approx(np.log(1 / 3), abs=1e-3)
-    assert np.isfinite(LogisticRegression().starting_from(np.zeros(10, np.float32)).offset)
+    assert np.isfinite(SparseLogisticRegression().starting_from(np.zeros(10, np.float32)).offset)
     fine = np.full(4000, 0.251, np.float32)
     assert model.calibrated(labels, fine) is model
     doubled = model.calibrated(labels, np.full(4000, 0.5, np.float32))
     assert doubled.offset == pytest.approx(model.offset + np.log(1 / 3), abs=3e-3)
     weights = np.where(labels > 0, 3, 1).astype(np.float32)
-    assert LogisticRegression().starting_from(labels, weights).offset == pytest.approx(0, abs=1e-3)
+    assert SparseLogisticRegression().starting_from(labels, weights).offset == pytest.approx(0, abs=1e-3)
     assert model.calibrated(labels, np.full(4000, 0.5, np.float32), weights) is model
-    few = LogisticRegression().calibrated(labels[:300], np.full(300, 0.5, np.float32))
+    few = SparseLogisticRegression().calibrated(labels[:300], np.full(300, 0.5, np.float32))
     assert few.offset == 0  # 75 of one kind say too little
 
 
 @pytest.mark.parametrize("num_examples", [*range(1, 10), 17])
 def test_few_examples_say_nothing_of_the_offset(num_examples: int) -> None:
-    model, labels = LogisticRegression(), np.zeros(num_examples, np.float32)
+    model, labels = SparseLogisticRegression(), np.zeros(num_examples, np.float32)
     for probability in (1e-12, 0.1, 0.9):
         assert model.calibrated(labels, np.full(num_examples, probability, np.float32)) is model
 
 
 def test_an_offset_is_corrected_as_far_as_is_beyond_chance() -> None:
     labels = np.tile([1, 0, 0, 0], 10_000).astype(np.float32)
-    exact = LogisticRegression(offset=float(np.log(1 / 3)))
+    exact = SparseLogisticRegression(offset=float(np.log(1 / 3)))
     off = np.full(40_000, 1 / (1 + np.exp(-exact.offset - 0.05)), np.float32)  # by 0.05, a standard error is 0.0115
     corrected = exact.calibrated(labels, off).offset - exact.offset
     assert -0.05 < corrected < -0.045
@@ -277,17 +277,21 @@ def test_rates_that_drift_are_those_of_now() -> None:
     said = np.full(32_000, 0.3, np.float32)
     for rates, now in ((np.full(32_000, 0.33), 0.33), (np.repeat([0.2, 0.4], 16_000), 0.4)):
         labels = (rng.random(32_000) < rates).astype(np.float32)
-        model = LogisticRegression(offset=float(np.log(0.3 / 0.7))).calibrated(labels, said)
+        model = SparseLogisticRegression(offset=float(np.log(0.3 / 0.7))).calibrated(labels, said)
         assert 1 / (1 + np.exp(-model.offset)) == pytest.approx(now, rel=0.02)
 
 
 def test_continuing_takes_what_was_found() -> None:
-    assert LogisticRegression().continued_from(LogisticRegression(offset=-2.0)) == LogisticRegression(offset=-2.0)
+    assert SparseLogisticRegression().continued_from(SparseLogisticRegression(offset=-2.0)) == SparseLogisticRegression(
+        offset=-2.0
+    )
 
 
 def test_the_offset_is_in_the_arithmetic() -> None:
     sample = make_sample(50)
-    plain, shifted = (LogisticRegression(offset=offset).prepare(sample.batch, KeyScratch()) for offset in (0.0, 1.5))
+    plain, shifted = (
+        SparseLogisticRegression(offset=offset).prepare(sample.batch, KeyScratch()) for offset in (0.0, 1.5)
+    )
     zeros = np.zeros(len(plain.keys[0]), np.float32)
     assert plain.predict([zeros]).tolist() == [0.5] * 50
     assert shifted.predict([zeros]) == pytest.approx(1 / (1 + np.exp(-1.5)))

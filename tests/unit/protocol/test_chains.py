@@ -20,7 +20,7 @@ from paceline.protocol import (
     groups_of,
     place,
 )
-from paceline.protocol.chains import Changed, Lost
+from paceline.protocol.chains import BucketsLost, Changed
 
 
 def started(num_servers: int, num_buckets: int = 8, replicas: int = 0) -> tuple[Planner, dict[int, int]]:
@@ -126,7 +126,7 @@ def test_the_next_in_the_chain_is_primary_at_once_when_a_server_dies() -> None:
 def test_a_bucket_without_a_member_is_lost_for_good() -> None:
     planner, servers = started(2)
     mine = held(planner, 101)
-    assert planner.servers_changed({100: 0}) == [Lost(mine), Changed(2)]
+    assert planner.servers_changed({100: 0}) == [BucketsLost(mine), Changed(2)]
     assert planner.lost == mine
     assert {planner.chains[bucket] for bucket in buckets_in(mine)} == {Chain(())}
     assert planner.is_stable
@@ -143,7 +143,7 @@ def test_who_is_being_filled_dies_with_the_last_member_and_without() -> None:
     assert planner.chains == placed(servers, 8, 0)
     assert planner.filled(101, moving) == []
     planner.servers_changed({**servers, 102: 1})
-    assert planner.servers_changed({102: 1}) == [Lost(0xFF), Changed(5)]
+    assert planner.servers_changed({102: 1}) == [BucketsLost(0xFF), Changed(5)]
     assert held(planner, 102) == 0
 
 
@@ -240,7 +240,7 @@ def test_all_members_stay_where_all_are_silent() -> None:
     assert {chain.members for chain in planner.chains} == {(101,)}
     assert planner.lost == 0
     del servers[101]
-    assert planner.servers_changed(servers)[0] == Lost(0xFF)
+    assert planner.servers_changed(servers)[0] == BucketsLost(0xFF)
 
 
 def test_a_silent_server_is_not_filled() -> None:
@@ -304,7 +304,7 @@ def test_a_restarted_scheduler_goes_on() -> None:
     assert again.chains == placed(servers, 8, 1)
     # Deaths meanwhile, of all that a bucket had too.
     lonely, instructions = Planner.rebuild(again.groups, again.version, {100: 0}, 1)
-    assert instructions == [Lost(lonely.lost), Changed(again.version + 1)]
+    assert instructions == [BucketsLost(lonely.lost), Changed(again.version + 1)]
     assert lonely.lost == 0xFF & ~held(again, 100)
     # What was known as lost is not said again.
     _, instructions = Planner.rebuild(lonely.groups, lonely.version, {100: 0}, 1)
@@ -345,7 +345,7 @@ class PlannerMachine(RuleBasedStateMachine):
         self.lost = 0
         self.full = {(server, b) for b, chain in enumerate(self.planner.chains) for server in chain.members}
 
-    def obey(self, instructions: list[Changed | Lost], before: tuple[Chain, ...]) -> None:
+    def obey(self, instructions: list[Changed | BucketsLost], before: tuple[Chain, ...]) -> None:
         changed = self.planner.chains != before
         self.version += changed
         assert [i for i in instructions if isinstance(i, Changed)] == [Changed(self.version)] * changed
@@ -354,7 +354,7 @@ class PlannerMachine(RuleBasedStateMachine):
         self.full = {(s, b) for s, b in self.full if held(self.planner, s) >> b & 1}
         lost = sum(1 << b for b in range(MACHINE_BUCKETS) if not any((s, b) in self.full for s in self.servers))
         news = lost & ~self.lost
-        assert [i for i in instructions if isinstance(i, Lost)] == ([Lost(news)] if news else [])
+        assert [i for i in instructions if isinstance(i, BucketsLost)] == ([BucketsLost(news)] if news else [])
         self.lost = lost
 
     def change(self) -> None:

@@ -9,15 +9,15 @@ from paceline.protocol import BoundedDelay, Consistency, Eventual, Gate, Sequent
 from paceline.protocol.clocks import (
     Ask,
     Complete,
+    Depart,
     Event,
     Finish,
     Instruction,
     Join,
     Joined,
-    Leave,
-    Release,
     Resume,
     Tick,
+    Unblock,
 )
 
 
@@ -41,8 +41,8 @@ def test_sequential_completes_then_releases() -> None:
     assert feed(gate, Tick(0, 1)) == []
     assert feed(gate, Ask(0, 1, "a")) == []
     assert gate.lagging(1) == (1,)
-    assert feed(gate, Tick(1, 1)) == [Complete(0, (0, 1)), Release("a")]
-    assert feed(gate, Ask(1, 1, "b")) == [Release("b")]
+    assert feed(gate, Tick(1, 1)) == [Complete(0, (0, 1)), Unblock("a")]
+    assert feed(gate, Ask(1, 1, "b")) == [Unblock("b")]
 
 
 def test_bounded_delay_allows_tau_iterations() -> None:
@@ -51,12 +51,12 @@ def test_bounded_delay_allows_tau_iterations() -> None:
     assert gate.is_open(2)
     assert not gate.is_open(3)
     feed(gate, Ask(0, 3, "far"))
-    assert feed(gate, Tick(1, 1)) == [Release("far")]
+    assert feed(gate, Tick(1, 1)) == [Unblock("far")]
 
 
 def test_eventual_never_holds() -> None:
     gate = Gate(Eventual(), 3)
-    assert feed(gate, Join(0), Ask(0, 10**9, "t")) == [Release("t")]
+    assert feed(gate, Join(0), Ask(0, 10**9, "t")) == [Unblock("t")]
     assert gate.lagging(10**9) == ()
 
 
@@ -66,7 +66,7 @@ def test_nobody_moves_on_before_the_expected_workers_are_there() -> None:
     assert gate.num_missing == 1
     assert gate.lagging(1) == ()
     assert feed(gate, Join(1)) == [Joined(1, 0)]
-    assert feed(gate, Tick(1, 1)) == [Complete(0, (0, 1)), Release("a")]
+    assert feed(gate, Tick(1, 1)) == [Complete(0, (0, 1)), Unblock("a")]
 
 
 def test_before_that_bounded_delay_allows_its_first_iterations() -> None:
@@ -78,7 +78,7 @@ def test_before_that_bounded_delay_allows_its_first_iterations() -> None:
 
 def test_an_expected_worker_counts_as_one_however_often_it_joins() -> None:
     gate = Gate(Sequential(), 2)
-    feed(gate, Join(0), Leave(0), Join(0), Tick(0, 1))
+    feed(gate, Join(0), Depart(0), Join(0), Tick(0, 1))
     assert gate.num_missing == 1
     assert not gate.is_open(1)
 
@@ -86,12 +86,12 @@ def test_an_expected_worker_counts_as_one_however_often_it_joins() -> None:
 def test_one_who_leaves_stops_counting_at_once() -> None:
     gate = gate_of(Sequential(), 3)
     feed(gate, Tick(0, 1), Tick(1, 1), Ask(0, 1, "a"))
-    assert feed(gate, Leave(2)) == [Complete(0, (0, 1)), Release("a")]
+    assert feed(gate, Depart(2)) == [Complete(0, (0, 1)), Unblock("a")]
 
 
 def test_who_ticked_and_died_is_named_who_did_not_tick_is_not() -> None:
     gate = gate_of(Sequential(), 3)
-    feed(gate, Tick(0, 1), Leave(0), Leave(1))
+    feed(gate, Tick(0, 1), Depart(0), Depart(1))
     assert feed(gate, Tick(2, 1)) == [Complete(0, (0, 2))]
 
 
@@ -136,7 +136,7 @@ def test_resume_keeps_a_higher_clock_of_its_own() -> None:
 def test_duplicates_and_strangers_are_ignored() -> None:
     gate = gate_of(Sequential(), 2)
     feed(gate, Tick(0, 1))
-    assert feed(gate, Tick(0, 1), Tick(0, 0), Tick(9, 5), Leave(9), Finish(9), Resume(9)) == []
+    assert feed(gate, Tick(0, 1), Tick(0, 0), Tick(9, 5), Depart(9), Finish(9), Resume(9)) == []
     assert dict(gate.clocks) == {0: 1, 1: 0}
 
 
@@ -144,8 +144,8 @@ def test_the_requests_of_one_who_leaves_are_forgotten() -> None:
     gate = gate_of(Sequential(), 2)
     feed(gate, Tick(0, 1), Ask(0, 1, "gone"), Ask(1, 1, "kept"), Ask(0, 2, "gone too"))
     assert gate.num_held == 3
-    assert feed(gate, Leave(0)) == []
-    assert feed(gate, Tick(1, 1)) == [Complete(0, (0, 1)), Release("kept")]
+    assert feed(gate, Depart(0)) == []
+    assert feed(gate, Tick(1, 1)) == [Complete(0, (0, 1)), Unblock("kept")]
     assert gate.num_held == 0
 
 
@@ -153,7 +153,7 @@ def test_a_late_tick_of_a_finished_worker_adds_nothing_to_a_closed_iteration() -
     gate = gate_of(Sequential(), 2)
     feed(gate, Finish(1), Tick(0, 1))
     assert feed(gate, Tick(1, 1)) == []
-    assert feed(gate, Leave(0)) == []
+    assert feed(gate, Depart(0)) == []
 
 
 def test_with_all_finished_a_late_tick_still_completes_its_iteration() -> None:
@@ -170,7 +170,7 @@ def test_a_server_that_starts_in_mid_run() -> None:
 
 def test_with_nobody_left_a_newcomer_goes_on_from_the_highest_clock() -> None:
     gate = gate_of(BoundedDelay(tau=3), 2)
-    feed(gate, Tick(0, 3), Leave(0), Leave(1))
+    feed(gate, Tick(0, 3), Depart(0), Depart(1))
     assert feed(gate, Join(5)) == [Joined(5, 3)]
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from paceline.protocol import BoundedDelay, Consistency, Eventual, Gate, Sequential
-from paceline.protocol.clocks import Ask, Complete, Event, Finish, Join, Joined, Leave, Release, Resume, Tick
+from paceline.protocol.clocks import Ask, Complete, Depart, Event, Finish, Join, Joined, Resume, Tick, Unblock
 
 workers = st.integers(0, 4)
 consistencies: st.SearchStrategy[Consistency] = st.one_of(
@@ -51,7 +51,7 @@ class GateMachine(RuleBasedStateMachine):
         joined: list[Joined] = []
         released = False
         for instruction in self.gate.handle(event):
-            if isinstance(instruction, Release):
+            if isinstance(instruction, Unblock):
                 released = True
                 assert isinstance(instruction.ticket, int)
                 _, clock = self.held.pop(instruction.ticket)
@@ -81,7 +81,7 @@ class GateMachine(RuleBasedStateMachine):
         self.clocks.pop(worker, None)
         self.finished.discard(worker)
         self.held = {t: (w, c) for t, (w, c) in self.held.items() if w != worker}
-        assert self.apply(Leave(worker)) == []
+        assert self.apply(Depart(worker)) == []
 
     @rule(worker=workers)
     def finish(self, worker: int) -> None:

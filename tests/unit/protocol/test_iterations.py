@@ -11,7 +11,7 @@ from paceline.protocol.replication import (
     Change,
     Forwarded,
     LinkUp,
-    Push,
+    PushReceived,
     Replication,
 )
 
@@ -30,7 +30,7 @@ def server(*members: int, me: int = A, first_clock: int = 0) -> tuple[Replicatio
 def push_sums(replication: Replication, iterations: Iterations, sums: list[Sum]) -> None:
     """Do with sums what a runtime does."""
     for each in sums:
-        push = Push(each, AGGREGATE, each.iteration + 1, replication.version, each.buckets)
+        push = PushReceived(each, AGGREGATE, each.iteration + 1, replication.version, each.buckets)
         for instruction in replication.handle(push):
             if isinstance(instruction, Acknowledge):
                 iterations.acknowledged(each.iteration)

@@ -24,11 +24,11 @@ from paceline.protocol.replication import (
     Links,
     LinkUp,
     Load,
-    Push,
+    PushReceived,
     Ready,
-    Refuse,
+    RefusePush,
     Replication,
-    Report,
+    ReportFilled,
     StateReceived,
     Withhold,
 )
@@ -67,7 +67,7 @@ def test_the_first_map_makes_members_of_servers_that_have_nothing() -> None:
 
 def test_a_push_is_acknowledged_when_all_behind_have_it() -> None:
     first, last = server(A, ((A, B), None, 0b11)), server(B, ((A, B), None, 0b11))
-    assert handle(first, Push("push", 9, 0, 1, 0b11)) == [Forward("push", B, 1, 0b11), Apply("push", 0b11)]
+    assert handle(first, PushReceived("push", 9, 0, 1, 0b11)) == [Forward("push", B, 1, 0b11), Apply("push", 0b11)]
     assert handle(last, Forwarded("copy", A, 9, 0, 1, 0b11)) == [Acknowledge("copy"), Apply("copy", 0b11)]
     assert handle(first, Acknowledged(B, 7)) == []
     assert handle(first, Acknowledged(B, 1)) == [Acknowledge("push")]
@@ -77,28 +77,28 @@ def test_a_push_is_acknowledged_when_all_behind_have_it() -> None:
 def test_without_a_chain_nothing_waits() -> None:
     alone = server(A, ((A,), None, 0b11))
     assert not alone.has_successors
-    assert handle(alone, Push("push", 9, 0, 1, 0b01)) == [Apply("push", 0b01), Acknowledge("push")]
-    assert handle(alone, Push("again", 9, 0, 1, 0b11)) == [Apply("again", 0b10), Acknowledge("again")]
+    assert handle(alone, PushReceived("push", 9, 0, 1, 0b01)) == [Apply("push", 0b01), Acknowledge("push")]
+    assert handle(alone, PushReceived("again", 9, 0, 1, 0b11)) == [Apply("again", 0b10), Acknowledge("again")]
     assert alone.admit(9, 1) == 0b11
     assert alone.missing(9, 1, 0b10) == 0
 
 
 def test_what_comes_again_is_applied_once_and_acknowledged_when_the_chain_has_it() -> None:
     first = server(A, ((A, B), None, 0b1))
-    handle(first, Push("push", 9, 0, 1, 0b1))
-    assert handle(first, Push("again", 9, 0, 1, 0b1)) == [Forward("again", B, 2, 0b1)]
+    handle(first, PushReceived("push", 9, 0, 1, 0b1))
+    assert handle(first, PushReceived("again", 9, 0, 1, 0b1)) == [Forward("again", B, 2, 0b1)]
     assert handle(first, Acknowledged(B, 1)) == [Acknowledge("push")]
     assert handle(first, Acknowledged(B, 2)) == [Acknowledge("again")]
-    assert handle(first, Push("third", 9, 0, 1, 0b1)) == [Forward("third", B, 3, 0b1)]
+    assert handle(first, PushReceived("third", 9, 0, 1, 0b1)) == [Forward("third", B, 3, 0b1)]
 
 
 def test_what_comes_again_after_a_change_takes_the_place_of_what_was_left() -> None:
     # Found by the simulation: with every map a server had each push once more, and sent each of them on.
     first = server(A, ((A, B), None, 0b11))
-    handle(first, Push("push", 9, 0, 1, 0b11))
+    handle(first, PushReceived("push", 9, 0, 1, 0b11))
     handle(first, change(2, ((A, B), None, 0b11)))
-    assert handle(first, Push("half", 9, 0, 2, 0b01)) == [Forward("half", B, 3, 0b01)]
-    assert handle(first, Push("rest", 9, 0, 2, 0b10)) == [Forget("push"), Forward("rest", B, 4, 0b10)]
+    assert handle(first, PushReceived("half", 9, 0, 2, 0b01)) == [Forward("half", B, 3, 0b01)]
+    assert handle(first, PushReceived("rest", 9, 0, 2, 0b10)) == [Forget("push"), Forward("rest", B, 4, 0b10)]
     assert handle(first, Acknowledged(B, 2)) == []
     assert handle(first, Acknowledged(B, 4)) == [Acknowledge("rest")]
     assert first.num_pending == 1
@@ -106,18 +106,18 @@ def test_what_comes_again_after_a_change_takes_the_place_of_what_was_left() -> N
 
 def test_messages_of_another_version_are_not_taken() -> None:
     first, last = server(A, ((A, B), None, 0b1), version=2), server(B, ((A, B), None, 0b1), version=2)
-    assert handle(first, Push("old", 9, 0, 1, 0b1)) == [Refuse("old")]
+    assert handle(first, PushReceived("old", 9, 0, 1, 0b1)) == [RefusePush("old")]
     assert handle(last, Forwarded("old", A, 9, 0, 1, 0b1)) == [Forget("old")]
     assert handle(last, Forwarded("stranger", C, 9, 0, 2, 0b1)) == [Forget("stranger")]
-    assert handle(first, Push("not led", 9, 0, 2, 0b10)) == [Refuse("not led")]
-    assert handle(first, Push("early", 9, 0, 3, 0b1)) == [Refuse("early")]
+    assert handle(first, PushReceived("not led", 9, 0, 2, 0b10)) == [RefusePush("not led")]
+    assert handle(first, PushReceived("early", 9, 0, 3, 0b1)) == [RefusePush("early")]
     assert handle(last, StateReceived("early state", A, 3, 0, ())) == [Forget("early state")]
 
 
 def test_a_new_connection_gets_again_what_waits_in_order() -> None:
     first = server(A, ((A, B), None, 0b11))
-    handle(first, Push("one", 9, 0, 1, 0b01))
-    handle(first, Push("two", 9, 1, 1, 0b11))
+    handle(first, PushReceived("one", 9, 0, 1, 0b01))
+    handle(first, PushReceived("two", 9, 1, 1, 0b11))
     assert handle(first, LinkUp(B)) == [Forward("one", B, 3, 0b01), Forward("two", B, 4, 0b11)]
     assert handle(first, Acknowledged(B, 1)) == []
     assert handle(first, Acknowledged(B, 4)) == [Acknowledge("two")]
@@ -127,23 +127,23 @@ def test_a_repetition_does_not_get_behind_a_later_push() -> None:
     # Found by the simulation: the server behind would take the earlier push for a repetition of the later one.
     first = server(A, ((A, B), None, 0b1))
     for sequence in (0, 1):
-        handle(first, Push(sequence, 9, sequence, 1, 0b1))
+        handle(first, PushReceived(sequence, 9, sequence, 1, 0b1))
     handle(first, change(2, ((A, B), None, 0b1)))
-    handle(first, Push("again", 9, 0, 2, 0b1))
+    handle(first, PushReceived("again", 9, 0, 2, 0b1))
     assert handle(first, LinkUp(B)) == [Forward("again", B, 6, 0b1), Forward(1, B, 7, 0b1)]
 
 
 def test_a_dead_successor_is_not_waited_for() -> None:
     first = server(A, ((A, B), None, 0b1))
-    handle(first, Push("push", 9, 0, 1, 0b1))
+    handle(first, PushReceived("push", 9, 0, 1, 0b1))
     instructions = handle(first, change(2, ((A,), None, 0b1)))
     assert instructions == [Links(frozenset()), Acknowledge("push"), Lead(0b1, 0)]
 
 
 def test_what_a_server_leads_no_more_it_refuses_but_sends_on_to_who_is_behind() -> None:
     first = server(A, ((A, B), None, 0b11))
-    handle(first, Push("one", 9, 0, 1, 0b11))
-    handle(first, Push("two", 9, 1, 1, 0b10))
+    handle(first, PushReceived("one", 9, 0, 1, 0b11))
+    handle(first, PushReceived("two", 9, 1, 1, 0b10))
     instructions = handle(first, change(2, ((C,), None, 0b01), ((A, B), None, 0b10)))
     assert instructions == [
         Drop(0b01),
@@ -152,7 +152,7 @@ def test_what_a_server_leads_no_more_it_refuses_but_sends_on_to_who_is_behind() 
         Forward("two", B, 4, 0b10),
         Lead(0b10, 0, frozenset({B})),
     ]
-    assert handle(first, Acknowledged(B, 3)) == [Refuse("one")]
+    assert handle(first, Acknowledged(B, 3)) == [RefusePush("one")]
     assert handle(first, Acknowledged(B, 4)) == [Acknowledge("two")]
 
 
@@ -182,14 +182,14 @@ def test_who_becomes_primary_sends_on_what_the_one_before_had_not_brought_to_the
 def test_lead_comes_behind_what_is_forwarded_again() -> None:
     # Found by thought: a sum that is pushed at the Lead would overtake the sum before it.
     first = server(A, ((A, B), None, 0b1))
-    handle(first, Push("sum", AGGREGATE, 1, 1, 0b1))
+    handle(first, PushReceived("sum", AGGREGATE, 1, 1, 0b1))
     kinds = [type(each) for each in handle(first, change(2, ((A, B), None, 0b1)))]
     assert kinds.index(Forward) < kinds.index(Lead)
 
 
 def test_own_sums_go_on_whoever_leads() -> None:
     first = server(A, ((A, B), None, 0b11))
-    handle(first, Push("sum", AGGREGATE, 1, 1, 0b11))
+    handle(first, PushReceived("sum", AGGREGATE, 1, 1, 0b11))
     instructions = handle(first, change(2, ((C, A, B), None, 0b01), ((A, B), None, 0b10)))
     assert only(Forward, instructions) == [Forward("sum", B, 2, 0b10), Forward("sum", C, 3, 0b01)]
     assert handle(first, Acknowledged(B, 2)) == []
@@ -201,7 +201,7 @@ def test_who_is_overtaken_hands_up_what_is_pending_and_says_when_that_was_all() 
     # way to it got lost for it, and later the server behind was the only one to have it.
     first, new = server(A, ((A, B), None, 0b1)), server(B, ((A, B), None, 0b1))
     handle(first, LinkUp(B))
-    handle(first, Push("sum", AGGREGATE, 1, 1, 0b1))
+    handle(first, PushReceived("sum", AGGREGATE, 1, 1, 0b1))
     turned = change(2, ((B, A), None, 0b1))
     assert handle(first, turned) == [
         Links(frozenset({B})),
@@ -215,30 +215,30 @@ def test_who_is_overtaken_hands_up_what_is_pending_and_says_when_that_was_all() 
     assert handle(first, Forwarded("down", B, AGGREGATE, 1, 2, 0b1)) == [Acknowledge("down")]
     assert handle(first, Acknowledged(B, 2)) == [Acknowledge("sum")]
     assert handle(new, Acknowledged(A, 1)) == [Acknowledge("up")]
-    assert handle(first, Push("late", 9, 0, 2, 0b1)) == [Refuse("late")]
+    assert handle(first, PushReceived("late", 9, 0, 2, 0b1)) == [RefusePush("late")]
 
 
 def test_a_client_is_not_answered_for_what_was_handed_up() -> None:
     # Found by the simulation: a map was missed, so the replica handed up one bucket of a push that its primary had
     # pending too; the primary then took the answer for the other bucket as that for the whole push.
     first = server(A, ((A, B, C), None, 0b01), ((A, C), None, 0b10))
-    handle(first, Push("push", 9, 0, 1, 0b11))
+    handle(first, PushReceived("push", 9, 0, 1, 0b11))
     again = only(Forward, handle(first, change(3, ((A, B, C), None, 0b01), ((A, C), None, 0b10))))
     assert again == [Forward("push", B, 3, 0b01), Forward("push", C, 4, 0b10)]
     assert handle(first, Forwarded("up", B, 9, 0, 3, 0b01)) == [Forward("up", B, 5, 0b01)]
-    assert handle(first, Acknowledged(C, 4)) == [Refuse("push")]
+    assert handle(first, Acknowledged(C, 4)) == [RefusePush("push")]
     assert handle(first, Acknowledged(B, 5)) == [Acknowledge("up")]
 
 
 def test_what_is_handed_up_is_handed_up_again_until_it_is_there() -> None:
     first = server(A, ((A, B, C), None, 0b1))
-    handle(first, Push("push", 9, 0, 1, 0b1))
+    handle(first, PushReceived("push", 9, 0, 1, 0b1))
     assert only(Forward, handle(first, change(2, ((B, A), None, 0b1)))) == [Forward("push", B, 2, 0b1)]
     assert handle(first, LinkUp(B)) == [Forward("push", B, 3, 0b1), Ready(B, 2)]
     assert only(Forward, handle(first, change(3, ((B, A), None, 0b1)))) == [Forward("push", B, 4, 0b1)]
     # Another one leads, which was ahead before: it may lack it as well.
     assert only(Forward, handle(first, change(4, ((C, B, A), None, 0b1)))) == [Forward("push", C, 5, 0b1)]
-    assert handle(first, Acknowledged(C, 5)) == [Refuse("push")]
+    assert handle(first, Acknowledged(C, 5)) == [RefusePush("push")]
     # What is pending under the same primary all the time goes no way up.
     handle(first, Forwarded("down", B, 9, 1, 4, 0b1))
     assert only(Forward, handle(first, change(5, ((C, B, A), None, 0b1)))) == []
@@ -249,7 +249,7 @@ def test_what_is_handed_up_goes_down_by_the_primary_only() -> None:
     # and did not know that: with the server between dead, the primary would have summed the iteration anew.
     first, tail = server(A, ((A, B), None, 0b1)), server(B, ((A, B), None, 0b1))
     handle(first, LinkUp(B))
-    handle(first, Push("sum", AGGREGATE, 1, 1, 0b1))
+    handle(first, PushReceived("sum", AGGREGATE, 1, 1, 0b1))
     assert first.checkable(B) == 0b1
     turned = change(3, ((C, A, B), None, 0b1))
     assert only(Forward, handle(first, turned)) == [Forward("sum", C, 2, 0b1)]
@@ -300,7 +300,7 @@ def test_with_every_map_each_push_is_left_once() -> None:
 def test_nobody_is_filled_with_what_the_primary_may_lack() -> None:
     # Found by the simulation: the newcomer leads next, and has it without knowing that others have not.
     tail = server(A, ((A, B), None, 0b11))
-    handle(tail, Push("push", 9, 0, 1, 0b01))
+    handle(tail, PushReceived("push", 9, 0, 1, 0b01))
     handle(tail, change(2, ((B, A), C, 0b11)))
     handle(tail, LinkUp(C))
     found = tail.next_fill(C)
@@ -320,28 +320,28 @@ def test_nobody_is_filled_with_what_the_primary_may_lack() -> None:
 def test_a_server_is_filled_and_reported() -> None:
     first, new = server(A, ((A,), B, 0b11)), server(B, ((A,), B, 0b11))
     assert new.held == 0
-    handle(first, Push("before", 9, 0, 1, 0b11))
+    handle(first, PushReceived("before", 9, 0, 1, 0b11))
     assert first.next_fill(B) is None  # no connection
     handle(first, LinkUp(B))
     number, bucket, state = first.next_fill(B) or (0, 0, ())
     assert (bucket, state) == (0, ((9, 0, 0b01),))
     assert handle(new, StateReceived("state", A, 1, bucket, state)) == [Load("state", 0)]
     # What it has got it gets pushes of from then on, and they wait for it.
-    assert handle(first, Push("push", 9, 1, 1, 0b11)) == [Forward("push", B, 2, 0b01), Apply("push", 0b11)]
+    assert handle(first, PushReceived("push", 9, 1, 1, 0b11)) == [Forward("push", B, 2, 0b01), Apply("push", 0b11)]
     assert handle(new, Forwarded("copy", A, 9, 1, 1, 0b01)) == [Acknowledge("copy"), Apply("copy", 0b01)]
     assert handle(new, Forwarded("too much", A, 9, 2, 1, 0b11)) == [Forget("too much")]
     assert handle(first, Confirmed(B, number)) == []  # more is to come
     last = first.next_fill(B)
     assert last is not None
     assert first.next_fill(B) is None
-    assert handle(first, Confirmed(B, last[0])) == [Report(1, B, 0b11)]
+    assert handle(first, Confirmed(B, last[0])) == [ReportFilled(1, B, 0b11)]
     assert handle(first, Confirmed(B, last[0])) == []
 
 
 def test_with_a_bucket_comes_what_was_applied_to_it() -> None:
     first, new = server(A, ((A,), B, 0b11)), server(B, ((A,), B, 0b11))
     for sequence in (0, 2):
-        handle(first, Push(sequence, 9, sequence, 1, 0b11))
+        handle(first, PushReceived(sequence, 9, sequence, 1, 0b11))
     handle(first, LinkUp(B))
     _, bucket, state = first.next_fill(B) or (0, 0, ())
     handle(new, StateReceived("state", A, 1, bucket, state))
@@ -364,7 +364,7 @@ def test_what_is_reported_of_a_fill_was_confirmed(seed: int) -> None:
             number, bucket = sent.pop(random.randrange(len(sent)))
             confirmed |= 1 << bucket
             for report in handle(first, Confirmed(B, number)):
-                assert report == Report(1, B, confirmed)
+                assert report == ReportFilled(1, B, confirmed)
                 reports.append(confirmed)
     assert reports[-1] == buckets
     assert len(reports) > 1, "not only at the end"
@@ -396,14 +396,16 @@ def test_a_fill_goes_on_after_a_cut_and_after_a_change() -> None:
     assert again is not None
     assert again[1] == cut[1]
     instructions = handle(first, change(2, ((A,), B, 0b011), ((A, C), None, 0b100)))
-    assert only(Report, instructions) == []
+    assert only(ReportFilled, instructions) == []
     # Found by the simulation: the word came for a server that is filled with nothing any more.
     assert handle(first, Confirmed(B, again[0])) == []
     left = first.next_fill(B)
     assert left is not None
     assert left[1] == 1
     instructions = handle(first, change(3, ((A,), B, 0b001), ((A, C), None, 0b110)))
-    assert only(Report, instructions) == [Report(3, B, 0b001)]  # what is filled is said again with every version
+    assert only(ReportFilled, instructions) == [
+        ReportFilled(3, B, 0b001)
+    ]  # what is filled is said again with every version
     assert handle(first, change(4, ((A,), None, 0b111))) == [Links(frozenset()), Lead(0b111, 0)]
     assert first.filling == frozenset()
     assert handle(first, Confirmed(B, left[0])) == []
@@ -414,7 +416,7 @@ def test_after_a_missed_map_a_fill_begins_anew() -> None:
     handle(first, LinkUp(B))
     number = (first.next_fill(B) or (0,))[0]
     handle(first, Confirmed(B, number))
-    assert only(Report, handle(first, change(3, ((A,), B, 0b1)))) == []
+    assert only(ReportFilled, handle(first, change(3, ((A,), B, 0b1)))) == []
     assert first.next_fill(B) is not None
 
 
@@ -434,7 +436,7 @@ def test_waiting_for_a_repetition_is_not_waiting_for_other_buckets(merged: bool)
     instructions = handle(middle, Forwarded("new", A, 9, 0, 2, 0b01))
     assert instructions == [Forward("new", C, 3, 0b01)]
     if merged:
-        assert handle(middle, Push("client", 9, 0, 2, 0b10)) == [Forget("old"), Forward("client", C, 4, 0b10)]
+        assert handle(middle, PushReceived("client", 9, 0, 2, 0b10)) == [Forget("old"), Forward("client", C, 4, 0b10)]
     assert handle(middle, Acknowledged(C, 3)) == [Acknowledge("new")]
 
 
@@ -444,10 +446,10 @@ def test_a_chain_with_too_few_replicas_acknowledges_nothing() -> None:
     assert first.place.short == 0b10
     assert first.place.shortage(0b11) == (1, 0)
     assert first.place.shortage(0b01) is None
-    assert handle(first, Push("short", 9, 0, 1, 0b10)) == [Apply("short", 0b10), Withhold("short")]
-    handle(first, Push("whole", 9, 1, 1, 0b01))
+    assert handle(first, PushReceived("short", 9, 0, 1, 0b10)) == [Apply("short", 0b10), Withhold("short")]
+    handle(first, PushReceived("whole", 9, 1, 1, 0b01))
     assert handle(first, Acknowledged(B, 1)) == [Acknowledge("whole")]
-    handle(first, Push("both", 9, 2, 1, 0b11))
+    handle(first, PushReceived("both", 9, 2, 1, 0b11))
     assert handle(first, Acknowledged(B, 2)) == [Withhold("both")]
     # What was pushed before is in the bucket that C is filled with: once C is a member, C has it.
     instructions = handle(first, change(2, ((A, B), None, 0b01), ((A, C), None, 0b10)))
@@ -458,9 +460,9 @@ def test_a_chain_with_too_few_replicas_acknowledges_nothing() -> None:
 def test_a_replica_that_dies_leaves_a_push_without_an_answer_until_there_is_another() -> None:
     first = Replication(A, min_replicas=1)
     handle(first, change(1, ((A, B), None, 0b1)))
-    handle(first, Push("push", 9, 0, 1, 0b1))
+    handle(first, PushReceived("push", 9, 0, 1, 0b1))
     assert only(Withhold, handle(first, change(2, ((A,), None, 0b1)))) == [Withhold("push")]
-    assert only(Withhold, handle(first, Push("again", 9, 0, 2, 0b1))) == [Withhold("again")]
+    assert only(Withhold, handle(first, PushReceived("again", 9, 0, 2, 0b1))) == [Withhold("again")]
     first.pushes.give_up("push")
     assert only(Acknowledge, handle(first, change(3, ((A, C), None, 0b1)))) == [Acknowledge("again")]
 
@@ -468,12 +470,12 @@ def test_a_replica_that_dies_leaves_a_push_without_an_answer_until_there_is_anot
 def test_who_sent_a_withheld_push_asks_the_server_that_leads_its_bucket_now() -> None:
     first = Replication(A, min_replicas=1)
     handle(first, change(1, ((A,), B, 0b1)))
-    handle(first, Push("push", 9, 0, 1, 0b1))
-    assert only(Refuse, handle(first, change(2, ((B, A), None, 0b1)))) == [Refuse("push")]
+    handle(first, PushReceived("push", 9, 0, 1, 0b1))
+    assert only(RefusePush, handle(first, change(2, ((B, A), None, 0b1)))) == [RefusePush("push")]
 
 
 def test_a_server_behind_and_a_sum_are_answered_however_short_the_chain() -> None:
     last = Replication(B, min_replicas=2)
     handle(last, change(1, ((A, B), None, 0b01), ((B,), None, 0b10)))
     assert handle(last, Forwarded("copy", A, 9, 0, 1, 0b01)) == [Acknowledge("copy"), Apply("copy", 0b01)]
-    assert handle(last, Push("sum", AGGREGATE, 1, 1, 0b10)) == [Apply("sum", 0b10), Acknowledge("sum")]
+    assert handle(last, PushReceived("sum", AGGREGATE, 1, 1, 0b10)) == [Apply("sum", 0b10), Acknowledge("sum")]

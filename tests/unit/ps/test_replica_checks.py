@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from paceline.kernels.sparse import digest_records
 from paceline.protocol import ALL, ChainGroup, bucket_set
-from paceline.protocol.replication import Change, Forwarded, LinkUp, Push, Replication
+from paceline.protocol.replication import Change, Forwarded, LinkUp, PushReceived, Replication
 from paceline.ps.server.replica_checks import BucketOrders, ReplicaChecks
 from paceline.tables.server_tables import ServerTables
 
@@ -80,7 +80,7 @@ def test_a_bucket_is_compared_where_one_server_has_what_the_other_had() -> None:
     assert second.is_comparable(1, 1, 5)
     assert not second.is_comparable(1, 0, 5)
     assert not first.is_comparable(2, 1, 5)
-    first.handle(Push("a", 9, 4, 1, 1 << 5))
+    first.handle(PushReceived("a", 9, 4, 1, 1 << 5))
     assert first.applied_to(5) == ((9, 4),)
     second.handle(Forwarded("a", 1, 9, 4, 1, 1 << 5))
     assert second.applied_to(5) == ((9, 4),)
@@ -90,7 +90,7 @@ def test_a_server_that_still_hands_up_what_it_has_more_is_not_compared() -> None
     first, second = Replication(1), Replication(2)
     for each in (first, second):
         each.handle(Change(1, (ChainGroup((2, 1), None, ALL),)))
-    second.handle(Push("a", 9, 4, 1, 1 << 5))
+    second.handle(PushReceived("a", 9, 4, 1, 1 << 5))
     for each in (first, second):
         each.handle(Change(2, (ChainGroup((1, 2), None, ALL),)))
     assert not second.is_comparable(1, 2, 5)

@@ -15,7 +15,7 @@ import torch.distributed as dist  # noqa: E402
 from torch._C._distributed_c10d import HashStore  # noqa: E402
 
 import paceline.torch  # noqa: F401, E402
-from paceline.collectives import Ticket  # noqa: E402
+from paceline.collectives import CollectiveTicket  # noqa: E402
 from paceline.errors import MismatchError, UsageError  # noqa: E402
 from paceline.torch.backend.errors import Terms  # noqa: E402
 from paceline.torch.backend.work import TicketWork  # noqa: E402
@@ -147,7 +147,7 @@ def test_a_message_that_fails_ends_its_future() -> None:
 
 def test_a_future_is_done_after_what_follows_the_call() -> None:
     """The ticket of a call is done a moment before its result has been copied to where it is wanted."""
-    ticket, copying, copied = Ticket(), threading.Event(), threading.Event()
+    ticket, copying, copied = CollectiveTicket(), threading.Event(), threading.Event()
 
     def copy() -> None:
         copying.set()

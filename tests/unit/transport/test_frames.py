@@ -9,7 +9,7 @@ from paceline.errors import PeerError, ProtocolError, StaleEpochError, VersionEr
 from paceline.transport import (
     HEADER,
     MAGIC,
-    Kind,
+    FrameKind,
     error_meta,
     frame_parts,
     pack_header,
@@ -96,4 +96,4 @@ def test_only_our_own_errors_are_raised_by_name(name: str) -> None:
 
 
 def test_the_transports_own_kinds() -> None:
-    assert {kind.value for kind in Kind} <= set(range(16))
+    assert {kind.value for kind in FrameKind} <= set(range(16))

@@ -13,7 +13,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from paceline.collectives.calls import Call, name_ranks
+from paceline.collectives.calls import CollectiveCall, name_ranks
 from paceline.collectives.network.frames import Abort
 
 _MAX_THREADS: Final = 64
@@ -25,7 +25,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True):
 
     sequence: int
     """The number of the call it is in, else of the last one it finished; -1 before the first."""
-    call: Call | None
+    call: CollectiveCall | None
     """The call it is in, if it is in one."""
     waiting_for: tuple[int, ...]
     """The ranks it slept for last in this call; empty while it has everything it needs. In no call: those whose

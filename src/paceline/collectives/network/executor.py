@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Final, NoReturn
 
-from paceline.collectives.calls import Call
+from paceline.collectives.calls import CollectiveCall
 from paceline.collectives.network import verdicts as _verdicts
 from paceline.collectives.network.blocks import Blocks
 from paceline.collectives.network.culprits import Ask, Status
@@ -61,7 +61,7 @@ class ScheduleExecutor:
         schedule: Schedule,
         blocks: Blocks,
         *,
-        call: Call,
+        call: CollectiveCall,
         sequence: int,
         combine: Combine | None,
         item_bytes: int,
@@ -93,7 +93,7 @@ class ScheduleExecutor:
         """End the call that is under way in another thread, soon, with this error; any thread may call it."""
         self._interruption = error
 
-    def abort(self, call: Call, sequence: int, error: BaseException) -> None:
+    def abort(self, call: CollectiveCall, sequence: int, error: BaseException) -> None:
         """Give up a call outside :meth:`run`: the ranks linked to this one raise, as if it had failed in it."""
         if not self._failure:
             place = CurrentCall(self._group, self._links.rank, call, sequence)

@@ -21,7 +21,7 @@ from typing import Final, Literal, NamedTuple
 
 import msgspec
 
-from paceline.collectives.calls import Call
+from paceline.collectives.calls import CollectiveCall
 from paceline.errors import ProtocolError
 
 HEADER: Final = struct.Struct("<HBBIQQQ")
@@ -49,7 +49,7 @@ class Abort(msgspec.Struct, frozen=True, array_like=True):
     """The whole text of the error."""
     ranks: tuple[int, ...]
     """Whose fault it is: those lost, or the one that failed."""
-    calls: dict[int, Call]
+    calls: dict[int, CollectiveCall]
     """For a mismatch: what each rank called, as far as it is known, in the call number ``sequence``."""
     sequence: int
 
@@ -78,7 +78,7 @@ class Heads:
 
     __slots__ = ("_heads", "_padded", "_sequence", "_signature", "_text_bytes", "head_bytes")
 
-    def __init__(self, call: Call, sequence: int) -> None:
+    def __init__(self, call: CollectiveCall, sequence: int) -> None:
         self._signature, text = identify(call)
         self._sequence = sequence
         self._text_bytes = len(text)
@@ -145,7 +145,7 @@ def pack_abort(abort: Abort) -> bytes:
 
 
 @functools.lru_cache(maxsize=1024)
-def identify(call: Call) -> tuple[int, bytes]:
+def identify(call: CollectiveCall) -> tuple[int, bytes]:
     """Return the signature and the text of a call."""
     return call.signature, msgspec.msgpack.encode(call)
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from paceline.collectives.calls import Call
+from paceline.collectives.calls import CollectiveCall
 from paceline.collectives.network.culprits import Ask, Search, find_culprits, given_up
 from paceline.collectives.network.frames import Abort
 from paceline.collectives.network.links import LinkSet
@@ -34,7 +34,7 @@ class TooLate(Exception):  # noqa: N818  (a signal to the executor, which raises
 class Disagreement(Exception):  # noqa: N818
     """Other ranks are in another call of the same number; ``calls`` are theirs, by rank."""
 
-    def __init__(self, calls: dict[int, Call]) -> None:
+    def __init__(self, calls: dict[int, CollectiveCall]) -> None:
         super().__init__(calls)
         self.calls = calls
 
@@ -60,7 +60,7 @@ class Patience:
         ask: Ask | None,
         links: LinkSet,
         tell: Callable[[tuple[int, ...]], None],
-        call: Call,
+        call: CollectiveCall,
         sequence: int,
         interrupted: Callable[[], Abort | None] = lambda: None,
     ) -> None:

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from paceline.collectives.calls import Call, describe_mismatch, name_ranks
+from paceline.collectives.calls import CollectiveCall, describe_mismatch, name_ranks
 from paceline.collectives.network.frames import Abort, Head
 from paceline.errors import CollectiveError, MismatchError, RankLostError
 from paceline.transport.decoding import UNREADABLE, known
@@ -26,7 +26,7 @@ class CurrentCall(NamedTuple):
 
     group: str
     rank: int
-    call: Call
+    call: CollectiveCall
     sequence: int
 
     def __str__(self) -> str:
@@ -74,7 +74,7 @@ def garbled(place: CurrentCall, rank: int, error: Exception) -> Abort:
     return Abort("error", text, (rank,), {}, place.sequence)
 
 
-def disagreement(place: CurrentCall, calls: Mapping[int, Call]) -> Abort:
+def disagreement(place: CurrentCall, calls: Mapping[int, CollectiveCall]) -> Abort:
     """Ranks are in different calls of one number."""
     told = {place.rank: place.call, **calls}
     return Abort("mismatch", str(describe_mismatch(told, place.group, place.sequence)), (), told, place.sequence)
@@ -84,7 +84,7 @@ def unexpected(place: CurrentCall, rank: int, frame: Head) -> Abort:
     """A rank sent a message of another call, or one of another length."""
     header = frame.header
     try:
-        theirs = msgspec.msgpack.decode(frame.text, type=known(Call))
+        theirs = msgspec.msgpack.decode(frame.text, type=known(CollectiveCall))
     except UNREADABLE as error:
         return garbled(place, rank, error)
     calls = {place.rank: place.call, rank: theirs}

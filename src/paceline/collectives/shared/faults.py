@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from paceline.collectives.calls import Call, describe_mismatch, name_ranks
+from paceline.collectives.calls import CollectiveCall, describe_mismatch, name_ranks
 from paceline.collectives.engine import Order
 from paceline.collectives.shared.segment import Segment
 from paceline.collectives.shared.watching import Watch, is_stopped
@@ -154,12 +154,12 @@ class SharedFaults:
         self._write(offset + steps.DESCRIPTION, text)
         steps.publish_word(np.uint64(self._segment.address + offset + steps.DESCRIBED), np.uint64(order.sequence + 1))
         until = time.monotonic() + min(_DESCRIBE_S, order.timeout_s)
-        calls: dict[int, Call] = {}
+        calls: dict[int, CollectiveCall] = {}
         while len(calls) < self._size and time.monotonic() < until:
             for rank in range(self._size):
                 if self._members[rank] not in calls and self.word(rank, steps.DESCRIBED):
                     text = self._read(steps.HEADER_BYTES + rank * steps.CONTROL_BYTES + steps.DESCRIPTION)
-                    calls[self._members[rank]] = msgspec.msgpack.decode(text, type=known(Call))
+                    calls[self._members[rank]] = msgspec.msgpack.decode(text, type=known(CollectiveCall))
             time.sleep(0.0005)
         return describe_mismatch(calls, self._name, order.sequence)
 

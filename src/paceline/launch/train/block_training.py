@@ -61,7 +61,7 @@ class BlockTraining:
         self._on_news = on_news
         self._warn = warn
 
-    def run(self, reading: jobs.Job, dataset: Dataset, share: float) -> FinishedJob:
+    def run(self, reading: jobs.JobDescription, dataset: Dataset, share: float) -> FinishedJob:
         """Have columns read and weights found, which is this share of the whole work, and leave them in the model.
 
         What workers report of each pass is among the reports. Interrupted, it leaves the weights of then.
@@ -94,7 +94,9 @@ class BlockTraining:
         state = dataclasses.replace(read.state, progress=progress, seconds=seconds)
         return FinishedJob(state, read.reports + solved.reports, read.account)
 
-    def _solve(self, reading: jobs.Job, read: FinishedJob, table: str, dataset: Dataset, share: float) -> FinishedJob:
+    def _solve(
+        self, reading: jobs.JobDescription, read: FinishedJob, table: str, dataset: Dataset, share: float
+    ) -> FinishedJob:
         progress = read.state.progress
         examples, positives = int(progress.get("held", 0)), int(progress.get("positives", 0))
         if not 0 < positives < examples:

@@ -70,7 +70,7 @@ class JobRunner:
 
     def run(
         self,
-        job: jobs.Job,
+        job: jobs.JobDescription,
         dataset: Dataset,
         *,
         epochs: int = 1,

@@ -1,9 +1,9 @@
 """The client's protocol as one pure state machine, :class:`ClientCore`."""
 
 from paceline.protocol.client.core import ClientCore
-from paceline.protocol.client.instructions import AskToJoin, Connect, Disconnect, Instruction, Release, Resync, Transmit
-from paceline.protocol.client.requests import REQUEST, Kind, Payload, Request
-from paceline.protocol.client.session import Session
+from paceline.protocol.client.instructions import AskToJoin, Connect, Discard, Disconnect, Instruction, Resync, Transmit
+from paceline.protocol.client.requests import REQUEST, Payload, Request, RequestKind
+from paceline.protocol.client.session import ServerSession
 
 __all__ = [
     "AskToJoin",
@@ -11,12 +11,12 @@ __all__ = [
     "Connect",
     "Disconnect",
     "Instruction",
-    "Kind",
+    "RequestKind",
     "Payload",
     "REQUEST",
-    "Release",
+    "Discard",
     "Request",
     "Resync",
-    "Session",
+    "ServerSession",
     "Transmit",
 ]

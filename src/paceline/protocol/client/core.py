@@ -22,15 +22,15 @@ from paceline.protocol.chains import ChainGroup, has_followers, leads_of
 from paceline.protocol.client.instructions import (
     AskToJoin,
     Connect,
+    Discard,
     Disconnect,
     Instruction,
-    Release,
     Resync,
     Transmit,
 )
 from paceline.protocol.client.replacement import replace
-from paceline.protocol.client.requests import Kind, Request
-from paceline.protocol.client.session import Session
+from paceline.protocol.client.requests import Request, RequestKind
+from paceline.protocol.client.session import ServerSession
 
 
 class ClientCore:
@@ -44,7 +44,7 @@ class ClientCore:
         self.is_worker = is_worker
         self.version = 0
         """The view that requests are cut by; 0 before the first."""
-        self.sessions: dict[int, Session] = {}
+        self.sessions: dict[int, ServerSession] = {}
         """By server: those of all servers in the view's chains."""
         self.lost: Buckets = 0
         """The buckets that no server has."""
@@ -75,7 +75,7 @@ class ClientCore:
         """Whether anything is unanswered or unstable, or failed and nobody was told."""
         return bool(self.failures) or any(each.in_flight or each.retained for each in self.sessions.values())
 
-    def unstable(self) -> Session | None:
+    def unstable(self) -> ServerSession | None:
         """A server that does not say yet that the iterations which this worker has finished are stable; None: all do.
 
         A read of the current iteration there is answered when they are.
@@ -92,12 +92,12 @@ class ClientCore:
         session = self.sessions[server]
         session.is_connected = True
         requests = list(session.unanswered())
-        out: list[Instruction] = [Transmit(request) for request in requests if request.kind is not Kind.CALL]
+        out: list[Instruction] = [Transmit(request) for request in requests if request.kind is not RequestKind.CALL]
         # A server that has answered the call to join counts this worker: it is not told otherwise.
         if session.says_clock and server not in (self._joined or ()):
             out.append(self._resync(session))
         # Of a worker's words the last counts: a call to join comes behind a resync that says that it takes no part.
-        return out + [Transmit(request) for request in requests if request.kind is Kind.CALL]
+        return out + [Transmit(request) for request in requests if request.kind is RequestKind.CALL]
 
     def change(self, version: int, groups: tuple[ChainGroup, ...], loss: Exception | None = None) -> list[Instruction]:
         """Take a newer view; return what to do, in order. An older one is ignored.
@@ -127,7 +127,7 @@ class ClientCore:
         before, self.sessions = self.sessions, {}
         leads, self.lost = leads_of(groups)
         for server, led in leads.items():
-            session = self.sessions[server] = before.get(server) or Session(server, self.failures)
+            session = self.sessions[server] = before.get(server) or ServerSession(server, self.failures)
             session.leads = led
 
     def _fail_lost(self, given_up: list[Request], loss: Exception | None) -> None:
@@ -137,13 +137,13 @@ class ClientCore:
                 request.error = request.error or loss
             request.complete_if_replaced(self.failures)
 
-    def _retain(self, before: dict[int, Session]) -> Iterator[Instruction]:
+    def _retain(self, before: dict[int, ServerSession]) -> Iterator[Instruction]:
         """Retain from now on what the view and the worker's part in iterations ask for; release the rest."""
         retains = self.takes_part and self._is_sequential and self._has_followers
         for session in {**before, **self.sessions}.values():
             session.retains = retains and session.server in self.sessions
             staying = [each for each in session.retained if session.retains and each.held != 0]
-            yield from (Release(each) for each in session.retained if not session.retains or each.held == 0)
+            yield from (Discard(each) for each in session.retained if not session.retains or each.held == 0)
             session.retained = deque(staying)
 
     # Iterations.
@@ -209,5 +209,5 @@ class ClientCore:
             if session.is_connected:
                 yield self._resync(session)
 
-    def _resync(self, session: Session) -> Resync:
+    def _resync(self, session: ServerSession) -> Resync:
         return Resync(session.server, self.version, self.clock, self.takes_part)

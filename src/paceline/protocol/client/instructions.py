@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from paceline.protocol.buckets import Buckets
 from paceline.protocol.client.requests import Request
-from paceline.protocol.client.session import Session
+from paceline.protocol.client.session import ServerSession
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Connect:
 class Disconnect:
     """Close the connection to a server that is in no chain any more; its session has only calls, which fail."""
 
-    session: Session
+    session: ServerSession
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Transmit:
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
+class Discard:
     """A retained push is needed no more: its memory may be used again."""
 
     request: Request
@@ -65,4 +65,4 @@ class AskToJoin:
     clock: int
 
 
-Instruction: TypeAlias = Connect | Disconnect | Transmit | Release | Resync | AskToJoin
+Instruction: TypeAlias = Connect | Disconnect | Transmit | Discard | Resync | AskToJoin

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from paceline.protocol.buckets import Buckets
 from paceline.protocol.client.instructions import Transmit
-from paceline.protocol.client.requests import PUSHES, READS, Kind, Request
-from paceline.protocol.client.session import Session
+from paceline.protocol.client.requests import PUSHES, READS, Request, RequestKind
+from paceline.protocol.client.session import ServerSession
 
 
 @dataclass(eq=False, slots=True)
@@ -23,11 +23,11 @@ class _Push:
     """All that is unanswered or unstable of one push."""
 
     unanswered: list[Request] = field(default_factory=list)
-    retained: list[tuple[Session, Request]] = field(default_factory=list)
+    retained: list[tuple[ServerSession, Request]] = field(default_factory=list)
 
 
 def replace(
-    given_up: Iterable[Request], before: Iterable[Session], after: Mapping[int, Session], follows: bool
+    given_up: Iterable[Request], before: Iterable[ServerSession], after: Mapping[int, ServerSession], follows: bool
 ) -> Iterator[Transmit]:
     """Yield what is sent in the place of the requests given up, and of the pushes that `before` retain.
 
@@ -53,7 +53,7 @@ def replace(
         yield from _push_again(each, after, follows) if isinstance(each, _Push) else _pull_again(each, after)
 
 
-def _push_again(push: _Push, after: Mapping[int, Session], follows: bool) -> Iterator[Transmit]:
+def _push_again(push: _Push, after: Mapping[int, ServerSession], follows: bool) -> Iterator[Transmit]:
     wanted = 0
     for request in push.unanswered:
         assert request.payload is not None
@@ -71,7 +71,7 @@ def _push_again(push: _Push, after: Mapping[int, Session], follows: bool) -> Ite
         request.held = request.held_buckets & _leads(session, after) & ~sent
 
 
-def _push_to(session: Session, push: _Push, buckets: Buckets) -> Transmit:
+def _push_to(session: ServerSession, push: _Push, buckets: Buckets) -> Transmit:
     pieces: list[tuple[Request, Buckets]] = []
     parents: list[Request] = []
     for request in push.unanswered:
@@ -83,16 +83,16 @@ def _push_to(session: Session, push: _Push, buckets: Buckets) -> Transmit:
         if request.held_buckets & buckets:
             pieces.append((request, request.held_buckets & buckets))
     former = pieces[0][0]
-    request = session.request(Kind.PUSH, former.clock, former.sequence)
+    request = session.request(RequestKind.PUSH, former.clock, former.sequence)
     return _in_place_of(parents, request, pieces)
 
 
-def _pull_again(former: Request, after: Mapping[int, Session]) -> Iterator[Transmit]:
+def _pull_again(former: Request, after: Mapping[int, ServerSession]) -> Iterator[Transmit]:
     assert former.payload is not None
     for session in after.values():
         buckets = former.payload.buckets & session.leads
         if buckets:
-            request = session.request(Kind.PULL, former.clock + former.ends_iteration, former.sequence)
+            request = session.request(RequestKind.PULL, former.clock + former.ends_iteration, former.sequence)
             yield _in_place_of([former], request, [(former, buckets)])
 
 
@@ -104,5 +104,5 @@ def _in_place_of(parents: list[Request], request: Request, pieces: list[tuple[Re
     return Transmit(request, tuple(pieces))
 
 
-def _leads(session: Session, after: Mapping[int, Session]) -> Buckets:
+def _leads(session: ServerSession, after: Mapping[int, ServerSession]) -> Buckets:
     return session.leads if session.server in after else 0

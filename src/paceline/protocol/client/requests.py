@@ -35,13 +35,13 @@ REQUEST: Final = StateTable(
         Transition("retained", "stabilize", OUTSIDE),
         Transition("retained", "change", "retained", "Transmit", when="another server leads a part"),
         Transition("retained", "change", OUTSIDE, "Transmit", when="another server leads"),
-        Transition("retained", "change", OUTSIDE, "Release", when="no server could lead next"),
+        Transition("retained", "change", OUTSIDE, "Discard", when="no server could lead next"),
     ),
 )
 """What becomes of a push or a pull. What is made in the place of a replaced one is another request."""
 
 
-class Kind(Enum):
+class RequestKind(Enum):
     """What a request asks for."""
 
     PUSH = "push"
@@ -53,9 +53,9 @@ class Kind(Enum):
     """A control message to one server, whatever the view."""
 
 
-PUSHES: Final = (Kind.PUSH, Kind.PUSH_PULL)
-READS: Final = (Kind.PULL, Kind.PUSH_PULL)
-_WITH_BODY: Final = (Kind.PULL, Kind.PUSH_PULL, Kind.CALL)
+PUSHES: Final = (RequestKind.PUSH, RequestKind.PUSH_PULL)
+READS: Final = (RequestKind.PULL, RequestKind.PUSH_PULL)
+_WITH_BODY: Final = (RequestKind.PULL, RequestKind.PUSH_PULL, RequestKind.CALL)
 
 
 class Payload(Protocol):
@@ -81,7 +81,7 @@ class Request:
         self,
         server: int,
         number: int,
-        kind: Kind,
+        kind: RequestKind,
         clock: int,
         sequence: int,
         payload: Payload | None = None,

@@ -12,10 +12,10 @@ from itertools import dropwhile
 
 from paceline.protocol.buckets import Buckets
 from paceline.protocol.client.due_answers import DueAnswers
-from paceline.protocol.client.requests import PUSHES, Kind, Payload, Request
+from paceline.protocol.client.requests import PUSHES, Payload, Request, RequestKind
 
 
-class Session:
+class ServerSession:
     """The requests to one server, in order. The hot path is :meth:`start` and :meth:`answered`, both O(1)."""
 
     def __init__(self, server: int, failures: list[Request]) -> None:
@@ -45,7 +45,7 @@ class Session:
         self._last_number = 0
 
     def request(
-        self, kind: Kind, clock: int, sequence: int, payload: Payload | None = None, ends_iteration: bool = False
+        self, kind: RequestKind, clock: int, sequence: int, payload: Payload | None = None, ends_iteration: bool = False
     ) -> Request:
         """Return a new request, not started."""
         self._last_number = (self._last_number + 1) & 0xFFFFFFFF
@@ -59,7 +59,7 @@ class Session:
         self.in_flight[request.number] = request
         if request.has_body:
             self.num_bodies += 1
-        if self.awaits_view and request.kind is not Kind.CALL:
+        if self.awaits_view and request.kind is not RequestKind.CALL:
             self._blocked.add(request.number)
             return False
         return True
@@ -111,7 +111,7 @@ class Session:
         The server has taken none of them, and has said so of the first. It answers the others as often as they go out.
         """
         behind = dropwhile(lambda each: each is not request, self.unanswered())
-        repeated = [each for each in behind if each.kind is not Kind.CALL]
+        repeated = [each for each in behind if each.kind is not RequestKind.CALL]
         for each in repeated[1:]:
             self._due.sent_again(each.number)
         return repeated
@@ -135,7 +135,7 @@ class Session:
     def departed(self) -> list[Request]:
         """Take note that the server is in the newest view no more; return the calls, which are to fail."""
         self.awaits_view = self.has_departed = True
-        return [request for request in self.in_flight.values() if request.kind is Kind.CALL]
+        return [request for request in self.in_flight.values() if request.kind is RequestKind.CALL]
 
     def unanswered(self) -> list[Request]:
         """What goes out again when the connection was made anew, in order."""
@@ -145,13 +145,13 @@ class Session:
         """Give up all requests but calls, for the next view; return those to replace, in order. Ticks are done."""
         given_up = []
         for number, request in list(self.in_flight.items()):
-            if request.kind is Kind.CALL:
+            if request.kind is RequestKind.CALL:
                 continue
             del self.in_flight[number]
             if request.has_body:
                 self.num_bodies -= 1
             self.num_bodies += self._due.given_up(number, is_due=number not in self._blocked and self.is_connected)
-            if request.kind is Kind.TICK:
+            if request.kind is RequestKind.TICK:
                 request.is_done = True
             else:
                 given_up.append(request)

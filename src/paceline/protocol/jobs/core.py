@@ -86,7 +86,7 @@ class JobCore:
             case events.TakeReports(job=number):
                 taken = self._current(number).take_report()
                 return [Answer(call, None) if taken is None else Answer(call, *taken)]
-            case events.Progress(counters=counters):
+            case events.CountersTold(counters=counters):
                 if self.ledger is not None and membership.find(asked.incarnation) is not None:
                     self.ledger.results.note_progress(asked.incarnation, counters)
                 return []

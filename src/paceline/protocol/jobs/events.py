@@ -77,7 +77,7 @@ class JobFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class CountersTold:
     """A worker's counters now; the counter "job" is the number of their job."""
 
     counters: Counters
@@ -105,7 +105,7 @@ class TakeReports:
 
 
 Request: TypeAlias = (
-    PostJob | GetJob | TakeLease | LeaseDone | FileEnded | Report | JobFailed | Progress | JobStatus | GetAccount
+    PostJob | GetJob | TakeLease | LeaseDone | FileEnded | Report | JobFailed | CountersTold | JobStatus | GetAccount
     | TakeReports
 )  # fmt: skip
 

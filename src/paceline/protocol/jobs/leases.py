@@ -52,7 +52,7 @@ class Leases:
         if rank in self._granted:
             self._tell(rank, self._granted.pop(rank))
         elif rank not in self.pool.waiting:
-            self._handle(shards.Lease(rank))
+            self._handle(shards.ShardWanted(rank))
         if not wait and rank in self._calls:
             self._tell(rank, Lease(lease=NOTHING_NOW))
 
@@ -64,14 +64,14 @@ class Leases:
 
     def file_ended(self, file: int, num_shards: int) -> None:
         """Note the number of shards of a file whose end has been read."""
-        self._handle(shards.Ended(file, num_shards))
+        self._handle(shards.FileSized(file, num_shards))
 
     def left(self, rank: int, now_s: float) -> bool:
         """Lease again what a worker held that is gone; return whether it held anything."""
         held = self.pool.holds(rank)
         self._calls.pop(rank, None)
         self._granted.pop(rank, None)
-        self._handle(shards.Lost(rank))
+        self._handle(shards.WorkerLost(rank))
         self._early.pop(rank, None)
         self._await_no_more(rank, now_s)
         self.rests(rank, now_s)
@@ -84,7 +84,7 @@ class Leases:
 
     def give_away(self, rank: int) -> None:
         """Give the stride of a worker that is not there to the others, until it comes."""
-        self._handle(shards.Lost(rank))
+        self._handle(shards.WorkerLost(rank))
 
     def rests(self, rank: int, now_s: float) -> None:
         """Note that a worker is through with the job."""

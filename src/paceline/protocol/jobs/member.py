@@ -59,7 +59,7 @@ class MemberLedger:
                 self._done(request)
             case events.FileEnded(job=job, file=file, num_shards=num_shards) if job == facts.number:
                 facts.ended[file] = num_shards
-            case events.Progress(counters=counters):
+            case events.CountersTold(counters=counters):
                 self._progress = counters
             case events.GetJob():
                 self._is_busy = False

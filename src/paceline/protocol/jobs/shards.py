@@ -24,7 +24,7 @@ Assignment: TypeAlias = Literal["first-come", "strided"]
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
+class ShardWanted:
     """A worker wants a shard."""
 
     worker: int
@@ -39,14 +39,14 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class WorkerLost:
     """A worker is dead or gone: what it held, and under "strided" what would be its own, is for others."""
 
     worker: int
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class FileSized:
     """Somebody found the end of a file: it has this many shards."""
 
     file: int
@@ -66,7 +66,7 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Tell the worker: nothing is free just now. Granted or Exhausted follows without a new Lease."""
+    """Tell the worker: nothing is free just now. Granted or Exhausted follows without a new ShardWanted."""
 
     worker: int
 
@@ -78,7 +78,7 @@ class Exhausted:
     worker: int
 
 
-Event: TypeAlias = Lease | Done | Lost | Ended
+Event: TypeAlias = ShardWanted | Done | WorkerLost | FileSized
 Instruction: TypeAlias = Granted | Wait | Exhausted
 
 
@@ -208,7 +208,7 @@ class Shards:
             DataError: a file's end is reported at odds with its known number; nothing has changed.
         """
         match event:
-            case Lease(worker):
+            case ShardWanted(worker):
                 self._orphans.discard(worker)
                 answer = self._answer(worker)
                 if answer is not None:
@@ -219,10 +219,10 @@ class Shards:
             case Done(worker, lease):
                 self._close(worker, lease)
                 return self._serve()
-            case Lost(worker):
+            case WorkerLost(worker):
                 self._take_back(worker)
                 return self._serve()
-            case Ended(file, num_shards):
+            case FileSized(file, num_shards):
                 self._end(file, num_shards)
                 return self._serve()
 
@@ -265,7 +265,7 @@ class Shards:
         lease = self._next_lease
         self._next_lease += 1
         self._open[lease] = worker, key
-        self._states.move(key, "Lease")
+        self._states.move(key, "ShardWanted")
         return Granted(worker, lease, *key)
 
     def _next(self, worker: int) -> Key | None:
@@ -342,7 +342,7 @@ class Shards:
         self._waiting.pop(worker, None)
         for lease in [lease for lease, (holder, _) in self._open.items() if holder == worker]:
             _, key = self._open.pop(lease)
-            self._states.move(key, "Lost")
+            self._states.move(key, "WorkerLost")
             heapq.heappush(self._returned, key)
         if self._strided and 0 <= worker < self._stride:
             self._orphans.add(worker)

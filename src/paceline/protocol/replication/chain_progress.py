@@ -15,7 +15,7 @@ from paceline.protocol.replication.events import (
     Forget,
     Forward,
     Instruction,
-    Refuse,
+    RefusePush,
     Withhold,
 )
 from paceline.protocol.replication.fills import Fills
@@ -108,7 +108,7 @@ class ChainProgress:
                 continue
             self._pending.give_away(former, taken)
             if former.is_ours and not push.is_ours and not former.is_sum:
-                former.end = Refuse  # its client has no part in what was handed up, and asks again
+                former.end = RefusePush  # its client has no part in what was handed up, and asks again
             elif not former.buckets and not former.is_sum:
                 former.end = Forget
             if not former.waiting:
@@ -181,7 +181,7 @@ class ChainProgress:
             if not push.is_ours:
                 push.end = Forget
             elif push.incarnation != AGGREGATE and push.buckets & ~self._place.primary:
-                push.end = Refuse
+                push.end = RefusePush
         for parts in self._pending.in_parts():
             instructions += self._merge(parts)
         return instructions + self._forward_again(list(self._pending))
@@ -190,7 +190,7 @@ class ChainProgress:
         instructions: list[Instruction] = []
         for push in list(self._withheld):
             if push.buckets & ~self._place.primary:
-                push.end = Refuse  # who leads its buckets now knows it, and acknowledges it to who sends it again
+                push.end = RefusePush  # who leads its buckets now knows it, and acknowledges it to who sends it again
             elif push.buckets & self._place.short:
                 continue
             del self._withheld[push]

@@ -41,9 +41,9 @@ from paceline.protocol.replication.events import (
     Links,
     LinkUp,
     Load,
-    Push,
+    PushReceived,
     Ready,
-    Refuse,
+    RefusePush,
     StateReceived,
 )
 from paceline.protocol.replication.fills import Fills
@@ -136,7 +136,7 @@ class Replication:
         return max((last for incarnation, last, _ in applied if incarnation == AGGREGATE), default=0)
 
     def admit(self, incarnation: int, sequence: int) -> int:
-        """Do what a Push of this version does where nothing is forwarded: return the buckets for which it is new.
+        """Do what a push of this version does where nothing is forwarded: return the buckets for which it is new.
 
         The push counts as one to all buckets of this primary, those included in which it has no key.
         """
@@ -149,10 +149,10 @@ class Replication:
     def handle(self, event: Event) -> list[Instruction]:
         """Take one event; return what to do, in order."""
         match event:
-            case Push(token, incarnation, sequence, version, buckets):
+            case PushReceived(token, incarnation, sequence, version, buckets):
                 # Rule 1: a message is of this server's version or it is not taken.
                 if event.version != self._version or event.buckets & ~self.place.primary:
-                    return [Refuse(token)]
+                    return [RefusePush(token)]
                 fresh = self._filter.admit(incarnation, sequence, buckets)
                 return self.pushes.take(PendingPush(token, incarnation, sequence, buckets, is_ours=True), fresh)
             case Forwarded(token, source, incarnation, sequence, version, buckets):

@@ -23,7 +23,7 @@ class Change:
 
 
 @dataclass(slots=True)
-class Push:  # what every push makes is not frozen: that takes four times as long to make
+class PushReceived:  # what every push makes is not frozen: that takes four times as long to make
     """A client's push (or this server's own sum of an iteration) came. Its keys lie in `buckets`."""
 
     token: object
@@ -122,7 +122,7 @@ class Withhold:
 
 
 @dataclass(frozen=True, slots=True)
-class Refuse:
+class RefusePush:
     """Tell the client that its map is old: it takes the new one and sends the push again. The token is done with."""
 
     token: object
@@ -175,7 +175,7 @@ class Links:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ReportFilled:
     """Tell the scheduler that `target` now has all of these buckets that it was to be filled with, as of this version.
 
     The server before it says so, and not itself: from now on nothing is acknowledged here that `target` has not got.
@@ -197,7 +197,19 @@ class Ready:
     version: int
 
 
-Event: TypeAlias = Change | Push | Forwarded | Acknowledged | LinkUp | LinkDown | Confirmed | StateReceived
+Event: TypeAlias = Change | PushReceived | Forwarded | Acknowledged | LinkUp | LinkDown | Confirmed | StateReceived
 Instruction: TypeAlias = (
-    Apply | Forward | Acknowledge | Withhold | Refuse | Forget | Load | Drop | Hold | Lead | Links | Report | Ready
+    Apply
+    | Forward
+    | Acknowledge
+    | Withhold
+    | RefusePush
+    | Forget
+    | Load
+    | Drop
+    | Hold
+    | Lead
+    | Links
+    | ReportFilled
+    | Ready
 )

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from paceline.protocol.buckets import Buckets, count
-from paceline.protocol.replication.events import Instruction, Report
+from paceline.protocol.replication.events import Instruction, ReportFilled
 
 _REPORT_BUCKETS: Final = 64
 
@@ -81,7 +81,7 @@ class Fills:
     def reports(self, target: int, version: int) -> list[Instruction]:
         """Return the report of what a server has confirmed, as of a version, if it is time for one."""
         filled = self.to_report(target)
-        return [Report(version, target, filled)] if filled else []
+        return [ReportFilled(version, target, filled)] if filled else []
 
     def validate(self) -> None:
         """Assert the invariants."""

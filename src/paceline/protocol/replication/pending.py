@@ -7,25 +7,25 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from paceline.protocol.buckets import Buckets
-from paceline.protocol.replication.events import AGGREGATE, Acknowledge, Forget, Forward, Refuse
+from paceline.protocol.replication.events import AGGREGATE, Acknowledge, Forget, Forward, RefusePush
 from paceline.protocol.transitions import OUTSIDE, StateTable, Transition
 
-_ENDS: Final = {"acknowledged": "Acknowledge", "refused": "Refuse", "forgotten": "Forget"}
+_ENDS: Final = {"acknowledged": "Acknowledge", "refused": "RefusePush", "forgotten": "Forget"}
 _WITHHOLDING: Final = {
     "pending": ("Acknowledged", "LinkUp", "Change"),
-    "left": ("Acknowledged", "Change", "LinkUp", "Push"),
+    "left": ("Acknowledged", "Change", "LinkUp", "PushReceived"),
 }
 PUSH: Final = StateTable(
     "a push at one server",
     ("pending", "left", "withheld", *_ENDS),
     (
-        Transition(OUTSIDE, "Push", "refused", "Refuse", when="another map or not its primary"),
+        Transition(OUTSIDE, "PushReceived", "refused", "RefusePush", when="another map or not its primary"),
         Transition(OUTSIDE, "Forwarded", "forgotten", "Forget", when="another map or not from its chain"),
-        Transition(OUTSIDE, "Push", "acknowledged", "Acknowledge", when="nobody behind"),
+        Transition(OUTSIDE, "PushReceived", "acknowledged", "Acknowledge", when="nobody behind"),
         Transition(OUTSIDE, "Forwarded", "acknowledged", "Acknowledge", when="nobody behind"),
-        Transition(OUTSIDE, "Push", "pending", "Forward"),
+        Transition(OUTSIDE, "PushReceived", "pending", "Forward"),
         Transition(OUTSIDE, "Forwarded", "pending", "Forward"),
-        Transition(OUTSIDE, "Push", "withheld", "Withhold", when="nobody behind, too few replicas"),
+        Transition(OUTSIDE, "PushReceived", "withheld", "Withhold", when="nobody behind, too few replicas"),
         Transition("pending", "LinkUp", "pending", "Forward"),
         Transition("pending", "Change", "left", "Forward"),
         Transition("left", "Change", "left", "Forward"),
@@ -36,7 +36,7 @@ PUSH: Final = StateTable(
         *(
             Transition("left", event, end, _ENDS[end])
             for end in _ENDS
-            for event in ("Acknowledged", "Change", "LinkUp", "Push", "Forwarded")
+            for event in ("Acknowledged", "Change", "LinkUp", "PushReceived", "Forwarded")
         ),
         *(
             Transition(state, event, "withheld", "Withhold", when="too few replicas")
@@ -44,7 +44,7 @@ PUSH: Final = StateTable(
             for event in events
         ),
         Transition("withheld", "Change", "acknowledged", "Acknowledge", when="replicas enough"),
-        Transition("withheld", "Change", "refused", "Refuse", when="led elsewhere"),
+        Transition("withheld", "Change", "refused", "RefusePush", when="led elsewhere"),
         Transition("withheld", "give_up", OUTSIDE),
     ),
 )
@@ -62,7 +62,7 @@ class PendingPush:
     """Whether this server took it as the primary, from a client or as its own sum."""
     is_left: bool = False
     """Whether it came by an older map."""
-    end: type[Acknowledge] | type[Refuse] | type[Forget] = Acknowledge
+    end: type[Acknowledge] | type[RefusePush] | type[Forget] = Acknowledge
     """What becomes of the token when all servers behind have the push."""
     waiting: dict[int, tuple[int, int]] = field(default_factory=dict)  # target → number, buckets
 

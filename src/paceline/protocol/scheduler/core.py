@@ -147,10 +147,10 @@ class SchedulerCore:
         match self.phase, event:
             case Phase.SUPERSEDED, _:
                 return []
-            case Phase.LEADING, events.Rejoin(returned) if returned.cluster != self.cluster:
+            case Phase.LEADING, events.MemberRejoining(returned) if returned.cluster != self.cluster:
                 return [events.Foreign(returned.peer)]
-            case Phase.LEADING, events.Rejoin(returned) if (term := returned.highest_term) > self.term:
-                self.phase = self.phase.after("Rejoin")
+            case Phase.LEADING, events.MemberRejoining(returned) if (term := returned.highest_term) > self.term:
+                self.phase = self.phase.after("MemberRejoining")
                 return [events.Superseded(term)]
             case Phase.LEADING, _:
                 return self._leader.handle(event, self._now_s)
@@ -172,23 +172,23 @@ class SchedulerCore:
         """Take an event before there is a cluster."""
         newcomers, recovery = self.newcomers, self._recovery
         match event:
-            case events.Register():
+            case events.MemberRegistering():
                 newcomers.add(event)
-            case events.Rejoin(returned):
+            case events.MemberRejoining(returned):
                 if self.phase is Phase.FORMING:
-                    self.phase = self.phase.after("Rejoin")
+                    self.phase = self.phase.after("MemberRejoining")
                 recovery.add(returned, self._now_s)
             case events.Disconnected(peer):
                 newcomers.forget(peer)
                 recovery.forget(peer)
-            case events.Leave(peer):
+            case events.MemberLeaving(peer):
                 newcomers.forget(peer)
                 return recovery.leave(peer)
-            case events.Drain(peer):
+            case events.ServerDraining(peer):
                 recovery.drain(peer)
-            case events.Promised(peer, term):
+            case events.TermPromised(peer, term):
                 recovery.promise(peer, term)
-            case events.Ended(incarnation):
+            case events.ProcessEnded(incarnation):
                 recovery.ended(incarnation)
             case events.Doubted(incarnation) if self.phase is Phase.RECOVERING:
                 recovery.doubt(incarnation)

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+from paceline.protocol.chains import BucketsLost as BucketsLost
 from paceline.protocol.membership import Member, Role
 from paceline.protocol.scheduler.evidence import Returned
 from paceline.protocol.scheduler.views import View
@@ -20,8 +21,8 @@ PROCESS_ENDED: Final = "its process ended"
 
 
 @dataclass(frozen=True, slots=True)
-class Register:
-    """A process wants to be a member: of this rank, if one is given. Answered by Welcome or Refuse, maybe later."""
+class MemberRegistering:
+    """A process wants to be a member: of this rank, if one is given. Answered by TakeIn or TurnAway, maybe later."""
 
     peer: object
     node: str
@@ -34,14 +35,14 @@ class Register:
 
 
 @dataclass(frozen=True, slots=True)
-class Rejoin:
-    """A member comes (again), and says what it knows. Answered by Welcome, Expel or Foreign, maybe later."""
+class MemberRejoining:
+    """A member comes (again), and says what it knows. Answered by TakeIn, Expel or Foreign, maybe later."""
 
     returned: Returned
 
 
 @dataclass(frozen=True, slots=True)
-class Heartbeat:
+class MemberHeard:
     """A member says that it lives; a server also which servers it does not reach."""
 
     peer: object
@@ -56,7 +57,7 @@ class Disconnected:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class ProcessEnded:
     """The process of this incarnation has ended, and that is certain: the kernel of its host says so."""
 
     incarnation: int
@@ -70,21 +71,21 @@ class Doubted:
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
+class MemberLeaving:
     """A member goes in good order."""
 
     peer: object
 
 
 @dataclass(frozen=True, slots=True)
-class Drain:
-    """A server wants to leave when its buckets are elsewhere. Answered by Release, then."""
+class ServerDraining:
+    """A server wants to leave when its buckets are elsewhere. Answered by ReleaseServer, then."""
 
     peer: object
 
 
 @dataclass(frozen=True, slots=True)
-class Filled:
+class BucketsFilled:
     """Of the view of this version: the server `target` has all of these buckets now."""
 
     version: int
@@ -93,7 +94,7 @@ class Filled:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class ViewPrepared:
     """A server has the view of this order, see :attr:`View.order`."""
 
     peer: object
@@ -102,7 +103,7 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True)
-class Promised:
+class TermPromised:
     """A server prepares nothing of a lower term than this one from now on."""
 
     peer: object
@@ -115,7 +116,7 @@ class Flush:
 
 
 @dataclass(frozen=True, slots=True)
-class Clock:
+class TimePassed:
     """Time went on."""
 
 
@@ -123,7 +124,7 @@ class Clock:
 
 
 @dataclass(frozen=True, slots=True)
-class Welcome:
+class TakeIn:
     """Tell the process that it is this member, and the committed view."""
 
     peer: object
@@ -131,7 +132,7 @@ class Welcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Refuse:
+class TurnAway:
     """Tell the process that it is not taken in; `reason` is a sentence for its user."""
 
     peer: object
@@ -176,8 +177,8 @@ class TakenOver:
 
 
 @dataclass(frozen=True, slots=True)
-class Promise:
-    """Ask these servers to prepare nothing of a lower term than this one; answered by Promised."""
+class AskPromise:
+    """Ask these servers to prepare nothing of a lower term than this one; answered by TermPromised."""
 
     peers: tuple[object, ...]
     term: int
@@ -185,7 +186,7 @@ class Promise:
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """Send this view to these servers, to be kept and answered by Prepared, not to be acted on."""
+    """Send this view to these servers, to be kept and answered by ViewPrepared, not to be acted on."""
 
     peers: tuple[object, ...]
     view: View
@@ -204,17 +205,10 @@ class FlushSoon:
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
+class ReleaseServer:
     """Tell the server that wants to leave that it may."""
 
     peer: object
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """The last server with these buckets (a mask) has ended: their data is gone."""
-
-    buckets: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,10 +233,10 @@ class Superseded:
 
 
 Event: TypeAlias = (
-    Register | Rejoin | Heartbeat | Disconnected | Ended | Doubted | Leave | Drain | Filled | Prepared | Promised
-    | Flush | Clock
+    MemberRegistering | MemberRejoining | MemberHeard | Disconnected | ProcessEnded | Doubted | MemberLeaving
+    | ServerDraining | BucketsFilled | ViewPrepared | TermPromised | Flush | TimePassed
 )  # fmt: skip
 Instruction: TypeAlias = (
-    Welcome | Refuse | Foreign | Expel | Removed | TakenOver | Promise | Prepare | Publish | FlushSoon | Release | Lost
-    | Note | Superseded
+    TakeIn | TurnAway | Foreign | Expel | Removed | TakenOver | AskPromise | Prepare | Publish | FlushSoon
+    | ReleaseServer | BucketsLost | Note | Superseded
 )  # fmt: skip

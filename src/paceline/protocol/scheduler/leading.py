@@ -84,44 +84,44 @@ class Leader:
         """Take one event; return what to do, in order."""
         self._now_s = now_s
         match event:
-            case events.Register():
+            case events.MemberRegistering():
                 self._register(event)
-            case events.Rejoin(returned):
+            case events.MemberRejoining(returned):
                 self._rejoin(returned)
-            case events.Heartbeat(peer, unreachable):
+            case events.MemberHeard(peer, unreachable):
                 self._heartbeat(peer, unreachable)
             case events.Disconnected(peer):
                 self.newcomers.forget(peer)
                 self.peers.disconnect(peer)
-            case events.Ended(incarnation):
+            case events.ProcessEnded(incarnation):
                 self._ended(incarnation, events.PROCESS_ENDED)
-            case events.Leave(peer):
+            case events.MemberLeaving(peer):
                 self.newcomers.forget(peer)
                 self._ended(self.peers.incarnation_of(peer), None)  # its process ends, and can be asked for nothing
             case events.Doubted(incarnation):
                 if self.membership.doubt(incarnation):
                     self.next.suspects.doubt(incarnation, _PROBABLY_ENDED)
                 self._look_for_silent()
-            case events.Drain(peer):
+            case events.ServerDraining(peer):
                 self._drain(self.peers.incarnation_of(peer))
-            case events.Filled(version, target, buckets):
+            case events.BucketsFilled(version, target, buckets):
                 if self.next.filled(version, target, buckets):
                     self._plan()
-            case events.Prepared(peer, term, epoch):
+            case events.ViewPrepared(peer, term, epoch):
                 self._has_changed |= self.publication.prepared(self.peers.incarnation_of(peer) or 0, term, epoch)
             case events.Flush():
                 self._is_flushing, self._has_changed = False, True
-            case events.Clock():
+            case events.TimePassed():
                 ranks, groups = self.membership.servers, self.next.planner.groups
                 if self.publication.is_established and self.next.suspects.look_at_links(ranks, groups, now_s):
                     self._plan()
                 self._look_for_silent()
                 self._has_changed |= self.membership.expire_unknown(now_s)
-            case events.Promised():
+            case events.TermPromised():
                 pass
         return self._settle()
 
-    def _register(self, event: events.Register) -> None:
+    def _register(self, event: events.MemberRegistering) -> None:
         if not self.publication.is_established:
             self.newcomers.add(event)
             return
@@ -133,7 +133,7 @@ class Leader:
                 event.node, event.role, self._now_s, rank=event.rank, address=event.address, process=event.process
             )
         except UsageError as error:
-            self._out.append(events.Refuse(event.peer, str(error)))
+            self._out.append(events.TurnAway(event.peer, str(error)))
             return
         self._connect(event.peer, member)
         self._heard(member.incarnation)
@@ -265,7 +265,7 @@ class Leader:
         if self.publication.proposal is not None:
             self._out += self.next.notes(self.publication.proposal.gaining, self.membership)
         released = self.next.drains.release_all(self.membership.servers, self.peers.connected)
-        self._out += [events.Release(peer) for peer in self.peers.of(released)]
+        self._out += [events.ReleaseServer(peer) for peer in self.peers.of(released)]
 
     def _commit(self, view: View, former: View, departing: dict[int, str | None]) -> None:
         self._out += self.next.committed(view, former)
@@ -274,7 +274,7 @@ class Leader:
         self._removed = [each for each in self._removed if each.member.incarnation in view.incarnations]
         for server, reason in departing.items():
             if reason is None:
-                self._out += [events.Release(peer) for peer in self.peers.of([server])]
+                self._out += [events.ReleaseServer(peer) for peer in self.peers.of([server])]
             self._remove(server, reason)
         self._out += self.next.notes(self.next.suspects.silent, self.membership)
         for registration in self.newcomers.take():
@@ -300,7 +300,7 @@ class Leader:
             if self.membership.find(member.incarnation) is None:
                 continue
             if member.role is Role.OBSERVER or member.incarnation in published:
-                self._out.append(events.Welcome(peer, member))
+                self._out.append(events.TakeIn(peer, member))
             else:
                 self._welcomes.append((peer, member))
 
@@ -323,5 +323,5 @@ def _check_room(membership: Membership, planner: Planner) -> None:
 def _send_away(returned: Returned) -> Instruction:
     """Tell one that was removed that it was: a server that wanted to leave may."""
     if returned.is_leaving and returned.member.role is Role.SERVER:
-        return events.Release(returned.peer)
+        return events.ReleaseServer(returned.peer)
     return events.Expel(returned.peer, "it was not heard from in time")

@@ -6,62 +6,62 @@ from collections.abc import Iterable, KeysView
 from typing import Final
 
 from paceline.protocol.membership import Role
-from paceline.protocol.scheduler.events import Register
+from paceline.protocol.scheduler.events import MemberRegistering
 from paceline.protocol.transitions import OUTSIDE, StateTable, Transition
 
 MEMBER: Final = StateTable(
     "an incarnation of a node",
     ("live", "silent", "gone"),
     (
-        Transition(OUTSIDE, "Register", OUTSIDE, "Refuse", when="rank taken or negative"),
-        Transition(OUTSIDE, "form", OUTSIDE, "Refuse", when="the same"),
-        Transition(OUTSIDE, "publish", OUTSIDE, "Refuse", when="the same"),
-        Transition(OUTSIDE, "Register", "live"),
+        Transition(OUTSIDE, "MemberRegistering", OUTSIDE, "TurnAway", when="rank taken or negative"),
+        Transition(OUTSIDE, "form", OUTSIDE, "TurnAway", when="the same"),
+        Transition(OUTSIDE, "publish", OUTSIDE, "TurnAway", when="the same"),
+        Transition(OUTSIDE, "MemberRegistering", "live"),
         Transition(OUTSIDE, "form", "live", when="it has registered before"),
         Transition(OUTSIDE, "publish", "live", when="it has registered while members were awaited"),
-        Transition(OUTSIDE, "Rejoin", "live", when="no view tells of it, and it has not worked"),
+        Transition(OUTSIDE, "MemberRejoining", "live", when="no view tells of it, and it has not worked"),
         Transition(OUTSIDE, "take over", "live", when="it is back"),
         Transition(OUTSIDE, "take over", "silent", when="an absent server"),
         Transition(OUTSIDE, "take over", "gone", when="absent"),
         Transition(OUTSIDE, "take over", "gone", "Expel", when="back, but not in the newest view"),
-        Transition(OUTSIDE, "Rejoin", "gone", "Expel", when="not in the newest view"),
-        Transition(OUTSIDE, "Leave", "gone", "Expel", when="while members are awaited"),
+        Transition(OUTSIDE, "MemberRejoining", "gone", "Expel", when="not in the newest view"),
+        Transition(OUTSIDE, "MemberLeaving", "gone", "Expel", when="while members are awaited"),
         Transition(OUTSIDE, "give up", "gone", "Expel"),
-        Transition(OUTSIDE, "take over", "gone", "Release", when="not in the newest view, and was draining"),
-        Transition(OUTSIDE, "Rejoin", "gone", "Release", when="the same"),
-        Transition("live", "Register", "live"),
-        Transition("live", "Rejoin", "live"),
-        Transition("live", "Heartbeat", "live"),
-        Transition("live", "welcome", "live", "Welcome", when="it is in the committed view"),
-        Transition("live", "publish", "live", "Release", when="all servers drain"),
-        Transition("live", "Clock", "silent", when="an overdue server"),
+        Transition(OUTSIDE, "take over", "gone", "ReleaseServer", when="not in the newest view, and was draining"),
+        Transition(OUTSIDE, "MemberRejoining", "gone", "ReleaseServer", when="the same"),
+        Transition("live", "MemberRegistering", "live"),
+        Transition("live", "MemberRejoining", "live"),
+        Transition("live", "MemberHeard", "live"),
+        Transition("live", "welcome", "live", "TakeIn", when="it is in the committed view"),
+        Transition("live", "publish", "live", "ReleaseServer", when="all servers drain"),
+        Transition("live", "TimePassed", "silent", when="an overdue server"),
         Transition("live", "Doubted", "silent", when="a server"),
-        Transition("live", "Clock", "gone", "Expel", when="overdue, and no server"),
+        Transition("live", "TimePassed", "gone", "Expel", when="overdue, and no server"),
         Transition("live", "Doubted", "gone", "Expel", when="no server"),
-        Transition("live", "Ended", "gone", "Expel"),
+        Transition("live", "ProcessEnded", "gone", "Expel"),
         Transition("live", "publish", "gone", "Expel", when="cut off from others, or silent and in no chain"),
-        Transition("live", "publish", "gone", "Release", when="it drains, and no chain needs it"),
-        Transition("live", "Clock", "gone", when="not connected"),
+        Transition("live", "publish", "gone", "ReleaseServer", when="it drains, and no chain needs it"),
+        Transition("live", "TimePassed", "gone", when="not connected"),
         Transition("live", "Doubted", "gone", when="not connected"),
-        Transition("live", "Ended", "gone", when="not connected"),
+        Transition("live", "ProcessEnded", "gone", when="not connected"),
         Transition("live", "publish", "gone", when="not connected"),
-        Transition("live", "Leave", "gone"),
-        Transition("silent", "Register", "live"),
-        Transition("silent", "Rejoin", "live"),
-        Transition("silent", "Heartbeat", "live"),
-        Transition("silent", "welcome", "silent", "Welcome", when="it is in the committed view"),
-        Transition("silent", "publish", "silent", "Release", when="all servers drain"),
-        Transition("silent", "Ended", "gone", "Expel"),
+        Transition("live", "MemberLeaving", "gone"),
+        Transition("silent", "MemberRegistering", "live"),
+        Transition("silent", "MemberRejoining", "live"),
+        Transition("silent", "MemberHeard", "live"),
+        Transition("silent", "welcome", "silent", "TakeIn", when="it is in the committed view"),
+        Transition("silent", "publish", "silent", "ReleaseServer", when="all servers drain"),
+        Transition("silent", "ProcessEnded", "gone", "Expel"),
         Transition("silent", "publish", "gone", "Expel", when="no chain needs it"),
-        Transition("silent", "publish", "gone", "Release", when="it drains, and no chain needs it"),
-        Transition("silent", "Ended", "gone", when="not connected"),
+        Transition("silent", "publish", "gone", "ReleaseServer", when="it drains, and no chain needs it"),
+        Transition("silent", "ProcessEnded", "gone", when="not connected"),
         Transition("silent", "publish", "gone", when="not connected"),
-        Transition("silent", "Leave", "gone"),
+        Transition("silent", "MemberLeaving", "gone"),
         Transition("gone", "take over", "silent", when="no view that is known tells that it is gone"),
-        Transition("gone", "Heartbeat", "gone", "Expel"),
-        Transition("gone", "Rejoin", "gone", "Expel"),
-        Transition("gone", "Rejoin", "gone", "Release", when="it was draining"),
-        Transition("gone", "Rejoin", "live", when="an observer"),
+        Transition("gone", "MemberHeard", "gone", "Expel"),
+        Transition("gone", "MemberRejoining", "gone", "Expel"),
+        Transition("gone", "MemberRejoining", "gone", "ReleaseServer", when="it was draining"),
+        Transition("gone", "MemberRejoining", "live", when="an observer"),
     ),
 )
 """What becomes of those that register or come back; the instructions are those to themselves.
@@ -75,7 +75,7 @@ class Newcomers:
     """The processes that have registered and wait until there is a cluster."""
 
     def __init__(self) -> None:
-        self._waiting: dict[object, Register] = {}  # by connection
+        self._waiting: dict[object, MemberRegistering] = {}  # by connection
 
     @property
     def nodes(self) -> set[str]:
@@ -87,7 +87,7 @@ class Newcomers:
         """How many of the servers that the cluster begins with have come."""
         return sum(each.role is Role.SERVER and not each.is_extra for each in self._waiting.values())
 
-    def add(self, registration: Register) -> None:
+    def add(self, registration: MemberRegistering) -> None:
         """Note a process that registers; the newest connection of a node counts."""
         self._waiting = {peer: each for peer, each in self._waiting.items() if each.node != registration.node}
         self._waiting[registration.peer] = registration
@@ -96,12 +96,12 @@ class Newcomers:
         """Forget one whose connection broke, or that goes."""
         self._waiting.pop(peer, None)
 
-    def take(self) -> list[Register]:
+    def take(self) -> list[MemberRegistering]:
         """Return all, those first that ask for a rank, last the servers that no cluster begins with; forget them."""
         taken, self._waiting = self._waiting, {}
         return sorted(taken.values(), key=lambda each: (each.is_extra, each.rank is None))
 
-    def take_nodes(self, nodes: Iterable[str]) -> list[Register]:
+    def take_nodes(self, nodes: Iterable[str]) -> list[MemberRegistering]:
         """Return those of these names; forget them."""
         taken = [each for each in self._waiting.values() if each.node in nodes]
         for each in taken:

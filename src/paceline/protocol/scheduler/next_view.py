@@ -8,7 +8,7 @@ from paceline.protocol.buckets import count
 from paceline.protocol.chains import VERSION_GAP, Planner, lost_buckets
 from paceline.protocol.membership import Membership, Role
 from paceline.protocol.scheduler.departures import Drains, Suspects
-from paceline.protocol.scheduler.events import Lost, Note, Publish
+from paceline.protocol.scheduler.events import BucketsLost, Note, Publish
 from paceline.protocol.scheduler.publication import Publication, Step
 from paceline.protocol.scheduler.recovery import Succession
 from paceline.protocol.scheduler.views import View
@@ -82,13 +82,13 @@ class NextView:
         released = self.drains.servers.intersection(departing)
         return self.publication.offer(wanted, released=released, ended=self.ended)
 
-    def committed(self, view: View, former: View) -> list[Publish | Lost]:
+    def committed(self, view: View, former: View) -> list[Publish | BucketsLost]:
         """Go on from a view that is committed."""
         if view.version != former.version:
             self._filled = []
         self.ended &= view.servers.keys()
         lost = lost_buckets(view.groups) & ~lost_buckets(former.groups)
-        return [Publish(view), Lost(lost)] if lost else [Publish(view)]
+        return [Publish(view), BucketsLost(lost)] if lost else [Publish(view)]
 
     def removed(self, incarnation: int) -> None:
         """Forget one that is no member any more."""

@@ -2,8 +2,18 @@
 
 from paceline.protocol.server import events
 from paceline.protocol.server.core import ServerCore
-from paceline.protocol.server.events import Clocks, Kind, Route, Timing
+from paceline.protocol.server.events import Clocks, Route, Timing, TimingClass
 from paceline.protocol.server.waiting import BlockedReads, EarlyRequests
 from paceline.protocol.server.workers import Workers
 
-__all__ = ["BlockedReads", "Clocks", "EarlyRequests", "Kind", "Route", "ServerCore", "Timing", "Workers", "events"]
+__all__ = [
+    "BlockedReads",
+    "Clocks",
+    "EarlyRequests",
+    "TimingClass",
+    "Route",
+    "ServerCore",
+    "Timing",
+    "Workers",
+    "events",
+]

@@ -26,12 +26,12 @@ from paceline.protocol.consistency import Consistency
 from paceline.protocol.iterations import Iterations
 from paceline.protocol.replication import Replication
 from paceline.protocol.server import events
-from paceline.protocol.server.events import Event, Instruction, Kind, Route, Timing
+from paceline.protocol.server.events import Event, Instruction, Route, Timing, TimingClass
 from paceline.protocol.server.progress import Progress
 from paceline.protocol.server.waiting import EarlyRequests
 
 _KEEP, _CHAIN, _ALONE = Route.KEEP, Route.CHAIN, Route.ALONE
-_WORDS = frozenset((Kind.TICK, Kind.SYNCED, Kind.CALL))
+_WORDS = frozenset((TimingClass.TICK, TimingClass.SYNCED, TimingClass.CALL))
 
 
 class ServerCore:
@@ -71,7 +71,7 @@ class ServerCore:
 
     # Requests.
 
-    def time(self, kind: Kind, sender: int, version: int) -> Timing:
+    def time(self, kind: TimingClass, sender: int, version: int) -> Timing:
         """Say when a request is to be handled that a process sent by the view of `version`."""
         if not self._me:
             return Timing.EARLY
@@ -83,17 +83,17 @@ class ServerCore:
             if not self.progress.has_clocks:
                 return Timing.BEFORE_CLOCKS
         # Rule 3: of two words of a worker the one that came first is taken first.
-        if kind is Kind.CALL and self.early.has_of(sender):
+        if kind is TimingClass.CALL and self.early.has_of(sender):
             return Timing.EARLY
         current = self.replication.version
-        if version == current or kind in (Kind.CALL, Kind.OTHER):
+        if version == current or kind in (TimingClass.CALL, TimingClass.OTHER):
             return Timing.NOW
         # Rule 4: sender and receiver have the same view, or the one that is behind takes the newer one first.
         if version > current:
             return Timing.EARLY
-        if kind is Kind.CHAIN:
+        if kind is TimingClass.CHAIN:
             return Timing.NOW
-        return Timing.REPEATED if kind is Kind.SYNCED else Timing.STALE
+        return Timing.REPEATED if kind is TimingClass.SYNCED else Timing.STALE
 
     def disconnected(self, is_of_it: Callable[[object], bool]) -> None:
         """Forget the requests that came on a connection: nobody hears an answer."""
@@ -153,11 +153,11 @@ class ServerCore:
                 self._push(event)
             case replication.Forwarded() | replication.Acknowledged():
                 self.progress.replicate(event)
-            case events.Tick(worker, clock):
+            case events.WorkerTicked(worker, clock):
                 return self.tick(worker, clock)
             case events.Read():
                 self._read(event)
-            case events.Join() | events.Synced() | events.Retire():
+            case events.WorkerJoining() | events.Synced() | events.WorkerRetired():
                 self._take_word(event)
             case events.ViewChanged():
                 self._take_view(event)
@@ -177,7 +177,7 @@ class ServerCore:
         return self._take_out()
 
     def tick(self, worker: int, clock: int) -> list[Instruction]:
-        """Do as :meth:`handle` does with a Tick. O(1) if it completes nothing."""
+        """Do as :meth:`handle` does with a WorkerTicked. O(1) if it completes nothing."""
         instructions = self.workers.tick(worker, clock)
         if not instructions:
             return []
@@ -193,11 +193,13 @@ class ServerCore:
     def _push(self, event: events.Push) -> None:
         token, buckets = event.token, event.buckets
         if self.workers.is_gone(event.worker):
-            self._out.append(events.Expelled(token))
+            self._out.append(events.TellExpelled(token))
         elif event.buckets & ~self.replication.primary:
-            self._out.append(replication.Refuse(token))
+            self._out.append(replication.RefusePush(token))
         elif (route := self.route(event.worker, event.iteration)) is _CHAIN:
-            self.progress.replicate(replication.Push(token, event.worker, event.sequence, event.version, buckets))
+            self.progress.replicate(
+                replication.PushReceived(token, event.worker, event.sequence, event.version, buckets)
+            )
         elif route is _KEEP:
             fresh = self.keep(event.worker, event.sequence, event.iteration, buckets)
             self._out += [events.Keep(token, fresh & buckets), replication.Acknowledge(token)]
@@ -207,7 +209,7 @@ class ServerCore:
 
     def _read(self, event: events.Read) -> None:
         if self.workers.is_gone(event.worker):
-            self._out.append(events.Expelled(event.token))
+            self._out.append(events.TellExpelled(event.token))
         elif event.buckets & ~self.replication.primary:
             self._out.append(events.Stale(event.token))
         else:
@@ -216,21 +218,21 @@ class ServerCore:
 
     # Workers.
 
-    def _take_word(self, event: events.Join | events.Synced | events.Retire) -> None:
+    def _take_word(self, event: events.WorkerJoining | events.Synced | events.WorkerRetired) -> None:
         worker = event.worker
-        if isinstance(event, events.Retire):
+        if isinstance(event, events.WorkerRetired):
             self.progress.retire(worker)
             return
         is_known = worker in self.workers.gate.clocks
-        is_joining = isinstance(event, events.Join) or (event.has_joined and not is_known)
+        is_joining = isinstance(event, events.WorkerJoining) or (event.has_joined and not is_known)
         if self.workers.is_gone(worker) or (is_joining and not self.workers.may_join(worker)):
-            self._out.append(events.Expelled(event.token))
+            self._out.append(events.TellExpelled(event.token))
             return
         self.workers.check_leap(worker, event.clock, self.progress.updates)
-        if isinstance(event, events.Join):
+        if isinstance(event, events.WorkerJoining):
             clock = max(event.clock, self.progress.updates.first_clock)
             self.progress.follow_gate(self.workers.join(worker, event.rank, clock))
-            self._out.append(events.Joined(event.token, self.workers.gate.clocks[worker]))
+            self._out.append(events.TellJoined(event.token, self.workers.gate.clocks[worker]))
             return
         if event.has_joined or is_known:
             self.progress.follow_gate(self.workers.sync(worker, event.rank, event.clock, event.counts))
@@ -258,7 +260,7 @@ class ServerCore:
         self._receive(Timing.UNNAMED)
 
     def _receive(self, timing: Timing) -> None:
-        self._out += [events.Receive(token) for token in self.early.take(timing)]
+        self._out += [events.HandleNow(token) for token in self.early.take(timing)]
 
     def validate(self) -> None:
         """Assert the invariants."""

@@ -15,7 +15,7 @@ from paceline.protocol import replication
 from paceline.protocol.chains import ChainGroup
 
 
-class Kind(Enum):
+class TimingClass(Enum):
     """What a request is, as far as its time matters."""
 
     DATA = "data"
@@ -89,8 +89,8 @@ class ViewChanged:
 
 
 @dataclass(frozen=True, slots=True)
-class Join:
-    """A worker wants to take part from iteration `clock` or later. Answered by Joined or Expelled."""
+class WorkerJoining:
+    """A worker wants to take part from iteration `clock` or later. Answered by TellJoined or TellExpelled."""
 
     token: object
     worker: int
@@ -114,14 +114,14 @@ class Synced:
 
 
 @dataclass(frozen=True, slots=True)
-class Retire:
+class WorkerRetired:
     """A worker takes no part until it joins again."""
 
     worker: int
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class WorkerTicked:
     """A worker has finished `clock` iterations."""
 
     worker: int
@@ -132,7 +132,7 @@ class Tick:
 class Push:
     """A push of iteration `iteration` came, whose keys lie in `buckets`.
 
-    Answered by Acknowledge, Refuse or Expelled; behind a Withhold perhaps by Late, see :meth:`ServerCore.withhold`.
+    Answered by Acknowledge, Refuse or TellExpelled; behind a Withhold perhaps by Late, see :meth:`ServerCore.withhold`.
     """
 
     token: object
@@ -147,7 +147,7 @@ class Push:
 class Read:
     """A read of iteration `clock` came; `buckets` are those it is of, as far as that is known.
 
-    Answered by Serve, by Stale, by Expelled, or by Late when `deadline_s` has passed.
+    Answered by Serve, by Stale, by TellExpelled, or by Late when `deadline_s` has passed.
     """
 
     token: object
@@ -180,8 +180,8 @@ class Time:
 
 
 Event: TypeAlias = (
-    ViewChanged | Join | Synced | Retire | Tick | Push | Read | ReadyReceived | ClocksReceived | Time
-    | replication.Forwarded | replication.Acknowledged | replication.LinkUp | replication.LinkDown
+    ViewChanged | WorkerJoining | Synced | WorkerRetired | WorkerTicked | Push | Read | ReadyReceived | ClocksReceived
+    | Time | replication.Forwarded | replication.Acknowledged | replication.LinkUp | replication.LinkDown
     | replication.Confirmed | replication.StateReceived
 )  # fmt: skip
 
@@ -190,14 +190,14 @@ Event: TypeAlias = (
 
 
 @dataclass(frozen=True, slots=True)
-class Receive:
+class HandleNow:
     """Handle this request now, which was kept."""
 
     token: object
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class TellJoined:
     """Tell the worker that it takes part from iteration `clock`."""
 
     token: object
@@ -205,7 +205,7 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
-class Expelled:
+class TellExpelled:
     """Tell the worker that it has left the cluster, or was declared dead: nothing is taken from it any more."""
 
     token: object
@@ -295,6 +295,6 @@ class SendClocks:
 
 
 Instruction: TypeAlias = (
-    Receive | Joined | Expelled | Stale | Serve | Late | Keep | DropKept | SumUp | ApplySum | Completed | ForgetWorker
-    | ForgetKept | SendClocks | replication.Instruction
+    HandleNow | TellJoined | TellExpelled | Stale | Serve | Late | Keep | DropKept | SumUp | ApplySum | Completed
+    | ForgetWorker | ForgetKept | SendClocks | replication.Instruction
 )  # fmt: skip

@@ -37,7 +37,7 @@ class Progress:
         self.reads = BlockedReads()
         self.has_clocks = False
         """Whether it is known where the workers are."""
-        self._reports: dict[int, replication.Report] = {}  # by target: those that wait
+        self._reports: dict[int, replication.ReportFilled] = {}  # by target: those that wait
         self._withheld: dict[object, float] = {}  # pushes → until when
         self.become(Replication(0))
 
@@ -77,7 +77,7 @@ class Progress:
                     self.sum_up(sums)
                     if not sums and not self.iterations.awaited:  # else it is not applied yet
                         self._out.append(events.Completed(iteration))
-                case clocks.Release(token):
+                case clocks.Unblock(token):
                     self.reads.pass_gate(token)
 
     def retire(self, worker: int) -> None:
@@ -91,7 +91,7 @@ class Progress:
         has_joined = worker in self.workers.ranks
         if has_joined:
             self._drop_unfinished(worker)
-        self._out += [events.Expelled(token) for token in self.reads.take_of(worker)]
+        self._out += [events.TellExpelled(token) for token in self.reads.take_of(worker)]
         self.follow_gate(self.workers.leave(worker))
         self.sum_up(self.updates.left(worker))
         if has_joined:
@@ -146,10 +146,10 @@ class Progress:
                 case replication.Acknowledge(events.SumUp(iteration)):
                     assert self.iterations is not None
                     self.iterations.acknowledged(iteration)
-                case replication.Acknowledge(token) | replication.Refuse(token):
+                case replication.Acknowledge(token) | replication.RefusePush(token):
                     self._withheld.pop(token, None)
                     self._out.append(instruction)
-                case replication.Report():
+                case replication.ReportFilled():
                     self._reports[instruction.target] = instruction
                 case replication.Hold():
                     self._out.append(instruction)
@@ -176,7 +176,7 @@ class Progress:
                 token = events.SumUp(each.iteration, each.workers, each.buckets)
                 self._out.append(token)
                 version = self.replication.version
-                self.replicate(replication.Push(token, AGGREGATE, sequence, version, each.buckets))
+                self.replicate(replication.PushReceived(token, AGGREGATE, sequence, version, each.buckets))
             else:
                 self.replication.admit(AGGREGATE, sequence)
                 self._out.append(events.ApplySum(each.iteration, each.workers, each.buckets))

@@ -70,7 +70,7 @@ class Workers:
             joined = self.gate.handle(clocks.Join(worker))
         self.counted.discard(worker)
         self.ranks.pop(worker, None)
-        return joined + self.gate.handle(clocks.Leave(worker))
+        return joined + self.gate.handle(clocks.Depart(worker))
 
     # Another server's clocks.
 

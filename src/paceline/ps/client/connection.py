@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from paceline.errors import AddressError, ConnectionLostError, PacelineError, PeerError, StaleEpochError, UsageError
-from paceline.protocol.client import ClientCore, Kind, Request, Resync, Transmit
+from paceline.protocol.client import ClientCore, Request, RequestKind, Resync, Transmit
 from paceline.ps import messages
 from paceline.ps.client.buffer_pool import Copies
 from paceline.ps.client.exchange import KINDS, Exchange, exchange_of, pack
@@ -168,7 +168,7 @@ class ServerConnection:
         """
         meta = messages.encode(message)
         size = sum(part.nbytes for part in body)
-        request = self.session.request(Kind.CALL, 0, 0)
+        request = self.session.request(RequestKind.CALL, 0, 0)
         request.is_reported = True
         header = HEADER.pack(
             MAGIC, PROTOCOL_VERSION, messages.CALL, 0, 0, request.number, 0, 0, 0, len(meta), size
@@ -342,7 +342,7 @@ class ServerConnection:
         if request is None:
             if not self.session.orphan_answered(header.request):
                 raise error
-        elif isinstance(error, StaleEpochError) and request.kind is not Kind.CALL:
+        elif isinstance(error, StaleEpochError) and request.kind is not RequestKind.CALL:
             self.session.refused(request)
             self._watch.is_unsettled = True
         else:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from paceline.errors import UsageError
 from paceline.protocol.buckets import Buckets, bucket_set
-from paceline.protocol.client import Kind, Request
+from paceline.protocol.client import Request, RequestKind
 from paceline.ps.client.buffer_pool import Copies, Memory
 from paceline.ps.messages import ACK, CALL, EXACT, PULL, PUSH, PUSH_PULL, RANGE, RESULT, TICK, VALUES, TableSpec
 from paceline.tables.bucket_arrays import buckets_of_keys, dense_buckets, positions_in
@@ -22,7 +22,13 @@ from paceline.tables.ranges import clip_runs, range_buckets, runs_in
 from paceline.tables.types import Floats, Keys
 from paceline.transport import HEADER, MAGIC, PADS, PROTOCOL_VERSION, Channel, Header
 
-KINDS = {PUSH: Kind.PUSH, PULL: Kind.PULL, PUSH_PULL: Kind.PUSH_PULL, TICK: Kind.TICK, CALL: Kind.CALL}
+KINDS = {
+    PUSH: RequestKind.PUSH,
+    PULL: RequestKind.PULL,
+    PUSH_PULL: RequestKind.PUSH_PULL,
+    TICK: RequestKind.TICK,
+    CALL: RequestKind.CALL,
+}
 """By the kind of a frame."""
 
 _Positions: TypeAlias = npt.NDArray[np.int64]
@@ -194,7 +200,7 @@ def fill(request: Request, pieces: Sequence[tuple[Request, Buckets]], version: i
     """Return what a request carries that is made of pieces of others."""
     parts = [(_keys_of(piece), buckets) for piece, buckets in pieces]
     table = parts[0][0].table
-    if request.kind is Kind.PUSH:
+    if request.kind is RequestKind.PUSH:
         taken = [part.take(buckets) for part, buckets in parts]
         # Copies, even of one part: these may be retained, and its memory is the caller's, or is used again.
         arrays = np.concatenate([keys for keys, _ in taken]), np.concatenate([rows for _, rows in taken]).reshape(-1)

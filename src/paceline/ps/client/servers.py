@@ -26,11 +26,11 @@ from paceline.protocol.client import (
     AskToJoin,
     ClientCore,
     Connect,
+    Discard,
     Disconnect,
     Instruction,
-    Kind,
-    Release,
     Request,
+    RequestKind,
     Resync,
     Transmit,
 )
@@ -147,7 +147,7 @@ class Servers:
         """Go by other routes; return what is to be done. Waits for no server."""
         for connection in self.connections:
             for request in (*connection.session.in_flight.values(), *connection.session.retained):
-                if request.kind not in (Kind.CALL, Kind.TICK):
+                if request.kind not in (RequestKind.CALL, RequestKind.TICK):
                     exchange_of(request).locate(self.specs, connection.session.leads)
         self.routes = routes
         instructions = self.core.change(routes.version, routes.groups, routes.loss() if routes.lost else None)
@@ -178,7 +178,7 @@ class Servers:
                         self._to_do.append(request)
                     else:
                         self._by_server[request.server].start(request)
-                case Release(request):
+                case Discard(request):
                     exchange_of(request).release(self._copies)
                 case Resync(server):
                     self._by_server[server].resync(instruction)
@@ -216,7 +216,7 @@ class Servers:
             request = next(each for each in request.replacements if not each.is_done)
         connection = self._by_server[request.server]
         awaits_view = connection.session.awaits_view
-        if self._to_do or (awaits_view and not (request.kind is Kind.CALL and self.watch.has(request.server))):
+        if self._to_do or (awaits_view and not (request.kind is RequestKind.CALL and self.watch.has(request.server))):
             self.follow()
         else:
             self.cuts.awaited = connection

@@ -29,7 +29,7 @@ from paceline.tables.spec import TableSpec
 from paceline.transport import Endpoint
 
 
-class Process(msgspec.Struct, frozen=True, array_like=True):
+class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True):
     """One process, which is told by it from any other that there ever was."""
 
     host: str
@@ -47,7 +47,7 @@ class MemberInfo(msgspec.Struct, frozen=True, kw_only=True):
     rank: Rank
     incarnation: Number
     endpoint: Endpoint | None = None
-    process: Process | None = None
+    process: ProcessIdentity | None = None
 
     def __post_init__(self) -> None:
         if self.role == "server" and self.endpoint is None:
@@ -223,7 +223,7 @@ class Register(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     rank: Annotated[int, msgspec.Meta(le=MAX_RANK)] | None = None
     extra: bool = False
     """Whether a server joins though all expected ones are there."""
-    process: Process | None = None
+    process: ProcessIdentity | None = None
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -276,7 +276,7 @@ class Rejoin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """If not, the servers of the map that it acts on."""
     is_leaving: bool = False
     """Whether it is a server that waits until it may leave."""
-    process: Process | None = None
+    process: ProcessIdentity | None = None
     tables: tuple[KnownTable, ...] = ()
     job: JobMemory | None = None
 

@@ -12,7 +12,7 @@ from paceline.protocol.membership import Member
 from paceline.protocol.scheduler.events import Removed
 from paceline.ps import messages
 from paceline.ps.messages import job_event
-from paceline.ps.scheduler.sessions import Call, Session
+from paceline.ps.scheduler.sessions import PendingCall, ProcessSession
 
 
 class Jobs:
@@ -21,24 +21,24 @@ class Jobs:
     def __init__(self, num_workers: int) -> None:
         self.core = JobCore(num_workers)
 
-    def serve(self, call: Call, request: Any, body: memoryview, membership: Membership) -> None:
+    def serve(self, call: PendingCall, request: Any, body: memoryview, membership: Membership) -> None:
         """Carry out a request. Raises PeerError."""
         event = job_event(request, bytes(body) if isinstance(request, messages.Report) else None)
         assert event is not None
         asked = events.Asked(call, call.session, call.session.incarnation or 0, event)
         _answer(self.core.handle(asked, membership, time.monotonic()))
 
-    def note_progress(self, session: Session, progress: dict[str, float], membership: Membership) -> None:
+    def note_progress(self, session: ProcessSession, progress: dict[str, float], membership: Membership) -> None:
         """Take note of a worker's counters."""
-        asked = events.Asked(None, session, session.incarnation or 0, events.Progress(counters=progress))
+        asked = events.Asked(None, session, session.incarnation or 0, events.CountersTold(counters=progress))
         _answer(self.core.handle(asked, membership, time.monotonic()))
 
-    def removed(self, removed: Removed, session: Session | None) -> None:
+    def removed(self, removed: Removed, session: ProcessSession | None) -> None:
         """Take note that a member is gone."""
         is_lost = removed.reason is not None
         _answer(self.core.removed(removed.member, session, is_lost=is_lost, now_s=time.monotonic()))
 
-    def forget(self, session: Session) -> None:
+    def forget(self, session: ProcessSession) -> None:
         """Take note that a process does not come back."""
         _answer(self.core.forget(session))
 
@@ -52,12 +52,12 @@ class Jobs:
         record = self.core.record()
         return None if record is None else messages.JobNews(record=record)
 
-    def concerns(self, session: Session) -> bool:
+    def concerns(self, session: ProcessSession) -> bool:
         """Whether a process has posted the latest job."""
         return self.core.concerns(session)
 
     def restore(
-        self, rejoins: Iterable[tuple[Session, Member, messages.Rejoin]], dead: Iterable[Member], *, term: int
+        self, rejoins: Iterable[tuple[ProcessSession, Member, messages.Rejoin]], dead: Iterable[Member], *, term: int
     ) -> None:
         """Take over what the members know of the latest job in this term; `dead` are those that did not come back."""
         remembered = [Remembered(session, member, rejoin.job) for session, member, rejoin in rejoins]
@@ -70,5 +70,5 @@ class Jobs:
 
 def _answer(answers: Iterable[events.Answer]) -> None:
     for answer in answers:
-        assert isinstance(answer.call, Call)
+        assert isinstance(answer.call, PendingCall)
         answer.call.answer(answer.content, (answer.body,) if answer.body else ())

@@ -8,7 +8,7 @@ from paceline.errors import UsageError
 from paceline.protocol import Member, Role
 from paceline.protocol.buckets import to_bytes
 from paceline.protocol.scheduler import View
-from paceline.ps.messages import ClusterMap, CommitMap, GroupInfo, MapChange, MemberInfo, PrepareMap, Process
+from paceline.ps.messages import ClusterMap, CommitMap, GroupInfo, MapChange, MemberInfo, PrepareMap, ProcessIdentity
 from paceline.transport import Endpoint, Peer
 
 ROLES = {"server": Role.SERVER, "worker": Role.WORKER, "observer": Role.OBSERVER}
@@ -115,7 +115,7 @@ class SentViews:
 
 def _info(member: Member) -> MemberInfo:
     assert member.address is None or isinstance(member.address, Endpoint)
-    assert member.process is None or isinstance(member.process, Process)
+    assert member.process is None or isinstance(member.process, ProcessIdentity)
     return MemberInfo(
         node=member.node,
         role=member.role.value,

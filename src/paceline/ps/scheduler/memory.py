@@ -54,7 +54,7 @@ class Memory:
                 return _message(report)
             case messages.Heartbeat(progress=progress) if progress:
                 with self._lock:
-                    self._ledger.sent(events.Progress(counters=progress))
+                    self._ledger.sent(events.CountersTold(counters=progress))
             case _:
                 event = job_event(message)
                 if event is not None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from paceline.ps.fail_stop import Fail, watch_task
-from paceline.ps.messages import Process
+from paceline.ps.messages import ProcessIdentity
 from paceline.transport import Endpoint, host_identity
 from paceline.transport.addresses import namespace
 from paceline.transport.backoff import Backoff
@@ -37,10 +37,10 @@ def own_host() -> str:
     return f"{boot}/{namespace('pid')}"
 
 
-def own_process() -> Process:
+def own_process() -> ProcessIdentity:
     """Return which process this is."""
     pid = os.getpid()
-    return Process(own_host(), pid, begin_of(pid) or 0)
+    return ProcessIdentity(own_host(), pid, begin_of(pid) or 0)
 
 
 def begin_of(pid: int) -> int | None:
@@ -69,13 +69,15 @@ class ProcessWatch:
         self._fail = fail
         self._on_ended = on_ended
         self._on_doubted = on_doubted
-        self._watched: dict[int, tuple[Process | None, Endpoint | None]] = {}
+        self._watched: dict[int, tuple[ProcessIdentity | None, Endpoint | None]] = {}
         self._descriptors: dict[int, int] = {}  # incarnation → process descriptor
         self._connected: set[int] = set()
         self._polls: dict[int, asyncio.TimerHandle] = {}
         self._probes: dict[int, asyncio.Task[None]] = {}
 
-    def watch(self, incarnation: int, process: Process | None, endpoint: Endpoint | None, *, connected: bool) -> None:
+    def watch(
+        self, incarnation: int, process: ProcessIdentity | None, endpoint: Endpoint | None, *, connected: bool
+    ) -> None:
         """Watch the process of a member from now on."""
         is_watched = self._watched.get(incarnation) == (process, endpoint)
         if not is_watched:  # or it was the number of a member of another cluster
@@ -125,7 +127,7 @@ class ProcessWatch:
 
     # Under this kernel.
 
-    def _open(self, incarnation: int, process: Process) -> None:
+    def _open(self, incarnation: int, process: ProcessIdentity) -> None:
         try:
             descriptor = os.pidfd_open(process.pid)
         except OSError:  # there is none any more, or none may be had: it is looked for when its connection breaks

@@ -29,7 +29,7 @@ from paceline.ps.scheduler.jobs import Jobs
 from paceline.ps.scheduler.maps import SentViews, map_of, member_of, role_of, view_of
 from paceline.ps.scheduler.notes import Notes
 from paceline.ps.scheduler.processes import ProcessWatch
-from paceline.ps.scheduler.sessions import Call, Session, Sessions, notify_all
+from paceline.ps.scheduler.sessions import PendingCall, ProcessSession, Sessions, notify_all
 from paceline.ps.scheduler.tables import Tables
 from paceline.tables.non_finite import REFUSE, check_policy
 from paceline.transport import Endpoint, Handler, Header, Peer, frame_parts
@@ -115,7 +115,7 @@ class Scheduler(Handler):
     @must_succeed
     def connected(self, peer: Peer) -> None:
         """Take note of a connection; the clock begins with the first one."""
-        self.sessions.connected[peer] = Session(peer)
+        self.sessions.connected[peer] = ProcessSession(peer)
         if self._timer is None:
             self._tick()
 
@@ -141,7 +141,7 @@ class Scheduler(Handler):
                     raise ProtocolError(f"node {request.node!r} asked twice to join on one connection")
                 self.sessions.ask(peer, header.request)
                 self._feed(
-                    events.Register(
+                    events.MemberRegistering(
                         peer,
                         request.node,
                         role,
@@ -154,24 +154,24 @@ class Scheduler(Handler):
             case messages.Rejoin():
                 self._rejoin(peer, header, request)
             case messages.Heartbeat(unreachable=unreachable, progress=progress):
-                self._feed(events.Heartbeat(peer, unreachable))
+                self._feed(events.MemberHeard(peer, unreachable))
                 if progress:
                     self.jobs.note_progress(self.sessions.connected[peer], progress, self.core.membership)
             case messages.Leave():
-                self._feed(events.Leave(peer))
+                self._feed(events.MemberLeaving(peer))
                 peer.close()  # which the other end waits for
             case messages.Drain():
-                self._feed(events.Drain(peer))
+                self._feed(events.ServerDraining(peer))
             case messages.Filled(version=version, target=target, buckets=buckets):
-                self._feed(events.Filled(version, target, from_bytes(buckets)))
+                self._feed(events.BucketsFilled(version, target, from_bytes(buckets)))
             case messages.Prepared(term=term, epoch=epoch):
-                self._feed(events.Prepared(peer, term, epoch))
+                self._feed(events.ViewPrepared(peer, term, epoch))
             case messages.Promised(term=term):
-                self._feed(events.Promised(peer, term))
+                self._feed(events.TermPromised(peer, term))
             case _ if self._must_wait(request):
                 self._held.append((peer, header, request, bytes(body)))
             case _:
-                call = Call(self.sessions.connected[peer], header.request)
+                call = PendingCall(self.sessions.connected[peer], header.request)
                 try:
                     self._serve(call, request, body)
                 except PacelineError as error:
@@ -184,7 +184,7 @@ class Scheduler(Handler):
         )
         return is_recovering and not isinstance(request, messages.EndCluster)
 
-    def _serve(self, call: Call, request: Any, body: memoryview) -> None:
+    def _serve(self, call: PendingCall, request: Any, body: memoryview) -> None:
         match request:
             case messages.GetMap():
                 call.answer(map_of(self.core.newest, num_waiting=self.core.num_waiting_servers))
@@ -225,11 +225,11 @@ class Scheduler(Handler):
 
     def process_ended(self, incarnation: int) -> None:
         """Take the word that the process of a member has ended, of somebody who knows."""
-        self._feed(events.Ended(incarnation))
+        self._feed(events.ProcessEnded(incarnation))
 
     def _tick(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(self.core.heartbeat_s, self._tick)
-        self._feed(events.Clock())
+        self._feed(events.TimePassed())
 
     # The core.
 
@@ -256,11 +256,11 @@ class Scheduler(Handler):
             former=tuple([member_of(info) for info in request.former]),
             knowledge=request,
         )
-        self._feed(events.Rejoin(returned))
+        self._feed(events.MemberRejoining(returned))
         for each in self.core.awaited:
             endpoint, process = each.address, each.process
             assert endpoint is None or isinstance(endpoint, Endpoint)
-            assert process is None or isinstance(process, messages.Process)
+            assert process is None or isinstance(process, messages.ProcessIdentity)
             # It may be found at once that one has ended, and that the cluster can be taken over without it.
             if self.core.phase is Phase.RECOVERING or self.core.membership.find(each.incarnation) is not None:
                 self._processes.watch(each.incarnation, process, endpoint, connected=False)
@@ -279,22 +279,22 @@ class Scheduler(Handler):
 
     def _execute(self, instruction: events.Instruction) -> None:
         match instruction:
-            case events.Welcome(peer, member):
+            case events.TakeIn(peer, member):
                 self._welcome(peer, member)
-            case events.Refuse(peer, reason):
+            case events.TurnAway(peer, reason):
                 self.sessions.refuse(peer, UsageError(reason))
             case events.Foreign(peer):
                 self.sessions.answer_asked(peer, messages.Elsewhere())
             case events.Expel(peer, reason):
                 self.sessions.notify(peer, messages.Expelled(reason=reason))
                 self.sessions.refuse(peer, PeerError(f"this process was declared dead: {reason}; start it again"))
-            case events.Release(peer):
+            case events.ReleaseServer(peer):
                 self.sessions.notify(peer, messages.Ended(reason="its buckets are on other servers"))
             case events.Removed():
                 self._removed(instruction)
             case events.TakenOver():
                 self._take_over(instruction)
-            case events.Promise(peers, term):
+            case events.AskPromise(peers, term):
                 for peer in peers:
                     self.sessions.notify(peer, messages.Promise(term=term))
             case events.Prepare(peers, view):
@@ -306,7 +306,7 @@ class Scheduler(Handler):
                 loop = asyncio.get_running_loop()
                 last_s = -math.inf if self._flush is None else self._flush.when()
                 self._flush = loop.call_at(max(loop.time(), last_s + _FLUSH_S), lambda: self._feed(events.Flush()))
-            case events.Lost(buckets):
+            case events.BucketsLost(buckets):
                 if not self.ended.is_set():  # at the end servers leave, with what they hold
                     self.notes.lost(buckets)
             case events.Note(text):
@@ -337,7 +337,7 @@ class Scheduler(Handler):
         if record is not None and (member.role is Role.WORKER or self.jobs.concerns(session)):
             session.notify(messages.encode(record))
         assert member.address is None or isinstance(member.address, Endpoint)
-        assert member.process is None or isinstance(member.process, messages.Process)
+        assert member.process is None or isinstance(member.process, messages.ProcessIdentity)
         self._processes.watch(member.incarnation, member.process, member.address, connected=True)
 
     def _removed(self, removed: events.Removed) -> None:

@@ -19,7 +19,7 @@ from paceline.transport import Header, Peer, frame_parts
 _Answer: TypeAlias = tuple[bytes, tuple[Any, ...]] | Exception
 
 
-class Session:
+class ProcessSession:
     """A process as the scheduler knows it; `peer` is the connection, if there is one."""
 
     def __init__(self, peer: Peer, incarnation: int | None = None) -> None:
@@ -73,12 +73,12 @@ class Sessions:
     """The processes that are connected, and the members, which may not be."""
 
     def __init__(self) -> None:
-        self.connected: dict[Peer, Session] = {}
-        self.members: dict[int, Session] = {}
+        self.connected: dict[Peer, ProcessSession] = {}
+        self.members: dict[int, ProcessSession] = {}
         """By incarnation."""
         self._asked: dict[Peer, int] = {}  # who waits to be welcomed → the number of its call
 
-    def disconnect(self, peer: Peer) -> Session:
+    def disconnect(self, peer: Peer) -> ProcessSession:
         """Forget a connection; return whose it was."""
         session = self.connected.pop(peer)
         self._asked.pop(peer, None)
@@ -104,14 +104,14 @@ class Sessions:
         """Refuse one that waits to be welcomed."""
         request = self._asked.pop(peer, None)
         if request is not None:
-            Session(peer).refuse(request, error)
+            ProcessSession(peer).refuse(request, error)
 
     def notify(self, peer: Any, message: msgspec.Struct) -> None:
         """Send a notice on a connection if there still is one."""
         if peer in self.connected:
             peer.send(*frame_parts(NOTICE, meta=messages.encode(message)))
 
-    def welcome(self, peer: Any, incarnation: int) -> tuple[Session, bool] | None:
+    def welcome(self, peer: Any, incarnation: int) -> tuple[ProcessSession, bool] | None:
         """Return a member's session, and whether that goes on on another connection; None if this one is gone."""
         session = self.connected.get(peer)
         if session is None:
@@ -122,23 +122,23 @@ class Sessions:
         is_resumed, member.peer = member.peer is not peer, peer
         return member, is_resumed
 
-    def take_over(self, peer: Any, incarnation: int) -> Session:
+    def take_over(self, peer: Any, incarnation: int) -> ProcessSession:
         """Return the session of a member of a former scheduler's cluster."""
         session = self.connected.get(peer)
         if session is None:  # its connection broke again, and it comes again
-            session = Session(peer)
+            session = ProcessSession(peer)
             session.end.is_foreign, session.peer = True, None
         session.incarnation = incarnation
         self.members[incarnation] = session
         return session
 
 
-class Call:
+class PendingCall:
     """A message that may be answered later, however the process is reached then."""
 
     __slots__ = ("request", "session")
 
-    def __init__(self, session: Session, request: int) -> None:
+    def __init__(self, session: ProcessSession, request: int) -> None:
         self.session = session
         self.request = request
 
@@ -153,7 +153,7 @@ class Call:
             self.session.refuse(self.request, error)
 
 
-def notify_all(sessions: Iterable[Session], message: msgspec.Struct) -> None:
+def notify_all(sessions: Iterable[ProcessSession], message: msgspec.Struct) -> None:
     """Send one notice to several processes."""
     meta = messages.encode(message)
     for session in sessions:

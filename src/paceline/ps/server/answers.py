@@ -121,7 +121,7 @@ class Answers:
 
     # What the core has answered.
 
-    def joined(self, instruction: events.Joined) -> None:
+    def joined(self, instruction: events.TellJoined) -> None:
         """Tell a worker from which iteration on it takes part."""
         peer, header = _call(instruction.token)
         peer.send(*frame_parts(RESULT, request=header.request, meta=messages.encode(instruction.clock)))
@@ -133,7 +133,7 @@ class Answers:
         if token.peer.hello.role != "server":
             token.peer.send_error(token.header, self.stale())
 
-    def expel(self, instruction: events.Expelled) -> None:
+    def expel(self, instruction: events.TellExpelled) -> None:
         """Tell a process that it is no member of the cluster any more."""
         token = instruction.token
         peer, header = (token.peer, token.header) if isinstance(token, ChainPush | BlockedRead) else _call(token)

@@ -46,7 +46,7 @@ class _Sent:
     busy_s: float = 0.0
 
 
-class Fills:
+class FillTransfers:
     """The buckets of one server that are on their way."""
 
     def __init__(

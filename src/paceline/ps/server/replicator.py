@@ -1,7 +1,8 @@
 """One server's part in chains, on the wire: pushes and clocks for the servers behind it, frames of those before it.
 
 What goes where :class:`~paceline.protocol.server.ServerCore` says; the connections to the servers behind are
-:class:`~paceline.ps.server.chain_links.ChainLinks`, whole buckets are :class:`~paceline.ps.server.fills.Fills`'.
+:class:`~paceline.ps.server.chain_links.ChainLinks`, whole buckets are for
+:class:`~paceline.ps.server.fills.FillTransfers`.
 """
 
 from __future__ import annotations

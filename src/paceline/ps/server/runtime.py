@@ -21,7 +21,7 @@ from paceline.ps.fail_stop import Fail, must_succeed
 from paceline.ps.messages import CALL, FORWARDED, PUSH, RESULT, STATE_TAKEN, TICKS
 from paceline.ps.server.answers import Answers, BlockedRead, timeout_s
 from paceline.ps.server.chain_links import ChainLinks
-from paceline.ps.server.fills import Fills
+from paceline.ps.server.fills import FillTransfers
 from paceline.ps.server.pushes import Frame, payload_of
 from paceline.ps.server.replica_checks import ReplicaChecks
 from paceline.ps.server.replicator import Replicator
@@ -32,7 +32,7 @@ from paceline.ps.server.table_changes import TableChanges
 from paceline.tables.non_finite import NonFinite
 from paceline.tables.part import Selection
 from paceline.tables.server_tables import ServerTable, ServerTables
-from paceline.transport import Header, Kind, Peer, Transport, error_of, frame_parts
+from paceline.transport import FrameKind, Header, Peer, Transport, error_of, frame_parts
 
 _EXPIRY_PERIOD_S = 0.25
 _logger = logging.getLogger("paceline.ps")
@@ -80,7 +80,7 @@ class Runtime:
             )
         checks = ReplicaChecks(tables)
         self.replicator = Replicator(core, tables, self.links, checks, fail=fail)
-        self._fills = Fills(core, tables, self.links, checks, non_finite)
+        self._fills = FillTransfers(core, tables, self.links, checks, non_finite)
         changes = TableChanges(tables, checks, stale, self.sums)
         self._expiry: asyncio.TimerHandle | None = None
         self._again: list[Frame] = []
@@ -89,7 +89,7 @@ class Runtime:
             replication.Forward: self._forward,
             replication.Acknowledge: self._acknowledge,
             replication.Withhold: self._withhold,
-            replication.Refuse: lambda each: answers.refuse(each.token),
+            replication.RefusePush: lambda each: answers.refuse(each.token),
             replication.Forget: lambda each: answers.refuse(each.token),
             replication.Load: lambda each: self._fills.load(each.token, each.bucket),
             replication.Drop: changes.drop,
@@ -97,11 +97,11 @@ class Runtime:
             replication.Lead: changes.lead,
             replication.Ready: lambda each: self.replicator.send_ready(each.target, each.version),
             replication.Links: self._have_links,
-            replication.Report: self._report,
+            replication.ReportFilled: self._report,
             events.SendClocks: lambda each: self.replicator.send_clocks(each.target),
-            events.Receive: lambda each: self._again.append(each.token),
-            events.Joined: answers.joined,
-            events.Expelled: answers.expel,
+            events.HandleNow: lambda each: self._again.append(each.token),
+            events.TellJoined: answers.joined,
+            events.TellExpelled: answers.expel,
             events.Stale: lambda each: answers.refuse(each.token),
             events.Serve: self._serve,
             events.Late: answers.late,
@@ -238,7 +238,7 @@ class Runtime:
         self.replicator.have_links(instruction.targets)
         self._fills.send_soon()
 
-    def _report(self, report: replication.Report) -> None:
+    def _report(self, report: replication.ReportFilled) -> None:
         self._on_filled(messages.Filled(version=report.version, target=report.target, buckets=to_bytes(report.buckets)))
 
     # Links to the servers behind.
@@ -256,7 +256,7 @@ class Runtime:
         elif header.kind == STATE_TAKEN:
             self.feed_surely(replication.Confirmed(target, header.request))
             self._fills.taken(target, header)
-        elif header.kind == Kind.ERROR:
+        elif header.kind == FrameKind.ERROR:
             _logger.error("a server behind this one did not take a frame, and is sent all again: %s", error_of(meta))
             assert self.links is not None
             self.links.renew(target)

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from paceline.errors import NonFiniteError, PacelineError, ProtocolError
 from paceline.protocol import Consistency, ServerCore, StalePolicy
-from paceline.protocol.server import Kind, Timing, events
+from paceline.protocol.server import Timing, TimingClass, events
 from paceline.protocol.server.waiting import KEPT
 from paceline.ps import messages
 from paceline.ps.fail_stop import Fail, must_succeed
@@ -53,11 +53,14 @@ from paceline.tables.server_tables import ServerTables
 from paceline.transport import Handler, Header, Hello, Peer, Transport, frame_parts
 
 _KINDS = {
-    PULL: Kind.DATA, PUSH: Kind.DATA, PUSH_PULL: Kind.DATA, FILTERED_PULL: Kind.DATA, FILTERED_PUSH: Kind.DATA,
-    FILTERED_PUSH_PULL: Kind.DATA, TICK: Kind.TICK, SYNCED: Kind.SYNCED, CALL: Kind.CALL,
-    FORWARD: Kind.CHAIN, STATE: Kind.CHAIN, READY: Kind.CHAIN, CLOCKS: Kind.CHAIN, CHECK: Kind.CHAIN, PING: Kind.OTHER,
-}  # fmt: skip
-_VERSIONED = frozenset(kind for kind, time in _KINDS.items() if time not in (Kind.CALL, Kind.OTHER))
+    **dict.fromkeys((PULL, PUSH, PUSH_PULL, FILTERED_PULL, FILTERED_PUSH, FILTERED_PUSH_PULL), TimingClass.DATA),
+    **dict.fromkeys((FORWARD, STATE, READY, CLOCKS, CHECK), TimingClass.CHAIN),
+    TICK: TimingClass.TICK,
+    SYNCED: TimingClass.SYNCED,
+    CALL: TimingClass.CALL,
+    PING: TimingClass.OTHER,
+}
+_VERSIONED = frozenset(kind for kind, time in _KINDS.items() if time not in (TimingClass.CALL, TimingClass.OTHER))
 
 
 class Server(Handler):
@@ -210,15 +213,15 @@ class Server(Handler):
 
     def _end_iteration(self, peer: Peer, header: Header) -> None:
         """Take note of the tick of a push that was refused: the worker is further all the same, and told why."""
-        is_push = _KINDS[header.kind] is Kind.DATA and header.epoch == self.core.replication.version
+        is_push = _KINDS[header.kind] is TimingClass.DATA and header.epoch == self.core.replication.version
         if is_push and header.flags & TICKS and header.clock <= MAX_CLOCK:
             self._requests.count_tick(peer, header)
 
     def _is_timely(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> bool:
         """Return whether a frame is to be handled now; keep it if it is early. Raises StaleEpochError if it is late."""
         kind = _KINDS[header.kind]
-        if kind is Kind.CALL and peer.hello.role != "worker":
-            kind = Kind.OTHER
+        if kind is TimingClass.CALL and peer.hello.role != "worker":
+            kind = TimingClass.OTHER
         sender = peer.hello.incarnation
         timing = self.core.time(kind, sender, header.epoch)
         if timing in KEPT:
@@ -287,9 +290,9 @@ class Server(Handler):
         match request:
             case messages.JoinClock(rank=rank, clock=clock):
                 self._answers.check_member(peer)
-                self.runtime.feed(events.Join((peer, header), peer.hello.incarnation, rank, clock))
+                self.runtime.feed(events.WorkerJoining((peer, header), peer.hello.incarnation, rank, clock))
             case messages.Retire():
-                self.runtime.feed(events.Retire(peer.hello.incarnation))
+                self.runtime.feed(events.WorkerRetired(peer.hello.incarnation))
                 peer.send(*frame_parts(RESULT, request=header.request, meta=messages.encode(None)))
             case messages.WriteRecords() | messages.Erase():
                 self._requests.push_own(self._control.write_or_erase(peer, header, request, body))

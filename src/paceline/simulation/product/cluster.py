@@ -14,15 +14,16 @@ from typing_extensions import override
 from paceline.errors import AddressError, ConnectionLostError, DeadlineError, PacelineError
 from paceline.launch.roles import run_scheduler, run_server
 from paceline.protocol.buckets import Buckets
+from paceline.simulation.oracle import Violation
 from paceline.simulation.product.faults import KINDS, ProductFaults
-from paceline.simulation.product.roles import Joining, Log, chains_of, incarnation_of, tables_of
+from paceline.simulation.product.roles import Log, VirtualJoining, chains_of, incarnation_of, tables_of
 from paceline.simulation.product.snapshots import compare_snapshot, take_snapshot, try_snapshot
 from paceline.simulation.product.state import ClusterState, Participant, ProductSettings
 from paceline.simulation.product.substitution import product_in
 from paceline.simulation.product.transport import TOKEN
-from paceline.simulation.product.truth import SLOTS, Violation
+from paceline.simulation.product.truth import SLOTS
 from paceline.simulation.product.worker import ProductWorker
-from paceline.simulation.product.world import Deadlock, Process, World
+from paceline.simulation.product.world import Deadlock, VirtualProcess, VirtualWorld
 
 _PATIENCE_S: Final = 90.0
 _COMPARED: Final = 0.3
@@ -58,7 +59,7 @@ class ProductCluster(ClusterState):
         num_faults: int | None = None,
         trace: Callable[[str], None] | None = None,
     ) -> None:
-        super().__init__(World(seed, trace=trace), settings)
+        super().__init__(VirtualWorld(seed, trace=trace), settings)
         self.seed = seed
         self.faults = ProductFaults(self, faults, num_faults)
         self._number = 0
@@ -177,11 +178,11 @@ class ProductCluster(ClusterState):
 
     # Processes.
 
-    def process(self, kind: str, main: Callable[[], None]) -> Process:
+    def process(self, kind: str, main: Callable[[], None]) -> VirtualProcess:
         """Start a process on a host of its own."""
         self._number += 1
         name = f"{kind}{self._number}"
-        process = Process(self.world, name, name)
+        process = VirtualProcess(self.world, name, name)
         process.at_death.append(lambda: self._ended(process))
 
         def run() -> None:
@@ -218,9 +219,9 @@ class ProductCluster(ClusterState):
         self.scheduler = self.process("scheduler", main)
 
     @override
-    def start_server(self, *, extra: bool = False) -> Process:
+    def start_server(self, *, extra: bool = False) -> VirtualProcess:
         """Start a server: one of the first, or one more."""
-        joining, world = Joining(self.address, self.network), self.world
+        joining, world = VirtualJoining(self.address, self.network), self.world
 
         def main() -> None:
             node = world.current.process.name
@@ -255,12 +256,12 @@ class ProductCluster(ClusterState):
             self.workers[process.name] = holder[0]
 
     @override
-    def kill(self, process: Process, *, is_silent: bool = False) -> None:
+    def kill(self, process: VirtualProcess, *, is_silent: bool = False) -> None:
         """End a process; `is_silent`: its host, so that nobody is told."""
         process.is_silent = is_silent
         process.kill()
 
-    def _ended(self, process: Process) -> None:
+    def _ended(self, process: VirtualProcess) -> None:
         self.world.note(f"{process.name} has ended")
         self.network.ended(process, is_silent=process.is_silent)
         worker = self.workers.get(process.name)
@@ -271,7 +272,7 @@ class ProductCluster(ClusterState):
         elif self.settings.is_one_host and not process.is_silent:
             self.world.after(0.002, self._tell_end, process)
 
-    def _tell_end(self, process: Process) -> None:
+    def _tell_end(self, process: VirtualProcess) -> None:
         """Let the scheduler's kernel tell that a process has ended."""
         scheduler = self.scheduler
         incarnation = incarnation_of(scheduler, process)
@@ -292,7 +293,7 @@ class ProductCluster(ClusterState):
         self.world.fail(Violation(f"(loss) {text}"))
 
 
-def _by_incarnation(scheduler: Process | None, servers: Iterable[Process]) -> dict[int, Process]:
+def _by_incarnation(scheduler: VirtualProcess | None, servers: Iterable[VirtualProcess]) -> dict[int, VirtualProcess]:
     """Return the servers that live and that a scheduler knows."""
     found = {incarnation_of(scheduler, each): each for each in servers if not each.is_dead}
     return {incarnation: process for incarnation, process in found.items() if incarnation is not None}

@@ -10,7 +10,7 @@ from typing import Final
 from paceline.simulation.product.network import KEEPALIVE_S
 from paceline.simulation.product.roles import chains_of, incarnation_of
 from paceline.simulation.product.state import ClusterState
-from paceline.simulation.product.world import Process
+from paceline.simulation.product.world import VirtualProcess
 
 KINDS: Final = (
     "reset", "half-open", "refuse", "slow", "hiccup", "cut", "pause", "crash-server", "vanish-server", "crash-worker",
@@ -31,7 +31,7 @@ class ProductFaults:
         self._num_faults = num_faults
         self._under_way: dict[int, Callable[[], None]] = {}
         self._num_planned = 0
-        self._doubtful: dict[str, Process] = {}  # servers that may be taken for dead
+        self._doubtful: dict[str, VirtualProcess] = {}  # servers that may be taken for dead
         self.last_s = 0.0
         """When the last fault began or ended."""
         self._calls: dict[str, Callable[[], bool]] = {
@@ -90,20 +90,20 @@ class ProductFaults:
 
     # Whom.
 
-    def _one(self, processes: list[Process]) -> Process | None:
+    def _one(self, processes: list[VirtualProcess]) -> VirtualProcess | None:
         return self._cluster.world.random.choice(processes) if processes else None
 
-    def _servers(self) -> list[Process]:
+    def _servers(self) -> list[VirtualProcess]:
         return [each for each in self._cluster.servers.values() if not each.is_dead and each.role is not None]
 
-    def _workers(self) -> list[Process]:
+    def _workers(self) -> list[VirtualProcess]:
         return [each.process for each in self._cluster.workers.values() if not each.process.is_dead]
 
-    def _all(self) -> list[Process]:
+    def _all(self) -> list[VirtualProcess]:
         scheduler = self._cluster.scheduler
         return [*self._servers(), *self._workers(), *([] if scheduler is None else [scheduler])]
 
-    def _can_lose(self, server: Process) -> bool:
+    def _can_lose(self, server: VirtualProcess) -> bool:
         """Return whether a server may be gone: of each chain another one stays that is in no doubt."""
         chains = chains_of(self._cluster.scheduler)
         if not chains or self._doubtful or not self._cluster.settings.replicas:
@@ -115,13 +115,13 @@ class ProductFaults:
         healthy = {incarnation_of(scheduler, each) for each in self._servers() if each is not server}
         return all(not is_filling and healthy & set(members) for _, members, is_filling in chains)
 
-    def _doubt(self, server: Process) -> None:
+    def _doubt(self, server: VirtualProcess) -> None:
         """Let a server be in doubt until the chains are whole without it, or with it again."""
         self._doubtful[server.name] = server
         self._cluster.excused[server] = None
         self._cluster.world.after(0.2, self._look_again, server)
 
-    def _look_again(self, server: Process) -> None:
+    def _look_again(self, server: VirtualProcess) -> None:
         is_short = server in self._cluster.memory.failing
         if (
             is_short

@@ -7,13 +7,13 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from paceline.simulation.product.world import Killed, Thread, World
+from paceline.simulation.product.world import Killed, Thread, VirtualWorld
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
     """The loop of one process, in the thread that makes it. Calls for an executor get threads of the world."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: VirtualWorld) -> None:
         super().__init__()
         self._world = world
         self._thread = world.current

@@ -6,21 +6,21 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from paceline.simulation.product.world import Process, World
+from paceline.simulation.product.world import VirtualProcess, VirtualWorld
 from paceline.tables.sparse_store import SparseStore
 
 _REFUSED: Final = 0.5
 
 
-class Memory:
+class MemoryShortage:
     """Which processes are short of memory, and for what."""
 
-    def __init__(self, world: World) -> None:
-        self.refusing: dict[Process, None] = {}
+    def __init__(self, world: VirtualWorld) -> None:
+        self.refusing: dict[VirtualProcess, None] = {}
         """Those that often get none for what clients send: they refuse it, and nothing has changed."""
-        self.failing: dict[Process, None] = {}
+        self.failing: dict[VirtualProcess, None] = {}
         """Those that get none for what is decided: they end."""
-        self.was_failing: dict[Process, None] = {}
+        self.was_failing: dict[VirtualProcess, None] = {}
         self.num_failed = 0
         self._world = world
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
-from paceline.simulation.product.world import Process, World
+from paceline.simulation.product.world import VirtualProcess, VirtualWorld
 
 KEEPALIVE_S: Final = 5.0
 _RETRANSMIT_S: Final = 0.3
@@ -22,7 +22,7 @@ WINDOWS: Final = (300, 2_000, 20_000, 200_000)
 class End:
     """One end of a connection; `changed` is called when there is something to read, room to write, or an end."""
 
-    def __init__(self, network: Network, process: Process, path: tuple[str, str], window: int) -> None:
+    def __init__(self, network: VirtualNetwork, process: VirtualProcess, path: tuple[str, str], window: int) -> None:
         self.network = network
         self.process = process
         self.other: End
@@ -165,10 +165,10 @@ def _size(arguments: tuple[Any, ...]) -> str:
     return " ".join(str(len(each)) if isinstance(each, bytes) else str(each) for each in arguments)
 
 
-class Network:
+class VirtualNetwork:
     """All connections, who listens where, and the state of the paths between hosts."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: VirtualWorld) -> None:
         self.world = world
         self.ends: dict[End, None] = {}
         self.listeners: dict[str, Any] = {}
@@ -214,7 +214,7 @@ class Network:
             else:
                 end.mended()
 
-    def connect(self, ours: Process, theirs: Process) -> tuple[End, End]:
+    def connect(self, ours: VirtualProcess, theirs: VirtualProcess) -> tuple[End, End]:
         """Return both ends of a new connection."""
         window = self.world.random.choice(WINDOWS)
         self._number += 1
@@ -231,7 +231,7 @@ class Network:
         self.ends.pop(end, None)
         self.breaking.discard(end)
 
-    def ended(self, process: Process, *, is_silent: bool = False) -> None:
+    def ended(self, process: VirtualProcess, *, is_silent: bool = False) -> None:
         """End the connections and listeners of a process that is dead."""
         for end in [end for end in self.ends if end.process is process]:
             if is_silent:

@@ -1,4 +1,4 @@
-"""What product code takes for `threading`, `time` and executors while it runs in a :class:`World`."""
+"""What product code takes for `threading`, `time` and executors while it runs in a :class:`VirtualWorld`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from paceline.simulation.product.world import Thread, World
+from paceline.simulation.product.world import Thread, VirtualWorld
 
 _PREEMPTED = 0.05
 """How often a thread loses its processor where it takes a lock."""
@@ -20,7 +20,7 @@ _PREEMPTED = 0.05
 class Lock:
     """A mutex; in the order of those who ask."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: VirtualWorld) -> None:
         self._world = world
         self._owner: Thread | None = None
         self._waiting: deque[Thread] = deque()
@@ -79,7 +79,7 @@ class Lock:
 class RLock(Lock):
     """A mutex that its owner may take again."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: VirtualWorld) -> None:
         super().__init__(world)
         self._count = 0
 
@@ -111,7 +111,7 @@ class RLock(Lock):
 class Condition:
     """As ``threading.Condition``, with a lock of its own or one that is given."""
 
-    def __init__(self, world: World, lock: Lock | None = None) -> None:
+    def __init__(self, world: VirtualWorld, lock: Lock | None = None) -> None:
         self._world = world
         self._lock = RLock(world) if lock is None else lock
         self._waiting: deque[Thread] = deque()
@@ -164,7 +164,7 @@ class Condition:
 class Event:
     """As ``threading.Event``."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: VirtualWorld) -> None:
         self._changed = Condition(world)
         self._is_set = False
 
@@ -192,7 +192,12 @@ class ProductThread:
     """As ``threading.Thread``, of the process that makes it."""
 
     def __init__(
-        self, world: World, target: Callable[..., None], name: str, arguments: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        world: VirtualWorld,
+        target: Callable[..., None],
+        name: str,
+        arguments: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> None:
         self._world = world
         self.name = name
@@ -224,9 +229,9 @@ class Threading:
     """The module `threading`."""
 
     ExceptHookArgs = threading.ExceptHookArgs
-    _world: World
+    _world: VirtualWorld
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: VirtualWorld) -> None:
         object.__setattr__(self, "_world", world)
 
     def Lock(self) -> Lock:  # noqa: N802
@@ -268,10 +273,10 @@ class Threading:
         self._world.current.process.hook = hook
 
 
-class Time:
+class VirtualTime:
     """The module `time`, as far as it is about time that passes."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: VirtualWorld) -> None:
         self._world = world
         self.sleep = world.sleep
 
@@ -288,7 +293,7 @@ class Time:
 class Numbers:
     """The modules `random` and `secrets`, from the world's seed."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: VirtualWorld) -> None:
         self._random = world.random
 
     def __getattr__(self, name: str) -> Any:
@@ -310,7 +315,7 @@ class Numbers:
 class VirtualFuture(concurrent.futures.Future[Any]):
     """A future whose waiters are the world's threads."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: VirtualWorld) -> None:
         super().__init__()
         self._condition = Condition(world)  # type: ignore[assignment]
 
@@ -318,7 +323,7 @@ class VirtualFuture(concurrent.futures.Future[Any]):
 class Executor:
     """As ``ThreadPoolExecutor``: calls are made one after the other, each after a while, in threads of their own."""
 
-    def __init__(self, world: World, delay: Callable[[], float]) -> None:
+    def __init__(self, world: VirtualWorld, delay: Callable[[], float]) -> None:
         self._world = world
         self._delay = delay
         self._process = world.current.process

@@ -7,16 +7,16 @@ from types import TracebackType
 
 from paceline.errors import PacelineError
 from paceline.protocol.buckets import Buckets
-from paceline.simulation.product.network import Network
+from paceline.simulation.product.network import VirtualNetwork
 from paceline.simulation.product.transport import VirtualTransport
-from paceline.simulation.product.world import Process, World
+from paceline.simulation.product.world import VirtualProcess, VirtualWorld
 from paceline.tables.server_tables import ServerTables
 
 
-class Joining:
+class VirtualJoining:
     """How a server finds its cluster: stands for `roles.Joining`."""
 
-    def __init__(self, scheduler: str, network: Network) -> None:
+    def __init__(self, scheduler: str, network: VirtualNetwork) -> None:
         self.scheduler = scheduler
         self._network = network
 
@@ -25,7 +25,7 @@ class Joining:
         return VirtualTransport(self._network)
 
 
-def chains_of(scheduler: Process | None) -> list[tuple[Buckets, tuple[int, ...], bool]]:
+def chains_of(scheduler: VirtualProcess | None) -> list[tuple[Buckets, tuple[int, ...], bool]]:
     """Return the chains of the newest committed view: buckets, servers by incarnation, and whether one is filled."""
     if scheduler is None or scheduler.role is None or not scheduler.role.core.is_established:
         return []
@@ -33,7 +33,7 @@ def chains_of(scheduler: Process | None) -> list[tuple[Buckets, tuple[int, ...],
     return [(group.buckets, group.members, group.filling is not None) for group in core.committed.groups]
 
 
-def incarnation_of(scheduler: Process | None, process: Process) -> int | None:
+def incarnation_of(scheduler: VirtualProcess | None, process: VirtualProcess) -> int | None:
     """Return the incarnation that a process has by the scheduler; None if that does not know it."""
     if scheduler is None or scheduler.role is None:
         return None
@@ -43,7 +43,7 @@ def incarnation_of(scheduler: Process | None, process: Process) -> int | None:
     return None
 
 
-def tables_of(server: Process) -> ServerTables:
+def tables_of(server: VirtualProcess) -> ServerTables:
     """Return the tables of a server, wherever it keeps them."""
     seen, todo = set(), [server.role]
     while todo:
@@ -59,7 +59,7 @@ def tables_of(server: Process) -> ServerTables:
 class Log(logging.Handler):
     """Takes what the product logs while a simulation runs; an exception that nobody expected is a violation."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: VirtualWorld) -> None:
         super().__init__(logging.WARNING)
         self.violation: str | None = None
         self._world = world

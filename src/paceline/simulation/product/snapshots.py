@@ -12,10 +12,11 @@ from paceline.errors import ModelError, PacelineError
 from paceline.protocol.buckets import Buckets, bucket_set, buckets_in
 from paceline.ps import Client
 from paceline.ps.client.snapshots import SnapshotTaker
-from paceline.simulation.product.network import Network
+from paceline.simulation.oracle import Violation
+from paceline.simulation.product.network import VirtualNetwork
 from paceline.simulation.product.transport import VirtualTransport
-from paceline.simulation.product.truth import Violation, table_named
-from paceline.simulation.product.world import World
+from paceline.simulation.product.truth import table_named
+from paceline.simulation.product.world import VirtualWorld
 from paceline.storage.durable_io import replace_synced, write_synced
 from paceline.storage.snapshot_directory import SnapshotWriteError, read_buckets, read_newest
 from paceline.temporary import TemporaryFolder
@@ -28,7 +29,7 @@ _FAILED: Final = 0.4
 class Disk:
     """The disk that all hosts share: real files, in a directory of the simulation's own."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: VirtualWorld) -> None:
         self.is_failing = False
         self.num_failed = 0
         self._world = world
@@ -66,7 +67,7 @@ class Disk:
             self._folder.close()
 
 
-def take_snapshot(world: World, network: Network, disk: Disk, scheduler: str) -> Path | None:
+def take_snapshot(world: VirtualWorld, network: VirtualNetwork, disk: Disk, scheduler: str) -> Path | None:
     """Take a snapshot; return its directory, or None if it did not come about in time, or for the disk.
 
     Raises Violation for one that is not whole, and PacelineError for what is wrong with the cluster.
@@ -111,7 +112,7 @@ def compare_snapshot(directory: Path, chains: Sequence[tuple[Buckets, Sequence[t
                     raise Violation(f"(snapshots) bucket {bucket} of {stored.spec.name!r} is not what {server} has")
 
 
-def try_snapshot(world: World, network: Network, disk: Disk, scheduler: str) -> None:
+def try_snapshot(world: VirtualWorld, network: VirtualNetwork, disk: Disk, scheduler: str) -> None:
     """Take a snapshot while things fail: it comes about whole, or not at all."""
     try:
         take_snapshot(world, network, disk, scheduler)

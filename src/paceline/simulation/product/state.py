@@ -9,11 +9,11 @@ from random import Random
 
 from paceline.errors import PacelineError
 from paceline.protocol import BoundedDelay, Consistency, Eventual, Sequential
-from paceline.simulation.product.memory import Memory
-from paceline.simulation.product.network import Network
+from paceline.simulation.product.memory import MemoryShortage
+from paceline.simulation.product.network import VirtualNetwork
 from paceline.simulation.product.snapshots import Disk
 from paceline.simulation.product.truth import CLOCKS, OTHERS, Plan, Truth
-from paceline.simulation.product.world import Process, World
+from paceline.simulation.product.world import VirtualProcess, VirtualWorld
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class ProductSettings:
 class Participant:
     """A worker, as the others see it; `slot` tells which keys are its own."""
 
-    def __init__(self, process: Process, slot: int) -> None:
+    def __init__(self, process: VirtualProcess, slot: int) -> None:
         self.process = process
         self.slot = slot
         self.num_arrived = 0
@@ -76,25 +76,25 @@ class Participant:
 class ClusterState(ABC):
     """A cluster, for its workers and for what breaks it."""
 
-    def __init__(self, world: World, settings: ProductSettings | None) -> None:
+    def __init__(self, world: VirtualWorld, settings: ProductSettings | None) -> None:
         self.world = world
         self.settings = ProductSettings.draw(world.random) if settings is None else settings
-        self.network = Network(world)
+        self.network = VirtualNetwork(world)
         self.address = "memory://scheduler"
         self.patience_s = 60.0
         self.plans: tuple[Plan, ...] = (CLOCKS, *world.random.sample(OTHERS, self.settings.num_tables))
         self.truth = Truth()
         self.phase = 0
         self.workers: dict[str, Participant] = {}
-        self.servers: dict[str, Process] = {}
-        self.scheduler: Process | None = None
-        self.snapshot: Process | None = None
+        self.servers: dict[str, VirtualProcess] = {}
+        self.scheduler: VirtualProcess | None = None
+        self.snapshot: VirtualProcess | None = None
         """Who takes one: servers know of one at a time."""
         self.fired: Counter[str] = Counter()
         self.num_pushes = self.num_reads = 0
-        self.memory = Memory(world)
+        self.memory = MemoryShortage(world)
         self.disk = Disk(world)
-        self.excused: dict[Process, None] = {}
+        self.excused: dict[VirtualProcess, None] = {}
         """Servers that the others may take for dead."""
         self.may_refuse = not self.is_sequential and world.random.random() < 0.3
         """Whether servers may refuse pushes for want of memory."""
@@ -109,7 +109,7 @@ class ClusterState(ABC):
         """Start a scheduler, which may take over from one before."""
 
     @abstractmethod
-    def start_server(self, *, extra: bool = False) -> Process:
+    def start_server(self, *, extra: bool = False) -> VirtualProcess:
         """Start a server: one of the first, or one more."""
 
     @abstractmethod
@@ -121,7 +121,7 @@ class ClusterState(ABC):
         """Start a worker, if there are keys for one more."""
 
     @abstractmethod
-    def kill(self, process: Process, *, is_silent: bool = False) -> None:
+    def kill(self, process: VirtualProcess, *, is_silent: bool = False) -> None:
         """End a process; `is_silent`: with its host, so that nobody is told."""
 
     @abstractmethod

@@ -19,21 +19,21 @@ from typing import Any, Final, NoReturn
 
 from paceline.ps import Scheduler, Server, make_node_name
 from paceline.ps.fail_stop import end_process
-from paceline.ps.messages import Process as ProcessInfo
+from paceline.ps.messages import ProcessIdentity
 from paceline.ps.scheduler.processes import own_process
 from paceline.simulation.product.loop import VirtualLoop
-from paceline.simulation.product.network import Network
-from paceline.simulation.product.primitives import Executor, Numbers, Threading, Time, VirtualFuture
+from paceline.simulation.product.network import VirtualNetwork
+from paceline.simulation.product.primitives import Executor, Numbers, Threading, VirtualFuture, VirtualTime
 from paceline.simulation.product.snapshots import Disk
 from paceline.simulation.product.transport import VirtualTransport
-from paceline.simulation.product.world import Killed, World
+from paceline.simulation.product.world import Killed, VirtualWorld
 from paceline.transport import SocketTransport, new_event_loop
 
 _PRODUCT: Final = tuple(f"paceline.{package}" for package in ("launch.roles", "ps", "storage", "tables", "transport"))
 
 
 @contextlib.contextmanager
-def product_in(world: World, network: Network, disk: Disk) -> Iterator[None]:
+def product_in(world: VirtualWorld, network: VirtualNetwork, disk: Disk) -> Iterator[None]:
     """Have the product's modules live in a world."""
     stand_ins = _stand_ins(world, network, disk)
     changed: list[tuple[dict[str, Any], str, Any]] = []
@@ -53,10 +53,10 @@ def product_in(world: World, network: Network, disk: Disk) -> Iterator[None]:
             names[name] = value
 
 
-def _stand_ins(world: World, network: Network, disk: Disk) -> dict[int, Any]:
+def _stand_ins(world: VirtualWorld, network: VirtualNetwork, disk: Disk) -> dict[int, Any]:
     numbers = Numbers(world)
     pairs: list[tuple[Any, Any]] = [
-        (time, Time(world)),
+        (time, VirtualTime(world)),
         (threading, Threading(world)),
         (random, numbers),
         (secrets, numbers),
@@ -73,7 +73,7 @@ def _stand_ins(world: World, network: Network, disk: Disk) -> dict[int, Any]:
     return {id(real): stand_in for real, stand_in in (*pairs, *disk.stand_ins())}
 
 
-def _role(world: World, role: Any) -> Any:
+def _role(world: VirtualWorld, role: Any) -> Any:
     """Return a role, which its process knows from now on."""
     process = world.current.process
     process.role, process.loop = role, asyncio.get_running_loop()
@@ -86,12 +86,12 @@ def _forgetful(server: Server) -> Server:
     return server
 
 
-def _process_info(world: World) -> ProcessInfo:
+def _process_info(world: VirtualWorld) -> ProcessIdentity:
     """Return what tells no scheduler's kernel of a process: the simulation tells of its end."""
-    return ProcessInfo("virtual", world.current.process.number, 0)
+    return ProcessIdentity("virtual", world.current.process.number, 0)
 
 
-def _end(world: World, error: BaseException) -> NoReturn:
+def _end(world: VirtualWorld, error: BaseException) -> NoReturn:
     process = world.current.process
     if process.is_dead:
         raise Killed

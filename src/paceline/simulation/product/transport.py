@@ -14,8 +14,8 @@ from typing import Any, Final
 from typing_extensions import override
 
 from paceline.errors import AddressError, DeadlineError, UsageError
-from paceline.simulation.product.network import End, Network
-from paceline.simulation.product.world import World
+from paceline.simulation.product.network import End, VirtualNetwork
+from paceline.simulation.product.world import VirtualWorld
 from paceline.transport.accepting import AcceptedConnection, Service
 from paceline.transport.addresses import Address, Endpoint
 from paceline.transport.base import Channel, Handler, Listener, Peer, Transport
@@ -39,7 +39,7 @@ _REFUSAL_S: Final = 1e-4
 class VirtualTransport(Transport):
     """Connects the running process to others of its world."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: VirtualNetwork) -> None:
         self._network = network
         self._limits = Limits()
 
@@ -120,7 +120,7 @@ def _wanted(target: Endpoint | Address | str) -> str:
 
 
 class _VirtualListener(Listener):
-    def __init__(self, address: Address, service: Service, network: Network) -> None:
+    def __init__(self, address: Address, service: Service, network: VirtualNetwork) -> None:
         self.endpoint = Endpoint(address, None, network.world.current.process.host, service.listener)
         self.process = network.world.current.process
         self._service = service
@@ -292,7 +292,7 @@ class Pipe(asyncio.Transport):
 class VirtualChannel(StreamChannel):
     """A blocking channel: who waits on it lets others run."""
 
-    def __init__(self, address: Address, limits: Limits, end: End, world: World) -> None:
+    def __init__(self, address: Address, limits: Limits, end: End, world: VirtualWorld) -> None:
         super().__init__(address, limits)
         self._end = end
         self._world = world

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from paceline.filters import Compress, DeltaKeys, Filter, KeyCaching, KeyNumbers, Quantize
 from paceline.protocol.buckets import ALL, Buckets, bucket_set, buckets_in
 from paceline.ps import Client
+from paceline.simulation.oracle import Violation
 from paceline.tables.bucket_arrays import buckets_of_keys, dense_buckets
 from paceline.tables.initializers import Initializer, Uniform, Zeros
 from paceline.tables.rules import FTRL, SGD, Adagrad, Adam, UpdateRule
@@ -35,10 +36,6 @@ _OWN_ROWS: Final = 24
 _OWN_ELEMENTS: Final = 80
 _SPREAD: Final = np.uint64(0x9E3779B97F4A7C15)
 _MAX_UNSURE: Final = 10
-
-
-class Violation(Exception):  # noqa: N818 - what was found
-    """A promise that the product did not keep."""
 
 
 @dataclass(frozen=True, slots=True)

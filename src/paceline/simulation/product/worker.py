@@ -8,16 +8,17 @@ import numpy as np
 
 from paceline.errors import AddressError, ConnectionLostError, DeadlineError, PacelineError
 from paceline.ps import Client
+from paceline.simulation.oracle import Violation
 from paceline.simulation.product.state import ClusterState, Participant
 from paceline.simulation.product.transport import VirtualTransport
-from paceline.simulation.product.truth import CLOCKS, Floats, Issued, Keys, Mirror, Plan, Violation
-from paceline.simulation.product.world import Process
+from paceline.simulation.product.truth import CLOCKS, Floats, Issued, Keys, Mirror, Plan
+from paceline.simulation.product.world import VirtualProcess
 
 
 class ProductWorker(Participant):
     """One worker, and how it works."""
 
-    def __init__(self, cluster: ClusterState, process: Process, slot: int) -> None:
+    def __init__(self, cluster: ClusterState, process: VirtualProcess, slot: int) -> None:
         super().__init__(process, slot)
         self.cluster = cluster
         self._random = cluster.world.random

@@ -1,8 +1,8 @@
 """Virtual time and threads: of all threads of a simulation exactly one runs, and a seed decides which is next.
 
 Product code blocks: in locks, on channels, in the selector of an event loop. Here every such wait ends in
-:meth:`World.block`, which hands the baton to the thread whose turn is next; time jumps to that turn. The threads are
-the system's, so that product code runs unchanged, but all but one of them wait for the baton.
+:meth:`VirtualWorld.block`, which hands the baton to the thread whose turn is next; time jumps to that turn. The
+threads are the system's, so that product code runs unchanged, but all but one of them wait for the baton.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Deadlock(Exception):  # noqa: N818 - what was found, as Violation
     """The simulation goes on for ever."""
 
 
-class Process:
+class VirtualProcess:
     """A process of the simulation: threads that are paused and killed together."""
 
-    def __init__(self, world: World, name: str, host: str) -> None:
+    def __init__(self, world: VirtualWorld, name: str, host: str) -> None:
         self.world = world
         self.name = name
         self.host = host
@@ -97,7 +97,7 @@ class Process:
 class Thread:
     """A thread of a process. It runs only while it has the baton."""
 
-    def __init__(self, process: Process, target: Callable[[], None], name: str) -> None:
+    def __init__(self, process: VirtualProcess, target: Callable[[], None], name: str) -> None:
         self.process = process
         self.name = name
         self.generation = 0
@@ -144,7 +144,7 @@ class Thread:
         process.world.leave()
 
 
-class World:
+class VirtualWorld:
     """The clock, the turns and the random numbers of one simulation. The thread that made it is the harness's own."""
 
     def __init__(self, seed: int, *, trace: Callable[[str], None] | None = None) -> None:
@@ -153,11 +153,11 @@ class World:
         self.trace = trace
         self.trace_hash = 0
         self.num_turns = 0
-        self.processes: list[Process] = []
+        self.processes: list[VirtualProcess] = []
         self.failure: BaseException | None = None
         self._turns: list[tuple[float, float, int, Callable[..., None] | None, tuple[Any, ...]]] = []
         self._number = 0
-        harness = Process(self, "harness", "harness")
+        harness = VirtualProcess(self, "harness", "harness")
         self.main = self.current = Thread(harness, lambda: None, "harness")
         self.max_turns = _MAX_TURNS
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 from typing_extensions import override
 
-from paceline.collectives import Ticket
+from paceline.collectives import CollectiveTicket
 from paceline.errors import PacelineError
 from paceline.torch.backend.errors import Terms, in_torch_terms
 from paceline.torch.backend.future import CallFuture
@@ -67,7 +67,7 @@ class TicketWork(Work):
 
     def __init__(
         self,
-        tickets: Sequence[Ticket],
+        tickets: Sequence[CollectiveTicket],
         value: Value,
         terms: Terms,
         *,
@@ -132,7 +132,7 @@ class TicketWork(Work):
                 self._tickets[-1].add_done_callback(self._complete)
         return self._future
 
-    def _complete(self, _: Ticket) -> None:
+    def _complete(self, _: CollectiveTicket) -> None:
         assert self._future is not None
         if self._settled is not None:
             self._settled.wait()  # a ticket is done a little before what follows it
@@ -143,7 +143,7 @@ class TicketWork(Work):
         else:
             self._future.set_result(list(self._value))
 
-    def _settle(self, _: Ticket) -> None:
+    def _settle(self, _: CollectiveTicket) -> None:
         assert self._settled is not None
         try:
             if self._after is not None and self.exception() is None:
@@ -159,7 +159,9 @@ class TicketWork(Work):
 class MessageWork(Work):
     """A send or receive under way."""
 
-    def __init__(self, ticket: Ticket, value: Value, terms: Terms, event: TracedOperation | None = None) -> None:
+    def __init__(
+        self, ticket: CollectiveTicket, value: Value, terms: Terms, event: TracedOperation | None = None
+    ) -> None:
         super().__init__()
         self._ticket, self._value, self._terms, self._event = ticket, value, terms, event
         self._lock = threading.Lock()

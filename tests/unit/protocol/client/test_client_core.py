@@ -13,11 +13,11 @@ from paceline.protocol.client import (
     AskToJoin,
     ClientCore,
     Connect,
+    Discard,
     Disconnect,
     Instruction,
-    Kind,
-    Release,
     Request,
+    RequestKind,
     Resync,
     Transmit,
 )
@@ -60,7 +60,7 @@ class Runtime:
                     self.sent.setdefault(server, []).append(instruction)
                 case AskToJoin():
                     self.asks.append(instruction)
-                case Release(request):
+                case Discard(request):
                     self.released.append(request)
 
     def start(self, request: Request) -> None:
@@ -72,10 +72,10 @@ class Runtime:
         buckets = 0 if request.payload is None else request.payload.buckets
         self.sent.setdefault(request.server, []).append((request.kind, request.sequence, request.clock, buckets))
 
-    def make(self, kind: Kind, buckets: int, ends_iteration: bool = False) -> list[Request]:
+    def make(self, kind: RequestKind, buckets: int, ends_iteration: bool = False) -> list[Request]:
         """Make one request for each server that leads some of the buckets."""
         core, made = self.core, []
-        sequence = core.sequence if kind is Kind.PULL else core.next_sequence()
+        sequence = core.sequence if kind is RequestKind.PULL else core.next_sequence()
         for session in core.sessions.values():
             if buckets & session.leads:
                 payload = SimpleNamespace(buckets=buckets & session.leads)
@@ -86,7 +86,7 @@ class Runtime:
         return made
 
     def push(self, buckets: int) -> list[Request]:
-        return self.make(Kind.PUSH, buckets)
+        return self.make(RequestKind.PUSH, buckets)
 
     def answer(self, *servers: int) -> None:
         """Have servers answer everything."""
@@ -112,16 +112,17 @@ def joined(behind: int | None = 9, **leads: int) -> Runtime:
 def test_what_is_refused_goes_out_again_in_order_and_a_resync_behind_it() -> None:
     runtime = joined(None, s1=0b1)
     [first], [second] = runtime.push(1), runtime.push(1)
-    [pull] = runtime.make(Kind.PULL, 1)
+    [pull] = runtime.make(RequestKind.PULL, 1)
     session = runtime.core.sessions[1]
-    runtime.start(session.request(Kind.TICK, 0, 0))
+    runtime.start(session.request(RequestKind.TICK, 0, 0))
     runtime.core.tick()
     session.refused(first)
     [late] = runtime.push(1)
-    assert (Kind.PUSH, 3, 1, 1) not in runtime.sent[1]  # it is blocked
+    assert (RequestKind.PUSH, 3, 1, 1) not in runtime.sent[1]  # it is blocked
     runtime.view(2, {1: 1})
     assert runtime.sent[1] == [
-        (Kind.PUSH, 1, 0, 1), (Kind.PUSH, 2, 0, 1), (Kind.PULL, 2, 0, 1), (Kind.PUSH, 3, 1, 1), Resync(1, 2, 1, True),
+        (RequestKind.PUSH, 1, 0, 1), (RequestKind.PUSH, 2, 0, 1), (RequestKind.PULL, 2, 0, 1),
+        (RequestKind.PUSH, 3, 1, 1), Resync(1, 2, 1, True),
     ]  # fmt: skip
     assert not any(each.is_done for each in (first, second, pull, late))
     runtime.answer(1)
@@ -130,7 +131,7 @@ def test_what_is_refused_goes_out_again_in_order_and_a_resync_behind_it() -> Non
 
 def test_answers_to_what_was_replaced_count_no_more() -> None:
     runtime = joined(None, s1=0b1)
-    [pull] = runtime.make(Kind.PULL, 1)
+    [pull] = runtime.make(RequestKind.PULL, 1)
     session = runtime.core.sessions[1]
     runtime.view(2, {1: 1})
     assert session.num_bodies == 2  # the old answer is still to be read
@@ -144,7 +145,7 @@ def test_answers_to_what_was_replaced_count_no_more() -> None:
 
 def test_what_was_sent_twice_over_one_connection_is_answered_twice() -> None:
     runtime = joined(None, s1=0b1)
-    [first], [second], [pull] = runtime.push(1), runtime.push(1), runtime.make(Kind.PULL, 1)
+    [first], [second], [pull] = runtime.push(1), runtime.push(1), runtime.make(RequestKind.PULL, 1)
     session = runtime.core.sessions[1]
     assert session.repeat_from(first) == [first, second, pull]  # the server has taken none of them, and says so of each
     session.refused(second)  # the word on it came by a newer view, which it is refused for again
@@ -165,12 +166,12 @@ def test_what_was_sent_twice_over_one_connection_is_answered_twice() -> None:
 
 def test_a_push_that_reads_and_ends_the_iteration_becomes_a_push_and_a_pull_of_the_next() -> None:
     runtime = joined(None, s1=0b0011, s2=0b1100)
-    parts = runtime.make(Kind.PUSH_PULL, 0b1111, ends_iteration=True)
+    parts = runtime.make(RequestKind.PUSH_PULL, 0b1111, ends_iteration=True)
     runtime.view(2, {1: 0b0101, 2: 0b1010})
     for server, buckets in ((1, 0b0101), (2, 0b1010)):  # of the push one frame for each server
         pulls = runtime.sent[server][1:-1]
-        assert runtime.sent[server][0] == (Kind.PUSH, 1, 0, buckets)
-        assert pulls == [(Kind.PULL, 1, 1, buckets & 0b0011), (Kind.PULL, 1, 1, buckets & 0b1100)]
+        assert runtime.sent[server][0] == (RequestKind.PUSH, 1, 0, buckets)
+        assert pulls == [(RequestKind.PULL, 1, 1, buckets & 0b0011), (RequestKind.PULL, 1, 1, buckets & 0b1100)]
         assert runtime.sent[server][-1] == Resync(server, 2, 1, True)
     runtime.answer(1)
     assert not any(part.is_done for part in parts)
@@ -183,7 +184,7 @@ def test_views_upon_views() -> None:
     first, second = runtime.push(0b11)
     runtime.view(2, {2: 0b10, 3: 0b01})
     runtime.view(3, {2: 0b11})
-    assert runtime.sent[2] == [(Kind.PUSH, 1, 0, 0b11), Resync(2, 3, 0, True)]  # one frame, though it was in two
+    assert runtime.sent[2] == [(RequestKind.PUSH, 1, 0, 0b11), Resync(2, 3, 0, True)]  # one frame, though it was in two
     runtime.view(3, {3: 0b11})
     assert runtime.sent == {3: []}  # no newer one
     runtime.answer(2)
@@ -196,20 +197,20 @@ def test_after_a_cut_all_that_is_unanswered_goes_out_again() -> None:
     runtime.view(2, {1: 1})
     runtime.answered_push(1)
     runtime.push(1)
-    runtime.start(runtime.core.sessions[1].request(Kind.CALL, 0, 0))
+    runtime.start(runtime.core.sessions[1].request(RequestKind.CALL, 0, 0))
     runtime.core.sessions[1].disconnected()
     runtime.push(1)
     runtime.core.tick()
     runtime.sent = {}
     runtime.execute(runtime.core.connected(1))
     assert runtime.sent[1] == [
-        (Kind.PUSH, 2, 0, 1), (Kind.PUSH, 3, 0, 1), Resync(1, 2, 1, True), (Kind.CALL, 0, 0, 0),
+        (RequestKind.PUSH, 2, 0, 1), (RequestKind.PUSH, 3, 0, 1), Resync(1, 2, 1, True), (RequestKind.CALL, 0, 0, 0),
     ]  # fmt: skip
 
 
 def test_calls_outlive_a_view_unless_their_server_leaves() -> None:
     runtime = joined(None, s1=0b01, s2=0b10)
-    calls = [session.request(Kind.CALL, 0, 0) for session in runtime.core.sessions.values()]
+    calls = [session.request(RequestKind.CALL, 0, 0) for session in runtime.core.sessions.values()]
     for call in calls:
         call.is_reported = True
         runtime.start(call)
@@ -278,15 +279,15 @@ def test_a_call_to_join_comes_behind_the_word_that_the_worker_takes_no_part() ->
     session = runtime.core.sessions[1]
     session.disconnected()
     runtime.execute(runtime.core.join())
-    runtime.start(session.request(Kind.CALL, 0, 0, SimpleNamespace(buckets=0)))
+    runtime.start(session.request(RequestKind.CALL, 0, 0, SimpleNamespace(buckets=0)))
     runtime.push(0b01)
     runtime.sent = {}
     runtime.execute(runtime.core.connected(1))
     assert [each if isinstance(each, Resync) else each[0] for each in runtime.sent[1]] == [  # type: ignore[index]
-        Kind.PUSH,
-        Kind.PUSH,
+        RequestKind.PUSH,
+        RequestKind.PUSH,
         Resync(1, 2, 0, False),
-        Kind.CALL,
+        RequestKind.CALL,
     ]
 
 
@@ -299,11 +300,15 @@ def test_answered_pushes_are_retained_until_they_are_stable() -> None:
     assert [each.sequence for each in runtime.core.sessions[2].stabilize(1)] == [1]
     assert runtime.core.sessions[2].stabilize(1) == []
     runtime.view(2, {1: 0b11})
-    assert runtime.sent[1] == [(Kind.PUSH, 2, 1, 0b10), (Kind.PUSH, 3, 2, 0b10), Resync(1, 2, 3, True)]
+    assert runtime.sent[1] == [(RequestKind.PUSH, 2, 1, 0b10), (RequestKind.PUSH, 3, 2, 0b10), Resync(1, 2, 3, True)]
     assert len(runtime.released) == 2  # of the server that is gone
     runtime.answer(1)
     runtime.view(3, {3: 0b11})  # what was sent again is retained too
-    assert runtime.sent[3][:-1] == [(Kind.PUSH, 1, 0, 0b01), (Kind.PUSH, 2, 1, 0b11), (Kind.PUSH, 3, 2, 0b11)]
+    assert runtime.sent[3][:-1] == [
+        (RequestKind.PUSH, 1, 0, 0b01),
+        (RequestKind.PUSH, 2, 1, 0b11),
+        (RequestKind.PUSH, 3, 2, 0b11),
+    ]
     runtime.answer(3)
     runtime.core.sessions[3].stabilize(3)
     assert runtime.core.unstable() is None
@@ -316,7 +321,7 @@ def test_after_a_view_that_was_missed_all_that_is_retained_goes_out_again() -> N
     runtime.view(2, {1: 1})
     assert runtime.sent[1] == [Resync(1, 2, 0, True)]
     runtime.view(4, {1: 1})  # the server may have lost it in between
-    assert runtime.sent[1] == [(Kind.PUSH, 1, 0, 1), Resync(1, 4, 0, True)]
+    assert runtime.sent[1] == [(RequestKind.PUSH, 1, 0, 1), Resync(1, 4, 0, True)]
 
 
 def test_what_is_stable_at_a_server_is_learned_anew_with_every_view() -> None:
@@ -328,7 +333,7 @@ def test_what_is_stable_at_a_server_is_learned_anew_with_every_view() -> None:
     runtime.view(2, {1: 0b11})
     runtime.answer(1)
     runtime.view(3, {3: 0b11})
-    assert runtime.sent[3][:-1] == [(Kind.PUSH, 2, 0, 0b10)]
+    assert runtime.sent[3][:-1] == [(RequestKind.PUSH, 2, 0, 0b10)]
 
 
 def test_nothing_is_retained_while_no_server_is_behind_a_primary() -> None:
@@ -342,7 +347,7 @@ def test_nothing_is_retained_while_no_server_is_behind_a_primary() -> None:
     # The first view by which nothing is retained: what has moved goes out, the rest is released.
     runtime.view(3, {1: 0b01, 3: 0b10})
     assert runtime.sent[1] == [Resync(1, 3, 0, True)]
-    assert runtime.sent[3] == [(Kind.PUSH, 2, 0, 0b10), Resync(3, 3, 0, True)]
+    assert runtime.sent[3] == [(RequestKind.PUSH, 2, 0, 0b10), Resync(3, 3, 0, True)]
     assert len(runtime.released) == 2
     runtime.answer(3)
     assert not runtime.core.has_unfinished
@@ -360,7 +365,7 @@ def test_who_retires_retains_nothing() -> None:
 def test_requests_for_lost_buckets_fail() -> None:
     runtime = joined(None, s1=0b001, s2=0b110)
     [there, gone] = runtime.push(0b011)
-    [whole_pull] = runtime.make(Kind.PULL, 0b110)
+    [whole_pull] = runtime.make(RequestKind.PULL, 0b110)
     runtime.view(2, {1: 0b011}, lost=0b100)
     assert runtime.core.lost == 0b100
     assert [each.error for each in (there, gone, whole_pull)] == [None, None, LOST]

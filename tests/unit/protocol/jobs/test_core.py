@@ -104,7 +104,7 @@ def test_who_is_gone_is_given_no_job_and_counts_nothing() -> None:
     cluster.core.removed(gone, gone.incarnation, is_lost=True, now_s=1.0)
     with pytest.raises(PeerError, match="no worker of the cluster"):
         cluster.ask(gone.incarnation, events.GetJob(after=0))
-    cluster.ask(gone.incarnation, events.Progress(counters={"job": 1.0, "examples": 9.0}))
+    cluster.ask(gone.incarnation, events.CountersTold(counters={"job": 1.0, "examples": 9.0}))
     ((_, state),) = cluster.ask(9, events.JobStatus(job=1))
     assert isinstance(state, JobState)
     assert state.progress == {}

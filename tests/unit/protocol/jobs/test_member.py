@@ -43,7 +43,7 @@ def test_a_worker_remembers_what_it_holds_and_what_it_has_done() -> None:
     give_lease(ledger, 3, NOTHING_NOW, 0)
     ledger.sent(events.LeaseDone(job=3, lease=1, progress={"job": 3, "examples": 7.0}))
     ledger.sent(events.LeaseDone(job=2, lease=2))  # of a job that is over
-    ledger.sent(events.Progress(counters={"job": 3, "examples": 9.0}))
+    ledger.sent(events.CountersTold(counters={"job": 3, "examples": 9.0}))
     ledger.sent(events.FileEnded(job=3, file=4, num_shards=2))
     memory = memory_of(ledger)
     assert (memory.number, memory.working, memory.last_lease) == (3, True, 2)

@@ -6,7 +6,17 @@ import pytest
 
 from paceline.errors import DataError, ProtocolError, UsageError
 from paceline.protocol.jobs import ShardAccount, Shards
-from paceline.protocol.jobs.shards import Done, Ended, Event, Exhausted, Granted, Instruction, Lease, Lost, Wait
+from paceline.protocol.jobs.shards import (
+    Done,
+    Event,
+    Exhausted,
+    FileSized,
+    Granted,
+    Instruction,
+    ShardWanted,
+    Wait,
+    WorkerLost,
+)
 
 
 def feed(shards: Shards, *events: Event) -> list[Instruction]:
@@ -22,7 +32,7 @@ def drain(shards: Shards, worker: int) -> list[tuple[int, int, int]]:
     """Let one worker lease and finish until it is told to wait or to stop."""
     read: list[tuple[int, int, int]] = []
     while True:
-        (answer,) = feed(shards, Lease(worker))
+        (answer,) = feed(shards, ShardWanted(worker))
         if not isinstance(answer, Granted):
             return read
         read.append((answer.epoch, answer.file, answer.shard))
@@ -31,10 +41,10 @@ def drain(shards: Shards, worker: int) -> list[tuple[int, int, int]]:
 
 def test_first_come_in_order_with_no_barrier_between_epochs() -> None:
     shards = Shards([2, 0, 1], epochs=2)
-    assert feed(shards, Lease(0)) == [Granted(0, 0, 0, 0, 0)]
-    assert feed(shards, Lease(1)) == [Granted(1, 1, 0, 0, 1)]
-    assert feed(shards, Lease(1)) == [Granted(1, 2, 0, 2, 0)]
-    assert feed(shards, Lease(1)) == [Granted(1, 3, 1, 0, 0)]  # while epoch 0 is still open
+    assert feed(shards, ShardWanted(0)) == [Granted(0, 0, 0, 0, 0)]
+    assert feed(shards, ShardWanted(1)) == [Granted(1, 1, 0, 0, 1)]
+    assert feed(shards, ShardWanted(1)) == [Granted(1, 2, 0, 2, 0)]
+    assert feed(shards, ShardWanted(1)) == [Granted(1, 3, 1, 0, 0)]  # while epoch 0 is still open
     assert shards.progress() == (0, 6)
     feed(shards, Done(1, 1))
     assert shards.progress() == (1, 6)
@@ -42,37 +52,37 @@ def test_first_come_in_order_with_no_barrier_between_epochs() -> None:
 
 def test_who_finds_nothing_waits_and_is_told() -> None:
     shards = Shards([2])
-    feed(shards, Lease(0), Lease(1))
-    assert feed(shards, Lease(2)) == [Wait(2)]
-    assert feed(shards, Lease(2)) == [Wait(2)]
-    assert feed(shards, Done(1, 1), Lease(1)) == [Wait(1)]
+    feed(shards, ShardWanted(0), ShardWanted(1))
+    assert feed(shards, ShardWanted(2)) == [Wait(2)]
+    assert feed(shards, ShardWanted(2)) == [Wait(2)]
+    assert feed(shards, Done(1, 1), ShardWanted(1)) == [Wait(1)]
     assert shards.waiting == (2, 1)
     assert feed(shards, Done(0, 0)) == [Exhausted(2), Exhausted(1)]
-    assert feed(shards, Lease(0)) == [Exhausted(0)]
+    assert feed(shards, ShardWanted(0)) == [Exhausted(0)]
 
 
 def test_a_lost_workers_leases_go_out_before_new_ones() -> None:
     shards = Shards([3], epochs=2)
-    feed(shards, Lease(0), Lease(1), Lease(0))
-    assert feed(shards, Lost(0)) == []
-    assert feed(shards, Lease(1)) == [Granted(1, 3, 0, 0, 0)]
-    assert feed(shards, Lease(1)) == [Granted(1, 4, 0, 0, 2)]
-    assert feed(shards, Lease(1)) == [Granted(1, 5, 1, 0, 0)]
+    feed(shards, ShardWanted(0), ShardWanted(1), ShardWanted(0))
+    assert feed(shards, WorkerLost(0)) == []
+    assert feed(shards, ShardWanted(1)) == [Granted(1, 3, 0, 0, 0)]
+    assert feed(shards, ShardWanted(1)) == [Granted(1, 4, 0, 0, 2)]
+    assert feed(shards, ShardWanted(1)) == [Granted(1, 5, 1, 0, 0)]
 
 
 def test_a_lost_workers_lease_wakes_who_waits() -> None:
     shards = Shards([1])
-    feed(shards, Lease(0), Lease(1), Lease(2))
-    assert feed(shards, Lost(0)) == [Granted(1, 1, 0, 0, 0)]
+    feed(shards, ShardWanted(0), ShardWanted(1), ShardWanted(2))
+    assert feed(shards, WorkerLost(0)) == [Granted(1, 1, 0, 0, 0)]
     assert feed(shards, Done(0, 0)) == []  # the dead worker's report comes late: the shard counts where it is now
-    assert feed(shards, Lost(2)) == []
+    assert feed(shards, WorkerLost(2)) == []
     assert feed(shards, Done(1, 1)) == []
     assert shards.report() == (ShardAccount(0, 0, 0, True, 2),)
 
 
 def test_done_for_the_lease_of_another_is_the_peers_fault() -> None:
     shards = Shards([1])
-    feed(shards, Lease(0))
+    feed(shards, ShardWanted(0))
     with pytest.raises(ProtocolError, match="worker 0 holds it"):
         shards.handle(Done(1, 0))
     assert shards.progress() == (0, 1)
@@ -80,15 +90,15 @@ def test_done_for_the_lease_of_another_is_the_peers_fault() -> None:
 
 def test_the_end_of_a_stream() -> None:
     shards = Shards([None, 1], epochs=2)
-    feed(shards, Lease(0), Done(0, 0), Lease(0), Lease(1), Lease(2))
+    feed(shards, ShardWanted(0), Done(0, 0), ShardWanted(0), ShardWanted(1), ShardWanted(2))
     assert shards.progress() == (1, None)
     feed(shards, Done(2, 3))  # it read nothing there
-    assert feed(shards, Ended(0, 2)) == []
+    assert feed(shards, FileSized(0, 2)) == []
     assert shards.progress() == (1, 6)
     assert feed(shards, Done(1, 2)) == []  # leased past the end: over already
-    assert feed(shards, Done(0, 1), Lease(0)) == [Granted(0, 4, 0, 1, 0)]
+    assert feed(shards, Done(0, 1), ShardWanted(0)) == [Granted(0, 4, 0, 1, 0)]
     assert drain(shards, 1) == [(1, 0, 0), (1, 0, 1), (1, 1, 0)]
-    assert feed(shards, Ended(0, 2)) == []
+    assert feed(shards, FileSized(0, 2)) == []
     assert feed(shards, Done(0, 4)) == [Exhausted(1)]
     assert all(account.done and account.num_leases == 1 for account in shards.report())
     assert len(shards.report()) == 6
@@ -96,13 +106,13 @@ def test_the_end_of_a_stream() -> None:
 
 def test_the_end_drops_what_was_given_back_past_it() -> None:
     shards = Shards([None])
-    feed(shards, Lease(0), Lease(0), Lost(0), Ended(0, 1))
+    feed(shards, ShardWanted(0), ShardWanted(0), WorkerLost(0), FileSized(0, 1))
     assert drain(shards, 1) == [(0, 0, 0)]
     assert shards.progress() == (1, 1)
 
 
-@pytest.mark.parametrize("ended", [Ended(0, 3), Ended(1, 1), Ended(-1, 1), Ended(2, -1)])
-def test_an_end_at_odds_with_what_is_known(ended: Ended) -> None:
+@pytest.mark.parametrize("ended", [FileSized(0, 3), FileSized(1, 1), FileSized(-1, 1), FileSized(2, -1)])
+def test_an_end_at_odds_with_what_is_known(ended: FileSized) -> None:
     with pytest.raises(DataError, match="was reported to end"):
         Shards([2]).handle(ended)
 
@@ -112,7 +122,7 @@ def test_strided_deals_each_worker_its_own() -> None:
     assert drain(shards, 1) == [(e, f, s) for e in (0, 1) for f, s in ((0, 1), (1, 1))]
     assert list(shards.waiting) == [1]
     assert drain(shards, 0) == [(e, f, s) for e in (0, 1) for f, s in ((0, 0), (1, 0), (1, 3))]
-    assert feed(shards, Lease(7)) == [Wait(7)]  # no position of its own
+    assert feed(shards, ShardWanted(7)) == [Wait(7)]  # no position of its own
     assert drain(shards, 2) == [(e, f, s) for e in (0, 1) for f, s in ((0, 2), (1, 2))]
     assert list(shards.waiting) == []
     assert shards.progress() == (14, 14)
@@ -120,20 +130,20 @@ def test_strided_deals_each_worker_its_own() -> None:
 
 def test_strided_leaves_a_lost_workers_part_to_the_others() -> None:
     shards = Shards([6], assignment="strided", num_workers=2)
-    feed(shards, Lease(1), Lost(1))
+    feed(shards, ShardWanted(1), WorkerLost(1))
     assert drain(shards, 0) == [(0, 0, 1), (0, 0, 0), (0, 0, 2), (0, 0, 4), (0, 0, 3), (0, 0, 5)]
     assert shards.progress() == (6, 6)
 
 
 def test_strided_what_a_lost_worker_left_comes_before_the_next_epoch() -> None:
     shards = Shards([4], epochs=2, assignment="strided", num_workers=2)
-    feed(shards, Lost(1))
+    feed(shards, WorkerLost(1))
     assert drain(shards, 0) == [(e, 0, s) for e in (0, 1) for s in (0, 2, 1, 3)]
 
 
 def test_strided_a_worker_that_is_back_has_its_part_again() -> None:
     shards = Shards([4], assignment="strided", num_workers=2)
-    feed(shards, Lost(1), Lease(1), Done(1, 0))
+    feed(shards, WorkerLost(1), ShardWanted(1), Done(1, 0))
     assert drain(shards, 0) == [(0, 0, 0), (0, 0, 2)]
     assert drain(shards, 1) == [(0, 0, 3)]
 
@@ -141,10 +151,10 @@ def test_strided_a_worker_that_is_back_has_its_part_again() -> None:
 def test_strided_through_a_stream_of_unknown_length() -> None:
     shards = Shards([None, 2], epochs=2, assignment="strided", num_workers=2)
     for expected in (0, 2, 4):
-        (granted,) = feed(shards, Lease(0))
+        (granted,) = feed(shards, ShardWanted(0))
         assert granted == Granted(0, expected // 2, 0, 0, expected)
         feed(shards, Done(0, expected // 2))
-    feed(shards, Ended(0, 4))
+    feed(shards, FileSized(0, 4))
     assert drain(shards, 0) == [(0, 1, 0), (1, 0, 0), (1, 0, 2), (1, 1, 0)]
     assert drain(shards, 1) == [(0, 0, 1), (0, 0, 3), (0, 1, 1), (1, 0, 1), (1, 0, 3), (1, 1, 1)]
     assert shards.progress() == (12, 12)
@@ -152,7 +162,7 @@ def test_strided_through_a_stream_of_unknown_length() -> None:
 
 @pytest.mark.parametrize("shards", [Shards([]), Shards([0, 0], epochs=10**4), Shards([3], epochs=0)])
 def test_no_work_at_all(shards: Shards) -> None:
-    assert feed(shards, Lease(0)) == [Exhausted(0)]
+    assert feed(shards, ShardWanted(0)) == [Exhausted(0)]
     assert shards.progress() == (0, 0)
     assert shards.report() == ()
 

@@ -7,7 +7,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from paceline.protocol.jobs import Shards
-from paceline.protocol.jobs.shards import Assignment, Done, Ended, Event, Exhausted, Granted, Lease, Lost, Wait
+from paceline.protocol.jobs.shards import (
+    Assignment,
+    Done,
+    Event,
+    Exhausted,
+    FileSized,
+    Granted,
+    ShardWanted,
+    Wait,
+    WorkerLost,
+)
 
 NUM_WORKERS = 3
 workers = st.integers(0, NUM_WORKERS)  # one more than there are positions: a late-comer
@@ -66,7 +76,7 @@ class ShardsMachine(RuleBasedStateMachine):
     @rule(worker=workers)
     def lease(self, worker: int) -> None:
         self.lost.discard(worker)
-        self.apply(Lease(worker))
+        self.apply(ShardWanted(worker))
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())
@@ -83,7 +93,7 @@ class ShardsMachine(RuleBasedStateMachine):
             gone = {n for n, (_, k) in self.open.items() if k[1] == file and k[2] >= self.sizes[file]}
             self.open = {n: held for n, held in self.open.items() if n not in gone}
             self.back = {k for k in self.back if k[1] != file or k[2] < self.sizes[file]}
-            self.apply(Ended(file, self.sizes[file]))
+            self.apply(FileSized(file, self.sizes[file]))
         else:
             del self.open[lease]
             self.done.append(key)
@@ -97,7 +107,7 @@ class ShardsMachine(RuleBasedStateMachine):
         self.waiting.discard(worker)
         self.lost.add(worker)
         self.any_lost = True
-        self.apply(Lost(worker))
+        self.apply(WorkerLost(worker))
         for lease in held:
             self.apply(Done(worker, lease))  # a late report of the dead changes nothing
 

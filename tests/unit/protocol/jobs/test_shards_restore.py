@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from paceline.protocol.jobs import Shards
-from paceline.protocol.jobs.shards import Assignment, Done, Ended, Exhausted, Granted, Lease, Lost
+from paceline.protocol.jobs.shards import Assignment, Done, Exhausted, FileSized, Granted, ShardWanted, WorkerLost
 
 NUM_WORKERS = 3
 Key = tuple[int, int, int]
@@ -25,7 +25,7 @@ def test_a_restored_pool_goes_on_where_it_was() -> None:
     shards.validate()
     assert shards.progress() == (2, 5)
     assert shards.shard_of(7) == (0, 0, 2)
-    (granted,) = shards.handle(Lease(0))
+    (granted,) = shards.handle(ShardWanted(0))
     assert isinstance(granted, Granted)
     assert granted.shard == 1
     assert granted.lease > 30
@@ -33,8 +33,8 @@ def test_a_restored_pool_goes_on_where_it_was() -> None:
     assert shards.handle(Done(1, 7)) == []  # again: no matter
     assert shards.handle(Done(0, 12)) == []  # a lease that nobody was known to hold
     assert shards.progress() == (3, 5)
-    shards.handle(Lost(2))
-    (again,) = shards.handle(Lease(0))
+    shards.handle(WorkerLost(2))
+    (again,) = shards.handle(ShardWanted(0))
     assert isinstance(again, Granted)
     assert again.shard == 4
 
@@ -46,13 +46,13 @@ def test_what_is_known_may_overlap_and_go_past_the_end() -> None:
     assert shards.progress() == (1, 2)
     assert [shards.shard_of(lease) for lease in (3, 5, 6, 8)] == [None, (0, 0, 1), None, None]
     assert shards.handle(Done(1, 5)) == []
-    assert shards.handle(Lease(0)) == [Exhausted(0)]
+    assert shards.handle(ShardWanted(0)) == [Exhausted(0)]
 
 
 def test_how_often_a_shard_was_leased_is_kept_where_it_is_known() -> None:
     num_leases = {(0, 0, 0): 2, (0, 0, 1): 1, (0, 0, 2): 1}
     shards = Shards.restore([3], done=[(0, 0, 0), (0, 0, 1)], num_leases=num_leases)
-    shards.handle(Lease(0))
+    shards.handle(ShardWanted(0))
     assert [account.num_leases for account in shards.report()] == [2, 1, 2]
 
 
@@ -77,7 +77,7 @@ class RestartMachine(RuleBasedStateMachine):
         self.counted: list[Key] = []
         """A worker has done this shard, and somebody who lives knows."""
 
-    def apply(self, event: Lease | Done | Lost | Ended, *, heard: bool = True) -> None:
+    def apply(self, event: ShardWanted | Done | WorkerLost | FileSized, *, heard: bool = True) -> None:
         for instruction in self.shards.handle(event):
             if isinstance(instruction, Granted) and heard:
                 every = [key_of(lease) for leases in self.held.values() for lease in leases.values()]
@@ -89,7 +89,7 @@ class RestartMachine(RuleBasedStateMachine):
 
     @rule(worker=workers)
     def lease(self, worker: int) -> None:
-        self.apply(Lease(worker))
+        self.apply(ShardWanted(worker))
 
     @precondition(lambda self: any(self.held.values()))
     @rule(data=st.data(), processed=st.booleans(), told=st.booleans())
@@ -111,7 +111,7 @@ class RestartMachine(RuleBasedStateMachine):
                 for leases in self.held.values():
                     for number in [n for n, each in leases.items() if self.is_past(key_of(each))]:
                         leases.pop(number)
-            self.apply(Ended(file, self.real[file]))
+            self.apply(FileSized(file, self.real[file]))
             self.apply(Done(worker, lease))
             return
         self.counted.append(key)
@@ -131,7 +131,7 @@ class RestartMachine(RuleBasedStateMachine):
         """A worker dies. What it alone knew is nobody's knowledge, but the pool's."""
         late = list(self.held[worker])
         self.held[worker] = {}
-        self.apply(Lost(worker))
+        self.apply(WorkerLost(worker))
         for number in late:
             self.apply(Done(worker, number))
         if unheard:  # its successor is told nothing of what was before; the others know
@@ -140,7 +140,7 @@ class RestartMachine(RuleBasedStateMachine):
     @rule(lost=st.sets(workers, max_size=NUM_WORKERS - 1), repeated=st.booleans(), ungranted=st.sets(workers))
     def restart(self, lost: set[int], repeated: bool, ungranted: set[int]) -> None:
         for worker in sorted(ungranted):
-            self.apply(Lease(worker), heard=False)  # granted, and the answer never came
+            self.apply(ShardWanted(worker), heard=False)  # granted, and the answer never came
         self.die(lost)
         if repeated:
             for worker, number in self.said:
@@ -162,7 +162,7 @@ class RestartMachine(RuleBasedStateMachine):
             last_lease=self.last_lease,
         )
         for worker in lost:
-            self.apply(Lost(worker))
+            self.apply(WorkerLost(worker))
 
     @invariant()
     def agrees(self) -> None:

@@ -56,7 +56,7 @@ def test_one_that_asks_for_a_rank_that_it_cannot_have_is_refused(rank: int, reas
     scheduler, _, _ = started(1)
     before = scheduler.view
     refused = scheduler.register(server("x"), rank, is_extra=True)
-    assert isinstance(refused.fate, events.Refuse)
+    assert isinstance(refused.fate, events.TurnAway)
     assert reason in refused.fate.reason
     assert scheduler.view is before
 
@@ -65,7 +65,7 @@ def test_a_refused_server_is_not_among_those_that_the_cluster_begins_with() -> N
     scheduler = Scheduler(num_servers=2)
     scheduler.register(server("a"), 0)
     refused = scheduler.register(server("b"), 0)
-    assert isinstance(refused.fate, events.Refuse)
+    assert isinstance(refused.fate, events.TurnAway)
     assert scheduler.view.version == 0  # nothing is placed before both are there
     scheduler.register(server("c"))
     assert scheduler.view.version == 1
@@ -75,7 +75,7 @@ def test_a_refused_server_is_not_among_those_that_the_cluster_begins_with() -> N
 def test_a_cluster_that_has_its_servers_takes_others_only_as_extra_ones() -> None:
     scheduler, _, _ = started(1)
     refused = scheduler.register(server("b"))
-    assert isinstance(refused.fate, events.Refuse)
+    assert isinstance(refused.fate, events.TurnAway)
     assert "this cluster has its 1 server(s)" in refused.fate.reason
     extra = scheduler.register(server("c"), is_extra=True)
     assert scheduler.member(extra) is not None
@@ -217,7 +217,7 @@ def test_a_broken_connection_changes_nothing() -> None:
     scheduler.pass_time(TIMEOUT_S - HEARTBEAT_S)
     assert scheduler.said == []
     scheduler.rejoin(*servers, *workers)
-    assert [(each.peer, each.member) for each in scheduler.all(events.Welcome)] == [
+    assert [(each.peer, each.member) for each in scheduler.all(events.TakeIn)] == [
         (node.wire, node.member) for node in (*servers, *workers)
     ]
     scheduler.pass_time(2 * TIMEOUT_S)
@@ -230,7 +230,7 @@ def test_the_newest_connection_of_a_member_counts() -> None:
     former, w.wire = w.wire, None
     assert former is not None
     scheduler.rejoin(w)
-    former.to_scheduler.append(events.Leave(former))  # what still comes on the former one is of nobody
+    former.to_scheduler.append(events.MemberLeaving(former))  # what still comes on the former one is of nobody
     scheduler.settle()
     former.cut()
     assert w.wire is not None
@@ -250,7 +250,7 @@ def test_a_process_that_ended_is_removed_at_once() -> None:
     scheduler.kill(b)
     assert scheduler.view.servers == {a.incarnation: 0}
     assert chains(scheduler.view) == dict.fromkeys(range(8), ((a.incarnation,), None))
-    assert scheduler.all(events.Lost) == []
+    assert scheduler.all(events.BucketsLost) == []
     assert scheduler.all(events.Expel) == []  # their connections were gone
 
 
@@ -259,10 +259,10 @@ def test_a_bucket_is_lost_when_the_last_that_has_it_has_ended() -> None:
     lost = holders(scheduler.view, b)
     assert lost
     scheduler.kill(b)
-    assert scheduler.all(events.Lost) == [events.Lost(lost)]
+    assert scheduler.all(events.BucketsLost) == [events.BucketsLost(lost)]
     scheduler.kill(a)
     # Nobody is left to know of it: it is said, and a server that joins holds nothing of it.
-    assert scheduler.all(events.Lost) == [events.Lost(lost), events.Lost(ALL & ~lost)]
+    assert scheduler.all(events.BucketsLost) == [events.BucketsLost(lost), events.BucketsLost(ALL & ~lost)]
     c = scheduler.register(server("c"), is_extra=True)
     assert scheduler.member(c) is not None
     assert chains(scheduler.view) == dict.fromkeys(range(8), ((), None))
@@ -283,7 +283,7 @@ def test_servers_that_leave_at_once_leave_the_others_a_view() -> None:
     assert len(scheduler.view.voters) == 5
     for node in leaving:
         node.prepares = False
-        node.send(events.Leave)
+        node.send(events.MemberLeaving)
     scheduler.settle()
     assert set(scheduler.view.servers) == {stays.incarnation}
 
@@ -319,8 +319,8 @@ def test_one_that_was_removed_while_its_connection_was_broken_is_expelled_when_i
 def test_one_that_was_removed_and_still_speaks_is_expelled() -> None:
     scheduler, _, (w,) = started(1, 1)
     assert w.wire is not None
-    scheduler.feed(events.Ended(w.incarnation))
-    assert scheduler.feed(events.Heartbeat(w.wire)) == [events.Expel(w.wire, "it was silent too long")]
+    scheduler.feed(events.ProcessEnded(w.incarnation))
+    assert scheduler.feed(events.MemberHeard(w.wire)) == [events.Expel(w.wire, "it was silent too long")]
 
 
 def test_a_silent_server_goes_where_others_have_what_it_has() -> None:
@@ -350,12 +350,12 @@ def test_the_last_server_that_has_a_bucket_is_waited_for_however_long() -> None:
         scheduler.wake(b)
         assert scheduler.notes[2 * times - 1 :] == ["server 1 is back: it is heard again"]
         assert chains(scheduler.view) == before
-    assert scheduler.all(events.Removed) == scheduler.all(events.Lost) == []
+    assert scheduler.all(events.Removed) == scheduler.all(events.BucketsLost) == []
     # But if its process has ended nothing is gained by waiting.
     b.is_silent = True
     scheduler.pass_time(2 * TIMEOUT_S)
     scheduler.kill(b)
-    assert scheduler.all(events.Lost) == [events.Lost(mine)]
+    assert scheduler.all(events.BucketsLost) == [events.BucketsLost(mine)]
 
 
 def test_a_silent_server_stays_for_what_only_it_has() -> None:
@@ -398,7 +398,7 @@ def test_a_server_that_is_heard_again_keeps_what_it_has_though_another_was_fille
     a.prepares = False
     b.is_silent = True
     scheduler.pass_time(TIMEOUT_S + HEARTBEAT_S)
-    scheduler.feed(events.Filled(scheduler.view.version, c.incarnation, 0b0001))
+    scheduler.feed(events.BucketsFilled(scheduler.view.version, c.incarnation, 0b0001))
     a.prepares = True
     scheduler.wake(b)
     scheduler.rejoin(a)
@@ -449,7 +449,7 @@ def test_the_last_that_has_a_bucket_is_not_lost_for_a_doubt() -> None:
     scheduler.pass_time(HEARTBEAT_S)  # it is heard
     scheduler.tell(events.Doubted(a.incarnation))
     assert holders(scheduler.view, a) == ALL & ~mine
-    assert scheduler.all(events.Lost) == []
+    assert scheduler.all(events.BucketsLost) == []
 
 
 def test_nothing_is_published_while_too_few_servers_are_heard() -> None:
@@ -513,7 +513,7 @@ def test_a_server_that_drains_is_released_when_its_buckets_are_elsewhere() -> No
     assert {each.filling for each in scheduler.view.groups if b.incarnation in each.members} == {a.incarnation}
     scheduler.fill_all()
     assert scheduler.view.servers == {a.incarnation: 0}
-    assert isinstance(b.fate, events.Release)
+    assert isinstance(b.fate, events.ReleaseServer)
     assert scheduler.all(events.Removed) == [events.Removed(b.member, None)]  # type: ignore[arg-type]
     assert scheduler.member(w) is not None
     scheduler.drain(w)  # only servers drain
@@ -530,7 +530,7 @@ def test_a_server_is_not_released_before_the_others_know_that_they_have_its_buck
     assert holders(scheduler.view, b)
     a.prepares = True
     scheduler.rejoin(a)
-    assert isinstance(b.fate, events.Release)
+    assert isinstance(b.fate, events.ReleaseServer)
 
 
 def test_servers_that_all_drain_are_all_released() -> None:
@@ -538,9 +538,9 @@ def test_servers_that_all_drain_are_all_released() -> None:
     scheduler.drain(a)
     assert a.fate is None
     scheduler.drain(b)
-    assert isinstance(a.fate, events.Release)
-    assert isinstance(b.fate, events.Release)
-    assert scheduler.all(events.Lost) == []  # they have not gone yet
+    assert isinstance(a.fate, events.ReleaseServer)
+    assert isinstance(b.fate, events.ReleaseServer)
+    assert scheduler.all(events.BucketsLost) == []  # they have not gone yet
 
 
 def test_who_drains_stays_when_those_that_were_to_relieve_it_die() -> None:
@@ -551,10 +551,10 @@ def test_who_drains_stays_when_those_that_were_to_relieve_it_die() -> None:
     assert a.fate is None
     assert holders(scheduler.view, a)
     scheduler.register(server("c"), is_extra=True)
-    assert len(scheduler.all(events.Lost)) == 1  # what only the dead one had
+    assert len(scheduler.all(events.BucketsLost)) == 1  # what only the dead one had
     scheduler.fill_all()
-    assert isinstance(a.fate, events.Release)
-    assert len(scheduler.all(events.Lost)) == 1
+    assert isinstance(a.fate, events.ReleaseServer)
+    assert len(scheduler.all(events.BucketsLost)) == 1
 
 
 def test_one_of_all_that_drain_is_told_again_when_it_comes_again() -> None:
@@ -565,8 +565,8 @@ def test_one_of_all_that_drain_is_told_again_when_it_comes_again() -> None:
     scheduler.drain(b)
     assert b.fate is None
     scheduler.rejoin(a)
-    assert isinstance(a.fate, events.Release)
-    assert isinstance(b.fate, events.Release)
+    assert isinstance(a.fate, events.ReleaseServer)
+    assert isinstance(b.fate, events.ReleaseServer)
 
 
 def test_a_server_that_was_released_and_comes_again_is_released() -> None:
@@ -576,9 +576,9 @@ def test_a_server_that_was_released_and_comes_again_is_released() -> None:
     b.wire.cut()
     scheduler.fill_all()
     assert b.incarnation not in scheduler.view.servers
-    assert scheduler.all(events.Release) == []
+    assert scheduler.all(events.ReleaseServer) == []
     scheduler.rejoin(b)
-    assert isinstance(b.fate, events.Release)
+    assert isinstance(b.fate, events.ReleaseServer)
     assert scheduler.all(events.Expel) == []
 
 
@@ -587,7 +587,7 @@ def test_a_server_that_is_draining_and_ends_is_dead_like_any_other() -> None:
     mine = holders(scheduler.view, b)
     scheduler.drain(b)
     scheduler.kill(b)
-    assert scheduler.all(events.Lost) == [events.Lost(mine)]
+    assert scheduler.all(events.BucketsLost) == [events.BucketsLost(mine)]
     assert scheduler.last(events.Removed).reason == "its process ended"
 
 
@@ -601,7 +601,7 @@ def test_a_clock_that_jumps_makes_nobody_overdue(jump_s: float) -> None:
     scheduler.pass_time(3 * HEARTBEAT_S)
     for _ in range(3):
         scheduler.now_s += jump_s
-        scheduler.tell(events.Clock())
+        scheduler.tell(events.TimePassed())
         scheduler.pass_time(3 * HEARTBEAT_S)
     assert scheduler.view is view
     # And whoever is silent is found out as ever.
@@ -625,5 +625,5 @@ def test_without_a_clock_nobody_is_overdue() -> None:
     w.is_silent = True
     scheduler.now_s += 100 * TIMEOUT_S
     scheduler.register(worker("v"))
-    scheduler.tell(events.Flush(), events.Clock())
+    scheduler.tell(events.Flush(), events.TimePassed())
     assert scheduler.member(w) is not None

@@ -72,7 +72,7 @@ class Run:
         """Let a node come to the newest scheduler."""
         wire = self.scheduler.connect(node)
         is_member = node.member is not None
-        event: events.Event = events.Rejoin(node.returned(wire)) if is_member else node.registration(wire)
+        event: events.Event = events.MemberRejoining(node.returned(wire)) if is_member else node.registration(wire)
         wire.to_scheduler.append(event)
 
     @property
@@ -172,13 +172,13 @@ class Run:
         scheduler.now_s += HEARTBEAT_S
         for wire in list(scheduler.wires):
             if wire.is_welcomed and not wire.node.is_silent and self.random.random() < 0.9:
-                wire.to_scheduler.append(events.Heartbeat(wire))
-        scheduler.feed(events.Clock())
+                wire.to_scheduler.append(events.MemberHeard(wire))
+        scheduler.feed(events.TimePassed())
 
     def beat(self) -> None:
         members = self.members()
         if members:
-            self.random.choice(members).send(events.Heartbeat)
+            self.random.choice(members).send(events.MemberHeard)
 
     def fill(self) -> None:
         """The member before a server that is being filled reports that this one has some of its buckets."""
@@ -199,7 +199,7 @@ class Run:
 
     @staticmethod
     def filled(version: int, target: int, buckets: int, _: Wire) -> events.Event:
-        return events.Filled(version, target, buckets)
+        return events.BucketsFilled(version, target, buckets)
 
     def cut(self) -> None:
         wires = [wire for scheduler in self.schedulers for wire in scheduler.wires]
@@ -230,7 +230,7 @@ class Run:
         if len(staying) > 2:
             node = self.random.choice(staying)
             node.is_leaving = True
-            node.send(events.Drain if node.role is Role.SERVER else events.Leave)
+            node.send(events.ServerDraining if node.role is Role.SERVER else events.MemberLeaving)
 
     def kill(self) -> None:
         """A process ends. Of two schedulers only the newest hears of it, to which it would have come."""
@@ -242,7 +242,7 @@ class Run:
             if node.wire is not None:
                 node.wire.cut()
             if node.member is not None and self.random.random() < 0.6:
-                self.scheduler.feed(events.Ended(node.incarnation))
+                self.scheduler.feed(events.ProcessEnded(node.incarnation))
 
     def doubt(self) -> None:
         """A scheduler gets to know that nobody listens at the address of one that has ended."""
@@ -281,7 +281,7 @@ class Run:
             scheduler = self.scheduler
             for member in (*scheduler.core.membership.members, *scheduler.core.awaited):
                 if not self.by_name[member.node].is_alive:
-                    scheduler.feed(events.Ended(member.incarnation))
+                    scheduler.feed(events.ProcessEnded(member.incarnation))
             for node in self.alive:
                 if node.wire is None:
                     self.connect(node)
@@ -296,7 +296,7 @@ class Run:
             view = node.views.committed
             for each in view.groups if view is not None else ():
                 if each.filling is not None and each.members[-1:] == (node.incarnation,) and node.wire is not None:
-                    self.scheduler.feed(events.Filled(self.scheduler.view.version, each.filling, each.buckets))
+                    self.scheduler.feed(events.BucketsFilled(self.scheduler.view.version, each.filling, each.buckets))
         self.scheduler.settle()
 
     def check_rest(self) -> None:

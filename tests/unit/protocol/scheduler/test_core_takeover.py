@@ -72,12 +72,12 @@ def test_nobody_hears_of_the_take_over_before_a_quorum_has_its_view() -> None:
     scheduler.rejoin(a, b, w)
     assert scheduler.core.phase is Phase.LEADING
     assert scheduler.all(events.Prepare)
-    assert scheduler.all(events.Publish) == scheduler.all(events.Welcome) == scheduler.all(events.TakenOver) == []
+    assert scheduler.all(events.Publish) == scheduler.all(events.TakeIn) == scheduler.all(events.TakenOver) == []
     b.prepares = True
     scheduler.rejoin(b)
     kinds = [type(each) for each in scheduler.said]
-    assert kinds.index(events.TakenOver) < kinds.index(events.Welcome)
-    assert {each.member for each in scheduler.all(events.Welcome)} == {a.member, b.member, w.member}
+    assert kinds.index(events.TakenOver) < kinds.index(events.TakeIn)
+    assert {each.member for each in scheduler.all(events.TakeIn)} == {a.member, b.member, w.member}
 
 
 def test_after_a_while_a_majority_is_enough() -> None:
@@ -91,7 +91,7 @@ def test_after_a_while_a_majority_is_enough() -> None:
     assert scheduler.core.phase is Phase.LEADING
     assert set(scheduler.last(events.TakenOver).dead) == {c.member, w.member}  # others have what c has
     assert [each.node for each in scheduler.view.members] == ["s0", "s1", "w0"]
-    assert scheduler.all(events.Lost) == []
+    assert scheduler.all(events.BucketsLost) == []
     scheduler.rejoin(c, w)  # too late
     assert isinstance(c.fate, events.Expel)
     assert isinstance(w.fate, events.Expel)
@@ -124,7 +124,7 @@ def test_one_that_accepts_a_minority_takes_those_that_are_missing_for_dead() -> 
     scheduler.pass_time(TIMEOUT_S)
     assert scheduler.core.phase is Phase.LEADING
     assert scheduler.view.servers.keys() == {a.incarnation}
-    assert scheduler.all(events.Lost) == [events.Lost(0xFFFF & ~mine)]
+    assert scheduler.all(events.BucketsLost) == [events.BucketsLost(0xFFFF & ~mine)]
     assert set(scheduler.last(events.TakenOver).dead) == {b.member, c.member}
     scheduler.rejoin(b)
     assert isinstance(b.fate, events.Expel)
@@ -141,7 +141,7 @@ def test_one_that_accepts_a_minority_does_not_take_over_from_workers_alone() -> 
     assert "One of them has to be back" in scheduler.notes[0]
     scheduler.rejoin(b)
     assert scheduler.core.phase is Phase.LEADING
-    assert scheduler.all(events.Lost) == [events.Lost(holders(former.view, a))]
+    assert scheduler.all(events.BucketsLost) == [events.BucketsLost(holders(former.view, a))]
 
 
 def test_one_that_accepts_a_minority_wants_a_voter_of_every_view_that_may_be_the_newest() -> None:
@@ -158,7 +158,7 @@ def test_one_that_accepts_a_minority_wants_a_voter_of_every_view_that_may_be_the
     scheduler.rejoin(a)
     scheduler.pass_time(2 * TIMEOUT_S)
     assert scheduler.core.phase is Phase.RECOVERING
-    assert scheduler.all(events.Lost) == []
+    assert scheduler.all(events.BucketsLost) == []
 
 
 def test_one_that_accepts_a_minority_does_without_only_where_it_must() -> None:
@@ -171,7 +171,7 @@ def test_one_that_accepts_a_minority_does_without_only_where_it_must() -> None:
     scheduler.pass_time(2 * TIMEOUT_S)
     assert scheduler.core.phase is Phase.LEADING
     assert holders(scheduler.view, c) == mine
-    assert scheduler.all(events.Lost) == []
+    assert scheduler.all(events.BucketsLost) == []
 
 
 def test_whoever_is_known_to_have_ended_is_not_waited_for() -> None:
@@ -179,7 +179,7 @@ def test_whoever_is_known_to_have_ended_is_not_waited_for() -> None:
     lose(former)
     scheduler = successor(num_servers=3, replicas=1)
     scheduler.rejoin(a, v)
-    scheduler.tell(events.Ended(b.incarnation), events.Ended(w.incarnation))
+    scheduler.tell(events.ProcessEnded(b.incarnation), events.ProcessEnded(w.incarnation))
     assert scheduler.core.phase is Phase.RECOVERING
     assert scheduler.core.awaited == (c.member,)
     scheduler.rejoin(c)
@@ -232,11 +232,11 @@ def test_a_member_whose_process_ended_after_it_had_come_is_no_member() -> None:
     lose(former)
     scheduler = successor(num_servers=2)
     scheduler.rejoin(a)
-    scheduler.tell(events.Ended(a.incarnation))
+    scheduler.tell(events.ProcessEnded(a.incarnation))
     scheduler.rejoin(b)
     assert isinstance(a.fate, events.Expel)
     assert scheduler.view.servers.keys() == {b.incarnation}
-    assert scheduler.all(events.Lost) == [events.Lost(mine)]
+    assert scheduler.all(events.BucketsLost) == [events.BucketsLost(mine)]
 
 
 def test_where_all_servers_have_ended_their_members_are_sent_away_and_the_cluster_is_new() -> None:
@@ -244,7 +244,7 @@ def test_where_all_servers_have_ended_their_members_are_sent_away_and_the_cluste
     lose(former)
     scheduler = successor(num_servers=1, replaces=True)
     scheduler.rejoin(w)
-    scheduler.tell(events.Ended(a.incarnation), events.Ended(b.incarnation))
+    scheduler.tell(events.ProcessEnded(a.incarnation), events.ProcessEnded(b.incarnation))
     assert isinstance(w.fate, events.Expel)
     assert "the servers of its cluster are gone" in w.fate.reason
     assert scheduler.core.phase is Phase.FORMING
@@ -259,8 +259,8 @@ def test_who_has_ended_of_the_former_cluster_is_nobody_of_a_new_one() -> None:
     lose(former)
     scheduler = successor(num_servers=3, replicas=1, replaces=True)
     scheduler.rejoin(w)
-    scheduler.tell(*[events.Ended(each.incarnation) for each in servers])
-    scheduler.tell(events.Ended(w.incarnation))
+    scheduler.tell(*[events.ProcessEnded(each.incarnation) for each in servers])
+    scheduler.tell(events.ProcessEnded(w.incarnation))
     new = [scheduler.register(server(f"new {rank}")) for rank in range(3)]
     assert [each.incarnation for each in new] == [each.incarnation for each in servers]
     for each in new[1:]:
@@ -445,7 +445,7 @@ def test_an_observer_comes_when_it_likes() -> None:
     for node in (early, late):
         assert node.fate is None
         assert scheduler.member(node) is not None
-        assert scheduler.last(events.Welcome).member in (a.member, late.member)
+        assert scheduler.last(events.TakeIn).member in (a.member, late.member)
 
 
 def test_of_two_observers_of_one_place_none_waits_for_an_answer_forever() -> None:
@@ -462,7 +462,7 @@ def test_of_two_observers_of_one_place_none_waits_for_an_answer_forever() -> Non
     third = successor(salt=3)
     third.rejoin(early, late, a)
     third.pass_time(HEARTBEAT_S)
-    answered = {each.peer for each in third.all(events.Welcome)} | {each.peer for each in third.all(events.Expel)}
+    answered = {each.peer for each in third.all(events.TakeIn)} | {each.peer for each in third.all(events.Expel)}
     for node in (early, late):
         assert node.fate is not None or node.wire in answered
 
@@ -471,7 +471,7 @@ def test_members_that_never_heard_their_welcome_register_again() -> None:
     former = Scheduler(num_servers=2, replicas=1)
     a, b = former.register(server("a")), server("b")
     wire = former.connect(b)
-    former.feed(events.Register(wire, "b", Role.SERVER, None, "b"))
+    former.feed(events.MemberRegistering(wire, "b", Role.SERVER, None, "b"))
     deliver_only(former, a)
     assert a.member is not None
     assert b.member is None
@@ -499,7 +499,7 @@ def test_whoever_wants_to_join_meanwhile_joins_when_it_has_taken_over() -> None:
     a.prepares = True
     scheduler.rejoin(a)
     scheduler.tell(events.Flush())
-    assert isinstance(refused.fate, events.Refuse)
+    assert isinstance(refused.fate, events.TurnAway)
     assert {each.node for each in scheduler.view.members} == {"s0", "x", "w"}
     assert extra.cluster == w.cluster == "ours"
     assert min(extra.incarnation, w.incarnation) > former.core.membership.last_incarnation
@@ -547,7 +547,7 @@ def test_a_server_that_drains_is_released_by_the_next_scheduler() -> None:
     scheduler.rejoin(a, b)
     assert b.fate is None
     scheduler.fill_all()
-    assert isinstance(b.fate, events.Release)
+    assert isinstance(b.fate, events.ReleaseServer)
     assert scheduler.view.servers.keys() == {a.incarnation}
 
 
@@ -570,8 +570,8 @@ def test_servers_that_all_drain_are_all_released_by_the_next_scheduler() -> None
     lose(former)
     scheduler = successor(num_servers=2)
     scheduler.rejoin(a, b)
-    assert isinstance(a.fate, events.Release)
-    assert isinstance(b.fate, events.Release)
+    assert isinstance(a.fate, events.ReleaseServer)
+    assert isinstance(b.fate, events.ReleaseServer)
 
 
 def test_a_server_that_says_that_it_drains_while_members_are_awaited_is_heard() -> None:
@@ -582,7 +582,7 @@ def test_a_server_that_says_that_it_drains_while_members_are_awaited_is_heard() 
     scheduler.drain(b)
     scheduler.rejoin(a)
     scheduler.fill_all()
-    assert isinstance(b.fate, events.Release)
+    assert isinstance(b.fate, events.ReleaseServer)
 
 
 def test_a_server_that_was_released_and_has_not_heard_so_is_released() -> None:
@@ -595,7 +595,7 @@ def test_a_server_that_was_released_and_has_not_heard_so_is_released() -> None:
     lose(former)
     scheduler = successor(num_servers=2)
     scheduler.rejoin(b, a)
-    assert isinstance(b.fate, events.Release)
+    assert isinstance(b.fate, events.ReleaseServer)
     assert scheduler.all(events.Expel) == []
 
 
@@ -603,7 +603,7 @@ def test_servers_that_were_released_do_not_take_over_without_those_that_stayed()
     """They have not heard of the view by which they go, and what they have is out of date."""
     former, (a, b, c), _ = started(3, num_buckets=16)
     former.drain(a, b)
-    former.feed(events.Filled(former.view.version, c.incarnation, 0xFFFF))
+    former.feed(events.BucketsFilled(former.view.version, c.incarnation, 0xFFFF))
     deliver_only(former, c)
     assert former.view.servers.keys() > {c.incarnation}  # more of the voters have to know of it
     assert a.wire is not None
@@ -678,7 +678,7 @@ def test_a_scheduler_that_was_superseded_forms_no_other_cluster() -> None:
     scheduler.said = []
     returned = a.returned(scheduler.connect(a))
     later = replace(returned.view, term=scheduler.core.term + 1)
-    assert scheduler.feed(events.Rejoin(replace(returned, view=later))) == [events.Superseded(later.term)]
+    assert scheduler.feed(events.MemberRejoining(replace(returned, view=later))) == [events.Superseded(later.term)]
     assert scheduler.core.phase is Phase.SUPERSEDED
 
 
@@ -730,7 +730,7 @@ def test_a_scheduler_that_knows_of_an_end_cannot_commit_once_the_next_one_has() 
     view = former.view
     assert c.wire is not None
     c.wire.cut()
-    former.tell(events.Ended(c.incarnation))
+    former.tell(events.ProcessEnded(c.incarnation))
     former.pass_time(3 * TIMEOUT_S)
     assert former.view is view
     assert a.views.committed is view
@@ -771,7 +771,7 @@ def test_a_voter_of_the_view_before_is_awaited_and_named_though_no_newer_view_na
     scheduler.pass_time(TIMEOUT_S)
     assert scheduler.core.phase is Phase.RECOVERING
     assert "waits for server 1 (s1)" in scheduler.notes[-1]
-    scheduler.tell(events.Ended(b.incarnation))
+    scheduler.tell(events.ProcessEnded(b.incarnation))
     assert scheduler.core.phase is Phase.LEADING
     assert scheduler.view.servers.keys() == {a.incarnation}
 
@@ -839,7 +839,7 @@ def test_one_that_leaves_while_the_first_view_is_prepared_is_not_welcomed() -> N
     scheduler.leave(w)
     a.prepares = True
     scheduler.rejoin(a)
-    assert {each.member for each in scheduler.all(events.Welcome)} == {a.member}
+    assert {each.member for each in scheduler.all(events.TakeIn)} == {a.member}
     assert scheduler.last(events.TakenOver).dead == (w.member,)
 
 
@@ -850,9 +850,9 @@ def test_who_has_ended_of_one_cluster_has_not_ended_of_another() -> None:
     scheduler = Scheduler("new", num_servers=3, replicas=1, replaces=True)
     for each in workers:
         scheduler.rejoin(each)
-    scheduler.tell(events.Ended(servers[0].incarnation), events.Ended(servers[1].incarnation))
+    scheduler.tell(events.ProcessEnded(servers[0].incarnation), events.ProcessEnded(servers[1].incarnation))
     scheduler.rejoin(*others)
     assert scheduler.core.phase is Phase.LEADING
     assert scheduler.core.cluster == "b"
     assert {each.incarnation for each in others} <= {each.incarnation for each in scheduler.core.membership.members}
-    assert scheduler.all(events.Lost) == []
+    assert scheduler.all(events.BucketsLost) == []

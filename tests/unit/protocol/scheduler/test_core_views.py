@@ -40,7 +40,7 @@ def test_a_view_is_committed_when_a_quorum_of_the_servers_has_it() -> None:
     for number, node in enumerate(others):
         assert scheduler.view is view, number
         assert node.wire is not None
-        scheduler.tell(events.Prepared(node.wire, prepare.view.term, prepare.view.epoch))
+        scheduler.tell(events.ViewPrepared(node.wire, prepare.view.term, prepare.view.epoch))
         if scheduler.view is not view:
             break
     assert 1 <= number < 2
@@ -98,10 +98,10 @@ def test_a_proposal_is_replaced_when_servers_change() -> None:
     assert second.version >= first.version
     for node in (a, b):
         assert node.wire is not None
-        scheduler.tell(events.Prepared(node.wire, first.term, first.epoch))
+        scheduler.tell(events.ViewPrepared(node.wire, first.term, first.epoch))
     assert scheduler.view is view
     assert a.wire is not None
-    scheduler.tell(events.Prepared(a.wire, second.term, second.epoch))
+    scheduler.tell(events.ViewPrepared(a.wire, second.term, second.epoch))
     assert scheduler.view is second
     assert scheduler.view.servers.keys() == {a.incarnation, b.incarnation, x.incarnation}
 
@@ -120,7 +120,7 @@ def test_a_proposal_is_kept_when_only_workers_come_and_go() -> None:
     assert v.member is None
     a.prepares = True
     assert a.wire is not None
-    scheduler.tell(events.Prepared(a.wire, view.term, view.epoch))
+    scheduler.tell(events.ViewPrepared(a.wire, view.term, view.epoch))
     assert published(scheduler)[0] == view.order
     # What has waited comes at once: the next view has all of it.
     assert [each.node for each in scheduler.view.members] == ["s0", "v"]
@@ -138,7 +138,7 @@ def test_a_proposal_of_which_nothing_is_left_is_dropped() -> None:
     b.prepares = True
     scheduler.wake(b)
     assert a.wire is not None
-    scheduler.tell(events.Prepared(a.wire, dropped.term, dropped.epoch))
+    scheduler.tell(events.ViewPrepared(a.wire, dropped.term, dropped.epoch))
     assert scheduler.view is view
     # Somebody may have it: what comes next is newer.
     scheduler.register(worker("w"))
@@ -204,7 +204,7 @@ def test_a_server_dies_that_was_to_be_filled() -> None:
     scheduler.kill(b)
     assert scheduler.view.servers.keys() == {a.incarnation}
     assert holders(scheduler.view, a) == ALL
-    assert scheduler.all(events.Lost) == []
+    assert scheduler.all(events.BucketsLost) == []
 
 
 def test_whoever_filled_another_and_died_has_lost_nothing() -> None:
@@ -215,7 +215,7 @@ def test_whoever_filled_another_and_died_has_lost_nothing() -> None:
     a.prepares = False
     scheduler.fill(b)
     scheduler.kill(a)
-    assert scheduler.all(events.Lost) == [events.Lost(ALL & ~moving)]
+    assert scheduler.all(events.BucketsLost) == [events.BucketsLost(ALL & ~moving)]
     assert holders(scheduler.view, b) == moving
 
 
@@ -244,7 +244,7 @@ def test_whoever_was_filled_by_one_that_died_is_waited_for_though_it_is_silent(
     scheduler.rejoin(*others[1:])
     notes = scheduler.notes
     scheduler.wake(b)
-    assert sum(each.buckets for each in scheduler.all(events.Lost)) == only_here
+    assert sum(each.buckets for each in scheduler.all(events.BucketsLost)) == only_here
     assert holders(scheduler.view, b) & moving == moving
     told = f"server {num_others + 1} is silent, and nobody else has {moving.bit_count()} of its buckets"
     assert sum(told in note for note in notes) == 1
@@ -320,5 +320,5 @@ def test_where_nobody_is_left_to_be_asked_a_view_is_committed_at_once() -> None:
     scheduler, (a, b), (w,) = started(2, 1, replicas=1)
     scheduler.kill(a, b)
     assert [each.node for each in scheduler.view.members] == ["w0"]
-    assert scheduler.all(events.Lost) == [events.Lost(ALL)]
+    assert scheduler.all(events.BucketsLost) == [events.BucketsLost(ALL)]
     assert scheduler.member(w) is not None

@@ -74,7 +74,7 @@ class Node:
         self.has_prepared: set[tuple[int, int]] = set()
         """The orders of all views that it ever prepared."""
         self.fate: object = None
-        """What it was told that ended it: Expel, Release or Refuse."""
+        """What it was told that ended it: Expel, ReleaseServer or TurnAway."""
 
     @property
     def incarnation(self) -> int:
@@ -85,9 +85,9 @@ class Node:
         assert self.wire is not None
         self.wire.to_scheduler.append(make(self.wire))
 
-    def registration(self, wire: Wire) -> events.Register:
+    def registration(self, wire: Wire) -> events.MemberRegistering:
         """What it says to a scheduler before it is a member."""
-        return events.Register(wire, self.name, self.role, self.rank, self.name, is_extra=self.is_extra)
+        return events.MemberRegistering(wire, self.name, self.role, self.rank, self.name, is_extra=self.is_extra)
 
     def returned(self, wire: Wire) -> Returned:
         """What it says of itself to a scheduler that it comes to."""
@@ -112,11 +112,11 @@ class Node:
     def asked_to_prepare(self, wire: Wire, view: View) -> None:
         if self.prepares and self.views.prepare(view):
             self.has_prepared.add(view.order)
-            wire.to_scheduler.append(events.Prepared(wire, view.term, view.epoch))
+            wire.to_scheduler.append(events.ViewPrepared(wire, view.term, view.epoch))
 
     def asked_to_promise(self, wire: Wire, term: int) -> None:
         if self.views.promise(term):
-            wire.to_scheduler.append(events.Promised(wire, term))
+            wire.to_scheduler.append(events.TermPromised(wire, term))
 
     def ended(self, wire: Wire, fate: object) -> None:
         self.is_alive, self.fate = False, fate
@@ -172,7 +172,7 @@ class Scheduler:
 
     def _execute(self, instruction: events.Instruction) -> None:
         match instruction:
-            case events.Welcome(peer, member):
+            case events.TakeIn(peer, member):
                 cluster, view = self.core.cluster, self._seen_by(member.role, self.core.committed)
                 assert isinstance(peer, Wire)
                 peer.is_welcomed = True
@@ -180,7 +180,7 @@ class Scheduler:
             case events.Prepare(peers, view):
                 for peer in peers:
                     self._tell(peer, lambda wire: wire.node.asked_to_prepare(wire, view))
-            case events.Promise(peers, term):
+            case events.AskPromise(peers, term):
                 for peer in peers:
                     self._tell(peer, lambda wire: wire.node.asked_to_promise(wire, term))
             case events.Publish(view):
@@ -188,7 +188,7 @@ class Scheduler:
                     if wire.is_welcomed:
                         seen = self._seen_by(wire.node.role, view)
                         self._tell(wire, lambda wire, seen=seen: wire.node.views.commit(seen))  # type: ignore[misc]
-            case events.Expel(peer) | events.Release(peer) | events.Refuse(peer):
+            case events.Expel(peer) | events.ReleaseServer(peer) | events.TurnAway(peer):
                 self._tell(peer, lambda wire: wire.node.ended(wire, instruction))
             case events.Foreign(peer):
                 self._tell(peer, lambda wire: wire.cut())
@@ -220,7 +220,7 @@ class Scheduler:
         for node in nodes:
             node.is_silent = False
             if node.wire is not None:
-                self.feed(events.Heartbeat(node.wire))
+                self.feed(events.MemberHeard(node.wire))
         self.settle()
 
     def connect(self, node: Node) -> Wire:
@@ -242,7 +242,7 @@ class Scheduler:
         """Have nodes come, of this cluster or another one."""
         for node in nodes:
             wire = self.connect(node)
-            wire.to_scheduler.append(events.Rejoin(node.returned(wire)))
+            wire.to_scheduler.append(events.MemberRejoining(node.returned(wire)))
             self.settle()
 
     def tell(self, *told: events.Event) -> None:
@@ -259,17 +259,17 @@ class Scheduler:
                 node.wire.cut()
         for node in nodes:
             if is_known:
-                self.feed(events.Ended(node.incarnation))
+                self.feed(events.ProcessEnded(node.incarnation))
         self.settle()
 
     def leave(self, node: Node) -> None:
-        node.send(events.Leave)
+        node.send(events.MemberLeaving)
         self.settle()
 
     def drain(self, *nodes: Node) -> None:
         for node in nodes:
             node.is_leaving = True
-            node.send(events.Drain)
+            node.send(events.ServerDraining)
             self.settle()
 
     def fill(self, target: Node | int, buckets: int | None = None, *, version: int | None = None) -> None:
@@ -277,7 +277,7 @@ class Scheduler:
         server = target if isinstance(target, int) else target.incarnation
         mask = sum(each.buckets for each in self.view.groups if each.filling == server)
         version = self.view.version if version is None else version
-        self.tell(events.Filled(version, server, mask if buckets is None else buckets))
+        self.tell(events.BucketsFilled(version, server, mask if buckets is None else buckets))
 
     def fill_all(self) -> None:
         """Let all fills end, one after the other."""
@@ -294,8 +294,8 @@ class Scheduler:
             self.now_s += HEARTBEAT_S
             for wire in list(self.wires):
                 if wire.is_open and not wire.node.is_silent:
-                    self.feed(events.Heartbeat(wire, (unreachable or {}).get(wire.node.name, ())))
-            self.feed(events.Clock())
+                    self.feed(events.MemberHeard(wire, (unreachable or {}).get(wire.node.name, ())))
+            self.feed(events.TimePassed())
             self.settle()
 
 

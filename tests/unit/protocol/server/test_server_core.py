@@ -18,38 +18,38 @@ from paceline.protocol.replication import (
     Forward,
     Forwarded,
     LinkUp,
-    Refuse,
-    Report,
+    RefusePush,
+    ReportFilled,
     StateReceived,
     Withhold,
 )
-from paceline.protocol.server import Clocks, Kind, Route, Timing
+from paceline.protocol.server import Clocks, Route, Timing, TimingClass
 from paceline.protocol.server.events import (
     ApplySum,
     ClocksReceived,
     Completed,
     DropKept,
     Event,
-    Expelled,
     ForgetKept,
     ForgetWorker,
-    Join,
-    Joined,
+    HandleNow,
     Keep,
     Late,
     Push,
     Read,
     ReadyReceived,
-    Receive,
-    Retire,
     SendClocks,
     Serve,
     Stale,
     SumUp,
     Synced,
-    Tick,
+    TellExpelled,
+    TellJoined,
     Time,
     ViewChanged,
+    WorkerJoining,
+    WorkerRetired,
+    WorkerTicked,
 )
 
 ME, OTHER, THIRD = 1, 2, 3
@@ -87,7 +87,7 @@ class Driver:
 
     def join(self, *workers: int, clock: int = 0) -> list[Any]:
         """Have workers take part."""
-        return self.feed(*(Join(f"join {worker}", worker, worker - FIRST, clock) for worker in workers))
+        return self.feed(*(WorkerJoining(f"join {worker}", worker, worker - FIRST, clock) for worker in workers))
 
     def push(self, token: object, worker: int, sequence: int, iteration: int, buckets: int = BUCKETS) -> list[Any]:
         """Push by the current view."""
@@ -116,25 +116,25 @@ def first_of_two(consistency: Consistency, **options: Any) -> Driver:
 
 def test_everything_is_early_before_the_server_is_a_member() -> None:
     core = ServerCore(Eventual())
-    assert {core.time(kind, FIRST, 0) for kind in Kind} == {Timing.EARLY}
+    assert {core.time(kind, FIRST, 0) for kind in TimingClass} == {Timing.EARLY}
     assert core.handle(view(1, (ME,))) == []
     core.early.keep(Timing.EARLY, FIRST, "frame")
-    assert Receive("frame") in core.joined(ME)
+    assert HandleNow("frame") in core.joined(ME)
     assert core.early.is_empty
 
 
 @pytest.mark.parametrize(
     ("kind", "older", "newer"),
     [
-        (Kind.DATA, Timing.STALE, Timing.EARLY),
-        (Kind.TICK, Timing.STALE, Timing.EARLY),
-        (Kind.SYNCED, Timing.REPEATED, Timing.EARLY),
-        (Kind.CHAIN, Timing.NOW, Timing.EARLY),
-        (Kind.CALL, Timing.NOW, Timing.NOW),
-        (Kind.OTHER, Timing.NOW, Timing.NOW),
+        (TimingClass.DATA, Timing.STALE, Timing.EARLY),
+        (TimingClass.TICK, Timing.STALE, Timing.EARLY),
+        (TimingClass.SYNCED, Timing.REPEATED, Timing.EARLY),
+        (TimingClass.CHAIN, Timing.NOW, Timing.EARLY),
+        (TimingClass.CALL, Timing.NOW, Timing.NOW),
+        (TimingClass.OTHER, Timing.NOW, Timing.NOW),
     ],
 )
-def test_a_request_of_another_view(kind: Kind, older: Timing, newer: Timing) -> None:
+def test_a_request_of_another_view(kind: TimingClass, older: Timing, newer: Timing) -> None:
     driver = alone(Eventual())
     driver.feed(view(2, (ME,)))
     assert driver.core.time(kind, FIRST, 1) is older
@@ -144,21 +144,21 @@ def test_a_request_of_another_view(kind: Kind, older: Timing, newer: Timing) -> 
 
 def test_nobody_joins_whom_no_view_names() -> None:
     driver = alone(Eventual())
-    assert driver.core.time(Kind.CALL, 12, 0) is Timing.UNNAMED
+    assert driver.core.time(TimingClass.CALL, 12, 0) is Timing.UNNAMED
     driver.core.early.keep(Timing.UNNAMED, 12, "join")
     named = (FIRST, SECOND, 12)
-    assert driver.feed(view(1, (ME,), workers=named, epoch=2, last=12)) == [Receive("join")]
-    assert driver.core.time(Kind.CALL, 12, 0) is Timing.NOW
-    assert driver.feed(Join("late", 9, 0, 0)) == [Expelled("late")]
+    assert driver.feed(view(1, (ME,), workers=named, epoch=2, last=12)) == [HandleNow("join")]
+    assert driver.core.time(TimingClass.CALL, 12, 0) is Timing.NOW
+    assert driver.feed(WorkerJoining("late", 9, 0, 0)) == [TellExpelled("late")]
 
 
 def test_what_a_worker_says_is_taken_in_order() -> None:
     """Its word that it takes no part, by a newer view, came before it joined: handled behind, nobody waited for it."""
     driver = alone(Sequential())
-    assert driver.core.time(Kind.SYNCED, FIRST, 2) is Timing.EARLY
+    assert driver.core.time(TimingClass.SYNCED, FIRST, 2) is Timing.EARLY
     driver.core.early.keep(Timing.EARLY, FIRST, "synced")
-    assert driver.core.time(Kind.CALL, FIRST, 0) is Timing.EARLY
-    assert driver.core.time(Kind.CALL, SECOND, 0) is Timing.NOW
+    assert driver.core.time(TimingClass.CALL, FIRST, 0) is Timing.EARLY
+    assert driver.core.time(TimingClass.CALL, SECOND, 0) is Timing.NOW
 
 
 def test_an_older_view_is_left_aside() -> None:
@@ -173,19 +173,19 @@ def test_an_older_view_is_left_aside() -> None:
 
 def test_who_is_gone_is_waited_for_no_more_and_refused() -> None:
     driver = alone(BoundedDelay(tau=0))
-    driver.feed(Tick(FIRST, 1), Read("read", FIRST, 1), Read("dead", SECOND, 1))
+    driver.feed(WorkerTicked(FIRST, 1), Read("read", FIRST, 1), Read("dead", SECOND, 1))
     out = driver.feed(view(1, (ME,), workers=(FIRST,), epoch=2))
-    assert out == [Expelled("dead"), ForgetWorker(SECOND), Serve("read")]
-    assert driver.join(SECOND) == [Expelled(f"join {SECOND}")]
-    assert driver.push("push", SECOND, 0, 0) == [Expelled("push")]
-    assert driver.feed(Read("again", SECOND, 0)) == [Expelled("again")]
+    assert out == [TellExpelled("dead"), ForgetWorker(SECOND), Serve("read")]
+    assert driver.join(SECOND) == [TellExpelled(f"join {SECOND}")]
+    assert driver.push("push", SECOND, 0, 0) == [TellExpelled("push")]
+    assert driver.feed(Read("again", SECOND, 0)) == [TellExpelled("again")]
 
 
 def test_one_that_died_on_its_way_is_not_expected() -> None:
     driver = Driver(BoundedDelay(tau=0))
     driver.feed(view(1, (ME,)))
     driver.join(FIRST)
-    driver.feed(Tick(FIRST, 1), Read("read", FIRST, 1))
+    driver.feed(WorkerTicked(FIRST, 1), Read("read", FIRST, 1))
     assert Serve("read") in driver.feed(view(1, (ME,), workers=(FIRST,), epoch=2))
 
 
@@ -198,9 +198,9 @@ def test_one_that_a_new_scheduler_may_not_know_yet_is_not_gone() -> None:
 
 def test_a_worker_joins_where_the_others_are() -> None:
     driver = alone(Sequential())
-    driver.feed(Tick(FIRST, 3), Tick(SECOND, 3))
+    driver.feed(WorkerTicked(FIRST, 3), WorkerTicked(SECOND, 3))
     driver.feed(view(1, (ME,), workers=(FIRST, SECOND, 12), epoch=2, last=12))
-    assert driver.join(12) == [Joined("join 12", 3)]
+    assert driver.join(12) == [TellJoined("join 12", 3)]
 
 
 def test_nobody_finishes_a_million_iterations_at_once() -> None:
@@ -215,9 +215,9 @@ def test_who_retires_is_not_waited_for_and_its_unfinished_pushes_are_dropped() -
     driver = alone(Sequential())
     driver.push("first", FIRST, 0, 0)
     driver.push("second", SECOND, 0, 0)
-    driver.feed(Tick(FIRST, 1))
-    assert driver.feed(Retire(SECOND)) == [DropKept(SECOND, 0), ApplySum(0, (FIRST,), BUCKETS), Completed(0)]
-    assert driver.feed(Retire(SECOND)) == []
+    driver.feed(WorkerTicked(FIRST, 1))
+    assert driver.feed(WorkerRetired(SECOND)) == [DropKept(SECOND, 0), ApplySum(0, (FIRST,), BUCKETS), Completed(0)]
+    assert driver.feed(WorkerRetired(SECOND)) == []
 
 
 def test_a_worker_that_has_never_taken_part_says_that_it_has_sent_all() -> None:
@@ -241,7 +241,7 @@ def test_alone_a_push_is_applied_and_acknowledged_at_once(consistency: Consisten
 def test_what_this_server_does_not_lead_is_refused() -> None:
     driver = Driver(Eventual())
     driver.feed(view(1, (ME,), (OTHER,)))
-    assert driver.push("push", FIRST, 0, 0) == [Refuse("push")]
+    assert driver.push("push", FIRST, 0, 0) == [RefusePush("push")]
     assert driver.feed(Read("read", FIRST, 0, buckets=BUCKETS)) == [Stale("read")]
 
 
@@ -250,14 +250,14 @@ def test_alone_an_iteration_is_summed_and_applied_once() -> None:
     assert driver.push("first", FIRST, 0, 0, 0b1) == [Keep("first", 0b1), Acknowledge("first")]
     assert driver.push("again", FIRST, 0, 0, 0b1) == [Keep("again", 0), Acknowledge("again")]
     driver.push("second", SECOND, 0, 0)
-    assert driver.feed(Tick(FIRST, 1), Read("read", FIRST, 1)) == []
-    assert driver.feed(Tick(SECOND, 1)) == [ApplySum(0, (FIRST, SECOND), BUCKETS), Completed(0), Serve("read")]
+    assert driver.feed(WorkerTicked(FIRST, 1), Read("read", FIRST, 1)) == []
+    assert driver.feed(WorkerTicked(SECOND, 1)) == [ApplySum(0, (FIRST, SECOND), BUCKETS), Completed(0), Serve("read")]
     assert driver.push("late", FIRST, 0, 0) == [Keep("late", 0), Acknowledge("late")]
 
 
 def test_what_a_retired_worker_has_ticked_counts_in_its_iteration() -> None:
     driver = alone(Sequential())
-    driver.feed(Tick(FIRST, 1), Retire(FIRST))
+    driver.feed(WorkerTicked(FIRST, 1), WorkerRetired(FIRST))
     assert driver.core.route(FIRST, 0) is Route.KEEP
     assert driver.core.route(FIRST, 1) is Route.ALONE
     assert driver.core.route(99, 0) is Route.ALONE
@@ -271,7 +271,7 @@ def test_a_read_waits_for_the_gate_and_no_longer_than_its_deadline() -> None:
     assert driver.core.progress.num_waiting == 2
     assert driver.feed(Time(4.9)) == []
     assert driver.feed(Time(5.0)) == [Late("first")]
-    assert driver.feed(Tick(FIRST, 1), Tick(SECOND, 1)) == [Serve("second")]
+    assert driver.feed(WorkerTicked(FIRST, 1), WorkerTicked(SECOND, 1)) == [Serve("second")]
     assert driver.feed(Time(100.0)) == []
 
 
@@ -281,14 +281,14 @@ def test_a_cut_connection_is_answered_no_more() -> None:
     driver.core.early.keep(Timing.EARLY, FIRST, "cut frame")
     driver.core.disconnected(lambda token: str(token).startswith("cut"))
     assert driver.core.early.is_empty
-    assert driver.feed(Tick(FIRST, 1), Tick(SECOND, 1)) == [Serve("read")]
+    assert driver.feed(WorkerTicked(FIRST, 1), WorkerTicked(SECOND, 1)) == [Serve("read")]
 
 
 def test_reads_that_wait_are_refused_when_the_view_changes() -> None:
     driver = alone(BoundedDelay(tau=0))
     driver.feed(Read("read", FIRST, 1))
     assert driver.feed(view(2, (ME,)))[0] == Stale("read")
-    assert driver.feed(Tick(FIRST, 1), Tick(SECOND, 1)) == []
+    assert driver.feed(WorkerTicked(FIRST, 1), WorkerTicked(SECOND, 1)) == []
 
 
 # Chains.
@@ -304,8 +304,8 @@ def test_with_a_replica_a_push_is_acknowledged_when_it_has_it() -> None:
 def test_a_sum_goes_down_the_chain_and_is_read_when_the_replica_has_it() -> None:
     driver = first_of_two(Sequential())
     driver.push("push", FIRST, 0, 0)
-    driver.feed(Tick(FIRST, 1), Read("read", FIRST, 1))
-    out = driver.feed(Tick(SECOND, 1))
+    driver.feed(WorkerTicked(FIRST, 1), Read("read", FIRST, 1))
+    out = driver.feed(WorkerTicked(SECOND, 1))
     token = out[0]
     assert isinstance(token, SumUp)
     assert (token.iteration, token.workers, token.buckets) == (0, (FIRST, SECOND), BUCKETS)
@@ -369,10 +369,10 @@ def test_a_server_that_comes_later_waits_for_the_clocks() -> None:
     driver = Driver(Sequential(), replicas=1)
     driver.feed(view(2, (OTHER,), filling=ME))
     assert not driver.core.progress.has_clocks
-    assert driver.core.time(Kind.CALL, FIRST, 0) is Timing.BEFORE_CLOCKS
+    assert driver.core.time(TimingClass.CALL, FIRST, 0) is Timing.BEFORE_CLOCKS
     driver.core.early.keep(Timing.BEFORE_CLOCKS, FIRST, "join")
     known = Clocks(((FIRST, 0, 3, True), (SECOND, 1, 4, True), (12, 2, 3, False)), 0, 3)
-    assert driver.feed(ClocksReceived(known)) == [Receive("join")]
+    assert driver.feed(ClocksReceived(known)) == [HandleNow("join")]
     assert driver.core.progress.has_clocks
     assert driver.core.workers.known_clocks() == Clocks(known.workers, 0, 3)
     assert driver.core.workers.counted == {FIRST, SECOND}
@@ -381,7 +381,7 @@ def test_a_server_that_comes_later_waits_for_the_clocks() -> None:
 
 def test_a_sum_that_is_on_its_way_is_acknowledged_though_the_server_begins_where_another_is() -> None:
     driver = first_of_two(Sequential())
-    driver.feed(Tick(FIRST, 1), Tick(SECOND, 1))
+    driver.feed(WorkerTicked(FIRST, 1), WorkerTicked(SECOND, 1))
     out = driver.feed(view(2, (OTHER, ME, THIRD), workers=()), LinkUp(THIRD))
     forwards = [each for each in out if isinstance(each, Forward)]
     driver.feed(ClocksReceived(Clocks((), 0, 1)))
@@ -399,13 +399,13 @@ def test_a_fill_is_reported_when_all_that_is_here_alone_is_in_the_chain() -> Non
     assert driver.feed(LinkUp(OTHER))[0] == SendClocks(OTHER)
     for _ in range(4):
         number, _, _ = driver.core.replication.next_fill(OTHER) or (0, 0, ())
-        assert not any(isinstance(each, Report) for each in driver.feed(Confirmed(OTHER, number)))
+        assert not any(isinstance(each, ReportFilled) for each in driver.feed(Confirmed(OTHER, number)))
     for worker in (FIRST, SECOND):
         driver.feed(Synced("synced", worker, 0, 2, 0, has_joined=True, counts=True))
-    out = driver.feed(Tick(FIRST, 1), Tick(SECOND, 1))
+    out = driver.feed(WorkerTicked(FIRST, 1), WorkerTicked(SECOND, 1))
     forward = next(each for each in out if isinstance(each, Forward))
-    assert not any(isinstance(each, Report) for each in out)
-    assert driver.feed(Acknowledged(OTHER, forward.number)) == [Report(2, OTHER, BUCKETS)]
+    assert not any(isinstance(each, ReportFilled) for each in out)
+    assert driver.feed(Acknowledged(OTHER, forward.number)) == [ReportFilled(2, OTHER, BUCKETS)]
 
 
 def test_a_server_in_no_chain_forgets_the_workers() -> None:
@@ -415,7 +415,7 @@ def test_a_server_in_no_chain_forgets_the_workers() -> None:
     assert {FIRST, SECOND} == {each.worker for each in out if isinstance(each, ForgetWorker)}
     assert ForgetKept() in out
     assert driver.core.workers.known_clocks() == Clocks((), 0, 0)
-    assert driver.core.time(Kind.CALL, FIRST, 0) is Timing.BEFORE_CLOCKS
+    assert driver.core.time(TimingClass.CALL, FIRST, 0) is Timing.BEFORE_CLOCKS
 
 
 def test_the_last_of_a_chain_answers_and_applies_what_is_forwarded() -> None:

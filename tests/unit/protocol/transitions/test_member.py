@@ -30,7 +30,7 @@ class Watched(Scheduler):
         self.looked_s = 0  # when its core looked last for members that are overdue
         self.known: set[int] = set()  # the incarnations that are or were members, or are known to be none
         self.seen: dict[int, Sight] = {}
-        self.feed(events.Clock())  # its core's time begins
+        self.feed(events.TimePassed())  # its core's time begins
 
     def sights(self) -> dict[int, Sight]:
         """What every incarnation is, and when it will be overdue."""
@@ -45,7 +45,7 @@ class Watched(Scheduler):
     def feed(self, event: events.Event) -> list[events.Instruction]:
         before, phase = self.seen, self.core.phase
         instructions = super().feed(event)
-        if isinstance(event, events.Clock):
+        if isinstance(event, events.TimePassed):
             self.looked_s = int(self.now_s - START_S)
         cause: Cause = event
         if phase is not self.core.phase is Phase.LEADING:
@@ -78,11 +78,11 @@ class Watched(Scheduler):
             match each:
                 case events.Publish():
                     cause = "publish"
-                case events.Refuse():
+                case events.TurnAway():
                     self.watch.saw((OUTSIDE,), cause, (OUTSIDE,), each)
-                case events.Welcome(_, member):
+                case events.TakeIn(_, member):
                     told[member.incarnation] = "welcome", each
-                case events.Expel(peer) | events.Release(peer):
+                case events.Expel(peer) | events.ReleaseServer(peer):
                     assert isinstance(peer, Wire)
                     incarnation = self.core.incarnation_of(peer) or peer.node.incarnation
                     stays = self.core.membership.find(incarnation) is not None
@@ -105,7 +105,9 @@ class Watched(Scheduler):
         if former != (OUTSIDE,):
             return cause
         match cause:
-            case events.Register(node=node) | events.Rejoin(Returned(member=Member(node))) if node == member.node:
+            case events.MemberRegistering(node=node) | events.MemberRejoining(Returned(member=Member(node))) if (
+                node == member.node
+            ):
                 return cause
         return cause if isinstance(cause, str) else "publish"
 
@@ -204,11 +206,11 @@ class Run:
         if node.role is Role.SERVER and self.random.random() < 0.8:
             wire = node.wire
             node.is_leaving, node.is_silent = True, self.random.random() < 0.3
-            self.scheduler.feed(events.Drain(wire))
+            self.scheduler.feed(events.ServerDraining(wire))
             if self.random.random() < 0.5:  # it does not hear its release
                 wire.cut()
         else:
-            self.scheduler.feed(events.Leave(node.wire))
+            self.scheduler.feed(events.MemberLeaving(node.wire))
             node.is_alive = False
             node.wire.cut()
 
@@ -216,7 +218,7 @@ class Run:
         if self.some():
             node = self.random.choice(self.some())
             if self.is_ours(node) and self.random.random() < 0.2:  # before its connection breaks
-                self.scheduler.feed(events.Ended(node.incarnation))
+                self.scheduler.feed(events.ProcessEnded(node.incarnation))
             self.scheduler.kill(node, is_known=self.is_ours(node) and self.random.random() < 0.7)
 
     def doubt(self) -> None:

@@ -17,8 +17,8 @@ from paceline.protocol.replication import (
     Forward,
     Forwarded,
     LinkUp,
-    Push,
-    Refuse,
+    PushReceived,
+    RefusePush,
     Replication,
     StateReceived,
     Withhold,
@@ -29,7 +29,7 @@ from .watching import Watch
 
 ME, OTHERS = 1, (2, 3, 4)
 NUM_BUCKETS = 3
-ENDS = {Acknowledge: "acknowledged", Withhold: "withheld", Refuse: "refused", Forget: "forgotten"}
+ENDS = {Acknowledge: "acknowledged", Withhold: "withheld", RefusePush: "refused", Forget: "forgotten"}
 
 
 class Run:
@@ -67,11 +67,11 @@ class Run:
             if isinstance(each, Forward):
                 self.forwards[each.token, each.target] = each.number
                 told.setdefault(each.token, each)
-            elif isinstance(each, Acknowledge | Withhold | Refuse | Forget):
+            elif isinstance(each, Acknowledge | Withhold | RefusePush | Forget):
                 assert not isinstance(told.get(each.token), tuple(ENDS)), "two answers to one token"
                 told[each.token] = each
         self.replication.validate()
-        new = [event.token] if isinstance(event, Push | Forwarded) else []
+        new = [event.token] if isinstance(event, PushReceived | Forwarded) else []
         for token in [*self.states, *new]:
             before = self.states.pop(token, OUTSIDE)
             told_of = told.pop(token, None)
@@ -121,7 +121,7 @@ class Run:
         sequence = self.random.randrange(max(0, len(pushes) - 2), len(pushes))
         led = self.replication.primary & pushes[sequence]
         if led and self.random.random() < 0.5:
-            return Push(self.next_token, incarnation, sequence, version, led)
+            return PushReceived(self.next_token, incarnation, sequence, version, led)
         source = self.random.choice(OTHERS)
         before = sum(1 << bucket for bucket, chain in enumerate(self.chains) if [source, ME] == chain[:2])
         return Forwarded(self.next_token, source, incarnation, sequence, version, pushes[sequence] & before or 1)
@@ -154,18 +154,18 @@ def rare(run: Run) -> None:
     steady = (((ME, 2), None, 0b1), ((ME,), 3, 0b10), ((4, ME, 2), None, 0b1000), ((4, ME), 3, 0b10000))
     run.feed(Change(1, tuple(ChainGroup(*each) for each in (*steady, ((ME,), None, 0b100)))))
     for sequence, buckets in enumerate([0b101, 0b101, 0b11, 0b11, 0b111]):
-        run.feed(Push(sequence, 9, sequence, 1, buckets))
+        run.feed(PushReceived(sequence, 9, sequence, 1, buckets))
     run.feed(Forwarded(5, 4, 9, 5, 1, 0b11000))
     run.feed(Change(2, tuple(ChainGroup(*each) for each in (*steady, ((4,), None, 0b100)))))
-    run.feed(Push("0 again", 9, 0, 2, 0b1))
+    run.feed(PushReceived("0 again", 9, 0, 2, 0b1))
     run.feed(Forwarded("1 again", 2, 9, 1, 2, 0b1))
     run.feed(Forwarded("2 again", 2, 9, 2, 2, 0b1))
     # The last three come to wait for a bucket that is on its way, and the connection that it is on breaks.
     run.feed(LinkUp(3))
     assert run.replication.next_fill(3)
     run.feed(LinkUp(2))
-    run.feed(Push("3 again", 9, 3, 2, 0b1))
-    run.feed(Push("4 again", 9, 4, 2, 0b1))
+    run.feed(PushReceived("3 again", 9, 3, 2, 0b1))
+    run.feed(PushReceived("4 again", 9, 4, 2, 0b1))
     run.feed(LinkUp(3))
     number, _, _ = run.replication.next_fill(3) or (0, 0, ())
     run.feed(Confirmed(3, number))
@@ -181,9 +181,9 @@ def half_again(run: Run) -> None:
     """Of a push that is left the buckets come again that have a replica; in the others it is too short of them."""
     chains = tuple(ChainGroup(*each) for each in (((ME, 2), None, 0b1), ((ME,), None, 0b10)))
     run.feed(Change(1, chains))
-    run.feed(Push("whole", 9, 0, 1, 0b11))
+    run.feed(PushReceived("whole", 9, 0, 1, 0b11))
     run.feed(Change(2, chains))
-    run.feed(Push("half", 9, 0, 2, 0b1))
+    run.feed(PushReceived("half", 9, 0, 2, 0b1))
     assert run.states == {"whole": "withheld", "half": "pending"}
 
 

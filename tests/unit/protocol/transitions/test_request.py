@@ -7,7 +7,7 @@ from random import Random
 from types import SimpleNamespace
 
 from paceline.protocol import ChainGroup
-from paceline.protocol.client import REQUEST, ClientCore, Kind, Release, Request, Session, Transmit
+from paceline.protocol.client import REQUEST, ClientCore, Discard, Request, RequestKind, ServerSession, Transmit
 from paceline.protocol.transitions import OUTSIDE
 
 from .watching import Sight, Watch
@@ -27,7 +27,7 @@ class Run:
         if random.random() < 0.5:
             self.core.connected(1)
         self.session.awaits_view = random.random() < 0.2
-        kind = random.choice([Kind.PUSH, Kind.PULL])
+        kind = random.choice([RequestKind.PUSH, RequestKind.PULL])
         self.request = self.session.request(kind, 5, 1, SimpleNamespace(buckets=0b11))
         self.do("start", lambda: [self.session.start(self.request)][:0])
 
@@ -47,7 +47,7 @@ class Run:
     def _is_told(self, instruction: object) -> bool:
         if isinstance(instruction, Transmit):
             return instruction.request is self.request or any(piece is self.request for piece, _ in instruction.pieces)
-        return isinstance(instruction, Release) and instruction.request is self.request
+        return isinstance(instruction, Discard) and instruction.request is self.request
 
     def step(self) -> None:
         """Do something, and watch what becomes of the request."""
@@ -64,11 +64,11 @@ class Run:
                 if found is not None:
                     self.answer(name, *found)
 
-    def any_in_flight(self) -> tuple[Session, Request] | None:
+    def any_in_flight(self) -> tuple[ServerSession, Request] | None:
         under_way = [(each, request) for each in self.core.sessions.values() for request in each.unanswered()]
         return self.random.choice(under_way) if under_way else None
 
-    def answer(self, name: str, session: Session, request: Request) -> None:
+    def answer(self, name: str, session: ServerSession, request: Request) -> None:
         if name == "failed":
             self.do(name, lambda: session.failed(request, ValueError()))
         elif name == "refused":

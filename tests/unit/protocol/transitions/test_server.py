@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from paceline.protocol import Planner
-from paceline.protocol.chains import SERVER, Instruction, Lost
+from paceline.protocol.chains import SERVER, BucketsLost, Instruction
 from paceline.protocol.transitions import OUTSIDE
 
 from .watching import Sight, Watch
@@ -44,7 +44,7 @@ class Run:
         servers = range(1, self.next_server + 1)
         before = sights(self.planner, servers)
         name, instructions = self.act()
-        lost = [each for each in instructions if isinstance(each, Lost)]
+        lost = [each for each in instructions if isinstance(each, BucketsLost)]
         for (server, bucket), after in sights(self.planner, servers).items():
             former = before[server, bucket]
             if {former, after} != {(OUTSIDE,)}:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from paceline.protocol.jobs import SHARD, Shards
-from paceline.protocol.jobs.shards import Done, Ended, Event, Granted, Lease, Lost
+from paceline.protocol.jobs.shards import Done, Event, FileSized, Granted, ShardWanted, WorkerLost
 from paceline.protocol.transitions import OUTSIDE
 
 from .watching import Sight, Watch
@@ -53,15 +53,15 @@ class Run:
                     self.watch.saw(former, event, ("returned",))
                     former = ("returned",)
                 # Maybe it was asked for before, and the event made an answer possible.
-                self.watch.saw(former, Lease(told[key].worker), after, told[key])
+                self.watch.saw(former, ShardWanted(told[key].worker), after, told[key])
             else:
                 self.watch.saw(former, event, after)
 
     def event(self) -> Event:
         if self.shards.sizes[1] is None and self.random.random() < 0.05:
-            return Ended(1, self.random.choice([1, 3]))
+            return FileSized(1, self.random.choice([1, 3]))
         worker = self.random.randrange(3)
-        events: list[Event] = [Lease(worker), Lease(worker), Lost(worker)]
+        events: list[Event] = [ShardWanted(worker), ShardWanted(worker), WorkerLost(worker)]
         if self.granted:
             each = self.random.choice(self.granted[-4:])
             if self.shards.shard_of(each.lease) is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from paceline.protocol import BoundedDelay, Consistency, Gate, Sequential
-from paceline.protocol.clocks import WORKER, Event, Finish, Join, Joined, Leave, Resume, Tick
+from paceline.protocol.clocks import WORKER, Depart, Event, Finish, Join, Joined, Resume, Tick
 from paceline.protocol.transitions import OUTSIDE
 
 from .watching import Sight, Watch
@@ -28,7 +28,7 @@ def test_the_gate_does_what_its_table_says() -> None:
         for _ in range(60):
             worker = random.choice(WORKERS)
             clock = gate.clocks.get(worker, 0) + random.choice([-1, 0, 1, 1, 1, 3])
-            others: list[Event] = [Finish(worker), Resume(worker), Leave(worker)]
+            others: list[Event] = [Finish(worker), Resume(worker), Depart(worker)]
             event = random.choice([Join(worker, max(clock, 0)), Tick(worker, clock), Tick(worker, clock), *others])
             before = [sight(gate, each) for each in WORKERS]
             joined = next((each for each in gate.handle(event) if isinstance(each, Joined)), None)

@@ -23,7 +23,7 @@ from paceline.protocol.jobs import (
 from paceline.protocol.scheduler import events
 from paceline.ps import messages
 from paceline.ps.scheduler.jobs import Jobs
-from paceline.ps.scheduler.sessions import Call, Session
+from paceline.ps.scheduler.sessions import PendingCall, ProcessSession
 
 from .lines import End
 
@@ -65,14 +65,14 @@ class Asker:
     def __init__(self, cluster: Cluster, member: Member | None) -> None:
         self.cluster, self.member = cluster, member
         self.end = End()
-        self.session = Session(self.end.peer, None if member is None else member.incarnation)
+        self.session = ProcessSession(self.end.peer, None if member is None else member.incarnation)
         self.number = 0
         self.examples = 0.0
 
     def ask(self, request: msgspec.Struct, body: bytes = b"") -> list[Any]:
         """Ask, and return all that is answered at once, to this or to what was asked before."""
         self.number += 1
-        call = Call(self.session, self.number)
+        call = PendingCall(self.session, self.number)
         self.cluster.jobs.serve(call, request, memoryview(body), self.cluster.membership)
         return self.answers()
 
@@ -190,7 +190,7 @@ def test_a_report_is_taken_once_also_if_it_comes_twice() -> None:
         cluster.workers[0].ask(report, b"body")
     assert cluster.state(number).num_reports == 1
     cluster.poster.number += 1
-    call = Call(cluster.poster.session, cluster.poster.number)
+    call = PendingCall(cluster.poster.session, cluster.poster.number)
     cluster.jobs.serve(call, messages.TakeReports(job=number), memoryview(b""), cluster.membership)
     (frame,) = cluster.poster.end.take()
     assert frame.body == (b"body",)
@@ -207,7 +207,7 @@ def test_when_the_cluster_ends_there_is_no_job_for_anybody() -> None:
     assert second.get_job() == [-1]
 
 
-def rejoin(asker: Asker, job: JobMemory | None) -> tuple[Session, Member, messages.Rejoin]:
+def rejoin(asker: Asker, job: JobMemory | None) -> tuple[ProcessSession, Member, messages.Rejoin]:
     member = asker.member or Member("poster", Role.OBSERVER, 0, 99)
     return (
         asker.session,

@@ -13,7 +13,7 @@ from paceline.errors import ProtocolError
 from paceline.protocol import NUM_BUCKETS, ChainGroup, Member, Role
 from paceline.protocol.scheduler import View
 from paceline.ps import messages
-from paceline.ps.messages import ClusterMap, MapChange, Process
+from paceline.ps.messages import ClusterMap, MapChange, ProcessIdentity
 from paceline.ps.scheduler.maps import change_of, map_of, member_of, view_of
 from paceline.transport import Address, Endpoint
 
@@ -27,7 +27,7 @@ def some_members(random: Random, *, first: int = 1) -> list[Member]:
         for rank in sorted(taken):
             incarnation = first + len(members)
             endpoint = Endpoint(Address.parse(f"tcp://10.0.0.{rank}:{1000 + rank}")) if role is Role.SERVER else None
-            process = Process("host", incarnation, 7) if random.random() < 0.5 else None
+            process = ProcessIdentity("host", incarnation, 7) if random.random() < 0.5 else None
             members.append(Member(f"{role.value} {incarnation}", role, rank, incarnation, endpoint, process))
     return members
 
@@ -103,6 +103,6 @@ def test_a_change_of_another_map_is_refused() -> None:
 
 @pytest.mark.parametrize("role", list(Role))
 def test_a_member_is_who_it_was(role: Role) -> None:
-    member = Member("name", role, 3, 9, Endpoint(Address.parse("tcp://10.0.0.1:5")), Process("host", 1, 2))
+    member = Member("name", role, 3, 9, Endpoint(Address.parse("tcp://10.0.0.1:5")), ProcessIdentity("host", 1, 2))
     info = map_of(View(members=(member,))).members[0]
     assert member_of(info) == member

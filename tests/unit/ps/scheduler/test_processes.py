@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 
-from paceline.ps.messages import Process
+from paceline.ps.messages import ProcessIdentity
 from paceline.ps.scheduler.processes import ProcessWatch, own_host, own_process
 from paceline.ps.scheduler.processes import begin_of as started
 from paceline.transport import Address, Endpoint
@@ -72,10 +72,10 @@ def other_child() -> Iterator[subprocess.Popen[bytes]]:
     end_child(process)
 
 
-def process_of(child: subprocess.Popen[bytes]) -> Process:
+def process_of(child: subprocess.Popen[bytes]) -> ProcessIdentity:
     begun = started(child.pid)
     assert begun is not None
-    return Process(own_host(), child.pid, begun)
+    return ProcessIdentity(own_host(), child.pid, begun)
 
 
 def test_this_process_is_known_by_its_kernel() -> None:
@@ -118,7 +118,7 @@ def test_a_process_that_ends_is_told_of_though_its_connection_does_not_break(chi
 def test_another_process_of_its_number_is_not_the_same() -> None:
     async def scenario(watched: Watched) -> None:
         process = own_process()
-        watched.watch.watch(3, Process(process.host, process.pid, process.started + 1), None, connected=False)
+        watched.watch.watch(3, ProcessIdentity(process.host, process.pid, process.started + 1), None, connected=False)
         assert watched.ended == [3]
 
     run(scenario)
@@ -174,7 +174,7 @@ def test_nobody_at_an_address_of_this_host_is_an_end() -> None:
     async def scenario(watched: Watched) -> None:
         server = socket.create_server(("127.0.0.1", 0))
         port = server.getsockname()[1]
-        watched.watch.watch(3, Process("elsewhere", 1, 1), endpoint(port), connected=False)
+        watched.watch.watch(3, ProcessIdentity("elsewhere", 1, 1), endpoint(port), connected=False)
         await asyncio.sleep(0.2)
         assert (watched.ended, watched.doubted) == ([], [])
         server.close()
@@ -189,7 +189,7 @@ def test_nobody_at_an_address_of_another_host_is_a_doubt(monkeypatch: pytest.Mon
         server = socket.create_server(("127.0.0.1", 0))
         port = server.getsockname()[1]
         server.close()
-        watched.watch.watch(3, Process("elsewhere", 1, 1), endpoint(port), connected=False)
+        watched.watch.watch(3, ProcessIdentity("elsewhere", 1, 1), endpoint(port), connected=False)
         await watched.wait_for(lambda: watched.doubted)
         assert (watched.ended, watched.doubted) == ([], [3])
 
@@ -201,9 +201,9 @@ def test_one_that_is_back_is_not_looked_for() -> None:
     async def scenario(watched: Watched) -> None:
         server = socket.create_server(("127.0.0.1", 0))
         port = server.getsockname()[1]
-        watched.watch.watch(3, Process("elsewhere", 1, 1), endpoint(port), connected=False)
+        watched.watch.watch(3, ProcessIdentity("elsewhere", 1, 1), endpoint(port), connected=False)
         await asyncio.sleep(0.1)
-        watched.watch.watch(3, Process("elsewhere", 1, 1), endpoint(port), connected=True)
+        watched.watch.watch(3, ProcessIdentity("elsewhere", 1, 1), endpoint(port), connected=True)
         await asyncio.sleep(0.3)
         server.close()
         await asyncio.sleep(0.5)

@@ -14,7 +14,7 @@ from paceline.protocol.scheduler.line import MemberEnd
 from paceline.ps import messages
 from paceline.ps.messages import CALL, NOTICE, RESULT
 from paceline.ps.scheduler.outgoing import add, send
-from paceline.ps.scheduler.sessions import Call, Session, notify_all
+from paceline.ps.scheduler.sessions import PendingCall, ProcessSession, notify_all
 
 from .lines import End, Sent
 
@@ -25,9 +25,9 @@ def call(number: int, *, unanswered: int | None = None) -> Sent:
 
 def test_a_call_that_comes_again_is_answered_again_and_counts_once() -> None:
     end = End()
-    session = Session(end.peer)
+    session = ProcessSession(end.peer)
     assert session.is_new(call(1).header)
-    Call(session, 1).answer("one")
+    PendingCall(session, 1).answer("one")
     assert not session.is_new(call(1).header)
     first, again = end.take()
     assert first == again
@@ -37,22 +37,22 @@ def test_a_call_that_comes_again_is_answered_again_and_counts_once() -> None:
 
 def test_a_call_that_comes_again_before_it_is_answered_is_answered_once() -> None:
     end = End()
-    session = Session(end.peer)
+    session = ProcessSession(end.peer)
     assert session.is_new(call(1).header)
     assert not session.is_new(call(1).header)
     assert end.take() == []
-    Call(session, 1).refuse(error := PeerError("no"))
+    PendingCall(session, 1).refuse(error := PeerError("no"))
     assert [(each.request, each.error) for each in end.take()] == [(1, error)]
 
 
 def test_an_answer_is_kept_until_it_is_known_to_have_come() -> None:
-    session = Session(End().peer)
+    session = ProcessSession(End().peer)
     for number in (1, 2):
         session.is_new(call(number, unanswered=1).header)
-        Call(session, number).answer(number)
+        PendingCall(session, number).answer(number)
     session.peer = None
     session.is_new(call(3, unanswered=1).header)
-    Call(session, 3).answer(3)  # it waits for the process
+    PendingCall(session, 3).answer(3)  # it waits for the process
     end = End()
     session.peer = end.peer
     session.answer_again()
@@ -63,17 +63,17 @@ def test_an_answer_is_kept_until_it_is_known_to_have_come() -> None:
 
 
 def test_what_has_no_number_is_new_every_time() -> None:
-    session = Session(End().peer)
+    session = ProcessSession(End().peer)
     assert [session.is_new(Sent(NOTICE).header) for _ in range(2)] == [True, True]
     assert session.end.received == 0
 
 
 def test_of_the_answers_the_oldest_are_forgotten_first() -> None:
     end = End()
-    session = Session(end.peer)
+    session = ProcessSession(end.peer)
     for number in range(1, 301):
         session.is_new(call(number, unanswered=1).header)
-        Call(session, number).answer(None)
+        PendingCall(session, number).answer(None)
     end.take()
     session.answer_again()
     kept = [each.request for each in end.take()]
@@ -83,7 +83,7 @@ def test_of_the_answers_the_oldest_are_forgotten_first() -> None:
 
 def test_a_notice_says_what_has_come_and_is_lost_without_a_connection() -> None:
     ends = End(), End()
-    sessions = [Session(end.peer, incarnation) for incarnation, end in enumerate(ends)]
+    sessions = [ProcessSession(end.peer, incarnation) for incarnation, end in enumerate(ends)]
     sessions[0].is_new(call(7).header)
     sessions[1].peer = None
     notify_all(sessions, messages.Ended(reason="done"))
@@ -95,9 +95,9 @@ def test_a_notice_says_what_has_come_and_is_lost_without_a_connection() -> None:
 
 def test_a_message_that_wants_no_answer_gets_none() -> None:
     end = End()
-    session = Session(end.peer)
-    Call(session, 0).answer("nobody waits")
-    Call(session, 0).refuse(PeerError("nobody waits"))
+    session = ProcessSession(end.peer)
+    PendingCall(session, 0).answer("nobody waits")
+    PendingCall(session, 0).refuse(PeerError("nobody waits"))
     assert end.take() == []
 
 
@@ -106,14 +106,14 @@ def test_everything_counts_once_and_every_call_is_answered(seed: int, lossy: flo
     """A process speaks, the line breaks with all that is on it, both go on where they were."""
     random = Random(seed)
     up, down = End(), End()
-    outgoing, session = MemberEnd(), Session(down.peer)
+    outgoing, session = MemberEnd(), ProcessSession(down.peer)
     taken: list[int] = []
     answers: dict[int, int] = {}
 
     def deliver(frame: Sent) -> None:
         if session.is_new(frame.header):
             taken.append(msgspec.msgpack.decode(frame.meta)["job"])
-            Call(session, frame.request).answer(10 * taken[-1])
+            PendingCall(session, frame.request).answer(10 * taken[-1])
 
     def hear(frame: Sent) -> None:
         outgoing.received(frame.sequence)
