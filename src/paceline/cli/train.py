@@ -360,14 +360,18 @@ def train(
 def _choose_update(
     name: str, *, lr: float | None, l1: float | None, l2: float | None, beta: float | None
 ) -> UpdateRule | RuleChoice:
-    """Return the update rule; of FTRL, what makes it from the rate and the penalty that suit the data."""
+    """Return the update rule; of FTRL, what makes it from the rate and the penalties that suit the data."""
     from paceline.models.update import UPDATE_NAMES, make_update
 
     rule = make_update(name, lr=lr, l1=l1, l2=l2, beta=beta)
     if name != UPDATE_NAMES[0]:
         return rule
-    return lambda suited_lr, suited_l1: make_update(
-        name, lr=suited_lr if lr is None else lr, l1=suited_l1 if l1 is None else l1, l2=l2, beta=beta
+    return lambda suited_lr, suited_l1, suited_l2: make_update(
+        name,
+        lr=suited_lr if lr is None else lr,
+        l1=suited_l1 if l1 is None else l1,
+        l2=suited_l2 if l2 is None else l2,
+        beta=beta,
     )
 
 

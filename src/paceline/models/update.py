@@ -17,18 +17,18 @@ _KINDS: Final[dict[str, Any]] = {
 UPDATE_NAMES: Final = tuple(_KINDS)
 
 
-RuleChoice: TypeAlias = Callable[[float, float], UpdateRule]
-"""Returns an update rule, given a learning rate and an L1 penalty."""
+RuleChoice: TypeAlias = Callable[[float, float, float], UpdateRule]
+"""Returns an update rule, given a learning rate, an L1 and an L2 penalty."""
 
 
-def suited_ftrl(alpha: float, l1: float) -> FTRL:
+def suited_ftrl(alpha: float, l1: float, l2: float) -> FTRL:
     """Return FTRL."""
-    return FTRL(alpha=alpha, l1=l1)
+    return FTRL(alpha=alpha, l1=l1, l2=l2)
 
 
-def rule_of(update: UpdateRule | RuleChoice, alpha: float, l1: float) -> UpdateRule:
-    """Return an update rule that was given, or the one that is chosen for a learning rate and an L1 penalty."""
-    return update if isinstance(update, UpdateRule) else update(alpha, l1)
+def rule_of(update: UpdateRule | RuleChoice, alpha: float, l1: float, l2: float = 0.0) -> UpdateRule:
+    """Return an update rule that was given, or the one that is chosen for a learning rate and penalties."""
+    return update if isinstance(update, UpdateRule) else update(alpha, l1, l2)
 
 
 def make_update(

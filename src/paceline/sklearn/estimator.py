@@ -221,12 +221,13 @@ class SparseEstimator(BaseEstimator, ABC):
             scaling = choose_key_scaling(sample, options.numeric_scale, absent_is_zero=True, model=options.model)
         return plan_on_sample(options, sample, scaling)
 
-    def _rule(self, suited_lr: float, suited_l1: float) -> UpdateRule:
+    def _rule(self, suited_lr: float, suited_l1: float, suited_l2: float) -> UpdateRule:
         """Return the update rule; of FTRL, with what suits the data where nothing is given."""
-        lr, l1 = self.lr, self.l1
+        lr, l1, l2 = self.lr, self.l1, self.l2
         if self.update == UPDATE_NAMES[0]:
             lr, l1 = suited_lr if lr is None else lr, suited_l1 if l1 is None else l1
-        return make_update(self.update, lr=lr, l1=l1, l2=self.l2, beta=self.beta)
+            l2 = suited_l2 if l2 is None else l2
+        return make_update(self.update, lr=lr, l1=l1, l2=l2, beta=self.beta)
 
     def _options(self, rows: Batch) -> TrainOptions:
         """Return what is chosen by parameters, of a model that knows what it must of the labels."""

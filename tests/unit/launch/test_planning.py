@@ -41,9 +41,9 @@ def test_all_is_found_on_the_data(data: Path) -> None:
     assert plan.scaling.means == pytest.approx(50, abs=2)
     assert plan.shards_at_once == 1
     assert plan.chosen_on == 3000
-    assert (
-        f"{plan.epochs} passes, minibatches of 32, alpha {plan.update.alpha:.3g}, L1 1 (from a look at 3,000 examples)"
-        == plan.sentence()
+    l2 = f", L2 {plan.update.l2:g}" if plan.update.l2 else ""
+    assert plan.sentence() == (
+        f"{plan.epochs} passes, minibatches of 32, alpha {plan.update.alpha:.3g}, L1 1{l2} (from a look at 3,000 examples)"
     )
     assert plan.settings()["kind"] == "FTRL"
     assert plan_training(TrainOptions(data=[data])).settings() == plan.settings()
@@ -61,7 +61,7 @@ def test_widely_tries_what_is_not_given(data: Path) -> None:
     wide = TrainOptions(data=[data], adapt="widely")
     tried = [0.1, 0.175, 0.35]
     assert any(plan_training(wide).update.alpha == pytest.approx(alpha, rel=0.01) for alpha in tried)  # type: ignore[attr-defined]
-    given = TrainOptions(data=[data], adapt="widely", update=lambda lr, l1: make_update(lr=lr, l1=0.3))
+    given = TrainOptions(data=[data], adapt="widely", update=lambda lr, l1, l2: make_update(lr=lr, l1=0.3, l2=l2))
     assert plan_training(given).update.l1 == 0.3  # type: ignore[attr-defined]
 
 
@@ -92,7 +92,7 @@ def test_going_on_takes_the_former_rule_but_for_what_is_given(data: Path, tmp_pa
     train_locally(TrainOptions(data=[data], epochs=1, update=FTRL(alpha=0.2, l1=0.5, l2=0.1), save=tmp_path / "m"))
     further = TrainOptions(data=[data], init_from=tmp_path / "m")
     assert plan_training(further).update == FTRL(alpha=0.2, l1=0.5, l2=0.1)
-    given = dataclasses.replace(further, update=lambda lr, l1: make_update(lr=0.7, l1=l1))
+    given = dataclasses.replace(further, update=lambda lr, l1, l2: make_update(lr=0.7, l1=l1, l2=l2))
     assert plan_training(given).update == FTRL(alpha=0.7, l1=0.5, l2=0.1)
     assert plan_training(dataclasses.replace(further, update=FTRL(alpha=3.0))).update == FTRL(alpha=3.0)
 

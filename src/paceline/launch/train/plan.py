@@ -69,6 +69,7 @@ class TrainingPlan:
         """Return what was chosen, for people."""
         update = self.update
         rate = f"alpha {update.alpha:.3g}, L1 {update.l1:g}" if isinstance(update, FTRL) else f"{update}"
+        rate += f", L2 {update.l2:g}" if isinstance(update, FTRL) and update.l2 else ""
         passes = "1 pass" if self.epochs == 1 else f"{self.epochs} passes"
         if self.model.usual and self.note is None:
             rate += "".join(f", {name.replace('_', ' ')} {self.model.value_of(name):g}" for name in self.model.usual)

@@ -38,6 +38,7 @@ from paceline.models.tuning import (
     passes_for_all,
     suggested_alpha,
     suggested_batch_size,
+    suggested_l2,
     tune,
     tune_linear,
     wants_sparsity,
@@ -148,14 +149,10 @@ def _rule_after(former: UpdateRule, options: TrainOptions) -> UpdateRule:
     """Return the rule that goes on from a former one: that, but for what the options give."""
     if isinstance(options.update, UpdateRule) or not isinstance(former, FTRL):
         return rule_of(options.update, FTRL().alpha, L1)
-    rule = options.update(former.alpha, former.l1)
+    rule = options.update(former.alpha, former.l1, former.l2)
     if not isinstance(rule, FTRL):
         return rule
-    usual = FTRL()
-    beta, l2 = (
-        getattr(former if getattr(rule, name) == getattr(usual, name) else rule, name) for name in ("beta", "l2")
-    )
-    return dataclasses.replace(rule, beta=beta, l2=l2)
+    return dataclasses.replace(rule, beta=former.beta if rule.beta == FTRL().beta else rule.beta)
 
 
 def _find_settings(
@@ -168,7 +165,7 @@ def _find_settings(
         return TunedModel(model=model, rule=rule, passes=options.epochs)
     if not isinstance(model, ClickProbabilityModel) or not isinstance(rule, FTRL):
         plain = dataclasses.replace(model.settled(), interactions=None)
-        rules = [rule, *_rules_of(options, sample, itertools.product(LINEAR_RATES, [L1]))]
+        rules = [rule, *_rules_of(options, sample, itertools.product(LINEAR_RATES, [L1], [0.0]))]
         found = tune_linear(
             plain, sample, batch_size, list(dict.fromkeys(rules)),
             is_sorted=is_sorted, passes=options.epochs, is_wide=is_wide,
@@ -189,9 +186,11 @@ def _find_settings(
     return dataclasses.replace(found, model=dataclasses.replace(found.model, interactions=model.interactions))
 
 
-def _rules_of(options: TrainOptions, sample: ExampleSample, settings: Iterable[tuple[float, float]]) -> list[FTRL]:
-    """Return the update rules of rates and L1 penalties, as far as the options leave them open."""
-    rules = (rule_of(options.update, suggested_alpha(sample, rate), l1) for rate, l1 in settings)
+def _rules_of(
+    options: TrainOptions, sample: ExampleSample, settings: Iterable[tuple[float, float, float]]
+) -> list[FTRL]:
+    """Return the update rules of rates, L1 and L2 penalties, as far as the options leave them open."""
+    rules = (rule_of(options.update, suggested_alpha(sample, rate), l1, l2) for rate, l1, l2 in settings)
     return list(dict.fromkeys(each for each in rules if isinstance(each, FTRL)))
 
 
@@ -200,11 +199,12 @@ def _tuned(
 ) -> TriedRule:
     """Return what is best for a logistic regression of the sample."""
     is_wide = options.adapt == "widely"
-    usual = itertools.product(WIDE_RATES, WIDE_L1) if is_wide else [(rate, L1) for rate in RATES]
+    rates, penalties = (WIDE_RATES, WIDE_L1) if is_wide else (RATES, (L1,))
+    usual = itertools.product(rates, penalties, suggested_l2(sample))
     rules = list(dict.fromkeys([rule, *_rules_of(options, sample, usual)]))
     sparse, faster = (
         [each for each in _rules_of(options, sample, settings) if each not in rules]
-        for settings in (SPARSE if wants_sparsity(sample) else (), [(rate, L1) for rate in FASTER_RATES])
+        for settings in (SPARSE if wants_sparsity(sample) else (), [(rate, L1, 0.0) for rate in FASTER_RATES])
     )
     return tune(sample, offset, batch_size, rules, sparse=sparse, faster=faster, is_sorted=is_sorted)[0]
 

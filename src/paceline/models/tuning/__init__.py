@@ -12,6 +12,7 @@ from paceline.models.tuning.choices import (
     passes_for_all,
     suggested_alpha,
     suggested_batch_size,
+    suggested_l2,
     tune,
     wants_sparsity,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "passes_for_all",
     "suggested_alpha",
     "suggested_batch_size",
+    "suggested_l2",
     "tune",
     "tune_linear",
     "wants_sparsity",
