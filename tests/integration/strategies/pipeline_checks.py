@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.integration.strategies.public_models import Labelled, LabelledOutput, LossWithin
+from tests.integration.strategies.public_models import Labelled, LabelledOutput, LossWithin, Stateful
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -312,6 +312,17 @@ def check_a_model_that_returns_a_class_of_its_own(rank: int, size: int) -> None:
         return [loss * 2, word_loss(output["logits"].detach(), x)]
 
     expect_equal_steps(Labelled, step)
+
+
+def check_a_model_with_states(rank: int, size: int) -> None:
+    def step(model: nn.Module, rows: int) -> list[Any]:
+        ((x, y),) = batches_of([rows])
+        logits, states = model(x)
+        assert states["lower"].shape == (2, rows, 8)
+        weights = torch.arange(float(rows))[None, :, None]
+        return [word_loss(logits, y) + (states["lower"] * weights).mean()]
+
+    expect_equal_steps(Stateful, step)
 
 
 def check_a_whole_transformer(rank: int, size: int) -> None:

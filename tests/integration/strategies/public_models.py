@@ -119,3 +119,19 @@ class Labelled(nn.Module):
             shifted = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
             loss = F.cross_entropy(logits.reshape(-1, WORDS).float(), shifted.reshape(-1), ignore_index=-100)
         return LabelledOutput(loss=loss, logits=logits, cache=Cache(kept))
+
+
+class Stateful(nn.Module):
+    """A language model of LSTMs that returns their states: the batch is in dimension 1 of these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.lower = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True)
+        self.upper = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.last = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x: Tensor, state: Any = None) -> Any:
+        y, (lower, _) = self.lower(self.words(x), state)
+        y, (upper, _) = self.upper(y)
+        return self.last(y), {"lower": lower, "upper": upper}

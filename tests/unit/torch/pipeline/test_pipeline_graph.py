@@ -15,6 +15,7 @@ from paceline.torch.strategies.pipeline.calls import bind
 from paceline.torch.strategies.pipeline.graph import LayerGraph
 from paceline.torch.strategies.pipeline.partition import cut, cuts_by_name
 from paceline.torch.strategies.pipeline.plan.measuring import measure_layers
+from paceline.torch.strategies.pipeline.row_dimensions import row_dimensions
 from paceline.torch.strategies.pipeline.stage import LayerError, Saved, Stage
 from paceline.torch.strategies.pipeline.tracing import trace
 from paceline.torch.strategies.pipeline.values import add_numbers, put_together, row_bounds, take_apart, tensors_of
@@ -148,6 +149,22 @@ def test_layers_are_found_within_modules_that_cannot_be_traced() -> None:
     graph = traced(Outer(), X)
     assert [layer.name for layer in graph.layers] == ["inner.first", "inner.last", "gate"]
     assert cuts_by_name(graph, ["inner.last"], Outer()) == [1]
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 3, num_layers=2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Any:
+        y, (h, _) = self.lstm(x)
+        return y.flatten(0, 1), h, y.mean()
+
+
+def test_the_batch_is_found_in_any_dimension() -> None:
+    x = torch.randn(2, 5, 4)  # as many rows as the LSTM has layers
+    assert row_dimensions(traced(Recurrent(), x), {"x": x}) == [0, 1, 0]
+    assert row_dimensions(traced(nn.Sequential(Gate(), nn.Linear(4, 4)), X), {"input": X}) == []
 
 
 def run_stages(module: nn.Module, cuts: list[int], x: Tensor, *, split_backward: bool) -> tuple[Tensor, Tensor]:

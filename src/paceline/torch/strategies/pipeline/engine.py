@@ -107,6 +107,11 @@ class PipelineStep:
         graph = self._partition.graph
         return rule_of(graph.output.node_of(leaf), graph).weights(graph, self.arguments, rows)
 
+    def row_dimension(self, leaf: int) -> int:
+        """Return the dimension of the batch in one of the output's tensors; 0 on ranks without the last stage."""
+        last = self._stages.get(self._partition.num_stages - 1)
+        return 0 if last is None else last.row_dimension(leaf, self.arguments[0])
+
     # Forward.
 
     def _forward(self, action: Action, loss_of: LossOf | None) -> None:

@@ -53,7 +53,7 @@ def as_operation(
     as there are for each example, for batches of several sizes, keeps examples apart.
     """
     name = getattr(function, "__name__", "")
-    if not shape or name not in (*_RESHAPING, *_POINTWISE, *_NORMALIZING):
+    if not shape or shape[0] % rows or name not in (*_RESHAPING, *_POINTWISE, *_NORMALIZING):
         return None
     if any(_has_tensor(each) for each in (args, kwargs)):
         return None

@@ -181,6 +181,11 @@ class ModelCall:
             leaves = take_apart(output, "the model's output")[1]
             total: Tensor | None = None
             for term in terms:
+                if self._step.row_dimension(term.leaf):
+                    raise UsageError(
+                        "a loss is computed from an output of the model that has the batch in another dimension than "
+                        "the first; put it first (transpose) within the model"
+                    )
                 part = term.part(leaves[term.leaf], self.rows, self._number_of_parts, number)
                 if term.base not in sums:
                     sums[term.base] = torch.zeros((), dtype=part.dtype)
@@ -234,8 +239,10 @@ class ModelCall:
             return None
         if not grad.dim():
             return grad * self.number_weights(leaf)[number] if self._step.has_outputs else grad
-        factor = len(grad) // self.rows
-        return grad[bounds[number] * factor : bounds[number + 1] * factor]
+        dimension = self._step.row_dimension(leaf)
+        factor = grad.shape[dimension] // self.rows
+        begin, end = bounds[number] * factor, bounds[number + 1] * factor
+        return grad.narrow(dimension, begin, end - begin)
 
 
 class _Joined(torch.autograd.Function):
@@ -256,18 +263,24 @@ class _Joined(torch.autograd.Function):
         return (None, None, *(None for _ in grads))
 
 
-def joined_output(parts: Sequence[Any], rows: int, weights: NumberWeights) -> tuple[Any, list[Tensor]]:
+def joined_output(
+    parts: Sequence[Any], rows: int, dimension_of: Callable[[int], int], weights: NumberWeights
+) -> tuple[Any, list[Tensor]]:
     """Return the description and the tensors of the whole output of a batch of `rows`, of its microbatches'.
 
-    Raises UsageError where a tensor's first dimension does not go with a microbatch's rows.
+    ``dimension_of(leaf)`` is the dimension of the batch in one of the tensors. Raises UsageError where that does not go
+    with a microbatch's rows.
     """
     apart = [take_apart(part, "the model's output") for part in parts]
     bounds = row_bounds(rows, len(parts))
-    check_outputs([found for _, found in apart], [end - first for first, end in itertools.pairwise(bounds)])
-    columns = list(zip(*(found for _, found in apart), strict=True))
+    rows_first = [
+        [each.movedim(dimension_of(leaf), 0) if each.dim() else each for leaf, each in enumerate(found)]
+        for _, found in apart
+    ]
+    check_outputs(rows_first, [end - first for first, end in itertools.pairwise(bounds)])
     tensors = [
-        join_rows(column) if column[0].dim() else add_numbers(column, weights(leaf))
-        for leaf, column in enumerate(columns)
+        join_rows(column).movedim(0, dimension_of(leaf)) if column[0].dim() else add_numbers(column, weights(leaf))
+        for leaf, column in enumerate(zip(*rows_first, strict=True))
     ]
     whole = put_together(apart[0][0], tensors)
     return take_apart(whole, "the model's output")

@@ -189,7 +189,7 @@ class Runner:
             tensors: list[Tensor] = []
             if self._rank == last:
                 outputs = [step.outputs[number] for number in range(len(step.arguments))]
-                found, tensors = joined_output(outputs, rows, weights)
+                found, tensors = joined_output(outputs, rows, step.row_dimension, weights)
                 tensors = [tensor.detach().contiguous() for tensor in tensors]
                 known = found if known is None else known
             if self._group.size() > 1:
