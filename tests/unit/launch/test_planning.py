@@ -41,10 +41,8 @@ def test_all_is_found_on_the_data(data: Path) -> None:
     assert plan.scaling.means == pytest.approx(50, abs=2)
     assert plan.shards_at_once == 1
     assert plan.chosen_on == 3000
-    l2 = f", L2 {plan.update.l2:g}" if plan.update.l2 else ""
-    assert plan.sentence() == (
-        f"{plan.epochs} passes, minibatches of 32, alpha {plan.update.alpha:.3g}, L1 1{l2} (from a look at 3,000 examples)"
-    )
+    rule = f"alpha {plan.update.alpha:.3g}, L1 1" + (f", L2 {plan.update.l2:g}" if plan.update.l2 else "")
+    assert plan.sentence() == f"{plan.epochs} passes, minibatches of 32, {rule} (from a look at 3,000 examples)"
     assert plan.settings()["kind"] == "FTRL"
     assert plan_training(TrainOptions(data=[data])).settings() == plan.settings()
 

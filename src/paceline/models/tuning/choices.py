@@ -10,8 +10,8 @@ Rules are tried by training in this process (:mod:`paceline.models.tuning.trial`
 - A minibatch is a 64th of the examples, within 8 and 256, so that small data gives as many steps as it can.
 - L1 is 1; of small data, and where there are fewer than 20 examples for a feature, 100 and 300 are tried too: where few
   of many features matter, nothing but a large penalty finds them. It must be better by more than chance.
-- L2 is 0; of small data 30, 100 and 300 are tried too. FTRL's penalty weighs against the gradients of all passes, so that
-  30 in 32 passes is what scikit-learn calls C = 32 / 30.
+- L2 is 0; of small data 30, 100 and 300 are tried too. FTRL's penalty stands against the gradients of all passes, so
+  that 30 in 30 passes is what scikit-learn calls C = 1.
 - Where labels stand in runs, as in a sorted file, shards are read many at a time.
 """
 
