@@ -194,6 +194,8 @@ def not_allowed(name: str, *, is_imported: bool = False) -> UsageError:
         why = f"{module} does not define it itself"
     if why:
         return UsageError(f"{shown!r} is not allowed here: {why}; {_by_name(name)}")
+    if module.partition(".")[0] in sys.stdlib_module_names and module != "__main__":
+        return UsageError(f"{shown!r} is not allowed here; {_by_name(name)}")  # its module has much that nobody wants
     return UsageError(
         f"{shown!r} is not allowed here: give its module to init_rpc(allow=[{module!r}]) in the process that is "
         "called, or decorate it there with paceline.rpc.allow"

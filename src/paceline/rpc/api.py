@@ -94,11 +94,12 @@ def init_rpc(
         meeting.close()
         raise
     try:
-        agent = start_agent(world, meeting.token, Introduction(name, pickle), allowed, timeout, join_s, num_threads)
+        agent = meet_by_name(world, meeting.token, Introduction(name, pickle), allowed, timeout, join_s, num_threads)
     except BaseException:
         world.close()
         raise
-    set_agent(agent)
+    set_agent(agent)  # before the first call of another worker may come, which may use it
+    agent.start()
 
 
 def _meet(*numbers_and_places: Any, **options: Any) -> Meeting:
@@ -112,7 +113,7 @@ def _meet(*numbers_and_places: Any, **options: Any) -> Meeting:
             time.sleep(_RETRY_S)
 
 
-def start_agent(
+def meet_by_name(
     world: World,
     token: str,
     own: Introduction,
@@ -121,15 +122,13 @@ def start_agent(
     join_s: float,
     num_threads: int,
 ) -> Agent:
-    """Meet the others by name, and take their calls once all of them are known; :func:`init_rpc` says the rest."""
+    """Return this process's part once all workers have met by name; it takes no calls yet, see :func:`init_rpc`."""
     deadline = time.monotonic() + join_s
     told = exchange(
         world.store, world.rank, world.size, msgspec.msgpack.encode(own), deadline, what="the names of the workers"
     )
     directory = Directory([decode_introduction(each) for each in told])
-    agent = Agent(world, token, directory, allowed, pickle=own.pickle, timeout=timeout, num_threads=num_threads)
-    agent.start()
-    return agent
+    return Agent(world, token, directory, allowed, pickle=own.pickle, timeout=timeout, num_threads=num_threads)
 
 
 def rpc_sync(

@@ -38,6 +38,7 @@ DTYPES: Final = {np.dtype(code).name: np.dtype(code).newbyteorder("<") for code 
 Pack = Callable[["Encoding", Any], Any]
 Unpack = Callable[["Decoding", memoryview], Any]
 _packs: dict[type, Pack] = {}
+_packs_of_subclasses: dict[type, Pack] = {}
 _unpacks: dict[int, Unpack] = {}
 
 
@@ -45,6 +46,11 @@ def add_pack(types: Sequence[type], pack: Pack) -> None:
     """Send values of exactly these types by `pack`, which returns what msgpack has of its own."""
     for kind in types:
         _packs[kind] = pack
+
+
+def add_pack_of_subclasses(base: type, pack: Pack) -> None:
+    """Send values of subclasses of this type, for which there is no other kind, by `pack`."""
+    _packs_of_subclasses[base] = pack
 
 
 def add_kind(code: int, types: Sequence[type], pack: Pack, unpack: Unpack) -> None:
@@ -169,9 +175,11 @@ class Encoding:
         if kind.__module__.partition(".")[0] == "torch" or _is_tensor(value):
             import paceline.rpc.tensors  # noqa: F401  (it adds the kinds of torch's)
 
-            for base in kind.__mro__:
-                if base in _packs:
-                    return _packs[base]
+            if kind in _packs:
+                return _packs[kind]
+            for base, pack in _packs_of_subclasses.items():
+                if issubclass(kind, base):
+                    return pack
         return find_pack(value, pickle=self.pickle)
 
 

@@ -102,6 +102,8 @@ class Future(Generic[_Result]):
 
     def then(self, function: Callable[[Future[_Result]], _Other]) -> Future[_Other]:
         """Return a future for what `function` returns when it is called with this one, done."""
+        if not callable(function):
+            raise UsageError(f"then() got {function!r}, a function that takes the future was expected")
         following: Future[_Other] = Future()
 
         def go_on(future: Future[_Result]) -> None:

@@ -82,7 +82,7 @@ def _make(name: str, rrefs: Sequence[RRef[Any]], args: Sequence[Any], kwargs: di
         raise UsageError(f"{name} is no optimizer of torch's")
     parameters = [rref.local_value() for rref in rrefs]
     for parameter in parameters:
-        if not isinstance(parameter, torch.Tensor) or not parameter.is_leaf or not parameter.requires_grad:
+        if not isinstance(parameter, torch.Tensor) or not parameter.is_leaf:
             raise UsageError(f"an RRef refers to {type(parameter).__name__}, a parameter was expected")
     return LocalOptimizer(kind(parameters, *args, **kwargs), parameters)
 

@@ -9,9 +9,25 @@ import torch
 from msgspec.msgpack import Ext
 
 from paceline.errors import ProtocolError
-from paceline.rpc.codec import DTYPES, OF_TORCH, TENSOR, Decoding, Encoding, add_kind, cannot_send
+from paceline.rpc.codec import (
+    DTYPES,
+    OF_TORCH,
+    TENSOR,
+    Decoding,
+    Encoding,
+    add_kind,
+    add_pack,
+    add_pack_of_subclasses,
+    cannot_send,
+)
 
 _DTYPES = {name: getattr(torch, name) for name in ("bfloat16", *DTYPES) if hasattr(torch, name)}
+_RESULTS = {
+    name: kind
+    for name, kind in vars(torch.return_types).items()
+    if isinstance(kind, type) and issubclass(kind, tuple) and name == kind.__name__
+}
+"""What functions of several results return, by its name."""
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
@@ -52,10 +68,12 @@ def _pack_of_torch(encoding: Encoding, value: Any) -> Any:
 
 
 def _unpack_of_torch(decoding: Decoding, data: memoryview) -> Any:
-    """Return a device, a shape or a type of elements."""
+    """Return a device, a shape, a type of elements or a function's results."""
     kind, shown = decoding.nested(data)
     if kind == "Size":
         return torch.Size(shown)
+    if kind in _RESULTS:
+        return _RESULTS[kind](shown)
     if not isinstance(shown, str):
         raise ProtocolError("got a device or a type of elements that has no name")
     found = _device(shown) if kind == "device" else getattr(torch, shown, None)
@@ -70,5 +88,12 @@ def _device(name: str) -> torch.device | None:
     return None
 
 
+def _pack_results(encoding: Encoding, value: Any) -> Any:
+    """Return what a function of several results has returned (torch.return_types.max)."""
+    return Ext(OF_TORCH, encoding.nested((type(value).__name__, encoding.pack_all(value))))
+
+
 add_kind(OF_TORCH, (torch.device, torch.dtype, torch.Size), _pack_of_torch, _unpack_of_torch)
+add_pack(tuple(_RESULTS.values()), _pack_results)
 add_kind(TENSOR, (torch.Tensor, torch.nn.Parameter), _pack_tensor, _unpack_tensor)
+add_pack_of_subclasses(torch.Tensor, _pack_tensor)

@@ -10,7 +10,7 @@ from paceline.collectives.rendezvous.store import MemoryStore
 from paceline.collectives.world import World
 from paceline.rpc.agent import Agent
 from paceline.rpc.allowed import Allowed
-from paceline.rpc.api import start_agent
+from paceline.rpc.api import meet_by_name
 from paceline.rpc.workers import Introduction
 
 TOKEN = "a token for tests only"
@@ -34,10 +34,12 @@ def make_agents(
         world = World(store, rank, len(names), token=token, name="rpc", timeout_s=10)
         try:
             own = Introduction(names[rank], pickle)
-            return start_agent(world, token, own, Allowed(allowed), TIMEOUT, 10.0, num_threads)
+            agent = meet_by_name(world, token, own, Allowed(allowed), TIMEOUT, 10.0, num_threads)
         except BaseException:
             world.close()
             raise
+        agent.start()
+        return agent
 
     with ThreadPoolExecutor(len(names)) as pool:
         return list(pool.map(make, range(len(names))))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -175,6 +176,39 @@ def test_functions_of_tensors_are_called_by_name(owner: Agent) -> None:
     assert total.rpc_sync().sum() == 4
     with pytest.raises(UsageError, match="it opens files"):
         rpc.rpc_sync("b", torch.from_file, ("/nowhere",))
+
+
+def test_an_optimizer_takes_frozen_parameters_too(owner: Agent) -> None:
+    torch = pytest.importorskip("torch")
+    frozen, learned = torch.ones(2), torch.ones(2, requires_grad=True)
+    rrefs = [rpc.RRef(frozen), rpc.RRef(learned)]
+    optimizer = rpc.optimizer.DistributedOptimizer(torch.optim.SGD, rrefs, lr=0.5)
+    with rpc.autograd.context() as context:
+        rpc.autograd.backward(context, [(frozen * learned).sum()])
+        optimizer.step(context)
+    assert frozen.tolist() == [1, 1]
+    assert learned.tolist() == [0.5, 0.5]
+    with pytest.raises(UsageError, match="RRef refers to Tensor, a parameter was expected"):
+        rpc.optimizer.DistributedOptimizer(torch.optim.SGD, [rpc.RRef(learned * 2)], lr=0.5)
+
+
+def test_calls_are_taken_once_functions_can_use_rpc(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    start = Agent.start
+
+    def started(agent: Agent) -> None:
+        seen.append(rpc.get_worker_info().name)
+        start(agent)
+
+    monkeypatch.setattr(Agent, "start", started)
+    options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=0)
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options, allow=[__name__])
+    try:
+        assert seen == ["alone"]
+        assert rpc.get_rpc_timeout() == math.inf
+        assert rpc.rpc_sync("alone", plus, (1, 2)) == 3
+    finally:
+        rpc.shutdown()
 
 
 def test_a_backward_pass_from_a_reference(owner: Agent) -> None:

@@ -91,6 +91,14 @@ def test_single_names_packages_and_decorated_functions() -> None:
         Allowed(["no_such_module_at_all"]).resolve("no_such_module_at_all:f")
 
 
+def test_of_pythons_own_modules_the_error_asks_for_names() -> None:
+    for name in ("builtins:min", "os:getcwd"):
+        with pytest.raises(
+            UsageError, match=rf"'{name}' is not allowed here; say its name, init_rpc\(allow=\['{name}'\]"
+        ):
+            Allowed().resolve(name)
+
+
 @pytest.mark.parametrize("entry", ["", "*", 3])
 def test_entries_that_cannot_be(entry: Any) -> None:
     with pytest.raises(UsageError, match="allow has"):

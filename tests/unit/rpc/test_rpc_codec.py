@@ -183,6 +183,10 @@ def test_what_else_is_of_torch() -> None:
     back = there_and_back(sent)
     assert back == sent
     assert type(back[3]) is torch.Size
+    largest = there_and_back(torch.ones(2, 2).max(0))
+    assert type(largest) is torch.return_types.max
+    assert largest.indices.tolist() == [0, 0]
+    there_and_back(Step(1, largest))
     key = torch.ones(2)
     (found, item), *_ = there_and_back({key: torch.zeros(3)}).items()  # as get_gradients gives it
     assert torch.equal(found, key)
@@ -193,7 +197,15 @@ def test_what_else_is_of_torch() -> None:
     assert torch.equal(again.weight, state["weight"])
     with pytest.raises(UsageError, match=r"Linear; make it there, with remote\(\), .*or send its state_dict\(\)"):
         there_and_back(again)
-    for bad in (["dtype", "load"], ["device", "nowhere"], ["device", 3], ["Size", ["x"]], ["Size", 3], ["load", "x"]):
+    for bad in (
+        ["dtype", "load"],
+        ["device", "nowhere"],
+        ["device", 3],
+        ["Size", ["x"]],
+        ["Size", 3],
+        ["load", "x"],
+        ["max", [1]],
+    ):
         with pytest.raises(ProtocolError):
             Decoding(memoryview(b""), Allowed()).decode(packed(22, bad))
 

@@ -68,6 +68,9 @@ def test_futures() -> None:
     assert doubled.wait() == 8
     with pytest.raises(ZeroDivisionError):
         rpc.wait_all([doubled, failed])
+    nothing: Any = None
+    with pytest.raises(UsageError, match=r"then\(\) got None"):
+        first.then(nothing)
     with pytest.raises(UsageError, match="already"):
         first.set_result(1)
     assert first.then(lambda done: done.value()).value() == 4
