@@ -373,6 +373,17 @@ def check_a_checkpoint_goes_on_elsewhere(rank: int, size: int) -> None:
         assert plain_loop(model, optimizer, batches[3:]) == pytest.approx(expected[3:], abs=1e-5)
 
 
+class Deciding(nn.Module):
+    """Has two layers, and takes one by a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.first(x) if x.sum() > 0 else self.second(x)
+
+
 def check_what_cannot_be_is_said_on_every_rank(rank: int, size: int) -> None:
     x, y = batches_of([8])[0]
 
@@ -385,6 +396,11 @@ def check_what_cannot_be_is_said_on_every_rank(rank: int, size: int) -> None:
 
     refused(
         "2 stages were asked for, and the model has no more than 1 layers", lambda net: net(x.float()), nn.Linear(3, 3)
+    )
+    refused(
+        r"no more than 1 layers .*; 0 \(Deciding, .*pipeline_checks.py:\d+\) stays whole: .*torch.export says",
+        lambda net: net(x.float()),
+        nn.Sequential(Deciding()),
     )
     refused("the model has no module of this name", lambda net: net(x), split=["blocks.9"])
     refused("give every process of a pipeline the same batches", lambda net: net(x[: 4 + rank]))

@@ -151,6 +151,19 @@ def test_layers_are_found_within_modules_that_cannot_be_traced() -> None:
     assert cuts_by_name(graph, ["inner.last"], Outer()) == [1]
 
 
+def test_modules_that_stay_whole_are_known() -> None:
+    class Hiding(Gate):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = nn.Linear(4, 4)
+
+    whole = traced(nn.Sequential(Hiding(), nn.Linear(4, 4)), X).whole
+    assert list(whole) == ["0"]
+    assert whole["0"].startswith("0 (Hiding, ")
+    assert "test_pipeline_graph.py" in whole["0"]
+    assert "torch.export says" in whole["0"]
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()

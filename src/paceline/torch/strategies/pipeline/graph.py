@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ class LayerGraph:
     """Nodes that depend on the model's arguments alone: every stage that uses one computes it itself."""
     refusal: Callable[[Mapping[str, Any]], str | None]
     """From arguments to why the graph is not for them; None if it is."""
+    whole: Mapping[str, str]
+    """By name, what is to be said of modules that are one layer because they cannot be traced."""
 
     def place_of(self, layer: ModelLayer) -> tuple[str, int]:
         """Return a layer's name, and how many layers before it have the same."""
@@ -87,6 +90,7 @@ def find_layers(
     *,
     root: nn.Module,
     refusal: Callable[[Mapping[str, Any]], str | None] = lambda _: None,
+    whole: Mapping[str, str] = MappingProxyType({}),
 ) -> LayerGraph:
     """Gather the nodes of a graph in layers."""
     layers: list[ModelLayer] = []
@@ -120,7 +124,7 @@ def find_layers(
     for layer in layers:
         first = next((node for node in layer.nodes if _begins_layer(node)), layer.nodes[0])
         layer.modules = {*_stack(first), layer.name}
-    return LayerGraph(layers, output, tuple(marks), root, _free_nodes(graph, root), refusal)
+    return LayerGraph(layers, output, tuple(marks), root, _free_nodes(graph, root), refusal, whole)
 
 
 def _free_nodes(graph: fx.Graph, root: nn.Module) -> frozenset[fx.Node]:

@@ -284,7 +284,7 @@ class Runner:
                 plan = self._find_plan(graph, measured, rows, link)
                 made = replace(plan, seed=torch.initial_seed()).encode()
             except UsageError as error:
-                made = {"error": str(error)}
+                made = {"error": "; ".join([str(error), *graph.whole.values()])}
         if self._ranks.group is not None:
             made = self._ranks.group.broadcast_object(made)
         if "error" in made:

@@ -8,7 +8,7 @@ all modules and the sizes that the forward decides by.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ def trace(module: nn.Module, arguments: CallArguments) -> LayerGraph:
     try:
         found = _trace_modules(module, arguments)
         if not any(_hides_layers(module.get_submodule(name)) for name in found.whole):
-            return _layers_of(found, module, arguments)
+            return _layers_of(found, module)
         failure: Exception | None = None
     except _ForwardError as error:
         failure = error.reason
@@ -38,7 +38,7 @@ def trace(module: nn.Module, arguments: CallArguments) -> LayerGraph:
         exported, form = _export(module, arguments)
     except Exception as error:  # whatever the model's code raises that is run with stand-ins for its arguments
         if found is not None:
-            return _layers_of(found, module, arguments)
+            return _layers_of(found, module, f"; torch.export says: {first_line(error)}")
         raise UsageError(
             f"{type(module).__name__} cannot be cut into stages: its forward stands in the way ({_where(module)}): "
             f"{first_line(failure or error)}; torch.export says: {first_line(error)}; a forward that is cut may not "
@@ -68,12 +68,12 @@ class _ForwardError(Exception):
 class _Traced:
     graph: fx.Graph
     form: OutputForm
-    whole: frozenset[str]
-    """Modules that could not be traced."""
+    whole: dict[str, str]
+    """Modules that could not be traced, and why."""
 
 
 def _trace_modules(module: nn.Module, arguments: CallArguments) -> _Traced:
-    whole: set[str] = set()
+    whole: dict[str, str] = {}
     while True:
         tracer = _Tracer(arguments, whole)
         try:
@@ -81,16 +81,20 @@ def _trace_modules(module: nn.Module, arguments: CallArguments) -> _Traced:
                 graph = tracer.trace(module)
         except Exception as error:
             if tracer.culprit and tracer.culprit not in whole:
-                whole.add(tracer.culprit)
+                whole[tracer.culprit] = first_line(error)
                 continue
             raise _ForwardError(error) from error
         output = next(node for node in graph.nodes if node.op == "output").args[0]
         assert tracer.build is not None
-        return _Traced(graph, OutputForm(tuple(output), tracer.build), frozenset(whole))
+        return _Traced(graph, OutputForm(tuple(output), tracer.build), whole)
 
 
-def _layers_of(traced: _Traced, module: nn.Module, arguments: CallArguments) -> LayerGraph:
-    return find_layers(traced.graph, traced.form, root=module)
+def _layers_of(traced: _Traced, module: nn.Module, reason: str = "") -> LayerGraph:
+    whole = {}
+    for name, why in traced.whole.items():
+        inner = module.get_submodule(name)
+        whole[name] = f"{name} ({type(inner).__name__}, {_where(inner)}) stays whole: {why}{reason}"
+    return find_layers(traced.graph, traced.form, root=module, whole=whole)
 
 
 def _hides_layers(module: nn.Module) -> bool:
@@ -101,7 +105,7 @@ def _hides_layers(module: nn.Module) -> bool:
 class _Tracer(fx.Tracer):
     """Traces through every module that it can, and notes who failed and where ``pipe_split()`` stands."""
 
-    def __init__(self, arguments: CallArguments, whole: set[str]) -> None:
+    def __init__(self, arguments: CallArguments, whole: Collection[str]) -> None:
         super().__init__()
         self._arguments = arguments
         self._whole = whole
