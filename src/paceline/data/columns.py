@@ -197,11 +197,17 @@ def find_label(path: str, names: Sequence[str]) -> str:
 
 
 def resolve_label(path: str, names: Sequence[str], label: str) -> str:
-    """The column that `label` names, or whose place it is, counted from 0 (or from the end, as -1)."""
+    """The column that `label` names, or whose place it is, counted from 0 (or from the end, as -1).
+
+    Blanks around a name in the file, as behind commas, do not count.
+    """
     if label in names:
         return label
     if _PLACE.fullmatch(label) and -len(names) <= int(label) < len(names):
         return names[int(label)]
+    between_blanks = [name for name in names if name.strip() == label]
+    if len(between_blanks) == 1:
+        return between_blanks[0]
     raise UsageError(f"{path} has no column '{shorten(label)}': its columns are {shown_names(names)}")
 
 

@@ -21,7 +21,7 @@ LAST_SEPARATOR = "|"
 """Taken where no other fits: within cells of other files it separates the elements of lists."""
 _WIDE_MARKS = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
-MISSING = frozenset({"", "na", "n/a", "nan", "null", "none"})
+MISSING = frozenset({"", "na", "n/a", "nan", "null", "none", "?", "."})
 """What a missing number may be written as, in any case."""
 
 _ROWS = 200

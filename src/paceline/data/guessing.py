@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from paceline.data.bad_lines import shorten
 from paceline.data.columns import (
     LABEL_NAMES,
     Columns,
@@ -45,6 +46,8 @@ _INTEGER = re.compile(r"[+-]?[0-9]+(?:\.0)?")
 _PADDED = re.compile(r"[+-]?0[0-9]+")
 _DECIMAL_COMMA = re.compile(r"[+-]?[0-9]+,[0-9]+")
 _THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]*)?")
+_WITH_SIGN = re.compile(r"[+-]?[$€£¥] ?[+-]?[0-9][0-9.,]*|[+-]?[0-9][0-9.,]* ?[%€£¥]")
+_INFINITE = re.compile(r"[+-]?inf(?:inity)?", re.I)
 _CODE_NAME = re.compile(r"(?:^|[_\s.-]|[a-z](?=I|C|Z|T))(?:id|uid|uuid|guid|code|zip|zipcode|type|category)s?$", re.I)
 _BINS = 8
 _FEW_DISTINCT = "integers, few distinct"
@@ -84,9 +87,15 @@ def guess_columns(path: str, sample: Sample, label: str | None = None, weight: s
 
 
 def _check_commas(path: str, sample: Sample) -> None:
-    """Raise UsageError for a column of numbers with commas, decimal ones or of thousands: they would be text."""
+    """Raise UsageError for numbers with commas, decimal ones or of thousands, or with signs: they would be text."""
     for name in sample.names:
         cells = [cell.strip() for cell in sample.column(name) if not is_missing(cell)]
+        signed = [cell for cell in cells if _WITH_SIGN.fullmatch(cell)]
+        if len(signed) > len(cells) / 2 and sum(map(is_number, cells)) + len(signed) == len(cells):
+            raise UsageError(
+                f"{path} has numbers with signs of currencies or percent, such as '{signed[0]}' in column '{name}': "
+                f"write them without, or say --categorical {name} if they are text"
+            )
         by_thousands, decimal = (
             [cell for cell in cells if pattern.fullmatch(cell)] for pattern in (_THOUSANDS, _DECIMAL_COMMA)
         )
@@ -143,10 +152,12 @@ def judge_column(name: str, cells: Sequence[str], counts: Mapping[str, int], typ
         return "categorical", IN_LISTS
     num_rows = sum(counts[cell] for cell in present)
     all_distinct = len(present) == num_rows >= _LEAST_ROWS
-    is_text = type in ("text", "boolean") or not all(map(is_number, present))
-    if is_text:
+    words = [cell for cell in present if not is_number(cell) and not _INFINITE.fullmatch(cell.strip())]
+    if words or type in ("text", "boolean"):
         if all_distinct:
             return "left out", "identifies rows: text, all distinct"
+        if len(words) == 1 and len(present) > _FEW:
+            return "categorical", f"text: numbers, but for '{shorten(words[0])}'"
         return "categorical", "text"
     if not all(map(_INTEGER.fullmatch, present)):
         return "numeric", "numbers"

@@ -175,6 +175,15 @@ def describe_not_binary(found: Mapping[float, int], labels: str = CLICKS, classe
     return f"labels are {listed}, expected two" + ("" if classes else ": 0 and 1, or -1 and 1")
 
 
+def describe_one_label(found: Mapping[float, int], labels: str = CLICKS, classes: Sequence[str] = ()) -> str | None:
+    """Say which label all rows have that were looked at; None if they have several, or none."""
+    if len(found) != 1 or labels == NUMBERS:
+        return None
+    (value,) = found
+    label = classes[int(value)] if classes else f"{value:g}"
+    return f"all labels in the rows looked at are {label}, so that there is nothing to tell apart"
+
+
 def _listed(labels: Sequence[str]) -> str:
     """The first labels, as a sentence has them."""
     shown = list(labels[:10])

@@ -10,8 +10,10 @@ import pytest
 
 from paceline.data import Columns, Sample, describe_named, guess_columns, open_dataset, sample_rows
 from paceline.data.guessing import judge_column
+from paceline.data.labels import CLICKS
 from paceline.errors import UsageError
 from paceline.launch.train.data_files import look_at
+from paceline.launch.train.describing import find_warnings
 
 ROWS = 4000
 RANDOM = random.Random(1)
@@ -132,3 +134,55 @@ def test_copies_of_rows_do_not_hide_what_identifies_rows(tmp_path: Path) -> None
     few = look_at([tmp_path / "few.csv"], label="y")
     assert few.columns is not None
     assert few.columns.names == ["y", "c", "d"]
+
+
+def write_column(path: Path, cells: list[str]) -> Path:
+    """Write a column of cells, `x`, beside labels of both kinds."""
+    path.write_text("x,y\n" + "".join(f"{cell},{row % 2}\n" for row, cell in enumerate(cells)))
+    return path
+
+
+@pytest.mark.parametrize("missing", ["?", ".", "N/A"])
+def test_numbers_with_a_mark_where_they_are_missing_are_numbers(tmp_path: Path, missing: str) -> None:
+    """As in the files of UCI and of SAS: looked at, and read."""
+    path = write_column(tmp_path / "x.csv", [missing if row % 5 == 0 else f"{row / 8}" for row in range(100)])
+    columns = look_at([path], label="y").columns
+    assert columns is not None
+    assert columns.numeric == ("x",)
+    with open_dataset([path], "csv", columns) as dataset:
+        (batch,) = dataset.read(0, 0, 100)
+    assert batch.indptr.tolist()[:7] == [0, 0, 1, 2, 3, 4, 4]
+
+
+def test_infinite_numbers_do_not_make_a_column_text() -> None:
+    assert judge([*(f"{row / 8}" for row in range(100)), "inf", "-Infinity"]) == ("numeric", "numbers")
+
+
+def test_the_one_word_among_numbers_is_named() -> None:
+    assert judge(["unknown", "unknown", *range(100)]) == ("categorical", "text: numbers, but for 'unknown'")
+
+
+@pytest.mark.parametrize("cell", ["$12", "3.5%", "1,200 €"])
+def test_signs_of_currencies_and_percent_are_refused(tmp_path: Path, cell: str) -> None:
+    path = write_column(tmp_path / "x.csv", [f'"{cell}"'] * 60)
+    with pytest.raises(UsageError, match="signs of currencies or percent"):
+        look_at([path], label="y")
+
+
+def test_blanks_around_names_do_not_hide_the_label(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text("x, y\n" + "".join(f"{row / 8}, {row % 2}\n" for row in range(60)))
+    columns = look_at([path], label="y").columns
+    assert columns is not None
+    assert columns.label == " y"
+
+
+def test_labels_that_are_all_alike_and_text_that_is_not_utf8_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    rows = "".join(f"{'rougé' if row % 2 else 'bleu'},{row / 8},1\n" for row in range(60))
+    path.write_bytes(f"colour,x,y\n{rows}".encode("latin-1"))
+    one_label, encoding = find_warnings(look_at([path], label="y"), CLICKS)
+    assert "all labels in the rows looked at are 1" in one_label
+    assert "is not UTF-8" in encoding
+    path.write_text("colour,x,y\n" + rows.replace(",1\n", ",0\n", 1))
+    assert find_warnings(look_at([path], label="y"), CLICKS) == []

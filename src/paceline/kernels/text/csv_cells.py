@@ -58,6 +58,7 @@ def _word(letters):  # type: ignore[no-untyped-def]
 
 
 _NA, _N_A, _NAN, _NULL, _NONE = _word(b"na"), _word(b"n/a"), _word(b"nan"), _word(b"null"), _word(b"none")
+_ASKED, _DOT = _word(b"?"), _word(b".")
 _TRUE, _T, _YES, _Y = _word(b"true"), _word(b"t"), _word(b"yes"), _word(b"y")
 _FALSE, _F, _NO, _N = _word(b"false"), _word(b"f"), _word(b"no"), _word(b"n")
 
@@ -79,7 +80,7 @@ def _number(text, at, stop, powers):  # type: ignore[no-untyped-def]
     if behind == stop:
         return value, FLOAT_OK, 0
     word = _lower_word(text, at, stop)
-    if word in (_NA, _N_A, _NAN, _NULL, _NONE):
+    if word in (_NA, _N_A, _NAN, _NULL, _NONE, _ASKED, _DOT):
         return 0.0, FLOAT_MISSING, word
     return 0.0, FLOAT_BAD, word
 

@@ -306,7 +306,7 @@ def csv_number(cell: str) -> float | str | None:
     value = parse_float(word.encode())
     if value is not None:
         return value
-    return None if word.lower() in ("", "na", "n/a", "nan", "null", "none") else word.lower()
+    return None if word.lower() in ("", "na", "n/a", "nan", "null", "none", "?", ".") else word.lower()
 
 
 def class_number(cell: str, classes: Sequence[str]) -> float | None:

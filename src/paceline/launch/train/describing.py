@@ -12,10 +12,11 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.data import KEYED_FORMATS, Batch, Columns, Dataset, describe_not_binary, open_dataset
+from paceline.data.bad_lines import shorten
 from paceline.data.dialect import is_number
 from paceline.data.example_sampling import sample_examples
 from paceline.data.feature_names import find_feature_names
-from paceline.data.labels import CLICKS, clicks_where, describe_label_words, resolve_positive
+from paceline.data.labels import CLICKS, clicks_where, describe_label_words, describe_one_label, resolve_positive
 from paceline.data.sampling import spread
 from paceline.data.scales.bins import bin_names
 from paceline.data.streams import stat_file
@@ -89,9 +90,26 @@ def _positive_of(positive: float | str | None, classes: Sequence[str]) -> float 
     return classes[1] if positive is None and len(classes) == 2 else positive
 
 
+def find_warnings(look: DataLook, labels: str) -> list[str]:
+    """Return what people should know of the data although it can be trained on; `labels` say how they are read."""
+    classes = look.columns.classes if look.columns is not None else ()
+    one_label = describe_one_label(look.labels, labels, classes)
+    found = [] if one_label is None else [one_label]
+    texts = () if look.sample is None else (cell for row in (look.sample.names, *look.sample.rows) for cell in row)
+    odd = next((text for text in texts if "\ufffd" in str(text)), None)
+    if odd is not None:
+        found.append(
+            f"text such as '{shorten(str(odd))}' is not UTF-8: its bytes are taken as they are, and in UTF-8 it is "
+            "another category; convert it, as iconv -f LATIN1 -t UTF-8 does"
+        )
+    return found
+
+
 def _warning(look: DataLook, labels: str, classes: Sequence[str]) -> str | None:
     odd = describe_not_binary(look.labels, labels, classes)
-    return odd if odd is None or labels != CLICKS else f"{odd}: --positive says which one is positive"
+    if odd is not None:
+        return odd if labels != CLICKS else f"{odd}: --positive says which one is positive"
+    return "; ".join(find_warnings(look, labels)) or None
 
 
 def _read_spread(dataset: Dataset) -> tuple[Batch | None, int]:

@@ -16,7 +16,7 @@ from paceline.errors import ModelLostError
 from paceline.launch.fork_server import ForkServer
 from paceline.launch.local import LocalCluster
 from paceline.launch.train.data_files import settle_files
-from paceline.launch.train.describing import show_columns
+from paceline.launch.train.describing import find_warnings, show_columns
 from paceline.launch.train.options import TrainOptions
 from paceline.launch.train.plan import TrainingPlan
 from paceline.launch.train.planning import plan_training
@@ -105,6 +105,8 @@ def run_training(
                 stack.enter_context(cluster)
                 client = stack.enter_context(cluster.connect(observer=True))
             plan = plan_training(options, warn)  # while workers start
+            for text in find_warnings(look, options.model.read_labels_as):
+                warn(text)
             if not quiet and plan.chosen_on and options.passes.blocks is None:
                 warn(plan.sentence())
                 if plan.note is not None:
