@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,6 +44,20 @@ def test_the_examples_learn_and_a_dead_worker_is_told_of(paceline: Commands, tmp
     assert caller["quick"]
     assert "rank 2" in caller["shutdown"]
     assert "rank 2" in other["shutdown"]
+
+
+@pytest.mark.slow
+def test_a_program_of_spawned_processes_runs_as_over_torch_rpc(paceline: Commands) -> None:
+    pytest.importorskip("torch")
+    program = PROGRAM.with_name("rpc_spawned.py")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, str(program), str(port)]
+    finished = subprocess.run(
+        command, env=paceline.environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout == "True\n"
 
 
 @pytest.mark.thorough
