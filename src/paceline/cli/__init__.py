@@ -5,14 +5,26 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from paceline.cli.termination import Terminated, raise_no_more, raise_on_sigterm
+
+if TYPE_CHECKING:
+    from paceline.launch.fork_server import ForkServer
+
+_HELP = ("-h", "--help")
 
 
 def main() -> None:
     """Run ``paceline``; exit with 0, 1 for a failure, 2 for wrong usage, 130 after Ctrl-C, 143 and 129 after SIGTERM
     and SIGHUP.
     """
+    with start_fork_server(sys.argv[1:]) as fork_server:
+        _run(sys.argv[1:], fork_server)
+
+
+def _run(words: list[str], fork_server: ForkServer | None) -> None:
     import typer
 
     from paceline.errors import PacelineError, UsageError
@@ -24,7 +36,7 @@ def main() -> None:
     wrong_usage: type[Exception] = typer.BadParameter.__bases__[0]
     try:
         # Not app(), which has its own idea of what a signal means.
-        with typer.main.get_command(app).make_context("paceline", sys.argv[1:]) as context:
+        with typer.main.get_command(app).make_context("paceline", words, obj=fork_server) as context:
             context.command.invoke(context)
     except typer.Exit as error:
         sys.exit(error.exit_code)
@@ -45,6 +57,22 @@ def main() -> None:
         sys.exit(1)
     except OSError as error:
         _fail(f"{error.filename or 'the system'}: {error.strerror or error}", 1)
+
+
+@contextlib.contextmanager
+def start_fork_server(words: Sequence[str]) -> Iterator[ForkServer | None]:
+    """Start the fork server of a command that trains on own processes, if these words are one, until the block's end.
+
+    First of all: it loads for half a second what its forks need, while this process imports Typer and parses.
+    """
+    starts = words[:1] == ["train"] and len(words) > 1
+    if not starts or any(word in _HELP or word.startswith("--scheduler") for word in words):
+        yield None
+        return
+    from paceline.launch.fork_server import ForkServer
+
+    with ForkServer.start() as fork_server:
+        yield fork_server
 
 
 def _message(error: Exception) -> str:

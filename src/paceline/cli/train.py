@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.launch.fork_server import ForkServer
-
 from . import options
 from . import solver as solver_options
 from .data_arguments import find_data
@@ -218,11 +216,6 @@ def train(
 
     Example: paceline train day1.tsv day2.tsv.gz --eval day3.tsv --servers 2 --workers 4 --save model
     """
-    fork_server = None
-    if scheduler is None:
-        fork_server = ForkServer.start()  # first: it loads what it needs while this process does
-        context.call_on_close(fork_server.close)
-
     from paceline.environment import num_cores
     from paceline.errors import UsageError
     from paceline.filters.modules import import_filter_modules, modules_named_in
@@ -347,7 +340,7 @@ def train(
         quiet=quiet,
         progressive=progressive,
         heartbeat_timeout_s=heartbeat_timeout or 10.0,
-        fork_server=fork_server,
+        fork_server=context.obj,  # which main() has started
     )
     if plot is not None:
         solver_options.write_plot(plot, list(result.block_passes))

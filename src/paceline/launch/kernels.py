@@ -14,7 +14,7 @@ def prepare_kernels(say: Callable[[str], None] | None = None) -> None:
     from paceline.tables.compile import compile_kernels, is_compiled
 
     if not is_compiled():
-        text = "paceline: compiling kernels, once for this installation (about half a minute) ..."
+        text = "paceline: compiling kernels, once for this installation (one to three minutes) ..."
         if say is None:
             print(text, file=sys.stderr, flush=True)
         else:
@@ -70,6 +70,8 @@ def load_kernels() -> None:
 
 def load_kernels_nowait() -> None:
     """Load the kernels if they are compiled."""
+    if load_kernels.cache_info().currsize:
+        return
     from paceline.tables.compile import is_compiled
 
     if is_compiled():

@@ -97,6 +97,7 @@ def compile_kernels() -> None:
 def compile_common() -> None:
     """Compile, or load, the kernels that almost every process of a training calls."""
     compile_values()
+    _compile_growth()
     _compile_batch()
 
 
@@ -110,6 +111,7 @@ def compile_values() -> None:
 
 def compile_rest() -> None:
     """Compile all other kernels."""
+    _compile_growth()
     _compile_index()
     _compile_dense()
     _compile_batch()
@@ -145,26 +147,32 @@ class _EmptyTable:
         self.keys = np.ones(1, np.uint64)
 
 
+def _compile_growth() -> None:
+    """Compile what the first pushes to a table call, and its saving."""
+    table = _EmptyTable()
+    directory, layout, keys = table.directory, table.layout, table.keys
+    assert not sparse.has_room(directory, keys, np.zeros(index.NUM_BUCKETS, np.uint64))
+    sparse.count_absent(directory, layout, keys, np.zeros(index.NUM_BUCKETS, np.uint64))
+    sparse.largest(np.zeros(1, np.float32))
+    index.bucket_keys(directory, layout, 0, keys, keys)
+    sparse.copy_records(np.zeros(0, np.uint64), 1, np.zeros(1, np.float32))
+    index.rehash(directory[0], 1 + index.TAIL_LINES, layout, 0, directory)
+
+
 def _compile_index() -> None:
     table = _EmptyTable()
     directory, layout, keys = table.directory, table.layout, table.keys
-    rows, floats, buckets = np.zeros(0, np.uint64), np.zeros(1, np.float32), np.zeros(1, np.uint16)
+    floats, buckets = np.zeros(1, np.float32), np.zeros(1, np.uint16)
     assert sparse.write_records(directory, layout, keys, floats, 0) == 0
-    sparse.copy_records(rows, 1, floats)
-    assert not sparse.has_room(directory, keys, np.zeros(index.NUM_BUCKETS, np.uint64))
-    sparse.count_absent(directory, layout, keys, np.zeros(index.NUM_BUCKETS, np.uint64))
     sparse.read_records(directory, layout, keys, floats, np.zeros(1, np.uint8))
-    sparse.largest(floats)
     sparse.digest_records(keys, floats.view(np.uint32).reshape(1, 1))
     index.erase(directory, layout, keys)
     index.mark(directory, layout, keys)
     index.mark_all(directory, layout)
     index.old_keys(directory, layout, 0, 1, keys)
-    index.bucket_keys(directory, layout, 0, keys, keys)
     index.is_run_too_long(directory, keys[0], layout)
     index.buckets_of(keys, buckets)
     index.bucket_words(keys, np.zeros(index.NUM_BUCKETS // 64, np.uint64))
-    index.rehash(directory[0], 1 + index.TAIL_LINES, layout, 0, directory)
 
 
 def _compile_dense() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from decimal import Decimal, localcontext
 
 import numpy as np
@@ -120,7 +121,11 @@ def test_hashes_spread_over_all_bits() -> None:
 def test_log_thresholds_are_where_the_squared_logarithm_passes_an_integer() -> None:
     with localcontext() as context:
         context.prec = 40
-        for k, threshold in enumerate(reference.log_thresholds()[::37]):
+        thresholds = reference.log_thresholds()
+        exact = [Decimal(k).sqrt().exp() for k in range(1, len(thresholds) + 2)]
+        assert thresholds == tuple(math.ceil(each) for each in exact[:-1])
+        assert exact[-1] > 10**18
+        for k, threshold in enumerate(thresholds[::37]):
             square = k * 37 + 1
             assert Decimal(threshold).ln() ** 2 >= square
             assert Decimal(threshold - 1).ln() ** 2 < square
