@@ -22,9 +22,9 @@ from paceline.rpc.api import (
 )
 from paceline.rpc.functions import async_execution
 from paceline.rpc.futures import Future, collect_all, wait_all
-from paceline.rpc.messages import RemoteError
 from paceline.rpc.options import BackendType, TensorPipeRpcBackendOptions
 from paceline.rpc.rref import RRef
+from paceline.rpc.wire.messages import RemoteError
 from paceline.rpc.workers import WorkerInfo
 
 __all__ = [

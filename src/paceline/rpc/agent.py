@@ -18,16 +18,16 @@ from paceline.errors import DeadlineError, PacelineError, UsageError
 from paceline.rpc.allowed import Allowed
 from paceline.rpc.answering import Answering, run_here
 from paceline.rpc.calling import PendingReply
-from paceline.rpc.codec import Encoding
 from paceline.rpc.counting import ReferenceId
 from paceline.rpc.futures import Future, TimedFuture, Timeout, seconds_of
-from paceline.rpc.messages import RpcKind
 from paceline.rpc.reaching import GROUP, CallerEnds
 from paceline.rpc.references import Holding, ObjectTable
 from paceline.rpc.rref import RRef
 from paceline.rpc.running import current_context
 from paceline.rpc.serving import SpareThreads, Standby
 from paceline.rpc.targets import Call, Target, made_of, what_of
+from paceline.rpc.wire.codec import Encoding
+from paceline.rpc.wire.messages import RpcKind
 from paceline.rpc.workers import Directory, WorkerInfo
 from paceline.transport import read_meta
 

@@ -17,14 +17,14 @@ from typing_extensions import override
 from paceline.collectives.rendezvous.node import Taker
 from paceline.errors import ConnectionLostError, DeadlineError, PacelineError, ProtocolError, UsageError
 from paceline.rpc.calling import unreadable
-from paceline.rpc.codec import Decoding, Encoding
 from paceline.rpc.counting import ReferenceId
-from paceline.rpc.framed_socket import FramedSocket, Received
 from paceline.rpc.functions import is_async, promise_of
 from paceline.rpc.futures import Future
-from paceline.rpc.messages import RemoteError, RpcKind, failure_meta
 from paceline.rpc.running import in_context
 from paceline.rpc.serving import CalleeEnd, RequestServer
+from paceline.rpc.wire.codec import Decoding, Encoding
+from paceline.rpc.wire.framed_socket import FramedSocket, Received
+from paceline.rpc.wire.messages import RemoteError, RpcKind, failure_meta
 from paceline.transport import Buffer, Header, reader
 
 if TYPE_CHECKING:

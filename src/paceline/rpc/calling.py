@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from paceline.errors import ConnectionLostError, DeadlineError, PacelineError, ProtocolError, UsageError, printable
-from paceline.rpc.framed_socket import FramedSocket, Received
 from paceline.rpc.futures import Future, left_until
+from paceline.rpc.wire.framed_socket import FramedSocket, Received
 from paceline.transport import Buffer
 
 _TICK_S = 0.1

@@ -12,10 +12,10 @@ from typing_extensions import override
 from paceline.collectives.world import World
 from paceline.errors import AuthenticationError, ConnectionLostError, PacelineError, PeerError, UsageError, printable
 from paceline.rpc.calling import CallerEnd, PendingReply, ReplyReader
-from paceline.rpc.codec import Decoding
-from paceline.rpc.framed_socket import FramedSocket, Received
 from paceline.rpc.futures import Future
-from paceline.rpc.messages import RpcKind, failure_of
+from paceline.rpc.wire.codec import Decoding
+from paceline.rpc.wire.framed_socket import FramedSocket, Received
+from paceline.rpc.wire.messages import RpcKind, failure_of
 
 if TYPE_CHECKING:
     from paceline.rpc.agent import Agent

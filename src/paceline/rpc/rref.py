@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from msgspec.msgpack import Ext
 
 from paceline.errors import ProtocolError, UsageError
-from paceline.rpc.codec import REFERENCE, Decoding, Encoding, add_kind, cannot_send
 from paceline.rpc.counting import ReferenceId
 from paceline.rpc.futures import Future, Timeout
 from paceline.rpc.references import Holding
 from paceline.rpc.running import current_agent
+from paceline.rpc.wire.codec import REFERENCE, Decoding, Encoding, add_kind, cannot_send
 
 if TYPE_CHECKING:
     from paceline.rpc.agent import Agent

@@ -19,8 +19,8 @@ from typing_extensions import override
 
 from paceline.errors import ProtocolError, UsageError
 from paceline.rpc.calling import CallerEnd, unreadable
-from paceline.rpc.framed_socket import FramedSocket, Received
 from paceline.rpc.futures import BlockedThreads, TimedFuture, left_until, wait_by
+from paceline.rpc.wire.framed_socket import FramedSocket, Received
 
 _logger = logging.getLogger("paceline.rpc")
 _MOMENT_S = 0.002

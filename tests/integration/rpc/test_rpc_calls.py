@@ -28,7 +28,7 @@ from paceline.errors import (
 from paceline.rpc import Future, RemoteError, RRef, allow, async_execution, serving, wait_all
 from paceline.rpc.agent import Agent
 from paceline.rpc.allowed import qualified_name
-from paceline.rpc.codec import Encoding
+from paceline.rpc.wire.codec import Encoding
 
 from .agents import TOKEN, make_agents
 

@@ -20,6 +20,8 @@ from paceline.rpc.running import set_agent
 
 from .agents import make_agents
 
+HIDDEN = "_hidden"
+
 
 @pytest.fixture
 def owner() -> Iterator[Agent]:
@@ -123,7 +125,7 @@ def test_methods_given_as_functions(owner: Agent) -> None:
     with pytest.raises(UsageError, match=r"lives on 'b' was called on 'a'; .*rref\.rpc_async\(\)\.method"):
         rpc.rpc_sync("a", table.rpc_sync().total)
     with pytest.raises(UsageError, match=r"'_hidden' of .*Table is not allowed here: its name begins with _"):
-        table.rpc_sync()._hidden()
+        getattr(table.rpc_sync(), HIDDEN)()
 
 
 def test_methods_of_what_can_be_sent_run_on_a_copy(owner: Agent) -> None:

@@ -15,6 +15,7 @@ from paceline.rpc import allow
 from paceline.rpc.allowed import Allowed, qualified_name
 
 imported = os.getcwd
+HIDDEN = "_hidden"
 
 
 def function() -> int:
@@ -114,8 +115,8 @@ def test_methods_of_allowed_classes() -> None:
         with pytest.raises(UsageError, match="is not allowed here"):
             allowed.check_method(value, name)
     with pytest.raises(UsageError, match=f"its name begins with _; say its name, .*'{HERE}:Outer._hidden'"):
-        allowed.check_method(value, "_hidden")
-    assert Allowed([f"{HERE}:Outer._hidden"]).check_method(value, "_hidden")() == 6
+        allowed.check_method(value, HIDDEN)
+    assert Allowed([f"{HERE}:Outer._hidden"]).check_method(value, HIDDEN)() == 6
     with pytest.raises(UsageError, match="has no method 'nothing'"):
         allowed.check_method(value, "nothing")
     with pytest.raises(UsageError, match="decorate the class"):

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from paceline.errors import PacelineError, ProtocolError, UsageError
 from paceline.rpc import allow
 from paceline.rpc.allowed import Allowed
-from paceline.rpc.codec import MAX_DEPTH, Decoding, Encoding
+from paceline.rpc.wire.codec import MAX_DEPTH, Decoding, Encoding
 from paceline.rpc.workers import WorkerInfo
 
 

@@ -18,13 +18,14 @@ import pytest
 
 from paceline import rpc
 from paceline.errors import ConnectionLostError, DeadlineError, PeerError, ProtocolError, UsageError
-from paceline.rpc import Future, RemoteError, framed_socket
+from paceline.rpc import Future, RemoteError
 from paceline.rpc.allowed import Allowed
-from paceline.rpc.framed_socket import FramedSocket
 from paceline.rpc.functions import promise_of
 from paceline.rpc.futures import seconds_of
-from paceline.rpc.messages import CallFailure, failure_meta, failure_of
-from paceline.rpc.shared_bodies import SharedBodies, can_share
+from paceline.rpc.wire import framed_socket
+from paceline.rpc.wire.framed_socket import FramedSocket
+from paceline.rpc.wire.messages import CallFailure, failure_meta, failure_of
+from paceline.rpc.wire.shared_bodies import SharedBodies, can_share
 from paceline.rpc.workers import Directory, Introduction, check_name
 from paceline.transport import pack_header
 

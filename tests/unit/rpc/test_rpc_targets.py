@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from paceline.errors import UsageError
-from paceline.rpc.codec import Encoding
 from paceline.rpc.targets import Call, call_of, made_of, target_of, what_of
+from paceline.rpc.wire.codec import Encoding
 
 HERE = __name__
 

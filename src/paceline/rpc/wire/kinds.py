@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import ProtocolError, UsageError, printable
 from paceline.rpc.allowed import qualified_name
-from paceline.rpc.codec import CannotSendError, Decoding, Encoding, Pack, add_kind, add_pack, as_sent, cannot_send
+from paceline.rpc.wire.codec import CannotSendError, Decoding, Encoding, Pack, add_kind, add_pack, as_sent, cannot_send
 from paceline.transport import known
 
 TUPLE, SET, FROZENSET, DICT, BIG_INT, COMPLEX, ARRAY, NAMED, RECORD, TEXT, PICKLED, ORDERED = range(1, 13)

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from paceline.collectives.rendezvous.rendezvous import is_loopback
 from paceline.errors import ConnectionLostError, DeadlineError, ProtocolError, UsageError
-from paceline.rpc.messages import LIMITS
-from paceline.rpc.shared_bodies import SMALLEST_BYTES, SharedBodies, can_share
+from paceline.rpc.wire.messages import LIMITS
+from paceline.rpc.wire.shared_bodies import SMALLEST_BYTES, SharedBodies, can_share
 from paceline.transport.frames import (
     HEADER,
     HEADER_BYTES,

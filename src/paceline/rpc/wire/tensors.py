@@ -9,7 +9,7 @@ import torch
 from msgspec.msgpack import Ext
 
 from paceline.errors import ProtocolError
-from paceline.rpc.codec import (
+from paceline.rpc.wire.codec import (
     DTYPES,
     OF_TORCH,
     TENSOR,

@@ -168,12 +168,12 @@ class Encoding:
 
     def _find(self, value: Any, kind: type) -> Pack:
         """Return how to send a value whose type was not seen before."""
-        from paceline.rpc.kinds import find_pack
+        from paceline.rpc.wire.kinds import find_pack
 
         if kind in _packs:  # since the import
             return _packs[kind]
         if kind.__module__.partition(".")[0] == "torch" or _is_tensor(value):
-            import paceline.rpc.tensors  # noqa: F401  (it adds the kinds of torch's)
+            import paceline.rpc.wire.tensors  # noqa: F401  (it adds the kinds of torch's)
 
             if kind in _packs:
                 return _packs[kind]
@@ -235,10 +235,10 @@ class Decoding:
     def _unpack(self, code: int, data: memoryview) -> Any:
         unpack = _unpacks.get(code)
         if unpack is None:
-            import paceline.rpc.kinds
+            import paceline.rpc.wire.kinds
 
             if code in (TENSOR, OF_TORCH):
-                import paceline.rpc.tensors  # noqa: F401  (it adds the kinds of torch's)
+                import paceline.rpc.wire.tensors  # noqa: F401  (it adds the kinds of torch's)
             unpack = _unpacks.get(code)
         if unpack is None:
             raise ProtocolError(f"got a value of kind {code}, which this version does not know")
