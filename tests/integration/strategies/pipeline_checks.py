@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import resource
@@ -412,6 +413,7 @@ def check_what_cannot_be_is_said_on_every_rank(rank: int, size: int) -> None:
         Bags(),
     )
     refused(r"shape \(2, 3, 4\) for 4 examples.*must be the batch.*batch_first", lambda net: net(x), Recurrent())
+    refused(r"copy.deepcopy\(\) of a model whose layers are on several", copy.deepcopy)
     refused("layout sparse_coo and 8 rows", lambda net: net(torch.eye(8).to_sparse()))
     refused("have every process do the same", lambda net: word_loss(net(x), y).backward() if rank else [net(x), net(x)])
 

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F  # noqa: N812
 
@@ -332,6 +333,41 @@ def check_what_cannot_be_sharded_is_refused_on_every_rank(rank: int, size: int) 
             linear.weight.register_hook(torch.neg)
         with pytest.raises(UsageError, match=r"call its full_tensor\(\) before, on every process"):
             float(linear.weight.norm())
+
+
+class Autoencoder(nn.Module):
+    """One of its methods is called by itself, to draw samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(6, 4), nn.Linear(4, 6)
+
+    def decode(self, code: Tensor) -> Any:
+        return self.decoder(code).sigmoid()
+
+    def forward(self, x: Tensor, shift: Tensor) -> Any:
+        return self.decode(self.encoder(x) + shift)
+
+
+def check_methods_and_arguments_beside_forward(rank: int, size: int) -> None:
+    torch.manual_seed(2)
+    alone = Autoencoder()
+    x, code = torch.rand(3, 6), torch.rand(2, 4)
+    expected, shift = alone(x, alone.encoder.weight.new_ones(4)), alone.encoder.bias.detach().clone()
+    meet_again()
+    with Sharded(device="cpu") as strategy:
+        model = strategy.prepare(copy.deepcopy(alone))
+        torch.testing.assert_close(model(x, model.encoder.weight.new_ones(4)), expected)  # a DTensor
+        torch.testing.assert_close(model(x, shift=model.encoder.bias.detach()), alone(x, shift))
+        with pytest.raises(UsageError, match=r"decoder was called while its parameters are in shards"):
+            model.decode(code)
+        register_fsdp_forward_method(model, "decode")
+        with torch.no_grad():
+            torch.testing.assert_close(model.decode(code), alone.decode(code))
+        model(x, shift).mean().backward()
+        alone(x, shift).mean().backward()
+        assert isinstance(model.decoder.weight.grad, DTensor)
+        torch.testing.assert_close(model.decoder.weight.grad.full_tensor(), alone.decoder.weight.grad)
 
 
 # Device meshes in a program of its own.

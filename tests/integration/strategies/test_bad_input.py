@@ -28,6 +28,8 @@ class Net(nn.ModuleList):
 
 
 strategy = pt.strategy(timeout=timedelta(seconds=20))
+if sys.argv[1] == "two":
+    pt.strategy()
 model, rank = Net([nn.Linear(4, 1), nn.Linear(4, 1)]), strategy.rank
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = DataLoader(TensorDataset(torch.ones(16, 4)), batch_size=2)
@@ -81,6 +83,13 @@ def test_one_rank_that_does_wrong_is_the_one_that_is_blamed(tmp_path: Path, case
     assert "paceline run: rank 1 of 2 failed with exit status 1" in err
     assert words in err.splitlines()[-1]
     assert "[rank1]" not in err
+
+
+@pytest.mark.parametrize("strategy", ["parameter-server", "hybrid"])
+def test_a_second_strategy_with_servers_is_refused(tmp_path: Path, strategy: str) -> None:
+    status, _, err = run(tmp_path, strategy, "two")
+    assert status == 1, err
+    assert f"strategy {strategy}: this process has a strategy with servers already" in err.splitlines()[-1]
 
 
 def test_servers_wait_for_nobody_who_has_left_an_epoch_by_break(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from paceline.torch.gradient_filters import row_filters
 from paceline.torch.strategies.all_reduce import AllReduce
 from paceline.torch.strategies.base import warn
 from paceline.torch.strategies.ranks import DEFAULT_TIMEOUT
-from paceline.torch.strategies.server.cluster import check_cluster, connect_workers
+from paceline.torch.strategies.server.cluster import check_cluster, check_is_first, connect_workers
 
 
 class Hybrid(AllReduce):
@@ -61,6 +61,7 @@ class Hybrid(AllReduce):
         seed: int = 0,
         **options: Any,
     ) -> None:
+        check_is_first(self.name)
         self._row_filters = row_filters(filters, pull_filters)
         averaged = [each for each in self._row_filters.filters if are_for_gradients(each)]
         super().__init__(device=device, seed=seed, filters=averaged, **options)

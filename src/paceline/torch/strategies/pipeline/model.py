@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -79,6 +79,12 @@ class PipelinedModel(nn.Module):
     @override
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_module"], name)
+
+    def __deepcopy__(self, _: Any) -> NoReturn:
+        raise UsageError(
+            "copy.deepcopy() of a model whose layers are on several processes: copy it before prepare(), and write "
+            "what strategy.gather_values() returns on rank 0 into the copy"
+        )
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from datetime import timedelta
 
 from paceline.environment import environment
@@ -11,6 +12,18 @@ from paceline.ps import Client
 from paceline.transport import TLS, SocketTransport
 
 _TIMEOUT = timedelta(minutes=1)
+_clients: weakref.WeakSet[Client] = weakref.WeakSet()
+"""Those of this process's strategies."""
+
+
+def check_is_first(name: str) -> None:
+    """Raise UsageError if this process, one rank of a launcher's, has a strategy with servers that is open."""
+    if environment().rank is not None and any(not client.servers.is_closed for client in _clients):
+        raise UsageError(
+            f"strategy {name}: this process has a strategy with servers already, and is one worker of them, which "
+            "trains one model: for several models start the program with `paceline run --strategy all-reduce`, and "
+            "make a strategy for each"
+        )
 
 
 def connect_workers(name: str, rank: int, timeout: timedelta = _TIMEOUT) -> Client:
@@ -26,9 +39,11 @@ def connect_workers(name: str, rank: int, timeout: timedelta = _TIMEOUT) -> Clie
             f"not set): start the program with `paceline run --strategy {name} --servers 1 SCRIPT`"
         )
     tls = TLS.of_files(told.tls_cert, told.tls_key, told.tls_ca)
-    return Client.connect(
+    client = Client.connect(
         SocketTransport(told.token, tls=tls), told.scheduler, rank=rank, timeout_s=timeout.total_seconds()
     )
+    _clients.add(client)
+    return client
 
 
 def check_cluster(

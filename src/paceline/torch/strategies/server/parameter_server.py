@@ -32,7 +32,7 @@ from paceline.torch.embeddings import ClusterTables, RowTables
 from paceline.torch.gradient_filters import row_filters
 from paceline.torch.strategies.base import Strategy
 from paceline.torch.strategies.ranks import DEFAULT_TIMEOUT, Ranks
-from paceline.torch.strategies.server.cluster import check_cluster, connect_workers
+from paceline.torch.strategies.server.cluster import check_cluster, check_is_first, connect_workers
 from paceline.torch.strategies.server.dense_parameters import DenseParameters
 from paceline.torch.strategies.server.dense_tables import Slot, broadcast_tensors, lay_out
 from paceline.torch.strategies.server.optimizer import ServerOptimizer
@@ -96,6 +96,7 @@ class ParameterServer(Strategy):
             raise UsageError(f"ParameterServer(unused={unused!r}): expected 'error' or 'skip'")
         chosen = row_filters(filters, pull_filters)
         filters_of_dense_tables(chosen.filters)
+        check_is_first(self.name)
         ranks = Ranks.meet(timeout)
         try:
             super().__init__(ranks, device=device, seed=seed)

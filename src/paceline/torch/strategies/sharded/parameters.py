@@ -179,6 +179,29 @@ def without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
     return tree_map_only(Tensor, lambda each: each.clone() if each._is_view() and each.requires_grad else each, output)
 
 
+def whole_arguments(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return the model's arguments with whole tensors for shards: a hook of the model, before its forward.
+
+    What a program makes of a parameter (a state of ``weight.new_zeros(...)``) is a shard, too.
+    """
+    whole: tuple[Any, Any] = tree_map_only(DTensor, DTensor.full_tensor, (args, kwargs))
+    return whole
+
+
+def refuse_shards(name: str, module: nn.Module) -> None:
+    """Have a module refuse to be called while its parameters are shards: by a method of the model, not by the model."""
+
+    def check(module: nn.Module, _: Any) -> None:
+        if any(isinstance(each, DTensor) for each in module._parameters.values()):
+            raise UsageError(
+                f"strategy sharded: {name or 'the model'} was called while its parameters are in shards, which only a "
+                "call of the model itself gathers: call model(...), or, for a method METHOD of it that is called by "
+                "itself, torch.distributed.fsdp.register_fsdp_forward_method(model, 'METHOD') after prepare()"
+            )
+
+    module.register_forward_pre_hook(check)
+
+
 @torch.no_grad()
 def share_buffers(module: nn.Module, _: Any) -> None:
     """Give every rank rank 0's buffers before a forward of training: those that a checkpoint holds (statistics).

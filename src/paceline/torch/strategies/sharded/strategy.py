@@ -30,10 +30,12 @@ from paceline.torch.strategies.sharded.parameters import (
     check_parameters,
     clip_shards,
     guard,
+    refuse_shards,
     replace,
     retire,
     shard_values,
     share_buffers,
+    whole_arguments,
     without_views,
 )
 from paceline.torch.strategies.sharded.unfinished import Unfinished
@@ -136,9 +138,11 @@ class Sharded(Strategy):
             )
             retire(whole)
         Unfinished.watch(model)
-        for module in model.modules():
+        model.register_forward_pre_hook(whole_arguments, with_kwargs=True)
+        for name, module in model.named_modules():
             if module._parameters:
-                module.register_load_state_dict_pre_hook(shard_values)  # type: ignore[no-untyped-call]
+                module.register_load_state_dict_pre_hook(shard_values)
+                refuse_shards(name, module)
         if any(True for _ in model.buffers()):
             model.register_forward_pre_hook(share_buffers)
 
