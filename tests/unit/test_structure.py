@@ -15,7 +15,7 @@ SOURCE = Path(paceline.__file__).parent
 TESTS = Path(__file__).parents[1]
 MAX_MODULE_LINES, MAX_FOLDER_MODULES, MAX_METHODS, MAX_ATTRIBUTES = 450, 22, 20, 15
 
-MAX_REPEATED_CLASSES = 10
+MAX_REPEATED_CLASSES = 0
 MAX_PRIVATE_ACCESSES = 49
 NOT_OURS = ("_exit", "_replace", "_run_exitfuncs", "_shutdown", "_version", "_parameters", "_coalescing_manager",
             "_foreach_lerp_", "_get_backend", "_get_default_store")  # fmt: skip

@@ -67,23 +67,23 @@ class JobCore:
         if self.ledger is not None and asked.peer is self._poster:
             self.ledger.report_came()
         match asked.request:
-            case events.PostJob():
+            case events.JobPosted():
                 return self._post(asked, asked.request, membership)
-            case events.GetJob(after=after):
+            case events.JobWanted(after=after):
                 return self._get(asked, after, membership, now_s)
-            case events.TakeLease(job=number, wait=wait):
+            case events.LeaseWanted(job=number, wait=wait):
                 job = self._unless_over(number)
                 if job is None:
                     return [Answer(call, Lease(lease=ALL_DONE))]
                 job.take_lease(call, _worker(asked, membership).rank, wait=wait, now_s=now_s)
                 return []
-            case events.JobStatus(job=number):
+            case events.StatusWanted(job=number):
                 job = self._current(number)
                 state = job.state(len(membership.of(Role.WORKER)), now_s)
                 return [Answer(call, replace(state, awaited=self._at_another(job, membership)))]
-            case events.GetAccount(job=number):
+            case events.AccountWanted(job=number):
                 return [Answer(call, self._current(number).account())]
-            case events.TakeReports(job=number):
+            case events.ReportWanted(job=number):
                 taken = self._current(number).take_report()
                 return [Answer(call, None) if taken is None else Answer(call, *taken)]
             case events.CountersTold(counters=counters):
@@ -96,21 +96,21 @@ class JobCore:
     def _note(self, asked: Asked, membership: Membership) -> None:
         """Note what a worker says of its job; of one that is over it concerns nobody."""
         request = asked.request
-        assert isinstance(request, events.LeaseDone | events.FileEnded | events.Report | events.JobFailed)
+        assert isinstance(request, events.LeaseFinished | events.FileEndFound | events.ReportMade | events.FailureFound)
         job = self._unless_over(request.job)
         if job is None:
             return
         match request:
-            case events.LeaseDone():
+            case events.LeaseFinished():
                 job.lease_done(_worker(asked, membership), request)
-            case events.FileEnded(file=file, num_shards=num_shards):
+            case events.FileEndFound(file=file, num_shards=num_shards):
                 job.file_ended(file, num_shards)
-            case events.Report():
+            case events.ReportMade():
                 job.results.add_report(_worker(asked, membership).incarnation, request)
-            case events.JobFailed(error=error, message=message):
+            case events.FailureFound(error=error, message=message):
                 job.fail(error, message)
 
-    def _post(self, asked: Asked, request: events.PostJob, membership: Membership) -> list[Answer]:
+    def _post(self, asked: Asked, request: events.JobPosted, membership: Membership) -> list[Answer]:
         self.last_number = number = self.last_number + 1
         answers = [Answer(asked.call, number)]
         if self.ledger is not None:

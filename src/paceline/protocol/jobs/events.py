@@ -12,14 +12,14 @@ from paceline.protocol.jobs.records import Counters, JobSpec, Key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PostJob:
+class JobPosted:
     """Post work for the workers, which ends the job before. Answered by the job's number."""
 
     spec: JobSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GetJob:
+class JobWanted:
     """A worker that has done what there was of job `after` asks for the next, or for more of that one.
 
     Answered by Job, when there is one and no worker is at another job any more.
@@ -29,7 +29,7 @@ class GetJob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TakeLease:
+class LeaseWanted:
     """A worker asks for a shard. Answered by Lease: at once, or, with `wait`, when there is one."""
 
     job: int
@@ -37,7 +37,7 @@ class TakeLease:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseDone:
+class LeaseFinished:
     """A worker has done the shard of a lease; its counters include that, and no shard that it has not done."""
 
     job: int
@@ -46,7 +46,7 @@ class LeaseDone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FileEnded:
+class FileEndFound:
     """Reading has shown how many shards a file has."""
 
     job: int
@@ -55,7 +55,7 @@ class FileEnded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class ReportMade:
     """A worker's findings for whoever posted the job."""
 
     job: int
@@ -68,7 +68,7 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobFailed:
+class FailureFound:
     """A worker has found that the job cannot be done by anybody: the data is bad, say."""
 
     job: int
@@ -84,29 +84,29 @@ class CountersTold:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobStatus:
+class StatusWanted:
     """Ask how far a job is. Answered by JobState."""
 
     job: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GetAccount:
+class AccountWanted:
     """Ask what is done of a job. Answered by JobAccount."""
 
     job: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TakeReports:
+class ReportWanted:
     """Take the next report of a job. Answered by TakenReport, with the report's body, or by None."""
 
     job: int
 
 
 Request: TypeAlias = (
-    PostJob | GetJob | TakeLease | LeaseDone | FileEnded | Report | JobFailed | CountersTold | JobStatus | GetAccount
-    | TakeReports
+    JobPosted | JobWanted | LeaseWanted | LeaseFinished | FileEndFound | ReportMade | FailureFound | CountersTold
+    | StatusWanted | AccountWanted | ReportWanted
 )  # fmt: skip
 
 

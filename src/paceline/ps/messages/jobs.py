@@ -94,16 +94,16 @@ class JobNews(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 _EVENTS: Final[dict[type, Any]] = {
-    PostJob: events.PostJob,
-    GetJob: events.GetJob,
-    TakeLease: events.TakeLease,
-    LeaseDone: events.LeaseDone,
-    FileEnded: events.FileEnded,
-    Report: events.Report,
-    JobFailed: events.JobFailed,
-    JobStatus: events.JobStatus,
-    GetAccount: events.GetAccount,
-    TakeReports: events.TakeReports,
+    PostJob: events.JobPosted,
+    GetJob: events.JobWanted,
+    TakeLease: events.LeaseWanted,
+    LeaseDone: events.LeaseFinished,
+    FileEnded: events.FileEndFound,
+    Report: events.ReportMade,
+    JobFailed: events.FailureFound,
+    JobStatus: events.StatusWanted,
+    GetAccount: events.AccountWanted,
+    TakeReports: events.ReportWanted,
 }
 
 

@@ -50,7 +50,7 @@ class Memory:
         match message:
             case messages.Report():
                 with self._lock:
-                    report = self._ledger.sent(events.Report(**msgspec.structs.asdict(message), body=tuple(body)))
+                    report = self._ledger.sent(events.ReportMade(**msgspec.structs.asdict(message), body=tuple(body)))
                 return _message(report)
             case messages.Heartbeat(progress=progress) if progress:
                 with self._lock:
@@ -98,7 +98,7 @@ class Memory:
 
 
 def _message(request: events.Request) -> messages.Report | messages.LeaseDone:
-    if isinstance(request, events.LeaseDone):
+    if isinstance(request, events.LeaseFinished):
         return messages.LeaseDone(job=request.job, lease=request.lease, progress=request.progress)
-    assert isinstance(request, events.Report)
+    assert isinstance(request, events.ReportMade)
     return messages.Report(job=request.job, fields=request.fields, number=request.number, shard=request.shard)

@@ -49,10 +49,10 @@ class Worker:
 
     def done(self, ledger: JobLedger, lease: Lease, examples: float = 1.0) -> None:
         progress = {"job": 1.0, "examples": examples}
-        ledger.lease_done(self.member, events.LeaseDone(job=1, lease=lease.lease, progress=progress))
+        ledger.lease_done(self.member, events.LeaseFinished(job=1, lease=lease.lease, progress=progress))
 
     def predict(self, ledger: JobLedger, number: int, lease: Lease) -> None:
-        report = events.Report(job=1, fields={}, body=b"scores", number=number, shard=lease.key)
+        report = events.ReportMade(job=1, fields={}, body=b"scores", number=number, shard=lease.key)
         ledger.results.add_report(self.member.incarnation, report)
 
     def remembers(self, memory: JobMemory | None) -> Remembered:
