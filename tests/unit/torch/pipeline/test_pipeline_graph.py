@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -257,6 +258,30 @@ def test_measuring_leaves_no_trace() -> None:
     assert layers[0].parameter_bytes == 80
     assert all(value.equal(before[name]) for name, value in model.state_dict().items())
     assert all(each.grad is None for each in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda parameters: torch.optim.Adam(parameters, lr=0.1),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1),
+    ],
+)
+def test_updates_are_measured_on_copies(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = make([{"params": model[0].parameters(), "lr": 0.2}, {"params": model[2].parameters()}])
+    layers, _ = measure_layers(model, traced(model, X), {"input": X}, optimizer=optimizer, splits=True)
+    assert [layer.update_s > 0 for layer in layers] == [True, False, True]
+    assert all(layer.weights_s > 0 for layer in (layers[0], layers[2]))
+    assert not optimizer.state
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+
+
+def test_updates_that_cannot_be_measured_take_no_time() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    layers, _ = measure_layers(model, traced(model, X), {"input": X}, optimizer=torch.optim.LBFGS(model.parameters()))
+    assert [layer.update_s for layer in layers] == [0.0, 0.0]
 
 
 def test_values_are_taken_apart_and_put_together() -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
 from paceline.errors import UsageError
 from paceline.pipeline_options import SCHEDULES, PipelineFlags, PipelineOptions, choose_pipeline
 from paceline.strategies import choose_strategy
+from paceline.torch.strategies.pipeline.plan.between import MessageCost
 from paceline.torch.strategies.pipeline.plan.choosing import Measured, PipelinePlan, describe_plan, make_plan
 from paceline.torch.strategies.pipeline.plan.measured import Measurements, describe_measured
-from paceline.torch.strategies.pipeline.plan.measuring import MessageCost
 from paceline.torch.strategies.pipeline.plan.orders import (
     Action,
     all_forward_first,
@@ -99,6 +100,27 @@ def test_plain_orders_take_any_number() -> None:
     assert line.step_s == pytest.approx(8 + 4 * 0.5)  # two crossings each way
 
 
+def test_a_step_has_sends_first_gradients_and_an_update() -> None:
+    plain = StageTimes(forward_s=1.0, backward_s=2.0)
+    orders, places = orders_of("1f1b", 2, 2), [0, 1]
+
+    def step_s(times: StageTimes, transfer_s: float = 0.0, sending_s: float = 0.0) -> float:
+        return play(orders, places, [times] * 2, lambda stage: transfer_s, lambda stage: sending_s).step_s
+
+    assert step_s(plain) == 9.0
+    assert step_s(replace(plain, update_s=0.5)) == 9.5
+    assert step_s(replace(plain, first_s=0.25)) == 9.25  # of rank 1; rank 0 waits in the time of its own
+    # While rank 1 sends its first gradient back it does not go forward with the second microbatch.
+    assert step_s(plain, transfer_s=1.0) == 11.0
+    assert step_s(plain, transfer_s=1.0, sending_s=0.5) == 11.5
+
+
+def test_a_backward_in_halves_takes_what_halving_takes() -> None:
+    times = StageTimes(forward_s=1.0, backward_s=2.0, weights_s=0.5, halving_s=0.25, first_s=4.0)
+    assert [times.of(Action(kind, 0, 1)) for kind in ("F", "B", "I", "W")] == [1.0, 2.0, 1.75, 0.5]
+    assert [times.of(Action(kind, 0, 0)) for kind in ("F", "B", "I", "W")] == [1.0, 6.0, 1.75, 4.5]
+
+
 def test_orders_that_wait_for_one_another_are_found() -> None:
     orders = ((Action("B", 0, 0), Action("F", 0, 0)),)
     with pytest.raises(ValueError, match="wait for one another"):
@@ -181,6 +203,11 @@ def test_what_was_measured_is_told_beside_what_was_predicted() -> None:
         for rank, each in enumerate(ranks):
             each.add(10.0, {f"F{rank}": 2.0, f"B{rank}": 6.0}, 2, is_whole=True)
             found.take(rank, each.own)
+    for rank, each in enumerate(ranks):
+        each.begin_update()
+        each.end_update()
+        assert each.own[1] > 40.0
+        found.take(rank, [4, 40.0, each.own[2]])
     text = describe_measured(plan, found)
     assert text is not None
     assert "measured over 4 steps: step 10000.00 ms" in text

@@ -27,6 +27,7 @@ from paceline.torch.strategies.pipeline.model import ModelCall, NumberWeights, j
 from paceline.torch.strategies.pipeline.output import AwaitedLoss, AwaitedOutput
 from paceline.torch.strategies.pipeline.ownership import Ownership
 from paceline.torch.strategies.pipeline.partition import Partition, attribute, cut, cuts_by_name
+from paceline.torch.strategies.pipeline.plan.between import MessageCost, measure_agreement, measure_link
 from paceline.torch.strategies.pipeline.plan.choosing import (
     Measured,
     PipelinePlan,
@@ -37,11 +38,9 @@ from paceline.torch.strategies.pipeline.plan.choosing import (
 )
 from paceline.torch.strategies.pipeline.plan.measured import Measurements, describe_measured
 from paceline.torch.strategies.pipeline.plan.measuring import (
-    MessageCost,
     costs_as_told,
     mean_costs,
     measure_layers,
-    measure_link,
 )
 from paceline.torch.strategies.pipeline.plan.orders import (
     Orders,
@@ -168,13 +167,13 @@ class Runner:
                 self.ownership.before_backward()
             began = time.perf_counter()
             step.run(orders[self._rank], loss_of, output_grads)
-            self._measurements.add(time.perf_counter() - began, step.busy_s, len(step.arguments), is_whole=goes_back)
-            step.busy_s.clear()
             if goes_back:
                 self.ownership.after_backward(self._group, self._norm_of)
                 if self._data_group is not None and self.averages:
                     trained = [each for each in self.ownership.own_parameters() if each.requires_grad]
                     average_gradients(self._data_group.group, trained)
+            self._measurements.add(time.perf_counter() - began, step.busy_s, len(step.arguments), is_whole=goes_back)
+            step.busy_s.clear()
 
     def share_output(
         self, step: PipelineStep, rows: int, known: Any, weights: NumberWeights
@@ -274,9 +273,11 @@ class Runner:
     def _make_plan(self, called: CallArguments, rows: int) -> None:
         graph = trace(self.module, called)
         self._broadcast_values()
-        link = MessageCost(latency_s=0.0, seconds_per_byte=0.0)
-        if self._group.size() > 1 and self._ranks.rank < 2:
-            link = measure_link(self._group, self._rank)
+        link = MessageCost()
+        if self._group.size() > 1:
+            agreement_s = measure_agreement(self._group)
+            link = measure_link(self._group, self._rank) if self._ranks.rank < 2 else link
+            link = replace(link, agreement_s=agreement_s)
         measured = self._measure(graph, called.values, rows)
         made: dict[str, Any] = {}
         if self._ranks.rank == 0:
@@ -300,6 +301,8 @@ class Runner:
         if self._optimizer is not None:
             ownership = self.ownership
             self._optimizer.register_step_pre_hook(lambda *_: ownership.before_step())
+            self._optimizer.register_step_pre_hook(lambda *_: self._measurements.begin_update())
+            self._optimizer.register_step_post_hook(lambda *_: self._measurements.end_update())
         places = partition.routes.places
         names = [partition.modules_of(stage) for stage in range(partition.num_stages)]
         first = self._ranks.rank - self._rank
@@ -317,6 +320,7 @@ class Runner:
                 self.module,
                 graph,
                 part,
+                optimizer=self._optimizer,
                 splits=splits_backwards(self._options),
                 filled=lambda names: lent_memory(attribute(self.module, name) for name in names),
             )

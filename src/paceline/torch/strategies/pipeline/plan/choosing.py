@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from paceline.errors import UsageError
 from paceline.pipeline_options import AUTO, SCHEDULES, PipelineOptions
-from paceline.torch.strategies.pipeline.plan.measuring import MessageCost
+from paceline.torch.strategies.pipeline.plan.between import MessageCost
 from paceline.torch.strategies.pipeline.plan.orders import most_in_flight, orders_of, place_stages, split_backwards
 from paceline.torch.strategies.pipeline.plan.splitting import LayerCost, StageLimits, split_layers, stage_bytes
 from paceline.torch.strategies.pipeline.plan.timeline import StageTimes, Timeline, bubble_bound, play
@@ -81,6 +81,7 @@ class Measured:
                 forward_s=between(a.forward_s, b.forward_s),
                 backward_s=between(a.backward_s, b.backward_s),
                 weights_s=between(a.weights_s, b.weights_s),
+                halving_s=between(a.halving_s, b.halving_s),
                 activation_bytes=int(between(a.activation_bytes, b.activation_bytes)),
             )
             for a, b in zip(self.by_rows[small], self.by_rows[large], strict=True)
@@ -98,6 +99,7 @@ def _scaled(cost: LayerCost, factor: float) -> LayerCost:
         forward_s=cost.forward_s * factor,
         backward_s=cost.backward_s * factor,
         weights_s=cost.weights_s * factor,
+        halving_s=cost.halving_s * factor,
         activation_bytes=int(cost.activation_bytes * factor),
     )
 
@@ -171,19 +173,17 @@ def _plan_of(
         cuts = split_layers(layers, num_stages, lambda cut: link.seconds(crossing[cut]), limits)
     bounds = [0, *cuts, len(layers)]
     stages = [layers[a:b] for a, b in itertools.pairwise(bounds)]
-    times = tuple(
-        StageTimes(
-            forward_s=sum(x.forward_s for x in each),
-            backward_s=sum(x.backward_s for x in each),
-            weights_s=sum(x.weights_s for x in each),
-        )
-        for each in stages
-    )
+    times = tuple(_times_of(each) for each in stages)
     memory_bytes = tuple(stage_bytes(each, limits) for each in stages)
     _check_memory(memory_bytes, memory)
     timeline = play(
-        orders, place_stages(schedule, num_ranks), times, lambda stage: link.seconds(crossing[bounds[stage]])
+        orders,
+        place_stages(schedule, num_ranks),
+        times,
+        lambda stage: link.seconds(crossing[bounds[stage]]),
+        lambda stage: link.sending(crossing[bounds[stage]]),
     )
+    timeline = replace(timeline, step_s=timeline.step_s + link.agreement_s)
     return PipelinePlan(
         schedule=schedule,
         microbatches=count,
@@ -192,6 +192,12 @@ def _plan_of(
         memory_bytes=memory_bytes,
         timeline=timeline,
     )
+
+
+def _times_of(layers: Sequence[LayerCost]) -> StageTimes:
+    """Return what a stage of these layers takes."""
+    names = [each.name for each in fields(StageTimes)]
+    return StageTimes(**{name: sum(getattr(layer, name) for layer in layers) for name in names})
 
 
 def _check_memory(memory_bytes: Sequence[float], limit: int | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from paceline.torch.strategies.pipeline.plan.choosing import PipelinePlan
@@ -14,9 +15,10 @@ class Measurements:
 
     def __init__(self, num_ranks: int) -> None:
         self.own: list[Any] = [0, 0.0, {}]
-        """Steps, seconds of them, and seconds of computing a microbatch by ``F3`` or ``B3``, summed over steps."""
+        """Sums over steps: 1, seconds with the update, and seconds of computing a microbatch, by ``F3`` or ``B3``."""
         self._by_rank: list[list[Any]] = [[0, 0.0, {}] for _ in range(num_ranks)]
         self._num_seen = 0
+        self._update_began = 0.0
 
     def add(self, took_s: float, busy_s: dict[str, float], num_parts: int, *, is_whole: bool) -> None:
         """Count a run of `num_parts` microbatches, if it is a whole training step; the first ones are warm-up."""
@@ -29,6 +31,17 @@ class Measurements:
         each = {key: busy.get(key, 0.0) + value / num_parts for key, value in busy_s.items()}
         whole = busy.get("all", 0.0) + sum(busy_s.values())
         self.own = [steps + 1, seconds + took_s, {**each, "all": whole}]
+
+    def begin_update(self) -> None:
+        """Count what the optimizer does until :meth:`end_update` as part of the last step."""
+        self._update_began = time.perf_counter()
+
+    def end_update(self) -> None:
+        """Count an update."""
+        steps, seconds, busy = self.own
+        if steps:
+            took_s = time.perf_counter() - self._update_began
+            self.own = [steps, seconds + took_s, {**busy, "all": busy["all"] + took_s}]
 
     def take(self, rank: int, told: list[Any]) -> None:
         """Take what another rank has told."""

@@ -1,4 +1,4 @@
-"""What layers take: each goes forward and backward by itself on a microbatch, on all ranks at once; messages are timed.
+"""What layers take: each goes forward and backward by itself on a microbatch, and is updated, on all ranks at once.
 
 Ranks share memory and caches, and a stage's weights are out of the cache when its next microbatch comes. So all ranks
 measure at the same time, and what lies in the cache is driven out between calls. A layer is run as a stage of its own,
@@ -7,18 +7,20 @@ by the code that runs stages.
 
 from __future__ import annotations
 
+import copy
 import math
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.optim import Optimizer
 
 from paceline.torch.strategies.pipeline.graph import LayerGraph
 from paceline.torch.strategies.pipeline.partition import attribute, crossing_values, cut
@@ -26,25 +28,15 @@ from paceline.torch.strategies.pipeline.plan.splitting import LayerCost
 from paceline.torch.strategies.pipeline.stage import Saved, Stage
 from paceline.torch.strategies.pipeline.values import put_together, take_apart
 
-_REPEATS: Final = 5
+_REPEATS: Final = 8
+_FIRST_OF: Final = 3
+"""Every which call of a layer finds no gradients."""
+_UPDATES: Final = 3
 _LONG_S: Final = 0.5
-_SMALL, _LARGE = 1 << 8, 1 << 18  # elements of float32
 _MAX_COLD_BYTES: Final = 32 << 20
 
 Filling = Callable[[Sequence[str]], AbstractContextManager[None]]
 """From names of parameters and buffers to a context in which they have memory."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MessageCost:
-    """What a message between two ranks takes."""
-
-    latency_s: float
-    seconds_per_byte: float
-
-    def seconds(self, num_bytes: float) -> float:
-        """Return the time of a message of this size."""
-        return self.latency_s + self.seconds_per_byte * num_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +47,13 @@ class _LayerRun:
     forward_s: float
     backward_s: float
     weights_s: float
+    is_first: bool
+    """Whether there were no gradients to add to."""
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward."""
+        return self.forward_s + self.backward_s
 
 
 def measure_layers(
@@ -62,18 +61,20 @@ def measure_layers(
     graph: LayerGraph,
     arguments: Mapping[str, Any],
     *,
+    optimizer: Optimizer | None = None,
     splits: bool = False,
     filled: Filling = lambda names: nullcontext(),
 ) -> tuple[list[LayerCost], list[int]]:
     """Return what each layer takes for one microbatch, and by cut the bytes of the values that cross it.
 
-    `splits`: whether to find what of a backward can be put off. Values, buffers, gradients and the random state are
-    afterwards what they were before.
+    `optimizer`: what updates the parameters. `splits`: whether to find what of a backward can be put off. Values,
+    buffers, gradients and the random state are afterwards what they were before.
     """
     count = len(graph.layers)
     partition = cut(graph, range(1, count), [0] * count, module, repeats=False)
     values: dict[str, Any] = {}
     layers: list[LayerCost] = []
+    all_runs: list[Sequence[_LayerRun]] = []
     counted: set[int] = set()
     cold = torch.zeros(_cold_bytes(module) // 4)
     with _undone(module):
@@ -90,33 +91,33 @@ def measure_layers(
                 tensors = [attribute(module, name) for name in names]
                 weights = [each for each in tensors if isinstance(each, nn.Parameter)]
                 kept = _saved_bytes(stage, inputs, arguments, weights)
-                plain = list(_runs(stage, inputs, arguments, cold, splits=False))
-                halves = list(_runs(stage, inputs, arguments, cold, splits=True)) if splits else []
+                runs = list(_runs(stage, inputs, arguments, cold, weights))
+                halves = list(_runs(stage, inputs, arguments, cold, weights, splits=True)) if splits else []
+                new = {id(each): each for each in weights if id(each) not in counted}
+                update_s = _update_s(optimizer, list(new.values()), cold)
                 for each in weights:
                     each.grad = None
-            values.update(plain[-1].made)
-            new = {id(each): each for each in weights if id(each) not in counted}
+            values.update(runs[-1].made)
             counted.update(new)
             layers.append(
-                LayerCost(
-                    name=layer.name,
-                    forward_s=statistics.median(run.forward_s for run in plain),
-                    backward_s=statistics.median(run.backward_s for run in plain),
-                    weights_s=statistics.median(run.weights_s for run in halves) if halves else 0.0,
+                replace(
+                    _cost_of(layer.name, runs, halves),
+                    update_s=update_s,
                     parameter_bytes=sum(each.numel() * each.element_size() for each in new.values()),
                     activation_bytes=kept,
                 )
             )
-    return layers, [_crossing_bytes(graph, number, values) if number else 0 for number in range(count)]
+            all_runs.append(runs)
+    return _stretched(layers, all_runs), [
+        _crossing_bytes(graph, number, values) if number else 0 for number in range(count)
+    ]
 
 
 def mean_costs(by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> list[LayerCost]:
     """Return what layers take, of what each rank has measured, as ``asdict`` of :class:`LayerCost` tells it."""
     found = []
     for same in zip(*by_rank, strict=True):
-        means = {
-            name: statistics.fmean(each[name] for each in same) for name in ("forward_s", "backward_s", "weights_s")
-        }
+        means = {name: statistics.fmean(each[name] for each in same) for name in same[0] if name.endswith("_s")}
         found.append(LayerCost(**{**same[0], **means}))
     return found
 
@@ -126,41 +127,37 @@ def costs_as_told(costs: Sequence[LayerCost]) -> list[dict[str, Any]]:
     return [asdict(each) for each in costs]
 
 
-def measure_link(group: Any, rank: int) -> MessageCost:
-    """Return what messages take between the first two ranks of a group; both call it."""
-    found = [statistics.median(_round_trips(group, rank, size)) / 2 for size in (_SMALL, _LARGE)]
-    per_byte = max(found[1] - found[0], 0.0) / ((_LARGE - _SMALL) * 4)
-    return MessageCost(latency_s=found[0], seconds_per_byte=per_byte)
-
-
-def _round_trips(group: Any, rank: int, size: int) -> Iterator[float]:
-    buffer = torch.zeros(size)
-    for number in range(1 + 2 * _REPEATS):
-        began = time.perf_counter()
-        for sender in (0, 1):
-            if rank == sender:
-                dist.send(buffer, group=group, group_dst=1 - rank)
-            else:
-                dist.recv(buffer, group=group, group_src=1 - rank)
-        if number:
-            yield time.perf_counter() - began
-
-
 def _runs(
-    stage: Stage, inputs: Mapping[str, Any], arguments: Mapping[str, Any], cold: Tensor, *, splits: bool
+    stage: Stage,
+    inputs: Mapping[str, Any],
+    arguments: Mapping[str, Any],
+    cold: Tensor,
+    weights: Sequence[nn.Parameter],
+    *,
+    splits: bool = False,
 ) -> Iterator[_LayerRun]:
-    """Yield calls of a layer: the first aside, some, and fewer of one that takes long."""
+    """Yield calls of a layer, some without gradients before: the first aside, and fewer of one that takes long."""
     end = time.perf_counter() + _LONG_S
     for number in range(1 + _REPEATS):
-        found = _run(stage, inputs, arguments, cold, splits=splits)
+        is_first = number % _FIRST_OF == 0
+        if is_first:
+            for each in weights:
+                each.grad = None
+        found = _run(stage, inputs, arguments, cold, splits=splits, is_first=is_first)
         if number:
             yield found
-        if number > 1 and time.perf_counter() > end:
+        if number >= _FIRST_OF and time.perf_counter() > end:
             return
 
 
 def _run(
-    stage: Stage, inputs: Mapping[str, Any], arguments: Mapping[str, Any], cold: Tensor, *, splits: bool
+    stage: Stage,
+    inputs: Mapping[str, Any],
+    arguments: Mapping[str, Any],
+    cold: Tensor,
+    *,
+    splits: bool,
+    is_first: bool,
 ) -> _LayerRun:
     """Run a layer forward and backward as a pipeline would, which adds to gradients."""
     with torch.enable_grad():
@@ -183,7 +180,68 @@ def _run(
     for name, value in detached.items():
         for new, old in zip(tensors_in(value), tensors_in(made[name]), strict=True):
             new.requires_grad_(old.requires_grad)
-    return _LayerRun(detached, forward_s, ended - began, ended - middle)
+    return _LayerRun(detached, forward_s, ended - began, ended - middle, is_first)
+
+
+def _cost_of(name: str, runs: Sequence[_LayerRun], halves: Sequence[_LayerRun]) -> LayerCost:
+    """Return the times of a layer, of its calls with whole backwards and with halves."""
+    later, first = _median_of([run for run in runs if not run.is_first]), [run for run in runs if run.is_first]
+    halved = _median_of([run for run in halves if not run.is_first])
+    return replace(
+        later,
+        name=name,
+        weights_s=halved.weights_s,
+        halving_s=halved.seconds - later.seconds if halves else 0.0,
+        first_s=_median_of(first).backward_s - later.backward_s if first else 0.0,
+    )
+
+
+def _median_of(runs: Sequence[_LayerRun]) -> LayerCost:
+    names = ("forward_s", "backward_s", "weights_s")
+    return LayerCost(
+        name="", **{name: statistics.median([getattr(run, name) for run in runs] or [0.0]) for name in names}
+    )
+
+
+def _stretched(layers: Sequence[LayerCost], runs: Sequence[Sequence[_LayerRun]]) -> list[LayerCost]:
+    """Return costs that add up to what all calls took, and not to what the usual ones took.
+
+    A step waits out whatever else the machine does now and then, and medians, by which layers compare, leave it out.
+    """
+    later = [[run.seconds for run in each if not run.is_first] for each in runs]
+    usual = sum(statistics.median(each) for each in later)
+    stretch = sum(statistics.fmean(each) for each in later) / usual if usual else 1.0
+    times = [name for name in asdict(layers[0]) if name.endswith("_s")]
+    return [replace(layer, **{name: getattr(layer, name) * stretch for name in times}) for layer in layers]
+
+
+def _update_s(optimizer: Optimizer | None, weights: Sequence[nn.Parameter], cold: Tensor) -> float:
+    """Return what an optimizer takes to update copies of parameters by the gradients that they have."""
+    if optimizer is None:
+        return 0.0
+    own = {id(each) for each in weights if each.grad is not None}
+    twin = copy.copy(optimizer)
+    twin.state = defaultdict(dict)
+    twin.param_groups = [
+        {**group, "params": [_copy_with_grad(each) for each in group["params"] if id(each) in own]}
+        for group in optimizer.param_groups
+    ]
+    took = []
+    for _ in range(1 + _UPDATES if own else 0):
+        cold.add_(1.0)
+        began = time.perf_counter()
+        try:
+            twin.step()
+        except Exception:  # one that wants a closure, or has more than torch's base class to copy
+            return 0.0
+        took.append(time.perf_counter() - began)
+    return statistics.median(took[1:] or [0.0])
+
+
+def _copy_with_grad(weight: nn.Parameter) -> nn.Parameter:
+    copied = nn.Parameter(weight.detach().clone())
+    copied.grad = weight.grad
+    return copied
 
 
 def _saved_bytes(

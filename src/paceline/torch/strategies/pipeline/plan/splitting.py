@@ -23,6 +23,12 @@ class LayerCost:
     backward_s: float
     weights_s: float = 0.0
     """Of backward, what zero-bubble schedules can put off."""
+    halving_s: float = 0.0
+    """What forward and backward take more when backward is made in two halves."""
+    first_s: float = 0.0
+    """What a step's first backward takes more, which has no gradients to add to and makes room for them."""
+    update_s: float = 0.0
+    """What the optimizer takes, once a step."""
     parameter_bytes: int = 0
     activation_bytes: int = 0
     """What is kept until backward."""
