@@ -161,12 +161,7 @@ class SparseEstimator(BaseEstimator, ABC):
         weighting = self._weighting(targets)
         if self.workers is None and self.scheduler is None:
             rows = weighting.weighted(rows.take(order))
-            plan = self._plan(self._options(rows), rows)
-            tables = ModelTables.create(plan.model, plan.update, plan.scaling, random)
-            rows = tables.scaled(rows)
-            for epoch in range(plan.epochs):
-                again = random.permutation(rows.num_examples) if self.shuffle and epoch else None
-                tables.train(rows, plan.batch_size, again)
+            tables = self._train_here(rows, random)
         else:
             if sample_weight is not None:
                 raise UsageError("sample_weight counts in this process alone: leave out workers and scheduler, or it")
@@ -214,6 +209,18 @@ class SparseEstimator(BaseEstimator, ABC):
             self._tables = ModelTables.create(plan.model, plan.update, plan.scaling, random)
         self._tables.train(self._tables.scaled(rows), self.batch_size or suggested_batch_size(rows.num_examples), None)
         return self
+
+    def _train_here(self, rows: Batch, random: np.random.RandomState) -> ModelTables:
+        """Train in this process on examples in their order, the first pass in that; `random` orders the others."""
+        plan = self._plan(self._options(rows), rows)
+        tables = ModelTables.create(plan.model, plan.update, plan.scaling, random)
+        rows = tables.scaled(rows)
+        for epoch in range(plan.epochs):
+            again = random.permutation(rows.num_examples) if self.shuffle and epoch else None
+            tables.train(rows, plan.batch_size, again)
+        if plan.recent is not None and plan.optimism is not None:
+            tables.calibrate(plan.recent, plan.optimism)
+        return tables
 
     def _plan(self, options: TrainOptions, rows: Batch) -> TrainingPlan:
         sample, scaling = sample_batch(rows), None

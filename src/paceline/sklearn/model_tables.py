@@ -13,7 +13,7 @@ from typing_extensions import Self
 from paceline.data import Batch, Columns
 from paceline.data.key_scaling import KeyScaling, read_key_scaling
 from paceline.inference.weights import Weights, join_weights, weights_of_data
-from paceline.models.base import KeyScratch, Minibatch, ModelTable, SparseModel
+from paceline.models.base import KeyScratch, Minibatch, ModelTable, Optimism, SparseModel
 from paceline.models.clicks import ClickMinibatch
 from paceline.models.softmax import SoftmaxMinibatch
 from paceline.models.tuning.in_process import InProcessTables
@@ -74,6 +74,12 @@ class ModelTables:
         for start in range(0, examples.num_examples, batch_size):
             minibatch = self._model.prepare(examples.slice(start, start + batch_size), self._scratch)
             self._rows.learn(minibatch)
+
+    def calibrate(self, recent: Batch, optimism: Optimism) -> None:
+        """Have predictions right in the mean on examples that were learned, whose values are scaled."""
+        minibatch = self._model.prepare(recent, self._scratch)
+        predictions = self._rows.predict(minibatch)
+        self._model = self._model.calibrated(minibatch.labels, predictions, recent.weights, optimism)
 
     def margins(self, examples: Batch) -> Doubles:
         """Return the logit of each example (float64 [n]); or each class' log probability ([n, classes])."""
