@@ -124,6 +124,30 @@ def test_copies_see_values_that_are_loaded(kind: type[Strategy]) -> None:
     assert torch.equal(prepared(x), torch.zeros(4, 2))
 
 
+@pytest.mark.parametrize("kind", STRATEGIES)
+@pytest.mark.parametrize("has_optimizer", [False, True])
+def test_copies_see_what_is_written_through_data(kind: type[Strategy], has_optimizer: bool) -> None:
+    def train(strategy: Strategy) -> torch.Tensor:
+        module = model()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.05) if has_optimizer else None
+        prepared = strategy.prepare(module, optimizer)
+        prepared = prepared[0] if has_optimizer else prepared
+        for x, y in batches()[:5]:
+            module.zero_grad()
+            halves = zip(x.split(15), y.split(15), strict=True)
+            losses = [functional.cross_entropy(prepared(half), targets) for half, targets in halves]
+            torch.stack(losses).mean().backward()
+            if optimizer is not None:
+                optimizer.step()
+            for each in module.parameters():
+                assert each.grad is not None
+                each.data.sub_(each.grad, alpha=0.05).clamp_(-0.1, 0.1)
+        return torch.cat([each.detach().flatten() for each in module.parameters()])
+
+    expected = train(OneDevice(device="cpu"))
+    assert (train(kind(replicas=2, device="cpu")) - expected).abs().max() < 1e-5  # type: ignore[call-arg]
+
+
 class Everything(nn.Module):
     """Nested arguments and outputs, a loss as a number, buffers, state, a frozen and a tied parameter, a method."""
 

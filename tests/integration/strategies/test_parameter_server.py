@@ -375,6 +375,20 @@ def test_wrong_use_is_told(cluster: LocalCluster) -> None:
     run(check)
 
 
+@pytest.mark.parametrize("cluster", [(MEAN, 1), (Eventual(), 1)], indirect=True)
+def test_updates_by_hand_are_refused(cluster: LocalCluster) -> None:
+    def check(rank: int) -> None:
+        with ParameterServer() as strategy:
+            model = strategy.prepare(copy.deepcopy(NET))
+            with torch.no_grad():
+                loss_of(model, INPUTS[0, rank], TARGETS[0, rank])
+            loss = loss_of(model, INPUTS[0, rank], TARGETS[0, rank])
+            with pytest.raises(UsageError, match=rf"rank {rank}: backward\(\) was called, and prepare\(\) got no opt"):
+                backward(loss)
+
+    run(check)
+
+
 @pytest.mark.parametrize("cluster", [(BoundedDelay(tau=2), 1)], indirect=True)
 def test_a_program_may_say_what_servers_it_needs(cluster: LocalCluster) -> None:
     _ranks.here = Ranks()

@@ -17,9 +17,9 @@ from paceline.torch.strategies.replicas.strategy import ReplicaStrategy
 class Mirrored(ReplicaStrategy):
     """A replica of the model on each of several devices, in threads of one process; each computes a part of the batch.
 
-    The model's variables are on the first device; each other device has a copy of them, which follows after every
-    ``optimizer.step()``. Replicas on one device share its variables. The replicas' gradients are added up on the first
-    device, so a mean over the model's output gives the gradient of the whole batch, as under
+    The model's variables are on the first device; each other device has a copy of them, which follows in the first
+    forward after ``optimizer.step()``. Replicas on one device share its variables. The replicas' gradients are added up
+    on the first device, so a mean over the model's output gives the gradient of the whole batch, as under
     :class:`~paceline.torch.strategies.one_device.OneDevice`. Layers with statistics of the batch (BatchNorm) see their
     replica's part only.
 
@@ -36,8 +36,7 @@ class Mirrored(ReplicaStrategy):
     @override
     def replica_values(self, optimizer: Optimizer | None) -> ReplicaValues:
         self._mirrors = Mirrors(self.devices)
-        if optimizer is not None:
-            self._mirrors.follow(optimizer)
+        self._mirrors.follow(optimizer)
         return self._mirrors
 
     @override
@@ -46,17 +45,22 @@ class Mirrored(ReplicaStrategy):
         self._mirrors.update()
 
 
+_State = tuple[int | None, int, int]
+
+
 class Mirrors(ReplicaValues):
     """Copies of the parameters on every device but the first; `copies_all` copies for the replicas on that one too.
 
-    They follow the parameters after each step of an optimizer. What else writes to a parameter in place (a checkpoint
-    that is loaded) is seen by its version before the next forward.
+    They follow the parameters in the first forward after each step of an optimizer, so that they have also what the
+    program has written through ``.data`` since. What else writes to a parameter in place (a checkpoint that is loaded)
+    is seen by its version. Without an optimizer, where the program makes the steps, each forward has copies of its own.
     """
 
     def __init__(self, devices: Sequence[torch.device], *, copies_all: bool = False) -> None:
         self._devices = devices
         self.copies_all = copies_all
-        self._copies: dict[tuple[int, int], tuple[nn.Parameter, torch.Tensor, tuple[int, int]]] = {}
+        self._num_steps: int | None = None  # of the optimizer, if there is one
+        self._copies: dict[tuple[int, int], tuple[nn.Parameter, torch.Tensor, _State]] = {}
         """By replica and the parameter's identity: the parameter, its copy, and the state of the parameter it is of."""
 
     def is_shared(self, replica: int) -> bool:
@@ -67,20 +71,26 @@ class Mirrors(ReplicaValues):
         """Return the parameter's memory on the first device, else the copy that is kept."""
         if self.is_shared(replica):
             return parameter.detach()
+        if self._num_steps is None:
+            return parameter.detach().to(self._devices[replica], copy=True)
         found = self._copies.get((replica, id(parameter)))
         if found is None or found[1].shape != parameter.shape or found[1].dtype != parameter.dtype:
             copy = parameter.detach().to(self._devices[replica], copy=True)
-            self._copies[replica, id(parameter)] = (parameter, copy, _state(parameter))
+            self._copies[replica, id(parameter)] = (parameter, copy, self._state(parameter))
             return copy.detach()
-        if found[2] != _state(parameter):
+        if found[2] != self._state(parameter):
             self._write(replica, parameter, found[1])
         return found[1].detach()
 
-    def follow(self, optimizer: Optimizer) -> None:
-        """Write the values to all copies after each step of `optimizer`."""
+    def follow(self, optimizer: Optimizer | None) -> None:
+        """Know who makes the steps: `optimizer`, or None for the program itself."""
+        if optimizer is None:
+            return
+        self._num_steps = 0
 
         def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            self.update()
+            assert self._num_steps is not None
+            self._num_steps += 1
 
         optimizer.register_step_post_hook(after_step)
 
@@ -93,9 +103,8 @@ class Mirrors(ReplicaValues):
 
     def _write(self, replica: int, parameter: nn.Parameter, copy: torch.Tensor) -> None:
         copy.copy_(parameter.detach(), non_blocking=True)
-        self._copies[replica, id(parameter)] = (parameter, copy, _state(parameter))
+        self._copies[replica, id(parameter)] = (parameter, copy, self._state(parameter))
 
-
-def _state(parameter: nn.Parameter) -> tuple[int, int]:
-    """Return what changes when a parameter is written to in place, or gets another memory."""
-    return parameter._version, parameter.data_ptr()
+    def _state(self, parameter: nn.Parameter) -> _State:
+        """Return what changes when a parameter is written to in place, or gets another memory."""
+        return self._num_steps, parameter._version, parameter.data_ptr()

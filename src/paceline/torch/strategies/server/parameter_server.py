@@ -30,7 +30,7 @@ from paceline.protocol import Consistency, Sequential
 from paceline.ps.client.filtered import filters_of_dense_tables
 from paceline.torch.embeddings import ClusterTables, RowTables
 from paceline.torch.gradient_filters import row_filters
-from paceline.torch.strategies.base import Strategy
+from paceline.torch.strategies.base import Strategy, named_parameters
 from paceline.torch.strategies.ranks import DEFAULT_TIMEOUT, Ranks
 from paceline.torch.strategies.server.cluster import check_cluster, check_is_first, connect_workers
 from paceline.torch.strategies.server.dense_parameters import DenseParameters
@@ -134,6 +134,8 @@ class ParameterServer(Strategy):
         others = [*(each for each in model.parameters() if each not in self._trained), *model.buffers()]
         broadcast_tensors(self._ranks, others)
         if optimizer is None:
+            if self.world_size > 1:
+                refuse_gradients(model, self.rank)
             return model, None
         if self._trained:
             self.dense = DenseParameters(
@@ -335,3 +337,17 @@ class ParameterServer(Strategy):
                 super().close()
             finally:
                 self.client.close()
+
+
+def refuse_gradients(model: nn.Module, rank: int) -> None:
+    """Have ``backward()`` raise UsageError when it leaves a gradient in a parameter of `model`."""
+
+    def refuse(_: torch.Tensor) -> None:
+        raise UsageError(
+            f"rank {rank}: backward() was called, and prepare() got no optimizer whose steps the servers could make: "
+            "gradients would stay this rank's own; give it one (torch.optim.SGD instead of updates by hand), or choose "
+            "--strategy all-reduce"
+        )
+
+    for _, parameter in named_parameters(model):
+        parameter.register_post_accumulate_grad_hook(refuse)  # type: ignore[no-untyped-call]
