@@ -13,8 +13,9 @@ import pytest
 from paceline.temporary import TemporaryFolder, remove_abandoned
 
 _HOLD = """
-import pathlib, sys, time
+import pathlib, signal, sys, time
 from paceline.temporary import TemporaryFolder
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
 folder = TemporaryFolder.make("held", pathlib.Path(sys.argv[1]))
 (folder.path / "file").touch()
 print(folder.path, flush=True)
