@@ -16,7 +16,7 @@ import paceline.simulation
 from paceline.protocol.consistency import BoundedDelay, Sequential
 from paceline.protocol.iterations import Iterations
 from paceline.protocol.reachability import Reachability
-from paceline.simulation import FOLLOWING, KINDS, Cluster, Composition, Defect
+from paceline.simulation import FOLLOWING, KINDS, Cluster, ClusterSize, Defect
 from paceline.simulation.__main__ import main
 
 SEEDS = range(300)
@@ -25,7 +25,7 @@ DEFECT_SEEDS = 200
 
 def test_public_names() -> None:
     assert sorted(paceline.simulation.__all__) == sorted(
-        ["Cluster", "Defect", "FOLLOWING", "KINDS", "Outcome", "Composition", "Violation"]
+        ["Cluster", "Defect", "FOLLOWING", "KINDS", "Outcome", "ClusterSize", "Violation"]
     )
 
 
@@ -50,7 +50,7 @@ def test_storms() -> None:
 def test_with_min_replicas_all_goes_on_when_there_are_servers_enough() -> None:
     """Found by these seeds: a fill waited for an iteration, and the iteration for what was to be filled."""
     for seed in (66, 1276, 2017, 2566, 3348, 3380, 3501, *range(60)):
-        settings = Composition.draw(Random(seed))
+        settings = ClusterSize.draw(Random(seed))
         if settings.replicas:
             cluster = Cluster(seed, settings=replace(settings, min_replicas=1))
             outcome = cluster.run()
@@ -218,7 +218,7 @@ def test_wrong_usage(wrong: list[str]) -> None:
 
 def come_and_go(seed: int) -> str | None:
     """Return what was violated while servers join and leave a cluster with one copy of everything."""
-    settings = replace(Composition.draw(Random(seed)), replicas=0, consistency=Sequential())
+    settings = replace(ClusterSize.draw(Random(seed)), replicas=0, consistency=Sequential())
     kinds = tuple(kind for kind in KINDS if kind != "crash-server")
     return Cluster(seed, settings=settings, faults=kinds, num_faults=12).run().violation
 
@@ -234,7 +234,7 @@ def test_a_fill_that_is_reported_before_workers_keep_what_they_push_is_found(mon
 
 @pytest.mark.parametrize("consistency", [Sequential(), BoundedDelay(tau=1)])
 def test_a_cluster_as_told(consistency: Sequential | BoundedDelay) -> None:
-    settings = Composition(
+    settings = ClusterSize(
         num_servers=3,
         num_workers=3,
         replicas=1,

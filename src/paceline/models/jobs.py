@@ -34,7 +34,7 @@ class JobRates(msgspec.Struct, frozen=True, kw_only=True):
     """Of the data, or an estimate; 0: unknown."""
 
 
-class JobDescription(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerTask(msgspec.Struct, frozen=True, kw_only=True):
     """A job for the workers of a cluster. `task` is ``train``, ``evaluate``, ``read-columns`` or ``solve-blocks``.
 
     `model` is what :meth:`SparseModel.describe` returned, `dataset` a :meth:`Dataset.spec`, `update` the rule of those
@@ -77,9 +77,9 @@ class JobDescription(msgspec.Struct, frozen=True, kw_only=True):
 encode = msgspec.json.encode
 
 
-def decode(data: bytes) -> JobDescription:
+def decode(data: bytes) -> WorkerTask:
     """Return the job that :data:`encode` wrote."""
-    return msgspec.json.decode(data, type=known(JobDescription))
+    return msgspec.json.decode(data, type=known(WorkerTask))
 
 
 class WorkerLeases:

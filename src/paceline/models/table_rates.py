@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from paceline.data import Dataset
 from paceline.data.streams import stat_file
 from paceline.models.base import SparseModel
-from paceline.models.jobs import JobDescription, JobRates
+from paceline.models.jobs import JobRates, WorkerTask
 from paceline.models.schedules import RatePlan, parse_schedule
 from paceline.protocol.jobs import Lease
 from paceline.ps import RULES, SparseTable, UpdateRule, from_fields
@@ -85,7 +85,7 @@ class WorkerRates:
 
     @classmethod
     def open(
-        cls, job: JobDescription, rates: JobRates, model: SparseModel, dataset: Dataset, tables: Sequence[SparseTable]
+        cls, job: WorkerTask, rates: JobRates, model: SparseModel, dataset: Dataset, tables: Sequence[SparseTable]
     ) -> WorkerRates:
         """Return those of a job; `tables` are the model's."""
         plan = RatePlan(schedule=parse_schedule(rates.schedule), warmup=rates.warmup)

@@ -98,7 +98,7 @@ class Worker:
         self._columns: ExampleColumns | None = None
         """What this worker holds between the two jobs of the solver by blocks."""
 
-    def work(self, number: int, job: jobs.JobDescription) -> None:
+    def work(self, number: int, job: jobs.WorkerTask) -> None:
         """Do this worker's share of a job; a failure of the data is the job's, not this process's."""
         client = self._client
         if number != self._counters.job:  # else shards of it have come back
@@ -129,7 +129,7 @@ class Worker:
 
     def _train(
         self,
-        job: jobs.JobDescription,
+        job: jobs.WorkerTask,
         model: SparseModel,
         dataset: Dataset,
         tables: Sequence[SparseTable],
@@ -168,7 +168,7 @@ class Worker:
 
     def _train_mixed(
         self,
-        job: jobs.JobDescription,
+        job: jobs.WorkerTask,
         model: SparseModel,
         dataset: Dataset,
         pipeline: _Pipeline,
@@ -213,7 +213,7 @@ class Worker:
 
     def _evaluate(
         self,
-        job: jobs.JobDescription,
+        job: jobs.WorkerTask,
         model: SparseModel,
         dataset: Dataset,
         tables: Sequence[SparseTable],
@@ -251,7 +251,7 @@ class Worker:
     # Delayed block proximal gradient.
 
     def _read_columns(
-        self, job: jobs.JobDescription, model: SparseModel, dataset: Dataset, counters: WorkerCounters
+        self, job: jobs.WorkerTask, model: SparseModel, dataset: Dataset, counters: WorkerCounters
     ) -> None:
         """Read this worker's share of the examples, and hold it by column.
 
@@ -284,7 +284,7 @@ class Worker:
             held.append(lease)
         self._columns = collector.finish()
 
-    def _solve_blocks(self, job: jobs.JobDescription, counters: WorkerCounters) -> None:
+    def _solve_blocks(self, job: jobs.WorkerTask, counters: WorkerCounters) -> None:
         """Take part in the passes over blocks of columns, with the examples read in the job before."""
         assert job.solve is not None
         leases, columns = WorkerLeases(self._client.link, counters.job), self._columns

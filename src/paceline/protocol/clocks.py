@@ -64,7 +64,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request of a worker that wants to begin iteration ``clock``; ``ticket`` comes back in a Unblock."""
+    """A request of a worker that wants to begin iteration ``clock``; ``ticket`` comes back in an Unblock."""
 
     worker: int
     clock: int

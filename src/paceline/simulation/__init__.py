@@ -4,9 +4,9 @@ A :class:`Cluster` runs a scheduler, servers and workers as thin as the real one
 faults happen, and checks after every event what Paceline promises. ``python -m paceline.simulation`` runs many.
 """
 
-from paceline.simulation.cluster import Cluster, Composition, Outcome
+from paceline.simulation.cluster import Cluster, ClusterSize, Outcome
 from paceline.simulation.defects import Defect
 from paceline.simulation.faults import FOLLOWING, KINDS
 from paceline.simulation.oracle import Violation
 
-__all__ = ["FOLLOWING", "KINDS", "Cluster", "Defect", "Outcome", "Composition", "Violation"]
+__all__ = ["FOLLOWING", "KINDS", "Cluster", "Defect", "Outcome", "ClusterSize", "Violation"]

@@ -30,7 +30,7 @@ _TO_FORMER: Final = 0.3
 
 
 @dataclass(frozen=True, slots=True)
-class Composition:
+class ClusterSize:
     """What a cluster is made of."""
 
     num_servers: int
@@ -50,7 +50,7 @@ class Composition:
         return (1 << self.num_buckets) - 1
 
     @classmethod
-    def draw(cls, random: Random) -> Composition:
+    def draw(cls, random: Random) -> ClusterSize:
         """Choose a small cluster."""
         consistency: Consistency = random.choice(
             (Sequential(), Sequential(), BoundedDelay(tau=0), BoundedDelay(tau=1), BoundedDelay(tau=3), Eventual())
@@ -97,14 +97,14 @@ class Cluster:
         *,
         defect: Defect | None = None,
         trace: Callable[[str], None] | None = None,
-        settings: Composition | None = None,
+        settings: ClusterSize | None = None,
         faults: tuple[str, ...] = KINDS,
         num_faults: int | None = None,
         may_lose: bool = False,
     ) -> None:
         self.seed = seed
         self.random = Random(seed)
-        self.settings = Composition.draw(self.random) if settings is None else settings
+        self.settings = ClusterSize.draw(self.random) if settings is None else settings
         self.is_sequential = isinstance(self.settings.consistency, Sequential)
         self.fired: Counter[str] = Counter()
         self.clock = SimulatedClock()

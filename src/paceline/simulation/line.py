@@ -41,7 +41,7 @@ class Line:
 
     def tell(self, request: events.Request) -> None:
         """Tell the scheduler something that wants no answer."""
-        supersedes = events.CountersTold if isinstance(request, events.CountersTold) else None
+        supersedes = events.CountersReceived if isinstance(request, events.CountersReceived) else None
         self._send(self._end.add(self._ledger.sent(request), supersedes=supersedes))
 
     def rejoins(self) -> JobMemory | None:

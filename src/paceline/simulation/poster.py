@@ -58,21 +58,21 @@ class Poster(SimulatedNode):
         self._poll()
 
     def _poll(self) -> None:
-        self.line.ask(events.StatusWanted(job=self._job), self._on_state)
+        self.line.ask(events.StatusRequested(job=self._job), self._on_state)
 
     def _on_state(self, state: JobState | Exception) -> None:
         if not isinstance(state, JobState) or state.failed:  # it was taken for gone, or came too late to a scheduler
             self._post()
             return
         if state.num_reports:
-            self.line.ask(events.ReportWanted(job=self._job), self._on_report)
+            self.line.ask(events.ReportRequested(job=self._job), self._on_report)
         elif state.finished:
             self.cluster.oracle.finished(state, self.cluster.expected, self.cluster.with_reports)
             self.cluster.is_done = True
             self._end()
         else:
             if not self.cluster.has_reports:
-                self.line.ask(events.AccountWanted(job=self._job), self._on_account)
+                self.line.ask(events.AccountRequested(job=self._job), self._on_account)
             self.later(_POLL_S, self._poll)
 
     def _on_account(self, account: JobAccount | Exception) -> None:

@@ -89,7 +89,7 @@ class SimulatedScheduler(SimulatedProcess):
                     )
                 )  # fmt: skip
             case messages.Beat(_, unreachable):
-                return events.MemberHeard(connection, unreachable)
+                return events.HeartbeatReceived(connection, unreachable)
             case messages.FilledFrame(version, target, buckets):
                 return events.BucketsFilled(version, target, buckets)
             case messages.PreparedView(term, epoch):
@@ -147,13 +147,13 @@ class SimulatedScheduler(SimulatedProcess):
 
     def _execute(self, instruction: events.Instruction) -> None:
         match instruction:
-            case events.TakeIn(peer, member):
+            case events.Admit(peer, member):
                 self._welcome(
                     peer,
                     member.incarnation,
                     Welcomed(member, self.core.cluster, _view_for(peer, self.core.committed), 0),
                 )
-            case events.Expel(peer) | events.TurnAway(peer):
+            case events.Expel(peer) | events.Reject(peer):
                 self._send([peer], Thrown())
             case events.Foreign(peer):
                 self.network.close(peer)  # type: ignore[arg-type]  # it comes again
@@ -164,7 +164,7 @@ class SimulatedScheduler(SimulatedProcess):
                 self._answer(self.jobs.removed(member, session, is_lost=is_lost, now_s=self.own_now_s))
             case events.TakenOver(returned, dead):
                 self._take_over(returned, dead)
-            case events.AskPromise(peers, term):
+            case events.RequestPromise(peers, term):
                 self._send(peers, messages.PromiseTerm(term))
             case events.Prepare(peers, view):
                 self._send(peers, messages.PrepareView(view))

@@ -203,7 +203,7 @@ class SimulatedServer(SimulatedNode):
                     self.links.send(
                         target, ClocksFrame(self.core.replication.version, self.core.workers.known_clocks())
                     )
-                case events.HandleNow(token):
+                case events.ResumeRequest(token):
                     again.append(_request(token))
                 case events.TellJoined(token, clock):
                     request = _request(token)

@@ -70,7 +70,7 @@ class SimulatedWorker(SimulatedClient):
             self.tell(Going(self.incarnation))
 
     def _seek(self) -> None:
-        self.line.ask(events.JobWanted(after=self._job), self._on_job)
+        self.line.ask(events.JobRequested(after=self._job), self._on_job)
 
     def _on_job(self, job: Job | Exception) -> None:
         if self.is_leaving or not isinstance(job, Job):
@@ -89,7 +89,7 @@ class SimulatedWorker(SimulatedClient):
             self._ask_for_lease(wait=False)
 
     def _ask_for_lease(self, *, wait: bool) -> None:
-        self.line.ask(events.LeaseWanted(job=self._job, wait=wait), self._on_lease)
+        self.line.ask(events.LeaseRequested(job=self._job, wait=wait), self._on_lease)
 
     def _on_lease(self, lease: Lease | Exception) -> None:
         if self.is_leaving:  # a lease goes back when its worker goes
@@ -105,7 +105,9 @@ class SimulatedWorker(SimulatedClient):
             self._iterations_left = self.cluster.random.choice(self.cluster.settings.iterations_per_shard)
             if lease.shard >= self.cluster.settings.num_shards:
                 self._iterations_left = 0
-                self.line.tell(events.FileEndFound(job=self._job, file=0, num_shards=self.cluster.settings.num_shards))
+                self.line.tell(
+                    events.ShardCountReported(job=self._job, file=0, num_shards=self.cluster.settings.num_shards)
+                )
             self._wake()
 
     def _wake(self) -> None:
@@ -139,7 +141,7 @@ class SimulatedWorker(SimulatedClient):
         self._report_done()
         if self.is_leaving:
             self.line.ask(
-                events.StatusWanted(job=self._job), lambda _: self._go()
+                events.StatusRequested(job=self._job), lambda _: self._go()
             )  # what was said before has come then
         else:
             then()
@@ -208,7 +210,7 @@ class SimulatedWorker(SimulatedClient):
             self._unsafe.append(_UnsafePush(iteration, tuple(values), self.push(tuple(values))))
         self.tick()
         self._iterations_left -= 1
-        self.line.tell(events.CountersTold(counters=self._counters(self._examples + 0.5)))  # some of the shard
+        self.line.tell(events.CountersReceived(counters=self._counters(self._examples + 0.5)))  # some of the shard
         if self._iterations_left:
             self._begin()
         else:
@@ -219,7 +221,7 @@ class SimulatedWorker(SimulatedClient):
         assert lease is not None
         self._examples += self.cluster.expected.get(lease.key, 0)
         if lease.key in self.cluster.with_reports:
-            self.line.ask(events.ReportMade(job=self._job, fields={"shard": lease.key}, shard=lease.key))
+            self.line.ask(events.ReportReceived(job=self._job, fields={"shard": lease.key}, shard=lease.key))
         self._over.append((lease, self.core.clock, self._examples))
         self._report_done()
         self._go_on_with_job()

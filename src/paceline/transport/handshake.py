@@ -25,7 +25,7 @@ from paceline.transport.frames import FrameKind, Header, Limits, frame_bytes, fr
 from paceline.transport.security.authentication import (
     NONCE_BYTES,
     Challenge,
-    ConnectionView,
+    ConnectionIdentity,
     Hello,
     Proof,
     check_proof,
@@ -56,7 +56,7 @@ class Greeting:
         self._token = token
         self._hello = hello
         self._who = hello.to or "server"
-        self._view = ConnectionView(address=str(address), listener=listener)
+        self._view = ConnectionIdentity(address=str(address), listener=listener)
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         self._said: tuple[bytes, ...] = ()
 
@@ -114,7 +114,7 @@ class Greeting:
                 f"the {self._who} at {self.address} could not prove that it holds the token of this cluster; "
                 "check the address, and that both were started with the same token (PACELINE_TOKEN)"
             ) from None
-        hello, view = read_hello("server", welcome.hello), decode(welcome.view, ConnectionView)
+        hello, view = read_hello("server", welcome.hello), decode(welcome.view, ConnectionIdentity)
         reason = mistaken(self._hello, self._view, hello, view)
         if reason:
             raise AddressError(f"cannot talk to {self.address}: {reason}")

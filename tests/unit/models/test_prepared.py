@@ -13,7 +13,7 @@ import pytest
 from paceline.data import Batch, ClickLogSpec, Dataset, open_dataset, write_click_log
 from paceline.errors import DataError
 from paceline.models.base import KeyScratch, SparseModel
-from paceline.models.jobs import JobDescription
+from paceline.models.jobs import WorkerTask
 from paceline.models.registry import make_model
 from paceline.models.shards.prepared import PreparedShards
 from paceline.models.weighting import Weighting
@@ -47,7 +47,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Log]:
         yield log
 
 
-def read_pass(shards: PreparedShards, log: Log, epoch: int, job: JobDescription, model: SparseModel) -> list[bytes]:
+def read_pass(shards: PreparedShards, log: Log, epoch: int, job: WorkerTask, model: SparseModel) -> list[bytes]:
     """Return what the minibatches of a pass are, their gradients included."""
     found, scratch = [], KeyScratch()
     shards.begin(job, model)
@@ -60,8 +60,8 @@ def read_pass(shards: PreparedShards, log: Log, epoch: int, job: JobDescription,
     return found
 
 
-def make_job(log: Log, **changes: object) -> JobDescription:
-    job = JobDescription(
+def make_job(log: Log, **changes: object) -> WorkerTask:
+    job = WorkerTask(
         task="train",
         model={},
         dataset=log.dataset.spec(),

@@ -256,7 +256,7 @@ def test_done_shards_travel() -> None:
         assert isinstance(granted, shards.Granted)
         if granted.lease % 3:
             pool.handle(shards.Done(1, granted.lease))
-    pool.handle(shards.FileSized(1, 8))
+    pool.handle(shards.ShardCountFound(1, 8))
     done = done_shards(pool.done())
     again = Shards.restore(pool.sizes, epochs=2, done=shards_in(done))
     assert pool.sizes == (20, 8, 3)

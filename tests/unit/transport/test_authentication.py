@@ -11,7 +11,7 @@ from paceline.environment import Environment, environment
 from paceline.errors import AddressError, AuthenticationError, ProtocolError, UsageError, VersionError
 from paceline.transport import TLS, Address, Hello, MemoryTransport, SocketTransport, make_token, read_token
 from paceline.transport.handshake import Greeting
-from paceline.transport.security.authentication import Challenge, ConnectionView, Proof, decode, join_fields, prove
+from paceline.transport.security.authentication import Challenge, ConnectionIdentity, Proof, decode, join_fields, prove
 from paceline.transport.security.reception import Reception
 
 TOKEN = "the token of this cluster"
@@ -73,7 +73,7 @@ def test_whatever_the_server_said_cannot_be_altered() -> None:
     replace = msgspec.structs.replace
     for alter in (
         lambda welcome: replace(welcome, hello=welcome.hello.replace(b"server", b"sorcer")),
-        lambda welcome: replace(welcome, view=msgspec.msgpack.encode(ConnectionView(listener="another"))),
+        lambda welcome: replace(welcome, view=msgspec.msgpack.encode(ConnectionIdentity(listener="another"))),
         lambda welcome: replace(welcome, proof=bytes(32)),
     ):
         both = Handshake()

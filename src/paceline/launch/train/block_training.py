@@ -61,7 +61,7 @@ class BlockTraining:
         self._on_news = on_news
         self._warn = warn
 
-    def run(self, reading: jobs.JobDescription, dataset: Dataset, share: float) -> FinishedJob:
+    def run(self, reading: jobs.WorkerTask, dataset: Dataset, share: float) -> FinishedJob:
         """Have columns read and weights found, which is this share of the whole work, and leave them in the model.
 
         What workers report of each pass is among the reports. Interrupted, it leaves the weights of then.
@@ -95,7 +95,7 @@ class BlockTraining:
         return FinishedJob(state, read.reports + solved.reports, read.account)
 
     def _solve(
-        self, reading: jobs.JobDescription, read: FinishedJob, table: str, dataset: Dataset, share: float
+        self, reading: jobs.WorkerTask, read: FinishedJob, table: str, dataset: Dataset, share: float
     ) -> FinishedJob:
         progress = read.state.progress
         examples, positives = int(progress.get("held", 0)), int(progress.get("positives", 0))

@@ -70,7 +70,7 @@ class JobRunner:
 
     def run(
         self,
-        job: jobs.JobDescription,
+        job: jobs.WorkerTask,
         dataset: Dataset,
         *,
         epochs: int = 1,

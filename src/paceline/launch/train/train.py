@@ -385,10 +385,10 @@ class Training:
         labels, predictions = (np.concatenate([half[i] for half in halves]) for i in range(2))
         return plan.model.evaluate(labels, predictions if width == 1 else predictions.reshape(-1, width))
 
-    def _job(self, task: str, dataset: Dataset) -> jobs.JobDescription:
+    def _job(self, task: str, dataset: Dataset) -> jobs.WorkerTask:
         is_training, is_sequential = task != "evaluate", isinstance(self._client.consistency, Sequential)
         filters, pull_filters = self._options.filters.of(task)
-        return jobs.JobDescription(
+        return jobs.WorkerTask(
             task=task,
             model=self._plan.model.describe(),
             dataset=dataset.spec(),

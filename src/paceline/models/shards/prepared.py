@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from paceline.data import Batch, Dataset
 from paceline.data.streams import FileStatus
 from paceline.models.base import KeyedMatrix, KeyScratch, Minibatch, SparseModel
-from paceline.models.jobs import JobDescription
+from paceline.models.jobs import WorkerTask
 from paceline.protocol.jobs import Lease
 
 MOST_BYTES: Final = 256 << 20
@@ -45,14 +45,14 @@ class PreparedShards:
         """How much memory is taken."""
         return self._most_bytes - self._left_bytes
 
-    def begin(self, job: JobDescription, model: SparseModel) -> None:
+    def begin(self, job: WorkerTask, model: SparseModel) -> None:
         """Forget what was kept unless the job has the same minibatches as the one before."""
         identity = (job.dataset, model.interactions, job.batch_size, job.weighting)
         if identity != self._identity:
             self._left_bytes, self._is_full, self._kept, self._identity = self._most_bytes, False, {}, identity
 
     def read(
-        self, job: JobDescription, model: SparseModel, dataset: Dataset, lease: Lease, scratch: KeyScratch
+        self, job: WorkerTask, model: SparseModel, dataset: Dataset, lease: Lease, scratch: KeyScratch
     ) -> Iterator[tuple[Minibatch, int]]:
         """Yield the minibatches of a shard, with the number of examples that each stands for.
 
@@ -65,7 +65,7 @@ class PreparedShards:
             yield minibatch, each.num_read
 
     def _prepare(
-        self, job: JobDescription, model: SparseModel, dataset: Dataset, lease: Lease, scratch: KeyScratch
+        self, job: WorkerTask, model: SparseModel, dataset: Dataset, lease: Lease, scratch: KeyScratch
     ) -> Iterator[_Prepared]:
         """Yield the minibatches of a shard that is read, and keep them if all of them have room."""
         # Which negatives are left out is drawn anew for each pass.

@@ -69,24 +69,24 @@ class JobCore:
         match asked.request:
             case events.JobPosted():
                 return self._post(asked, asked.request, membership)
-            case events.JobWanted(after=after):
+            case events.JobRequested(after=after):
                 return self._get(asked, after, membership, now_s)
-            case events.LeaseWanted(job=number, wait=wait):
+            case events.LeaseRequested(job=number, wait=wait):
                 job = self._unless_over(number)
                 if job is None:
                     return [Answer(call, Lease(lease=ALL_DONE))]
                 job.take_lease(call, _worker(asked, membership).rank, wait=wait, now_s=now_s)
                 return []
-            case events.StatusWanted(job=number):
+            case events.StatusRequested(job=number):
                 job = self._current(number)
                 state = job.state(len(membership.of(Role.WORKER)), now_s)
                 return [Answer(call, replace(state, awaited=self._at_another(job, membership)))]
-            case events.AccountWanted(job=number):
+            case events.AccountRequested(job=number):
                 return [Answer(call, self._current(number).account())]
-            case events.ReportWanted(job=number):
+            case events.ReportRequested(job=number):
                 taken = self._current(number).take_report()
                 return [Answer(call, None) if taken is None else Answer(call, *taken)]
-            case events.CountersTold(counters=counters):
+            case events.CountersReceived(counters=counters):
                 if self.ledger is not None and membership.find(asked.incarnation) is not None:
                     self.ledger.results.note_progress(asked.incarnation, counters)
                 return []
@@ -96,16 +96,18 @@ class JobCore:
     def _note(self, asked: Asked, membership: Membership) -> None:
         """Note what a worker says of its job; of one that is over it concerns nobody."""
         request = asked.request
-        assert isinstance(request, events.LeaseFinished | events.FileEndFound | events.ReportMade | events.FailureFound)
+        assert isinstance(
+            request, events.LeaseFinished | events.ShardCountReported | events.ReportReceived | events.FailureFound
+        )
         job = self._unless_over(request.job)
         if job is None:
             return
         match request:
             case events.LeaseFinished():
                 job.lease_done(_worker(asked, membership), request)
-            case events.FileEndFound(file=file, num_shards=num_shards):
+            case events.ShardCountReported(file=file, num_shards=num_shards):
                 job.file_ended(file, num_shards)
-            case events.ReportMade():
+            case events.ReportReceived():
                 job.results.add_report(_worker(asked, membership).incarnation, request)
             case events.FailureFound(error=error, message=message):
                 job.fail(error, message)

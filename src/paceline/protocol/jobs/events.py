@@ -13,13 +13,13 @@ from paceline.protocol.jobs.records import Counters, JobSpec, Key
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPosted:
-    """Post work for the workers, which ends the job before. Answered by the job's number."""
+    """A process posts work for the workers, which ends the job before. Answered by the job's number."""
 
     spec: JobSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobWanted:
+class JobRequested:
     """A worker that has done what there was of job `after` asks for the next, or for more of that one.
 
     Answered by Job, when there is one and no worker is at another job any more.
@@ -29,7 +29,7 @@ class JobWanted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseWanted:
+class LeaseRequested:
     """A worker asks for a shard. Answered by Lease: at once, or, with `wait`, when there is one."""
 
     job: int
@@ -46,7 +46,7 @@ class LeaseFinished:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FileEndFound:
+class ShardCountReported:
     """Reading has shown how many shards a file has."""
 
     job: int
@@ -55,7 +55,7 @@ class FileEndFound:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReportMade:
+class ReportReceived:
     """A worker's findings for whoever posted the job."""
 
     job: int
@@ -77,36 +77,36 @@ class FailureFound:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CountersTold:
+class CountersReceived:
     """A worker's counters now; the counter "job" is the number of their job."""
 
     counters: Counters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StatusWanted:
-    """Ask how far a job is. Answered by JobState."""
+class StatusRequested:
+    """A process asks how far a job is. Answered by JobState."""
 
     job: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AccountWanted:
-    """Ask what is done of a job. Answered by JobAccount."""
+class AccountRequested:
+    """A process asks what is done of a job. Answered by JobAccount."""
 
     job: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReportWanted:
-    """Take the next report of a job. Answered by TakenReport, with the report's body, or by None."""
+class ReportRequested:
+    """A process asks for the next report of a job. Answered by TakenReport, with the report's body, or by None."""
 
     job: int
 
 
 Request: TypeAlias = (
-    JobPosted | JobWanted | LeaseWanted | LeaseFinished | FileEndFound | ReportMade | FailureFound | CountersTold
-    | StatusWanted | AccountWanted | ReportWanted
+    JobPosted | JobRequested | LeaseRequested | LeaseFinished | ShardCountReported | ReportReceived | FailureFound
+    | CountersReceived | StatusRequested | AccountRequested | ReportRequested
 )  # fmt: skip
 
 

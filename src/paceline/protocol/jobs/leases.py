@@ -64,7 +64,7 @@ class Leases:
 
     def file_ended(self, file: int, num_shards: int) -> None:
         """Note the number of shards of a file whose end has been read."""
-        self._handle(shards.FileSized(file, num_shards))
+        self._handle(shards.ShardCountFound(file, num_shards))
 
     def left(self, rank: int, now_s: float) -> bool:
         """Lease again what a worker held that is gone; return whether it held anything."""

@@ -36,7 +36,7 @@ class MemberLedger:
         self._leases: dict[int, Lease] = {}
         self._last_lease = -1
         self._progress: Counters = {}
-        self._reports: dict[int, events.ReportMade] = {}
+        self._reports: dict[int, events.ReportReceived] = {}
         self._reported: set[Key] = set()  # the shards of reports
         self._unknown: dict[int, events.LeaseFinished] = {}  # lease → that it is done, and its poster may not know
         self._num_reports = 0
@@ -49,7 +49,7 @@ class MemberLedger:
         """Note a request before it is sent; return it as it is to be sent."""
         facts = self._facts
         match request:
-            case events.ReportMade(shard=shard):
+            case events.ReportReceived(shard=shard):
                 self._num_reports += 1
                 request = replace(request, number=self._num_reports)
                 self._reports[request.number] = request
@@ -57,11 +57,11 @@ class MemberLedger:
                     self._reported.add(shard)
             case events.LeaseFinished(job=job) if job == self._working:
                 self._done(request)
-            case events.FileEndFound(job=job, file=file, num_shards=num_shards) if job == facts.number:
+            case events.ShardCountReported(job=job, file=file, num_shards=num_shards) if job == facts.number:
                 facts.ended[file] = num_shards
-            case events.CountersTold(counters=counters):
+            case events.CountersReceived(counters=counters):
                 self._progress = counters
-            case events.JobWanted():
+            case events.JobRequested():
                 self._is_busy = False
             case events.FailureFound(job=job, error=error, message=message) if job == facts.number:
                 facts.failed = facts.failed or (error, message)
@@ -86,12 +86,12 @@ class MemberLedger:
         """Note the answer to a request."""
         facts = self._facts
         match request, answer:
-            case events.LeaseWanted(job=job), Lease(lease=number) if job == self._working and number >= 0:
+            case events.LeaseRequested(job=job), Lease(lease=number) if job == self._working and number >= 0:
                 self._leases[number] = answer
                 self._last_lease = max(self._last_lease, number)
-            case events.JobWanted(), Job(number=number) if number <= self._working:
+            case events.JobRequested(), Job(number=number) if number <= self._working:
                 self._is_busy = number > 0  # shards of it came back
-            case events.JobWanted(), Job(number=number):
+            case events.JobRequested(), Job(number=number):
                 self._is_busy = True
                 self._begin(number)
                 self._working, self._leases, self._last_lease = number, {}, -1
@@ -100,11 +100,11 @@ class MemberLedger:
                 self._begin(answer)
                 self._posted, self._taken = spec, set()
                 self._seconds, self._heard_s = 0.0, None
-            case events.StatusWanted(job=job), JobState() if job == facts.number:
+            case events.StatusRequested(job=job), JobState() if job == facts.number:
                 facts.lost = max(facts.lost, answer.lost_workers)
                 self._seconds = answer.seconds
                 self._heard_s = now_s if answer.seconds and not answer.finished else None
-            case events.ReportWanted(job=job), TakenReport() if job == facts.number:
+            case events.ReportRequested(job=job), TakenReport() if job == facts.number:
                 self._taken.add((answer.incarnation, answer.number))
                 for key in answer.done:
                     facts.add_done(key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from paceline.protocol.jobs.events import ReportMade
+from paceline.protocol.jobs.events import ReportReceived
 from paceline.protocol.jobs.records import Counters, JobRecord, Key, TakenReport, later
 
 _BEFORE = -1  # in place of an incarnation: what was done before this job, as a snapshot has it
@@ -16,7 +16,7 @@ class KeptReport:
     """A report; the shards that are done when its poster has it; its worker's counters then."""
 
     incarnation: int
-    report: ReportMade
+    report: ReportReceived
     done: list[Key] = field(default_factory=list)
     settled: Counters = field(default_factory=dict)
     num_told: int = 0
@@ -76,7 +76,7 @@ class Results:
         last.settled = counters
         return False
 
-    def add_report(self, incarnation: int, report: ReportMade) -> None:
+    def add_report(self, incarnation: int, report: ReportReceived) -> None:
         """Keep a report for the poster; one of a shard, until that is done."""
         if report.number:
             if (incarnation, report.number) in self._seen:

@@ -20,10 +20,10 @@ SHARD: Final = StateTable(
         Transition("open", "Done", "done"),
         Transition("open", "WorkerLost", "returned"),
         Transition("returned", "ShardWanted", "open", "Granted"),
-        Transition("free", "FileSized", OUTSIDE, when="before it"),
-        Transition("open", "FileSized", OUTSIDE, when="before it"),
-        Transition("returned", "FileSized", OUTSIDE, when="before it"),
-        Transition("done", "FileSized", OUTSIDE, when="before it"),
+        Transition("free", "ShardCountFound", OUTSIDE, when="before it"),
+        Transition("open", "ShardCountFound", OUTSIDE, when="before it"),
+        Transition("returned", "ShardCountFound", OUTSIDE, when="before it"),
+        Transition("done", "ShardCountFound", OUTSIDE, when="before it"),
     ),
 )
 

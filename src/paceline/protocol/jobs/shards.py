@@ -46,7 +46,7 @@ class WorkerLost:
 
 
 @dataclass(frozen=True, slots=True)
-class FileSized:
+class ShardCountFound:
     """Somebody found the end of a file: it has this many shards."""
 
     file: int
@@ -78,7 +78,7 @@ class Exhausted:
     worker: int
 
 
-Event: TypeAlias = ShardWanted | Done | WorkerLost | FileSized
+Event: TypeAlias = ShardWanted | Done | WorkerLost | ShardCountFound
 Instruction: TypeAlias = Granted | Wait | Exhausted
 
 
@@ -222,7 +222,7 @@ class Shards:
             case WorkerLost(worker):
                 self._take_back(worker)
                 return self._serve()
-            case FileSized(file, num_shards):
+            case ShardCountFound(file, num_shards):
                 self._end(file, num_shards)
                 return self._serve()
 

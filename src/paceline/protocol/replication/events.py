@@ -188,9 +188,9 @@ class ReportFilled:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Tell `target`, which leads buckets that are here too, behind all that was forwarded to it: that was all of it.
+    """Tell `target`, which leads buckets that are here too, that it has everything.
 
-    As of this version nothing is here any more that it may lack.
+    Sent behind the last push that was forwarded to it: as of view `version` this server has no push that it lacks.
     """
 
     target: int

@@ -22,7 +22,7 @@ PROCESS_ENDED: Final = "its process ended"
 
 @dataclass(frozen=True, slots=True)
 class MemberRegistering:
-    """A process wants to be a member: of this rank, if one is given. Answered by TakeIn or TurnAway, maybe later."""
+    """A process wants to be a member: of this rank, if one is given. Answered by Admit or Reject, maybe later."""
 
     peer: object
     node: str
@@ -36,13 +36,13 @@ class MemberRegistering:
 
 @dataclass(frozen=True, slots=True)
 class MemberRejoining:
-    """A member comes (again), and says what it knows. Answered by TakeIn, Expel or Foreign, maybe later."""
+    """A member comes (again), and says what it knows. Answered by Admit, Expel or Foreign, maybe later."""
 
     returned: Returned
 
 
 @dataclass(frozen=True, slots=True)
-class MemberHeard:
+class HeartbeatReceived:
     """A member says that it lives; a server also which servers it does not reach."""
 
     peer: object
@@ -124,7 +124,7 @@ class TimePassed:
 
 
 @dataclass(frozen=True, slots=True)
-class TakeIn:
+class Admit:
     """Tell the process that it is this member, and the committed view."""
 
     peer: object
@@ -132,7 +132,7 @@ class TakeIn:
 
 
 @dataclass(frozen=True, slots=True)
-class TurnAway:
+class Reject:
     """Tell the process that it is not taken in; `reason` is a sentence for its user."""
 
     peer: object
@@ -177,7 +177,7 @@ class TakenOver:
 
 
 @dataclass(frozen=True, slots=True)
-class AskPromise:
+class RequestPromise:
     """Ask these servers to prepare nothing of a lower term than this one; answered by TermPromised."""
 
     peers: tuple[object, ...]
@@ -233,10 +233,10 @@ class Superseded:
 
 
 Event: TypeAlias = (
-    MemberRegistering | MemberRejoining | MemberHeard | Disconnected | ProcessEnded | Doubted | MemberLeaving
+    MemberRegistering | MemberRejoining | HeartbeatReceived | Disconnected | ProcessEnded | Doubted | MemberLeaving
     | ServerDraining | BucketsFilled | ViewPrepared | TermPromised | Flush | TimePassed
 )  # fmt: skip
 Instruction: TypeAlias = (
-    TakeIn | TurnAway | Foreign | Expel | Removed | TakenOver | AskPromise | Prepare | Publish | FlushSoon
+    Admit | Reject | Foreign | Expel | Removed | TakenOver | RequestPromise | Prepare | Publish | FlushSoon
     | ReleaseServer | BucketsLost | Note | Superseded
 )  # fmt: skip

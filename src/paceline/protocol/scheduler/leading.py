@@ -88,7 +88,7 @@ class Leader:
                 self._register(event)
             case events.MemberRejoining(returned):
                 self._rejoin(returned)
-            case events.MemberHeard(peer, unreachable):
+            case events.HeartbeatReceived(peer, unreachable):
                 self._heartbeat(peer, unreachable)
             case events.Disconnected(peer):
                 self.newcomers.forget(peer)
@@ -133,7 +133,7 @@ class Leader:
                 event.node, event.role, self._now_s, rank=event.rank, address=event.address, process=event.process
             )
         except UsageError as error:
-            self._out.append(events.TurnAway(event.peer, str(error)))
+            self._out.append(events.Reject(event.peer, str(error)))
             return
         self._connect(event.peer, member)
         self._heard(member.incarnation)
@@ -300,7 +300,7 @@ class Leader:
             if self.membership.find(member.incarnation) is None:
                 continue
             if member.role is Role.OBSERVER or member.incarnation in published:
-                self._out.append(events.TakeIn(peer, member))
+                self._out.append(events.Admit(peer, member))
             else:
                 self._welcomes.append((peer, member))
 

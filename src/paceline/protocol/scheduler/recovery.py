@@ -62,7 +62,7 @@ class Abandoned:
     """There is no cluster to be taken over (any more)."""
 
 
-Outcome: TypeAlias = events.AskPromise | events.Note | events.Expel | events.Foreign | Abandoned | Succession
+Outcome: TypeAlias = events.RequestPromise | events.Note | events.Expel | events.Foreign | Abandoned | Succession
 
 
 class Recovery:
@@ -197,14 +197,14 @@ class Recovery:
                 out += [*self.others(), Succession(evidence, self._term, frozenset(unheard - ended), ended)]
         return out
 
-    def _ask(self, evidence: Evidence) -> list[events.AskPromise]:
+    def _ask(self, evidence: Evidence) -> list[events.RequestPromise]:
         """Ask those servers that have not been asked to prepare nothing of a former scheduler any more."""
         if evidence.highest_term > self._term:
             self._term, self._asked = term_after(evidence.highest_term, self._salt), set()
         servers = [each.peer for each in evidence.returned if each.member.role is Role.SERVER]
         peers = tuple(peer for peer in servers if peer not in self._asked)
         self._asked.update(peers)
-        return [events.AskPromise(peers, self._term)] if peers else []
+        return [events.RequestPromise(peers, self._term)] if peers else []
 
     def _need(self, servers: tuple[Member, ...]) -> list[events.Note]:
         """Wait for these servers, and say so once."""

@@ -260,7 +260,7 @@ class ServerCore:
         self._receive(Timing.UNNAMED)
 
     def _receive(self, timing: Timing) -> None:
-        self._out += [events.HandleNow(token) for token in self.early.take(timing)]
+        self._out += [events.ResumeRequest(token) for token in self.early.take(timing)]
 
     def validate(self) -> None:
         """Assert the invariants."""

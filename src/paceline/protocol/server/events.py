@@ -132,7 +132,8 @@ class WorkerTicked:
 class Push:
     """A push of iteration `iteration` came, whose keys lie in `buckets`.
 
-    Answered by Acknowledge, Refuse or TellExpelled; behind a Withhold perhaps by Late, see :meth:`ServerCore.withhold`.
+    Answered by Acknowledge, RefusePush or TellExpelled; behind a Withhold perhaps by Late, see
+    :meth:`ServerCore.withhold`.
     """
 
     token: object
@@ -190,7 +191,7 @@ Event: TypeAlias = (
 
 
 @dataclass(frozen=True, slots=True)
-class HandleNow:
+class ResumeRequest:
     """Handle this request now, which was kept."""
 
     token: object
@@ -295,6 +296,6 @@ class SendClocks:
 
 
 Instruction: TypeAlias = (
-    HandleNow | TellJoined | TellExpelled | Stale | Serve | Late | Keep | DropKept | SumUp | ApplySum | Completed
+    ResumeRequest | TellJoined | TellExpelled | Stale | Serve | Late | Keep | DropKept | SumUp | ApplySum | Completed
     | ForgetWorker | ForgetKept | SendClocks | replication.Instruction
 )  # fmt: skip

@@ -95,15 +95,15 @@ class JobNews(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 _EVENTS: Final[dict[type, Any]] = {
     PostJob: events.JobPosted,
-    GetJob: events.JobWanted,
-    TakeLease: events.LeaseWanted,
+    GetJob: events.JobRequested,
+    TakeLease: events.LeaseRequested,
     LeaseDone: events.LeaseFinished,
-    FileEnded: events.FileEndFound,
-    Report: events.ReportMade,
+    FileEnded: events.ShardCountReported,
+    Report: events.ReportReceived,
     JobFailed: events.FailureFound,
-    JobStatus: events.StatusWanted,
-    GetAccount: events.AccountWanted,
-    TakeReports: events.ReportWanted,
+    JobStatus: events.StatusRequested,
+    GetAccount: events.AccountRequested,
+    TakeReports: events.ReportRequested,
 }
 
 

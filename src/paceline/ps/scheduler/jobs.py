@@ -30,7 +30,7 @@ class Jobs:
 
     def note_progress(self, session: ProcessSession, progress: dict[str, float], membership: Membership) -> None:
         """Take note of a worker's counters."""
-        asked = events.Asked(None, session, session.incarnation or 0, events.CountersTold(counters=progress))
+        asked = events.Asked(None, session, session.incarnation or 0, events.CountersReceived(counters=progress))
         _answer(self.core.handle(asked, membership, time.monotonic()))
 
     def removed(self, removed: Removed, session: ProcessSession | None) -> None:

@@ -50,11 +50,13 @@ class Memory:
         match message:
             case messages.Report():
                 with self._lock:
-                    report = self._ledger.sent(events.ReportMade(**msgspec.structs.asdict(message), body=tuple(body)))
+                    report = self._ledger.sent(
+                        events.ReportReceived(**msgspec.structs.asdict(message), body=tuple(body))
+                    )
                 return _message(report)
             case messages.Heartbeat(progress=progress) if progress:
                 with self._lock:
-                    self._ledger.sent(events.CountersTold(counters=progress))
+                    self._ledger.sent(events.CountersReceived(counters=progress))
             case _:
                 event = job_event(message)
                 if event is not None:
@@ -100,5 +102,5 @@ class Memory:
 def _message(request: events.Request) -> messages.Report | messages.LeaseDone:
     if isinstance(request, events.LeaseFinished):
         return messages.LeaseDone(job=request.job, lease=request.lease, progress=request.progress)
-    assert isinstance(request, events.ReportMade)
+    assert isinstance(request, events.ReportReceived)
     return messages.Report(job=request.job, fields=request.fields, number=request.number, shard=request.shard)

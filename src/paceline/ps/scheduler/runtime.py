@@ -154,7 +154,7 @@ class Scheduler(Handler):
             case messages.Rejoin():
                 self._rejoin(peer, header, request)
             case messages.Heartbeat(unreachable=unreachable, progress=progress):
-                self._feed(events.MemberHeard(peer, unreachable))
+                self._feed(events.HeartbeatReceived(peer, unreachable))
                 if progress:
                     self.jobs.note_progress(self.sessions.connected[peer], progress, self.core.membership)
             case messages.Leave():
@@ -279,9 +279,9 @@ class Scheduler(Handler):
 
     def _execute(self, instruction: events.Instruction) -> None:
         match instruction:
-            case events.TakeIn(peer, member):
+            case events.Admit(peer, member):
                 self._welcome(peer, member)
-            case events.TurnAway(peer, reason):
+            case events.Reject(peer, reason):
                 self.sessions.refuse(peer, UsageError(reason))
             case events.Foreign(peer):
                 self.sessions.answer_asked(peer, messages.Elsewhere())
@@ -294,7 +294,7 @@ class Scheduler(Handler):
                 self._removed(instruction)
             case events.TakenOver():
                 self._take_over(instruction)
-            case events.AskPromise(peers, term):
+            case events.RequestPromise(peers, term):
                 for peer in peers:
                     self.sessions.notify(peer, messages.Promise(term=term))
             case events.Prepare(peers, view):

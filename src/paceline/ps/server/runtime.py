@@ -99,7 +99,7 @@ class Runtime:
             replication.Links: self._have_links,
             replication.ReportFilled: self._report,
             events.SendClocks: lambda each: self.replicator.send_clocks(each.target),
-            events.HandleNow: lambda each: self._again.append(each.token),
+            events.ResumeRequest: lambda each: self._again.append(each.token),
             events.TellJoined: answers.joined,
             events.TellExpelled: answers.expel,
             events.Stale: lambda each: answers.refuse(each.token),

@@ -1,8 +1,8 @@
 """Who may talk to us: both ends prove that they hold the cluster's token before any other frame.
 
-The server sends a nonce (CHALLENGE). The client answers with its :class:`Hello`, its :class:`ConnectionView`, a nonce
-of its own and an HMAC-SHA256 of all that under the token; the server answers with its own and an HMAC of all that both
-have said. The token never goes over the wire, a recorded exchange cannot be replayed (each end chose a nonce), an
+The server sends a nonce (CHALLENGE). The client answers with its :class:`Hello`, its :class:`ConnectionIdentity`, a
+nonce of its own and an HMAC-SHA256 of all that under the token; the server answers with its own and an HMAC of all that
+both have said. The token never goes over the wire, a recorded exchange cannot be replayed (each end chose a nonce), an
 answer cannot be reflected (the labels differ), nothing can be altered (fields have their lengths in front), and a relay
 gains nothing: the proof says for whom it is meant, and where somebody may be in between, every later frame is sealed
 with a key that follows from the token and this handshake (`sealing`).
@@ -61,7 +61,7 @@ class Challenge(msgspec.Struct, frozen=True):
     nonce: bytes
 
 
-class ConnectionView(msgspec.Struct, frozen=True, kw_only=True):
+class ConnectionIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """How one end sees the connection."""
 
     binding: bytes = b""
@@ -78,7 +78,7 @@ class Proof(msgspec.Struct, frozen=True):
     hello: bytes
     """A :class:`Hello` as msgpack; kept as bytes because the proof covers them."""
     view: bytes
-    """A :class:`ConnectionView` as msgpack."""
+    """A :class:`ConnectionIdentity` as msgpack."""
     nonce: bytes
     proof: bytes
 

@@ -14,7 +14,7 @@ from paceline.errors import AddressError, AuthenticationError
 from paceline.transport.security.authentication import (
     NONCE_BYTES,
     Challenge,
-    ConnectionView,
+    ConnectionIdentity,
     Hello,
     Proof,
     check_proof,
@@ -41,7 +41,7 @@ class Reception:
         self._listener = listener
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         self._said: tuple[bytes, ...] = ()
-        self._view = ConnectionView()
+        self._view = ConnectionIdentity()
 
     def challenge(self) -> bytes:
         """Return the meta of the CHALLENGE."""
@@ -54,14 +54,14 @@ class Reception:
             raise AuthenticationError(f"the client's nonce has {len(given.nonce)} bytes, {NONCE_BYTES} were expected")
         said = (given.nonce, self._nonce, given.hello, given.view)
         check_proof(self._token, "client", given, *said)
-        self._said, self._view = said, decode(given.view, ConnectionView)
+        self._said, self._view = said, decode(given.view, ConnectionIdentity)
 
     def welcome(self, binding: bytes) -> bytes:
         """Return the meta of the WELCOME; ``binding`` is this end's. Also for a client that :meth:`identify` refuses:
         so it learns from one that it can believe why.
         """
         mine = encode_hello(self._hello)
-        view = msgspec.msgpack.encode(ConnectionView(binding=binding, listener=self._listener))
+        view = msgspec.msgpack.encode(ConnectionIdentity(binding=binding, listener=self._listener))
         said = (*self._said, mine, view)
         if not (binding and binding == self._view.binding):
             nonces = self._said[0] + self._said[1]
@@ -75,13 +75,15 @@ class Reception:
         Raises VersionError if it is of another version, AddressError if it wants somebody else.
         """
         theirs = read_hello("client", self._said[2])
-        reason = mistaken(theirs, self._view, self._hello, ConnectionView(listener=self._listener))
+        reason = mistaken(theirs, self._view, self._hello, ConnectionIdentity(listener=self._listener))
         if reason:
             raise AddressError(f"{theirs.role} {theirs.rank} ({theirs.name}) is mistaken: {reason}")
         return theirs
 
 
-def mistaken(asking: Hello, asking_view: ConnectionView, answering: Hello, answering_view: ConnectionView) -> str:
+def mistaken(
+    asking: Hello, asking_view: ConnectionIdentity, answering: Hello, answering_view: ConnectionIdentity
+) -> str:
     """Return why the client wants somebody else than this server; empty if it does not."""
     if asking_view.listener and asking_view.listener != answering_view.listener:
         return "another process listens there now: the one that did has ended"

@@ -52,7 +52,7 @@ class Worker:
         ledger.lease_done(self.member, events.LeaseFinished(job=1, lease=lease.lease, progress=progress))
 
     def predict(self, ledger: JobLedger, number: int, lease: Lease) -> None:
-        report = events.ReportMade(job=1, fields={}, body=b"scores", number=number, shard=lease.key)
+        report = events.ReportReceived(job=1, fields={}, body=b"scores", number=number, shard=lease.key)
         ledger.results.add_report(self.member.incarnation, report)
 
     def remembers(self, memory: JobMemory | None) -> Remembered:

@@ -10,9 +10,9 @@ from paceline.protocol.jobs.shards import (
     Done,
     Event,
     Exhausted,
-    FileSized,
     Granted,
     Instruction,
+    ShardCountFound,
     ShardWanted,
     Wait,
     WorkerLost,
@@ -93,12 +93,12 @@ def test_the_end_of_a_stream() -> None:
     feed(shards, ShardWanted(0), Done(0, 0), ShardWanted(0), ShardWanted(1), ShardWanted(2))
     assert shards.progress() == (1, None)
     feed(shards, Done(2, 3))  # it read nothing there
-    assert feed(shards, FileSized(0, 2)) == []
+    assert feed(shards, ShardCountFound(0, 2)) == []
     assert shards.progress() == (1, 6)
     assert feed(shards, Done(1, 2)) == []  # leased past the end: over already
     assert feed(shards, Done(0, 1), ShardWanted(0)) == [Granted(0, 4, 0, 1, 0)]
     assert drain(shards, 1) == [(1, 0, 0), (1, 0, 1), (1, 1, 0)]
-    assert feed(shards, FileSized(0, 2)) == []
+    assert feed(shards, ShardCountFound(0, 2)) == []
     assert feed(shards, Done(0, 4)) == [Exhausted(1)]
     assert all(account.done and account.num_leases == 1 for account in shards.report())
     assert len(shards.report()) == 6
@@ -106,13 +106,15 @@ def test_the_end_of_a_stream() -> None:
 
 def test_the_end_drops_what_was_given_back_past_it() -> None:
     shards = Shards([None])
-    feed(shards, ShardWanted(0), ShardWanted(0), WorkerLost(0), FileSized(0, 1))
+    feed(shards, ShardWanted(0), ShardWanted(0), WorkerLost(0), ShardCountFound(0, 1))
     assert drain(shards, 1) == [(0, 0, 0)]
     assert shards.progress() == (1, 1)
 
 
-@pytest.mark.parametrize("ended", [FileSized(0, 3), FileSized(1, 1), FileSized(-1, 1), FileSized(2, -1)])
-def test_an_end_at_odds_with_what_is_known(ended: FileSized) -> None:
+@pytest.mark.parametrize(
+    "ended", [ShardCountFound(0, 3), ShardCountFound(1, 1), ShardCountFound(-1, 1), ShardCountFound(2, -1)]
+)
+def test_an_end_at_odds_with_what_is_known(ended: ShardCountFound) -> None:
     with pytest.raises(DataError, match="was reported to end"):
         Shards([2]).handle(ended)
 
@@ -154,7 +156,7 @@ def test_strided_through_a_stream_of_unknown_length() -> None:
         (granted,) = feed(shards, ShardWanted(0))
         assert granted == Granted(0, expected // 2, 0, 0, expected)
         feed(shards, Done(0, expected // 2))
-    feed(shards, FileSized(0, 4))
+    feed(shards, ShardCountFound(0, 4))
     assert drain(shards, 0) == [(0, 1, 0), (1, 0, 0), (1, 0, 2), (1, 1, 0)]
     assert drain(shards, 1) == [(0, 0, 1), (0, 0, 3), (0, 1, 1), (1, 0, 1), (1, 0, 3), (1, 1, 1)]
     assert shards.progress() == (12, 12)

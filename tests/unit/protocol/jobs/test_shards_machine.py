@@ -12,8 +12,8 @@ from paceline.protocol.jobs.shards import (
     Done,
     Event,
     Exhausted,
-    FileSized,
     Granted,
+    ShardCountFound,
     ShardWanted,
     Wait,
     WorkerLost,
@@ -93,7 +93,7 @@ class ShardsMachine(RuleBasedStateMachine):
             gone = {n for n, (_, k) in self.open.items() if k[1] == file and k[2] >= self.sizes[file]}
             self.open = {n: held for n, held in self.open.items() if n not in gone}
             self.back = {k for k in self.back if k[1] != file or k[2] < self.sizes[file]}
-            self.apply(FileSized(file, self.sizes[file]))
+            self.apply(ShardCountFound(file, self.sizes[file]))
         else:
             del self.open[lease]
             self.done.append(key)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from paceline.protocol.jobs import Shards
-from paceline.protocol.jobs.shards import Assignment, Done, Exhausted, FileSized, Granted, ShardWanted, WorkerLost
+from paceline.protocol.jobs.shards import Assignment, Done, Exhausted, Granted, ShardCountFound, ShardWanted, WorkerLost
 
 NUM_WORKERS = 3
 Key = tuple[int, int, int]
@@ -77,7 +77,7 @@ class RestartMachine(RuleBasedStateMachine):
         self.counted: list[Key] = []
         """A worker has done this shard, and somebody who lives knows."""
 
-    def apply(self, event: ShardWanted | Done | WorkerLost | FileSized, *, heard: bool = True) -> None:
+    def apply(self, event: ShardWanted | Done | WorkerLost | ShardCountFound, *, heard: bool = True) -> None:
         for instruction in self.shards.handle(event):
             if isinstance(instruction, Granted) and heard:
                 every = [key_of(lease) for leases in self.held.values() for lease in leases.values()]
@@ -111,7 +111,7 @@ class RestartMachine(RuleBasedStateMachine):
                 for leases in self.held.values():
                     for number in [n for n, each in leases.items() if self.is_past(key_of(each))]:
                         leases.pop(number)
-            self.apply(FileSized(file, self.real[file]))
+            self.apply(ShardCountFound(file, self.real[file]))
             self.apply(Done(worker, lease))
             return
         self.counted.append(key)

@@ -56,7 +56,7 @@ def test_one_that_asks_for_a_rank_that_it_cannot_have_is_refused(rank: int, reas
     scheduler, _, _ = started(1)
     before = scheduler.view
     refused = scheduler.register(server("x"), rank, is_extra=True)
-    assert isinstance(refused.fate, events.TurnAway)
+    assert isinstance(refused.fate, events.Reject)
     assert reason in refused.fate.reason
     assert scheduler.view is before
 
@@ -65,7 +65,7 @@ def test_a_refused_server_is_not_among_those_that_the_cluster_begins_with() -> N
     scheduler = Scheduler(num_servers=2)
     scheduler.register(server("a"), 0)
     refused = scheduler.register(server("b"), 0)
-    assert isinstance(refused.fate, events.TurnAway)
+    assert isinstance(refused.fate, events.Reject)
     assert scheduler.view.version == 0  # nothing is placed before both are there
     scheduler.register(server("c"))
     assert scheduler.view.version == 1
@@ -75,7 +75,7 @@ def test_a_refused_server_is_not_among_those_that_the_cluster_begins_with() -> N
 def test_a_cluster_that_has_its_servers_takes_others_only_as_extra_ones() -> None:
     scheduler, _, _ = started(1)
     refused = scheduler.register(server("b"))
-    assert isinstance(refused.fate, events.TurnAway)
+    assert isinstance(refused.fate, events.Reject)
     assert "this cluster has its 1 server(s)" in refused.fate.reason
     extra = scheduler.register(server("c"), is_extra=True)
     assert scheduler.member(extra) is not None
@@ -217,7 +217,7 @@ def test_a_broken_connection_changes_nothing() -> None:
     scheduler.pass_time(TIMEOUT_S - HEARTBEAT_S)
     assert scheduler.said == []
     scheduler.rejoin(*servers, *workers)
-    assert [(each.peer, each.member) for each in scheduler.all(events.TakeIn)] == [
+    assert [(each.peer, each.member) for each in scheduler.all(events.Admit)] == [
         (node.wire, node.member) for node in (*servers, *workers)
     ]
     scheduler.pass_time(2 * TIMEOUT_S)
@@ -320,7 +320,7 @@ def test_one_that_was_removed_and_still_speaks_is_expelled() -> None:
     scheduler, _, (w,) = started(1, 1)
     assert w.wire is not None
     scheduler.feed(events.ProcessEnded(w.incarnation))
-    assert scheduler.feed(events.MemberHeard(w.wire)) == [events.Expel(w.wire, "it was silent too long")]
+    assert scheduler.feed(events.HeartbeatReceived(w.wire)) == [events.Expel(w.wire, "it was silent too long")]
 
 
 def test_a_silent_server_goes_where_others_have_what_it_has() -> None:

@@ -172,13 +172,13 @@ class Run:
         scheduler.now_s += HEARTBEAT_S
         for wire in list(scheduler.wires):
             if wire.is_welcomed and not wire.node.is_silent and self.random.random() < 0.9:
-                wire.to_scheduler.append(events.MemberHeard(wire))
+                wire.to_scheduler.append(events.HeartbeatReceived(wire))
         scheduler.feed(events.TimePassed())
 
     def beat(self) -> None:
         members = self.members()
         if members:
-            self.random.choice(members).send(events.MemberHeard)
+            self.random.choice(members).send(events.HeartbeatReceived)
 
     def fill(self) -> None:
         """The member before a server that is being filled reports that this one has some of its buckets."""

@@ -72,12 +72,12 @@ def test_nobody_hears_of_the_take_over_before_a_quorum_has_its_view() -> None:
     scheduler.rejoin(a, b, w)
     assert scheduler.core.phase is Phase.LEADING
     assert scheduler.all(events.Prepare)
-    assert scheduler.all(events.Publish) == scheduler.all(events.TakeIn) == scheduler.all(events.TakenOver) == []
+    assert scheduler.all(events.Publish) == scheduler.all(events.Admit) == scheduler.all(events.TakenOver) == []
     b.prepares = True
     scheduler.rejoin(b)
     kinds = [type(each) for each in scheduler.said]
-    assert kinds.index(events.TakenOver) < kinds.index(events.TakeIn)
-    assert {each.member for each in scheduler.all(events.TakeIn)} == {a.member, b.member, w.member}
+    assert kinds.index(events.TakenOver) < kinds.index(events.Admit)
+    assert {each.member for each in scheduler.all(events.Admit)} == {a.member, b.member, w.member}
 
 
 def test_after_a_while_a_majority_is_enough() -> None:
@@ -445,7 +445,7 @@ def test_an_observer_comes_when_it_likes() -> None:
     for node in (early, late):
         assert node.fate is None
         assert scheduler.member(node) is not None
-        assert scheduler.last(events.TakeIn).member in (a.member, late.member)
+        assert scheduler.last(events.Admit).member in (a.member, late.member)
 
 
 def test_of_two_observers_of_one_place_none_waits_for_an_answer_forever() -> None:
@@ -462,7 +462,7 @@ def test_of_two_observers_of_one_place_none_waits_for_an_answer_forever() -> Non
     third = successor(salt=3)
     third.rejoin(early, late, a)
     third.pass_time(HEARTBEAT_S)
-    answered = {each.peer for each in third.all(events.TakeIn)} | {each.peer for each in third.all(events.Expel)}
+    answered = {each.peer for each in third.all(events.Admit)} | {each.peer for each in third.all(events.Expel)}
     for node in (early, late):
         assert node.fate is not None or node.wire in answered
 
@@ -499,7 +499,7 @@ def test_whoever_wants_to_join_meanwhile_joins_when_it_has_taken_over() -> None:
     a.prepares = True
     scheduler.rejoin(a)
     scheduler.tell(events.Flush())
-    assert isinstance(refused.fate, events.TurnAway)
+    assert isinstance(refused.fate, events.Reject)
     assert {each.node for each in scheduler.view.members} == {"s0", "x", "w"}
     assert extra.cluster == w.cluster == "ours"
     assert min(extra.incarnation, w.incarnation) > former.core.membership.last_incarnation
@@ -839,7 +839,7 @@ def test_one_that_leaves_while_the_first_view_is_prepared_is_not_welcomed() -> N
     scheduler.leave(w)
     a.prepares = True
     scheduler.rejoin(a)
-    assert {each.member for each in scheduler.all(events.TakeIn)} == {a.member}
+    assert {each.member for each in scheduler.all(events.Admit)} == {a.member}
     assert scheduler.last(events.TakenOver).dead == (w.member,)
 
 

@@ -220,7 +220,7 @@ def test_it_asks_for_promises_and_takes_over_when_it_has_them() -> None:
     seen = view(3, "s1", "s2", "w3")
     s1, s2, _ = [coming.back(name, seen) for name in ("s1", "s2", "w3")]
     (promise,) = coming.recovery.decide((), 1.0)
-    assert isinstance(promise, events.AskPromise)
+    assert isinstance(promise, events.RequestPromise)
     assert promise.peers == (s1, s2)
     assert promise.term > seen.term
     assert coming.recovery.decide((), 1.0) == []  # it has asked

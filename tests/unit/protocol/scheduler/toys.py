@@ -74,7 +74,7 @@ class Node:
         self.has_prepared: set[tuple[int, int]] = set()
         """The orders of all views that it ever prepared."""
         self.fate: object = None
-        """What it was told that ended it: Expel, ReleaseServer or TurnAway."""
+        """What it was told that ended it: Expel, ReleaseServer or Reject."""
 
     @property
     def incarnation(self) -> int:
@@ -172,7 +172,7 @@ class Scheduler:
 
     def _execute(self, instruction: events.Instruction) -> None:
         match instruction:
-            case events.TakeIn(peer, member):
+            case events.Admit(peer, member):
                 cluster, view = self.core.cluster, self._seen_by(member.role, self.core.committed)
                 assert isinstance(peer, Wire)
                 peer.is_welcomed = True
@@ -180,7 +180,7 @@ class Scheduler:
             case events.Prepare(peers, view):
                 for peer in peers:
                     self._tell(peer, lambda wire: wire.node.asked_to_prepare(wire, view))
-            case events.AskPromise(peers, term):
+            case events.RequestPromise(peers, term):
                 for peer in peers:
                     self._tell(peer, lambda wire: wire.node.asked_to_promise(wire, term))
             case events.Publish(view):
@@ -188,7 +188,7 @@ class Scheduler:
                     if wire.is_welcomed:
                         seen = self._seen_by(wire.node.role, view)
                         self._tell(wire, lambda wire, seen=seen: wire.node.views.commit(seen))  # type: ignore[misc]
-            case events.Expel(peer) | events.ReleaseServer(peer) | events.TurnAway(peer):
+            case events.Expel(peer) | events.ReleaseServer(peer) | events.Reject(peer):
                 self._tell(peer, lambda wire: wire.node.ended(wire, instruction))
             case events.Foreign(peer):
                 self._tell(peer, lambda wire: wire.cut())
@@ -220,7 +220,7 @@ class Scheduler:
         for node in nodes:
             node.is_silent = False
             if node.wire is not None:
-                self.feed(events.MemberHeard(node.wire))
+                self.feed(events.HeartbeatReceived(node.wire))
         self.settle()
 
     def connect(self, node: Node) -> Wire:
@@ -294,7 +294,7 @@ class Scheduler:
             self.now_s += HEARTBEAT_S
             for wire in list(self.wires):
                 if wire.is_open and not wire.node.is_silent:
-                    self.feed(events.MemberHeard(wire, (unreachable or {}).get(wire.node.name, ())))
+                    self.feed(events.HeartbeatReceived(wire, (unreachable or {}).get(wire.node.name, ())))
             self.feed(events.TimePassed())
             self.settle()
 

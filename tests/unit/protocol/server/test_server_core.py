@@ -32,12 +32,12 @@ from paceline.protocol.server.events import (
     Event,
     ForgetKept,
     ForgetWorker,
-    HandleNow,
     Keep,
     Late,
     Push,
     Read,
     ReadyReceived,
+    ResumeRequest,
     SendClocks,
     Serve,
     Stale,
@@ -119,7 +119,7 @@ def test_everything_is_early_before_the_server_is_a_member() -> None:
     assert {core.time(kind, FIRST, 0) for kind in TimingClass} == {Timing.EARLY}
     assert core.handle(view(1, (ME,))) == []
     core.early.keep(Timing.EARLY, FIRST, "frame")
-    assert HandleNow("frame") in core.joined(ME)
+    assert ResumeRequest("frame") in core.joined(ME)
     assert core.early.is_empty
 
 
@@ -147,7 +147,7 @@ def test_nobody_joins_whom_no_view_names() -> None:
     assert driver.core.time(TimingClass.CALL, 12, 0) is Timing.UNNAMED
     driver.core.early.keep(Timing.UNNAMED, 12, "join")
     named = (FIRST, SECOND, 12)
-    assert driver.feed(view(1, (ME,), workers=named, epoch=2, last=12)) == [HandleNow("join")]
+    assert driver.feed(view(1, (ME,), workers=named, epoch=2, last=12)) == [ResumeRequest("join")]
     assert driver.core.time(TimingClass.CALL, 12, 0) is Timing.NOW
     assert driver.feed(WorkerJoining("late", 9, 0, 0)) == [TellExpelled("late")]
 
@@ -372,7 +372,7 @@ def test_a_server_that_comes_later_waits_for_the_clocks() -> None:
     assert driver.core.time(TimingClass.CALL, FIRST, 0) is Timing.BEFORE_CLOCKS
     driver.core.early.keep(Timing.BEFORE_CLOCKS, FIRST, "join")
     known = Clocks(((FIRST, 0, 3, True), (SECOND, 1, 4, True), (12, 2, 3, False)), 0, 3)
-    assert driver.feed(ClocksReceived(known)) == [HandleNow("join")]
+    assert driver.feed(ClocksReceived(known)) == [ResumeRequest("join")]
     assert driver.core.progress.has_clocks
     assert driver.core.workers.known_clocks() == Clocks(known.workers, 0, 3)
     assert driver.core.workers.counted == {FIRST, SECOND}

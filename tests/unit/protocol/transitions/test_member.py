@@ -78,9 +78,9 @@ class Watched(Scheduler):
             match each:
                 case events.Publish():
                     cause = "publish"
-                case events.TurnAway():
+                case events.Reject():
                     self.watch.saw((OUTSIDE,), cause, (OUTSIDE,), each)
-                case events.TakeIn(_, member):
+                case events.Admit(_, member):
                     told[member.incarnation] = "welcome", each
                 case events.Expel(peer) | events.ReleaseServer(peer):
                     assert isinstance(peer, Wire)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from paceline.protocol.jobs import SHARD, Shards
-from paceline.protocol.jobs.shards import Done, Event, FileSized, Granted, ShardWanted, WorkerLost
+from paceline.protocol.jobs.shards import Done, Event, Granted, ShardCountFound, ShardWanted, WorkerLost
 from paceline.protocol.transitions import OUTSIDE
 
 from .watching import Sight, Watch
@@ -59,7 +59,7 @@ class Run:
 
     def event(self) -> Event:
         if self.shards.sizes[1] is None and self.random.random() < 0.05:
-            return FileSized(1, self.random.choice([1, 3]))
+            return ShardCountFound(1, self.random.choice([1, 3]))
         worker = self.random.randrange(3)
         events: list[Event] = [ShardWanted(worker), ShardWanted(worker), WorkerLost(worker)]
         if self.granted:
