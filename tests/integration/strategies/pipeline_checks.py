@@ -80,6 +80,18 @@ class Recurrent(nn.Module):
         return self.last(output), state
 
 
+class Shifting(nn.Module):
+    """Its output has no rows of its first argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        shifted: Tensor = self.second(self.first(y)) + x.mean()
+        return shifted
+
+
 def batches_of(sizes: Sequence[int]) -> Batches:
     generator = torch.Generator().manual_seed(5)
     inputs = [torch.randint(11, (size, 3), generator=generator) for size in sizes]
@@ -412,7 +424,12 @@ def check_what_cannot_be_is_said_on_every_rank(rank: int, size: int) -> None:
         lambda net: net(torch.arange(8), torch.tensor([0, 2, 7])),
         Bags(),
     )
-    refused(r"shape \(2, 3, 4\) for 4 examples.*must be the batch.*batch_first", lambda net: net(x), Recurrent())
+    refused(r"rows of x \[8, \d+\] depends on other rows.*batch_first=True", lambda net: net(x), Recurrent())
+    refused(
+        r"shape \(3, 8, 4\) for 4 examples.*must be the batch.*batch_first=True",
+        lambda net: net(torch.randn(8, 8, 4), torch.randn(3, 8, 4)),
+        Shifting(),
+    )
     refused(r"copy.deepcopy\(\) of a model whose layers are on several", copy.deepcopy)
     refused("layout sparse_coo and 8 rows", lambda net: net(torch.eye(8).to_sparse()))
     refused("have every process do the same", lambda net: word_loss(net(x), y).backward() if rank else [net(x), net(x)])

@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from paceline.errors import UsageError  # noqa: E402
-from paceline.torch.strategies.pipeline.values import put_together, take_apart, tensors_of  # noqa: E402
+from paceline.torch.strategies.pipeline.values import describe_cut, put_together, take_apart, tensors_of  # noqa: E402
 
 
 class Pair(NamedTuple):
@@ -49,3 +49,11 @@ def test_classes_of_tuples_and_dictionaries_arrive_as_such() -> None:
 def test_a_class_that_is_not_here_is_named(name: str) -> None:
     with pytest.raises(UsageError, match=f"values.{name} came from another stage"):
         put_together({"n": ["paceline.torch.strategies.pipeline.values", name, {"d": {}}]}, [])
+
+
+def test_what_goes_whole_to_microbatches_is_said_and_where_it_may_have_the_batch() -> None:
+    x, state, mask = torch.ones(8, 3), torch.ones(2, 8, 4), torch.ones(3)
+    assert describe_cut({"x": x}, 8) == ""
+    assert describe_cut({"x": x, "mask": mask}, 8).endswith("and have all of mask [3]")
+    text = describe_cut({"x": x, "state": (state, mask)}, 8)
+    assert "have all of state [2, 8, 4], state [3]; if state's dimension 1 is the batch, give it first" in text

@@ -49,6 +49,7 @@ from paceline.torch.strategies.pipeline.plan.orders import (
     place_stages,
     split_backwards,
 )
+from paceline.torch.strategies.pipeline.row_independence import check_rows_independent
 from paceline.torch.strategies.pipeline.stage import Stage
 from paceline.torch.strategies.pipeline.tracing import trace
 from paceline.torch.strategies.pipeline.values import batch_size, cut_rows, describe_cut, put_together, tensors_of
@@ -273,6 +274,9 @@ class Runner:
     def _make_plan(self, called: CallArguments, rows: int) -> None:
         graph = trace(self.module, called)
         self._broadcast_values()
+        if self._deferred is None:
+            part = rows // max(microbatch_counts(self._options, rows))
+            check_rows_independent(self.module, called, rows, part)
         link = MessageCost()
         if self._group.size() > 1:
             agreement_s = measure_agreement(self._group)

@@ -134,9 +134,11 @@ def describe_cut(arguments: Mapping[str, Any], size: int) -> str:
     cut, whole = ([f"{n} {list(t.shape)}" for n, t in named if (len(t) == size) is is_cut] for is_cut in (True, False))
     if not whole:
         return ""
+    elsewhere = [f"{n}'s dimension {t.shape.index(size)}" for n, t in named if len(t) != size and size in t.shape]
+    hint = f"; if {' and '.join(elsewhere)} is the batch, give it first, and transpose it within the model"
     return (
         f"; microbatches cut {', '.join(cut)} along the first dimension, which must be the batch, and have all of "
-        f"{', '.join(whole)}"
+        f"{', '.join(whole)}{hint if elsewhere else ''}"
     )
 
 

@@ -77,7 +77,7 @@ def measure_layers(
     all_runs: list[Sequence[_LayerRun]] = []
     counted: set[int] = set()
     cold = torch.zeros(_cold_bytes(module) // 4)
-    with _undone(module):
+    with undone(module):
         for number, layer in enumerate(graph.layers):
             names = [
                 name
@@ -290,7 +290,7 @@ def _leaf(value: Any) -> Any:
 
 
 @contextmanager
-def _undone(module: nn.Module) -> Iterator[None]:
+def undone(module: nn.Module) -> Iterator[None]:
     """Put buffers, gradients and the random state back in the end."""
     kept = {name: buffer.clone() for name, buffer in module.named_buffers() if not buffer.is_meta}
     grads = [(each, each.grad) for each in module.parameters()]

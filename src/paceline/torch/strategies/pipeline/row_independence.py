@@ -1,0 +1,126 @@
+"""Whether a model computes each row of a batch by itself, tried on values: else microbatches would give another result.
+
+A tensor whose batch is in another dimension than the first (``batch_first=False``) has as many rows as any, and shapes
+alone do not tell. So in the first call the rows of two microbatches go through the model together and apart.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from paceline.errors import UsageError
+from paceline.torch.strategies.pipeline.calls import CallArguments, unfold
+from paceline.torch.strategies.pipeline.plan.measuring import undone
+
+_TOLERANCE: Final = {torch.float32: 1e-3, torch.float64: 1e-6}
+"""Of the largest value; what rows together and apart differ by in rounding is a hundredth of it."""
+_COARSE: Final = 0.05  # of shorter numbers
+
+
+def check_rows_independent(module: nn.Module, called: CallArguments, rows: int, part: int) -> None:
+    """Raise UsageError if a model's output for `part` rows depends on the next ones.
+
+    It goes without gradients and in evaluation, where BatchNorm and dropout leave rows apart. A model that draws
+    numbers there, or cannot be called so, is not checked.
+    """
+    if 2 * part > rows or any(isinstance(each, _BatchNorm) and each.running_mean is None for each in module.modules()):
+        return
+    both = _rows_of(called.values, rows, 0, 2 * part)
+    trained = [each for each in module.modules() if each.training]
+    with undone(module), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for each in trained:
+            each.training = False
+        try:
+            together = _outputs(module, called, both)
+            apart = [_outputs(module, called, _rows_of(called.values, rows, k * part, part)) for k in (0, 1)]
+            if _differ(together, apart):
+                raise UsageError(_describe(module, called, together, both, rows, part))
+        except UsageError:
+            raise
+        except Exception:  # what the model says to so few rows, the pipeline tells where it matters
+            return
+        finally:
+            for each in trained:
+                each.training = True
+
+
+class _DrawsError(Exception):
+    """The model draws random numbers in evaluation."""
+
+
+def _rows_of(values: Mapping[str, Tensor], rows: int, first: int, count: int) -> dict[str, Tensor]:
+    return {
+        name: each[first : first + count] if each.dim() and len(each) == rows else each for name, each in values.items()
+    }
+
+
+def _outputs(module: nn.Module, called: CallArguments, values: Mapping[str, Tensor]) -> list[Tensor]:
+    args, kwargs = called.fill(list(values.values()))
+    state = torch.get_rng_state()
+    found, _ = unfold(module(*args, **kwargs))
+    if not state.equal(torch.get_rng_state()):
+        raise _DrawsError
+    return [each for each in found if isinstance(each, Tensor)]
+
+
+def _differ(together: Sequence[Tensor], apart: Sequence[Sequence[Tensor]]) -> bool:
+    """Return whether an output of all rows is not those of its parts, one behind another."""
+    return any(_are_other(whole, parts) for whole, *parts in zip(together, *apart, strict=True))
+
+
+def _are_other(whole: Tensor, parts: Sequence[Tensor]) -> bool:
+    shape, of_part = list(whole.shape), list(parts[0].shape)
+    grown = [k for k, (a, b) in enumerate(zip(shape, of_part, strict=False)) if a != b]
+    if not whole.is_floating_point() or len(grown) != 1 or shape[grown[0]] != 2 * of_part[grown[0]]:
+        return False
+    return _is_other(whole, torch.cat(list(parts), grown[0]))
+
+
+def _is_other(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors differ by more than rounding."""
+    return _size(a.double() - b.double()) > _TOLERANCE.get(a.dtype, _COARSE) * _size(a)
+
+
+def _size(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def _describe(
+    module: nn.Module,
+    called: CallArguments,
+    together: Sequence[Tensor],
+    both: Mapping[str, Tensor],
+    rows: int,
+    part: int,
+) -> str:
+    cut = [name for name, each in called.values.items() if each.dim() and len(each) == rows]
+    mixed = [name for name in cut if _matters(module, called, name, together, both, part)] or cut
+    named = ", ".join(f"{name} {list(called.values[name].shape)}" for name in mixed)
+    return (
+        f"microbatches would change the result: what the model returns for some rows of {named} depends on other rows. "
+        "A pipeline cuts along the first dimension: if the batch is in another one, give it first (batch_first=True, "
+        "or transpose within the model); if examples of a batch do depend on one another, take another strategy, or "
+        "--schedule gpipe --microbatches 1"
+    )
+
+
+def _matters(
+    module: nn.Module,
+    called: CallArguments,
+    name: str,
+    together: Sequence[Tensor],
+    both: Mapping[str, Tensor],
+    part: int,
+) -> bool:
+    """Return whether other second rows of one argument change the output of the first ones."""
+    other: Any = torch.cat([both[name][:part]] * 2)
+    found = _outputs(module, called, {**both, name: other})
+    pairs = [pair for pair in zip(together, found, strict=True) if pair[0].is_floating_point() and pair[0].dim()]
+    return any(_is_other(a[:part], b[:part]) for a, b in pairs)

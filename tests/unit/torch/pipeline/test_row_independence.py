@@ -1,0 +1,86 @@
+"""Models whose rows depend on one another are found before they are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from paceline.errors import UsageError
+from paceline.torch.strategies.pipeline.calls import bind
+from paceline.torch.strategies.pipeline.row_independence import check_rows_independent
+
+
+class Recurrent(nn.Module):
+    def __init__(self, *, batch_first: bool) -> None:
+        super().__init__()
+        self.cells = nn.LSTM(6, 8, batch_first=batch_first)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.cells(x)
+
+
+class Contrast(nn.Module):
+    def forward(self, x: Tensor, *, keys: Tensor) -> dict[str, Tensor]:
+        return {"x": x, "pulled": (x @ keys.T).softmax(-1) @ keys}
+
+
+class Noisy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(0) + torch.randn_like(x)
+
+
+class Own(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x)
+
+
+def check(model: nn.Module, *args: Any, part: int = 2, **kwargs: Any) -> None:
+    check_rows_independent(model, bind(model, args, kwargs), len(args[0]), part)
+
+
+X = torch.randn(8, 5, 6, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.TransformerEncoderLayer(6, 2, 16, batch_first=True),
+        Recurrent(batch_first=True),
+        nn.Sequential(nn.Conv1d(5, 4, 3), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Flatten()),
+        nn.BatchNorm1d(5, track_running_stats=False),
+        Own(lambda x: (x.sum(), x.argmax(-1), None, F.one_hot(x.argmax(-1)))),
+        Own(lambda x: x.view(8, -1)),
+        Noisy(),
+    ],
+)
+def test_models_whose_rows_are_apart_pass_and_stay_as_they_were(model: nn.Module) -> None:
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    check(model, X)
+    assert all(each.training for each in model.modules())
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+    assert state.equal(torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    "model", [nn.TransformerEncoderLayer(6, 2, 16), Recurrent(batch_first=False), Own(lambda x: x - x.mean(0))]
+)
+def test_a_batch_in_another_dimension_is_refused_by_the_name_of_its_argument(model: nn.Module) -> None:
+    with pytest.raises(UsageError, match=r"rows of (src|x) \[8, 5, 6\] depends .*batch_first=True"):
+        check(model, X)
+    assert all(each.training for each in model.modules())
+    check(model, X, part=8)  # one microbatch
+
+
+def test_the_argument_that_rows_share_is_named() -> None:
+    with pytest.raises(UsageError, match=r"rows of keys \[8, 6\] depends on other rows"):
+        check(Contrast(), X[:, 0], keys=X[:, 1])
