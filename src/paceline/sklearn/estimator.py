@@ -87,6 +87,14 @@ def _numbers_expected(X: Any) -> Iterator[None]:
         ) from None
 
 
+def _plan_on(options: TrainOptions, rows: Batch) -> TrainingPlan:
+    """Return what suits the rows that are trained on."""
+    sample, scaling = sample_batch(rows), None
+    if options.numeric_scale != "none":
+        scaling = choose_key_scaling(sample, options.numeric_scale, absent_is_zero=True, model=options.model)
+    return plan_on_sample(options, sample, scaling)
+
+
 class SparseEstimator(BaseEstimator, ABC):
     """An estimator by a model of ``paceline train``.
 
@@ -204,7 +212,7 @@ class SparseEstimator(BaseEstimator, ABC):
         """Make a pass over more examples, by the first of which rate and scale are chosen."""
         if not hasattr(self, "_tables"):
             options = self._options(rows)
-            plan = self._plan(dataclasses.replace(options, epochs=1, model=options.model.settled()), rows)
+            plan = _plan_on(dataclasses.replace(options, epochs=1, model=options.model.settled()), rows)
             random = check_random_state(self.random_state)
             self._tables = ModelTables.create(plan.model, plan.update, plan.scaling, random)
         self._tables.train(self._tables.scaled(rows), self.batch_size or suggested_batch_size(rows.num_examples), None)
@@ -212,7 +220,7 @@ class SparseEstimator(BaseEstimator, ABC):
 
     def _train_here(self, rows: Batch, random: np.random.RandomState) -> ModelTables:
         """Train in this process on examples in their order, the first pass in that; `random` orders the others."""
-        plan = self._plan(self._options(rows), rows)
+        plan = _plan_on(self._options(rows), rows)
         tables = ModelTables.create(plan.model, plan.update, plan.scaling, random)
         rows = tables.scaled(rows)
         for epoch in range(plan.epochs):
@@ -221,12 +229,6 @@ class SparseEstimator(BaseEstimator, ABC):
         if plan.recent is not None and plan.optimism is not None:
             tables.calibrate(plan.recent, plan.optimism)
         return tables
-
-    def _plan(self, options: TrainOptions, rows: Batch) -> TrainingPlan:
-        sample, scaling = sample_batch(rows), None
-        if options.numeric_scale != "none":
-            scaling = choose_key_scaling(sample, options.numeric_scale, absent_is_zero=True, model=options.model)
-        return plan_on_sample(options, sample, scaling)
 
     def _rule(self, suited_lr: float, suited_l1: float, suited_l2: float) -> UpdateRule:
         """Return the update rule; of FTRL, with what suits the data where nothing is given."""
