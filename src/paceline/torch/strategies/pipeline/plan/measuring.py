@@ -47,13 +47,10 @@ class _LayerRun:
     forward_s: float
     backward_s: float
     weights_s: float
+    wall_s: float
+    """Forward and backward, waits for a core included; the others are processor time."""
     is_first: bool
     """Whether there were no gradients to add to."""
-
-    @property
-    def seconds(self) -> float:
-        """Forward and backward."""
-        return self.forward_s + self.backward_s
 
 
 def measure_layers(
@@ -163,24 +160,25 @@ def _run(
     with torch.enable_grad():
         inputs = {name: _leaf(value) for name, value in inputs.items()}
         cold.add_(1.0)
-        began = time.perf_counter()
+        wall, began = time.perf_counter(), time.thread_time()
         products = stage.products(puts_off=splits)
         made, output = stage.forward(inputs, arguments, 0, 0, products)
-        forward_s = time.perf_counter() - began
+        forward_s, wall_s = time.thread_time() - began, time.perf_counter() - wall
         ends = [each for each in (*tensors_in(made), *tensors_in(output)) if each.requires_grad]
         grads = [torch.ones_like(end) for end in ends]
         cold.add_(1.0)
-        began = time.perf_counter()
+        wall, began = time.perf_counter(), time.thread_time()
         saved = Saved(ends, products)
         stage.backward(saved, grads)
-        middle = time.perf_counter()
+        middle = time.thread_time()
         stage.backward_weights(saved)
-        ended = time.perf_counter()
+        ended = time.thread_time()
+        wall_s += time.perf_counter() - wall
     detached = {name: _map_tensors(Tensor.detach, value) for name, value in made.items()}
     for name, value in detached.items():
         for new, old in zip(tensors_in(value), tensors_in(made[name]), strict=True):
             new.requires_grad_(old.requires_grad)
-    return _LayerRun(detached, forward_s, ended - began, ended - middle, is_first)
+    return _LayerRun(detached, forward_s, ended - began, ended - middle, wall_s, is_first)
 
 
 def _cost_of(name: str, runs: Sequence[_LayerRun], halves: Sequence[_LayerRun]) -> LayerCost:
@@ -204,13 +202,14 @@ def _median_of(runs: Sequence[_LayerRun]) -> LayerCost:
 
 
 def _stretched(layers: Sequence[LayerCost], runs: Sequence[Sequence[_LayerRun]]) -> list[LayerCost]:
-    """Return costs that add up to what all calls took, and not to what the usual ones took.
+    """Return costs that add up to what all calls took by the clock.
 
-    A step waits out whatever else the machine does now and then, and medians, by which layers compare, leave it out.
+    Layers compare by processor time, so that a split does not depend on what else the machine did meanwhile; a step
+    waits that out.
     """
-    later = [[run.seconds for run in each if not run.is_first] for each in runs]
-    usual = sum(statistics.median(each) for each in later)
-    stretch = sum(statistics.fmean(each) for each in later) / usual if usual else 1.0
+    usual = sum(layer.seconds for layer in layers)
+    took = sum(statistics.fmean(run.wall_s for run in each if not run.is_first) for each in runs)
+    stretch = took / usual if usual else 1.0
     times = [name for name in asdict(layers[0]) if name.endswith("_s")]
     return [replace(layer, **{name: getattr(layer, name) * stretch for name in times}) for layer in layers]
 
@@ -229,12 +228,12 @@ def _update_s(optimizer: Optimizer | None, weights: Sequence[nn.Parameter], cold
     took = []
     for _ in range(1 + _UPDATES if own else 0):
         cold.add_(1.0)
-        began = time.perf_counter()
+        began = time.thread_time()
         try:
             twin.step()
         except Exception:  # one that wants a closure, or has more than torch's base class to copy
             return 0.0
-        took.append(time.perf_counter() - began)
+        took.append(time.thread_time() - began)
     return statistics.median(took[1:] or [0.0])
 
 
