@@ -8,6 +8,7 @@ one removes those of the same user that nobody has locked.
 from __future__ import annotations
 
 import contextlib
+import enum
 import fcntl
 import os
 import re
@@ -22,7 +23,27 @@ from typing_extensions import override
 from paceline.closing import Closing
 
 _SUFFIX: Final = ".tmp"
-_NAME: Final = re.compile(r"paceline-[a-z]+-\w+" + re.escape(_SUFFIX))
+
+
+def pattern_of(kind: str = "[a-z]+") -> str:
+    """Return the regular expression of the names of folders of a kind, or of any."""
+    return rf"{_prefix(kind)}\w+{re.escape(_SUFFIX)}"
+
+
+def _prefix(kind: str) -> str:
+    return f"paceline-{kind}-"
+
+
+_NAME: Final = re.compile(pattern_of())
+
+
+class _Lock(enum.Enum):
+    """Who holds the lock of a folder."""
+
+    OWN = enum.auto()
+    OF_ANOTHER = enum.auto()
+    NONE_HERE = enum.auto()
+    """The file system has no locks."""
 
 
 class TemporaryFolder(Closing):
@@ -42,14 +63,13 @@ class TemporaryFolder(Closing):
         parent = Path(tempfile.gettempdir()) if parent is None else parent
         remove_abandoned(parent)
         while True:
-            path = Path(tempfile.mkdtemp(prefix=f"paceline-{kind}-", suffix=_SUFFIX, dir=parent))
+            path = Path(tempfile.mkdtemp(prefix=_prefix(kind), suffix=_SUFFIX, dir=parent))
             lock = _open(path)
             if lock is None:
                 continue  # another process took it for one that was left, before it was locked
-            _lock(lock)
-            if is_at(path, lock):
+            if _lock(lock) is not _Lock.OF_ANOTHER and is_at(path, lock):
                 return cls(path, lock)
-            os.close(lock)
+            os.close(lock)  # that process is about to remove it, or has done so
 
     @override
     def close(self) -> None:
@@ -77,7 +97,7 @@ def _remove_if_abandoned(path: Path) -> None:
     if number is None:
         return
     try:
-        if _lock(number) and is_at(path, number):
+        if _lock(number) is _Lock.OWN and is_at(path, number):
             shutil.rmtree(path, ignore_errors=True)
     finally:
         os.close(number)
@@ -90,13 +110,15 @@ def _open(path: Path) -> int | None:
         return None
 
 
-def _lock(number: int) -> bool:
-    """Return whether the folder is now locked by this process; never where the file system has no locks."""
+def _lock(number: int) -> _Lock:
+    """Lock the folder for this process, if no other has."""
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _Lock.OF_ANOTHER
     except OSError:
-        return False
-    return True
+        return _Lock.NONE_HERE
+    return _Lock.OWN
 
 
 def _remove(path: Path, lock: int, pid: int) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,6 +76,39 @@ def test_a_fork_removes_nothing_and_keeps_it_in_use(tmp_path: Path) -> None:
     with _hold(tmp_path, then) as process:
         said = process.communicate(timeout=20)[0].splitlines()
     assert said[-1] == "True"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_that_another_process_is_about_to_remove_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its making and its lock, another process took it for one that was left."""
+    make = tempfile.mkdtemp
+    taken: list[tuple[Path, int]] = []
+
+    def make_and_lose(**named: Any) -> str:
+        path = str(make(**named))
+        if not taken:
+            taken.append((Path(path), os.open(path, os.O_RDONLY)))
+            fcntl.flock(taken[0][1], fcntl.LOCK_EX)
+        return path
+
+    monkeypatch.setattr(tempfile, "mkdtemp", make_and_lose)
+    with TemporaryFolder.make("one", tmp_path) as folder:
+        assert [path for path, _ in taken] != [folder.path]
+        taken[0][0].rmdir()
+        assert folder.path.is_dir()
+    os.close(taken[0][1])
+
+
+def test_one_is_made_where_there_are_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(number: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with TemporaryFolder.make("one", tmp_path) as first, TemporaryFolder.make("two", tmp_path) as second:
+        assert first.path.is_dir()
+        assert second.path.is_dir()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from paceline.data.streams.packed import PACKED
-from paceline.temporary import TemporaryFolder
+from paceline.temporary import TemporaryFolder, pattern_of
 
 _KIND = "stdin"
 
@@ -33,5 +33,5 @@ def keep(source: BinaryIO, folder: Path) -> Path:
 
 def name_for_people(text: str) -> str:
     """Return a message that says `standard input` where it names such a file."""
-    folder = re.escape(os.path.join(tempfile.gettempdir(), f"paceline-{_KIND}-"))
-    return re.sub(rf"{folder}\w+\.tmp/stdin(?:\.gz|\.zst)?\b", "standard input", text)
+    parent = re.escape(os.path.join(tempfile.gettempdir(), ""))
+    return re.sub(rf"{parent}{pattern_of(_KIND)}/stdin(?:\.gz|\.zst)?\b", "standard input", text)
