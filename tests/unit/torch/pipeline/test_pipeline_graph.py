@@ -14,9 +14,10 @@ from paceline.errors import UsageError
 from paceline.torch.strategies.pipeline.absent import AbsentGrad
 from paceline.torch.strategies.pipeline.calls import bind
 from paceline.torch.strategies.pipeline.graph import LayerGraph
+from paceline.torch.strategies.pipeline.model import joined_output
 from paceline.torch.strategies.pipeline.partition import cut, cuts_by_name
 from paceline.torch.strategies.pipeline.plan.measuring import measure_layers
-from paceline.torch.strategies.pipeline.row_dimensions import row_dimensions
+from paceline.torch.strategies.pipeline.row_dimensions import RowShapes
 from paceline.torch.strategies.pipeline.stage import LayerError, Saved, Stage
 from paceline.torch.strategies.pipeline.tracing import trace
 from paceline.torch.strategies.pipeline.values import add_numbers, put_together, row_bounds, take_apart, tensors_of
@@ -177,8 +178,37 @@ class Recurrent(nn.Module):
 
 def test_the_batch_is_found_in_any_dimension() -> None:
     x = torch.randn(2, 5, 4)  # as many rows as the LSTM has layers
-    assert row_dimensions(traced(Recurrent(), x), {"x": x}) == [0, 1, 0]
-    assert row_dimensions(traced(nn.Sequential(Gate(), nn.Linear(4, 4)), X), {"input": X}) == []
+    shapes = RowShapes(traced(Recurrent(), x), {"x": x})
+    assert [shapes.output_dimension(leaf) for leaf in range(3)] == [0, 1, 0]
+
+
+def test_dimensions_behind_a_decision_by_values_are_not_known(caplog: pytest.LogCaptureFixture) -> None:
+    shapes = RowShapes(traced(nn.Sequential(Gate(), nn.Linear(4, 4)), X), {"input": X})
+    assert shapes.output_dimension(0) is None
+    assert not caplog.records
+    parts = [torch.ones(2, 3, 4), torch.ones(2, 3, 4)]
+    assert put_together(*joined_output(parts, 4, lambda _: None, lambda _: [])).shape == (4, 3, 4)
+    parts = [torch.ones(2, 2, 4), torch.ones(2, 2, 4)]
+    with pytest.raises(UsageError, match="not known which dimension is the batch"):
+        joined_output(parts, 4, lambda _: None, lambda _: [])
+
+
+class WeightedState(nn.Module):
+    """Has an argument as long as its LSTM has layers, which goes whole to each microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4, 2, batch_first=True)
+
+    def forward(self, x: Tensor, weight: Tensor) -> Any:
+        output, state = self.lstm(x)
+        return output, state[0] + weight[:, None, None]
+
+
+def test_a_whole_argument_as_long_as_a_microbatch() -> None:
+    module, batch = WeightedState(), {"x": torch.randn(8, 3, 4), "weight": torch.randn(2)}
+    shapes = RowShapes(trace(module, bind(module, tuple(batch.values()), {})), batch)
+    assert [shapes.output_dimension(leaf) for leaf in range(2)] == [0, 1]
 
 
 def run_stages(module: nn.Module, cuts: list[int], x: Tensor, *, split_backward: bool) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 from paceline.errors import UsageError
 from paceline.torch.strategies.pipeline.calls import bind
 from paceline.torch.strategies.pipeline.numbers import rule_of
+from paceline.torch.strategies.pipeline.row_dimensions import RowShapes
 from paceline.torch.strategies.pipeline.tracing import trace
 from paceline.torch.strategies.pipeline.values import cut_rows, row_bounds
 
@@ -60,7 +61,8 @@ def test_parts_make_up_the_batch(name: str, exports: bool) -> None:
     bounds = row_bounds(ROWS, PARTS)
     arguments = [dict(part) for part in cut_rows({"x": X, "y": y}, ROWS, PARTS)]
     rows = [end - begin for begin, end in itertools.pairwise(bounds)]
-    weights = rule_of(graph.output.node_of(0), graph).weights(graph, arguments, rows)
+    shapes = RowShapes(graph, {"x": X, "y": y})
+    weights = rule_of(shapes.output_node(0), graph, shapes).weights(graph, arguments, rows)
     total = sum(weight * model(**part) for weight, part in zip(weights, arguments, strict=True))
     torch.testing.assert_close(total, model(X, y))
 
@@ -72,10 +74,29 @@ def test_parts_make_up_the_batch(name: str, exports: bool) -> None:
         lambda x, y: x.mean() * x.mean(),
         lambda x, y: F.cross_entropy(x, x.argmax(1)),
         lambda x, y: F.cross_entropy(x, y) + x.mean(),
+        lambda x, y: x.square().mean(0).sum(),
+        lambda x, y: x.softmax(-1).mean(0).square().sum(),
+        lambda x, y: x.std(0).mean(),
+        lambda x, y: F.mse_loss(x.mean(0), x[0]),
+        lambda x, y: (x @ x.t()).mean(),
+        lambda x, y: F.l1_loss(x.sum(1)[:, None], x.sum(1)[None]),
+        lambda x, y: F.cross_entropy(x @ x.t(), torch.arange(y.size(0))),
+        lambda x, y: F.cross_entropy(x.t(), y[:4]),
+        lambda x, y: (x[1:] - x[:-1]).square().mean(),
+        lambda x, y: x.softmax(0).square().mean(),
+        lambda x, y: x.sort(0)[0].square().mean(),
+        lambda x, y: x.cumsum(dim=0).mean(),
+        lambda x, y: F.normalize(x, dim=0).sum(),
+        lambda x, y: (x * x.flip(0)).sum(),
+        lambda x, y: ((x - x.mean(0)) / x.std(0)).square().mean(),
+        lambda x, y: (x / x.size(0)).sum(),
+        lambda x, y: x.sum() / x.size(0),
+        lambda x, y: x.mean() * x.size(0),
     ],
 )
 def test_numbers_of_which_it_is_not_known(number: Callable[[Tensor, Any], Any]) -> None:
     model = Scored(number, exports=False)
     graph = trace(model, bind(model, (X, CLASSES), {}))
+    shapes = RowShapes(graph, {"x": X, "y": CLASSES})
     with pytest.raises(UsageError, match=r"returns a number \(.*\) of which it is not known"):
-        rule_of(graph.output.node_of(0), graph)
+        rule_of(shapes.output_node(0), graph, shapes)

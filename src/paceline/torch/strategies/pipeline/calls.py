@@ -65,11 +65,6 @@ class OutputForm:
         """Return the forward's result, with values in place of nodes."""
         return self.build(iter([value_of(node) if isinstance(node, fx.Node) else node for node in self.nodes]))
 
-    def node_of(self, leaf: int) -> fx.Node:
-        """Return the node of one of the result's tensors, where every node is a tensor."""
-        node: fx.Node = self.nodes[leaf]
-        return node
-
 
 def unfold(value: Any) -> tuple[list[Any], Callable[[Iterator[Any]], Any]]:
     """Return the values in a forward's result, and how to build it with others in their place.

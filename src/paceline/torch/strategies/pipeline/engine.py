@@ -15,6 +15,7 @@ from paceline.torch.strategies.pipeline.numbers import rule_of
 from paceline.torch.strategies.pipeline.partition import Partition
 from paceline.torch.strategies.pipeline.plan.orders import Action
 from paceline.torch.strategies.pipeline.routing import ValueRoute, ValueRoutes
+from paceline.torch.strategies.pipeline.row_dimensions import RowShapes
 from paceline.torch.strategies.pipeline.stage import Saved, Stage
 from paceline.torch.strategies.pipeline.values import put_together, take_apart
 from paceline.torch.strategies.pipeline.weights import WeightProducts
@@ -44,10 +45,12 @@ class PipelineStep:
         rank: int,
         messages: Messages,
         arguments: Sequence[Mapping[str, Any]],
+        batch: Mapping[str, Any],
         number: int,
         split: Set[tuple[int, int]] = frozenset(),
     ) -> None:
-        """`stages` are this rank's; `arguments` the model's, by microbatch; `number` the step's.
+        """`stages` are this rank's; `arguments` the model's, by microbatch, and `batch` those of all; `number` the
+        step's.
 
         `split` are the (stage, microbatch) whose backward is made in two halves.
         """
@@ -57,6 +60,7 @@ class PipelineStep:
         self._messages = messages
         self.arguments = arguments
         """The model's, by microbatch."""
+        self._batch = batch
         self._number = number
         self._split = split
         self._routes: ValueRoutes = partition.routes
@@ -104,13 +108,18 @@ class PipelineStep:
 
         `rows` are the microbatches'. Raises UsageError if that is not known.
         """
-        graph = self._partition.graph
-        return rule_of(graph.output.node_of(leaf), graph).weights(graph, self.arguments, rows)
+        graph, shapes = self._partition.graph, self._row_shapes()
+        return rule_of(shapes.output_node(leaf), graph, shapes).weights(graph, self.arguments, rows)
 
-    def row_dimension(self, leaf: int) -> int:
-        """Return the dimension of the batch in one of the output's tensors; 0 on ranks without the last stage."""
-        last = self._stages.get(self._partition.num_stages - 1)
-        return 0 if last is None else last.row_dimension(leaf, self.arguments[0])
+    def row_dimension(self, leaf: int) -> int | None:
+        """Return the dimension of the batch in one of the output's tensors; None: not known.
+
+        On ranks without the last stage it is 0.
+        """
+        return self._row_shapes().output_dimension(leaf) if self.has_outputs else 0
+
+    def _row_shapes(self) -> RowShapes:
+        return self._stages[self._partition.num_stages - 1].row_shapes(self._batch)
 
     # Forward.
 

@@ -245,7 +245,7 @@ class ModelCall:
             return None
         if not grad.dim():
             return grad * self.number_weights(leaf)[number] if self._step.has_outputs else grad
-        dimension = self._step.row_dimension(leaf)
+        dimension = self._step.row_dimension(leaf) or 0
         factor = grad.shape[dimension] // self.rows
         begin, end = bounds[number] * factor, bounds[number + 1] * factor
         return grad.narrow(dimension, begin, end - begin)
@@ -270,23 +270,41 @@ class _Joined(torch.autograd.Function):
 
 
 def joined_output(
-    parts: Sequence[Any], rows: int, dimension_of: Callable[[int], int], weights: NumberWeights
+    parts: Sequence[Any], rows: int, dimension_of: Callable[[int], int | None], weights: NumberWeights
 ) -> tuple[Any, list[Tensor]]:
     """Return the description and the tensors of the whole output of a batch of `rows`, of its microbatches'.
 
-    ``dimension_of(leaf)`` is the dimension of the batch in one of the tensors. Raises UsageError where that does not go
-    with a microbatch's rows.
+    ``dimension_of(leaf)`` is the dimension of the batch in one of the tensors, None where it is not known: then it is 0
+    if the shapes leave no other. Raises UsageError where it does not go with a microbatch's rows.
     """
     apart = [take_apart(part, "the model's output") for part in parts]
-    bounds = row_bounds(rows, len(parts))
+    sizes = [end - first for first, end in itertools.pairwise(row_bounds(rows, len(parts)))]
+    dimensions = [
+        _dimension(dimension_of(leaf), column, sizes)
+        for leaf, column in enumerate(zip(*(found for _, found in apart), strict=False))
+    ]
     rows_first = [
-        [each.movedim(dimension_of(leaf), 0) if each.dim() else each for leaf, each in enumerate(found)]
+        [each.movedim(dimensions[leaf], 0) if each.dim() else each for leaf, each in enumerate(found)]
         for _, found in apart
     ]
-    check_outputs(rows_first, [end - first for first, end in itertools.pairwise(bounds)])
+    check_outputs(rows_first, sizes)
     tensors = [
-        join_rows(column).movedim(0, dimension_of(leaf)) if column[0].dim() else add_numbers(column, weights(leaf))
+        join_rows(column).movedim(0, dimensions[leaf]) if column[0].dim() else add_numbers(column, weights(leaf))
         for leaf, column in enumerate(zip(*rows_first, strict=True))
     ]
     whole = put_together(apart[0][0], tensors)
     return take_apart(whole, "the model's output")
+
+
+def _dimension(known: int | None, column: Sequence[Tensor], sizes: Sequence[int]) -> int:
+    """Return the dimension of the batch in one of the output's tensors, by microbatch. Raises UsageError."""
+    if known is not None:
+        return known
+    others = range(1, min(each.dim() for each in column))
+    if len(column) > 1 and any(all(t.shape[k] == n for t, n in zip(column, sizes, strict=True)) for k in others):
+        raise UsageError(
+            f"the model returned a tensor of shape {tuple(column[0].shape)} for {sizes[0]} examples, and it is not "
+            "known which dimension is the batch: a module within it decides by values, so that it cannot be "
+            "tried on shapes alone; take another number of --microbatches, or have the module not decide by values"
+        )
+    return 0

@@ -19,6 +19,7 @@ from paceline.errors import UsageError
 from paceline.torch.graph_rules import name_of
 from paceline.torch.strategies.pipeline.graph import LayerGraph
 from paceline.torch.strategies.pipeline.partition import attribute
+from paceline.torch.strategies.pipeline.row_dimensions import RowShapes
 
 _PASSING: Final = {"alias", "clone", "contiguous", "detach", "double", "float", "neg", "squeeze", "to", "_to_copy"}
 _BY_CLASS: Final = {"cross_entropy", "cross_entropy_loss", "nll_loss", "nll_loss_nd"}
@@ -65,29 +66,30 @@ class NumberRule:
         return float(kept.numel() if self.by_class is None else _evaluate(self.by_class, graph, arguments)[kept].sum())
 
 
-def rule_of(node: fx.Node, graph: LayerGraph) -> NumberRule:
+def rule_of(node: fx.Node, graph: LayerGraph, shapes: RowShapes) -> NumberRule:
     """Return the rule of a number that a graph computes. Raises UsageError if the graph does not tell."""
-    found = _find(node, graph)
+    found = _find(node, graph, shapes)
     if found is None:
         raise UsageError(
             f"the model returns a number ({node.name}) of which it is not known how those of microbatches make up that "
-            "of the batch: means and sums over rows can be, and torch's losses of arguments of the model, times "
-            "constants; return what it is computed from, and compute it in the training loop"
+            "of the batch: means and sums over all of a tensor that has a row for each example, computed from that "
+            "example alone, can be, and torch's losses of arguments of the model, times constants; return what it is "
+            "computed from, and compute it in the training loop"
         )
     return found
 
 
-def _find(node: Any, graph: LayerGraph) -> NumberRule | None:
-    if not isinstance(node, fx.Node) or not _depends_on_arguments(node):
+def _find(node: Any, graph: LayerGraph, shapes: RowShapes) -> NumberRule | None:
+    if not isinstance(node, fx.Node) or shapes.role(node) == "constant":
         return NumberRule("constant")
     name = name_of(node)
     if name in ("mean", "sum") and len(node.args) == 1 and not {"dim", "axis"} & set(node.kwargs):
-        return NumberRule("sum" if name == "sum" else "mean over rows")
+        return NumberRule("sum" if name == "sum" else "mean over rows") if _has_rows(node.args, shapes) else None
     if name in _BY_CLASS or name in _ELEMENTWISE:
-        return _of_loss(name, _named(node), graph)
+        return _of_loss(name, _named(node), graph, shapes)
     if name in _PASSING:
-        return _find(node.args[0], graph)
-    found = [_find(arg, graph) for arg in node.args[:2]]
+        return _find(node.args[0], graph, shapes)
+    found = [_find(arg, graph, shapes) for arg in node.args[:2]]
     if len(found) < 2 or None in found:
         return None
     return _combined(name, node, found[0], found[1], graph)  # type: ignore[arg-type]
@@ -112,14 +114,29 @@ def _combined(name: str, node: fx.Node, a: NumberRule, b: NumberRule, graph: Lay
     return None
 
 
-def _of_loss(name: str, options: Mapping[str, Any], graph: LayerGraph) -> NumberRule | None:
+def _has_rows(values: Sequence[Any], shapes: RowShapes) -> bool:
+    """Return whether tensors that are taken together elementwise have a row for each example, in one dimension."""
+    nodes = [each for each in values if isinstance(each, fx.Node)]
+    rows = [each for each in nodes if shapes.role(each) == "rows"]
+    return len({shapes.from_last(each) for each in rows}) == 1 and all(
+        each in rows or shapes.role(each) == "constant" for each in nodes
+    )
+
+
+def _of_loss(name: str, options: Mapping[str, Any], graph: LayerGraph, shapes: RowShapes) -> NumberRule | None:
     reduction = options.get("reduction", "mean")
     reduction = _REDUCTIONS[reduction] if isinstance(reduction, int) else reduction
     if reduction not in ("mean", "sum"):
         return None
-    if reduction == "sum" or name in _ELEMENTWISE:
-        return NumberRule("sum" if reduction == "sum" else "mean over rows")
+    if name in _ELEMENTWISE:
+        has_rows = _has_rows(list(options.values()), shapes)
+        return NumberRule("sum" if reduction == "sum" else "mean over rows") if has_rows else None
     target, by_class = options["target"], options.get("weight")
+    score = options.get("input", options.get("self"))
+    if any(shapes.role(each) != "rows" or shapes.dimension(each) != 0 for each in (score, target)):
+        return None
+    if reduction == "sum":
+        return NumberRule("sum")
     if target.op != "placeholder" and target not in graph.free:
         return None
     if by_class is not None and by_class.op != "get_attr":
@@ -134,18 +151,6 @@ def _named(node: fx.Node) -> dict[str, Any]:
         return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     function: Callable[..., Any] = node.target  # type: ignore[assignment]
     return dict(inspect.signature(function).bind(*node.args, **node.kwargs).arguments)
-
-
-def _depends_on_arguments(node: fx.Node) -> bool:
-    seen: set[fx.Node] = set()
-    behind = [node]
-    while behind:
-        each = behind.pop()
-        if each.op == "placeholder":
-            return True
-        behind += [arg for arg in each.all_input_nodes if arg not in seen]
-        seen.update(each.all_input_nodes)
-    return False
 
 
 def _evaluate(node: fx.Node, graph: LayerGraph, arguments: Mapping[str, Any]) -> Any:

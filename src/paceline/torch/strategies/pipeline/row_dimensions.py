@@ -1,45 +1,174 @@
-"""In which dimension each tensor of a model's output has the batch: found on shapes alone, with two sizes of batch."""
+"""Where the rows of a batch are in each value of a model's graph: found on shapes alone, with two sizes of batch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from typing_extensions import override
 
+from paceline.torch.graph_rules import name_of
 from paceline.torch.strategies.pipeline.graph import LayerGraph
 from paceline.torch.strategies.pipeline.values import batch_size
 
+RowRole = Literal["constant", "size", "rows", "mixed"]
+"""What a value has of a batch's rows: nothing; how many there are; each row apart; or what several make together."""
 
-def row_dimensions(graph: LayerGraph, arguments: Mapping[str, Any]) -> list[int]:
-    """Return by tensor of a graph's output the first dimension that grows with the rows of `arguments`, else 0.
+_SIZED: Final = {
+    "arange", "as_strided", "broadcast_to", "empty", "expand", "flatten", "full", "getitem", "narrow", "new_empty",
+    "new_full", "new_ones", "new_zeros", "ones", "repeat", "reshape", "resize", "slice", "split", "tile", "unflatten",
+    "view", "zeros", "_unsafe_view",
+}  # fmt: skip
+"""Operations that take sizes of tensors, not numbers to compute with."""
 
-    An LSTM's state, say, has its layers in dimension 0 and the batch in dimension 1. Of a graph with modules whose
-    result depends on values it is not known, and taken to be 0.
-    """
-    rows = batch_size(list(arguments.values()))
-    try:
-        found = [
-            _shapes(graph, {name: _grown(value, rows, more) for name, value in arguments.items()}) for more in (1, 2)
+_ALONG: Final = {
+    "argsort": 1, "cummax": 1, "cummin": 1, "cumprod": 1, "cumsum": 1, "diff": 2, "flip": 1, "log_softmax": 1,
+    "logcumsumexp": 1, "normalize": 2, "roll": 2, "softmax": 1, "_log_softmax": 1, "_softmax": 1, "sort": 1,
+}  # fmt: skip
+"""Operations that keep a tensor's shape and take together what is in one dimension: which argument tells it."""
+
+
+class RowShapes:
+    """The values of a graph for batches of one row more than the batch and of two, without their contents."""
+
+    def __init__(self, graph: LayerGraph, arguments: Mapping[str, Any]) -> None:
+        """`arguments` are those of a whole batch."""
+        self._root = graph.root
+        self._rows = batch_size(list(arguments.values()))
+        self._cut = {name for name, each in arguments.items() if _has_rows(each, self._rows)}
+        nodes = graph.layers[0].nodes[0].graph
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), _quiet():
+            fakes = {n: mode.from_tensor(each) if isinstance(each, Tensor) else each for n, each in arguments.items()}
+            self._values = [self._run(nodes, fakes, more) for more in (1, 2)]
+        self._outputs = [node for node in graph.output.nodes if self._is_tensor(node)]
+        self._roles: dict[fx.Node, RowRole] = {}
+        for node in nodes.nodes:
+            if node.op != "output":
+                self._roles[node] = self._find_role(node)
+
+    def role(self, node: fx.Node) -> RowRole:
+        """Return what a node's value has of the rows; "mixed" if it is not known."""
+        return self._roles[node]
+
+    def output_node(self, leaf: int) -> fx.Node:
+        """Return the node of one of the tensors that the model returns."""
+        node: fx.Node = self._outputs[leaf]
+        return node
+
+    def output_dimension(self, leaf: int) -> int | None:
+        """Return the first dimension of one of the output's tensors that grows with the rows, 0 where none does.
+
+        An LSTM's state, say, has its layers in dimension 0 and the batch in dimension 1. None: it is not known.
+        """
+        node = self._outputs[leaf]
+        return (self.dimension(node) or 0) if self._is_known(node) else None
+
+    def _is_known(self, node: fx.Node) -> bool:
+        return not any(values[node] is _Unknown for values in self._values)
+
+    def _is_tensor(self, node: Any) -> bool:
+        """Return whether a node's value is a tensor, or may be one: it is not known."""
+        return isinstance(node, fx.Node) and (not self._is_known(node) or isinstance(self._values[0][node], Tensor))
+
+    def dimension(self, node: fx.Node) -> int | None:
+        """Return the first dimension of a node's tensor that grows with the rows; None if there is none."""
+        return next(iter(self._grown(node)[0]), None)
+
+    def from_last(self, node: fx.Node) -> int | None:
+        """Return that dimension as tensors are lined up elementwise: -1 is the last."""
+        dimension = self.dimension(node)
+        return None if dimension is None else dimension - int(self._values[0][node].dim())
+
+    def _run(self, nodes: fx.Graph, arguments: Mapping[str, Any], more: int) -> dict[fx.Node, Any]:
+        grown = [
+            torch.cat([each, *[each[:1]] * more]) if name in self._cut else each for name, each in arguments.items()
         ]
-    except Exception:  # whatever a module says that is run on shapes alone
-        return []
-    return [
-        next((k for k, (a, b) in enumerate(zip(small, large, strict=False)) if a != b), 0)
-        for small, large in zip(*found, strict=False)
-    ]
+        run = _ShapeRun(self._root, garbage_collect_values=False, graph=nodes)
+        run.run(*grown, enable_io_processing=False)
+        return run.env
+
+    def _grown(self, node: fx.Node) -> list[list[int]]:
+        """Return by tensor of a node's value the dimensions that grow."""
+        pairs = zip(*(pytree.tree_leaves(values[node]) for values in self._values), strict=False)
+        return [
+            [k for k, (a, b) in enumerate(zip(small.shape, large.shape, strict=False)) if a != b]
+            for small, large in pairs
+            if isinstance(small, Tensor)
+        ]
+
+    def _find_role(self, node: fx.Node) -> RowRole:
+        if node.op == "placeholder":
+            return "rows" if node.target in self._cut else "constant"
+        inputs = {self._roles[each] for each in node.all_input_nodes}
+        if inputs <= {"constant"}:
+            return "constant"
+        if not self._is_known(node) or "mixed" in inputs:
+            return "mixed"
+        grown = self._grown(node)
+        if not grown:
+            return "constant" if self._values[0][node] == self._values[1][node] else "size"
+        if "rows" not in inputs and not any(grown):
+            return "constant"
+        is_sized = "size" not in inputs or name_of(node) in _SIZED
+        return "rows" if is_sized and self._keeps_rows(node, grown) else "mixed"
+
+    def _keeps_rows(self, node: fx.Node, grown: list[list[int]]) -> bool:
+        """Return whether tensors grow in one dimension, in proportion, and no operation takes rows together in it."""
+        small, large = (
+            [each for each in pytree.tree_leaves(values[node]) if isinstance(each, Tensor)] for values in self._values
+        )
+        for a, b, dimensions in zip(small, large, grown, strict=True):
+            if len(dimensions) > 1 or any(
+                a.shape[k] * (self._rows + 2) != b.shape[k] * (self._rows + 1) for k in dimensions
+            ):
+                return False
+        return any(grown) and [self._along(node, small[0].dim())] != grown[0]
+
+    def _along(self, node: fx.Node, dims: int) -> int | None:
+        """Return the dimension in which an operation takes together what is in it; None if it has none."""
+        if node.op == "call_module":
+            dimension = getattr(self._root.get_submodule(str(node.target)), "dim", None)
+        else:
+            place = _ALONG.get(name_of(node))
+            if place is None:
+                return None
+            given = node.args[place] if len(node.args) > place else -1 if place == 1 else 1
+            dimension = node.kwargs.get("dim", node.kwargs.get("dims", given))
+        first = dimension[0] if isinstance(dimension, (tuple, list)) and dimension else dimension
+        return first % max(dims, 1) if isinstance(first, int) else None
 
 
-def _grown(value: Any, rows: int, more: int) -> Any:
-    is_cut = isinstance(value, Tensor) and value.dim() > 0 and len(value) == rows
-    return torch.cat([value, *[value[:1]] * more]) if is_cut else value
+def _has_rows(value: Any, rows: int) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and len(value) == rows
 
 
-def _shapes(graph: LayerGraph, arguments: Mapping[str, Any]) -> list[list[int]]:
-    nodes: fx.Graph = graph.layers[0].nodes[0].graph
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
-        values = [mode.from_tensor(each) if isinstance(each, Tensor) else each for each in arguments.values()]
-        returned = fx.Interpreter(graph.root, graph=nodes).run(*values, enable_io_processing=False)
-    return [list(each.shape) for each in torch.utils._pytree.tree_leaves(returned) if isinstance(each, Tensor)]
+class _Unknown:
+    """Stands for the value of a node that cannot be computed on shapes alone."""
+
+
+class _ShapeRun(fx.Interpreter):
+    @override
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op != "output" and any(self.env.get(each) is _Unknown for each in n.all_input_nodes):
+            return _Unknown
+        try:
+            return super().run_node(n)
+        except Exception:  # whatever a module says that is run on shapes alone
+            return _Unknown
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep PyTorch from logging what operations raise that are run on shapes alone."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before

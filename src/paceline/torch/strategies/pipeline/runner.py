@@ -141,7 +141,9 @@ class Runner:
             messages = Messages(self._group, torch.device("cpu"), kind.values, is_new=is_new)
             self._num_steps += 1
             split = split_backwards(orders[self._rank])
-            step = PipelineStep(partition, stages, self._rank, messages, arguments, self._num_steps, split)
+            step = PipelineStep(
+                partition, stages, self._rank, messages, arguments, called.values, self._num_steps, split
+            )
             call = ModelCall(self, step, orders, rows, kind.output, grads=grads)
         if not grads or kind.output is None:
             tensors: Sequence[Tensor] = call.values()

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from paceline.torch.graph_rules import changes_in_place, draws
 from paceline.torch.strategies.pipeline.graph import key_of
 from paceline.torch.strategies.pipeline.partition import Partition, attribute, nodes_in
-from paceline.torch.strategies.pipeline.row_dimensions import row_dimensions
+from paceline.torch.strategies.pipeline.row_dimensions import RowShapes
 from paceline.torch.strategies.pipeline.values import put_together, take_apart
 from paceline.torch.strategies.pipeline.weights import WeightProducts, is_large
 
@@ -40,7 +40,7 @@ class Stage:
         self.number = number
         self._graph = partition.graph
         self._root = root = partition.graph.root
-        self._row_dimensions: list[int] | None = None
+        self._row_shapes: RowShapes | None = None
         self._seed = seed
         self._is_last = number == partition.num_stages - 1
         self._output = partition.graph.output
@@ -59,11 +59,11 @@ class Stage:
         own = [attribute(module, name) for name, stages in partition.parameters.items() if number in stages]
         self._has_large_weights = any(each.dim() == 2 and is_large(each) for each in own)
 
-    def row_dimension(self, leaf: int, arguments: Mapping[str, Any]) -> int:
-        """Return the dimension of the batch in one of the output's tensors; `arguments` are any microbatch's."""
-        if self._row_dimensions is None:
-            self._row_dimensions = row_dimensions(self._graph, arguments)
-        return self._row_dimensions[leaf] if leaf < len(self._row_dimensions) else 0
+    def row_shapes(self, batch: Mapping[str, Any]) -> RowShapes:
+        """Return where rows are in the values of the model; `batch` are the arguments of any whole one."""
+        if self._row_shapes is None:
+            self._row_shapes = RowShapes(self._graph, batch)
+        return self._row_shapes
 
     def products(self, *, puts_off: bool) -> WeightProducts | None:
         """Return what a microbatch's forward is to run in; None: nothing. `puts_off`: its backward is split."""
