@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from paceline.torch.strategies.pipeline.absent import AbsentGrad
 from paceline.torch.strategies.pipeline.calls import bind
 from paceline.torch.strategies.pipeline.graph import LayerGraph
 from paceline.torch.strategies.pipeline.model import joined_output
+from paceline.torch.strategies.pipeline.numbers import rule_of
 from paceline.torch.strategies.pipeline.partition import cut, cuts_by_name
 from paceline.torch.strategies.pipeline.plan.measuring import measure_layers
 from paceline.torch.strategies.pipeline.row_dimensions import RowShapes
@@ -209,6 +211,47 @@ def test_a_whole_argument_as_long_as_a_microbatch() -> None:
     module, batch = WeightedState(), {"x": torch.randn(8, 3, 4), "weight": torch.randn(2)}
     shapes = RowShapes(trace(module, bind(module, tuple(batch.values()), {})), batch)
     assert [shapes.output_dimension(leaf) for leaf in range(2)] == [0, 1]
+
+
+class Described(nn.Module):
+    """Returns numbers that are no tensors, before one."""
+
+    def __init__(self, describe: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.describe = describe
+
+    def forward(self, x: Tensor, *_: Any) -> Any:
+        return defaultdict(list, about=self.describe(x), loss=self.linear(x).mean())
+
+
+@pytest.mark.parametrize(
+    ("describe", "depends"),
+    [
+        (lambda x: x.shape[0], True),
+        (lambda x: x.size(0) * 2, True),
+        (lambda x: x.sum().item(), True),
+        (lambda x: x.shape[1], False),
+    ],
+)
+def test_numbers_that_are_no_tensors_may_not_depend_on_the_batch(
+    describe: Callable[[Tensor], Any], depends: bool
+) -> None:
+    graph = traced(Described(describe), X)
+    shapes = RowShapes(graph, {"x": X})
+    assert shapes.has_plain_of_rows is depends
+    assert rule_of(shapes.output_node(0), graph, shapes).kind == "mean over rows"
+    assert type(graph.output.fill(lambda node: node)) is defaultdict
+
+
+def test_objects_known_by_their_address_are_refused() -> None:
+    module = Described(lambda x: x)
+    with pytest.raises(UsageError, match=r"called with _\[0\], an object of type object"):
+        _ = bind(module, (X, object()), {}).kind
+    assert "torch.nn.functional.relu" in bind(module, (X, torch.nn.functional.relu), {}).kind
+    assert bind(module, (X, 3, "a", None, torch.float16), {}).kind.endswith(
+        "=3, _[1]='a', _[2]=None, _[3]=torch.float16"
+    )
 
 
 def run_stages(module: nn.Module, cuts: list[int], x: Tensor, *, split_backward: bool) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,7 +12,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from paceline.errors import UsageError  # noqa: E402
-from paceline.torch.strategies.pipeline.values import describe_cut, put_together, take_apart, tensors_of  # noqa: E402
+from paceline.torch.strategies.pipeline.values import (  # noqa: E402
+    describe_cut,
+    plain_values,
+    put_together,
+    take_apart,
+    tensors_of,
+)
 
 
 class Pair(NamedTuple):
@@ -33,11 +39,12 @@ class Output(OrderedDict):  # type: ignore[type-arg]
 
 def test_classes_of_tuples_and_dictionaries_arrive_as_such() -> None:
     x, y = torch.ones(2), torch.zeros(3)
-    value = [Pair(x, (1, "a")), Output(hidden=y), OrderedDict(a=x), {"b": None}]
+    value = [Pair(x, (1, "a")), Output(hidden=y), OrderedDict(a=x), {"b": None}, defaultdict(int, c=4)]
+    assert plain_values(take_apart(value, "a value")[0]) == [1, "a", None, 4]
     description, tensors = take_apart(value, "a value")
     description = json.loads(json.dumps(description))
     found = put_together(description, tensors)
-    assert [type(each) for each in found] == [Pair, Output, OrderedDict, dict]
+    assert [type(each) for each in found] == [Pair, Output, OrderedDict, dict, defaultdict]
     assert found[0].first is x
     assert found[0].second == (1, "a")
     assert found[1].hidden is y

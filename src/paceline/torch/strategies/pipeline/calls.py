@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from paceline.errors import UsageError
+from paceline.torch.strategies.pipeline.values import of_class
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallArguments:
@@ -25,7 +28,11 @@ class CallArguments:
     def kind(self) -> str:
         """What must be the same in two calls for one trace to serve both."""
         shown = [f"{name}={each.dtype}{each.dim()}" for name, each in self.values.items()]
-        return ", ".join([*shown, *(f"{name}={each!r}" for name, each in self.constants.items())])
+        return ", ".join([*shown, *self.constants_as_text()])
+
+    def constants_as_text(self) -> list[str]:
+        """Return name and value of each leaf that is no tensor. Raises UsageError for an object known by address."""
+        return [f"{name}={_text_of(name, each)}" for name, each in self.constants.items()]
 
 
 def bind(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
@@ -47,6 +54,19 @@ def bind(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ca
 
     values = {names[place]: leaves[place] for place in places}
     return CallArguments(values, {n: leaf for n, leaf in zip(names, leaves, strict=True) if n not in values}, fill)
+
+
+def _text_of(name: str, value: Any) -> str:
+    if callable(value) and "<" not in getattr(value, "__qualname__", "<"):
+        return f"{value.__module__}.{value.__qualname__}"
+    text = repr(value)
+    if " at 0x" in text:
+        raise UsageError(
+            f"the model was called with {name}, an object of type {type(value).__name__}, which a pipeline cannot "
+            "compare between calls and processes: give the model tensors, numbers and text, in tuples, lists and "
+            "dictionaries, and make what all calls share an attribute of the model (caches: use_cache=False)"
+        )
+    return text
 
 
 def _name(path: Sequence[Any]) -> str:
@@ -98,7 +118,7 @@ def _unfolded(
 def _dict_like(value: dict[Any, Any], parts: dict[Any, Any]) -> Any:
     if type(value) is dict:
         return parts
-    return type(value)(**parts) if dataclasses.is_dataclass(value) else type(value)(parts)
+    return of_class(type(value), parts)
 
 
 def _sequence_like(value: Any, parts: list[Any]) -> Any:

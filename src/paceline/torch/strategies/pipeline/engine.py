@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from paceline.errors import UsageError
 from paceline.torch.strategies.pipeline.messages import Messages
 from paceline.torch.strategies.pipeline.numbers import rule_of
 from paceline.torch.strategies.pipeline.partition import Partition
@@ -17,7 +18,7 @@ from paceline.torch.strategies.pipeline.plan.orders import Action
 from paceline.torch.strategies.pipeline.routing import ValueRoute, ValueRoutes
 from paceline.torch.strategies.pipeline.row_dimensions import RowShapes
 from paceline.torch.strategies.pipeline.stage import Saved, Stage
-from paceline.torch.strategies.pipeline.values import put_together, take_apart
+from paceline.torch.strategies.pipeline.values import plain_values, put_together, take_apart
 from paceline.torch.strategies.pipeline.weights import WeightProducts
 
 _AHEAD = 2
@@ -117,6 +118,20 @@ class PipelineStep:
         On ranks without the last stage it is 0.
         """
         return self._row_shapes().output_dimension(leaf) if self.has_outputs else 0
+
+    def check_plain_outputs(self) -> None:
+        """Raise UsageError if the model returns numbers that are no tensors and not the same in all microbatches.
+
+        Only on the rank of the last stage.
+        """
+        if len(self.arguments) < 2:
+            return
+        found = [plain_values(take_apart(each, "the model's output")[0]) for each in self.outputs.values()]
+        if any(each != found[0] for each in found) or self._row_shapes().has_plain_of_rows:
+            raise UsageError(
+                "the model returns a number that is no tensor and depends on the batch (its size, for instance), so "
+                "that each microbatch has another: return what it is computed from, or the tensor that it is of"
+            )
 
     def _row_shapes(self) -> RowShapes:
         return self._stages[self._partition.num_stages - 1].row_shapes(self._batch)

@@ -47,6 +47,7 @@ class RowShapes:
             fakes = {n: mode.from_tensor(each) if isinstance(each, Tensor) else each for n, each in arguments.items()}
             self._values = [self._run(nodes, fakes, more) for more in (1, 2)]
         self._outputs = [node for node in graph.output.nodes if self._is_tensor(node)]
+        self._plain = [n for n in graph.output.nodes if isinstance(n, fx.Node) and n not in self._outputs]
         self._roles: dict[fx.Node, RowRole] = {}
         for node in nodes.nodes:
             if node.op != "output":
@@ -55,6 +56,11 @@ class RowShapes:
     def role(self, node: fx.Node) -> RowRole:
         """Return what a node's value has of the rows; "mixed" if it is not known."""
         return self._roles[node]
+
+    @property
+    def has_plain_of_rows(self) -> bool:
+        """Whether the model returns a number that is no tensor and depends on the batch."""
+        return any(self._roles[node] != "constant" for node in self._plain)
 
     def output_node(self, leaf: int) -> fx.Node:
         """Return the node of one of the tensors that the model returns."""
@@ -74,7 +80,11 @@ class RowShapes:
 
     def _is_tensor(self, node: Any) -> bool:
         """Return whether a node's value is a tensor, or may be one: it is not known."""
-        return isinstance(node, fx.Node) and (not self._is_known(node) or isinstance(self._values[0][node], Tensor))
+        return (
+            isinstance(node, fx.Node)
+            and name_of(node) not in ("item", "tolist")
+            and (not self._is_known(node) or isinstance(self._values[0][node], Tensor))
+        )
 
     def dimension(self, node: fx.Node) -> int | None:
         """Return the first dimension of a node's tensor that grows with the rows; None if there is none."""

@@ -191,6 +191,7 @@ class Runner:
             tensors: list[Tensor] = []
             if self._rank == last:
                 outputs = [step.outputs[number] for number in range(len(step.arguments))]
+                step.check_plain_outputs()
                 found, tensors = joined_output(outputs, rows, step.row_dimension, weights)
                 tensors = [tensor.detach().contiguous() for tensor in tensors]
                 known = found if known is None else known
@@ -428,5 +429,5 @@ def _key(called: CallArguments, training: bool, grads: bool) -> str:
     shapes = [
         f"{name}={str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" for name, leaf in called.values.items()
     ]
-    parts = ", ".join([*shapes, *(f"{name}={value!r}" for name, value in called.constants.items())])
+    parts = ", ".join([*shapes, *called.constants_as_text()])
     return f"{parts} in {'training' if training else 'evaluation'}{'' if grads else ' without gradients'}"

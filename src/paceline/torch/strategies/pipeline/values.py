@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -66,6 +67,15 @@ def tensors_of(description: Any) -> list[tuple[torch.dtype, list[int], bool]]:
     return [found for part in parts for found in tensors_of(part)]
 
 
+def plain_values(description: Any) -> list[Any]:
+    """Return what is no tensor in a described value."""
+    (kind, content), *_ = description.items()
+    parts = content[2:] if kind == "n" else content if kind in ("l", "u") else content.values() if kind == "d" else None
+    if parts is None:
+        return [] if kind == "t" else [content]
+    return [found for part in parts for found in plain_values(part)]
+
+
 def _build(description: Any, tensors: Iterator[Tensor]) -> Any:
     (kind, content), *_ = description.items()
     if kind == "t":
@@ -101,8 +111,14 @@ def _as_named(module: str, name: str, value: Any) -> Any:
         )
     if isinstance(value, tuple):
         return found(*value) if hasattr(found, "_fields") else found(value)
-    made: Any = found  # which mypy takes for a dataclass's instance
-    return made(**value) if dataclasses.is_dataclass(found) else made(value)
+    return of_class(found, value)
+
+
+def of_class(kind: Any, fields: Mapping[str, Any]) -> Any:
+    """Return a dictionary or a dataclass of a class. A defaultdict has no default: functions do not travel."""
+    if issubclass(kind, defaultdict):
+        return kind(None, fields)
+    return kind(fields) if not dataclasses.is_dataclass(kind) else kind(**fields)  # type: ignore[operator]
 
 
 def batch_size(leaves: Sequence[Any]) -> int:
