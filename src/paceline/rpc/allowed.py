@@ -25,11 +25,31 @@ _TORCH_HOMES: Final = {
     "torch._C._linalg": ("torch.linalg", "linalg_"),
     "torch._C._nn": ("torch.nn.functional", ""),
     "torch._C._special": ("torch.special", "special_"),
+    "torch._tensor": ("torch", ""),
     "torch.functional": ("torch", ""),
 }
 """Of PyTorch's functions: the modules that offer them, and the prefix that those leave out."""
-_OF_FILES = frozenset({"torch:from_file"})
-"""What stands among PyTorch's functions of tensors, and opens files: only by its own name."""
+_OF_FILES_OR_MEMORY = frozenset(
+    {
+        "from_file",
+        "Tensor.const_data_ptr",
+        "Tensor.data_ptr",
+        "Tensor.new",  # takes an address
+        "Tensor.record_stream",
+        "Tensor.set_",
+        "Tensor.untyped_storage",
+    }
+)
+"""What stands among PyTorch's functions and methods of tensors, and opens files or tells or takes places in memory."""
+_COMPUTING_IN_PYTHON = frozenset(
+    f"Tensor.{name}"
+    for name in (
+        *("backward", "dim_order", "istft", "lu", "norm", "split", "stft"),
+        *("to_sparse_coo", "unflatten", "unique", "unique_consecutive"),
+    )
+)
+"""The methods of tensors that are not written in C, and compute."""
+_NOT_COMPUTING: Final = "of torch, an entry of allow covers the functions and methods that compute with tensors"
 _WITH_NAMES = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _OWN = ("paceline.rpc.autograd", "paceline.rpc.optimizer")
 """What decorates functions of its own; imported when another process first uses it."""
@@ -64,6 +84,8 @@ def home_of(function: Any) -> tuple[str, str]:
 
     PyTorch's functions and methods of tensors (``torch.add``) are offered by ``torch``; what else it has in C, by none.
     """
+    if isinstance(function, types.ModuleType):
+        return "", ""  # torch.classes raises when it is asked for names
     module = str(getattr(function, "__module__", None) or "")
     name = str(getattr(function, "__qualname__", ""))
     if module == _SPAWNED_MAIN:
@@ -78,6 +100,19 @@ def home_of(function: Any) -> tuple[str, str]:
     if not isinstance(function, _WITH_NAMES) and name == type(function).__qualname__:
         return module, ""  # the name of its class (of a script function)
     return module, name
+
+
+def computes_with_tensors(function: Any) -> bool:
+    """Return whether ``torch`` offers this function or method of tensors, and all that it does is compute.
+
+    PyTorch gives the name of this module also to what opens files, compiles or sets what holds for the process.
+    """
+    module, name = home_of(function)
+    if module != "torch" or name in _OF_FILES_OR_MEMORY:
+        return False
+    if isinstance(function, (types.BuiltinFunctionType, types.MethodDescriptorType)):
+        return bool(name)  # else it is not of tensors, see home_of
+    return name in _COMPUTING_IN_PYTHON or getattr(function, "__module__", "") == "torch.functional"
 
 
 class Allowed:
@@ -128,12 +163,15 @@ class Allowed:
         kind = type(value)
         is_public = method == "__call__" or not method.startswith("_")
         module, name = home_of(kind)
-        if not (is_public and self.has_class(kind)) and not self._has_name(f"{module}:{name}.{method}"):
+        is_offered = is_public and self._offers_method(kind, method)
+        if not is_offered and not self._has_name(f"{module}:{name}.{method}"):
             shown = (
                 f"the method {printable(method, 100)!r} of {kind.__module__}.{kind.__qualname__} is not allowed here"
             )
             if not is_public:
                 raise UsageError(f"{shown}: its name begins with _; {_by_name(f'{module}:{name}.{method}')}")
+            if self.has_class(kind):
+                raise UsageError(f"{shown}: {_NOT_COMPUTING}; {_by_name(f'{module}:{name}.{method}')}")
             raise UsageError(
                 f"{shown}; give its module to init_rpc(allow=[{module!r}]), or decorate the class with "
                 "paceline.rpc.allow"
@@ -148,6 +186,13 @@ class Allowed:
         module, name = home_of(kind)
         return self._has_module(module) or self._has_name(f"{module}:{name}")
 
+    def _offers_method(self, kind: type, method: str) -> bool:
+        """Return whether a class is allowed and, where ``torch`` has its method, whether that only computes."""
+        module, name = home_of(kind)
+        function = getattr(kind, method, None)
+        is_of_torch = "torch" in (module, home_of(function)[0]) and not self._has_name(f"{module}:{name}")
+        return self.has_class(kind) and (not is_of_torch or computes_with_tensors(function))
+
     def _has_module(self, module: str) -> bool:
         return module in self._modules or module.startswith(self._packages)
 
@@ -160,7 +205,7 @@ class Allowed:
         if module_name in _OWN:
             importlib.import_module(module_name)
         is_named = self._has_name(name)
-        is_public = name not in _OF_FILES and all(step and not step.startswith("_") for step in steps)
+        is_public = all(step and not step.startswith("_") for step in steps)
         if not is_named and not (is_public and self._has_module(module_name)):
             raise not_allowed(name)
         module = sys.modules.get(module_name)
@@ -175,23 +220,20 @@ class Allowed:
             if not is_named and home_of(found)[0] != module_name:
                 if found is None:
                     raise UsageError(f"the module {module_name!r} has no {printable(path, 100)!r}")
-                raise not_allowed(name, is_imported=self._has_module(module_name))
+                raise not_allowed(name, why=f"{module_name} does not define it itself")
         if not callable(found):
             raise UsageError(f"{printable(name, 200)!r} is no function")
+        if not is_named and module_name == "torch" and not computes_with_tensors(found):
+            raise not_allowed(name, why=_NOT_COMPUTING)
         return found
 
 
-def not_allowed(name: str, *, is_imported: bool = False) -> UsageError:
-    """Return the error for a name that is not allowed here; `is_imported`: its module is, which does not define it."""
+def not_allowed(name: str, *, why: str = "") -> UsageError:
+    """Return the error for a name that is not allowed here; `why`: though its module is."""
     shown = printable(name, 200)
     module, _, path = shown.partition(":")
-    why = ""
-    if name in _OF_FILES:
-        why = "it opens files"
-    elif any(step.startswith("_") for step in path.split(".")):
+    if any(step.startswith("_") for step in path.split(".")):
         why = "its name begins with _"
-    elif is_imported:
-        why = f"{module} does not define it itself"
     if why:
         return UsageError(f"{shown!r} is not allowed here: {why}; {_by_name(name)}")
     if module.partition(".")[0] in sys.stdlib_module_names and module != "__main__":

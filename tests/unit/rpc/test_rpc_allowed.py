@@ -6,6 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -163,6 +164,59 @@ def test_functions_of_tensors_go_by_the_names_that_programs_use() -> None:
     assert Allowed(["torch:from_file"]).resolve("torch:from_file") is torch.from_file
     with pytest.raises(UsageError, match="has no name"):
         qualified_name(torch.import_ir_module)
+
+
+_REFUSED_METHODS = """
+    const_data_ptr data_ptr eig index is_shared lstsq module_load new record_stream register_hook
+    register_post_accumulate_grad_hook reinforce resize resize_as set_ share_memory_ solve storage storage_type symeig
+    untyped_storage
+"""
+
+
+def _is_allowed(find: Callable[..., Any], *names: Any) -> bool:
+    try:
+        find(*names)
+    except UsageError:
+        return False
+    return True
+
+
+def test_of_torch_only_what_computes_with_tensors() -> None:
+    """All names that it has: nothing that opens files, compiles or sets what holds for the process is among them."""
+    torch = pytest.importorskip("torch")
+    allowed = Allowed(["torch"])
+    of_tensors = {*dir(torch._C._VariableFunctions), *dir(torch.functional)} - {"from_file"}
+    names = {name for name in dir(torch) if _is_allowed(allowed.resolve, f"torch:{name}")}
+    assert len(names) > 500
+    assert names <= of_tensors
+    assert {name for name in torch.functional.__all__ if name not in names} <= {
+        "align_tensors",
+        "pca_lowrank",
+        "svd_lowrank",
+    }
+    for name in ("PyTorchFileWriter", "PyTorchFileReader", "compile", "ScriptModuleSerializer", "set_default_dtype"):
+        with pytest.raises(UsageError, match=f"'torch:{name}' is not allowed here: .*functions and methods that comp"):
+            allowed.resolve(f"torch:{name}")
+    assert Allowed(["torch:compile"]).resolve("torch:compile") is torch.compile
+
+
+def test_of_tensors_only_the_methods_that_compute(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    allowed = Allowed(["torch", "torch.nn.parameter"])
+    value, parameter = torch.ones(2), torch.nn.Parameter(torch.ones(2))
+    methods = [name for name in dir(torch.Tensor) if name[0] != "_" and callable(getattr(torch.Tensor, name))]
+    refused = {name for name in methods if not _is_allowed(allowed.check_method, value, name)}
+    assert refused <= set(_REFUSED_METHODS.split())
+    assert refused >= {"data_ptr", "new", "set_", "storage", "share_memory_", "register_hook"}
+    assert {name for name in methods if not _is_allowed(allowed.resolve, f"torch:Tensor.{name}")} == refused
+    assert {name for name in methods if not _is_allowed(allowed.check_method, parameter, name)} == refused
+    with pytest.raises(UsageError, match=r"'data_ptr' of torch.Tensor is not allowed here: .*'torch:Tensor.data_ptr'"):
+        allowed.check_method(value, "data_ptr")
+    assert Allowed(["torch:Tensor.data_ptr"]).check_method(value, "data_ptr")() == value.data_ptr()
+    writer = torch.PyTorchFileWriter(str(tmp_path / "file"))
+    with pytest.raises(UsageError, match="not allowed here"):
+        allowed.check_method(writer, "write_record")
+    writer.write_end_of_file()
 
 
 def test_a_class_method_goes_by_its_name() -> None:
