@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from paceline.torch.strategies.pipeline.losses import LossTerm
+from paceline.torch.strategies.pipeline.losses import PartialLoss
 from paceline.torch.strategies.pipeline.output import AwaitedLoss, AwaitedOutput
 from paceline.torch.strategies.pipeline.values import cut_rows
 
@@ -23,7 +23,7 @@ class Recording:
     def __init__(self, output: Tensor) -> None:
         self.rows = ROWS
         self.output = output
-        self.trained: list[LossTerm] = []
+        self.trained: list[PartialLoss] = []
         self.factor: Any = None
         self.asked = 0
 
@@ -35,10 +35,10 @@ class Recording:
         self.asked += 1
         return [self.output]
 
-    def train(self, terms: Sequence[LossTerm], factor: Any) -> None:
+    def train(self, terms: Sequence[PartialLoss], factor: Any) -> None:
         self.trained, self.factor = list(terms), factor
 
-    def value_of(self, terms: Sequence[LossTerm]) -> Tensor | None:
+    def value_of(self, terms: Sequence[PartialLoss]) -> Tensor | None:
         return self.summed() if self.trained else None
 
     def summed(self) -> Tensor:

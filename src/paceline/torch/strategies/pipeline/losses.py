@@ -18,11 +18,11 @@ from torch.nn import functional as F  # noqa: N812
 
 from paceline.torch.strategies.pipeline.values import row_bounds
 
-_ELEMENTWISE: Final = (
+ELEMENTWISE: Final[tuple[Any, ...]] = (
     F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits,
 )  # fmt: skip
-_BY_CLASS: Final = (F.cross_entropy, F.nll_loss)
-LOSSES: Final[tuple[Any, ...]] = (*_ELEMENTWISE, *_BY_CLASS)
+BY_CLASS: Final[tuple[Any, ...]] = (F.cross_entropy, F.nll_loss)
+LOSSES: Final[tuple[Any, ...]] = (*ELEMENTWISE, *BY_CLASS)
 
 _RESHAPING: Final = ("view", "reshape", "flatten", "squeeze", "unsqueeze", "transpose", "permute", "swapaxes", "mT")
 _POINTWISE: Final = ("float", "double", "contiguous", "sigmoid", "tanh", "relu", "to")
@@ -79,7 +79,7 @@ def as_operation(
     return operation, whole
 
 
-class LossTerm(Protocol):
+class PartialLoss(Protocol):
     """A part of a loss that microbatches compute by themselves, as a sum of what each computes."""
 
     @property
@@ -101,13 +101,13 @@ class LossTerm(Protocol):
         """Return microbatch `number`'s part of the loss, without `scale`, of a batch of `rows` in `parts`."""
         ...
 
-    def times(self, factor: float | Tensor) -> LossTerm:
+    def times(self, factor: float | Tensor) -> PartialLoss:
         """Return the term multiplied."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class NumberTerm:
+class ReturnedLoss:
     """A loss that the model returns itself."""
 
     leaf: int
@@ -120,13 +120,13 @@ class NumberTerm:
         """Return microbatch `number`'s part of the loss, without `scale`."""
         return output * self.weights(self.leaf)[number]
 
-    def times(self, factor: float | Tensor) -> NumberTerm:
+    def times(self, factor: float | Tensor) -> ReturnedLoss:
         """Return the term multiplied."""
         return replace(self, scale=self.scale * factor)
 
 
 @dataclass(frozen=True, slots=True)
-class Term:
+class OutputLoss:
     """One loss over a model's output, as a sum over examples."""
 
     leaf: int
@@ -151,7 +151,7 @@ class Term:
         target = self.target[bounds[number] * factor : bounds[number + 1] * factor]
         return self.function(output, target, **self.options) * self.norm
 
-    def times(self, factor: float | Tensor) -> Term:
+    def times(self, factor: float | Tensor) -> OutputLoss:
         """Return the term multiplied."""
         return replace(self, scale=self.scale * factor)
 
@@ -164,7 +164,7 @@ def as_term(
     rows: int,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-) -> Term | None:
+) -> OutputLoss | None:
     """Return the loss of a call of one of :data:`LOSSES` on an output of this shape; None if it is no sum over rows."""
     if function not in LOSSES or not shape:
         return None
@@ -178,7 +178,7 @@ def as_term(
         return None
     if reduction not in ("mean", "sum") or target.requires_grad or not target.dim() or len(target) % rows:
         return None
-    if function in _ELEMENTWISE:
+    if function in ELEMENTWISE:
         if list(target.shape) != list(shape) or options.get("weight") is not None or shape[0] % rows:
             return None
         count: float | Tensor = float(target.numel())
@@ -187,18 +187,17 @@ def as_term(
             return None
         if len(target) != shape[0]:
             return None
-        count = _count_targets(target, shape, options)
+        count = count_targets(target, options["ignore_index"], options.get("weight"))
     options["reduction"] = "sum"
     norm = 1.0 / count if reduction == "mean" else 1.0
-    return Term(leaf, operations, function, target, options, norm, next(_numbers))
+    return OutputLoss(leaf, operations, function, target, options, norm, next(_numbers))
 
 
-def _count_targets(target: Tensor, shape: Sequence[int], options: Mapping[str, Any]) -> float | Tensor:
-    """Return what the mean of a loss by class is divided by, as PyTorch defines it."""
-    if target.is_floating_point():  # probabilities of the classes
-        return float(target.numel() // shape[1])
-    kept = target[target != options["ignore_index"]]
-    weight = options.get("weight")
+def count_targets(target: Tensor, ignored: int, weight: Tensor | None) -> float | Tensor:
+    """Return what the mean of a loss by class is divided by, as PyTorch defines it; `weight` is what classes count."""
+    if target.is_floating_point():  # probabilities of classes, in dimension 1 if there are rows
+        return float(target.numel() // target.shape[1 if target.dim() > 1 else 0])
+    kept = target[target != ignored]
     return float(kept.numel()) if weight is None else weight[kept].sum()
 
 

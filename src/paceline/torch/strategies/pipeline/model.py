@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from paceline.errors import UsageError
 from paceline.torch.strategies.pipeline.engine import LossOf, PipelineStep
-from paceline.torch.strategies.pipeline.losses import LossTerm
+from paceline.torch.strategies.pipeline.losses import PartialLoss
 from paceline.torch.strategies.pipeline.plan.orders import Orders, backward_part, forward_part
 from paceline.torch.strategies.pipeline.values import add_numbers, join_rows, put_together, row_bounds, take_apart
 from paceline.torch.strategies.splitting import check_outputs
@@ -152,7 +152,7 @@ class ModelCall:
         self._losses: dict[int, Tensor] = {}
         self._weights: dict[int, Sequence[float]] = {}
         self._is_done = False
-        self._number_of_parts = max(a.microbatch for row in orders for a in row) + 1
+        self._number_of_parts = len(step.arguments)
 
     @property
     def output(self) -> Any:
@@ -177,7 +177,7 @@ class ModelCall:
             self._joined = found
         return self._joined
 
-    def train(self, terms: Sequence[LossTerm], factor: float | Tensor) -> None:
+    def train(self, terms: Sequence[PartialLoss], factor: float | Tensor) -> None:
         """Run the whole schedule on the sum of some losses."""
         self._check_graph()
         bases = list(dict.fromkeys(term.base for term in terms))
@@ -206,7 +206,7 @@ class ModelCall:
         self._is_done = True
         self._losses = dict(zip(bases, self._runner.share_losses([sums.get(base) for base in bases]), strict=True))
 
-    def value_of(self, terms: Sequence[LossTerm]) -> Tensor | None:
+    def value_of(self, terms: Sequence[PartialLoss]) -> Tensor | None:
         """Return the sum of losses that were trained on, as a tensor that needs no gradient."""
         if any(term.base not in self._losses for term in terms):
             return None

@@ -18,15 +18,13 @@ from torch import fx
 from paceline.errors import UsageError
 from paceline.torch.graph_rules import name_of
 from paceline.torch.strategies.pipeline.graph import LayerGraph
+from paceline.torch.strategies.pipeline.losses import BY_CLASS, ELEMENTWISE, count_targets
 from paceline.torch.strategies.pipeline.partition import attribute
 from paceline.torch.strategies.pipeline.row_dimensions import RowShapes
 
 _PASSING: Final = {"alias", "clone", "contiguous", "detach", "double", "float", "neg", "squeeze", "to", "_to_copy"}
-_BY_CLASS: Final = {"cross_entropy", "cross_entropy_loss", "nll_loss", "nll_loss_nd"}
-_ELEMENTWISE: Final = {
-    "binary_cross_entropy", "binary_cross_entropy_with_logits", "huber_loss", "l1_loss", "mse_loss", "smooth_l1_loss",
-    "soft_margin_loss", "kl_div",
-}  # fmt: skip
+_BY_CLASS: Final = {*(each.__name__ for each in BY_CLASS), "cross_entropy_loss", "nll_loss_nd"}
+_ELEMENTWISE: Final = {*(each.__name__ for each in ELEMENTWISE), "soft_margin_loss", "kl_div"}
 _REDUCTIONS: Final = ("none", "mean", "sum")  # as operations number them
 
 
@@ -60,10 +58,8 @@ class NumberRule:
         found = _evaluate(self.counted, graph, arguments)
         if self.ignored is None:
             return float(found)
-        if found.is_floating_point():  # probabilities of classes, in dimension 1
-            return float(found.numel() / found.shape[1 if found.dim() > 1 else 0])
-        kept = found[found != self.ignored]
-        return float(kept.numel() if self.by_class is None else _evaluate(self.by_class, graph, arguments)[kept].sum())
+        by_class = None if self.by_class is None else _evaluate(self.by_class, graph, arguments)
+        return float(count_targets(found, self.ignored, by_class))
 
 
 def rule_of(node: fx.Node, graph: LayerGraph, shapes: RowShapes) -> NumberRule:

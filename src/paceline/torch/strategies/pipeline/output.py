@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from paceline.torch.strategies.pipeline.losses import LossTerm, RowOperation, as_operation, as_term
+from paceline.torch.strategies.pipeline.losses import PartialLoss, RowOperation, as_operation, as_term
 
 _PLAIN: Final = (
     "shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "dtype", "device", "layout", "is_cuda",
@@ -39,11 +39,11 @@ class PendingForward(Protocol):
         """Return the output's tensors, after all microbatches have gone forward; the same ones every time."""
         ...
 
-    def train(self, terms: Sequence[LossTerm], factor: float | Tensor) -> None:
+    def train(self, terms: Sequence[PartialLoss], factor: float | Tensor) -> None:
         """Run the schedule on the sum of some losses, so that its gradients times `factor` are left."""
         ...
 
-    def value_of(self, terms: Sequence[LossTerm]) -> Tensor | None:
+    def value_of(self, terms: Sequence[PartialLoss]) -> Tensor | None:
         """Return the sum of losses that :meth:`train` has computed; None if it has not computed all of them."""
         ...
 
@@ -157,7 +157,7 @@ class AwaitedLoss(_Awaited):
     def __init__(
         self,
         forward: PendingForward,
-        terms: tuple[LossTerm, ...],
+        terms: tuple[PartialLoss, ...],
         compute: Callable[[], Tensor],
         *,
         shape: Sequence[int],
@@ -215,7 +215,7 @@ class AwaitedLoss(_Awaited):
     def _times(self, factor: Any, shown: Any) -> AwaitedLoss:
         return self._with(tuple(term.times(factor) for term in self.terms), lambda: self.value() * shown)
 
-    def _with(self, terms: tuple[LossTerm, ...], compute: Callable[[], Tensor]) -> AwaitedLoss:
+    def _with(self, terms: tuple[PartialLoss, ...], compute: Callable[[], Tensor]) -> AwaitedLoss:
         return AwaitedLoss(self.forward, terms, compute, shape=(), dtype=self.dtype, device=self.device)
 
 

@@ -21,7 +21,7 @@ from paceline.torch.strategies.pipeline.calls import CallArguments, bind
 from paceline.torch.strategies.pipeline.engine import LossOf, PipelineStep
 from paceline.torch.strategies.pipeline.failing import Failures
 from paceline.torch.strategies.pipeline.graph import LayerGraph
-from paceline.torch.strategies.pipeline.losses import NumberTerm
+from paceline.torch.strategies.pipeline.losses import ReturnedLoss
 from paceline.torch.strategies.pipeline.messages import Messages
 from paceline.torch.strategies.pipeline.model import ModelCall, NumberWeights, joined_output
 from paceline.torch.strategies.pipeline.output import AwaitedLoss, AwaitedOutput
@@ -407,7 +407,7 @@ def _awaited(call: ModelCall, leaf: int, dtype: torch.dtype, shape: list[int], n
     device = torch.device("cpu")
     if shape or not needs_grad:
         return AwaitedOutput(call, leaf, shape=shape, dtype=dtype, device=device)
-    term = NumberTerm(leaf, call.number_weights)
+    term = ReturnedLoss(leaf, call.number_weights)
     return AwaitedLoss(call, (term,), lambda: call.values()[leaf], shape=(), dtype=dtype, device=device)
 
 
