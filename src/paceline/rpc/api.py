@@ -17,7 +17,7 @@ from paceline.errors import UsageError
 from paceline.rpc.agent import Agent
 from paceline.rpc.allowed import Allowed
 from paceline.rpc.futures import Future, Timeout, seconds_of
-from paceline.rpc.options import address_of, check_backend
+from paceline.rpc.options import check_backend, settings_of
 from paceline.rpc.rref import RRef
 from paceline.rpc.running import current_agent, is_running, left_at, set_agent
 from paceline.rpc.targets import Call, call_of
@@ -25,9 +25,7 @@ from paceline.rpc.workers import Directory, Introduction, Worker, WorkerInfo, ch
 from paceline.transport import TLS
 
 _Result = TypeVar("_Result")
-DEFAULT_TIMEOUT = timedelta(seconds=60)
 DEFAULT_JOIN_TIMEOUT = timedelta(minutes=5)
-DEFAULT_NUM_THREADS = 64
 _LINGER_S, _RETRY_S = 5.0, 0.05
 
 
@@ -40,9 +38,9 @@ def init_rpc(
     token: str | None = None,
     allow: Iterable[str] = (),
     pickle: bool = False,
-    timeout: Timeout = DEFAULT_TIMEOUT,
+    timeout: Timeout | None = None,
     join_timeout: Timeout = DEFAULT_JOIN_TIMEOUT,
-    num_threads: int = DEFAULT_NUM_THREADS,
+    num_threads: int | None = None,
     tls: TLS | None = None,
     backend: Any = None,
     rpc_backend_options: Any = None,
@@ -53,8 +51,8 @@ def init_rpc(
     not given, as for :func:`paceline.collectives.init`. `allow` names the modules whose functions others may call here,
     and whose dataclasses come as arguments and results: ``my_module``, ``my_package.*``, or one function as
     ``my_module:function``. `pickle`: take pickled values, from workers that do so too; whoever holds the token can then
-    run any code here. `timeout` is that of calls which say no other, `num_threads` how many threads
-    run functions here, beside three per worker that read connections and run functions too. `backend` and
+    run any code here. `timeout` is that of calls which say no other (60 s), `num_threads` how many
+    threads run functions here (64), beside three per worker that read connections and run functions too. `backend` and
     `rpc_backend_options` are what programs of torch.distributed.rpc say: see :mod:`paceline.rpc.options`.
 
     Raises UsageError (two workers of one name, rpc runs already), AuthenticationError (another token), DeadlineError or
@@ -64,21 +62,16 @@ def init_rpc(
     check_backend(backend)
     if rank is not None and type(rank) is not int:
         raise UsageError(f"rank is {rank!r}, a number was expected; after the name stand rank and world_size")
-    if rpc_backend_options is not None:
-        address = address or address_of(rpc_backend_options)
-        timeout, num_threads = rpc_backend_options.rpc_timeout, rpc_backend_options.num_worker_threads
+    settings = settings_of(rpc_backend_options, address, timeout, num_threads)
     if is_running():
         raise UsageError(f"rpc runs in this process already, as {current_agent().name!r}; call shutdown() first")
-    if num_threads < 1:
-        raise UsageError(f"num_threads is {num_threads}, at least 1 was expected")
     if isinstance(allow, str):
         raise UsageError(f"allow is {allow!r}, a list of names was expected: allow=[{allow!r}]")
     allowed = Allowed(allow)
-    seconds_of(timeout)
     told = environment()
     tls = tls or TLS.of_files(told.tls_cert, told.tls_key, told.tls_ca)
     join_s = seconds_of(join_timeout)
-    meeting = _meet(None if rank == -1 else rank, world_size, address, token, join_s, told=told, tls=tls)
+    meeting = _meet(None if rank == -1 else rank, world_size, settings.address, token, join_s, told=told, tls=tls)
     try:
         world = World(
             meeting.store,
@@ -94,7 +87,8 @@ def init_rpc(
         meeting.close()
         raise
     try:
-        agent = meet_by_name(world, meeting.token, Introduction(name, pickle), allowed, timeout, join_s, num_threads)
+        own = Introduction(name, pickle)
+        agent = meet_by_name(world, meeting.token, own, allowed, settings.timeout, join_s, settings.num_threads)
     except BaseException:
         world.close()
         raise

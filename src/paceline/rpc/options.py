@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.errors import UsageError, printable
+from paceline.rpc.futures import Timeout, seconds_of
 
-_DEFAULT_SECONDS, _DEFAULT_THREADS = 60.0, 64
+DEFAULT_TIMEOUT_S, DEFAULT_NUM_THREADS = 60.0, 64
 _FROM_ENVIRONMENT, _AT_ADDRESS = "env://", "tcp://"
 
 
@@ -25,9 +26,9 @@ class BackendType(enum.Enum):
 class TensorPipeRpcBackendOptions:
     """The settings that ``init_rpc(rpc_backend_options=)`` takes, also from an object of torch's own."""
 
-    num_worker_threads: int = _DEFAULT_THREADS
+    num_worker_threads: int = DEFAULT_NUM_THREADS
     """As `num_threads` of ``init_rpc``."""
-    rpc_timeout: float = _DEFAULT_SECONDS
+    rpc_timeout: float = DEFAULT_TIMEOUT_S
     """As `timeout` of ``init_rpc``, in seconds; 0 is without end."""
     init_method: str = _FROM_ENVIRONMENT
     """``env://``, or ``tcp://host:port`` as `address` of ``init_rpc``."""
@@ -58,6 +59,47 @@ def check_backend(backend: Any) -> None:
     name = getattr(backend, "name", backend)
     if name not in (None, BackendType.TENSORPIPE.name):
         raise UsageError(f"backend is {printable(repr(backend), 100)}; rpc has one transport, of its own: leave it out")
+
+
+class Settings(NamedTuple):
+    """What ``init_rpc`` is told, by its arguments or by options."""
+
+    address: str | None
+    timeout: Timeout
+    num_threads: int
+
+
+def settings_of(options: Any, address: str | None, timeout: Timeout | None, num_threads: int | None) -> Settings:
+    """Return what is told by arguments or `options`, or else the defaults.
+
+    Raises UsageError for what cannot be, and for what is told twice.
+    """
+    if options is not None:
+        told = address_of(options)
+        for name, value, is_told in (
+            ("address", address, told is not None),
+            ("timeout", timeout, True),
+            ("num_threads", num_threads, True),
+        ):
+            if value is not None and is_told:
+                raise UsageError(f"{name} is told twice, by itself and by rpc_backend_options: leave one of them out")
+        address = address if told is None else told
+        timeout, num_threads = _field(options, "rpc_timeout"), _field(options, "num_worker_threads")
+    timeout = DEFAULT_TIMEOUT_S if timeout is None else timeout
+    num_threads = DEFAULT_NUM_THREADS if num_threads is None else num_threads
+    seconds_of(timeout)
+    if type(num_threads) is not int or num_threads < 1:
+        raise UsageError(f"num_threads is {printable(repr(num_threads), 100)}, a number of at least 1 was expected")
+    return Settings(address, timeout, num_threads)
+
+
+def _field(options: Any, name: str) -> Any:
+    if not hasattr(options, name):
+        raise UsageError(
+            f"rpc_backend_options is {printable(repr(options), 100)}, which has no {name}; "
+            "rpc.TensorPipeRpcBackendOptions(...) was expected"
+        )
+    return getattr(options, name)
 
 
 def address_of(options: Any) -> str | None:

@@ -359,3 +359,12 @@ def test_altered_bytes_do_no_harm_and_take_little_memory() -> None:
     finally:
         tracemalloc.stop()
     assert 0 < num_read < 3000
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_tensors_without_elements_of_their_own_are_refused_with_their_place() -> None:
+    torch = pytest.importorskip("torch")
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    for value, why in ((nested, "nested tensor"), (torch._efficientzerotensor(2), "cannot be read")):
+        with pytest.raises(UsageError, match=rf"args\[1\] of the call cannot be sent: it is a .*{why}"):
+            Encoding().encode_call((), "m:f", (1, value), {})

@@ -9,7 +9,7 @@ import pytest
 
 from paceline import rpc
 from paceline.errors import UsageError
-from paceline.rpc.options import BackendType, TensorPipeRpcBackendOptions, address_of, check_backend
+from paceline.rpc.options import BackendType, TensorPipeRpcBackendOptions, address_of, check_backend, settings_of
 
 
 def test_where_the_workers_meet() -> None:
@@ -53,3 +53,23 @@ def test_options_of_torch_are_read_too() -> None:
     options = torch_rpc.TensorPipeRpcBackendOptions(num_worker_threads=8, rpc_timeout=5, init_method="tcp://a:1")
     assert address_of(options) == "a:1"
     check_backend(torch_rpc.BackendType.TENSORPIPE)
+
+
+def test_what_is_told_by_options_or_arguments() -> None:
+    assert settings_of(None, None, None, None) == (None, 60, 64)
+    assert settings_of(None, "a:1", 5, 8) == ("a:1", 5, 8)
+    options = TensorPipeRpcBackendOptions(num_worker_threads=8, rpc_timeout=5)
+    assert settings_of(options, "a:1", None, None) == ("a:1", 5, 8)
+    options.init_method = "tcp://b:2"
+    assert settings_of(options, None, None, None) == ("b:2", 5, 8)
+    for name, given in (
+        ("address", ("a:1", None, None)),
+        ("timeout", (None, 5, None)),
+        ("num_threads", (None, None, 1)),
+    ):
+        with pytest.raises(UsageError, match=f"{name} is told twice"):
+            settings_of(options, *given)
+    with pytest.raises(UsageError, match="has no rpc_timeout"):
+        settings_of(SimpleNamespace(), None, None, None)
+    with pytest.raises(UsageError, match="num_threads is 0, a number of at least 1"):
+        settings_of(None, None, None, 0)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from msgspec.msgpack import Ext
 
-from paceline.errors import ProtocolError
+from paceline.errors import ProtocolError, printable
 from paceline.rpc.wire.codec import (
     DTYPES,
     OF_TORCH,
@@ -38,11 +38,17 @@ def _pack_tensor(encoding: Encoding, value: torch.Tensor) -> Any:
     name = _NAMES.get(value.dtype)
     if name is None:
         raise cannot_send(f"it is a tensor of dtype {value.dtype}; {', '.join(_DTYPES)} are sent")
+    if value.is_nested:
+        raise cannot_send("it is a nested tensor; send the list of its parts, tensor.unbind()")
     data = value.detach() if value.requires_grad else value
     if data.is_conj() or data.is_neg():
         data = data.resolve_conj().resolve_neg()
     data = data.contiguous()
-    encoding.add_array((data.view(torch.int16) if name == "bfloat16" else data).numpy())
+    try:
+        array = (data.view(torch.int16) if name == "bfloat16" else data).numpy()
+    except RuntimeError as error:  # it has no memory (torch._efficientzerotensor)
+        raise cannot_send(f"it is a tensor whose elements cannot be read: {printable(str(error), 200)}") from None
+    encoding.add_array(array)
     is_recorded = encoding.records and value.requires_grad
     if is_recorded:
         encoding.tensors.append(value)
