@@ -12,7 +12,7 @@ import msgspec
 from paceline.collectives.rendezvous.rendezvous import Meeting, rendezvous
 from paceline.collectives.rendezvous.store import exchange
 from paceline.collectives.world import World
-from paceline.environment import environment
+from paceline.environment import Environment, environment
 from paceline.errors import UsageError
 from paceline.rpc.agent import Agent
 from paceline.rpc.allowed import Allowed
@@ -96,11 +96,20 @@ def init_rpc(
     agent.start()
 
 
-def _meet(*numbers_and_places: Any, **options: Any) -> Meeting:
+def _meet(
+    rank: int | None,
+    world_size: int | None,
+    address: str | None,
+    token: str | None,
+    join_s: float,
+    *,
+    told: Environment,
+    tls: TLS | None,
+) -> Meeting:
     """Find the store. Just after a :func:`shutdown`, rank 0 may still serve the one of before for those who leave."""
     while True:
         try:
-            return rendezvous(*numbers_and_places, **options)
+            return rendezvous(rank, world_size, address, token, join_s, told=told, tls=tls)
         except UsageError:
             if time.monotonic() > left_at() + _LINGER_S:
                 raise
