@@ -22,7 +22,9 @@ CONVERTED = "paceline"
 """The format of what ``paceline convert`` writes."""
 
 _LIBSVM = re.compile(rf"[ \t]*{NUMBER.pattern}(?:[ \t]+(?:qid:[0-9]+|[0-9]+:{NUMBER.pattern}))*[ \t]*(?:#.*)?")
-_VW = re.compile(rf"[ \t]*(?:{NUMBER.pattern}(?:[ \t]+{NUMBER.pattern}){{0,2}}[ \t]*)?(?:'?[^ \t|]*)?\|")
+_VW = re.compile(
+    rf"[ \t]*(?:{NUMBER.pattern}(?:[ \t]+{NUMBER.pattern}){{0,2}}[ \t]*)?(?:'[^ \t|]*[ \t]+|'?[^ \t|]*)?\|"
+)
 
 
 def detect_format(path: str | Path) -> str:

@@ -49,6 +49,9 @@ _THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]*)?")
 _WITH_SIGN = re.compile(r"[+-]?[$€£¥] ?[+-]?[0-9][0-9.,]*|[+-]?[0-9][0-9.,]* ?[%€£¥]")
 _INFINITE = re.compile(r"[+-]?inf(?:inity)?", re.I)
 _CODE_NAME = re.compile(r"(?:^|[_\s.-]|[a-z](?=I|C|Z|T))(?:id|uid|uuid|guid|code|zip|zipcode|type|category)s?$", re.I)
+_ROW_NAME = re.compile(r"(?:unnamed: ?[0-9]+|row[ ._]?(?:names?|numbers?)|index)?", re.I)
+"""What columns of row numbers are called, as pandas and R write them: in csv mostly nothing."""
+_UNNAMED = re.compile(r"c[0-9]+")
 _BINS = 8
 _FEW_DISTINCT = "integers, few distinct"
 _MANY_DISTINCT = "integers, each of many rows"
@@ -68,11 +71,13 @@ def guess_columns(path: str, sample: Sample, label: str | None = None, weight: s
     _check_commas(path, sample)
     sample = _without_copies(sample)
     labels = sample.labels(label)
+    has_names = not all(map(_UNNAMED.fullmatch, sample.names))
     for name, type in zip(sample.names, sample.types, strict=True):
         cells = sample.column(name)
         counts = sample.counts(name)
         known = "label" if name == label else "weight" if weight and name == weight else None
-        kind, reason = judge_column(name, cells, counts, type) if known is None else (known, "")
+        has_no_name = _UNNAMED.fullmatch(name) is not None and has_names
+        kind, reason = judge_column("" if has_no_name else name, cells, counts, type) if known is None else (known, "")
         if labels is not None and reason in (_FEW_DISTINCT, _MANY_DISTINCT):
             kind, reason = _judge_by_label(cells, labels, kind, reason, len(sample.names))
         guesses.append(_describe(name, kind, reason, counts))
@@ -141,7 +146,8 @@ def _describe(name: str, kind: str, reason: str, counts: Mapping[str, int]) -> G
 def judge_column(name: str, cells: Sequence[str], counts: Mapping[str, int], type: str = "") -> tuple[str, str]:
     """The kind of a column other than the label, and the reason.
 
-    `cells` in the order of the rows; `counts` of those that are not empty; `type` as :class:`Sample` has it.
+    `name` is empty where the header has none; `cells` in the order of the rows; `counts` of those that are not empty;
+    `type` as :class:`Sample` has it.
     """
     if type == "nested":
         return "left out", "holds structures"
@@ -175,7 +181,11 @@ def _judge_integers(name: str, values: Sequence[int], texts: Sequence[str]) -> t
     digits = max(len(text.lstrip("+-")) for text in texts)
     is_named_code = _CODE_NAME.search(name) is not None
     if num_distinct == num_rows >= _LEAST_ROWS and (
-        is_named_code or digits >= _LARGE_DIGITS or _is_counter(values) or _is_uniform(values)
+        is_named_code
+        or _ROW_NAME.fullmatch(name)
+        or digits >= _LARGE_DIGITS
+        or _is_counter(values)
+        or _is_uniform(values)
     ):
         return "left out", "identifies rows: integers, all distinct"
     if any(map(_PADDED.fullmatch, texts)):

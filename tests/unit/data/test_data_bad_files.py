@@ -47,6 +47,8 @@ def failure(path: Path, format: str | None = None, **options: bool) -> str:
         (b"click;site\n1;a,b\n0;c\n", "x", "csv"),
         (b"1\t0.5\t3\n0\t0.25\t4\n", "x", "csv"),
         (b"PAR1....", "x", "parquet"),
+        (b"-1 '1720 |r white |n age:23 educ:10.0\n", "x", "vw"),
+        (b"1 0.5 'tag| a b:2\n", "x", "vw"),
     ],
 )
 def test_detect_format(tmp_path: Path, content: bytes, name: str, format: str) -> None:
