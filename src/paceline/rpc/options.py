@@ -61,7 +61,7 @@ def check_backend(backend: Any) -> None:
         raise UsageError(f"backend is {printable(repr(backend), 100)}; rpc has one transport, of its own: leave it out")
 
 
-class Settings(NamedTuple):
+class RpcSettings(NamedTuple):
     """What ``init_rpc`` is told, by its arguments or by options."""
 
     address: str | None
@@ -69,7 +69,7 @@ class Settings(NamedTuple):
     num_threads: int
 
 
-def settings_of(options: Any, address: str | None, timeout: Timeout | None, num_threads: int | None) -> Settings:
+def settings_of(options: Any, address: str | None, timeout: Timeout | None, num_threads: int | None) -> RpcSettings:
     """Return what is told by arguments or `options`, or else the defaults.
 
     Raises UsageError for what cannot be, and for what is told twice.
@@ -90,7 +90,7 @@ def settings_of(options: Any, address: str | None, timeout: Timeout | None, num_
     seconds_of(timeout)
     if type(num_threads) is not int or num_threads < 1:
         raise UsageError(f"num_threads is {printable(repr(num_threads), 100)}, a number of at least 1 was expected")
-    return Settings(address, timeout, num_threads)
+    return RpcSettings(address, timeout, num_threads)
 
 
 def _field(options: Any, name: str) -> Any:

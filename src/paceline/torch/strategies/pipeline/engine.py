@@ -64,7 +64,6 @@ class PipelineStep:
         self._batch = batch
         self._number = number
         self._split = split
-        self._routes: ValueRoutes = partition.routes
         self._route_number = {route.value: number for number, route in enumerate(self._routes.routes)}
         self._held: dict[tuple[str, int], Any] = {}
         """Values of earlier stages, by (name, microbatch): leaves of this rank's graph."""
@@ -76,6 +75,10 @@ class PipelineStep:
         self.losses: dict[int, Tensor] = {}
         self.busy_s: dict[str, float] = {}
         """Seconds of computing, by ``F3`` or ``B3``: the kind and the stage."""
+
+    @property
+    def _routes(self) -> ValueRoutes:
+        return self._partition.routes
 
     def run(
         self,
