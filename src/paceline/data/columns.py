@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from paceline.data.bad_lines import NUM_KEPT, BadLine, shorten
 from paceline.data.batch import Batch
-from paceline.data.dialect import is_missing
+from paceline.data.dialect import MISSING, is_missing
 from paceline.data.scales.bins import ColumnBins
 from paceline.data.scales.scaling import Scale
 from paceline.errors import UsageError
@@ -223,13 +223,13 @@ class Converted:
 class Converter:
     """Arrow record batches, with the columns in ``columns.names``'s order, to :class:`Batch`."""
 
-    def __init__(self, path: str, columns: Columns, *, has_label: bool = True) -> None:
+    def __init__(self, path: str, columns: Columns, *, needs_label: bool = True) -> None:
         from paceline.kernels.features.scaling import scale_numbers
         from paceline.kernels.text import lines as kernels
 
         self._path = path
         self._columns = columns
-        self._has_label = has_label
+        self._needs_label = needs_label
         self._arrow = import_arrow()
         self._kernels = kernels
         self._powers = powers_of_ten()
@@ -247,9 +247,8 @@ class Converter:
         num_rows, num_categorical = record_batch.num_rows, len(self._columns.categorical)
         labels, label_ok, label_missing = self._labels(record_batch.column(0))
         label = labels.astype(np.float32)
-        label_ok &= ~label_missing | (not self._has_label)
-        if not self._has_label:
-            label[:] = np.nan
+        label_ok &= ~label_missing | (not self._needs_label)
+        label[label_missing] = np.nan
         good = label_ok.copy()
         width = len(self._seeds)
         keys = np.empty((num_rows, width), np.uint64)
@@ -364,14 +363,15 @@ class Converter:
     def _labels(self, column: Any) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
         """The label's column as :meth:`_numbers` returns one."""
         classes = self._columns.classes
-        if not classes or not self._has_label:
+        if not classes:
             return self._numbers(column, LABEL_WORDS)
-        from pyarrow.compute import index_in, utf8_trim
+        from pyarrow.compute import index_in, is_in, utf8_lower, utf8_trim
 
         words = utf8_trim(self._text(column), characters=" \t\r\n")
         places = index_in(words, value_set=self._arrow.array(classes)).fill_null(-1)
         found = places.to_numpy(zero_copy_only=False).astype(np.float64)
-        missing = column.is_null().to_numpy(zero_copy_only=False)
+        is_none = is_in(utf8_lower(words), value_set=self._arrow.array(sorted(MISSING)))
+        missing = is_none.to_numpy(zero_copy_only=False) & (found < 0)
         return np.maximum(found, 0), missing | (found >= 0), missing
 
     def _numbers(

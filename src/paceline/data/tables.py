@@ -76,7 +76,7 @@ class ParquetReader:
         self._columns = columns
         with open_parquet(path) as file:
             self._has_label = needs_label or columns.label in file.schema_arrow.names
-            self._converter = Converter(path, columns, has_label=self._has_label)
+            self._converter = Converter(path, columns, needs_label=needs_label)
             columns.check_in(path, file.schema_arrow.names, needs_label=needs_label)
             for name in {*columns.names} - {*columns.categorical}:
                 if name in file.schema_arrow.names and is_list(file.schema_arrow.field(name).type):

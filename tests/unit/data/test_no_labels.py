@@ -59,6 +59,22 @@ def test_parquet_without_the_label(tmp_path: Path) -> None:
         open_dataset(path, "parquet", COLUMNS)
 
 
+@pytest.mark.parametrize(
+    ("cells", "classes"),
+    [([1.0, None, 0.0], ()), (["1", "NA", "0"], ()), (["1", "", "0"], ()), (["spam", None, "egg"], ("egg", "spam"))],
+)
+def test_parquet_with_labels_missing_in_some_rows(
+    tmp_path: Path, cells: list[float | str | None], classes: tuple[str, ...]
+) -> None:
+    path = tmp_path / "x.parquet"
+    pyarrow.parquet.write_table(pa.table({"y": cells, "site": ["a", "b", "c"]}), path)
+    columns = Columns("y", ("site",), (), classes=classes)
+    np.testing.assert_array_equal(read(path, "parquet", columns, needs_labels=False).labels, [1, np.nan, 0])
+    with open_dataset(path, "parquet", columns) as dataset:
+        assert Batch.concatenate(list(dataset.batches(10))).labels.tolist() == [1, 0]
+        assert dataset.bad_lines.count == 1
+
+
 def test_decimal_commas_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_text("y;price\n" + "".join(f"{i % 2};{i},5\n" for i in range(60)))
