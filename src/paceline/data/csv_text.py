@@ -29,13 +29,24 @@ ParseRows = Callable[[Text, int, int, int, bool], Parsed]
 _LEAST_CELL_BYTES = 3
 
 
-def csv_parser(dialect: Dialect, columns: Columns) -> ParseRows:
-    """A function that parses the rows of ``text[start:end]`` that begin before `limit`; see ``kernels.parse_csv``."""
+def csv_parser(dialect: Dialect, columns: Columns, *, needs_label: bool) -> ParseRows:
+    """A function that parses the rows of ``text[start:end]`` that begin before `limit`; see ``kernels.parse_csv``.
+
+    Unless it `needs_label` a label that is missing is NaN.
+    """
     from paceline.kernels.text import csv as kernels
-    from paceline.kernels.text.reference import LABEL_SLOT, SKIPPED_SLOT, WEIGHT_SLOT, name_seed, powers_of_ten
+    from paceline.kernels.text.reference import (
+        LABEL_SLOT,
+        OPTIONAL_LABEL_SLOT,
+        SKIPPED_SLOT,
+        WEIGHT_SLOT,
+        name_seed,
+        powers_of_ten,
+    )
 
     features = [*columns.categorical, *columns.numeric]
-    places = {name: slot for slot, name in enumerate(features)} | {columns.label: LABEL_SLOT}
+    places = {name: slot for slot, name in enumerate(features)}
+    places[columns.label] = LABEL_SLOT if needs_label else OPTIONAL_LABEL_SLOT
     if columns.weight:
         places[columns.weight] = WEIGHT_SLOT
     slots = np.array([places.get(name, SKIPPED_SLOT) for name in dialect.names], np.int64)
@@ -110,7 +121,7 @@ class CsvReader:
         self._dialect = read_dialect(path, columns.names)
         columns.check_in(path, self._dialect.names, needs_label=needs_label)
         self._shard_bytes = shard_bytes
-        self._parse = csv_parser(self._dialect, columns)
+        self._parse = csv_parser(self._dialect, columns, needs_label=needs_label)
         self._skip_rows = skip_rows
         self._window = TextWindow(path)
         self._low = 0

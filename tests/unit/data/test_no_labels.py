@@ -75,6 +75,16 @@ def test_parquet_with_labels_missing_in_some_rows(
         assert dataset.bad_lines.count == 1
 
 
+def test_csv_with_labels_missing_in_some_rows(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text("y,site\n1,a\nNA,b\n,c\n0,d\n")
+    columns = Columns("y", ("site",), ())
+    np.testing.assert_array_equal(read(path, "csv", columns, needs_labels=False).labels, [1, np.nan, np.nan, 0])
+    with open_dataset(path, "csv", columns) as dataset:
+        assert Batch.concatenate(list(dataset.batches(10))).labels.tolist() == [1, 0]
+        assert dataset.bad_lines.count == 2
+
+
 def test_decimal_commas_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_text("y;price\n" + "".join(f"{i % 2};{i},5\n" for i in range(60)))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from paceline.kernels.text import csv as kernels
 from paceline.kernels.text import reference
-from paceline.kernels.text.reference import LABEL_SLOT, SKIPPED_SLOT, WEIGHT_SLOT
+from paceline.kernels.text.reference import LABEL_SLOT, OPTIONAL_LABEL_SLOT, SKIPPED_SLOT, WEIGHT_SLOT
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # without the JIT
 
@@ -42,6 +42,7 @@ def parse(
     start: int = 0,
     limit: int = 1 << 40,
     classes: tuple[str, ...] = (),
+    slots: list[int] = SLOTS,
 ) -> tuple[Rows, list[int], int]:
     """Rows, what ails the bad ones, the position; `text` as the kernel takes it."""
     array = padded(text)
@@ -51,7 +52,7 @@ def parse(
     bad_at, bad_why, counts = np.empty(50, np.int64), np.empty(50, np.int64), np.empty(kernels.NUM_COUNTS, np.int64)
     kernels.parse_csv(
         *(array, start, len(text), limit, int(last), ord(separator)),
-        *(np.array(SLOTS), np.array(SEEDS, np.uint64), np.zeros((4, NUM_NUMERIC)), reference.powers_of_ten()),
+        *(np.array(slots), np.array(SEEDS, np.uint64), np.zeros((4, NUM_NUMERIC)), reference.powers_of_ten()),
         *(
             np.array([reference.name_seed(word) for word in classes], np.uint64),
             np.empty(len(array), np.uint8),
@@ -74,11 +75,13 @@ def parse(
     return rows, bad_why[:bad].tolist(), position
 
 
-def expect(text: bytes, separator: str, classes: tuple[str, ...] = ()) -> tuple[Rows, list[int]]:
+def expect(
+    text: bytes, separator: str, classes: tuple[str, ...] = (), slots: list[int] = SLOTS
+) -> tuple[Rows, list[int]]:
     rows, bad = [], []
     for cells in csv.reader(io.StringIO(text.decode(), newline=""), delimiter=separator):
         if cells:
-            found = reference.csv_row(cells, SLOTS, SEEDS, NUM_NUMERIC, classes)
+            found = reference.csv_row(cells, slots, SEEDS, NUM_NUMERIC, classes)
             if isinstance(found, int):
                 bad.append(found)
             else:
@@ -192,3 +195,17 @@ def test_labels_that_are_words(rows: list[tuple[str, str]]) -> None:
     assert (found, bad) == expect(text, ",", classes)
     known = [classes.index(label.strip()) for label, _ in rows if label.strip() in classes]
     assert [label for label, *_ in found] == known
+
+
+@pytest.mark.parametrize("classes", [(), ("egg", "na")])
+def test_labels_that_may_be_missing(classes: tuple[str, ...]) -> None:
+    num_missing = 9 if classes else 10  # "na" may be a class
+    labels = ["", "1", " NA ", "na", "N/A", "nan", "null", "None", "?", ".", "yes", "x", "egg", '"NA"', "0"]
+    text = "".join(f"a,{label},2,,b,3,1\n" for label in labels).encode()
+    slots = [OPTIONAL_LABEL_SLOT if slot == LABEL_SLOT else slot for slot in SLOTS]
+    found, bad, _ = parse(text + b"\n", ",", classes=classes, slots=slots)
+    rows, faults = expect(text, ",", classes, slots)
+    np.testing.assert_array_equal([label for label, *_ in found], [label for label, *_ in rows])
+    assert ([row[1:] for row in found], bad) == ([row[1:] for row in rows], faults)
+    assert sum(label != label for label, *_ in found) == num_missing
+    assert len(parse(text + b"\n", ",", classes=classes)[0]) == len(found) - num_missing

@@ -30,6 +30,7 @@ from paceline.kernels.text.reference import (
     BAD_WIDTH,
     DETAIL,
     LABEL_SLOT,
+    OPTIONAL_LABEL_SLOT,
     SKIPPED_SLOT,
     powers_of_ten,
 )
@@ -164,7 +165,7 @@ def _parse_row(  # type: ignore[no-untyped-def]
                 *(text, first, stop, slot, first_numeric, seeds, scales, powers, classes),
                 *(labels, weights, row, keys, values, base),
             )
-        if fault != 0 and (why == 0 or slot == LABEL_SLOT):
+        if fault != 0 and (why == 0 or slot in (LABEL_SLOT, OPTIONAL_LABEL_SLOT)):
             why = fault + DETAIL * column
         column += 1
         byte = byte_at(text, at)

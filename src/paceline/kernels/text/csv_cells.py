@@ -31,6 +31,7 @@ from paceline.kernels.text.reference import (
     NO_NUMBER,
     NO_WEIGHT,
     NO_WEIGHT_NUMBER,
+    OPTIONAL_LABEL_SLOT,
     WEIGHT_SLOT,
 )
 
@@ -188,8 +189,10 @@ def take_cell(  # type: ignore[no-untyped-def]
             keys[base + slot] = hash_short(first_bytes(word_at(text, first), size), size, seeds[slot])
         else:
             keys[base + slot] = hash_span(text, first, stop, seeds[slot])
-    elif slot == LABEL_SLOT:
+    elif slot in (LABEL_SLOT, OPTIONAL_LABEL_SLOT):
         labels[row], fault = _read_label(text, first, stop, powers, classes)
+        if fault != 0 and slot == OPTIONAL_LABEL_SLOT and _number(text, first, stop, powers)[1] == FLOAT_MISSING:
+            labels[row], fault = np.nan, 0
         return fault
     elif slot == WEIGHT_SLOT:
         weights[row], fault = _read_weight(text, first, stop, powers)

@@ -64,8 +64,8 @@ LABEL_WORDS = {**dict.fromkeys(("true", "t", "yes", "y"), 1.0), **dict.fromkeys(
 DETAIL = 16
 """What ails a csv row is one of the last seven, and DETAIL times its number of cells, or the number of its column."""
 
-LABEL_SLOT, WEIGHT_SLOT, SKIPPED_SLOT = -1, -2, -3
-"""Where a csv column has no feature: it is the label, the row's weight, or not read."""
+LABEL_SLOT, WEIGHT_SLOT, SKIPPED_SLOT, OPTIONAL_LABEL_SLOT = -1, -2, -3, -4
+"""Where a csv column has no feature: the label, the weight, what is not read, or a label that is NaN where missing."""
 
 NO_BAR, BAD_VW_HEAD, BAD_VW_WEIGHT, BAD_VW_BASE, BAD_VW_NAME, MISSING_LABEL = range(17, 23)
 BAD_JSON, BAD_JSON_LABEL, BAD_JSON_NUMBER, BAD_JSON_WEIGHT, TOO_DEEP, MISSING_WEIGHT, BAD_JSON_CLASS = range(23, 30)
@@ -339,10 +339,12 @@ def csv_row(
         return BAD_WIDTH + DETAIL * len(cells)
     label, weight, pairs, faults = 0.0, 1.0, {}, []
     for column, (cell, slot) in enumerate(zip(cells, slots, strict=True)):
-        if slot == LABEL_SLOT:
+        if slot in (LABEL_SLOT, OPTIONAL_LABEL_SLOT):
             found = class_number(cell, classes) if classes else csv_number(cell)
             if isinstance(found, str):
                 found = LABEL_WORDS.get(found, found)
+            if slot == OPTIONAL_LABEL_SLOT and not isinstance(found, float) and csv_number(cell) is None:
+                found = math.nan
             if not isinstance(found, float):
                 return (NO_LABEL if not cell else NO_LABEL_NUMBER) + DETAIL * column
             label = found
