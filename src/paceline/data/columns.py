@@ -13,11 +13,11 @@ import numpy.typing as npt
 
 from paceline.data.bad_lines import NUM_KEPT, BadLine, shorten
 from paceline.data.batch import Batch
-from paceline.data.dialect import MISSING, is_missing
+from paceline.data.dialect import is_missing
 from paceline.data.scales.bins import ColumnBins
 from paceline.data.scales.scaling import Scale
 from paceline.errors import UsageError
-from paceline.kernels.text.reference import LABEL_WORDS, MAX_FLOAT32, field_of, name_seed, powers_of_ten
+from paceline.kernels.text.reference import LABEL_WORDS, MAX_FLOAT32, MISSING, field_of, name_seed, powers_of_ten
 
 LABEL_NAMES = ("label", "click", "clicked", "target", "y")
 """The names under which a label is found when no columns are given; the first that is there counts."""

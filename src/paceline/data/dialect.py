@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from paceline.data.bad_lines import shorten
 from paceline.data.streams import read_head
 from paceline.errors import DataError
+from paceline.kernels.text.reference import MISSING
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 HEAD_BYTES = 1 << 16
@@ -21,11 +22,10 @@ LAST_SEPARATOR = "|"
 """Taken where no other fits: within cells of other files it separates the elements of lists."""
 _WIDE_MARKS = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
-MISSING = frozenset({"", "na", "n/a", "nan", "null", "none", "?", "."})
-"""What a missing number may be written as, in any case."""
 
 _ROWS = 200
-_PLACE = re.compile(r"c[1-9][0-9]*")
+PLACE = re.compile(r"c[1-9][0-9]*")
+"""What a column is called that has no name: by its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ def guess_dialect(text: str, wanted: Sequence[str] = ()) -> Dialect | None:
     first, rest = rows[0], [row for row in rows[1:] if len(row) == width]
     if any(name in first for name in wanted):
         has_header = True
-    elif wanted and all(_PLACE.fullmatch(name) and int(name[1:]) <= width for name in wanted):
+    elif wanted and all(PLACE.fullmatch(name) and int(name[1:]) <= width for name in wanted):
         has_header = False
     else:
         has_header = _is_header(first, rest)

@@ -28,7 +28,7 @@ from paceline.data.columns import (
     resolve_label,
     shown_names,
 )
-from paceline.data.dialect import is_missing, is_number
+from paceline.data.dialect import PLACE, is_missing, is_number
 from paceline.data.labels import find_classes
 from paceline.data.sampling import Sample, json_cells, json_text, walk_fields
 from paceline.data.scales.one_column import line_loss, table_loss
@@ -51,7 +51,6 @@ _INFINITE = re.compile(r"[+-]?inf(?:inity)?", re.I)
 _CODE_NAME = re.compile(r"(?:^|[_\s.-]|[a-z](?=I|C|Z|T))(?:id|uid|uuid|guid|code|zip|zipcode|type|category)s?$", re.I)
 _ROW_NAME = re.compile(r"(?:unnamed: ?[0-9]+|row[ ._]?(?:names?|numbers?)|index)?", re.I)
 """What columns of row numbers are called, as pandas and R write them: in csv mostly nothing."""
-_UNNAMED = re.compile(r"c[0-9]+")
 _BINS = 8
 _FEW_DISTINCT = "integers, few distinct"
 _MANY_DISTINCT = "integers, each of many rows"
@@ -71,12 +70,12 @@ def guess_columns(path: str, sample: Sample, label: str | None = None, weight: s
     _check_commas(path, sample)
     sample = _without_copies(sample)
     labels = sample.labels(label)
-    has_names = not all(map(_UNNAMED.fullmatch, sample.names))
+    has_names = not all(map(PLACE.fullmatch, sample.names))
     for name, type in zip(sample.names, sample.types, strict=True):
         cells = sample.column(name)
         counts = sample.counts(name)
         known = "label" if name == label else "weight" if weight and name == weight else None
-        has_no_name = _UNNAMED.fullmatch(name) is not None and has_names
+        has_no_name = PLACE.fullmatch(name) is not None and has_names
         kind, reason = judge_column("" if has_no_name else name, cells, counts, type) if known is None else (known, "")
         if labels is not None and reason in (_FEW_DISTINCT, _MANY_DISTINCT):
             kind, reason = _judge_by_label(cells, labels, kind, reason, len(sample.names))

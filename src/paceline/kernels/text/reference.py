@@ -38,6 +38,8 @@ CRITEO_INTEGERS = 13
 CRITEO_CATEGORIES = 26
 CRITEO_FEATURES = CRITEO_INTEGERS + CRITEO_CATEGORIES
 SMALL_INTEGERS = 4096
+MISSING = frozenset({"", "na", "n/a", "nan", "null", "none", "?", "."})
+"""What a missing number may be written as, in any case."""
 _FIXED_BITS = 128
 
 MAX_FLOAT32 = 3.4028235677973362e38
@@ -322,7 +324,7 @@ def csv_number(cell: str) -> float | str | None:
     value = parse_float(word.encode())
     if value is not None:
         return value
-    return None if word.lower() in ("", "na", "n/a", "nan", "null", "none", "?", ".") else word.lower()
+    return None if word.lower() in MISSING else word.lower()
 
 
 def class_number(cell: str, classes: Sequence[str]) -> float | None:
