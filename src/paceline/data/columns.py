@@ -20,7 +20,7 @@ from paceline.errors import UsageError
 from paceline.kernels.text.reference import LABEL_WORDS, MAX_FLOAT32, MISSING, field_of, name_seed, powers_of_ten
 
 LABEL_NAMES = ("label", "click", "clicked", "target", "y")
-"""The names under which a label is found when no columns are given; the first that is there counts."""
+"""The names, in any case, under which a label is found when no columns are given; the first that is there counts."""
 
 _MOST_NAMES, _MOST_CLASSES_SHOWN = 30, 5
 _PLACE = re.compile(r"-?[0-9]{1,9}")
@@ -96,6 +96,8 @@ class Columns:
         if name == self.label and self.classes:
             more = ", ..." if len(self.classes) > _MOST_CLASSES_SHOWN else ""
             return f"{what} is none of {', '.join(self.classes[:_MOST_CLASSES_SHOWN])}{more}"
+        if name == self.label:
+            return f"{what} is neither a finite number nor one of {', '.join(LABEL_WORDS)}"
         return f"{what} is not a finite number" + (" from 0 up" if name == self.weight else "")
 
     def check_in(self, path: str, names: Sequence[str], *, needs_label: bool = True) -> None:
@@ -185,9 +187,15 @@ def are_whole(numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
     return whole
 
 
+def usual_label(names: Sequence[str]) -> str | None:
+    """Return the name that is usual for a label, if there is one; one in lower case before the same in capitals."""
+    found = (name for usual in LABEL_NAMES for name in sorted(names, reverse=True) if name.strip().lower() == usual)
+    return next(found, None)
+
+
 def find_label(path: str, names: Sequence[str]) -> str:
-    """The column that holds the label when none is given, by its name."""
-    label = next((name for name in LABEL_NAMES if name in names), None)
+    """Return the column that holds the label when none is given, by its name."""
+    label = usual_label(names)
     if label is None:
         raise UsageError(
             f"{path} has no column named {', '.join(LABEL_NAMES)}, so say which is the label: "

@@ -27,6 +27,7 @@ from paceline.data.columns import (
     find_label,
     resolve_label,
     shown_names,
+    usual_label,
 )
 from paceline.data.dialect import PLACE, is_missing, is_number
 from paceline.data.labels import find_classes
@@ -273,12 +274,11 @@ def find_json_columns(
 ) -> Columns:
     """The columns of JSON lines whose label, and weight, have these names; raise UsageError if there is no such field.
 
-    Without `label` it is the first of :data:`LABEL_NAMES` that is there. Numbers of fields that hold identifiers or
+    Without `label` it is the field of the first usual name, in any case. Numbers of fields that hold identifiers or
     codes are categories.
     """
     names = list(dict.fromkeys(name for each in objects for name, _, _ in walk_fields(each)))
-    wanted = LABEL_NAMES if label is None else (label,)
-    found = next((name for name in wanted if name in names), None)
+    found = usual_label(names) if label is None else label if label in names else None
     shown = shown_names(names) or "none"
     if found is None:
         what = f"no field '{label}'" if label is not None else f"no field named {', '.join(LABEL_NAMES)}"

@@ -72,7 +72,8 @@ def resolve_positive(positive: float | str | None, classes: Sequence[str]) -> fl
         label = read_label(positive)
         if label is None:
             raise UsageError(
-                f"--positive {positive}: labels of this data are numbers, or one of {', '.join(LABEL_WORDS)}"
+                f"--positive {positive}: labels of this data are read as numbers, because some of them are numbers or "
+                f"there are not 2 to {MOST_CLASSES} words: give a number, or one of {', '.join(LABEL_WORDS)}"
             )
         return label
     if positive not in classes:
@@ -82,15 +83,16 @@ def resolve_positive(positive: float | str | None, classes: Sequence[str]) -> fl
 
 
 def find_classes(cells: Iterable[str]) -> tuple[str, ...]:
-    """The words that labels are, in the order of the numbers that they are read as; none if numbers are there.
+    """Return the words that labels are, in the order of their numbers; none if labels are numbers.
 
-    Words for 0 and 1, such as no and yes, count as numbers, unless only one of both stands beside other words. Of two
-    words the second, in the order of their characters, is 1, but for a word for 0 or 1, and for one that negates the
-    other, as "not spam" does, which is 0.
+    All distinct words decide. Words for 0 and 1, such as no and yes, are numbers only if there are no other words and
+    both numbers, or one word, occur. Of two words the second in alphabetical order is 1. A word for 0, and the negation
+    of the other, such as "not spam", is 0.
     """
     words = {cell.strip(_BLANKS) for cell in cells if not is_missing(cell)}
     known = {read_label(word) for word in words}
-    are_words = None in known and not {0.0, 1.0} <= known and not any(map(is_number, words))
+    is_one_number = len(known) == 1 and len({word[0].lower() for word in words}) > 1  # T and Y, or F and N
+    are_words = (None in known or is_one_number) and not any(map(is_number, words))
     if not are_words or not 2 <= len(words) <= MOST_CLASSES or not all(word.isprintable() for word in words):
         return ()
     found = sorted(words)

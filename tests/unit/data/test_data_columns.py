@@ -201,7 +201,7 @@ def test_bad_csv_rows_are_skipped_and_described(tmp_path: Path) -> None:
         assert dataset.bad_lines.count == 5
     assert reasons == {
         "it has 2 cells where the first row has 4",
-        "its label 'click' is not a finite number",
+        "its label 'click' is neither a finite number nor one of true, t, yes, y, false, f, no, n",
         "its label 'click' is missing",
         "its column 'price' is not a finite number",
     }

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from paceline.data import open_dataset, open_spec
+from paceline.data.columns import find_label, usual_label
 from paceline.data.labels import (
     MOST_CLASSES,
     clicks_where,
@@ -22,6 +25,7 @@ from paceline.data.labels import (
     resolve_positive,
 )
 from paceline.errors import UsageError
+from paceline.kernels.text.reference import LABEL_WORDS
 from paceline.launch.train.data_files import look_at
 from paceline.models.registry import make_model, read_model_settings
 
@@ -62,7 +66,7 @@ def test_the_positive_label_may_be_a_word() -> None:
     for text in ("", "1e39"):
         with pytest.raises(UsageError, match=f"--positive {text}: labels are finite numbers, or words"):
             parse_positive(text)
-    with pytest.raises(UsageError, match="--positive spam: labels of this data are numbers, or one of true"):
+    with pytest.raises(UsageError, match="--positive spam: labels of this data are read as numbers, because"):
         resolve_positive("spam", ())
 
 
@@ -88,7 +92,17 @@ def test_the_positive_label_of_words() -> None:
         (["Click", "noclick"], ("noclick", "Click")),
         (["b", "c", "a"], ("a", "b", "c")),
         (["yes", "no"], ()),
-        (["y", "n", "unknown"], ()),  # a malformed label
+        (["y", "n", "unknown"], ("n", "unknown", "y")),
+        (["yes", "no", "unknown"], ("no", "unknown", "yes")),
+        (["TRUE", "FALSE", "true"], ()),
+        (["TRUE", "FALSE", "UNSURE"], ("FALSE", "TRUE", "UNSURE")),
+        ([*"ABYN"], ("A", "B", "N", "Y")),
+        ([*"FEDCBA"], ("A", "B", "C", "D", "E", "F")),
+        ([*"LSM"], ("L", "M", "S")),
+        ([*"NSEW"], ("E", "N", "S", "W")),
+        ([*"TY"], ("T", "Y")),
+        ([*"NF"], ("F", "N")),
+        (["yes", "Y"], ()),
         (["1", "x", "y"], ()),
         (["benign", "benign"], ()),
         ([], ()),
@@ -100,6 +114,44 @@ def test_words_that_are_classes(cells: list[str], classes: tuple[str, ...]) -> N
     if classes:
         assert count_labels([*cells, "another"], classes) == count_labels(cells, classes)
         assert sorted(count_labels(cells, classes)) == [*range(len(classes))]
+
+
+@given(
+    words=st.lists(st.sampled_from([*"ABCDEFNSTWY", "yes", "No", "TRUE", "false", "lost"]), min_size=2, unique=True),
+    form=st.sampled_from(["csv", "jsonl"]),
+)
+@settings(max_examples=40, deadline=None)
+def test_no_word_is_lost_or_merged(words: list[str], form: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Every row is read, and different words stay apart unless all of them are words for 0 and 1."""
+    path = tmp_path_factory.mktemp("words") / f"x.{form}"
+    cells = words * 30
+    row = "{},{}\n" if form == "csv" else '{{"city": "{}", "label": "{}"}}\n'
+    lines = [row.format(at % 7, cell) for at, cell in enumerate(cells)]
+    path.write_text(("city,label\n" if form == "csv" else "") + "".join(lines))
+    columns = look_at([path]).columns
+    with open_dataset(path, columns=columns, labels="numbers") as dataset:
+        labels = [label for batch in dataset.batches(4096) for label in batch.labels.tolist()]
+        assert dataset.bad_lines.count == 0
+    expected = [sorted(words).index(cell) for cell in cells]
+    if all(word.lower() in LABEL_WORDS for word in words):
+        truths = [LABEL_WORDS[cell.lower()] for cell in cells]
+        assert labels == truths or (len(set(truths)) == 1 and labels == expected)
+    elif len(words) > 2:
+        assert labels == expected
+    else:
+        assert len({*zip(cells, labels, strict=True)}) == 2 == len(set(labels))
+
+
+@pytest.mark.parametrize("name", ["Label", "CLICK", " Target ", "Y"])
+def test_a_label_is_found_in_capitals(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text(f"city,{name}\n" + "".join(f"c{at % 3},{at % 2}\n" for at in range(60)))
+    assert find_label("x", ["age", name]) == name
+    look = look_at([path])
+    assert look.columns is not None
+    assert look.columns.label.strip() == name.strip()
+    assert usual_label(["Y", "label", "y"]) == "label"
+    assert usual_label(["Y", "y"]) == "y"
 
 
 def test_classes_are_told() -> None:
