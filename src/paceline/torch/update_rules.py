@@ -47,7 +47,7 @@ def rule_of(optimizer: Optimizer, group: Mapping[str, Any]) -> UpdateRule:
     Raises UsageError for an optimizer that no rule does the same as, because it does not update every element by
     itself (Adafactor, LBFGS, Muon), needs sparse gradients, or is not torch's: the message says which are possible.
     """
-    step = inspect.unwrap(type(optimizer).step)
+    step = _plain_step(optimizer)
     for kind, make in _MAKERS:
         if isinstance(optimizer, kind) and step is inspect.unwrap(kind.step):
             return make(optimizer, group)
@@ -56,6 +56,14 @@ def rule_of(optimizer: Optimizer, group: Mapping[str, Any]) -> UpdateRule:
         f"pieces of parameters, cannot apply it: take one of {_POSSIBLE}, or a strategy that keeps no parameters on "
         "servers (all-reduce)"
     )
+
+
+def _plain_step(optimizer: Optimizer) -> Any:
+    """Return the function that an optimizer's steps call, behind the wrappers of torch and its schedulers only."""
+    own = vars(optimizer).get("step")
+    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
+        return own  # the program has replaced it
+    return inspect.unwrap(type(optimizer).step if own is None else own)
 
 
 def _obstacle(optimizer: Optimizer) -> str:

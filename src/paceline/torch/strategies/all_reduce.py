@@ -24,7 +24,7 @@ from paceline.torch.strategies.base import Strategy, choose_device, named_parame
 from paceline.torch.strategies.compression import check_compression, compress
 from paceline.torch.strategies.deferred import is_stand_in
 from paceline.torch.strategies.ranks import DEFAULT_TIMEOUT, Ranks
-from paceline.torch.strategies.reached import Reached
+from paceline.torch.strategies.reached import Reached, refuse_steps_in_backward
 from paceline.torch.strategies.replicas.replica import Replica, check_steps
 from paceline.torch.strategies.replicas.sync_batch_norm import with_sync_batch_norm
 
@@ -116,6 +116,7 @@ class AllReduce(Strategy):
         reached = None
         if self._ranks.group is not None:
             reached = Reached(self.rank, self._ranks.group)
+            self._step_guard = refuse_steps_in_backward(self.rank, model)
             if optimizer is not None:
                 may_be_unused = self._find_unused_parameters or self._static_graph
                 check_steps(model, optimizer, reached, self._ranks, may_be_unused=may_be_unused)

@@ -64,6 +64,8 @@ class Strategy(Closing, ABC):
         """What gives values to modules that were built without memory; None if there are none."""
         self.embedder: Embedder | None = None
         """What serves the model's embeddings; None if it has none."""
+        self._step_guard: Any = None
+        """The handle of the hook that refuses steps within backward, where the strategy needs one."""
 
     # Who we are.
 
@@ -115,6 +117,12 @@ class Strategy(Closing, ABC):
             raise UsageError(f"prepare(model={type(model).__name__}): expected a torch.nn.Module first")
         if optimizer is not None and not isinstance(optimizer, Optimizer):
             raise UsageError(f"prepare(optimizer={type(optimizer).__name__}): expected a torch.optim.Optimizer second")
+        lazy = [name for name, each in model.named_parameters() if nn.parameter.is_lazy(each)]
+        if lazy:
+            raise UsageError(
+                f"prepare(): parameter {lazy[0]!r} of a lazy module has no shape yet: call the model once on a batch "
+                "before prepare(), and make the optimizer after that"
+            )
         self._ranks.agree(_signature(model), _describe_difference)
         if not self.takes_sparse:
             check_dense(model, f"strategy {self.name}: ")
@@ -259,6 +267,8 @@ class Strategy(Closing, ABC):
 
     def close(self) -> None:
         """Leave the other ranks and the servers. Idempotent."""
+        if self._step_guard is not None:
+            self._step_guard.remove()
         if self.embedder is not None:
             self.embedder.close()
         self._ranks.close()

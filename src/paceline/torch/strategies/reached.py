@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.collectives import Group
 from paceline.errors import UsageError
@@ -75,6 +77,25 @@ class Reached:
         if not self._is_averaged and not self._is_held:
             average_gradients(self._group, self._parameters)
         self._is_averaged = False
+
+
+def refuse_steps_in_backward(rank: int, model: nn.Module) -> Any:
+    """Have optimizers of the model's parameters raise UsageError for a step within backward; return the hook's handle.
+
+    The gradients are still this rank's own there, and the ranks would move apart.
+    """
+    own = {id(each) for each in model.parameters()}
+
+    def check(optimizer: Optimizer, *_: Any) -> None:
+        if torch._C._current_graph_task_id() != -1 and any(
+            id(each) in own for group in optimizer.param_groups for each in group["params"]
+        ):
+            raise UsageError(
+                f"rank {rank}: an optimizer's step() was called in a hook of backward(), where gradients are not yet "
+                "the mean over the ranks: call step() after backward(), or take the strategy sharded or mirrored"
+            )
+
+    return register_optimizer_step_pre_hook(check)
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -81,6 +82,23 @@ class Replica(DistributedDataParallel):
     def load_state_dict(self, *values: Any, **options: Any) -> Any:
         """Load the model's own state."""
         return self.module.load_state_dict(*values, **options)
+
+    def named_parameters(self, *values: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the model's own parameters, by the names of its state."""
+        yield from self.module.named_parameters(*values, **options)
+
+    def named_buffers(self, *values: Any, **options: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the model's own buffers, by the names of its state."""
+        yield from self.module.named_buffers(*values, **options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """Return a copy of the model alone. The copy is not averaged."""
+        model: nn.Module = copy.deepcopy(self.module, memo)
+        return model
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the model alone, so that a program without this package can load it."""
+        return copy.copy, (self.module,)
 
 
 def without_gradient(model: nn.Module) -> Iterator[str]:

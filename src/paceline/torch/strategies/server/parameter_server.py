@@ -32,6 +32,7 @@ from paceline.torch.embeddings import ClusterTables, RowTables
 from paceline.torch.gradient_filters import row_filters
 from paceline.torch.strategies.base import Strategy, named_parameters
 from paceline.torch.strategies.ranks import DEFAULT_TIMEOUT, Ranks
+from paceline.torch.strategies.reached import refuse_steps_in_backward
 from paceline.torch.strategies.server.cluster import check_cluster, check_is_first, connect_workers
 from paceline.torch.strategies.server.dense_parameters import DenseParameters
 from paceline.torch.strategies.server.dense_tables import Slot, broadcast_tensors, lay_out
@@ -137,6 +138,8 @@ class ParameterServer(Strategy):
             if self.world_size > 1:
                 refuse_gradients(model, self.rank)
             return model, None
+        if self.world_size > 1:
+            self._step_guard = refuse_steps_in_backward(self.rank, model)
         if self._trained:
             self.dense = DenseParameters(
                 self.client,

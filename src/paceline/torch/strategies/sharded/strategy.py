@@ -169,6 +169,8 @@ class Sharded(Strategy):
     @override
     def gather_values(self) -> dict[str, Tensor]:
         """Return the whole parameters and persistent buffers by name, on rank 0; every rank calls it."""
+        # In the strategy's group first: a rank that saves alone is reported there at once.
+        self._ranks.exchange_as("gathers the model's values, as save() does", None)
         values = {name: as_whole(value, keep=self.is_main) for name, value in super().gather_values().items()}
         return values if self.is_main else {}
 

@@ -184,5 +184,22 @@ def fail(trial: Trial) -> Result:
     return trial.values()
 
 
+@idiom
+def step_in_backward(trial: Trial) -> Result:
+    """`optimizer.step()` in a hook of backward, an optimizer for each parameter."""
+    trial.prepare()
+    optimizers = {each: torch.optim.SGD([each], 0.05) for each in trial.parameters}
+
+    def update(parameter: Tensor) -> None:
+        optimizers[parameter].step()  # type: ignore[index]
+        optimizers[parameter].zero_grad()  # type: ignore[index]
+
+    for each in trial.parameters:
+        each.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]
+    for step in range(STEPS):
+        trial.backward(step)
+    return trial.values()
+
+
 def _raise(grad: Tensor) -> None:
     raise ArithmeticError

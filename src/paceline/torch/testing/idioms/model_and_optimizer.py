@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from typing import Any
 
 import torch
@@ -248,3 +250,57 @@ class _Checkpointed(nn.Module):
         from torch.utils.checkpoint import checkpoint
 
         return checkpoint(self.layers, inputs, use_reentrant=False)
+
+
+@idiom
+def freeze_by_name(trial: Trial) -> Result:
+    """A layer frozen after `prepare`, by its name in `model.named_parameters()`."""
+    trial.prepare()
+    for name, each in trial.model.named_parameters():
+        if name.startswith("0."):
+            each.requires_grad_(False)
+    return trial.train().values()
+
+
+@idiom
+def deep_copy(trial: Trial) -> Result:
+    """`copy.deepcopy(model)` of the prepared model, which stays as it is."""
+    target = copy.deepcopy(trial.prepare().train(0, 2).model)
+    trial.train(2)
+    return [*trial.values(), *(each.detach().clone() for each in target.parameters())]
+
+
+@idiom
+def save_model(trial: Trial) -> Result:
+    """`torch.save(model)` of the prepared model, loaded later."""
+    file = io.BytesIO()
+    torch.save(trial.prepare().train(0, 2).model, file)
+    trial.train(2)
+    loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    return [*trial.values(), *(each.detach().clone() for each in loaded.parameters())]
+
+
+@idiom
+def patched_step(trial: Trial) -> Result:
+    """`optimizer.step` replaced on the optimizer before `prepare`."""
+    plain = trial.optimizer.step
+
+    def step(*values: Any, **options: Any) -> Any:
+        for each in trial.parameters:
+            if each.grad is not None:
+                each.grad.mul_(0.5)
+        return plain(*values, **options)
+
+    trial.optimizer.step = step
+    return trial.prepare().train().values()
+
+
+@idiom
+def lazy(trial: Trial) -> Result:
+    """A lazy layer that no batch has reached before `prepare`."""
+
+    def change(model: Any) -> None:
+        model[0] = nn.LazyLinear(16)
+
+    trial.make(change)
+    return trial.prepare().train().values()
