@@ -254,19 +254,25 @@ def push_wide(directory, layout, parameters, keys, grads, first, update, start_s
 @njit(cache=True, nogil=True)
 def write_records(directory, layout, keys, records, first):  # type: ignore[no-untyped-def]
     """Set whole records (values and state, float32 [n * row_words]) of ``keys[first:]``; return as `push_wide`."""
-    words = layout[ROW_WORDS]
-    for i in range(first, len(keys)):
-        line = home_line(directory, keys[i])
-        entry = find_entry(directory, line, keys[i], bytes_of_entry(layout), layout[SLOTS])
-        if entry == _U0:
-            row = _place_row(directory, layout, keys[i], line)
-            if row == _U0:
-                return i
-        else:
-            row = row_of_entry(directory, entry, keys[i], layout)
-        record = carray(float_pointer(row), words)
-        for j in range(words):
-            record[j] = records[i * words + j]
+    words, num_keys = layout[ROW_WORDS], len(keys)
+    lines = np.empty(_BLOCK, np.uint64)
+    for start in range(first, num_keys, _BLOCK):
+        stop = min(num_keys, start + _BLOCK)
+        for i in range(start, stop):
+            lines[i - start] = home_line(directory, keys[i])
+            prefetch(lines[i - start])
+        for i in range(start, stop):
+            line = lines[i - start]
+            entry = find_entry(directory, line, keys[i], bytes_of_entry(layout), layout[SLOTS])
+            if entry == _U0:
+                row = _place_row(directory, layout, keys[i], line)
+                if row == _U0:
+                    return i
+            else:
+                row = row_of_entry(directory, entry, keys[i], layout)
+            record = carray(float_pointer(row), words)
+            for j in range(words):
+                record[j] = records[i * words + j]
     return len(keys)
 
 

@@ -64,7 +64,7 @@ class Predictor:
         self.columns = None if columns is None else Columns.from_fields(columns)
         self.scaling = read_key_scaling(described)
         """How values are changed before they are used."""
-        self.stores = [stored.load_store(table.name) for table in self.model.parameter_tables]
+        self.stores = [stored.load_store(table.name, values_only=True) for table in self.model.parameter_tables]
         """The model's tables; the first has a row for each feature, and one for the bias."""
         self.knows_some = False
         """Whether any feature of what was predicted occurs in the model."""

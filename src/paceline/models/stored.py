@@ -40,12 +40,15 @@ class StoredModel:
             for _, keys, records in read_buckets(self.directory, use.part, bucket_set(use.buckets)):
                 yield keys, records
 
-    def load_store(self, name: str) -> SparseStore:
-        """Return a table as rows in this process. Raises ModelError if there is none of this name."""
+    def load_store(self, name: str, *, values_only: bool = False) -> SparseStore:
+        """Return a table as rows in this process, with or without the state of its update rule.
+
+        Raises ModelError if there is no table of this name.
+        """
         table = next((each for each in self.tables if each.spec.name == name), None)
         if table is None:
             raise ModelError(f"the model in {self.directory} has no table {name!r}")
-        return fill_store(table.spec, self.records(table))
+        return fill_store(table.spec, self.records(table), num_rows=table.rows, values_only=values_only)
 
 
 def read_stored_model(directory: str | os.PathLike[str]) -> StoredModel:

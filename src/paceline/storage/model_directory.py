@@ -11,12 +11,15 @@ import contextlib
 import os
 import re
 import secrets
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from paceline.errors import ModelError, UsageError
 from paceline.storage.checked_files import read_checked
@@ -53,30 +56,44 @@ class SavedModel:
         raise ModelError(f"the model in {self.directory} has no table {name!r}")
 
     def records(self, table: StoredTable) -> Iterator[tuple[Keys, Floats]]:
-        """Yield the keys and records of a table, file by file, checksums verified."""
-        for part in table.parts:
-            yield read_part(self.directory, part, _WHOLE)
+        """Yield the keys and records of a table, file by file, checksums verified.
+
+        A thread reads the next file while the caller works on this one.
+        """
+        with ThreadPoolExecutor(1) as pool:
+            reads = deque(pool.submit(read_part, self.directory, part, _WHOLE) for part in table.parts[:1])
+            for part in (*table.parts[1:], None):
+                if part is not None:
+                    reads.append(pool.submit(read_part, self.directory, part, _WHOLE))
+                if reads:
+                    yield reads.popleft().result()
 
     def load_store(self, name: str) -> SparseStore:
         """Return a sparse table as rows in this process."""
         table = self.table(name)
-        return fill_store(table.spec, self.records(table))
+        return fill_store(table.spec, self.records(table), num_rows=table.rows)
 
     def read(self, file: StoredFile) -> bytes:
         """Return a file's content, its checksum verified."""
         return read_checked(self.directory / file.file, file.num_bytes, file.sha256, _WHOLE).tobytes()
 
 
-def fill_store(spec: TableSpec, pieces: Iterable[tuple[Keys, Floats]]) -> SparseStore:
-    """Return a sparse table of keys and records as rows in this process."""
+def fill_store(
+    spec: TableSpec, pieces: Iterable[tuple[Keys, Floats]], *, num_rows: int = 0, values_only: bool = False
+) -> SparseStore:
+    """Return a sparse table of keys and records as rows in this process.
+
+    Room for `num_rows` rows is made at once. With `values_only`, the state of the update rule is left out.
+    """
     store = SparseStore(
         dim=spec.dim,
-        rule=from_fields(RULES, spec.update),
+        rule=None if values_only else from_fields(RULES, spec.update),
         initializer=from_fields(INITIALIZERS, spec.initializer),
         seed=spec.seed,
     )
+    store.make_room_evenly(num_rows)
     for keys, records in pieces:
-        store.write_records(keys, records)
+        store.write_records(keys, np.ascontiguousarray(records[:, : store.row_words]))
     return store
 
 

@@ -46,6 +46,10 @@ def _bucket_of(key: np.uint64) -> int:
     return int(out[0])
 
 
+def _limits(directory: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    return directory[index.LIMIT : index.USED]
+
+
 def _check_size(what: str, rows: Floats, count: int, width: int) -> None:
     """Raise UsageError unless the kernels may go through `rows` as `count` rows of `width` elements."""
     if rows.size != count * width or not rows.flags.c_contiguous:
@@ -161,7 +165,7 @@ class SparseStore:
         num_keys = np.empty(index.NUM_BUCKETS, np.uint64)
         if sparse.has_room(self.directory, keys, num_keys):
             return
-        limits = self._limits.copy()
+        limits = _limits(self.directory).copy()
         if (self.counts + num_keys <= np.maximum(limits, 2 * self.counts)).all():
             spare = None
             try:
@@ -178,21 +182,37 @@ class SparseStore:
         sparse.count_absent(self.directory, self.layout, keys, num_absent)
         self._make_room(num_absent)
 
+    def make_room_evenly(self, num_rows: int) -> None:
+        """Make room in an empty table for `num_rows` rows, whose keys are spread evenly over the buckets.
+
+        The buckets share one block of memory, which the system can provide in huge pages.
+        """
+        share = num_rows / index.NUM_BUCKETS
+        if share < _SMALL_ROWS:  # such buckets grow quickly
+            return
+        count = int(share + 3 * share**0.5)
+        limits = [_next_limit(bucket, count, self._growth) for bucket in range(index.NUM_BUCKETS)]
+        num_lines = [int(limit / (self._slots * self._fill)) + 1 for limit in limits]
+        sizes = [(_HEADER_LINES + each + index.TAIL_LINES) * index.LINE_BYTES for each in num_lines]
+        block = self.memory.zeros(sum(sizes))
+        for bucket, start in enumerate(itertools.accumulate(sizes[:-1], initial=block.address)):
+            self._grow_rows(bucket, limits[bucket])
+            self.lines[bucket] = RowBlock(start, sizes[bucket], block, is_spilled=False)
+            self.directory[2 * bucket] = start + _HEADER_LINES * index.LINE_BYTES
+            self.directory[2 * bucket + 1] = num_lines[bucket]
+            self.directory[index.LIMIT + bucket] = limits[bucket]
+
     def _make_room(self, num_new: npt.NDArray[np.uint64]) -> None:
         """Make room for so many new rows in each bucket (uint64 [512])."""
         counts = self.counts + num_new
-        for bucket in np.flatnonzero(counts > self._limits).tolist():
+        for bucket in np.flatnonzero(counts > _limits(self.directory)).tolist():
             self.resize(bucket, _next_limit(bucket, int(counts[bucket]) - 1, self._growth))
 
     def _take_back(self, limits: npt.NDArray[np.uint64]) -> None:
         """Make the lines of buckets that have grown as small as they were, while memory suffices for that."""
         with suppress(MemoryError):
-            for bucket in np.flatnonzero(limits < self._limits).tolist():
+            for bucket in np.flatnonzero(limits < _limits(self.directory)).tolist():
                 self.resize(bucket, int(limits[bucket]))
-
-    @property
-    def _limits(self) -> npt.NDArray[np.uint64]:
-        return self.directory[index.LIMIT : index.USED]
 
     def push(self, keys: Keys, grads: Floats) -> None:
         """Apply the update rule with `grads` (float32, n * dim elements, contiguous) to the rows of `keys`.

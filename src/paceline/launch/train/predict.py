@@ -31,6 +31,8 @@ class PredictionResult:
     """None where the data has no labels."""
     examples: int
     seconds: float
+    """Of the whole run, the loading of the model included."""
+    loading_seconds: float
     bad_lines: BadData
     warnings: tuple[str, ...] = ()
 
@@ -41,14 +43,16 @@ class PredictionResult:
             **({} if found is None else found.as_json()),
             "examples": self.examples,
             "seconds": self.seconds,
-            "examples_per_s": self.examples / self.seconds,
+            "loading_seconds": self.loading_seconds,
+            "examples_per_s": self.examples / max(self.seconds - self.loading_seconds, 1e-9),
             "bad_lines": self.bad_lines.count,
         }
 
     def sentence(self) -> str:
         """Return the result for people."""
         found = self.evaluation
-        text = f"{self.examples:,} prediction{'s' * (self.examples != 1)} in {self.seconds:.2f} s: "
+        text = f"{self.examples:,} prediction{'s' * (self.examples != 1)} in {self.seconds:.2f} s "
+        text += f"({self.loading_seconds:.2f} s to load the model): "
         text += "the data has no labels" if found is None else found.sentence()
         if found is not None and found.examples < self.examples:
             text += f" (on {found.examples:,} examples that have a label)"
@@ -67,9 +71,10 @@ def run_prediction(
 ) -> PredictionResult:
     """Predict every line of the data; write predictions to `output`, or to standard output if `echo`."""
     prepare_kernels()
+    start = time.perf_counter()
     predictor = Predictor(model)
+    loading_seconds = time.perf_counter() - start
     with predictor.open_data(data, format, strict=strict) as dataset:
-        start = time.perf_counter()
         labels, predictions = [], []
         with _opened(output, echo) as out:
             for found, predicted in predictor.predict(dataset):
@@ -92,6 +97,7 @@ def run_prediction(
             evaluation,
             len(known),
             seconds,
+            loading_seconds,
             find_bad_lines(dataset),
             tuple(_find_warnings(predictor, dataset, evaluation)),
         )
