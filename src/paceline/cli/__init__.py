@@ -45,8 +45,12 @@ def _run(words: list[str], fork_server: ForkServer | None) -> None:
     except (typer.Abort, KeyboardInterrupt):
         _fail("interrupted", 130)
     except wrong_usage as error:
-        error.show()  # type: ignore[attr-defined]
-        sys.exit(2)
+        from .wrong_usage import describe_wrong_usage
+
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()  # type: ignore[attr-defined]
+            sys.exit(2)
+        _fail(describe_wrong_usage(error, words), 2)
     except UsageError as error:
         _fail(_message(error), 2)
     except PacelineError as error:

@@ -9,7 +9,6 @@ weight is not 0: the vectors of rare features would take memory and learn exampl
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -26,6 +25,7 @@ from paceline.models.features.counting import MOST_COUNTED
 from paceline.models.logistic import SparseLogisticRegression
 from paceline.tables.initializers import Normal
 from paceline.tables.rules import SGD, Adagrad
+from paceline.tables.settings import check_number
 from paceline.tables.types import Floats, Keys
 
 MAX_FACTORS = 1024
@@ -120,7 +120,7 @@ class FactorModel(ClickProbabilityModel):
         super().__post_init__()
         if not 1 <= self.dim <= MAX_FACTORS:
             raise UsageError(f"--dim {self.dim}: expected 1 to {MAX_FACTORS:,} factors")
-        check_penalties(self, "factor_l1")
+        check_penalties(self, "factor_lr", "factor_l1", "factor_l2", "factor_std")
         if not 0 <= self.value_of("factor_min_count") <= MOST_COUNTED:
             raise UsageError(f"--factor-min-count {self.factor_min_count}: expected 0 to {MOST_COUNTED:,}")
         _ = self.parameter_tables  # whose settings are checked
@@ -162,8 +162,7 @@ def check_penalties(model: SparseModel, *names: str) -> None:
     """Raise UsageError unless these settings can be rates and penalties of update rules."""
     for name in names:
         value = model.value_of(name)
-        if not 0 <= value < math.inf:
-            raise UsageError(f"--{name.replace('_', '-')} {value:g}: expected a finite number from 0 up")
+        check_number(f"--{name.replace('_', '-')} {value:g}", value, 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from typing import Any, Final, TypeAlias
 
 from paceline.errors import UsageError
 from paceline.tables.rules import FTRL, RULES, UpdateRule
+from paceline.tables.settings import TINY, check_number
 
 _KINDS: Final[dict[str, Any]] = {
     kind.__name__.lower(): kind
@@ -38,11 +39,17 @@ def make_update(
     l1: float | None = None,
     l2: float | None = None,
     beta: float | None = None,
+    option_format: str = "--{} ",
 ) -> UpdateRule:
     """Return an update rule; `lr` is FTRL's alpha, `l2` the others' weight decay. Raises UsageError.
 
+    `option_format` is how errors name an option: ``--{} `` on the command line, ``{}=`` in Python.
+
     FTRL's defaults (alpha 0.05, beta 1, l1 1, l2 0) reach the best known result on the Criteo sample.
     """
+    for option, value, least in (("lr", lr, TINY), ("beta", beta, TINY), ("l1", l1, 0.0), ("l2", l2, 0.0)):
+        if value is not None:
+            check_number(f"{option_format.format(option)}{value:g}", value, least)
     kind = _KINDS.get(name)
     if kind is None:
         raise UsageError(f"unknown update rule {name!r}: expected one of {', '.join(UPDATE_NAMES)}")

@@ -236,7 +236,7 @@ class SparseEstimator(BaseEstimator, ABC):
         if self.update == UPDATE_NAMES[0]:
             lr, l1 = suited_lr if lr is None else lr, suited_l1 if l1 is None else l1
             l2 = suited_l2 if l2 is None else l2
-        return make_update(self.update, lr=lr, l1=l1, l2=l2, beta=self.beta)
+        return make_update(self.update, lr=lr, l1=l1, l2=l2, beta=self.beta, option_format="{}=")
 
     def _options(self, rows: Batch) -> TrainOptions:
         """Return what is chosen by parameters, of a model that knows what it must of the labels."""

@@ -6,6 +6,7 @@ They travel and are saved as plain dictionaries (:func:`to_fields`, :func:`from_
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, Final, TypeVar
 
@@ -23,11 +24,23 @@ def check_bounds(settings: object, **bounds: tuple[float, float]) -> None:
     """Raise unless every named field is a finite number, as a float32 too, within its closed bounds."""
     for name, (low, high) in bounds.items():
         value = getattr(settings, name)
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not abs(value) <= MAX_FLOAT32 or not low <= value <= high:
-            raise UsageError(
-                f"{type(settings).__name__}({name}={value!r}): expected a finite number from {low:g} to {high:g}"
-            )
+        check_number(f"{type(settings).__name__}({name}={value!r})", value, low, high)
+
+
+def check_number(what: str, value: Any, low: float, high: float = math.inf) -> None:
+    """Raise UsageError, which begins with `what`, unless the value is a finite float32 within closed bounds."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not abs(value) <= MAX_FLOAT32 or not low <= value <= high:
+        raise UsageError(f"{what}: expected a number {_describe_range(low, high)}")
+
+
+def _describe_range(low: float, high: float) -> str:
+    if math.isinf(low):
+        return "that is finite" if math.isinf(high) else f"of at most {high:g}"
+    least = "greater than 0" if low == TINY else f"of {low:g} or more"
+    if math.isinf(high):
+        return least
+    return f"{least} and at most {high:g}" if low == TINY else f"from {low:g} to {high:g}"
 
 
 def check_whole(settings: object, **bounds: tuple[int, int]) -> None:

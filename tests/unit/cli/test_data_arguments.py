@@ -61,7 +61,7 @@ def test_standard_input_is_a_file(
     [
         (["-"], b"", 1, "standard input is empty"),
         (["-", "-"], TEXT, 2, "'-' is named twice"),
-        (["-", "--no-such-option"], TEXT, 2, "No such option"),
+        (["-", "--no-such-option"], TEXT, 2, "unknown option"),
         (["-", "--format", "none"], TEXT, 2, "none"),
     ],
 )

@@ -67,5 +67,5 @@ def test_it_is_closed_after_wrong_usage(
     monkeypatch.setattr(sys, "argv", ["paceline", "train", "x.svm", "--no-such-option"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
-    assert (ended.value.code, "No such option" in capsys.readouterr().err) == (2, True)
+    assert (ended.value.code, "unknown option" in capsys.readouterr().err) == (2, True)
     assert [each.num_closed for each in started] == [1]

@@ -283,10 +283,12 @@ class Training:
 
     def _warn_if_useless(self, state: JobState, evaluation: Evaluation | None) -> None:
         """Say so if the model predicts no better than always the same does."""
+        if is_weighted(self._options):  # predictions are those of the weighted rows, and not of the rows
+            return
         useless = None
         if evaluation is not None:
             useless = evaluation.find_useless()
-        elif issubclass(self._plan.model.evaluation, ClickEvaluation) and not is_weighted(self._options):
+        elif issubclass(self._plan.model.evaluation, ClickEvaluation):
             examples, positives = int(state.progress["examples"]), int(state.progress.get("positives", 0))
             useless = find_useless(state.progress["loss"] / examples, positives, examples)
         if useless is not None:

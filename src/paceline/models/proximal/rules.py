@@ -5,7 +5,6 @@ All workers read the same weights and gradients from the servers, and so agree o
 
 from __future__ import annotations
 
-import math
 from typing import Any, Final
 
 import msgspec
@@ -14,6 +13,7 @@ import numpy.typing as npt
 
 from paceline.errors import UsageError
 from paceline.tables.rules.proximal import LEAST, MOST
+from paceline.tables.settings import TINY, check_number
 from paceline.tables.types import Doubles, Floats
 
 Flags = npt.NDArray[np.bool_]
@@ -40,14 +40,12 @@ class ProximalBlocks(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for name, value in (("l1", self.l1), ("l2", self.l2)):
-            if not 0 <= value < math.inf:
-                raise UsageError(f"--{name} {value:g}: expected a finite number from 0 up")
+            check_number(f"--{name} {value:g}", value, 0)
         if self.max_delay < 0:
-            raise UsageError(f"--max-delay {self.max_delay}: expected a whole number of blocks from 0 up")
-        if not 0 < self.block_ratio < math.inf:
-            raise UsageError(f"--block-ratio {self.block_ratio:g}: expected a finite number above 0")
+            raise UsageError(f"--max-delay {self.max_delay}: expected a whole number of 0 or more")
+        check_number(f"--block-ratio {self.block_ratio:g}", self.block_ratio, TINY)
         if not 0 < self.tolerance < 1:
-            raise UsageError(f"--tolerance {self.tolerance:g}: expected a number above 0 and below 1")
+            raise UsageError(f"--tolerance {self.tolerance:g}: expected a number greater than 0 and less than 1")
 
     def settings(self) -> dict[str, Any]:
         """Return it as JSON."""

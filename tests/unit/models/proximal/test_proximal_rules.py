@@ -81,7 +81,7 @@ def test_the_filter_leaves_weights_that_may_move() -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"l1": -1.0}, r"--l1 -1: expected a finite number from 0"),
+        ({"l1": -1.0}, r"--l1 -1: expected a number of 0 or more"),
         ({"l2": np.inf}, "--l2 inf"),
         ({"max_delay": -1}, "--max-delay -1"),
         ({"block_ratio": 0.0}, "--block-ratio 0"),

@@ -1,0 +1,58 @@
+"""One sentence for arguments that Typer rejects."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from typing import Any, Final
+
+_SAME_OPTION: Final = {
+    "--learning-rate": "--lr",
+    "--optimizer": "--update",
+    "--num-workers": "--workers",
+    "--num-servers": "--servers",
+    "--label-column": "--label",
+    "--output": "--save",
+    "--test": "--eval",
+    "--num-epochs": "--epochs",
+    "--passes": "--epochs",
+}
+"""Names in other programs, and ours."""
+_EXPECTED: Final = (
+    (r"valid integer|not a valid int", "a whole number"),
+    (r"valid number|not a valid float", "a number"),
+    (r"greater than or equal to ([^ ]+)", r"a number of \1 or more"),
+    (r"greater than ([^ ]+)", r"a number greater than \1"),
+    (r"less than or equal to ([^ ]+)", r"a number of at most \1"),
+)
+"""Phrases of Typer, and what they mean."""
+
+
+def describe_wrong_usage(error: Any, words: Sequence[str]) -> str:
+    """Return the problem, the value received and the remedy, given the words of the command line."""
+    context = getattr(error, "ctx", None)
+    more = "" if context is None else f". See '{context.command_path} --help'"
+    unknown = getattr(error, "option_name", None)
+    if type(error).__name__ == "NoSuchOption" and unknown is not None:
+        known = [] if context is None else [name for each in context.command.params for name in each.opts]
+        alike = [name for name in (_SAME_OPTION.get(unknown),) if name in known]
+        alike += difflib.get_close_matches(unknown, known, 1, 0.7)
+        return f"unknown option {unknown}" + (f". Did you mean {alike[0]}?" if alike else more)
+    parameter = getattr(error, "param", None)
+    options = [] if parameter is None else list(parameter.opts)
+    for pattern, expected in _EXPECTED:
+        found = re.search(pattern, error.message)
+        if found and options:
+            given = _value_of(options, words)
+            return f"{given}: expected {found.expand(expected)}"
+    return f"{error.format_message().rstrip('.')}{more}"
+
+
+def _value_of(options: Sequence[str], words: Sequence[str]) -> str:
+    """Return the option and its value as they stand among the words."""
+    for at, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name in options:
+            return f"{name} {value if equals else (*words, '')[at + 1]}"
+    return options[0]
