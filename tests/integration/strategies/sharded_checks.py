@@ -23,6 +23,8 @@ from torch.nn import functional as F  # noqa: N812
 import paceline.torch
 from paceline.errors import UsageError
 from paceline.torch.strategies import AllReduce, Sharded, Strategy
+from paceline.torch.testing import Trial
+from paceline.torch.testing.idioms import several_models
 
 CHECKPOINT = "SHARDED_CHECKPOINT"
 """The environment variable with the folder that the parent looks into."""
@@ -436,3 +438,14 @@ def check_a_mesh_of_data_and_tensors(rank: int, size: int) -> None:
         fully_shard(model, mesh=mesh["data"])
 
     _on_mesh(("data", "tensor"), spread)
+
+
+def check_several_models_and_optimizers(rank: int, size: int) -> None:
+    def train(make: Callable[..., Strategy], train_idiom: Callable[[Trial], list[Tensor]]) -> list[Tensor]:
+        meet_again()
+        with make(device="cpu") as strategy:
+            values = train_idiom(Trial(strategy))
+            return [each.full_tensor() if isinstance(each, DTensor) else each for each in values]
+
+    for each in (several_models.gan_at_once, several_models.teacher, several_models.one_optimizer):
+        torch.testing.assert_close(train(Sharded, each), train(AllReduce, each), rtol=0, atol=1e-5)

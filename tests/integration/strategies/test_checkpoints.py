@@ -408,3 +408,39 @@ def test_schedulers_go_on(tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+
+
+def test_a_checkpoint_holds_every_model_and_optimizer(tmp_path: Path) -> None:
+    def train(chosen: Strategy, before: Callable[[], None]) -> list[Tensor]:
+        torch.manual_seed(5)
+        models = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        optimizers = [torch.optim.Adam(models[0].parameters(), 0.1), torch.optim.SGD(models[1].parameters(), 0.1, 0.9)]
+        first, second, *prepared = chosen.prepare(*models, *optimizers)
+        batch = torch.arange(32.0).view(8, 4) / 16
+        for step in range(8):
+            if step == 4:
+                before()
+            for optimizer in prepared[: 1 + step % 2]:
+                optimizer.zero_grad()
+                torch.autograd.backward((second(first(batch)) - 1).square().mean())
+                optimizer.step()
+        return [each.detach().clone() for model in models for each in model.parameters()]
+
+    with strategy("one-device", device="cpu") as chosen:
+
+        def save_twice() -> None:
+            for _ in range(2):  # the second one replaces the files of the first
+                chosen.save(tmp_path / "gan")
+
+        expected = train(chosen, save_twice)
+    with strategy("mirrored", device="cpu", replicas=2) as other:
+
+        def resume() -> None:
+            assert other.module is not None
+            for each in other.module.parameters():
+                each.data.fill_(7.0)
+            for optimizer in other.optimizers:
+                optimizer.state.clear()
+            other.load(tmp_path / "gan")
+
+        torch.testing.assert_close(train(other, resume), expected)

@@ -106,8 +106,9 @@ def test_rows_are_asked_for_an_iteration_ahead() -> None:
     ):
         embedding = Embedding(1, initializer=paceline.Zeros(), filters=[paceline.KeyCaching()], pull_filters=[])
         optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
-        embedder = Embedder(find_embeddings(embedding), ClusterTables(client), optimizer)
-        embedder.step_with(optimizer, tick=client.tick)
+        embedder = Embedder(ClusterTables(client))
+        embedder.serve(find_embeddings(embedding), [optimizer])
+        embedder.step_with([optimizer], tick=client.tick)
         batches = [torch.tensor([7, 8, 20 + number]) for number in range(5)]
         seen = []
         for number, batch in enumerate(batches):

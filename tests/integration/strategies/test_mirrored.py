@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from paceline.errors import UsageError
 from paceline.torch.embeddings import Embedding
 from paceline.torch.strategies import CentralStorage, Mirrored, OneDevice, Strategy
 from paceline.torch.strategies.replicas.central_storage import Fetched
+from paceline.torch.strategies.replicas.mirrored import Mirrors
 from paceline.torch.strategies.replicas.replica_set import ReplicaValues
 
 MakeOptimizer = Callable[[Any], Optimizer]
@@ -26,16 +27,17 @@ MakeOptimizer = Callable[[Any], Optimizer]
 class CopyingMirrored(Mirrored):
     """As on several devices: each replica has copies of its own."""
 
-    def replica_values(self, optimizer: Optimizer | None) -> ReplicaValues:
-        super().replica_values(optimizer)
-        self._mirrors.copies_all = True
-        return self._mirrors
+    def replica_values(self, optimizers: Sequence[Optimizer]) -> ReplicaValues:
+        values = super().replica_values(optimizers)
+        assert isinstance(values, Mirrors)
+        values.copies_all = True
+        return values
 
 
 class CopyingStorage(CentralStorage):
     """As with the storage on another device than the replicas."""
 
-    def replica_values(self, optimizer: Optimizer | None) -> ReplicaValues:
+    def replica_values(self, optimizers: Sequence[Optimizer]) -> ReplicaValues:
         return Fetched(self.devices, self.storage, copies_all=True)
 
 

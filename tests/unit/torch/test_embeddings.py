@@ -38,8 +38,10 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def prepared(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Embedder:
-    embedder = Embedder(find_embeddings(module), LocalTables(), optimizer)
-    embedder.step_with(optimizer)
+    embedder = Embedder(LocalTables())
+    optimizers = [] if optimizer is None else [optimizer]
+    embedder.serve(find_embeddings(module), optimizers)
+    embedder.step_with(optimizers)
     return embedder
 
 
@@ -327,8 +329,9 @@ def train(tables: LocalTables, *, changes: bool = False) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = Clicks()
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
-    embedder = Embedder(find_embeddings(model), tables, optimizer)
-    embedder.step_with(optimizer, tick=lambda: None)
+    embedder = Embedder(tables)
+    embedder.serve(find_embeddings(model), [optimizer])
+    embedder.step_with([optimizer], tick=lambda: None)
     generator, widths = torch.Generator().manual_seed(1), {"x": 5, "keys": 3}
     data = [
         {name: torch.randint(0, 30, (5 - number // 7, width), generator=generator) for name, width in widths.items()}
@@ -437,7 +440,8 @@ def test_rows_on_a_cuda_device() -> None:
 def test_rows_that_were_fetched_ahead_are_forgotten_when_the_tables_are_written() -> None:
     module = Embedding(DIM, seed=7)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    embedder = Embedder(find_embeddings(module), CountedTables(lead=1), optimizer)
+    embedder = Embedder(CountedTables(lead=1))
+    embedder.serve(find_embeddings(module), [optimizer])
     first, second = batches(2)
     embedder.begin(first)
     module(first)

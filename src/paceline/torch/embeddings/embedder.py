@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,32 +21,35 @@ from paceline.torch.update_rules import rule_of
 
 
 class Embedder:
-    """Gives a model's `embeddings` (by name) their tables, and carries their gradients there in every step.
+    """Gives embeddings their tables, and carries their gradients there in every step of their optimizer."""
 
-    The update rule of a table is the embedding's own, else what `optimizer` does to its anchor; without an optimizer
-    rows are only read. Raises UsageError for an embedding that neither says how to update, for an optimizer without a
-    rule, and for two embeddings of one name that differ.
-    """
-
-    def __init__(
-        self, embeddings: Mapping[str, Embedding | EmbeddingBag], tables: RowTables, optimizer: Optimizer | None
-    ) -> None:
+    def __init__(self, tables: RowTables) -> None:
         self.tables: dict[str, RowTable] = {}
         """Every table by its name."""
         self._row_tables = tables
-        self._sources: list[RowSource] = []
+        self._sources: list[tuple[RowSource, Optimizer | None]] = []
         self._followers: list[_Follower] = []
         self._prefetcher = None if tables.lead is None else Prefetcher(tables.lead)
-        self._hook: Any = None
+        self._hooks: list[Any] = []
         self._declared: dict[str, _Declaration] = {}
-        last_keys = LastKeys()
+        self._last_keys = LastKeys()
+
+    def serve(self, embeddings: Mapping[str, Embedding | EmbeddingBag], optimizers: Sequence[Optimizer]) -> None:
+        """Give `embeddings` (by name) their tables, which steps of their optimizer update.
+
+        The update rule of a table is the embedding's own, else what the optimizer with its anchor does to that; without
+        optimizers rows are only read. Raises UsageError for an embedding without either, for an optimizer
+        without a rule, and for two embeddings of one name that differ.
+        """
+        first = optimizers[0] if optimizers else None
         for name, module in sorted(embeddings.items()):
+            optimizer = next((each for each in optimizers if _group_of(module, each) is not None), first)
             group = _group_of(module, optimizer)
             table = self._table_of(name, module, optimizer, group)
             gradients = RowGradients(module.anchor, keeps=group is not None)
-            source = RowSource(table, gradients, last_keys, self._prefetcher)
+            source = RowSource(table, gradients, self._last_keys, self._prefetcher)
             module.link.source = source
-            self._sources.append(source)
+            self._sources.append((source, optimizer))
 
     def _table_of(
         self, name: str, module: Embedding | EmbeddingBag, optimizer: Optimizer | None, group: int | None
@@ -68,23 +72,29 @@ class Embedder:
 
     # In the loop.
 
-    def step_with(self, optimizer: Optimizer | None, tick: Callable[[], None] | None = None) -> None:
-        """Have every ``optimizer.step()`` end with :meth:`step`."""
-        if optimizer is not None:
-            self._hook = optimizer.register_step_post_hook(lambda *_: self.step(tick))
+    def step_with(self, optimizers: Iterable[Optimizer], tick: Callable[[], None] | None = None) -> None:
+        """Have every step of one of `optimizers` that updates rows end with :meth:`step`."""
+        for optimizer in optimizers:
+            if any(other is optimizer for _, other in self._sources):
+                step = functools.partial(self._step_hook, tick)
+                self._hooks.append(optimizer.register_step_post_hook(step))
 
-    def step(self, tick: Callable[[], None] | None = None) -> None:
-        """Apply the row gradients that backward has found since ``zero_grad()``.
+    def _step_hook(self, tick: Callable[[], None] | None, optimizer: Optimizer, *_: Any) -> None:
+        self.step(optimizer, tick)
+
+    def step(self, optimizer: Optimizer, tick: Callable[[], None] | None = None) -> None:
+        """Apply the row gradients of `optimizer` that backward has found since ``zero_grad()``.
 
         `tick` is called when they are on their way: it ends the iteration, where there are servers. Who ends it in
         another way calls :meth:`ticked` after that. Every rank calls this in every iteration, one that has no batch any
         more too.
         """
         for follower in self._followers:
-            follower.follow()
+            if follower.optimizer is optimizer:
+                follower.follow()
         found: dict[int, tuple[RowTable, list[Any]]] = {}
-        for source in self._sources:
-            gradients = source.gradients.take()
+        for source, other in self._sources:
+            gradients = source.gradients.take() if other is optimizer else []
             if gradients:
                 found.setdefault(id(source.table), (source.table, []))[1].extend(gradients)
         pushes: list[Push] = []
@@ -123,9 +133,9 @@ class Embedder:
 
     def close(self) -> None:
         """Let go of the optimizer and of the tables. Idempotent."""
-        hook, self._hook = self._hook, None
-        if hook is not None:
+        for hook in self._hooks:
             hook.remove()
+        self._hooks = []
         self._row_tables.close()
 
 
@@ -144,7 +154,7 @@ class _Follower:
 
     def __init__(self, table: RowTable, optimizer: Optimizer, group: int, rule: UpdateRule) -> None:
         self._table = table
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._group = group
         self._rule = rule
         self._seen = self._values()
@@ -153,13 +163,13 @@ class _Follower:
         values = self._values()
         if values != self._seen:
             self._seen = values
-            rule = rule_of(self._optimizer, self._optimizer.param_groups[self._group])
+            rule = rule_of(self.optimizer, self.optimizer.param_groups[self._group])
             if rule != self._rule:
                 self._table.set_update(rule)
                 self._rule = rule
 
     def _values(self) -> list[Any]:
-        group = self._optimizer.param_groups[self._group]  # loading a checkpoint puts others in their place
+        group = self.optimizer.param_groups[self._group]  # loading a checkpoint puts others in their place
         values = [value for key, value in group.items() if key != "params"]
         return [value.item() if isinstance(value, torch.Tensor) else value for value in values]
 

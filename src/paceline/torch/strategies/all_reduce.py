@@ -20,7 +20,7 @@ from paceline.filters import Filter
 from paceline.filters.gradients import gradient_filters
 from paceline.torch.embeddings import ReplicatedTables, RowTables
 from paceline.torch.gradient_filters import filter_hook, told_filters
-from paceline.torch.strategies.base import Strategy, choose_device, named_parameters
+from paceline.torch.strategies.base import Strategy, as_one, choose_device, named_parameters
 from paceline.torch.strategies.compression import check_compression, compress
 from paceline.torch.strategies.deferred import is_stand_in
 from paceline.torch.strategies.ranks import DEFAULT_TIMEOUT, Ranks
@@ -97,31 +97,42 @@ class AllReduce(Strategy):
         self._static_graph = static_graph
         self._bucket_mb = bucket_mb
         self._wraps = backend is not None or self.world_size > 1  # a single rank has nothing to average
-        self._replica: Replica | None = None
+        self._replicas: list[Replica] = []
+        self._reached: list[Reached] = []
 
-    def _spread(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
+    def _spread(self, models: list[nn.Module], optimizers: list[Optimizer]) -> tuple[list[nn.Module], list[Optimizer]]:
         if self.embedder is not None:
             if self.takes_uneven:
                 raise UsageError(
                     "join=True does not go with embeddings: give every rank as many batches, and leave it out"
                 )
-            self.embedder.step_with(optimizer)
+            self.embedder.step_with(optimizers)
         if not self._wraps:
-            return model, optimizer
+            return models, optimizers
         if self._sync_batch_norm and self.world_size > 1:
-            self.module = model = with_sync_batch_norm(model)
+            synced = [with_sync_batch_norm(model) for model in models]
+            self.module = as_one([*self.models[: len(self.models) - len(models)], *synced])
+            models = synced
+        spread = [self._spread_model(model) for model in models]
+        assert self.module is not None
+        if self._ranks.group is not None:
+            self._step_guard = refuse_steps_in_backward(self.rank, self.module, self._step_guard)
+            may_be_unused = self._find_unused_parameters or self._static_graph
+            for optimizer in optimizers:
+                check_steps(optimizer, self.optimizers, self._reached, self._ranks, may_be_unused=may_be_unused)
+        return spread, optimizers
+
+    def _spread_model(self, model: nn.Module) -> nn.Module:
         if not any(named_parameters(model)):
             broadcast_values(model)
-            return model, optimizer
+            return model
         reached = None
         if self._ranks.group is not None:
-            reached = Reached(self.rank, self._ranks.group)
-            self._step_guard = refuse_steps_in_backward(self.rank, model)
-            if optimizer is not None:
-                may_be_unused = self._find_unused_parameters or self._static_graph
-                check_steps(model, optimizer, reached, self._ranks, may_be_unused=may_be_unused)
-        self._replica = self._wrap(model, reached)
-        return self._replica, optimizer
+            reached = Reached(self.rank, self._ranks.group, model)
+            self._reached.append(reached)
+        replica = self._wrap(model, reached)
+        self._replicas.append(replica)
+        return replica
 
     def _wrap(self, model: nn.Module, reached: Reached | None) -> Replica:
         anchors = [name for name, parameter in model.named_parameters() if not parameter.numel()]
@@ -144,19 +155,22 @@ class AllReduce(Strategy):
     def _row_tables(self) -> RowTables:
         return ReplicatedTables(self._ranks.group)
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Return a context in which ``backward()`` only adds to this rank's gradients; forward belongs into it too."""
-        if self._replica is None:
-            return contextlib.nullcontext()
-        context: AbstractContextManager[None] = self._replica.no_sync()
-        return context
+        with contextlib.ExitStack() as contexts:
+            for replica in self._replicas:
+                contexts.enter_context(replica.no_sync())
+            yield
 
     @contextlib.contextmanager
     def epoch(self, num_batches: int | None) -> Iterator[None]:
         """Return a context for the training loader's iteration: with ``join`` it waits for the ranks with more data."""
-        if not self.takes_uneven or self._replica is None:
+        if not self.takes_uneven or not self._replicas:
             yield
             return
+        if len(self._replicas) > 1:
+            raise UsageError("join=True does not go with several models: give every rank as many batches, leave it out")
         num_steps = 0
 
         def count(*_: Any) -> None:
@@ -164,7 +178,7 @@ class AllReduce(Strategy):
             num_steps += 1
 
         hook = None if self.optimizer is None else self.optimizer.register_step_post_hook(count)
-        waiting: AbstractContextManager[None] = self._replica.join()
+        waiting: AbstractContextManager[None] = self._replicas[0].join()
         try:
             yield
             with warnings.catch_warnings():  # torch leaves the process's filters changed
@@ -199,7 +213,7 @@ class AllReduce(Strategy):
 
     def close(self) -> None:
         """Leave the other ranks. Idempotent."""
-        self._replica = None
+        self._replicas = []
         super().close()
 
 

@@ -56,14 +56,14 @@ class Strategy(Closing, ABC):
         self.storage = self.device
         """Where the model's variables live: elsewhere than on the device only if a strategy says so."""
         self.module: nn.Module | None = None
-        """The model that was prepared, as it was given: not wrapped."""
-        self.optimizer: Optimizer | None = None
-        """The optimizer that was prepared, as it was given."""
-        self.scheduler: Any = None
+        """The prepared model, not wrapped; several: a ``ModuleList`` of them, in the order of :meth:`prepare`."""
+        self.optimizers: list[Optimizer] = []
+        """The prepared optimizers, as they were given."""
+        self.schedulers: list[Any] = []
         self.deferred: DeferredValues | None = None
-        """What gives values to modules that were built without memory; None if there are none."""
+        """What gives values to modules of the last models that were built without memory; None if there are none."""
         self.embedder: Embedder | None = None
-        """What serves the model's embeddings; None if it has none."""
+        """What serves the models' embeddings; None if they have none."""
         self._step_guard: Any = None
         """The handle of the hook that refuses steps within backward, where the strategy needs one."""
 
@@ -94,53 +94,90 @@ class Strategy(Closing, ABC):
         """Which part of the data this process reads, and of how many."""
         return self.rank, self.world_size
 
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The first prepared optimizer, as it was given."""
+        return self.optimizers[0] if self.optimizers else None
+
     # Getting ready.
 
     def prepare(
-        self, model: nn.Module, optimizer: Optimizer | None = None, loader: Any = None, scheduler: Any = None
+        self,
+        *given: Any,
+        model: nn.Module | None = None,
+        optimizer: Optimizer | None = None,
+        loader: Any = None,
+        scheduler: Any = None,
     ) -> Any:
-        """Return what was given, in the same order, ready for this strategy; a model alone is returned alone.
+        """Return models, optimizers, loaders and schedulers, in the given order, ready for this strategy.
 
-        The model is moved to the strategy's device, and every rank starts from rank 0's values and buffers. What was
+        One object alone is returned alone, and None is left out. It may be called for each model of several (a GAN's,
+        a teacher and a student), or once for all of them; an optimizer comes with its models or after them.
+
+        A model is moved to the strategy's device, and every rank starts from rank 0's values and buffers. What was
         built under ``torch.device("meta")`` gets its values from ``reset_parameters`` of its modules. `loader` is
         a ``torch.utils.data.DataLoader``: each rank gets its part, of a map dataset reshuffled in every epoch
         (see :class:`~paceline.torch.strategies.loaders.Loader`); its batch size is per rank. `scheduler` is a
-        learning-rate scheduler of `optimizer`. Call it once; further loaders, for evaluation, by
-        :meth:`prepare_loader`.
+        learning-rate scheduler of an optimizer. Loaders for evaluation are prepared by :meth:`prepare_loader`.
 
         Raises UsageError, on every rank, for models or loaders that differ between ranks, for a loader of length 0, and
         for an optimizer that the strategy has no rule for.
         """
-        if self.module is not None:
-            raise UsageError("prepare() was called twice: one strategy trains one model; make a second strategy")
-        if not isinstance(model, nn.Module):
-            raise UsageError(f"prepare(model={type(model).__name__}): expected a torch.nn.Module first")
-        if optimizer is not None and not isinstance(optimizer, Optimizer):
-            raise UsageError(f"prepare(optimizer={type(optimizer).__name__}): expected a torch.optim.Optimizer second")
-        lazy = [name for name, each in model.named_parameters() if nn.parameter.is_lazy(each)]
+        parts = [each for each in (*given, model, optimizer, loader, scheduler) if each is not None]
+        models = [each for each in parts if isinstance(each, nn.Module)]
+        optimizers = [each for each in parts if isinstance(each, Optimizer)]
+        if not models and (self.module is None or not parts):
+            raise UsageError(f"prepare({', '.join(type(each).__name__ for each in parts)}): expected a torch.nn.Module")
+        prepared: list[Any] = [*models, *optimizers]
+        spread: list[Any] = [*prepared]
+        if models:
+            self._meet_models(models, optimizers)
+        if prepared:
+            self.optimizers += optimizers
+            new_models, new_optimizers = self._spread(models, optimizers)
+            spread = [*new_models, *new_optimizers]
+        ready = {id(one): other for one, other in zip(prepared, spread, strict=True)}
+        for each in parts:
+            if id(each) not in ready and each is not loader and hasattr(each, "step") and hasattr(each, "state_dict"):
+                self.schedulers.append(each)
+                ready[id(each)] = each
+        for each in parts:
+            if id(each) not in ready:
+                ready[id(each)] = self.prepare_loader(each, prefetch=True)
+        found = [ready[id(each)] for each in parts]
+        return found[0] if len(found) == 1 else tuple(found)
+
+    def _meet_models(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
+        """Check that `models` are the same on every rank, move them, and give their embeddings tables."""
+        joined = as_one(models)
+        lazy = [name for name, each in joined.named_parameters() if nn.parameter.is_lazy(each)]
         if lazy:
             raise UsageError(
                 f"prepare(): parameter {lazy[0]!r} of a lazy module has no shape yet: call the model once on a batch "
                 "before prepare(), and make the optimizer after that"
             )
-        self._ranks.agree(_signature(model), _describe_difference)
+        self._ranks.agree(_signature(joined), _describe_difference)
         if not self.takes_sparse:
-            check_dense(model, f"strategy {self.name}: ")
-        self.deferred = DeferredValues.of(model, self._ranks.exchange(torch.initial_seed())[0])
+            check_dense(joined, f"strategy {self.name}: ")
+        self.deferred = DeferredValues.of(joined, self._ranks.exchange(torch.initial_seed())[0])
         if self.deferred is not None and not self.fills_in_parts:
             self.deferred.fill()
-        model.to(self.storage)
-        self.module, self.optimizer, self.scheduler = model, optimizer, scheduler
-        embeddings = find_embeddings(model)
-        if embeddings:
-            self.embedder = Embedder(embeddings, self._row_tables(), optimizer)
-        prepared: list[Any] = list(self._spread(model, optimizer))
-        if loader is not None:
-            prepared.append(self.prepare_loader(loader, prefetch=True))
-        if scheduler is not None:
-            prepared.append(scheduler)
-        found = [part for part in prepared if part is not None]
-        return found[0] if len(found) == 1 else tuple(found)
+        joined.to(self.storage)
+        before = self.models
+        self.module = as_one([*before, *models])
+        for number, model in enumerate(models, len(before)):
+            prefix = f"models[{number}]." if number else ""
+            embeddings = {prefix + name: each for name, each in find_embeddings(model).items()}
+            if embeddings:
+                self.embedder = self.embedder or Embedder(self._row_tables())
+                self.embedder.serve(embeddings, optimizers)
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The prepared models, not wrapped."""
+        if self.module is None:
+            return []
+        return list(self.module) if isinstance(self.module, _Models) else [self.module]
 
     def prepare_loader(self, loader: Any, *, shard: bool = True, prefetch: bool = False) -> Loader:
         """Return a loader that yields this rank's part of the data, on the strategy's device.
@@ -151,8 +188,8 @@ class Strategy(Closing, ABC):
         return Loader(loader, self, shard=shard and self.shards_data, trains=prefetch)
 
     @abstractmethod
-    def _spread(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
-        """Return the model and the optimizer that the loop is to use; the model is on the device."""
+    def _spread(self, models: list[nn.Module], optimizers: list[Optimizer]) -> tuple[list[nn.Module], list[Optimizer]]:
+        """Return what the loop is to use for new models, which are on the device, and new optimizers."""
 
     @abstractmethod
     def _row_tables(self) -> RowTables:
@@ -236,16 +273,15 @@ class Strategy(Closing, ABC):
 
         return load(self, directory)
 
-    def gather_optimizer_state(self) -> dict[int, dict[str, Any]]:
-        """Return torch's own optimizer state, by the parameter's number; every rank calls it, rank 0's counts."""
-        assert self.optimizer is not None
-        state: dict[int, dict[str, Any]] = self.optimizer.state_dict()["state"]
+    def gather_optimizer_state(self, number: int = 0) -> dict[int, dict[str, Any]]:
+        """Return the state of optimizer `number`, by the parameter's number; every rank calls it, rank 0's counts."""
+        state: dict[int, dict[str, Any]] = self.optimizers[number].state_dict()["state"]
         return state
 
-    def _scatter_optimizer_state(self, state: dict[int, dict[str, Any]]) -> None:
+    def _scatter_optimizer_state(self, state: dict[int, dict[str, Any]], number: int = 0) -> None:
         """Take an optimizer state as :meth:`gather_optimizer_state` returns it; every rank has it."""
-        assert self.optimizer is not None
-        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
+        optimizer = self.optimizers[number]
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
 
     def gather_values(self) -> dict[str, torch.Tensor]:
         """Return the current parameters and persistent buffers by name, whole, on rank 0; every rank calls it.
@@ -275,6 +311,15 @@ class Strategy(Closing, ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, world_size={self.world_size}, device={str(self.device)!r})"
+
+
+class _Models(nn.ModuleList):
+    """Several models that one strategy trains."""
+
+
+def as_one(models: list[nn.Module]) -> nn.Module:
+    """Return a model that has the parameters of `models`: it alone if it is one."""
+    return models[0] if len(models) == 1 else _Models(models)
 
 
 def choose_device(wanted: torch.device | str | None, local_rank: int) -> torch.device:

@@ -31,9 +31,9 @@ _Result = TypeVar("_Result")
 
 def save(strategy: Strategy, directory: str | os.PathLike[str], extra: dict[str, Any]) -> None:
     """See :meth:`Strategy.save`."""
-    module, optimizer = _prepared(strategy, "save"), strategy.optimizer
+    module, optimizers = _prepared(strategy, "save"), strategy.optimizers
     values = strategy.gather_values()
-    state = strategy.gather_optimizer_state() if optimizer is not None else {}
+    states = [strategy.gather_optimizer_state(number) for number in range(len(optimizers))]
     _settle_rows(strategy)
 
     def write() -> None:
@@ -41,15 +41,15 @@ def save(strategy: Strategy, directory: str | os.PathLike[str], extra: dict[str,
         _check_tensors(module)
         tensors = {"model": _encode(values)}
         description: dict[str, Any] = {"kind": KIND, "extra": to_json(extra, "extra")}
-        if optimizer is not None:
+        for number, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
             names = _names(module, optimizer)
             groups = [{**group, "params": own} for group, own in zip(optimizer.param_groups, names, strict=True)]
             flat, numbers = _flatten(state, [name for own in names for name in own])
-            tensors["optimizer"] = _encode(flat)
+            tensors[_key("optimizer", number)] = _encode(flat)
             kept = {"class": type(optimizer).__name__, "groups": groups, "numbers": numbers}
-            description["optimizer"] = to_json(kept, "optimizer")
-        if strategy.scheduler is not None:
-            description["scheduler"] = to_json(strategy.scheduler.state_dict(), "scheduler")
+            description[_key("optimizer", number)] = to_json(kept, "optimizer")
+        for number, scheduler in enumerate(strategy.schedulers):
+            description[_key("scheduler", number)] = to_json(scheduler.state_dict(), "scheduler")
         save_model(directory, ((table.spec, table.items()) for table in tables), description, tensors)
 
     _together(strategy, write if strategy.is_main else _nothing)
@@ -57,16 +57,19 @@ def save(strategy: Strategy, directory: str | os.PathLike[str], extra: dict[str,
 
 def load(strategy: Strategy, directory: str | os.PathLike[str]) -> dict[str, Any]:
     """See :meth:`Strategy.load`."""
-    module, optimizer = _prepared(strategy, "load"), strategy.optimizer
-    saved, description, values, state = _together(strategy, lambda: _read(strategy, module, directory))
+    module, optimizers = _prepared(strategy, "load"), strategy.optimizers
+    saved, description, values, states = _together(strategy, lambda: _read(strategy, module, directory))
     _settle_rows(strategy)
     strategy._scatter_values(values)
-    if optimizer is not None and "optimizer" in description:
-        for group, kept in zip(optimizer.param_groups, description["optimizer"]["groups"], strict=True):
+    for number, state in states.items():
+        optimizer = optimizers[number]
+        for group, kept in zip(optimizer.param_groups, description[_key("optimizer", number)]["groups"], strict=True):
             group.update(_options(group, kept))
-        strategy._scatter_optimizer_state(state)
-    if strategy.scheduler is not None and "scheduler" in description:
-        strategy.scheduler.load_state_dict(like(strategy.scheduler.state_dict(), description["scheduler"]))
+        strategy._scatter_optimizer_state(state, number)
+    for number, scheduler in enumerate(strategy.schedulers):
+        there = description.get(_key("scheduler", number))
+        if there is not None:
+            scheduler.load_state_dict(like(scheduler.state_dict(), there))
     if strategy.embedder is not None:
         strategy.embedder.forget()
         _together(strategy, lambda: _load_tables(strategy, saved))
@@ -78,6 +81,11 @@ def _prepared(strategy: Strategy, what: str) -> nn.Module:
     if strategy.module is None:
         raise UsageError(f"{what}() comes after prepare(): there is no model yet")
     return strategy.module
+
+
+def _key(kind: str, number: int) -> str:
+    """Return the name in a checkpoint of the optimizer or scheduler `number`."""
+    return f"{kind}_{number}" if number else kind
 
 
 def _nothing() -> None:
@@ -131,7 +139,7 @@ def _encode(tensors: dict[str, torch.Tensor]) -> bytes:
 
 def _read(
     strategy: Strategy, module: nn.Module, directory: str | os.PathLike[str]
-) -> tuple[SavedModel, dict[str, Any], dict[str, torch.Tensor], dict[int, dict[str, Any]]]:
+) -> tuple[SavedModel, dict[str, Any], dict[str, torch.Tensor], dict[int, dict[int, dict[str, Any]]]]:
     """Read a checkpoint, and see that it is of this model and this optimizer: nothing is changed yet."""
     saved = read_model(directory)
     description: dict[str, Any] = saved.manifest.model
@@ -142,14 +150,15 @@ def _read(
     _check_tensors(module)
     _check_same({name: _shape(tensor) for name, tensor in values.items()}, state_of(module), directory)
     _check_tables(strategy, saved)
-    state: dict[int, dict[str, Any]] = {}
-    kept = description.get("optimizer")
-    if strategy.optimizer is not None and kept is not None:
-        groups = _names(module, strategy.optimizer)
-        _check_optimizer(strategy.optimizer, groups, kept, directory)
-        names = [name for group in groups for name in group]
-        state = _unflatten(_decode(saved, "optimizer"), kept["numbers"], names)
-    return saved, description, values, state
+    states: dict[int, dict[int, dict[str, Any]]] = {}
+    for number, optimizer in enumerate(strategy.optimizers):
+        kept = description.get(_key("optimizer", number))
+        if kept is not None:
+            groups = _names(module, optimizer)
+            _check_optimizer(optimizer, groups, kept, directory)
+            names = [name for group in groups for name in group]
+            states[number] = _unflatten(_decode(saved, _key("optimizer", number)), kept["numbers"], names)
+    return saved, description, values, states
 
 
 def _decode(saved: SavedModel, what: str) -> dict[str, torch.Tensor]:

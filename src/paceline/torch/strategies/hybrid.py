@@ -75,15 +75,13 @@ class Hybrid(AllReduce):
         self._takes_part = True
         atexit.register(self._leave)
 
-    def _spread(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
+    def _spread(self, models: list[nn.Module], optimizers: list[Optimizer]) -> tuple[list[nn.Module], list[Optimizer]]:
         embedder, self.embedder = self.embedder, None  # all-reduce is for the others
-        if embedder is None:
-            if self.is_main:
-                warn("strategy hybrid: this model has no embeddings of paceline.torch, the servers have nothing to do")
-            self._leave()
-        spread = super()._spread(model, optimizer)
+        if embedder is None and self.is_main:
+            warn("strategy hybrid: this model has no embeddings of paceline.torch, the servers have nothing to do")
+        spread = super()._spread(models, optimizers)
         if embedder is not None:
-            embedder.step_with(optimizer, self._tick)
+            embedder.step_with(optimizers, self._tick)
             self.embedder = embedder
         return spread
 

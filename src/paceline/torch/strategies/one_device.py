@@ -35,10 +35,10 @@ class OneDevice(Strategy):
     def __init__(self, *, device: torch.device | str | None = None, seed: int = 0) -> None:
         super().__init__(only_rank(self.name), device=device, seed=seed)
 
-    def _spread(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
+    def _spread(self, models: list[nn.Module], optimizers: list[Optimizer]) -> tuple[list[nn.Module], list[Optimizer]]:
         if self.embedder is not None:
-            self.embedder.step_with(optimizer)
-        return model, optimizer
+            self.embedder.step_with(optimizers)
+        return models, optimizers
 
     def _row_tables(self) -> RowTables:
         return LocalTables()

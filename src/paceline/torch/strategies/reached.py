@@ -23,7 +23,9 @@ _AT_ONCE = 1 << 20  # elements
 class Reached:
     """Watches the parameters of a model that DistributedDataParallel wraps, in one process of several."""
 
-    def __init__(self, rank: int, group: Group) -> None:
+    def __init__(self, rank: int, group: Group, model: nn.Module) -> None:
+        self.model = model
+        self.prepared = {name: each for name, each in model.named_parameters() if each.numel()}
         self._rank = rank
         self._group = group
         self._parameters: list[nn.Parameter] = []
@@ -54,17 +56,18 @@ class Reached:
         """Whether backward has left a gradient in a parameter since the last step."""
         return parameter in self._since_step
 
-    def check(self) -> None:
-        """Raise UsageError if there are gradients that no backward has left."""
-        if not self._since_step and any(each.grad is not None for each in self._parameters):
+    def check(self, parameters: set[nn.Parameter]) -> None:
+        """Raise UsageError if `parameters` have gradients, and no backward has left any."""
+        own = parameters.intersection(self._parameters)
+        if not self._since_step and any(each.grad is not None for each in own):
             raise UsageError(
                 f"rank {self._rank}: step() takes gradients that backward() has not left, so that they are this rank's "
                 "own: call backward() on the loss instead of setting them by hand"
             )
 
-    def stepped(self) -> None:
-        """Know that the optimizer has made its step."""
-        self._since_step.clear()
+    def stepped(self, parameters: set[nn.Parameter]) -> None:
+        """Know that the optimizer of `parameters` has made its step."""
+        self._since_step -= parameters
 
     def _reach(self, parameter: nn.Parameter) -> None:
         self._since_step.add(parameter)
@@ -79,11 +82,14 @@ class Reached:
         self._is_averaged = False
 
 
-def refuse_steps_in_backward(rank: int, model: nn.Module) -> Any:
+def refuse_steps_in_backward(rank: int, model: nn.Module, before: Any = None) -> Any:
     """Have optimizers of the model's parameters raise UsageError for a step within backward; return the hook's handle.
 
-    The gradients are still this rank's own there, and the ranks would move apart.
+    The gradients are still this rank's own there, and the ranks would move apart. The hook of `before`, for fewer
+    models, is removed.
     """
+    if before is not None:
+        before.remove()
     own = {id(each) for each in model.parameters()}
 
     def check(optimizer: Optimizer, *_: Any) -> None:

@@ -92,16 +92,22 @@ class Pipeline(Strategy):
         """A pipeline reads as one process does."""
         return self.rank // self.options.stages, self.options.data_parallel
 
-    def _spread(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
+    def _spread(self, models: list[nn.Module], optimizers: list[Optimizer]) -> tuple[list[nn.Module], list[Optimizer]]:
         if self.embedder is not None:
             raise UsageError(
                 "strategy pipeline has no place for embeddings of paceline.torch: take torch.nn.Embedding, or another "
                 "strategy"
             )
+        if len(self.models) != 1 or len(optimizers) > 1 or not models:
+            raise UsageError(
+                f"strategy pipeline was given {len(self.models)} models and {len(self.optimizers)} optimizers, and its "
+                "stages are those of one model with one optimizer: call prepare() once, or choose another strategy"
+            )
+        model, optimizer = models[0], optimizers[0] if optimizers else None
         data_group = self.mesh.get_group("data") if self.options.data_parallel > 1 else None
         stage_group = self.mesh.get_group("stage")
         self._runner = Runner(model, optimizer, self.options, self._ranks, stage_group, data_group, self.deferred)
-        return PipelinedModel(model, self._runner), optimizer
+        return [PipelinedModel(model, self._runner)], optimizers
 
     def _row_tables(self) -> RowTables:
         return LocalTables()
@@ -159,9 +165,9 @@ class Pipeline(Strategy):
         super()._scatter_values({name: value for name, value in values.items() if not is_stand_in(own[name])})
 
     @override
-    def gather_optimizer_state(self) -> dict[int, dict[str, Any]]:
+    def gather_optimizer_state(self, number: int = 0) -> dict[int, dict[str, Any]]:
         """Return torch's own optimizer state, by the parameter's number, on rank 0; every rank calls it."""
-        state = super().gather_optimizer_state()
+        state = super().gather_optimizer_state(number)
         runner = self._runner
         if runner is None or runner.ownership is None or self.data_place[0] != 0 or self.options.stages == 1:
             return state
@@ -175,7 +181,7 @@ class Pipeline(Strategy):
         ]
         return gather_state(state, keepers, runner.group.rank(), runner.group)
 
-    def _scatter_optimizer_state(self, state: dict[int, dict[str, Any]]) -> None:
+    def _scatter_optimizer_state(self, state: dict[int, dict[str, Any]], number: int = 0) -> None:
         assert self.optimizer is not None
         parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
         super()._scatter_optimizer_state({k: each for k, each in state.items() if not is_stand_in(parameters[k])})

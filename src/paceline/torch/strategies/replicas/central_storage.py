@@ -41,7 +41,7 @@ class CentralStorage(ReplicaStrategy):
         self.storage = choose_device(storage, 0)
 
     @override
-    def replica_values(self, optimizer: Optimizer | None) -> ReplicaValues:
+    def replica_values(self, optimizers: Sequence[Optimizer]) -> ReplicaValues:
         return Fetched(self.devices, self.storage)
 
 

@@ -32,17 +32,20 @@ class Mirrored(ReplicaStrategy):
     """
 
     name: ClassVar[str] = "mirrored"
+    _mirrors: Sequence[Mirrors] = ()
 
     @override
-    def replica_values(self, optimizer: Optimizer | None) -> ReplicaValues:
-        self._mirrors = Mirrors(self.devices)
-        self._mirrors.follow(optimizer)
-        return self._mirrors
+    def replica_values(self, optimizers: Sequence[Optimizer]) -> ReplicaValues:
+        mirrors = Mirrors(self.devices)
+        mirrors.follow(optimizers)
+        self._mirrors = [*self._mirrors, mirrors]
+        return mirrors
 
     @override
     def _scatter_values(self, values: Mapping[str, torch.Tensor]) -> None:
         super()._scatter_values(values)
-        self._mirrors.update()
+        for mirrors in self._mirrors:
+            mirrors.update()
 
 
 _State = tuple[int | None, int, int]
@@ -82,9 +85,9 @@ class Mirrors(ReplicaValues):
             self._write(replica, parameter, found[1])
         return found[1].detach()
 
-    def follow(self, optimizer: Optimizer | None) -> None:
-        """Know who makes the steps: `optimizer`, or None for the program itself."""
-        if optimizer is None:
+    def follow(self, optimizers: Sequence[Optimizer]) -> None:
+        """Count the steps of `optimizers`; without any the program itself makes the steps."""
+        if not optimizers:
             return
         self._num_steps = 0
 
@@ -92,7 +95,8 @@ class Mirrors(ReplicaValues):
             assert self._num_steps is not None
             self._num_steps += 1
 
-        optimizer.register_step_post_hook(after_step)
+        for optimizer in optimizers:
+            optimizer.register_step_post_hook(after_step)
 
     @torch.no_grad()
     def update(self) -> None:

@@ -108,31 +108,47 @@ def without_gradient(model: nn.Module) -> Iterator[str]:
             yield name
 
 
-def check_steps(model: nn.Module, optimizer: Optimizer, reached: Reached, ranks: Ranks, *, may_be_unused: bool) -> None:
+def check_steps(
+    optimizer: Optimizer, optimizers: list[Optimizer], watched: list[Reached], ranks: Ranks, *, may_be_unused: bool
+) -> None:
     """Have every ``optimizer.step()`` raise UsageError if gradients are missing that reduction waits for.
 
-    The ranks' group is closed before: the other ranks, which do wait, learn by it that this one will not come. A
-    closure returns the mean loss of all ranks.
+    `optimizers` are all, of which each answers for its own parameters, and `watched` the models of all. The ranks'
+    group is closed before: the other ranks, which do wait, learn by it that this one will not come. A closure returns
+    the mean loss of all ranks.
     """
-    trained = {name: each for name, each in model.named_parameters() if each.numel()}
 
     def check(_: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         closure = options.get("closure", args[1] if args[1:] else None)
         if closure is not None:
             assert ranks.group is not None
             return args[:1], {**options, "closure": mean_of_closure(ranks.group, closure)}
-        reached.check()
-        if may_be_unused:
-            return None
-        for parameter in trained.values():
-            if parameter.requires_grad and parameter.grad is None and not reached.has_reached(parameter):
-                ranks.close()
-                raise_for_replaced(model, trained, ranks.rank)
-                raise UsageError(describe_unused(ranks.rank, list(without_gradient(model))))
+        own = parameters_of(optimizer)
+        others = {each for other in optimizers if other is not optimizer for each in parameters_of(other)} - own
+        for reached in watched:
+            if own.isdisjoint(reached.prepared.values()):
+                continue
+            reached.check(own)
+            for parameter in [] if may_be_unused else reached.prepared.values():
+                if parameter in others or not parameter.requires_grad:
+                    continue
+                if parameter.grad is None and not reached.has_reached(parameter):
+                    ranks.close()
+                    raise_for_replaced(reached.model, reached.prepared, ranks.rank)
+                    raise UsageError(describe_unused(ranks.rank, list(without_gradient(reached.model))))
         return None
 
+    def stepped(*_: Any) -> None:
+        for reached in watched:
+            reached.stepped(parameters_of(optimizer))
+
     optimizer.register_step_pre_hook(check)
-    optimizer.register_step_post_hook(lambda *_: reached.stepped())
+    optimizer.register_step_post_hook(stepped)
+
+
+def parameters_of(optimizer: Optimizer) -> set[nn.Parameter]:
+    """Return all parameters of an optimizer."""
+    return {each for group in optimizer.param_groups for each in group["params"]}
 
 
 def raise_for_replaced(model: nn.Module, prepared: Mapping[str, nn.Parameter], rank: int) -> None:

@@ -47,23 +47,24 @@ class ReplicaStrategy(Strategy):
         self.devices = replica_devices(self.name, replicas, devices, device)
         """The device of each replica: a batch is split into as many parts, or fewer if it is smaller."""
         super().__init__(only_rank(self.name), device=self.devices[0], seed=seed)
-        self._replicas: Replicas | None = None
+        self._replicas: list[Replicas] = []
 
     def close(self) -> None:
         """Let the model compute by itself, and end the replicas' threads. Idempotent."""
-        if self._replicas is not None:
-            self._replicas.close()
+        for replicas in self._replicas:
+            replicas.close()
         super().close()
 
-    def _spread(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
+    def _spread(self, models: list[nn.Module], optimizers: list[Optimizer]) -> tuple[list[nn.Module], list[Optimizer]]:
         if self.embedder is not None:
-            self.embedder.step_with(optimizer)
-        self._replicas = Replicas(model, self.devices, self.replica_values(optimizer))
-        return model, optimizer
+            self.embedder.step_with(optimizers)
+        values = self.replica_values(optimizers)
+        self._replicas += [Replicas(model, self.devices, values) for model in models]
+        return models, optimizers
 
     @abstractmethod
-    def replica_values(self, optimizer: Optimizer | None) -> ReplicaValues:
-        """Return where the replicas' parameters come from, which `optimizer` steps."""
+    def replica_values(self, optimizers: Sequence[Optimizer]) -> ReplicaValues:
+        """Return where the replicas' parameters come from, which `optimizers` step."""
 
     def _row_tables(self) -> RowTables:
         return LocalTables()

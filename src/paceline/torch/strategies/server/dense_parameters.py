@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,17 +21,25 @@ from paceline.torch.strategies.server.dense_tables import Bucket, DenseTables, S
 from paceline.torch.strategies.server.hands_on import HandsOn
 from paceline.torch.strategies.server.push_pull import PushPull
 from paceline.torch.strategies.server.staging import Staging
-from paceline.torch.strategies.server.watched import arrive, depart, unwatch, watch
+from paceline.torch.strategies.server.watched import arrive, depart, unwatch, wait_for_values, watch
 from paceline.torch.strategies.server.writing_back import check_may_write, write_back
 from paceline.torch.strategies.waiting import make_wait
 
 _NAMED = 5
 
 
-class DenseParameters:
-    """The parameters that an optimizer has, in the tables of servers, from one iteration to the next.
+class _Part(NamedTuple):
+    """One optimizer's parameters."""
 
-    :meth:`start` puts them there, :meth:`close` lets go of them.
+    tables: DenseTables
+    slots: list[Slot]
+    buckets: list[Bucket]
+
+
+class DenseParameters:
+    """The parameters of one or more optimizers, in the tables of servers, from one iteration to the next.
+
+    :meth:`add` puts an optimizer's there, :meth:`close` lets go of all.
     """
 
     def __init__(
@@ -39,47 +47,72 @@ class DenseParameters:
         client: Client,
         ranks: Ranks,
         device: torch.device,
-        model: nn.Module,
-        optimizer: Optimizer,
-        groups: Sequence[Sequence[Slot]],
         *,
         overlaps: bool,
         skips_unused: bool,
         filters: Sequence[Filter] = (),
     ) -> None:
-        """`groups` are the slots of every parameter group, at least one in all."""
-        order = {parameter: position for position, parameter in enumerate(model.parameters())}
-        self._slots = [slot for slots in groups for slot in slots]
-        self._slots.sort(key=lambda slot: order.get(slot.parameter, len(order)))
-        self._of_parameter = {slot.parameter: slot for slot in self._slots}
-        self._buckets: list[Bucket] = list(dict.fromkeys(bucket for slot in self._slots for bucket in slot.buckets))
-        self._model, self._ranks = model, ranks
+        self._client, self._ranks, self._filters = client, ranks, filters
+        self._models: list[tuple[nn.Module, dict[str, nn.Parameter]]] = []
+        self._parts: dict[Optimizer, _Part] = {}
+        self._of_parameter: dict[nn.Parameter, Slot] = {}
         self._consistency = client.consistency
         self._skips_unused = skips_unused
         self._is_on_cpu = device.type == "cpu"
-        self._tables = DenseTables(client, ranks, optimizer, groups, "dense", filters)
         is_sequential = isinstance(self._consistency, Sequential)
-        self.hands_on = HandsOn(ranks, self._slots, joins=is_sequential, overlaps=overlaps)
+        self.hands_on = HandsOn(ranks, joins=is_sequential, overlaps=overlaps)
         self.holds = False
         """Whether gradients only add up, and nothing is sent."""
         # The sum of the workers' gradients is made their mean, if the servers do not do so already.
         adds_up = isinstance(self._consistency, Sequential) and self._consistency.aggregate == "sum"
         staging = Staging(device, 1.0 / ranks.size if adds_up else 1.0)
-        self._push_pull = PushPull(client, self._tables, staging, ranks.rank)
+        self._push_pull = PushPull(client, staging, ranks.rank)
         self._undo: list[Callable[[], None]] = []
 
-    def start(self, optimizer: Optimizer) -> None:
-        """Write rank 0's values, and the state of `optimizer`, to the servers; from here on they are the servers'."""
-        self._tables.write({slot.number: optimizer.state.get(slot.parameter, {}) for slot in self._slots})
-        for slot in self._slots:
+    def follow(self, model: nn.Module) -> None:
+        """Have every access to the parameters of `model` wait for values that are on their way."""
+        if any(model is other for other, _ in self._models):
+            return
+        self._models.append((model, dict(model.named_parameters())))
+        self._undo.append(make_wait(model, wait_for_values))
+
+    def add(self, optimizer: Optimizer, groups: Sequence[Sequence[Slot]], order: Mapping[nn.Parameter, Any]) -> None:
+        """Write rank 0's values, and the state of `optimizer`, to the servers; from here on they are the servers'.
+
+        `groups` are the slots of every parameter group, at least one in all; `order` has the models' parameters in
+        their order. Raises UsageError for a parameter of another optimizer.
+        """
+        places = {parameter: place for place, parameter in enumerate(order)}
+        slots = [slot for each in groups for slot in each]
+        slots.sort(key=lambda slot: places.get(slot.parameter, len(places)))
+        for slot in slots:
+            if slot.parameter in self._of_parameter:
+                raise UsageError(
+                    f"parameter {slot.name!r} is in two optimizers, and servers update it by one: give each parameter "
+                    "to one optimizer, or choose --strategy all-reduce"
+                )
+        buckets = list(dict.fromkeys(bucket for slot in slots for bucket in slot.buckets))
+        tables = DenseTables(self._client, self._ranks, optimizer, groups, "dense", self._filters)
+        self._parts[optimizer] = _Part(tables, slots, buckets)
+        self._of_parameter |= {slot.parameter: slot for slot in slots}
+        self.hands_on.add(slots)
+        tables.write({slot.number: optimizer.state.get(slot.parameter, {}) for slot in slots})
+        for slot in slots:
             optimizer.state.pop(slot.parameter, None)  # it is the servers' now
             watch(slot)
             slot.wait_for_values = functools.partial(self._wait_for, slot.parameter)
             self._undo.append(functools.partial(unwatch, slot))
             handle = slot.parameter.register_post_accumulate_grad_hook(self._gradient_came)  # type: ignore[no-untyped-call]
             self._undo.append(handle.remove)
-        self._undo.append(make_wait(self._model, self._wait_for))
         self.pull_all()
+
+    @property
+    def _slots(self) -> Iterable[Slot]:
+        return self._of_parameter.values()
+
+    @property
+    def _buckets(self) -> list[Bucket]:
+        return [bucket for part in self._parts.values() for bucket in part.buckets]
 
     def close(self, *, at_once: bool) -> None:
         """Let go of the parameters: `at_once`, or when what is under way is done."""
@@ -103,27 +136,33 @@ class DenseParameters:
             if not bucket.num_missing:
                 self._push_pull.push(bucket)
 
-    def begin_step(self) -> None:
+    def begin_step(self, optimizer: Optimizer) -> None:
         """Do what comes before this iteration's last gradients go. Raises UsageError for what cannot be sent."""
-        self._check_slots()
-        self.hands_on.end()
+        tables, slots, _ = self._parts[optimizer]
+        self._check(slots)
+        self.hands_on.end(slots)
         # Its values read, this worker is at the iteration on every server: all of the one before is applied, and
         # nothing of this one will be until this worker ticks. So under sequential consistency new hyperparameters are
         # for exactly this iteration; elsewhere for what arrives from now on.
         self.wait_all()
         self.write_back()
         if self._ranks.rank == 0:
-            self._tables.follow_rules()
+            tables.follow_rules()
 
-    def end_step(self) -> None:
+    def end_step(self, optimizer: Optimizer) -> None:
         """Send the gradients that are left, end the iteration, ask for the new values and begin the next one."""
-        for bucket in self._buckets:
+        part = self._parts[optimizer]
+        for bucket in part.buckets:
             if not bucket.was_pushed:
                 self._push_pull.push(bucket)
-        self._push_pull.end_iteration(self._buckets)
-        self._depart()
-        self._tables.num_steps += 1
-        self.begin_iteration()
+        self._push_pull.end_iteration(part.buckets)
+        self._depart(part.slots)
+        part.tables.num_steps += 1
+        self._begin_iteration(part)
+
+    def has(self, optimizer: Optimizer) -> bool:
+        """Whether the servers have dense parameters of `optimizer`."""
+        return optimizer in self._parts
 
     def drop_pushes(self) -> None:
         """Have the servers' values again although gradients were pushed for a step that does not come."""
@@ -133,19 +172,24 @@ class DenseParameters:
 
     def begin_iteration(self) -> None:
         """Await the gradients of the next iteration."""
-        for bucket in self._buckets:
-            bucket.begin()
-        self.hands_on.begin()
+        for part in self._parts.values():
+            self._begin_iteration(part)
 
-    def _check_slots(self) -> None:
+    def _begin_iteration(self, part: _Part) -> None:
+        for bucket in part.buckets:
+            bucket.begin()
+        self.hands_on.begin(part.slots)
+
+    def _check(self, slots: Sequence[Slot]) -> None:
         rank = self._ranks.rank
-        for slot in self._slots:
+        for slot in slots:
             slot.check_unchanged(rank)
         if self._skips_unused:
             return
-        unused = [slot.name for slot in self._slots if slot.grad is None and slot.parameter.requires_grad]
+        unused = [slot.name for slot in slots if slot.grad is None and slot.parameter.requires_grad]
         if unused:
-            raise_for_replaced(self._model, {slot.name: slot.parameter for slot in self._slots}, rank)
+            for model, prepared in self._models:
+                raise_for_replaced(model, prepared, rank)
             more = f" and {len(unused) - _NAMED} more" if unused[_NAMED:] else ""
             named = ", ".join(map(repr, unused[:_NAMED])) + more
             raise UsageError(
@@ -179,24 +223,25 @@ class DenseParameters:
             if slot.values.is_exposed:
                 slot.values.seal()
 
-    def _depart(self) -> None:
+    def _depart(self, slots: Sequence[Slot]) -> None:
         """Know that new values are on their way to the parameters, which counts as a change of them."""
         with torch._C.DisableTorchFunctionSubclass():
-            torch.autograd.graph.increment_version([slot.parameter for slot in self._slots])
-        for slot in self._slots:
+            torch.autograd.graph.increment_version([slot.parameter for slot in slots])
+        for slot in slots:
             slot.values.settle()
             depart(slot)
         if _is_compiling_code():  # it reads parameters without a word
             self.wait_all()
-        for slot in self._slots:
+        for slot in slots:
             if slot.values.is_exposed:  # nor does whoever reads and writes through an alias of its memory say one
                 self._wait_for(slot.parameter)
                 slot.values.seal()
 
     # What the program writes.
 
-    def _find_written(self) -> list[Slot]:
-        return [slot for slot in self._slots if slot.values.was_written]
+    def _find_written(self) -> list[tuple[DenseTables, list[Slot]]]:
+        found = [(part.tables, [s for s in part.slots if s.values.was_written]) for part in self._parts.values()]
+        return [(tables, slots) for tables, slots in found if slots]
 
     def write_back(self, *, all_are_here: bool = False) -> None:
         """Give the servers what the program has written into parameters.
@@ -208,8 +253,9 @@ class DenseParameters:
         if not written:
             return
         all_take_part = all_are_here or self.hands_on.all_take_part
-        check_may_write(written[0], self._ranks, self._tables, self._consistency, all_take_part=all_take_part)
-        write_back(written, self._ranks, self._tables)
+        for tables, slots in written:
+            check_may_write(slots[0], self._ranks, tables, self._consistency, all_take_part=all_take_part)
+            write_back(slots, self._ranks, tables)
         if all_are_here or not isinstance(self._consistency, Sequential):
             self._ranks.barrier()
 
@@ -217,21 +263,25 @@ class DenseParameters:
 
     def write_values(self) -> None:
         """Write the module's values, which are the same on every rank, to the servers; every rank calls it."""
-        self._tables.write(None)
+        for part in self._parts.values():
+            part.tables.write(None)
         self.pull_all()
 
-    def read_state(self) -> dict[int, dict[str, Any]]:
-        """Return the optimizer's state on the servers; any rank may call it by itself."""
+    def read_state(self, optimizer: Optimizer) -> dict[int, dict[str, Any]]:
+        """Return an optimizer's state on the servers; any rank may call it by itself."""
         self.wait_all()
-        return self._tables.read_state()
+        return self._parts[optimizer].tables.read_state() if optimizer in self._parts else {}
 
-    def write_state(self, state: dict[int, dict[str, Any]]) -> None:
+    def write_state(self, optimizer: Optimizer, state: dict[int, dict[str, Any]]) -> None:
         """Write an optimizer's state, which is the same on every rank, to the servers; every rank calls it."""
+        if optimizer not in self._parts:
+            return
         self.wait_all()
         self.hands_on.meet()
+        tables = self._parts[optimizer].tables
         if self._ranks.rank == 0:
-            self._tables.follow_rules()
-        self._tables.write(state)
+            tables.follow_rules()
+        tables.write(state)
         self.pull_all()
 
 

@@ -43,6 +43,7 @@ class Slot:
         self.kind = (parameter.shape, parameter.dtype, parameter.device)
         self.buckets: list[Bucket] = []
         self.num_backward = 0  # how often backward has reached it in this iteration
+        self.is_averaged = False  # whether its gradient is the mean over the ranks
         self.gradient = GradientWatch(parameter)
         self.values = ValueWatch(parameter)
         self.wait_for_values: Callable[[], None] = _wait_for_nothing
@@ -73,7 +74,10 @@ def _describe(shape: Any, dtype: Any, device: Any) -> str:
 class Bucket:
     """Elements [start, stop) of a group's table, and the parameters that they are."""
 
-    __slots__ = ("group", "is_current", "num_missing", "slots", "start", "stop", "was_pushed")
+    __slots__ = ("group", "is_current", "num_missing", "slots", "start", "stop", "table", "was_pushed")
+
+    table: DenseTable
+    """Set by :class:`DenseTables`."""
 
     def __init__(self, group: int, start: int, stop: int, slots: Sequence[Slot]) -> None:
         self.group = group
@@ -173,13 +177,11 @@ class DenseTables:
             else None
             for position, (slots, rule) in enumerate(zip(groups, self.rules, strict=True))
         ]
+        for slots, table in zip(groups, self.tables, strict=True):
+            for bucket in (bucket for slot in slots for bucket in slot.buckets):
+                assert table is not None
+                bucket.table = table
         self.num_steps = 0
-
-    def table_of(self, bucket: Bucket) -> DenseTable:
-        """Return the table that a bucket is a range of."""
-        table = self.tables[bucket.group]
-        assert table is not None
-        return table
 
     def follow_rules(self) -> None:
         """Have the servers take the optimizer's hyperparameters of now, where they have changed; rank 0 calls it."""

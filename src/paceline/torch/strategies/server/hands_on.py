@@ -27,24 +27,37 @@ _AT_ONCE = 1 << 20  # elements
 
 
 class HandsOn:
-    """The gradients of `slots` in one iteration after the other, and what is known about the program.
+    """The gradients of slots in one iteration after the other, and what is known about the program.
 
     With `joins` the servers make one step of all workers' gradients. Without `overlaps` nothing is ever sent early.
     """
 
-    def __init__(self, ranks: Ranks, slots: Sequence[Slot], *, joins: bool, overlaps: bool) -> None:
+    def __init__(self, ranks: Ranks, *, joins: bool, overlaps: bool) -> None:
         self._ranks = ranks
-        self._slots = slots
+        self._slots: list[Slot] = []
         self._joins = joins and ranks.group is not None
         self._num_calm = 0 if overlaps else _NEVER
         self._becomes_early = False
         self._backward = -1  # the number that torch gives to the one whose end is awaited
         self.is_early = False
         """Whether gradients are sent while backward runs."""
-        self.was_averaged = False
-        """Whether the gradients are the mean over the ranks."""
         self._is_uneven = False  # ranks have unequal numbers of batches: not all take part in every iteration
         self._some_left = False  # the epoch, before its data have ended
+
+    def add(self, slots: Sequence[Slot]) -> None:
+        """Watch the gradients of another optimizer's `slots` too.
+
+        With several optimizers nothing is sent early: a backward may leave gradients that no step takes.
+        """
+        if self._slots:
+            self._num_calm = _NEVER
+            self.is_early = self._becomes_early = False
+        self._slots += slots
+
+    @property
+    def was_averaged(self) -> bool:
+        """Whether the gradients are the mean over the ranks."""
+        return all(slot.is_averaged for slot in self._slots if slot.grad is not None)
 
     @property
     def averages(self) -> bool:
@@ -67,14 +80,10 @@ class HandsOn:
         """Whether all ranks are known to take part in every iteration."""
         return not (self._is_uneven or self._some_left)
 
-    @property
-    def _refuses(self) -> bool:
-        return self.is_early or (self._joins and not self.was_averaged)
-
     def came(self, slot: Slot, *, is_held: bool) -> None:
         """Know that backward has left a gradient. Raises UsageError if one has been sent already."""
-        self.was_averaged = False
-        slot.gradient.keeps = self._refuses
+        slot.is_averaged = False
+        slot.gradient.keeps = self.is_early or self._joins
         slot.gradient.open()
         if is_held:
             return
@@ -110,8 +119,8 @@ class HandsOn:
         are_there = [any(each) for each in zip(*(there for _, _, there in told), strict=True)]
         for slots in _chunks([slot for slot, is_there in zip(self._slots, are_there, strict=True) if is_there]):
             _average(group, slots)
-        self.was_averaged = True
         for slot in self._slots:
+            slot.is_averaged = True
             slot.gradient.close()
             slot.gradient.keeps = False
             slot.gradient.open()
@@ -122,12 +131,13 @@ class HandsOn:
             while any(is_in for is_in, _, _ in self._ranks.exchange_as(_LOOP, [False, 0, b""])):
                 pass
 
-    def end(self) -> None:
-        """Know that ``optimizer.step()`` sends the rest. Raises UsageError if gradients were changed too late."""
-        changed = [slot for slot in self._slots if slot.gradient.was_changed]
-        if changed and self._refuses:
-            raise UsageError(self._describe(changed[0]))
-        was_shown = any(slot.gradient.was_shown for slot in self._slots)
+    def end(self, slots: Sequence[Slot]) -> None:
+        """Prepare for a step of the optimizer of `slots`. Raises UsageError if gradients were changed too late."""
+        changed = [slot for slot in slots if slot.gradient.was_changed]
+        for slot in changed:
+            if self.is_early or (self._joins and not slot.is_averaged):
+                raise UsageError(self._describe(slot))
+        was_shown = any(slot.gradient.was_shown for slot in slots)
         self._num_calm = _NEVER if changed else min(self._num_calm, 0) if was_shown else self._num_calm + 1
         if not self._joins or self._is_uneven:
             self._becomes_early = self._num_calm >= _CALM_STEPS
@@ -149,13 +159,13 @@ class HandsOn:
             "use strategy.accumulate(is_last)"
         )
 
-    def begin(self) -> None:
-        """Begin the next iteration."""
-        self.was_averaged = False
+    def begin(self, slots: Sequence[Slot]) -> None:
+        """Begin the next iteration of the optimizer of `slots`."""
         if self._becomes_early:
             self.is_early = True
-        for slot in self._slots:
+        for slot in slots:
             slot.num_backward = 0
+            slot.is_averaged = False
             slot.gradient.close()
 
 

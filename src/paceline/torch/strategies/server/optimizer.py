@@ -57,13 +57,14 @@ class ServerOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return hyperparameters and state as torch does; one rank may call it by itself."""
-        return {**self.inner.state_dict(), "state": {} if self._dense is None else self._dense.read_state()}
+        state = {} if self._dense is None else self._dense.read_state(self.inner)
+        return {**self.inner.state_dict(), "state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a state that torch's optimizer has saved, to the servers; every rank calls it."""
         self.inner.load_state_dict({**state_dict, "state": {}})
         if self._dense is not None:
-            self._dense.write_state(state_dict["state"])
+            self._dense.write_state(self.inner, state_dict["state"])
 
     @property
     def state(self) -> Any:

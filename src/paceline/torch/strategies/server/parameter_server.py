@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,7 +36,7 @@ from paceline.torch.strategies.ranks import DEFAULT_TIMEOUT, Ranks
 from paceline.torch.strategies.reached import refuse_steps_in_backward
 from paceline.torch.strategies.server.cluster import check_cluster, check_is_first, connect_workers
 from paceline.torch.strategies.server.dense_parameters import DenseParameters
-from paceline.torch.strategies.server.dense_tables import Slot, broadcast_tensors, lay_out
+from paceline.torch.strategies.server.dense_tables import broadcast_tensors, lay_out
 from paceline.torch.strategies.server.optimizer import ServerOptimizer
 
 
@@ -126,58 +127,64 @@ class ParameterServer(Strategy):
 
     # Getting ready.
 
-    def _spread(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
-        groups: list[list[Slot]] = []
-        if optimizer is not None:
-            names = {parameter: name for name, parameter in model.named_parameters()}
-            groups = lay_out(optimizer, names, self._bucket_bytes)
-        self._trained = {slot.parameter for slots in groups for slot in slots}
-        others = [*(each for each in model.parameters() if each not in self._trained), *model.buffers()]
-        broadcast_tensors(self._ranks, others)
-        if optimizer is None:
-            if self.world_size > 1:
-                refuse_gradients(model, self.rank)
-            return model, None
-        if self.world_size > 1:
-            self._step_guard = refuse_steps_in_backward(self.rank, model)
-        if self._trained:
+    def _spread(self, models: list[nn.Module], optimizers: list[Optimizer]) -> tuple[list[nn.Module], list[Optimizer]]:
+        assert self.module is not None
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        groups = {optimizer: lay_out(optimizer, names, self._bucket_bytes) for optimizer in optimizers}
+        trained = {optimizer: [slot.parameter for slots in groups[optimizer] for slot in slots] for optimizer in groups}
+        self._trained.update(*trained.values())
+        for model in models:
+            others = [*(each for each in model.parameters() if each not in self._trained), *model.buffers()]
+            broadcast_tensors(self._ranks, others)
+            if self.world_size > 1 and self._trained.isdisjoint(model.parameters()) and not optimizers:
+                refuse_gradients(model, self.rank, self._trained)
+        if self.world_size > 1 and self._trained:
+            self._step_guard = refuse_steps_in_backward(self.rank, self.module, self._step_guard)
+        if self.dense is None and self._trained:
             self.dense = DenseParameters(
                 self.client,
                 self._ranks,
                 self.device,
-                model,
-                optimizer,
-                groups,
                 overlaps=self._overlaps,
                 skips_unused=self._skips_unused,
                 filters=self._filters.filters,
             )
-            self.dense.start(optimizer)
-        return model, ServerOptimizer(optimizer, self._step, self.dense)
+        if self.dense is not None:
+            for model in self.models:
+                self.dense.follow(model)
+            for optimizer in optimizers:
+                if trained[optimizer]:
+                    self.dense.add(optimizer, groups[optimizer], names)
+        return models, [
+            ServerOptimizer(each, functools.partial(self._step, each), self.dense if trained[each] else None)
+            for each in optimizers
+        ]
 
     def _row_tables(self) -> RowTables:
         return ClusterTables(self.client, self._filters)
 
     # In the loop.
 
-    def _step(self) -> None:
+    def _step(self, optimizer: Optimizer) -> None:
         """End the iteration: what ``optimizer.step()`` does."""
-        assert self.optimizer is not None
-        for group in self.optimizer.param_groups:
+        for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter not in self._trained and parameter.numel() and parameter.grad is not None:
                     raise UsageError(
                         f"rank {self.rank}: a parameter of shape {list(parameter.shape)} has a gradient, and was "
                         "frozen, or not the optimizer's, when prepare() was called: settle what is trained before"
                     )
-        if self.dense is not None:
-            self.dense.begin_step()
+        dense = self.dense if self.dense is not None and self.dense.has(optimizer) else None
+        if dense is not None:
+            dense.begin_step(optimizer)
+        elif self.dense is not None:
+            self.dense.wait_all()
         if self.embedder is not None:
-            self.embedder.step()
-        if self.dense is None:
+            self.embedder.step(optimizer)
+        if dense is None:
             self.client.tick()
         else:
-            self.dense.end_step()
+            dense.end_step(optimizer)
         if self.embedder is not None:
             self.embedder.ticked()
 
@@ -307,15 +314,16 @@ class ParameterServer(Strategy):
             self.dense.write_values()
 
     @override
-    def gather_optimizer_state(self) -> dict[int, dict[str, Any]]:
+    def gather_optimizer_state(self, number: int = 0) -> dict[int, dict[str, Any]]:
         if self.dense is not None:
             self.dense.wait_all()
         self.barrier()
-        return self.dense.read_state() if self.dense is not None and self.is_main else {}
+        optimizer = self.optimizers[number]
+        return self.dense.read_state(optimizer) if self.dense is not None and self.is_main else {}
 
-    def _scatter_optimizer_state(self, state: dict[int, dict[str, Any]]) -> None:
+    def _scatter_optimizer_state(self, state: dict[int, dict[str, Any]], number: int = 0) -> None:
         if self.dense is not None:
-            self.dense.write_state(state)
+            self.dense.write_state(self.optimizers[number], state)
 
     # The end.
 
@@ -342,10 +350,12 @@ class ParameterServer(Strategy):
                 self.client.close()
 
 
-def refuse_gradients(model: nn.Module, rank: int) -> None:
-    """Have ``backward()`` raise UsageError when it leaves a gradient in a parameter of `model`."""
+def refuse_gradients(model: nn.Module, rank: int, trained: set[nn.Parameter]) -> None:
+    """Have ``backward()`` raise UsageError when it leaves a gradient in `model` that is not of `trained`."""
 
-    def refuse(_: torch.Tensor) -> None:
+    def refuse(parameter: nn.Parameter) -> None:
+        if parameter in trained:
+            return
         raise UsageError(
             f"rank {rank}: backward() was called, and prepare() got no optimizer whose steps the servers could make: "
             "gradients would stay this rank's own; give it one (torch.optim.SGD instead of updates by hand), or choose "

@@ -11,7 +11,7 @@ import torch
 
 from paceline.errors import PacelineError, UsageError
 from paceline.ps import Client, Ticket
-from paceline.torch.strategies.server.dense_tables import Bucket, DenseTables
+from paceline.torch.strategies.server.dense_tables import Bucket
 from paceline.torch.strategies.server.staging import Staging
 
 _PULLS_AT_ONCE = 3  # enough that a server always has the next one; more only make it take memory for the answers
@@ -23,9 +23,8 @@ class PushPull:
     What fails there is raised by every later call, with the rank named.
     """
 
-    def __init__(self, client: Client, tables: DenseTables, staging: Staging, rank: int) -> None:
+    def __init__(self, client: Client, staging: Staging, rank: int) -> None:
         self._client = client
-        self._tables = tables
         self._staging = staging
         self._rank = rank
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -116,9 +115,8 @@ class PushPull:
             self._changed.notify_all()
 
     def _push(self, bucket: Bucket) -> None:
-        table = self._tables.table_of(bucket)
         for start, gradients in self._staging.gradients(bucket):
-            self._pushes.append(table.push(gradients, start=start))
+            self._pushes.append(bucket.table.push(gradients, start=start))
 
     def _tick_and_pull(self, buckets: Sequence[Bucket]) -> None:
         self._client.tick()
@@ -141,9 +139,7 @@ class PushPull:
                     when_asked()
                     when_asked = None
                 self._land(*under_way.popleft())
-            ticket = self._tables.table_of(bucket).pull_async(
-                self._staging.target(bucket), start=bucket.start, stop=bucket.stop
-            )
+            ticket = bucket.table.pull_async(self._staging.target(bucket), start=bucket.start, stop=bucket.stop)
             under_way.append((bucket, ticket))
         if when_asked is not None:
             when_asked()

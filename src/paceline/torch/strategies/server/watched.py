@@ -147,9 +147,14 @@ def _wait_for(value: Any) -> None:
     elif isinstance(value, dict):
         _wait_for(list(value.values()))
     elif isinstance(value, WatchedParameter):
-        slot: Slot | None = value.__dict__.get(_SLOT)
-        if slot is not None:
-            slot.wait_for_values()
+        wait_for_values(value)
+
+
+def wait_for_values(parameter: nn.Parameter) -> None:
+    """Wait for a parameter's values, if they are on their way."""
+    slot: Slot | None = parameter.__dict__.get(_SLOT)
+    if slot is not None:
+        slot.wait_for_values()
 
 
 def watch(slot: Slot) -> None:

@@ -33,10 +33,9 @@ class ReplacedParameter(nn.Parameter):
         )
 
 
-def check_parameters(model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Raise UsageError for a model that cannot be sharded: none, scalar or unlike parameters, foreign ones, sparse."""
-    own = {id(each) for each in model.parameters()}
-    if not own:
+def check_parameters(model: nn.Module) -> None:
+    """Raise UsageError for a model that cannot be sharded: none, scalar or unlike parameters, sparse ones."""
+    if not any(True for _ in model.parameters()):
         raise UsageError("strategy sharded: the model has no parameters, so that there is nothing to shard")
     for name, parameter in model.named_parameters():
         if not parameter.dim():
@@ -62,7 +61,17 @@ def check_parameters(model: nn.Module, optimizer: Optimizer | None) -> None:
                 f"strategy sharded: {name or 'the model'} has sparse=True, and only dense gradients are sharded: leave "
                 "sparse out, or take paceline.torch.Embedding under --strategy hybrid"
             )
-    groups = [] if optimizer is None else optimizer.param_groups
+
+
+def check_optimizers(optimizers: Iterable[Optimizer], models: nn.Module) -> None:
+    """Raise UsageError for an optimizer that does not compute with shards, or has parameters of no model."""
+    own = {id(each) for each in models.parameters()}
+    for optimizer in optimizers:
+        _check_optimizer(optimizer, own)
+
+
+def _check_optimizer(optimizer: Optimizer, own: set[int]) -> None:
+    groups = optimizer.param_groups
     if isinstance(optimizer, _WITHOUT_SHARDS):
         raise UsageError(
             f"strategy sharded: {type(optimizer).__name__} does not compute with shards: take an optimizer that "
@@ -77,12 +86,10 @@ def check_parameters(model: nn.Module, optimizer: Optimizer | None) -> None:
         )
 
 
-def replace(optimizer: Optimizer, before: Mapping[str, nn.Parameter], model: nn.Module) -> None:
-    """Give an optimizer the shards of `model` for the parameters that it had `before`, by name, with their state."""
-    now = dict(model.named_parameters())
-    shards = {id(parameter): now[name] for name, parameter in before.items()}
+def replace(optimizer: Optimizer, shards: Mapping[int, nn.Parameter]) -> None:
+    """Give an optimizer the `shards` for the parameters that it had, by their identity, with their state."""
     for group in optimizer.param_groups:
-        group["params"] = [shards[id(parameter)] for parameter in group["params"]]
+        group["params"] = [shards.get(id(parameter), parameter) for parameter in group["params"]]
     for parameter in [each for each in optimizer.state if id(each) in shards]:
         shard = shards[id(parameter)]
         optimizer.state[shard] = {key: as_shard(value, shard) for key, value in optimizer.state.pop(parameter).items()}

@@ -27,6 +27,7 @@ from paceline.torch.strategies.ranks import DEFAULT_TIMEOUT, Ranks
 from paceline.torch.strategies.sharded.parameters import (
     as_shard,
     as_whole,
+    check_optimizers,
     check_parameters,
     clip_shards,
     guard,
@@ -89,28 +90,38 @@ class Sharded(Strategy):
         self._group: Any = None
         """The process group of the ranks that have the shards of one model; None on a single rank."""
 
-    def _spread(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
+    def _spread(self, models: list[nn.Module], optimizers: list[Optimizer]) -> tuple[list[nn.Module], list[Optimizer]]:
         if self.embedder is not None:
             raise UsageError(
                 "strategy sharded has no place for embeddings of paceline.torch: take torch.nn.Embedding, whose rows "
                 "are sharded, or --strategy hybrid"
             )
-        check_parameters(model, optimizer)
-        inner: nn.Module = getattr(model, "_orig_mod", model)  # of torch.compile
-        self.units = choose_units(inner, self.options.units)
+        assert self.module is not None
+        for model in models:
+            check_parameters(model)
+        check_optimizers(optimizers, self.module)
+        inner = [getattr(model, "_orig_mod", model) for model in models]  # of torch.compile
+        units = [choose_units(model, self.options.units) for model in inner]
+        self.units = [*self.units, *(name for names in units for name in names)]
         if self.world_size == 1:
             if self.deferred is not None:
                 self.deferred.fill()
-            return model, optimizer
-        before = dict(inner.named_parameters())
-        broadcast_values(inner)
-        self._shard(inner)
-        if optimizer is not None:
-            replace(optimizer, before, inner)
-        guard(inner)
-        return model, optimizer
+            return models, optimizers
+        shards: dict[int, nn.Parameter] = {}
+        before: list[nn.Parameter] = []  # kept, so that their ids stay theirs
+        for model, names in zip(inner, units, strict=True):
+            whole = dict(model.named_parameters())
+            before += whole.values()
+            broadcast_values(model)
+            self._shard(model, names)
+            now = dict(model.named_parameters())
+            shards |= {id(parameter): now[name] for name, parameter in whole.items()}
+            guard(model)
+        for optimizer in optimizers:
+            replace(optimizer, shards)
+        return models, optimizers
 
-    def _shard(self, model: nn.Module) -> None:
+    def _shard(self, model: nn.Module, units: Sequence[str]) -> None:
         """Put this rank's shards in the place of the parameters of a model."""
         shards, side_by_side = self.options.shards, self.options.data_parallel
         names = ("data", "shard") if side_by_side > 1 else ("shard",)
@@ -121,7 +132,7 @@ class Sharded(Strategy):
         def place(parameter: nn.Parameter) -> Shard:
             return Shard(shard_dimension(parameter.shape, shards))
 
-        for name in (*self.units, ""):
+        for name in (*units, ""):
             unit = model.get_submodule(name)
             unit.register_forward_hook(without_views)
             whole = [each for each in unit.parameters() if not isinstance(each, DTensor)]
@@ -181,20 +192,20 @@ class Sharded(Strategy):
         super()._scatter_values({name: as_shard(value, own[name]) for name, value in values.items()})
 
     @override
-    def gather_optimizer_state(self) -> dict[int, dict[str, Any]]:
+    def gather_optimizer_state(self, number: int = 0) -> dict[int, dict[str, Any]]:
         """Return torch's own optimizer state, whole, by the parameter's number, on rank 0; every rank calls it."""
         return {
-            number: {key: as_whole(value, keep=self.is_main) for key, value in entries.items()}
-            for number, entries in super().gather_optimizer_state().items()
+            position: {key: as_whole(value, keep=self.is_main) for key, value in entries.items()}
+            for position, entries in super().gather_optimizer_state(number).items()
         }
 
     @override
-    def _scatter_optimizer_state(self, state: dict[int, dict[str, Any]]) -> None:
-        assert self.optimizer is not None
-        parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
+    def _scatter_optimizer_state(self, state: dict[int, dict[str, Any]], number: int = 0) -> None:
+        parameters = [each for group in self.optimizers[number].param_groups for each in group["params"]]
         super()._scatter_optimizer_state(
             {
-                number: {key: as_shard(value, parameters[number]) for key, value in entries.items()}
-                for number, entries in state.items()
-            }
+                position: {key: as_shard(value, parameters[position]) for key, value in entries.items()}
+                for position, entries in state.items()
+            },
+            number,
         )
