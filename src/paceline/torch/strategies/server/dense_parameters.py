@@ -28,7 +28,7 @@ from paceline.torch.strategies.waiting import make_wait
 _NAMED = 5
 
 
-class _Part(NamedTuple):
+class _OptimizerParameters(NamedTuple):
     """One optimizer's parameters."""
 
     tables: DenseTables
@@ -54,7 +54,7 @@ class DenseParameters:
     ) -> None:
         self._client, self._ranks, self._filters = client, ranks, filters
         self._models: list[tuple[nn.Module, dict[str, nn.Parameter]]] = []
-        self._parts: dict[Optimizer, _Part] = {}
+        self._parts: dict[Optimizer, _OptimizerParameters] = {}
         self._of_parameter: dict[nn.Parameter, Slot] = {}
         self._consistency = client.consistency
         self._skips_unused = skips_unused
@@ -93,7 +93,7 @@ class DenseParameters:
                 )
         buckets = list(dict.fromkeys(bucket for slot in slots for bucket in slot.buckets))
         tables = DenseTables(self._client, self._ranks, optimizer, groups, "dense", self._filters)
-        self._parts[optimizer] = _Part(tables, slots, buckets)
+        self._parts[optimizer] = _OptimizerParameters(tables, slots, buckets)
         self._of_parameter |= {slot.parameter: slot for slot in slots}
         self.hands_on.add(slots)
         tables.write({slot.number: optimizer.state.get(slot.parameter, {}) for slot in slots})
@@ -175,7 +175,7 @@ class DenseParameters:
         for part in self._parts.values():
             self._begin_iteration(part)
 
-    def _begin_iteration(self, part: _Part) -> None:
+    def _begin_iteration(self, part: _OptimizerParameters) -> None:
         for bucket in part.buckets:
             bucket.begin()
         self.hands_on.begin(part.slots)
