@@ -33,22 +33,42 @@ class Puller(threading.Thread):
         self._table.push(self._keys, np.ones((KEYS, 16), np.float32)).wait()
         self.pulls: list[tuple[float, float]] = []
         self.is_over = False
+        self.error: BaseException | None = None
+        """The error that ended the pulls."""
 
     def run(self) -> None:
         """Pull."""
-        while not self.is_over:
-            began = time.monotonic()
-            self._table.pull(self._keys)
-            self.pulls.append((began, time.monotonic()))
+        try:
+            while not self.is_over:
+                began = time.monotonic()
+                self._table.pull(self._keys)
+                self.pulls.append((began, time.monotonic()))
+        except BaseException as error:
+            self.error = error
+
+    def wait_pull(self, after: float) -> float:
+        """Return when the first pull that began after this moment ended."""
+        while not self.pulls or self.pulls[-1][0] < after:
+            self.check()
+            time.sleep(0.001)
+        return next(ended for began, ended in self.pulls if began > after)
+
+    def check(self) -> None:
+        """Raise SystemExit if the pulls have ended with an error."""
+        if self.error is not None:
+            raise SystemExit(f"the reader failed: {self.error}") from self.error
 
 
-def wait_whole(client: Client, servers: int) -> None:
-    """Wait until every bucket has its replica, on so many servers."""
+def wait_whole(client: Client, puller: Puller, servers: int, killed: int | None) -> messages.ClusterMap:
+    """Return the first map without the killed process in which every bucket has its replica."""
     while True:
+        puller.check()
         found: messages.ClusterMap = client.link.call(messages.GetMap(), messages.ClusterMap)
-        whole = all(len(group.members) == 2 and group.filling is None for group in found.groups)
-        if whole and len(found.of_role("server")) == servers:
-            return
+        members = found.of_role("server")
+        is_whole = all(len(group.members) == 2 and group.filling is None for group in found.groups)
+        pids = [member.process.pid for member in members if member.process is not None]
+        if is_whole and len(members) == servers and killed not in pids:
+            return found
         time.sleep(0.05)
 
 
@@ -65,14 +85,14 @@ def main() -> None:
     ):
         puller = Puller(client)
         puller.start()
+        pid: int | None = None
         for _ in range(options.kills):
-            wait_whole(watcher, servers)
+            members = wait_whole(watcher, puller, servers, pid).of_role("server")
             time.sleep(0.2)
+            pid = chance.choice([member.process.pid for member in members if member.process is not None])
             killed = time.monotonic()
-            os.kill(chance.choice(cluster.pids("server")), signal.SIGKILL)
-            while not puller.pulls or puller.pulls[-1][0] < killed:
-                time.sleep(0.001)
-            waits.append(next(ended for began, ended in puller.pulls if began > killed) - killed)
+            os.kill(pid, signal.SIGKILL)
+            waits.append(puller.wait_pull(killed) - killed)
         puller.is_over = True
         puller.join()
     print(

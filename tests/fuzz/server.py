@@ -368,8 +368,8 @@ class ServerEpisode(Episode):
                 messages.WriteRecords(table=table, rows=8),
                 keys.tobytes() + np.ones(8 * RECORD_WORDS[table], np.float32).tobytes(),
             ),
-            (messages.SetUpdate(table=3, update=to_fields(Adagrad(lr=0.25))), b""),
-            (messages.SetUpdate(table=5, update=to_fields(Adam(lr=0.25))), b""),
+            (messages.SetUpdate(table=3, update=to_fields(Adagrad(lr=0.25)), revision=1), b""),
+            (messages.SetUpdate(table=5, update=to_fields(Adam(lr=0.25)), revision=1), b""),
             (messages.Erase(table=random.choice((3, 5))), self.keys(MINE, 4).tobytes()),
             (messages.GetStatistics(), b""),
         ]
@@ -431,7 +431,7 @@ class ServerEpisode(Episode):
         return Frame(STATE, tree_of(info), body, self.header(clock=0))
 
     def clocks(self) -> Frame:
-        tables = tuple((number, spec, spec) for number, spec in SPECS.items())
+        tables = tuple((number, spec, spec, 0) for number, spec in SPECS.items())
         info = messages.ClocksInfo(tables, ((9, 2, 3, True), (10, 4, 2, False)), 0, 2)
         return Frame(CLOCKS, tree_of(info))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.errors import UsageError
+from paceline.protocol.buckets import Buckets
 from paceline.tables.memory.blocks import RowMemory
 from paceline.tables.rules import RULES
 from paceline.tables.settings import from_fields
@@ -16,20 +17,33 @@ from paceline.tables.staleness import StalenessRecord
 class ServerTable:
     """A table's part, and what happened to it here."""
 
-    __slots__ = ("declared", "dropped", "non_finite", "part", "pulls", "pushes", "refused", "spec", "staleness")
+    __slots__ = (
+        "declared",
+        "dropped",
+        "non_finite",
+        "part",
+        "pulls",
+        "pushes",
+        "refused",
+        "revision",
+        "spec",
+        "staleness",
+    )
 
     def __init__(self, spec: TableSpec, part: TablePart) -> None:
         self.declared = self.spec = spec  # which differ where hyperparameters were changed
         self.part = part
+        self.revision = 0
+        """The number of the last change of hyperparameters; 0 before the first."""
         self.staleness = StalenessRecord()
         self.pushes = self.pulls = self.dropped = self.non_finite = 0
         self.refused: dict[int, str] = {}
         """Why the sum of an iteration was refused, for each worker that was part of it and was not told yet."""
 
-    def set_update(self, update: dict[str, Any]) -> None:
+    def set_update(self, update: dict[str, Any], revision: int) -> None:
         """Take other hyperparameters of the same rule."""
         self.part.set_update(from_fields(RULES, update))
-        self.spec = self.spec.with_update(update)
+        self.spec, self.revision = self.spec.with_update(update), revision
 
 
 class ServerTables:
@@ -39,6 +53,7 @@ class ServerTables:
         self.rank = rank
         self.memory = RowMemory() if memory is None else memory
         self.by_number: dict[int, ServerTable] = {}
+        self._erased: dict[int, tuple[int, list[tuple[Buckets, int]]]] = {}  # sender → its last erasure, in parts
 
     def find(self, number: int) -> ServerTable:
         """Return a table. Raises UsageError if it was not created here."""
@@ -46,3 +61,13 @@ class ServerTables:
         if table is None:
             raise UsageError(f"server {self.rank} has no table number {number}: declare it first")
         return table
+
+    def note_erased(self, sender: int, sequence: int, buckets: Buckets, num_rows: int) -> None:
+        """Note how many rows a part of an erasure has erased: the answer may have to be given again."""
+        last, parts = self._erased.get(sender, (0, []))
+        self._erased[sender] = sequence, [*(parts if last == sequence else ()), (buckets, num_rows)]
+
+    def num_erased(self, sender: int, sequence: int, buckets: Buckets) -> int:
+        """Return how many rows an erasure has erased in its parts that lie within these buckets."""
+        last, parts = self._erased.get(sender, (0, []))
+        return sum(num_rows for part, num_rows in parts if last == sequence and not part & ~buckets)

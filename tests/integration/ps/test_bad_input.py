@@ -209,8 +209,8 @@ def ask(channel: Channel, kind: int, **fields: Any) -> Any:
     return channel.receive_frame(10)
 
 
-def call(channel: Channel, message: msgspec.Struct, *body: Any) -> Any:
-    frame = ask(channel, CALL, meta=messages.encode(message), body=body)
+def call(channel: Channel, message: msgspec.Struct, *body: Any, sequence: int = 0) -> Any:
+    frame = ask(channel, CALL, sequence=sequence, meta=messages.encode(message), body=body)
     return msgspec.msgpack.decode(frame.meta)
 
 
@@ -289,12 +289,22 @@ def test_malformed_requests(consistency: Sequential | None, caplog: pytest.LogCa
             (messages.WriteRecords(table=dense.number, rows=-1), b"", ProtocolError, "Expected `int` >= 0"),
             (messages.Erase(table=table.number), bytes(7), ProtocolError, "8 bytes each, 7"),
             (messages.Erase(table=dense.number), bytes(8), UsageError, "table 'd' is dense"),
-            (messages.SetUpdate(table=table.number, update={"kind": "X"}), b"", UsageError, "unknown kind 'X'"),
-            (messages.SetUpdate(table=table.number, update={"kind": "SGD", "lr": -1}), b"", UsageError, "lr=-1"),
+            (
+                messages.SetUpdate(table=table.number, update={"kind": "X"}, revision=1),
+                b"",
+                UsageError,
+                "unknown kind 'X'",
+            ),
+            (
+                messages.SetUpdate(table=table.number, update={"kind": "SGD", "lr": -1}, revision=1),
+                b"",
+                UsageError,
+                "lr=-1",
+            ),
         ]
         for request, body, error, message in calls:
             with pytest.raises(error, match=message):
-                call(channel, request, body)
+                call(channel, request, body, sequence=1)
         assert not caplog.records  # none was an internal error
         call(channel, messages.Retire())
         channel.close()

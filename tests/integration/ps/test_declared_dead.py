@@ -89,11 +89,11 @@ def test_who_is_declared_dead_changes_nothing_any_more() -> None:
         calls: list[tuple[msgspec.Struct, tuple[np.ndarray[tuple[int, ...], np.dtype[Any]], ...]]] = [
             (messages.WriteRecords(table=table.number, rows=1), (keys_of(1), floats(77.0))),
             (messages.Erase(table=table.number), (keys_of(2),)),
-            (messages.SetUpdate(table=table.number, update=to_fields(SGD(lr=5.0))), ()),
+            (messages.SetUpdate(table=table.number, update=to_fields(SGD(lr=5.0)), revision=1), ()),
         ]
         for message, body in calls:
             with pytest.raises(PeerError, match="declared dead"):
-                dead.servers.connections[0].call(message, body=body)
+                dead.servers.connections[0].call(message, body=body, sequence=1)
         found = living.sparse_table("t", update=SGD(lr=1.0))
         found.push(keys, ones).wait()
         assert found.pull(keys).reshape(-1).tolist() == [2.0, 2.0]

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 
 from paceline.protocol import BoundedDelay, Consistency, DropStale, Eventual, Sequential
-from paceline.ps import SGD, Client
+from paceline.protocol.client import Request
+from paceline.ps import SGD, Client, messages
+from paceline.ps.client.connection import ServerConnection
+from paceline.ps.client.records import write_records
 from paceline.ps.messages import FORWARD, PULL, PUSH, PUSH_PULL, TICK
 from paceline.tables.bucket_arrays import buckets_of_keys
+from paceline.tables.settings import to_fields
 from paceline.testing import Fault, FaultPlan, FaultyTransport
 from paceline.transport import SocketTransport
 
@@ -204,3 +209,58 @@ def test_a_repeat_is_acknowledged_when_the_replica_has_the_push() -> None:
         primary, replica = (node.server.core.replication.applied_to(bucket) for node in cluster.nodes)
         assert primary
         assert replica == primary
+
+
+def cut_once_after_sending(connection: ServerConnection, push: Callable[[], object]) -> None:
+    """Close the connection once after the server has applied a call; then another client pushes."""
+    channel, transmit = connection.channel, connection.transmit
+
+    def transmit_and_cut(frame: tuple[Any, ...], request: Request) -> None:
+        connection.transmit = transmit  # type: ignore[method-assign]
+        transmit(frame, request)
+        channel.receive_header(5.0)  # the server has applied it; its answer is lost
+        push()
+        channel.close()
+
+    connection.transmit = transmit_and_cut  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("servers", "replicas"), [(1, 0), (2, 0), (2, 1)])
+@pytest.mark.parametrize("change", ["write", "erase"])
+def test_a_change_that_is_sent_again_keeps_the_push_between(servers: int, replicas: int, change: str) -> None:
+    with Cluster(servers=servers, replicas=replicas) as cluster:
+        client, other = cluster.connect(observer=True), cluster.connect(observer=True)
+        table, beside = (each.sparse_table("w", update=SGD(lr=1.0)) for each in (client, other))
+        beside.push(KEYS, ONES).wait()
+        cut_once_after_sending(client.servers.connections[0], lambda: beside.push(KEYS, ONES).wait())
+        if change == "write":
+            write_records(client, table.spec, KEYS, np.full((len(KEYS), 1), 7, np.float32))
+            after = 7
+        else:
+            assert table.erase(KEYS) == len(KEYS)
+            after = 0
+        found = beside.pull(KEYS)
+        assert (found == after - 1).any()  # the push came between the change and its repeat
+        if servers == 1:
+            assert (found == after - 1).all()
+        assert not any(server.differences for server in client.statistics())
+
+
+def test_the_last_change_of_hyperparameters_holds_on_every_server() -> None:
+    with Cluster(servers=2) as cluster:
+        client = cluster.connect(observer=True)
+        table = client.sparse_table("w", update=SGD(lr=1.0))
+        updates = [to_fields(SGD(lr=lr)) for lr in (0.5, 0.25)]
+        changes = [
+            messages.SetUpdate(
+                table=table.number,
+                update=update,
+                revision=client.link.call(messages.NoteUpdate(table="w", update=update), int),
+            )
+            for update in updates
+        ]
+        for order, connection in zip((changes, changes[::-1]), client.servers.connections, strict=True):
+            for change in order:
+                connection.call(change, sequence=client.servers.core.next_sequence())
+        table.push(KEYS, ONES).wait()
+        assert (table.pull(KEYS) == -0.25).all()

@@ -3,6 +3,7 @@
 from paceline.protocol.replication.core import Replication
 from paceline.protocol.replication.events import (
     AGGREGATE,
+    CALLS,
     Acknowledge,
     Acknowledged,
     Apply,
@@ -35,6 +36,7 @@ __all__ = [
     "Acknowledge",
     "Acknowledged",
     "Apply",
+    "CALLS",
     "Change",
     "Confirmed",
     "Drop",

@@ -135,12 +135,12 @@ class Replication:
         applied = self._filter.export(self.place.primary)
         return max((last for incarnation, last, _ in applied if incarnation == AGGREGATE), default=0)
 
-    def admit(self, incarnation: int, sequence: int) -> int:
+    def admit(self, incarnation: int, sequence: int, buckets: int | None = None) -> int:
         """Do what a push of this version does where nothing is forwarded: return the buckets for which it is new.
 
-        The push counts as one to all buckets of this primary, those included in which it has no key.
+        Without `buckets` the push counts as one to all buckets of this primary, also if it has no key there.
         """
-        return self._filter.admit(incarnation, sequence, self.place.primary)
+        return self._filter.admit(incarnation, sequence, self.place.primary if buckets is None else buckets)
 
     def missing(self, incarnation: int, sequence: int, buckets: int) -> int:
         """Return for which of `buckets` (all held) such a push would be new."""

@@ -13,6 +13,12 @@ FilterState: TypeAlias = tuple[tuple[int, int, int], ...]
 AGGREGATE = 0
 """The incarnation in whose name a primary pushes the sum of an iteration; its sequence is the iteration plus one."""
 
+CALLS = 1 << 62
+"""Added to a client's incarnation to name the sender of its writes and erasures.
+
+They are numbered apart from the client's pushes, since pushes and calls may be sent again in another order.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Change:

@@ -192,7 +192,7 @@ class ServerCore:
 
     def _push(self, event: events.Push) -> None:
         token, buckets = event.token, event.buckets
-        if self.workers.is_gone(event.worker):
+        if self.workers.is_gone(event.worker & ~replication.CALLS):
             self._out.append(events.TellExpelled(token))
         elif event.buckets & ~self.replication.primary:
             self._out.append(replication.RefusePush(token))
@@ -204,7 +204,9 @@ class ServerCore:
             fresh = self.keep(event.worker, event.sequence, event.iteration, buckets)
             self._out += [events.Keep(token, fresh & buckets), replication.Acknowledge(token)]
         else:
-            fresh = self.admit(event.worker, event.sequence)
+            # A call may have been cut by another view: it counts only for the buckets that its keys are of.
+            is_call = event.worker >= replication.CALLS
+            fresh = self.replication.admit(event.worker, event.sequence, buckets if is_call else None)
             self._out += [replication.Apply(token, fresh & buckets), replication.Acknowledge(token)]
 
     def _read(self, event: events.Read) -> None:

@@ -132,6 +132,8 @@ class WorkerTicked:
 class Push:
     """A push of iteration `iteration` came, whose keys lie in `buckets`.
 
+    `worker` is the sender's incarnation; `CALLS` is added to it for a write or an erasure.
+
     Answered by Acknowledge, RefusePush or TellExpelled; behind a Withhold perhaps by Late, see
     :meth:`ServerCore.withhold`.
     """

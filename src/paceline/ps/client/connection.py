@@ -161,17 +161,21 @@ class ServerConnection:
             except ConnectionLostError:
                 self._cut()
 
-    def call(self, message: msgspec.Struct, result: Any = Any, body: Sequence[Any] = ()) -> tuple[Any, memoryview]:
+    def call(
+        self, message: msgspec.Struct, result: Any = Any, body: Sequence[Any] = (), *, sequence: int = 0
+    ) -> tuple[Any, memoryview]:
         """Send a control message and wait; return the answer, decoded as `result`, and the body that came with it.
+
+        A message that changes state has a `sequence`: the server applies it once, however often it is sent.
 
         Raises StaleEpochError if the server is on the map no more, PeerError for an answer of another kind.
         """
         meta = messages.encode(message)
         size = sum(part.nbytes for part in body)
-        request = self.session.request(RequestKind.CALL, 0, 0)
+        request = self.session.request(RequestKind.CALL, 0, sequence)
         request.is_reported = True
         header = HEADER.pack(
-            MAGIC, PROTOCOL_VERSION, messages.CALL, 0, 0, request.number, 0, 0, 0, len(meta), size
+            MAGIC, PROTOCOL_VERSION, messages.CALL, 0, 0, request.number, 0, 0, sequence, len(meta), size
         )  # fmt: skip
         frame = header, meta + PADS[-len(meta) & 7], *body, PADS[-size & 7]
         exchange = request.payload = Exchange(frame, is_call=True)

@@ -100,10 +100,11 @@ def write_records(client: Client, spec: TableSpec, keys: Keys, records: Floats) 
             first = next(i for i in range(len(connections)) if starts[i + 1] > starts[i])
             chosen = rest[order[starts[first] : starts[first + 1]]]
             message = messages.WriteRecords(table=number, rows=len(chosen))
-            connections[first].call(message, body=(keys[chosen], records[chosen]))
+            connections[first].call(message, body=(keys[chosen], records[chosen]), sequence=sequence)
             rest = rest[np.concatenate([order[: starts[first]], order[starts[first + 1] :]])]
 
     with client.servers.lock:
+        sequence = client.servers.core.next_sequence()
         client.servers.retry(write_rest)
 
 

@@ -307,9 +307,10 @@ class Servers:
                 rest = [each for each in connections if each.session.server not in results]
                 if not rest:
                     return [results[each.session.server] for each in connections]
-                results[rest[0].session.server] = rest[0].call(message, result)[0]
+                results[rest[0].session.server] = rest[0].call(message, result, sequence=sequence)[0]
 
         with self.lock:
+            sequence = self.core.next_sequence()
             return self.retry(call_rest)
 
     def retry(self, function: Callable[[], _Result]) -> _Result:

@@ -119,7 +119,7 @@ class _Loading:
                     parts=table.parts,
                     buckets=tuple(to_bytes(bucket_set(use.buckets)) for use in table.uses),
                 )
-                connection.call(request)
+                connection.call(request, sequence=client.servers.core.next_sequence())
                 waits.append(connection)
         unseen: Buckets = 0
         while waits:

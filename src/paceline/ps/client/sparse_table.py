@@ -112,6 +112,7 @@ class SparseTable(Table):
         with self._servers.lock:
             self._client.flush()
             rest, erased = self._check_keys(keys), 0
+            sequence = self._servers.core.next_sequence()
 
             def erase_rest() -> None:
                 nonlocal rest, erased
@@ -123,7 +124,8 @@ class SparseTable(Table):
                     split(rest, self._servers.routes.owners, starts, order)
                     first = next(i for i in range(len(connections)) if starts[i + 1] > starts[i])
                     own = rest[order[starts[first] : starts[first + 1]]]
-                    erased += connections[first].call(messages.Erase(table=self._number), Natural, (own,))[0]
+                    message = messages.Erase(table=self._number)
+                    erased += connections[first].call(message, Natural, (own,), sequence=sequence)[0]
                     rest = rest[np.concatenate([order[: starts[first]], order[starts[first + 1] :]])]
 
             self._servers.retry(erase_rest)
@@ -163,13 +165,15 @@ class SparseTable(Table):
             numbers = tuple(table._number for table in also)
             message = messages.EraseUnseen(table=self._number, bucket=bucket, passes=passes, also=numbers)
             with self._servers.lock:
-                erased += self._servers.retry(partial(self._call_owner, bucket, message))
+                sequence = self._servers.core.next_sequence()
+                erased += self._servers.retry(partial(self._call_owner, bucket, message, sequence))
         return erased
 
-    def _call_owner(self, bucket: int, message: messages.EraseUnseen) -> int:
+    def _call_owner(self, bucket: int, message: messages.EraseUnseen, sequence: int) -> int:
         connections = self._servers.newest()
         self._servers.check_there(1 << bucket)
-        answer: int = connections[int(self._servers.routes.owners[bucket])].call(message, Natural)[0]
+        owner = connections[int(self._servers.routes.owners[bucket])]
+        answer: int = owner.call(message, Natural, sequence=sequence)[0]
         return answer
 
     def _check_there(self, keys: Keys) -> None:

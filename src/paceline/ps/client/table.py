@@ -14,6 +14,7 @@ from paceline.kernels.dedup import dedup, scratch_size, sum_rows
 from paceline.ps import messages
 from paceline.ps.client.filtered import TableFilters
 from paceline.ps.messages import TableSpec
+from paceline.tables.bounds import Natural
 from paceline.tables.rules import RULES, UpdateRule
 from paceline.tables.settings import from_fields, to_fields
 from paceline.tables.sparse_part import check_finite
@@ -65,8 +66,8 @@ class Table:
         self._settle()
         with self._servers.lock:
             fields = to_fields(update)
-            self._servers.call_all(messages.SetUpdate(table=self._number, update=fields))
-            self._client.link.call(messages.NoteUpdate(table=self.name, update=fields))
+            revision = self._client.link.call(messages.NoteUpdate(table=self.name, update=fields), Natural)
+            self._servers.call_all(messages.SetUpdate(table=self._number, update=fields, revision=revision))
             self.spec = self.spec.with_update(fields)
 
     def set_filters(self, filters: Sequence[Filter] = (), pull_filters: Sequence[Filter] | None = None) -> None:

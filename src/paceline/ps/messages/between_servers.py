@@ -58,9 +58,13 @@ class CheckInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ClocksInfo(msgspec.Struct, frozen=True, array_like=True):
-    """The tables (number, as declared, as of now) and the workers (incarnation, rank, clock, whether it counts)."""
+    """The tables and the workers.
 
-    tables: tuple[tuple[TableNumber, TableSpec, TableSpec], ...]
+    Of a table the number, the spec as declared and as of now, and the revision; of a worker the incarnation, the rank,
+    the clock, and whether it counts.
+    """
+
+    tables: tuple[tuple[TableNumber, TableSpec, TableSpec, Natural], ...]
     workers: tuple[tuple[Natural, Natural, Clock, bool], ...]
     num_missing: Natural
     """How many of the expected workers have not joined yet."""

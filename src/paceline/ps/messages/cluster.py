@@ -248,6 +248,8 @@ class KnownTable(msgspec.Struct, frozen=True, kw_only=True):
     number: TableNumber
     declared: TableSpec
     spec: TableSpec
+    revision: Natural = 0
+    """The number of the last change of its hyperparameters."""
 
     def __post_init__(self) -> None:
         if (self.declared.name, self.declared.kind) != (self.spec.name, self.spec.kind):
@@ -300,7 +302,10 @@ class DeclareTable(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class NoteUpdate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """All servers now update table `table` with these hyperparameters (the rule itself must be the same)."""
+    """Change the hyperparameters of a table (the rule itself must be the same).
+
+    Answered by the number of this change, which then goes to all servers with SetUpdate.
+    """
 
     table: str
     update: dict[str, Any]

@@ -56,10 +56,15 @@ class WriteRecords(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class SetUpdate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Change a table's hyperparameters (the rule itself must be the same)."""
+    """Change a table's hyperparameters (the rule itself must be the same).
+
+    A server ignores it if the table has this revision or a later one, so that all servers end with the same one.
+    """
 
     table: TableNumber
     update: dict[str, Any]
+    revision: Natural
+    """The scheduler's answer to NoteUpdate."""
 
 
 class Erase(msgspec.Struct, frozen=True, kw_only=True, tag=True):

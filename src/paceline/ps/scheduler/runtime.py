@@ -193,8 +193,7 @@ class Scheduler(Handler):
             case messages.DeclareTable(spec=spec):
                 call.answer(self._tables.declare(spec))
             case messages.NoteUpdate(table=table, update=update):
-                self._tables.note_update(table, update)
-                call.answer(None)
+                call.answer(self._tables.note_update(table, update))
             case messages.ListTables():
                 call.answer(self._tables.specs)
             case messages.EndCluster():

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
+
 from paceline.errors import TableMismatchError, UsageError
+from paceline.protocol.chains import VERSION_GAP
 from paceline.ps.messages import KnownTable, TableSpec
 from paceline.tables.bounds import MAX_TABLES
 from paceline.tables.rules import RULES
@@ -32,22 +35,30 @@ class Tables:
             )
         return known.number
 
-    def note_update(self, name: str, update: dict[str, object]) -> None:
-        """Take note of other hyperparameters. Raises UsageError."""
+    def note_update(self, name: str, update: dict[str, object]) -> int:
+        """Note other hyperparameters; return the number of this change, its revision. Raises UsageError."""
         known = self._known.get(name)
         if known is None:
             raise UsageError(f"there is no table {name!r} to change the hyperparameters of: declare it first")
         from_fields(RULES, update).check_follows(from_fields(RULES, known.spec.update), f"table {name!r}")
         spec = known.spec.with_update(update)
-        self._known[name] = KnownTable(number=known.number, declared=known.declared, spec=spec)
+        revision = known.revision + 1
+        self._known[name] = KnownTable(number=known.number, declared=known.declared, spec=spec, revision=revision)
+        return revision
 
     def restore(self, tables: Iterable[KnownTable]) -> None:
-        """Take over what members know of the tables; of two that know one table the first counts."""
+        """Take over the members' tables; the latest revision of a table counts.
+
+        The next revision is far above all that were reported: only dead processes may have had a later one.
+        """
         numbers = {known.number for known in self._known.values()}
         for table in tables:
-            if table.number not in numbers and table.spec.name not in self._known:
+            known = self._known.get(table.spec.name)
+            restored = msgspec.structs.replace(table, revision=table.revision + VERSION_GAP)
+            is_new = known is None and table.number not in numbers
+            if is_new or (known and known.number == table.number and known.revision < restored.revision):
                 numbers.add(table.number)
-                self._known[table.spec.name] = table
+                self._known[table.spec.name] = restored
 
     @property
     def specs(self) -> list[TableSpec]:

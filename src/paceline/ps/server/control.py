@@ -6,7 +6,6 @@ the way of a gradient: that is :mod:`paceline.ps.server.server`.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, cast
 
 import numpy as np
@@ -14,6 +13,7 @@ import psutil
 
 from paceline.errors import ProtocolError, StaleEpochError, TableMismatchError, UsageError
 from paceline.protocol.buckets import Buckets
+from paceline.protocol.replication import CALLS
 from paceline.ps import messages
 from paceline.ps.messages import RESULT, TableStatistics
 from paceline.ps.messages import snapshots as snapshot_messages
@@ -35,7 +35,7 @@ _CHANGES = (
     messages.SetUpdate,
     snapshot_messages.LoadParts,
 )
-"""Calls that change what others have pushed: of a process that left or is dead none is taken, as no push is."""
+"""Calls that change state: a server rejects those of members that left or died, and applies each once."""
 
 
 class Traffic:
@@ -73,7 +73,7 @@ class ServerControl:
         self._replicator = runtime.replicator
         self._traffic = traffic
         self._non_finite = non_finite
-        self._own_sequences = itertools.count(1)  # of what this server itself sends down a chain, in its own name
+        self._last_changes: dict[int, int] = {}  # incarnation → its last call that changed the server as a whole
         self._calls: dict[type, Any] = {
             messages.CheckFilters: self._check_filters,
             messages.CreateTable: self._create_table,
@@ -86,11 +86,20 @@ class ServerControl:
 
     def call(self, peer: Peer, header: Header, request: Any) -> None:
         """Do as a CALL frame asks, and answer it."""
-        if isinstance(request, _CHANGES):
-            self._answers.check_member(peer)
-        result = self._calls[type(request)](request)
+        is_change = isinstance(request, _CHANGES)
+        if is_change:
+            self._check_change(peer, header)
+        is_repeat = is_change and header.sequence <= self._last_changes.get(peer.hello.incarnation, 0)
+        result = None if is_repeat else self._calls[type(request)](request)
+        if is_change:
+            self._last_changes[peer.hello.incarnation] = header.sequence
         answer, parts = result if isinstance(result, tuple) else (result, ())
         peer.send(*frame_parts(RESULT, request=header.request, meta=messages.encode(answer), body=parts))
+
+    def _check_change(self, peer: Peer, header: Header) -> None:
+        self._answers.check_member(peer)
+        if not header.sequence:
+            raise ProtocolError(f"a call of {name_of(peer)} that changes state has the number 0: expected 1 or more")
 
     def _check_filters(self, request: messages.CheckFilters) -> None:
         try:
@@ -127,7 +136,7 @@ class ServerControl:
         self, peer: Peer, header: Header, request: messages.WriteRecords | messages.Erase, body: memoryview
     ) -> ChainPush:
         """Return what writes or erases records, here and on the servers behind; the answer waits for them."""
-        self._answers.check_member(peer)
+        self._check_change(peer, header)
         table = self._tables.find(request.table)
         part = table.part
         if isinstance(request, messages.WriteRecords):
@@ -153,33 +162,22 @@ class ServerControl:
             what = f"what {name_of(peer)} writes to server {self._tables.rank}"
             self._non_finite.check_records(table, keys, floats.reshape(rows, part.record_words), what)
             part.reserve(selection)
-        return self._own_push(operation, [Piece(request.table, selection, floats)], buckets, peer, header)
-
-    def _own_push(self, operation: str, pieces: list[Piece], buckets: Buckets, peer: Peer, header: Header) -> ChainPush:
-        return ChainPush(
-            operation,
-            self._replicator.incarnation,
-            next(self._own_sequences),
-            pieces,
-            peer,
-            header,
-            result=0 if operation == ERASE else None,
-            buckets=buckets,
-            is_owned=True,
-        )
+        return _push_of_call(operation, [Piece(request.table, selection, floats)], buckets, peer, header)
 
     def erase_unseen(self, peer: Peer, header: Header, request: messages.EraseUnseen) -> ChainPush | None:
         """Return what erases a bucket's rows that are seen no more, as `write_or_erase` does; None if none is."""
-        self._answers.check_member(peer)
+        self._check_change(peer, header)
         self._check_led(1 << request.bucket)
         for number in request.also:
             self._sparse_part(number)  # raises
         keys = self._sparse_part(request.table).unseen_keys(request.bucket, request.passes).copy()
-        if not len(keys):
+        if not self._core.missing(peer.hello.incarnation | CALLS, header.sequence, 1 << request.bucket):
+            keys = keys[:0]  # a repeat erases nothing more, and its answer waits for the servers behind
+        elif not len(keys):
             return None
         numbers = (request.table, *(number for number in request.also if number != request.table))
         pieces = [Piece(number, Selection(keys), np.empty(0, np.float32)) for number in numbers]
-        return self._own_push(ERASE, pieces, 1 << request.bucket, peer, header)
+        return _push_of_call(ERASE, pieces, 1 << request.bucket, peer, header)
 
     def _begin_pass(self, request: messages.BeginPass) -> None:
         self._sparse_part(request.table).begin_pass(request.number, request.rows_of)
@@ -191,7 +189,7 @@ class ServerControl:
         return cast(SparsePart, part)  # or what stands in its place while it is watched
 
     def _set_update(self, request: messages.SetUpdate) -> None:
-        self._replicator.set_update(request.table, request.update)
+        self._replicator.set_update(request.table, request.update, request.revision)
 
     def _get_statistics(self, request: messages.GetStatistics) -> messages.ServerStatistics:
         bytes_in, bytes_out = self._traffic.totals()
@@ -216,3 +214,9 @@ class ServerControl:
             num_unordered=self._replicator.checks.num_unordered,
             differences=self._replicator.checks.differences,
         )
+
+
+def _push_of_call(operation: str, pieces: list[Piece], buckets: Buckets, peer: Peer, header: Header) -> ChainPush:
+    return ChainPush(
+        operation, peer.hello.incarnation | CALLS, header.sequence, pieces, peer, header, buckets=buckets, is_owned=True
+    )

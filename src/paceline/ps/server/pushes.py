@@ -49,8 +49,6 @@ class ChainPush:
     """The client's or the server's frame."""
     flags: int = 0
     """Of the answer."""
-    result: int | None = None
-    """Of an erasure: how many rows of its first piece's table there were."""
     asked: Selection | None = None
     """Whose values the client has asked for; None: those of its one piece."""
     buckets: Buckets = ALL
@@ -164,7 +162,7 @@ def apply(tables: ServerTables, push: ChainPush, buckets: Buckets) -> None:
         elif push.operation == ERASE:
             num_erased = part.erase(piece.selection.key_array())
             if piece.table == push.pieces[0].table:
-                push.result = (push.result or 0) + num_erased
+                tables.note_erased(push.incarnation, push.sequence, buckets, num_erased)
         else:
             raise ProtocolError(f"a push with an unknown operation, {push.operation!r}: is the peer of this version?")
 

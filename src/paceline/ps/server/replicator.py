@@ -118,7 +118,9 @@ class Replicator:
         """Tell a server which tables there are, and where the workers are."""
         peer = self._peer(target)
         if peer is not None:
-            tables = ((number, table.declared, table.spec) for number, table in self._tables.by_number.items())
+            tables = (
+                (number, table.declared, table.spec, table.revision) for number, table in self._tables.by_number.items()
+            )
             passes = ((number, table.part.pass_number) for number, table in self._tables.by_number.items())
             known = self._core.workers.known_clocks()
             info = messages.ClocksInfo(
@@ -175,12 +177,11 @@ class Replicator:
 
     def _read_clocks(self, info: messages.ClocksInfo) -> events.ClocksReceived:
         is_any_new = False
-        for number, declared, spec in info.tables:
-            table = self._tables.by_number.get(number)
-            if table is None:
-                table, is_any_new = self._add_table(number, declared), True
-            if table.spec != spec:
-                self._set_update(number, spec.update)
+        for number, declared, spec, revision in info.tables:
+            if number not in self._tables.by_number:
+                self._add_table(number, declared)
+                is_any_new = True
+            self._set_update(number, spec.update, revision)
         for number, noted in info.passes:
             part = self._tables.find(number).part
             if part.spec.kind == "sparse" and part.pass_number < noted:
@@ -198,22 +199,26 @@ class Replicator:
             for target in self._endpoints:
                 self.send_clocks(target)
 
-    def set_update(self, number: int, update: dict[str, Any]) -> None:
-        """Take other hyperparameters of a table's rule, and tell the servers behind. Raises UsageError, as it does."""
-        self._set_update(number, update)
+    def set_update(self, number: int, update: dict[str, Any], revision: int) -> None:
+        """Set a table's hyperparameters unless it has a later revision, and notify the servers behind this one.
+
+        Raises UsageError for another rule.
+        """
+        self._set_update(number, update, revision)
         self.tables_changed()
 
-    def _set_update(self, number: int, update: dict[str, Any]) -> None:
+    def _set_update(self, number: int, update: dict[str, Any], revision: int) -> None:
         table = self._tables.find(number)
+        if revision <= table.revision:
+            return  # a repeat, or a change that the scheduler has numbered before the one that is here
         before = table.spec
-        table.set_update(update)
+        table.set_update(update, revision)
         if table.spec != before:  # a push before is not one behind
             self.checks.orders.applied(number, zlib.crc32(messages.encode(update)), self._core.replication.held)
 
     @must_succeed
-    def _add_table(self, number: int, spec: messages.TableSpec) -> ServerTable:
-        table = self._tables.by_number[number] = self.new_table(spec)
-        return table
+    def _add_table(self, number: int, spec: messages.TableSpec) -> None:
+        self._tables.by_number[number] = self.new_table(spec)
 
     def new_table(self, spec: messages.TableSpec) -> ServerTable:
         """Return an empty table with the buckets that are here. Raises PeerError if there is no memory for it."""

@@ -22,7 +22,7 @@ from paceline.ps.messages import CALL, FORWARDED, PUSH, RESULT, STATE_TAKEN, TIC
 from paceline.ps.server.answers import Answers, BlockedRead, timeout_s
 from paceline.ps.server.chain_links import ChainLinks
 from paceline.ps.server.fills import FillTransfers
-from paceline.ps.server.pushes import Frame, payload_of
+from paceline.ps.server.pushes import ERASE, Frame, payload_of
 from paceline.ps.server.replica_checks import ReplicaChecks
 from paceline.ps.server.replicator import Replicator
 from paceline.ps.server.snapshots import ServerSnapshots
@@ -201,7 +201,9 @@ class Runtime:
         if peer.hello.role == "server":
             self.answers.forwarded(peer, header)
         elif header.kind == CALL:
-            peer.send(*frame_parts(RESULT, request=header.request, meta=messages.encode(push.result)))
+            is_erasure = push.operation == ERASE
+            result = self.tables.num_erased(push.incarnation, push.sequence, push.buckets) if is_erasure else None
+            peer.send(*frame_parts(RESULT, request=header.request, meta=messages.encode(result)))
         else:
             clock = header.clock + (1 if header.flags & TICKS else 0)
             try:

@@ -143,7 +143,7 @@ class Server(Handler):
     def known_tables(self) -> list[messages.KnownTable]:
         """Return the tables that this server holds, for a scheduler that has to learn them; from any thread."""
         return [
-            messages.KnownTable(number=number, declared=table.declared, spec=table.spec)
+            messages.KnownTable(number=number, declared=table.declared, spec=table.spec, revision=table.revision)
             for number, table in list(self.tables.by_number.items())
         ]
 
