@@ -277,7 +277,8 @@ def find_json_columns(
     Without `label` it is the field of the first usual name, in any case. Numbers of fields that hold identifiers or
     codes are categories.
     """
-    names = list(dict.fromkeys(name for each in objects for name, _, _ in walk_fields(each)))
+    values = _values_by_field(objects)
+    names = list(values)
     found = usual_label(names) if label is None else label if label in names else None
     shown = shown_names(names) or "none"
     if found is None:
@@ -285,13 +286,23 @@ def find_json_columns(
         raise UsageError(f"{path} has {what} in the rows looked at, so say with --label which it is: it has {shown}")
     if weight and weight not in names:
         raise UsageError(f"{path} has no field '{weight}' in the rows looked at: it has {shown}")
-    codes = tuple(name for name in names if name not in (found, weight) and _holds_codes(name, objects))
+    codes = tuple(name for name in names if name not in (found, weight) and _are_numbers_codes(name, values[name]))
     return Columns(found, codes, weight=weight, is_open=True, classes=find_classes(json_cells(objects, found)))
 
 
-def _holds_codes(name: str, objects: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the numbers of a field of JSON are identifiers or codes, by the rules for columns."""
-    values = [value for each in objects for path, value, in_list in walk_fields(each) if path == name and not in_list]
+def _values_by_field(objects: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the values of every field of JSON, without those in lists, in one walk."""
+    values: dict[str, list[Any]] = {}
+    for each in objects:
+        for name, value, in_list in walk_fields(each):
+            found = values.setdefault(name, [])
+            if not in_list:
+                found.append(value)
+    return values
+
+
+def _are_numbers_codes(name: str, values: Sequence[Any]) -> bool:
+    """Return whether the values of a field of JSON are identifiers or codes, by the rules for columns."""
     if not values or not all(_is_whole(value) for value in values):
         return False
     cells = list(map(json_text, values))

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.data import Batch, Columns, detect_format, open_dataset
+from paceline.data import Batch, Columns, detect_format, guessing, open_dataset
 from paceline.data.feature_names import find_feature_names
-from paceline.data.guessing import describe_json
+from paceline.data.guessing import describe_json, find_json_columns
 from paceline.data.sampling import sample_labels, sample_objects
 from paceline.data.text import Parse, json_parser, vw_parser
 from paceline.errors import DataError, UsageError
@@ -387,3 +387,24 @@ def test_missing_label_is_a_reason_of_its_own() -> None:
     rows, bad = parse(vw_parser(needs_label=True), b"| a\n1 | a\n")
     assert rows == [(1.0, 1.0, [hash_bytes(b"a", hash_bytes(b"", 0))], [1.0], [0])]
     assert bad == [MISSING_LABEL]
+
+
+def test_one_walk_finds_the_columns_of_json(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_walks = 0
+    walk = guessing.walk_fields
+
+    def count_walks(row: Any) -> Any:
+        nonlocal num_walks
+        num_walks += 1
+        return walk(row)
+
+    monkeypatch.setattr(guessing, "walk_fields", count_walks)
+    objects = [
+        {"label": row % 2, "code": 100_000 + row, **{f"w{row}-{at}": 1 for at in range(20)}} for row in range(200)
+    ]
+    columns = find_json_columns("rows.jsonl", objects)
+    assert num_walks <= 2 * len(objects)
+    assert columns.label == "label"
+    assert columns.categorical == ("code",)
