@@ -30,7 +30,7 @@ MaxDelay = Annotated[
 BlockRatio = Annotated[float | None, typer.Option(help="proximal-blocks: blocks per value of a mean row; default 4.")]
 Tolerance = Annotated[
     float | None,
-    typer.Option(help="proximal-blocks: relative change of the objective below which it is done; default 2e-8."),
+    typer.Option(help="proximal-blocks: relative change of the objective below which it is done; default 1e-9."),
 ]
 Plot = Annotated[
     Path | None,

@@ -34,9 +34,9 @@ class ProximalBlocks(msgspec.Struct, frozen=True, kw_only=True):
     """A block begins when all blocks before the last so many are done."""
     block_ratio: float = 4.0
     """Blocks per non-zero value of a mean example."""
-    tolerance: float = 2e-8
+    tolerance: float = 1e-9
     """The relative change of the objective below which a pass counts as the last, if the next one of all columns is."""
-    max_passes: int = 1000
+    max_passes: int = 5000
 
     def __post_init__(self) -> None:
         for name, value in (("l1", self.l1), ("l2", self.l2)):
