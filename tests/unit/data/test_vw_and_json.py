@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from paceline.data import Batch, Columns, detect_format, guessing, open_dataset
 from paceline.data.feature_names import find_feature_names
 from paceline.data.guessing import describe_json, find_json_columns
-from paceline.data.sampling import sample_labels, sample_objects
+from paceline.data.sampling import sample_labels, sample_objects, walk_fields
 from paceline.data.text import Parse, json_parser, vw_parser
 from paceline.errors import DataError, UsageError
 from paceline.kernels.text.json_reference import json_line
@@ -393,7 +393,7 @@ def test_one_walk_finds_the_columns_of_json(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     num_walks = 0
-    walk = guessing.walk_fields
+    walk = walk_fields
 
     def count_walks(row: Any) -> Any:
         nonlocal num_walks
