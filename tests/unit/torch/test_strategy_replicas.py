@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from paceline.errors import UsageError
 from paceline.torch.device_threads import DeviceThreads
-from paceline.torch.strategies import CentralStorage, Mirrored
+from paceline.torch.strategies import CentralStorage, Mirrored, strategy
 from paceline.torch.strategies.replicas.strategy import replica_devices
 from paceline.torch.strategies.splitting import check_outputs, gather, scatter, split
 
@@ -30,9 +32,9 @@ def test_a_batch_is_split_as_chunk_does(rows: int, replicas: int, expected: list
 
 
 def test_gather_and_scatter_are_inverse() -> None:
-    for parts in ([torch.rand(4, 3), torch.rand(2, 3)], [torch.tensor(1.0), torch.tensor(2.0)]):
-        back = scatter(gather(parts, CPU), parts)
-        assert all(torch.equal(one, other) for one, other in zip(back, parts, strict=True))
+    parts = [torch.rand(4, 3), torch.rand(2, 3)]
+    back = scatter(gather(parts, CPU), parts)
+    assert all(torch.equal(one, other) for one, other in zip(back, parts, strict=True))
 
 
 def test_outputs_that_do_not_fit_are_told() -> None:
@@ -103,3 +105,58 @@ def test_threads_are_in_the_callers_state() -> None:
     assert threads.run(lambda _: torch.is_grad_enabled(), 2, grad=True) == [True, True]
     threads.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("paceline-replica")]
+
+
+class WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        outputs = self.layer(x)
+        return {"outputs": outputs, "loss": nn.functional.cross_entropy(outputs, y)}
+
+
+def test_a_loss_computed_in_the_model_is_its_mean_over_the_examples() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(7, 4), torch.arange(7) % 3  # parts of 4 and 3
+    model = WithLoss()
+    expected = model(x, y=y)["loss"]
+    (grad,) = torch.autograd.grad(model(x, y=y)["loss"], model.layer.weight)
+    model.zero_grad()
+    with strategy("mirrored", replicas=2, device="cpu") as mirrored:
+        prepared = mirrored.prepare(model)
+        found = prepared(x, y=y)["loss"]
+        found.backward()
+    assert found.shape == ()
+    assert torch.allclose(found, expected)
+    assert model.layer.weight.grad is not None
+    assert torch.allclose(model.layer.weight.grad, grad, atol=1e-6)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_a_model_whose_batch_is_not_first_is_refused(batch_first: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.GRU(3, 8, batch_first=batch_first)
+    model.forward = lambda x, forward=model.forward: forward(x)[0]  # type: ignore[method-assign]
+    x = torch.randn(6, 4, 3)
+    expected = model(x)
+    with strategy("mirrored", replicas=2, device="cpu") as mirrored:
+        prepared = mirrored.prepare(model)
+        if batch_first:
+            assert torch.allclose(prepared(x), expected, atol=1e-6)
+        else:
+            with pytest.raises(UsageError, match="batch_first=True"):
+                prepared(x)
+
+
+@pytest.mark.parametrize("option", [{"find_unused_parameters": True}, {"unused": "skip"}, {"bucket_mb": 4}])
+def test_options_of_other_strategies_that_change_no_result_are_accepted(option: dict[str, Any]) -> None:
+    with strategy("mirrored", replicas=2, device="cpu", **option) as mirrored:
+        assert mirrored.name == "mirrored"
+
+
+def test_options_that_change_the_result_or_are_unknown_are_refused() -> None:
+    for option in ({"sync_batch_norm": True}, {"find_unused": True}):
+        with pytest.raises(UsageError, match="does not take an option"):
+            strategy("mirrored", replicas=2, device="cpu", **option)

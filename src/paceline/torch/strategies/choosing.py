@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from typing import Any, Final
 
 from paceline.environment import environment
 from paceline.errors import UsageError
@@ -24,12 +25,36 @@ _CLASSES: dict[str, type[Strategy]] = {
 assert _CLASSES.keys() == STRATEGIES.keys()
 
 
+_WITHOUT_EFFECT_ELSEWHERE: Final = {
+    *("find_unused_parameters", "static_graph", "unused", "bucket_mb", "overlap", "backend", "timeout"),
+    *("units", "data_parallel", "devices", "storage"),
+}
+"""Options that change how some strategies compute, and never what: the others accept them."""
+
+
+def _options_of(kind: type[Strategy], options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that a strategy is made with: those of others that do not change the result are left out."""
+    known = {
+        name
+        for base in kind.__mro__
+        if "__init__" in vars(base) and base is not object
+        for name in inspect.signature(vars(base)["__init__"]).parameters
+    }
+    if "find_unused_parameters" in options and "unused" in known:
+        options.setdefault("unused", "skip" if options["find_unused_parameters"] else "error")
+    elif "unused" in options and "find_unused_parameters" in known:
+        options.setdefault("find_unused_parameters", options["unused"] == "skip")
+    return {key: each for key, each in options.items() if key in known or key not in _WITHOUT_EFFECT_ELSEWHERE}
+
+
 def strategy(name: str | None = None, **options: Any) -> Strategy:
     """Return the strategy that the launcher chose: ``paceline run --strategy X``, or ``PACELINE_STRATEGY=X``.
 
     A `name` given here comes before what the launcher said. Where neither says anything, it is ``hybrid`` if the
     environment names parameter servers, ``all-reduce`` if it names several ranks (torchrun, mpirun, Slurm), else
     ``one-device``. `options` go to the class: ``device`` and ``seed`` every one takes, others are its own.
+    So that one script runs under all, every strategy accepts options of others that do not change the result
+    (``find_unused_parameters=True``, which is ``unused="skip"`` under parameter-server, ``bucket_mb``, ``timeout``).
 
     Raises UsageError for an unknown name, or an option that the strategy does not take.
     """
@@ -38,7 +63,8 @@ def strategy(name: str | None = None, **options: Any) -> Strategy:
     if chosen is None:
         chosen = default_strategy(has_servers=told.scheduler is not None, num_ranks=told.world_size or 1)
     try:
-        return _CLASSES[check_strategy(chosen)](**options)
+        kind = _CLASSES[check_strategy(chosen)]
+        return kind(**_options_of(kind, options))
     except TypeError as error:
         if "unexpected keyword argument" not in str(error):
             raise

@@ -75,19 +75,38 @@ def check_outputs(parts: Sequence[Sequence[Any]], sizes: Sequence[int | None]) -
             )
 
 
-def gather(column: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the tensors of all parts as one on `device`, joined along dimension 0; numbers as a vector of them."""
+def gather(column: Sequence[torch.Tensor], device: torch.device, shares: Sequence[float] = ()) -> torch.Tensor:
+    """Return the tensors of all parts as one on `device`, joined along dimension 0.
+
+    A number, such as a loss, becomes the mean over the examples: `shares` are the parts' fractions of the batch. Raises
+    UsageError for whole numbers that differ between the parts.
+    """
     here = [tensor.to(device, non_blocking=tensor.is_cuda and device.type == "cuda") for tensor in column]
-    return torch.cat(here) if here[0].dim() else torch.stack(here)
+    if here[0].dim():
+        return torch.cat(here)
+    if here[0].is_floating_point() or here[0].is_complex():
+        return torch.stack([number * share for number, share in zip(here, shares, strict=True)]).sum(0)
+    if any(not torch.equal(number, here[0]) for number in here):
+        raise UsageError(
+            f"the parts of a batch led to the whole numbers {_listed([number.item() for number in here])}, whose mean "
+            "is not a whole number: return one number for each example, or a float"
+        )
+    return here[0].clone()
 
 
-def scatter(gathered: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the parts of what :func:`gather` joined, each on the device of its tensor in `like`."""
+def scatter(gradient: torch.Tensor, like: Sequence[torch.Tensor], shares: Sequence[float] = ()) -> list[torch.Tensor]:
+    """Return the gradients of the parts that :func:`gather` joined, each on the device of its tensor in `like`."""
     if like[0].dim():
-        parts: Sequence[torch.Tensor] = gathered.split_with_sizes([len(tensor) for tensor in like])
+        parts: Sequence[torch.Tensor] = gradient.split_with_sizes([len(tensor) for tensor in like])
     else:
-        parts = gathered.unbind()
+        parts = [gradient * share for share in shares]
     return [part.to(tensor.device) for part, tensor in zip(parts, like, strict=True)]
+
+
+def shares_of(sizes: Sequence[int | None]) -> list[float]:
+    """Return the parts' fractions of the batch, from their numbers of examples."""
+    known = [size or 1 for size in sizes]
+    return [size / sum(known) for size in known]
 
 
 def _check_rows(column: Sequence[torch.Tensor], sizes: Sequence[int | None]) -> None:

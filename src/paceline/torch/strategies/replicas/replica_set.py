@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from paceline.errors import UsageError
 from paceline.torch.device_threads import DeviceThreads
 from paceline.torch.strategies.replicas.modules import ReplacedForward, ReplicaModule
-from paceline.torch.strategies.splitting import check_outputs, gather, num_rows, scatter, split
+from paceline.torch.strategies.splitting import check_outputs, gather, num_rows, scatter, shares_of, split
 
 
 class ReplicaValues(ABC):
@@ -43,7 +43,7 @@ class Replicas:
     The model's own hooks see the whole batch, those of the modules in it a replica's part. Compiled code of modules in
     it is not used: it has the model's own parameters.
     Every tensor among the arguments is split along dimension 0 as ``torch.chunk`` does, and the outputs are joined
-    again on the first device; numbers, such as losses computed inside the model, as a vector with one of each replica.
+    again on the first device. A number, such as a loss computed inside the model, becomes its mean over the examples.
     Of the state that a forward leaves on its modules (buffers such as BatchNorm's statistics, attributes), that of
     replica 0 is kept, without a graph. Replicas on the CPU draw from one random generator, in the order in which they
     come to it. Gradients of gradients are not supported.
@@ -64,6 +64,8 @@ class Replicas:
         self._values = values
         self._threads = DeviceThreads(self.devices, "replica")
         self._taken = ReplacedForward(module, self.forward)
+        # A recurrent or attention layer that takes the time steps first, as torch has it by default.
+        self._was_compared = not any(getattr(part, "batch_first", None) is False for part in module.modules())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the module for the whole batch.
@@ -76,16 +78,45 @@ class Replicas:
         if len(parts) == 1 and self._values.is_shared(0):
             output, structure = tree_flatten(self._taken.compute(*args, **kwargs))
             check_outputs([output], [num_rows(parts[0])])
-            return tree_unflatten([leaf.reshape(1) if _is_number(leaf) else leaf for leaf in output], structure)
+            return tree_unflatten(output, structure)
+        if not self._was_compared and self._values.is_shared(0):
+            self._was_compared = True
+            self._compare_parts(parts, structure, args, kwargs)
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         if torch.is_grad_enabled() and (trained or inputs):
             run = _Pass(self, trained, leaves)
             joined = _Replicated.apply(run, parts, structure, *trained, *inputs)  # type: ignore[no-untyped-call]
         else:
-            run = _Pass(self, [], [])
-            joined = run.forward(parts, structure)
+            return _run_apart(self, parts, structure)
         return run.restore(joined)
+
+    def _compare_parts(self, parts: list[list[Any]], structure: Any, args: Any, kwargs: Any) -> None:
+        """Raise UsageError unless the model computes a batch together as it computes its parts: without dropout."""
+        cuda = {device.index for device in self.devices if device.type == "cuda"}
+        before = [(part, dict(vars(part))) for part in self.module.modules()]
+        state = {name: each.clone() for name, each in self.module.named_buffers()}
+        self.module.eval()
+        try:
+            with torch.random.fork_rng(cuda), torch.no_grad():
+                expected = tree_flatten(self._taken.compute(*args, **kwargs))[0]
+                found = tree_flatten(_run_apart(self, parts, structure))[0]
+        finally:
+            for part, attributes in before:  # its mode, and what a forward has left on it
+                vars(part).clear()
+                vars(part).update(attributes)
+            with torch.no_grad():
+                for name, each in self.module.named_buffers():
+                    each.copy_(state[name])
+        for one, other in zip(expected, found, strict=True):
+            if not isinstance(one, torch.Tensor) or not one.is_floating_point():
+                continue
+            if one.shape != other.shape or not torch.allclose(one, other, rtol=1e-3, atol=1e-4, equal_nan=True):
+                raise UsageError(
+                    "the model computes another result for a batch than for its parts: replicas split every tensor "
+                    "along its first dimension, which must be the batch; use batch_first=True, or another strategy "
+                    "(all-reduce)"
+                )
 
     def close(self) -> None:
         """Let the model compute by itself again, and end the replicas' threads. Idempotent."""
@@ -105,6 +136,7 @@ class _Pass:
         """By replica: where its graph begins, one per trained parameter, then one per input to train."""
         self._ends: list[Sequence[torch.Tensor]] = []
         """By tensor of the output: the replicas' parts of it, with their graphs."""
+        self._shares: list[float] = []
         self._output: list[Any] = []
         self._output_structure: Any = None
 
@@ -134,13 +166,16 @@ class _Pass:
         self._output, self._output_structure = outputs[0]
         if any(one != self._output_structure for _, one in outputs):
             raise UsageError("the replicas' outputs differ in structure: return the same from each forward")
-        check_outputs([output for output, _ in outputs], [num_rows(part) for part in parts])
+        sizes = [num_rows(part) for part in parts]
+        check_outputs([output for output, _ in outputs], sizes)
+        self._shares = shares_of(sizes)
         self._ends = [
             column
             for column in zip(*(output for output, _ in outputs), strict=True)
             if isinstance(column[0], torch.Tensor)
         ]
-        return tuple(gather([tensor.detach() for tensor in column], owner.devices[0]) for column in self._ends)
+        device = owner.devices[0]
+        return tuple(gather([tensor.detach() for tensor in column], device, self._shares) for column in self._ends)
 
     @property
     def is_differentiable(self) -> list[bool]:
@@ -167,7 +202,7 @@ class _Pass:
         for column, gradient in zip(self._ends, gradients, strict=True):
             if gradient is None:
                 continue
-            for replica, part in enumerate(scatter(gradient, column)):
+            for replica, part in enumerate(scatter(gradient, column, self._shares)):
                 if column[replica].requires_grad:
                     ends[replica].append(column[replica])
                     ends_gradients[replica].append(part)
@@ -230,8 +265,9 @@ class _Replicated(torch.autograd.Function):
         return (None, None, None, *ctx.run.backward(gradients, keep_graph=keep_graph))
 
 
-def _is_number(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and not leaf.dim()
+def _run_apart(owner: Replicas, parts: list[list[Any]], structure: Any) -> Any:
+    run = _Pass(owner, [], [])
+    return run.restore(run.forward(parts, structure))
 
 
 def _take_gradient(start: torch.Tensor | None) -> torch.Tensor | None:
