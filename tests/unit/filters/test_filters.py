@@ -299,7 +299,7 @@ def test_filters_have_a_text(text: str, expected: Filter) -> None:
         ("top-k", "lacks settings: top-k:SHARE"),
         ("top-k:0", "above 0, at most 1"),
         ("random-skip:nan", "above 0, at most 1"),
-        ("significant:inf", "finite"),
+        ("significant:inf", "expected a number"),
         ("kkt:1", r"KKT\(margin=1.0\): expected a number from 0 to below 1"),
         ("compress:0", "from 1 to 9"),
         ("zstd:20", "from 1 to 19"),
