@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 
-.PHONY: demo test check bench torture mutants thorough clean
+.PHONY: demo test check bench gpu torture mutants thorough clean
 
 # How long `make torture` takes: clusters of the protocol simulated, clusters of the product's own code in virtual time,
 # then clusters of real processes.
@@ -50,6 +50,15 @@ bench: .venv/.dev .venv/.bench
 	$(BIN)/paceline bench ps
 	$(BIN)/python benchmarks/kernels.py
 	$(BIN)/python benchmarks/vowpal_wabbit.py
+
+# On a machine with a CUDA device. GPU_PYTHON is a Python that has what is needed already, its own torch above all; then
+# nothing is installed.
+GPU_PYTHON ?=
+gpu: $(if $(GPU_PYTHON),,.venv/.dev)
+	status=0; export PYTHONPATH=$(CURDIR)/src:$$PYTHONPATH; python=$(or $(GPU_PYTHON),$(BIN)/python); \
+	$$python benchmarks/gpu.py --json docs/gpu.json --docs docs/gpu.md || status=1; \
+	$$python -m pytest -m gpu -o filterwarnings=default $$(grep -rl --include='*.py' pytest.mark.gpu tests) || status=1; \
+	exit $$status
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv

@@ -1,4 +1,4 @@
-"""Groups for tensors that are not on the CPU: the backend that PyTorch itself takes for their device."""
+"""Collectives of CUDA tensors: by NCCL, or by host copies where ranks share a device, which NCCL refuses."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class DeviceGroups:
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, name: str) -> None:
         self._store, self._rank, self._size, self._timeout, self._name = store, rank, size, timeout, name
         self._group: Any = None
+        self._is_shared = False
 
     @property
     def is_made(self) -> bool:
@@ -31,18 +32,19 @@ class DeviceGroups:
         return self._group
 
     def of(self, tensor: Tensor) -> Any:
-        """Return the group for the device of a tensor. Raises UsageError if there is none."""
+        """Return the group for a tensor's device, None if ranks share one. Raises UsageError without NCCL."""
         return self.of_device(tensor.device)
 
     def of_device(self, device: torch.device) -> Any:
-        """Return the group for a device. Raises UsageError if there is none."""
+        """Return the group for a device, None if ranks share one. Raises UsageError without NCCL."""
         if device.type != _CUDA or not torch.distributed.is_nccl_available():
             raise UsageError(
                 f"got a tensor on {device}, expected one on the CPU or, where PyTorch has NCCL, on CUDA; move it with "
                 ".cpu()"
             )
-        if self._group is None:
-            self._group = self._make()
+        if self._group is None and not self._is_shared:
+            self._is_shared = self._size > 1 and self._find_shared(device)
+            self._group = None if self._is_shared else self._make()
         return self._group
 
     def close(self, *, abort: bool) -> None:
@@ -50,6 +52,12 @@ class DeviceGroups:
         group, self._group = self._group, None
         if group is not None:
             group.abort() if abort else group.shutdown()
+
+    def _find_shared(self, device: torch.device) -> bool:
+        """Exchange the devices' identifiers; return whether two ranks have the same."""
+        store = PrefixStore("CUDA devices", self._store)
+        store.set(str(self._rank), str(torch.cuda.get_device_properties(device).uuid))
+        return len({store.get(str(rank)) for rank in range(self._size)}) < self._size
 
     def _make(self) -> Any:
         from torch._C._distributed_c10d import ProcessGroupNCCL

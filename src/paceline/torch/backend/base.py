@@ -10,11 +10,12 @@ from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import ProcessGroup, Store
+from torch._C._distributed_c10d import ProcessGroup, Store, Work
 
 from paceline.collectives import Group
 from paceline.torch.backend.calls import Calls
 from paceline.torch.backend.errors import Terms
+from paceline.torch.backend.host_copies import through_host
 from paceline.torch.backend.monitored import MonitoredBarrier
 from paceline.torch.device import DeviceGroups
 
@@ -31,7 +32,7 @@ def on_cpu(method: _Method) -> _Method:
         tensor = first_tensor(arguments)
         if tensor is None or tensor.is_cpu:
             return method(self, *arguments, **options)
-        return getattr(self._devices.of(tensor), method.__name__)(*arguments, **options)
+        return self._on_device(tensor, method.__name__, *arguments, **options)
 
     return routed  # type: ignore[return-value]
 
@@ -117,7 +118,16 @@ class BaseProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
     def _get_backend(self, device: torch.device) -> Any:
         """Return who carries out calls on tensors of a device."""
         device = torch.device(device)
-        return self if device.type == "cpu" else self._devices.of_device(device)._get_backend(device)
+        group = None if device.type == "cpu" else self._devices.of_device(device)
+        return self if group is None else group._get_backend(device)
+
+    def _on_device(self, tensor: Tensor, method: str, *arguments: Any, **options: Any) -> Work:
+        """Make a call of a tensor that is not on the CPU."""
+        group = self._devices.of(tensor)
+        if group is None:
+            return through_host(functools.partial(getattr(self, method), **options), arguments)
+        work: Work = getattr(group, method)(*arguments, **options)
+        return work
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         """Return False: tensors are taken where they are."""

@@ -35,8 +35,7 @@ class Reducing(BaseProcessGroup):
             tensors = [tensors]
         tensor = only(tensors)
         if not tensor.is_cpu:
-            work: Work = self._devices.of(tensor).allreduce(tensors, opts if op is None else op)
-            return work
+            return self._on_device(tensor, "allreduce", tensors, opts if op is None else op)
         if op is not None or not isinstance(opts, c10d.AllreduceOptions):
             opts = _with_op(opts if op is None else op)
         name = NAMES.get(hash(opts.reduceOp))
@@ -55,8 +54,7 @@ class Reducing(BaseProcessGroup):
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = _COALESCED) -> Work:
         """Reduce each of several tensors over all ranks, in place."""
         if tensors and not tensors[0].is_cpu:
-            work: Work = self._devices.of(tensors[0]).allreduce_coalesced(tensors, opts)
-            return work
+            return self._on_device(tensors[0], "allreduce_coalesced", tensors, opts)
         return self._all_reduce(tensors, opts)
 
     @on_cpu

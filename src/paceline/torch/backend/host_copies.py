@@ -1,0 +1,97 @@
+"""Collectives of device tensors through copies of them in the host's memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Work
+from typing_extensions import override
+
+from paceline.torch.backend.future import CallFuture
+
+
+def through_host(call: Callable[..., Work], arguments: Sequence[Any]) -> Work:
+    """Make a call with host copies of its tensors; those of the first argument are copied back when it is done."""
+    copies: list[tuple[Tensor, Tensor]] = []
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            copies.append((value, value.detach().to("cpu", copy=True)))
+            return copies[-1][1]
+        return [copied(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+    results = copied(arguments[0])
+    filled = copies.copy()
+    return HostWork(call(results, *(copied(argument) for argument in arguments[1:])), filled)
+
+
+class HostWork(Work):
+    """A call on host copies; `filled` has each device tensor that it fills, and its copy."""
+
+    def __init__(self, call: Work, filled: Sequence[tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self._call, self._filled = call, filled
+        self._lock = threading.Lock()
+        self._is_copied = False
+        if call.is_success():
+            self._copy()
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait until it is done, and raise its error; see the work of a call on the CPU."""
+        self._call.wait(timeout)
+        self._copy()
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether it is done, or has failed."""
+        return self._call.is_completed()
+
+    def is_success(self) -> bool:
+        """Return whether it is done."""
+        return self._call.is_success()
+
+    def exception(self) -> Any:
+        """Return its error."""
+        return self._call.exception()
+
+    @override
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> list[Tensor]:
+        """Wait, and return the tensors that were filled."""
+        self.wait()
+        return [tensor for tensor, _ in self._filled]
+
+    def source_rank(self) -> int:
+        """Return the rank whose message was received."""
+        return self._call.source_rank()
+
+    _source_rank = source_rank
+
+    def get_future(self) -> CallFuture:
+        """Return a future of the tensors that were filled."""
+        future = CallFuture(devices=list({tensor.device for tensor, _ in self._filled if tensor.is_cuda}))
+
+        def complete(_: Any) -> None:
+            try:
+                future.set_result(self.result())
+            except Exception as error:  # nobody catches in the group's thread
+                future.fail(error, is_one_tensor=False)
+
+        self._call.get_future().add_done_callback(complete)
+        return future
+
+    def _copy(self) -> None:
+        with self._lock:
+            if not self._is_copied:
+                for tensor, copy in self._filled:
+                    tensor.data.copy_(copy)
+                for device in {tensor.device for tensor, _ in self._filled if tensor.is_cuda}:
+                    torch.cuda.current_stream(device).synchronize()
+                self._is_copied = True

@@ -1,0 +1,34 @@
+"""Collectives through host copies, as ranks that share a CUDA device make them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch._C._distributed_c10d import AllgatherOptions, HashStore  # noqa: E402
+
+import paceline.torch  # noqa: E402, F401
+from paceline.torch.backend.host_copies import HostWork, through_host  # noqa: E402
+
+dist = torch.distributed
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_results_are_copied_back(is_async: bool) -> None:
+    dist.init_process_group("paceline", store=HashStore(), rank=0, world_size=1)
+    try:
+        group: Any = dist.group.WORLD
+        options = AllgatherOptions()
+        options.asyncOp = is_async
+        given, outputs = torch.arange(3.0), [torch.zeros(3)]
+        work = through_host(functools.partial(group.allgather), [[outputs], [given], options])
+        assert isinstance(work, HostWork)
+        assert work.get_future().wait()[0] is outputs[0]
+        assert work.wait()
+        assert outputs[0].tolist() == [0.0, 1.0, 2.0]
+    finally:
+        dist.destroy_process_group()
