@@ -1,7 +1,7 @@
 """Strategies on one CUDA device, each beside PyTorch alone: time of a step, peak memory of the device, last loss.
 
     make gpu [GPU_PYTHON=python3]
-    python benchmarks/gpu.py [--json FILE] [--docs FILE] [--only TEXT] [--rounds 2]
+    python benchmarks/gpu.py [--json FILE] [--docs FILE] [--only TEXT] [--rounds 1]
 
 A perceptron of 25 million parameters and a model with an embedding of 16 million, both float32 with SGD. Every
 contender trains on the same batches in processes of its own, so that peak memory is its own. A step's time is the
@@ -38,6 +38,8 @@ from paceline.launch import prepare_kernels
 
 PATIENCE_S = 100.0
 START, END = "<!-- figures: gpu -->", "<!-- end of figures -->"
+STRATEGIES: list[Any] = []
+"""This process's, to be closed."""
 Prepare = Callable[[nn.Module, torch.optim.Optimizer, torch.device], tuple[Any, Any]]
 
 
@@ -82,7 +84,8 @@ def ddp(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
 def strategy(name: str, **options: Any) -> Prepare:
     def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[Any, Any]:
         chosen = {"devices": [device]} if name == "mirrored" else {"device": device}
-        return pt.strategy(name, **chosen, **options).prepare(model, optimizer)  # type: ignore[no-any-return]
+        STRATEGIES.append(pt.strategy(name, **chosen, **options))
+        return STRATEGIES[-1].prepare(model, optimizer)  # type: ignore[no-any-return]
 
     return prepare
 
@@ -181,8 +184,10 @@ def run_rank(rank: int, number: int, sizes: Sizes, device_name: str, folder: str
     Path(folder, f"found{rank}.json").write_text(json.dumps(found))
     if dist.is_initialized():
         dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # an end of its own for every strategy is tested elsewhere, and takes no part in the figures
+    for each in STRATEGIES:
+        each.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def run_contender(number: int, sizes: Sizes, device: str) -> dict[str, Any]:
@@ -267,6 +272,7 @@ def measure(names: list[str], sizes: Sizes, device: str, num_rounds: int) -> dic
                 continue
             try:
                 found[contender.name].append(run_contender(number, sizes, device))
+                print(time.strftime("%X"), contender.name, found[contender.name][-1], file=sys.stderr, flush=True)
             except Exception:  # the others go on; the exit status tells of it
                 errors[contender.name] = traceback.format_exc()
                 print(f"{contender.name} failed:\n{errors[contender.name]}", file=sys.stderr, flush=True)
@@ -290,7 +296,7 @@ def measure(names: list[str], sizes: Sizes, device: str, num_rounds: int) -> dic
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--only", default="", help="contenders whose name contains this")
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--docs", type=Path, help="page whose figures are replaced")

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store
+from torch._C._distributed_c10d import BarrierOptions, PrefixStore, ProcessGroup, Store
 
 from paceline.errors import UsageError
 
@@ -27,9 +27,14 @@ class DeviceGroups:
         """Whether any CUDA tensor has come."""
         return self._group is not None
 
-    def current(self) -> Any:
-        """Return the group that has been made."""
-        return self._group
+    def barrier(self) -> None:
+        """Wait for the other ranks on the group that has been made.
+
+        The options that ``torch.distributed`` passes name the CPU, which that group does not have.
+        """
+        options = BarrierOptions()
+        options.device = torch.device(_CUDA, torch.cuda.current_device())
+        self._group.barrier(options).wait()
 
     def of(self, tensor: Tensor) -> Any:
         """Return the group for a tensor's device, None if ranks share one. Raises UsageError without NCCL."""

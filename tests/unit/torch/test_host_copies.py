@@ -32,3 +32,26 @@ def test_results_are_copied_back(is_async: bool) -> None:
         assert outputs[0].tolist() == [0.0, 1.0, 2.0]
     finally:
         dist.destroy_process_group()
+
+
+def test_a_barrier_of_the_cuda_group_names_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+
+    class CudaGroup:
+        def barrier(self, options: Any) -> Any:
+            found.append(options.device)
+            return self
+
+        def wait(self) -> None: ...
+
+        def shutdown(self) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    dist.init_process_group("paceline", store=HashStore(), rank=0, world_size=1)
+    try:
+        world: Any = dist.group.WORLD
+        vars(vars(world)["_devices"])["_group"] = CudaGroup()
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    assert found == [torch.device("cuda", 0)]

@@ -32,7 +32,7 @@ class Moving(BaseProcessGroup):
     def barrier(self, opts: Any = _BARRIER, timeout: Any = None) -> Work:
         """Return when every rank has called it."""
         if self._devices.is_made:
-            self._devices.current().barrier(opts).wait()
+            self._devices.barrier()
         is_async = isinstance(opts, c10d.BarrierOptions) and opts.asyncOp
         return self._calls.run("barrier", [Step("barrier")], [], is_async=is_async)
 
