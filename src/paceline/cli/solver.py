@@ -125,10 +125,12 @@ def choose_blocks(
 def write_plot(file: Path, passes: list[BlockPass]) -> None:
     """Write a plot of passes. Raises UsageError if it cannot be written."""
     from paceline.observe import draw_passes
+    from paceline.storage.durable_io import replacing
 
     drawing = draw_passes([each.objective for each in passes], [each.active for each in passes])
     try:
-        file.write_text(drawing, encoding="utf-8")
+        with replacing(file) as aside:
+            aside.write_text(drawing, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"--plot {file}: {error.strerror or error}") from None
 

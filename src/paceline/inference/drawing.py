@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from pathlib import Path
 
 from paceline.errors import ModelError, UsageError
@@ -33,8 +34,10 @@ def write_png(file: Path, summary: ModelSummary, calibration: Calibration | None
         if table.histogram.counts:
             plot.stairs(table.histogram.counts, table.histogram.edges, fill=True)
         plot.set(title=f"{table.name}: {table.nonzero:,} of {table.features:,}", xlabel="weight", ylabel="features")
+    drawing = BytesIO()  # a FIFO cannot seek, as Matplotlib's PNG writer does
+    figure.savefig(drawing, format="png", dpi=_DOTS_PER_INCH)
     try:
         with replacing(file) as aside:
-            figure.savefig(aside, format="png", dpi=_DOTS_PER_INCH)
+            aside.write_bytes(drawing.getvalue())
     except OSError as error:
         raise ModelError(f"cannot write the plots to {file}: {error.strerror or error}") from None

@@ -15,6 +15,8 @@ from pathlib import Path
 _NOT_FOR_DIRECTORIES = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 """What a file system answers that has no way to sync a directory."""
 
+_OPEN_DESCRIPTORS = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/")
+
 
 def write_synced(path: Path, *buffers: bytes | memoryview) -> None:
     """Write a file; it is on the disk when this returns. Raises OSError."""
@@ -37,15 +39,21 @@ def replace_synced(path: Path, data: bytes) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a name to write a file under; it is renamed to `path` in the end, and removed after an error.
+    """Yield the path to write an output file to, so that `path` never holds half a file.
 
-    What processes of this host that were killed have left of the same file is removed, too.
+    A regular or absent target, reached through symbolic links, is replaced at the end by a temporary file, which is
+    removed after an error. A device, a FIFO or an open descriptor (``/dev/stdout``) is written in place.
+    Left-over temporary files of killed processes of this host are removed.
     """
-    aside = path.with_name(f".{path.name}.{process_mark()}")
-    remove_left_behind(path.parent, re.compile(rf"\.{re.escape(path.name)}\.([0-9a-f]{{16}})"))
+    if str(path).startswith(_OPEN_DESCRIPTORS) or (path.exists() and not path.is_file()):
+        yield path
+        return
+    target = Path(os.path.realpath(path))
+    aside = target.with_name(f".{target.name}.{process_mark()}")
+    remove_left_behind(target.parent, re.compile(rf"\.{re.escape(target.name)}\.([0-9a-f]{{16}})"))
     try:
         yield aside
-        os.replace(aside, path)
+        os.replace(aside, target)
     finally:
         aside.unlink(missing_ok=True)
 
