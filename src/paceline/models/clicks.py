@@ -105,11 +105,14 @@ class ClickProbabilityModel(SparseModel):
         optimism: Optimism | None = None,
     ) -> Self:
         counts, p = _counts(labels, weights), np.clip(predictions.astype(np.float64), 1e-12, 1 - 1e-12)
-        newest = slice(_where_rates_hold(labels, p, counts), None)
+        first, is_drifting = _where_rates_hold(labels, p, counts)
+        newest = slice(first, None)
         y, p, counts = labels[newest].astype(np.float64), p[newest], counts[newest]
         if min((counts * y > 0).sum(), (counts * (1 - y) > 0).sum()) < _LEAST_LABELS:
             return self
         shift, error = log_odds_shift(np.log(p / (1 - p)), y, counts)
+        if is_drifting:  # the trial's held-out rows are the newest ones: its error is the same drift
+            optimism = None
         beyond, error_beyond = _expected(optimism or Optimism())
         off, variance = shift + beyond, error * error + error_beyond * error_beyond
         share = 1 - variance / max(off * off, 1e-30)
@@ -163,11 +166,11 @@ def _off(y: Floats | Doubles, p: Doubles, counts: Doubles) -> tuple[float, float
     return float(counts @ (p - y)), math.sqrt(float((counts * counts) @ (p * (1 - p))))
 
 
-def _where_rates_hold(labels: Floats, p: Doubles, counts: Doubles) -> int:
-    """Return where the newest examples begin: an eighth, a quarter, a half or all of them.
+def _where_rates_hold(labels: Floats, p: Doubles, counts: Doubles) -> tuple[int, bool]:
+    """Return the start of the newest examples, an eighth, a quarter, a half or all, and whether the rate drifts.
 
-    Each time as many more are taken, unless predictions are off there by another share than in those that are taken:
-    so that the rate is that of now where it drifts, and is known well where it does not.
+    The part doubles while predictions are off by the same share in the part before it. It halves again while the rate
+    changes within it. If the rate changes within the newest eighth, no rate holds: all examples count.
     """
     n = len(labels)
     first = n - min(max(n // _NEWEST, 1), n)
@@ -178,7 +181,21 @@ def _where_rates_hold(labels: Floats, p: Doubles, counts: Doubles) -> int:
         if abs(off / now - off_then / then) > _OTHER_TIMES * math.hypot(error / now, error_then / then):
             break
         first = max(2 * first - n, 0)
-    return first
+    is_drifting = first > 0
+    while first > 0 and _is_changing(labels[first:], counts[first:]):
+        first = (first + n) // 2 if n - first > n // _NEWEST + 1 else 0
+    return first, is_drifting
+
+
+def _is_changing(labels: Floats, counts: Doubles) -> bool:
+    """Return whether the rates of positives in the two halves of the examples differ by more than chance."""
+    constant = np.full(len(labels), np.average(labels, weights=np.maximum(counts, 1e-30)))
+    halves = slice(0, len(labels) // 2), slice(len(labels) // 2, None)
+    (older, error), (newer, other_error) = (_off(labels[half], constant[half], counts[half]) for half in halves)
+    total, other_total = (max(float(counts[half].sum()), 1e-12) for half in halves)
+    return abs(older / total - newer / other_total) > _OTHER_TIMES * math.hypot(
+        error / total, other_error / other_total
+    )
 
 
 def click_loss(

@@ -14,7 +14,7 @@ error, and features have factors unless the logistic regression is better by mor
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from paceline.data.example_sampling import ExampleSample
@@ -68,8 +68,12 @@ def tune_linear(
     is_sorted: bool,
     passes: int | None,
     is_wide: bool,
+    given: Collection[str] = (),
 ) -> TunedModel:
-    """Return what suits a linear model, of these update rules and those next to the best of them."""
+    """Return what suits a linear model, of these update rules and those next to the best of them.
+
+    The settings of a rule that were `given` by the user, such as ``l1``, do not change.
+    """
     trial = ModelTrial(
         model, sample, batch_size, is_sorted=is_sorted, passes=passes, seconds=SECONDS * (_WIDE if is_wide else 1.0)
     )
@@ -77,7 +81,7 @@ def tune_linear(
     best = min(tried, key=_mean_loss)
     seen = set(rules)
     for _ in range(_WIDE_ROUNDS if is_wide else _ROUNDS if trial.num_examples >= _LEAST_REFINED else 0):
-        others = [rule for rule in _next_rules(best.rule) if len(rules) > 1 and rule not in seen]
+        others = [rule for rule in _next_rules(best.rule, given) if len(rules) > 1 and rule not in seen]
         seen.update(others)
         former, best = best, min([best, *trial.run_all([(model, rule) for rule in others])], key=_mean_loss)
         if best is former:
@@ -85,12 +89,13 @@ def tune_linear(
     return TunedModel(model=model, rule=best.rule, passes=passes or passes_for_all(best.passes, sample))
 
 
-def _next_rules(rule: UpdateRule) -> list[UpdateRule]:
+def _next_rules(rule: UpdateRule, given: Collection[str]) -> list[UpdateRule]:
+    """Return rules next to one, which differ from it in settings that were not `given`."""
     if not isinstance(rule, FTRL):
         return []
     return [
-        *(dataclasses.replace(rule, l1=rule.l1 * factor) for factor in _OTHER_L1),
-        *(dataclasses.replace(rule, alpha=rule.alpha * factor) for factor in (0.6, 1.7)),
+        *(dataclasses.replace(rule, l1=rule.l1 * factor) for factor in _OTHER_L1 if "l1" not in given),
+        *(dataclasses.replace(rule, alpha=rule.alpha * factor) for factor in (0.6, 1.7) if "alpha" not in given),
     ]
 
 
