@@ -189,7 +189,8 @@ def _where_rates_hold(labels: Floats, p: Doubles, counts: Doubles) -> tuple[int,
 
 def _is_changing(labels: Floats, counts: Doubles) -> bool:
     """Return whether the rates of positives in the two halves of the examples differ by more than chance."""
-    constant = np.full(len(labels), np.average(labels, weights=np.maximum(counts, 1e-30)))
+    rate = float(np.average(labels, weights=np.maximum(counts, 1e-30)))
+    constant: Doubles = np.full(len(labels), rate, np.float64)
     halves = slice(0, len(labels) // 2), slice(len(labels) // 2, None)
     (older, error), (newer, other_error) = (_off(labels[half], constant[half], counts[half]) for half in halves)
     total, other_total = (max(float(counts[half].sum()), 1e-12) for half in halves)

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from paceline.launch.train.options import TrainOptions
-from paceline.launch.train.planning import _given_settings
+from paceline.launch.train.planning import given_settings
 from paceline.models.base import Optimism
+from paceline.models.clicks import ClickProbabilityModel
 from paceline.models.registry import MODELS
 from paceline.models.update import make_update, suited_ftrl
 
@@ -21,6 +22,7 @@ def _mean_prediction(rate_of_newest: float, *, is_gradual: bool = False) -> floa
     predictions = np.full(n, 0.06, np.float32)
     model = MODELS["lr"]()
     trial = Optimism(1.5, 0.05)  # on the newest rows, as the trial of a drifting file shows it
+    assert isinstance(model, ClickProbabilityModel)
     offset = model.calibrated(labels, predictions, None, trial).offset
     return float(1 / (1 + np.exp(-(np.log(0.06 / 0.94) + offset))))
 
@@ -35,10 +37,10 @@ def test_a_rate_that_still_changes_is_not_followed() -> None:
     assert _mean_prediction(0.5, is_gradual=True) == pytest.approx(mean, rel=0.1)
 
 
-def test_given_settings_are_known() -> None:
+def testgiven_settings_are_known() -> None:
     model = MODELS["regression"]()
-    assert _given_settings(TrainOptions(model=model, data=["x"], update=suited_ftrl)) == []
+    assert given_settings(TrainOptions(model=model, data=["x"], update=suited_ftrl)) == []
     given = TrainOptions(model=model, data=["x"], update=lambda lr, l1, l2: make_update(lr=lr, l1=2.0, l2=l2))
-    assert _given_settings(given) == ["l1"]
+    assert given_settings(given) == ["l1"]
     given = TrainOptions(model=model, data=["x"], update=make_update(lr=0.1, l1=2.0))
-    assert _given_settings(given) == ["alpha", "l1"]
+    assert given_settings(given) == ["alpha", "l1"]

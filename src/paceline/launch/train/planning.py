@@ -155,7 +155,7 @@ def _rule_after(former: UpdateRule, options: TrainOptions) -> UpdateRule:
     return dataclasses.replace(rule, beta=former.beta if rule.beta == FTRL().beta else rule.beta)
 
 
-def _given_settings(options: TrainOptions) -> list[str]:
+def given_settings(options: TrainOptions) -> list[str]:
     """Return the names of the settings that the user gave: those of the update rule that suggestions do not change."""
     one, other = (rule_of(options.update, suggested, suggested) for suggested in (0.25, 0.5))
     return [name for name in ("alpha", "l1") if getattr(one, name, None) == getattr(other, name, None)]
@@ -174,7 +174,7 @@ def _find_settings(
         rules = [rule, *_rules_of(options, sample, itertools.product(LINEAR_RATES, [L1], [0.0]))]
         found = tune_linear(
             plain, sample, batch_size, list(dict.fromkeys(rules)),
-            is_sorted=is_sorted, passes=options.epochs, is_wide=is_wide, given=_given_settings(options),
+            is_sorted=is_sorted, passes=options.epochs, is_wide=is_wide, given=given_settings(options),
         )  # fmt: skip
         return dataclasses.replace(found, model=model.settled())
     linear = TunedModel(model=model.settled(), rule=rule, passes=options.epochs or 1)
