@@ -175,7 +175,7 @@ def test_a_server_takes_no_word_of_another_version(snapshot: tuple[Path, list[Fl
         number = client.open_table(read_newest(snapshot[0]).manifest.tables[0].spec).number
         request = LoadParts(version=7, table=number, directory=str(snapshot[0]), parts=(), buckets=())
         with pytest.raises(StaleEpochError, match=r"server 0 goes by version 1 .* loaded by version 7"):
-            client.servers.newest()[0].call(request)
+            client.servers.newest()[0].call(request, sequence=1)
 
 
 def test_a_server_dies_meanwhile_and_another_takes_its_place(
