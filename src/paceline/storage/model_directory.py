@@ -11,7 +11,6 @@ import contextlib
 import os
 import re
 import secrets
-from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -61,12 +60,13 @@ class SavedModel:
         A thread reads the next file while the caller works on this one.
         """
         with ThreadPoolExecutor(1) as pool:
-            reads = deque(pool.submit(read_part, self.directory, part, _WHOLE) for part in table.parts[:1])
-            for part in (*table.parts[1:], None):
-                if part is not None:
-                    reads.append(pool.submit(read_part, self.directory, part, _WHOLE))
-                if reads:
-                    yield reads.popleft().result()
+            ahead = None
+            for part in table.parts:
+                read, ahead = ahead, pool.submit(read_part, self.directory, part, _WHOLE)
+                if read is not None:
+                    yield read.result()
+            if ahead is not None:
+                yield ahead.result()
 
     def load_store(self, name: str) -> SparseStore:
         """Return a sparse table as rows in this process."""

@@ -137,7 +137,6 @@ class SparsePart(TablePart):
 
     @override
     def write_records(self, keys: Keys, records: Floats) -> None:
-        self.store.reserve(keys)
         self.magnitudes.widen(records.reshape(len(keys), self.record_words))
         self.store.write_records(keys, records)
         passes.note_push(self.store, keys)
