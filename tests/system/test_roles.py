@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trustme
@@ -48,6 +49,11 @@ def speak(address: str, data: bytes) -> bytes:
     return answer
 
 
+def train_once(paceline: Commands, *arguments: str, data: tuple[Path, Path]) -> dict[str, Any]:
+    """Train one pass and evaluate; return the result."""
+    return dict(paceline.succeed("train", data[0], "--epochs", "1", "--eval", data[1], *arguments, "--json", "-q").json)
+
+
 def test_a_cluster_by_hand(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
     scheduler, address = start_scheduler(paceline, "--servers", "2", "--workers", "2")
     assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
@@ -79,14 +85,19 @@ def test_a_cluster_by_hand(paceline: Commands, click_log: tuple[Path, Path], tmp
     assert finished.status == 130
     assert "the model so far is saved in unfinished" in finished.err
 
-    # Workers are free again for the next job; the table goes on from where it was.
-    result = paceline.succeed(
-        "train", click_log[0], "--epochs", "1", "--eval", click_log[1], *joining, "--json", "-q", "--save", "model"
-    ).json
+    # Workers are free again for the next job, which starts with an empty table, whatever its hyperparameters.
+    first = train_once(paceline, *joining, "--lr", "0.03", "--l1", "0.5", data=click_log)
+    result = train_once(paceline, *joining, "--save", "model", data=click_log)
+    again = train_once(paceline, *joining, data=click_log)
     assert result["examples"] == 12_000
     assert result["auc"] > 0.6
+    assert again["log_loss"] == pytest.approx(result["log_loss"], abs=2e-3)
+    assert abs(first["log_loss"] - result["log_loss"]) > 1e-4
+    further = train_once(paceline, *joining, "--init-from", "model", data=click_log)
+    assert further["num_features"] == result["num_features"]
     other = paceline.run("train", click_log[0], *joining, "--update", "adagrad", "-q")  # another rule, same table
     assert (other.status, len(other.err.splitlines())) == (2, 1)
+    assert "end the cluster" in other.err
     missing = paceline.run("train", "missing.tsv", *joining)
     assert (missing.status, missing.err) == (1, "paceline: missing.tsv does not exist\n")
     end(scheduler, *servers, *workers, late)

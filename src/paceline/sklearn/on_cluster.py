@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from paceline.data import Batch
 from paceline.data.key_scaling import read_key_scaling
-from paceline.errors import UsageError
 from paceline.launch import connect
 from paceline.launch.train.options import TrainOptions
 from paceline.launch.train.planning import plan_training
@@ -59,8 +58,6 @@ def train_on_cluster(
 
 def _train_there(options: TrainOptions, scheduler: str, token: str | None) -> None:
     with contextlib.closing(connect(scheduler, token=token, observer=True)) as client:
-        if client.tables():
-            raise UsageError(f"the cluster of {scheduler} holds a model already: fit begins with none")
         settings = client.link.call(messages.GetSettings(), messages.Settings)
         Training(options, plan_training(options), client, num_workers=settings.num_workers).run()
 

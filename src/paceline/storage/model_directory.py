@@ -12,7 +12,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ class SavedModel:
         A thread reads the next file while the caller works on this one.
         """
         with ThreadPoolExecutor(1) as pool:
-            ahead = None
+            ahead: Future[tuple[Keys, Floats]] | None = None
             for part in table.parts:
                 read, ahead = ahead, pool.submit(read_part, self.directory, part, _WHOLE)
                 if read is not None:

@@ -15,7 +15,8 @@ from paceline.models.registry import read_model_settings
 from paceline.models.stored import StoredModel, read_stored_model
 from paceline.models.tuning import L1
 from paceline.models.update import rule_of
-from paceline.ps import FTRL, Client, UpdateRule, write_records
+from paceline.ps import FTRL, Client, SparseTable, UpdateRule, read_records, write_records
+from paceline.ps.client.client import make_spec
 from paceline.tables.settings import to_fields
 
 
@@ -54,13 +55,35 @@ class InitialModel:
     def load(self, client: Client, check: Callable[[], None]) -> None:
         """Write its rows into the tables of a new cluster; `check` is called now and then, and may raise."""
         stored = {each.spec.name: each for each in self._stored.tables}
-        handles = open_tables(client, self._model, self._update)
-        if any(table.rows for each in client.statistics() for table in each.tables.values()):
-            raise UsageError("the cluster holds a model already: --init-from begins on one that holds none")
-        for handle in handles:
+        for handle in open_tables(client, self._model, self._update):
             for keys, records in self._stored.records(stored[handle.name]):
                 check()
                 write_records(client, handle.spec, keys, records)
+
+
+def clear_tables(client: Client, model: SparseModel, update: UpdateRule, check: Callable[[], None]) -> None:
+    """Erase the rows of an earlier training on this cluster, and set the hyperparameters of this one.
+
+    `check` is called between requests, and may raise. Raises UsageError if a table has another size or update rule.
+    """
+    known = {spec.name: spec for spec in client.tables()}
+    for table in model.tables:
+        spec, rule = known.get(table.name), table.update or update
+        if spec is None:
+            continue
+        wanted = make_spec(table.name, "sparse", rule, table.initializer, spec.seed, dim=table.dim)
+        if spec.update["kind"] != wanted.update["kind"] or spec.with_update(wanted.update) != wanted:
+            raise UsageError(
+                f"table {table.name!r} of an earlier training on this cluster is {spec}, but this training needs "
+                f"{wanted}: end the cluster and start another one"
+            )
+        handle = client.open_table(spec)
+        assert isinstance(handle, SparseTable)
+        for keys, _ in read_records(client, spec):
+            check()
+            handle.erase(keys)
+        if spec != wanted:
+            handle.set_update(rule)
 
 
 def continue_from(options: TrainOptions) -> TrainOptions:

@@ -32,7 +32,7 @@ from paceline.launch.train.data_files import (
 from paceline.launch.train.early_stopping import FOLDER, BestPass, PassLosses
 from paceline.launch.train.expiry import FeatureExpiry
 from paceline.launch.train.feature_names import keep_feature_names
-from paceline.launch.train.initial_model import InitialModel
+from paceline.launch.train.initial_model import InitialModel, clear_tables
 from paceline.launch.train.job_running import FinishedJob, JobRunner
 from paceline.launch.train.options import EarlyStopping, TrainOptions
 from paceline.launch.train.plan import TrainingPlan
@@ -167,6 +167,7 @@ class Training:
     def _begin(self, dataset: Dataset) -> None:
         """Bring the cluster to where the training begins."""
         options, plan = self._options, self._plan
+        clear_tables(self._client, plan.model, plan.update, self._signals.check)
         if self._resumption is not None:
             self._resume(self._resumption, dataset)
         elif options.init_from is not None:
