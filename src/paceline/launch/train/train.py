@@ -279,8 +279,7 @@ class Training:
             done = f"{self._resumption.snapshot} has all examples of {self._plan.epochs} epochs"
             self._warn(f"nothing was left to train: {done}; a larger --epochs goes on")
         if not mean_loss(state.progress) <= model.diverged_loss:
-            what = f"its mean {model.loss_name} is beyond all measure"
-            self._warn(f"the training diverged: {what}; choose a smaller --lr")
+            self._warn(f"the training diverged: the mean {model.loss_name} is far too high; choose a smaller --lr")
 
     def _warn_if_useless(self, state: JobState, evaluation: Evaluation | None) -> None:
         """Say so if the model predicts no better than always the same does."""
