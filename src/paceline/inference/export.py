@@ -15,8 +15,9 @@ import numpy.typing as npt
 
 from paceline.data.key_scaling import read_key_scaling
 from paceline.errors import ModelError, UsageError
-from paceline.inference.weights import LINEAR_MODELS, Weights, read_weights
+from paceline.inference.weights import LINEAR_MODELS, Weights, read_weights, split_bias
 from paceline.models.deep.base import DeepModel, load_networks
+from paceline.models.fm import FactorModel
 from paceline.models.registry import MODELS, read_model_settings
 from paceline.models.stored import StoredModel, read_stored_model
 from paceline.storage.durable_io import replacing
@@ -42,7 +43,9 @@ def export_model(directory: str | os.PathLike[str], file: Path, format: str | No
     stored = read_stored_model(directory)
     if format == "onnx":
         return _export_network(stored, file)
-    tables = {table.spec.name: _nonzero(read_weights(stored, table)) for table in stored.tables}
+    weights = {table.spec.name: read_weights(stored, table) for table in stored.tables}
+    _add_initial_factors(stored, weights)
+    tables = {name: _nonzero(each) for name, each in weights.items()}
     first = next(iter(tables.values()))
     if format == "text" and (len(tables) > 1 or first.values.shape[1] > 1):
         raise UsageError(f"{directory} has several numbers per feature, and text has one: export it --to npz")
@@ -112,6 +115,23 @@ def _scaling_arrays(stored: StoredModel) -> dict[str, npt.NDArray[Any]]:
         arrays["edges"] = np.array([edge for _, each in edges for edge in each], np.float32)
         arrays["bin_keys"] = scaling.bin_keys
     return {f"scaling.{name}": array for name, array in arrays.items()}
+
+
+def _add_initial_factors(stored: StoredModel, weights: dict[str, Weights]) -> None:
+    """Add the initial factors of features that are frequent enough but never received a gradient, as predictions do."""
+    model = read_model_settings(stored.described) if stored.described.get("kind") in MODELS else None
+    if not isinstance(model, FactorModel):
+        return
+    first, factors, counts = (weights[table.name] for table in model.parameter_tables[:3])
+    active, least = _nonzero(first).keys, model.value_of("factor_min_count")
+    if least > 0:
+        active = np.intersect1d(active, counts.keys[counts.values[:, 0] >= least])
+    missing = np.setdiff1d(active, factors.keys)
+    initial = np.empty((len(missing), factors.values.shape[1]), np.float32)
+    name = model.parameter_tables[1].name
+    stored.load_store(name).pull(missing, initial)
+    keys, values = np.append(factors.keys, missing), np.concatenate([factors.values, initial])
+    weights[name] = split_bias(keys, values)._replace(bias=factors.bias)
 
 
 def _nonzero(weights: Weights) -> Weights:

@@ -12,11 +12,14 @@ import pytest
 from onnx.reference import ReferenceEvaluator
 
 from paceline.errors import ModelError, UsageError
+from paceline.inference import load
 from paceline.inference.export import export_model
 from paceline.models.deep.base import DeepModel, load_networks
 from paceline.models.features.layout import RowLayout
+from paceline.models.fm import FactorModel
 from paceline.models.registry import make_model
 from paceline.ps import SGD, SparseStore, to_fields
+from paceline.ps.client.client import make_spec
 from paceline.storage.model_directory import save_model
 from paceline.tables.initializers import Zeros
 from paceline.tables.spec import TableSpec
@@ -80,3 +83,31 @@ def test_there_is_no_network(tmp_path: Path) -> None:
         export_model(tmp_path / "lr", tmp_path / "x.onnx")
     with pytest.raises(ModelError, match="nothing holds no model"):
         export_model(tmp_path / "nothing", tmp_path / "x.onnx")
+
+
+def test_factors_without_a_gradient_are_exported(tmp_path: Path) -> None:
+    """Predictions use the initial factors of a frequent feature that no push has reached; so does the export."""
+    model = make_model("fm", dim=2, factor_min_count=5)
+    assert isinstance(model, FactorModel)
+    rows = {
+        "fm": {1: [0.5], 2: [-0.25], 3: [1.0], 4: [0.0]},
+        "fm factors": {1: [0.1, 0.2]},
+        "fm counts": {1: [5.0], 2: [9.0], 3: [4.0], 4: [9.0]},
+    }
+    tables = []
+    for table in model.parameter_tables:
+        update, initializer = table.update or SGD(lr=1.0), table.initializer or Zeros()
+        store = SparseStore(dim=table.dim, rule=update, initializer=initializer)
+        keys = np.array(list(rows[table.name]), np.uint64)
+        records = np.zeros((len(keys), store.row_words), np.float32)
+        records[:, : table.dim] = list(rows[table.name].values())
+        store.write_records(keys, records)
+        tables.append((make_spec(table.name, "sparse", update, initializer, 0, dim=table.dim), store.items()))
+    save_model(tmp_path / "fm", tables, {**model.describe(), "finished": True, "format": "libsvm", "columns": None})
+    export_model(tmp_path / "fm", tmp_path / "weights.npz")
+    arrays = np.load(tmp_path / "weights.npz")
+    assert arrays["fm factors.keys"].tolist() == [1, 2]  # 3 is too rare, and 4 has no weight
+    pair = float(arrays["fm factors.values"][0] @ arrays["fm factors.values"][1])
+    (found,) = load(tmp_path / "fm").predict([{1: 1.0, 2: 1.0, 3: 1.0}])
+    assert pair != 0
+    assert np.log(found / (1 - found)) == pytest.approx(1.25 + pair, abs=1e-6)
