@@ -17,14 +17,13 @@ from paceline.kernels.csr import logistic
 from paceline.models.base import KeyedMatrix, KeyedMinibatch, Optimism, SparseModel, sum_examples
 from paceline.models.metrics import ClickEvaluation, evaluate
 from paceline.models.progressive import ExampleSums
+from paceline.models.rate_drift import rate_shift
 from paceline.tables.types import Doubles, Floats
 
 _CHANCE = 3.0  # standard errors
 _USUAL_OPTIMISM = 0.01  # log-odds: the standard deviation where a trial says too little
-_OTHER_TIMES = 4.0  # standard errors: several parts are looked at, and the first that differs ends the search
-_NEWEST = 8
 _LEAST_PROBABILITY = 1e-7  # a float32 is no nearer to 1
-_LEAST_LABELS = 100  # of either kind: fewer say too little of how many there should be
+_LEAST_SHIFT = 1e-3  # log-odds: less changes no prediction that people see
 
 
 class ClickMinibatch(KeyedMinibatch):
@@ -105,18 +104,13 @@ class ClickProbabilityModel(SparseModel):
         optimism: Optimism | None = None,
     ) -> Self:
         counts, p = _counts(labels, weights), np.clip(predictions.astype(np.float64), 1e-12, 1 - 1e-12)
-        first, is_drifting = _where_rates_hold(labels, p, counts)
-        newest = slice(first, None)
-        y, p, counts = labels[newest].astype(np.float64), p[newest], counts[newest]
-        if min((counts * y > 0).sum(), (counts * (1 - y) > 0).sum()) < _LEAST_LABELS:
-            return self
-        shift, error = log_odds_shift(np.log(p / (1 - p)), y, counts)
-        if is_drifting:  # the trial's held-out rows are the newest ones: its error is the same drift
-            optimism = None
+        found = rate_shift(np.log(p / (1 - p)), labels.astype(np.float64), counts)
         beyond, error_beyond = _expected(optimism or Optimism())
-        off, variance = shift + beyond, error * error + error_beyond * error_beyond
-        share = 1 - variance / max(off * off, 1e-30)
-        return self if share <= 0 else dataclasses.replace(self, offset=self.offset + share * off)
+        # The trial's held-out rows may be the newest ones: their error is the drift, which `newest` has already.
+        off = found.shift + (1 - found.drift) * beyond
+        share = 1 - (found.error**2 + error_beyond**2) / max(off * off, 1e-30)
+        correction = max(share, 0.0) * off + found.newest
+        return self if abs(correction) < _LEAST_SHIFT else dataclasses.replace(self, offset=self.offset + correction)
 
 
 def for_classes(model: SparseModel, classes: Sequence[str]) -> SparseModel:
@@ -127,21 +121,6 @@ def for_classes(model: SparseModel, classes: Sequence[str]) -> SparseModel:
     if not isinstance(model, ClickProbabilityModel):
         return model
     return dataclasses.replace(model, positive=resolve_positive(model.positive, classes))
-
-
-def log_odds_shift(margins: Doubles, labels: Doubles, counts: Doubles) -> tuple[float, float]:
-    """Return what margins must get more for P(click) to be right in the mean, and the standard error of that.
-
-    `margins`, `labels` (0 and 1) and `counts`, how often each counts, are float64 [n]. Newton's method.
-    """
-    shift, error = 0.0, math.inf
-    for _ in range(20):
-        p = 1 / (1 + np.exp(-np.clip(margins + shift, -500, 500)))
-        spread = p * (1 - p)
-        total = max(float(counts @ spread), 1e-9)
-        shift -= float(np.clip(counts @ (p - labels) / total, -1, 1))
-        error = math.sqrt(float((counts * counts) @ spread)) / total
-    return shift, error
 
 
 def _expected(optimism: Optimism) -> Optimism:
@@ -159,44 +138,6 @@ def _expected(optimism: Optimism) -> Optimism:
 
 def _counts(labels: Floats, weights: Floats | None) -> Doubles:
     return np.ones(len(labels)) if weights is None else weights.astype(np.float64)
-
-
-def _off(y: Floats | Doubles, p: Doubles, counts: Doubles) -> tuple[float, float]:
-    """Return by how much the predictions exceed the labels in sum, and the standard error of that."""
-    return float(counts @ (p - y)), math.sqrt(float((counts * counts) @ (p * (1 - p))))
-
-
-def _where_rates_hold(labels: Floats, p: Doubles, counts: Doubles) -> tuple[int, bool]:
-    """Return the start of the newest examples, an eighth, a quarter, a half or all, and whether the rate drifts.
-
-    The part doubles while predictions are off by the same share in the part before it. It halves again while the rate
-    changes within it. If the rate changes within the newest eighth, no rate holds: all examples count.
-    """
-    n = len(labels)
-    first = n - min(max(n // _NEWEST, 1), n)
-    while first > 0:
-        before, after = slice(max(2 * first - n, 0), first), slice(first, n)
-        (off, error), (off_then, error_then) = (_off(labels[part], p[part], counts[part]) for part in (after, before))
-        now, then = (max(float(counts[part] @ p[part]), 1e-12) for part in (after, before))
-        if abs(off / now - off_then / then) > _OTHER_TIMES * math.hypot(error / now, error_then / then):
-            break
-        first = max(2 * first - n, 0)
-    is_drifting = first > 0
-    while first > 0 and _is_changing(labels[first:], counts[first:]):
-        first = (first + n) // 2 if n - first > n // _NEWEST + 1 else 0
-    return first, is_drifting
-
-
-def _is_changing(labels: Floats, counts: Doubles) -> bool:
-    """Return whether the rates of positives in the two halves of the examples differ by more than chance."""
-    rate = float(np.average(labels, weights=np.maximum(counts, 1e-30)))
-    constant: Doubles = np.full(len(labels), rate, np.float64)
-    halves = slice(0, len(labels) // 2), slice(len(labels) // 2, None)
-    (older, error), (newer, other_error) = (_off(labels[half], constant[half], counts[half]) for half in halves)
-    total, other_total = (max(float(counts[half].sum()), 1e-12) for half in halves)
-    return abs(older / total - newer / other_total) > _OTHER_TIMES * math.hypot(
-        error / total, other_error / other_total
-    )
 
 
 def click_loss(

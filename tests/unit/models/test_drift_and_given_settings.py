@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -9,8 +12,12 @@ from paceline.launch.train.options import TrainOptions
 from paceline.launch.train.planning import given_settings
 from paceline.models.base import Optimism
 from paceline.models.clicks import ClickProbabilityModel
+from paceline.models.logistic import SparseLogisticRegression
+from paceline.models.rate_drift import changed_rates
 from paceline.models.registry import MODELS
 from paceline.models.update import make_update, suited_ftrl
+from paceline.sklearn import LogisticRegression
+from paceline.tables.types import Doubles, Floats
 
 
 def _mean_prediction(rate_of_newest: float, *, is_gradual: bool = False) -> float:
@@ -37,7 +44,44 @@ def test_a_rate_that_still_changes_is_not_followed() -> None:
     assert _mean_prediction(0.5, is_gradual=True) == pytest.approx(mean, rel=0.1)
 
 
-def testgiven_settings_are_known() -> None:
+def _labels_of(rates: Doubles, seed: int) -> Floats:
+    return (np.random.default_rng(seed).random(len(rates)) < rates).astype(np.float32)
+
+
+@pytest.mark.parametrize("rate", [0.08, 0.12])
+def test_a_small_step_of_few_rows_is_followed(rate: float) -> None:
+    """Over 20 files of 6,500 rows; one file has some 65 positives in its newest eighth."""
+    rates = np.where(np.arange(6500) < 6500 * 7 / 8, 0.05, rate)
+    offset = math.log(0.06 / 0.94)
+    found = []
+    for seed in range(20):
+        model = SparseLogisticRegression(offset=offset).calibrated(
+            _labels_of(rates, seed), np.full(6500, 0.06, np.float32)
+        )
+        found.append(1 / (1 + math.exp(-model.offset)))
+    assert np.mean(found) == pytest.approx(rate, rel=0.1)
+
+
+def test_a_rate_that_holds_is_not_taken_for_drift() -> None:
+    drifts = [
+        changed_rates(_labels_of(np.full(5000, 0.05), seed).astype(np.float64), np.ones(5000)) for seed in range(40)
+    ]
+    assert sum(each is not None for each in drifts) <= 2
+    step = _labels_of(np.repeat([0.05, 0.1], 4000), 0).astype(np.float64)
+    assert changed_rates(step, np.ones(8000)) == pytest.approx((0.05, 0.1), rel=0.25)
+
+
+@pytest.mark.parametrize("given", [{}, {"epochs": 2, "lr": 0.1}])
+@pytest.mark.parametrize("is_ordered", [True, False])
+def test_a_rate_that_rises_over_the_file_is_right_in_the_mean(given: dict[str, Any], is_ordered: bool) -> None:
+    rates = 1 / (1 + np.exp(4.5 - 5 * (np.arange(8000) / 8000) ** 3))
+    labels, noise = _labels_of(rates, 1), np.random.default_rng(2).normal(0, 1, (8000, 3))
+    order = np.arange(8000) if is_ordered else np.random.default_rng(3).permutation(8000)
+    fitted = LogisticRegression(shuffle=False, **given).fit(noise[order], labels[order])
+    assert fitted.predict_proba(noise)[:, 1].mean() == pytest.approx(rates.mean(), rel=0.08)
+
+
+def test_given_settings_are_known() -> None:
     model = MODELS["regression"]()
     assert given_settings(TrainOptions(model=model, data=["x"], update=suited_ftrl)) == []
     given = TrainOptions(model=model, data=["x"], update=lambda lr, l1, l2: make_update(lr=lr, l1=2.0, l2=l2))

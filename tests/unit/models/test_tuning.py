@@ -267,8 +267,8 @@ def test_the_offset_is_the_log_odds_and_calibrates() -> None:
     weights = np.where(labels > 0, 3, 1).astype(np.float32)
     assert SparseLogisticRegression().starting_from(labels, weights).offset == pytest.approx(0, abs=1e-3)
     assert model.calibrated(labels, np.full(4000, 0.5, np.float32), weights) is model
-    few = SparseLogisticRegression().calibrated(labels[:300], np.full(300, 0.5, np.float32))
-    assert few.offset == 0  # 75 of one kind say too little
+    few = SparseLogisticRegression().calibrated(labels[:20], np.full(20, 0.35, np.float32))
+    assert few.offset == 0  # 5 of one kind are within chance
 
 
 @pytest.mark.parametrize("num_examples", [*range(1, 10), 17])

@@ -29,6 +29,8 @@ class TrainingPlan:
     """Of how many shards a worker mixes the examples: more than 1 where labels stand in runs."""
     optimism: Optimism | None = None
     """What a trial has shown of predictions for new examples; where there is none, they are not corrected."""
+    rates: tuple[float, float] | None = None
+    """The rates of positives at the start and the end of the data, if the rate drifts."""
     recent: Batch | None = None
     """Examples on which predictions should be right in the mean: the last ones, or from everywhere if mixed."""
     note: str | None = None
@@ -78,4 +80,6 @@ class TrainingPlan:
         for count, what in ((num_binned, "in bins"), (len(bent) - num_binned, "on logarithms")):
             rate += f", {count:,} {'feature' if count == 1 else 'features'} {what}" if count else ""
         mixed = "; labels stand in runs, so examples are mixed" if self.shards_at_once > 1 else ""
+        if self.rates is not None:
+            mixed += "; the rate of positives changed from {:.2%} to {:.2%} over the file".format(*self.rates)
         return f"{passes}, minibatches of {self.batch_size}, {rate} (from a look at {self.chosen_on:,} examples){mixed}"

@@ -22,6 +22,7 @@ from paceline.launch.train.snapshots import Resumption
 from paceline.models.base import Optimism, SparseModel
 from paceline.models.clicks import ClickProbabilityModel
 from paceline.models.fm import FactorModel
+from paceline.models.rate_drift import changed_rates
 from paceline.models.stored import StoredModel, read_stored_model
 from paceline.models.tuning import (
     FASTER_RATES,
@@ -50,7 +51,7 @@ _EPOCHS = 4  # where they are not found by trial
 _BATCH_SIZE = 256
 _SHARDS_AT_ONCE = 8
 _CALIBRATION_ROWS = 32_768
-_OPTIMISM_OF_MANY = Optimism(0.0, 0.02)  # far more examples than the sample has are not learned by heart
+_OPTIMISM_OF_MANY = Optimism(0.0, 0.02)  # without a trial of all examples: many are not learned by heart
 
 
 def plan_training(options: TrainOptions, warn: Callable[[str], None] = lambda text: None) -> TrainingPlan:
@@ -97,6 +98,12 @@ def plan_on_sample(options: TrainOptions, sample: ExampleSample, scaling: KeySca
     model = options.model
     if model.labels == "clicks":  # what others must know of the labels, they know by now
         model = model.starting_from(sample.batch.labels, sample.batch.weights)
+    rates = None
+    if isinstance(model, ClickProbabilityModel) and not is_sorted:
+        labels, weights = sample.batch.labels, sample.batch.weights
+        rates = changed_rates(
+            labels.astype(np.float64), (np.ones(len(labels)) if weights is None else weights).astype(np.float64)
+        )
     crossed = dataclasses.replace(sample, batch=model.crossed(sample.batch))
     batch_size = options.batch_size or suggested_batch_size(sample.num_examples, options.model.least_batch_size)
     found = _find_settings(options, model, crossed, batch_size, is_sorted=is_sorted)
@@ -108,7 +115,8 @@ def plan_on_sample(options: TrainOptions, sample: ExampleSample, scaling: KeySca
         note=found.note,
         scaling=scaling,
         shards_at_once=_SHARDS_AT_ONCE if is_sorted else 1,
-        optimism=found.optimism if sample.is_whole or found.optimism is None else _OPTIMISM_OF_MANY,
+        optimism=found.optimism if sample.is_whole and found.optimism is not None else _OPTIMISM_OF_MANY,
+        rates=rates,
         recent=_recent(sample, is_sorted=is_sorted),
         chosen_on=sample.batch.num_examples,
         num_examples=sample.num_examples,

@@ -23,9 +23,9 @@ from paceline.data.batch import Batch
 from paceline.data.example_sampling import ExampleSample
 from paceline.environment import num_cores
 from paceline.models.base import KeyScratch, Optimism, SparseModel
-from paceline.models.clicks import log_odds_shift
 from paceline.models.deep.base import DeepModel
 from paceline.models.fm import FactorModel
+from paceline.models.rate_drift import log_odds_shift
 from paceline.models.tuning.in_process import InProcessTables
 from paceline.models.tuning.trial import (
     MAX_PASSES,

@@ -30,7 +30,7 @@ from paceline.data.batch import Batch, pairs_of
 from paceline.data.key_scaling import distinct_keys
 from paceline.kernels.csr import csr_dot
 from paceline.models.base import Optimism
-from paceline.models.clicks import log_odds_shift
+from paceline.models.rate_drift import log_odds_shift
 from paceline.tables.logistic_pass import ROW_WORDS, logistic_pass
 from paceline.tables.rules import FTRL
 from paceline.tables.types import Doubles, Floats

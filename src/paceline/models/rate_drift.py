@@ -1,0 +1,109 @@
+"""Whether the rate of positives drifts over a file, and how much log odds are off on its newest part.
+
+Each hypothesis adds one term to the log odds: a step at the start of the newest half, quarter, eighth or sixteenth, or
+a ramp that begins there or at the start of the file. Its evidence is Laplace's approximation of the marginal likelihood
+(MacKay, Information Theory, Inference, and Learning Algorithms, 2003, chapter 27). Estimates are averaged by the
+probabilities of the hypotheses, so that a small step is followed in part.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from paceline.tables.types import Doubles
+
+_STARTS: Final = (1 / 2, 3 / 4, 7 / 8, 15 / 16)
+_OF_STEP, _OF_RAMP = 0.06, 0.006  # probabilities of one hypothesis, relative to none
+_CELLS: Final = 32  # of time and of margins
+_DEVIATION: Final = 1.0  # of a drift, in log odds
+_LEAST_LABELS: Final = 20  # of either kind: fewer show no drift
+_MOST_STEPS: Final = 30
+
+
+class RateShift(NamedTuple):
+    """The correction of log odds on all examples with its standard error, and on top that for the newest rate.
+
+    `newest` is the mean over the hypotheses; `drift` is the probability that the rate drifts.
+    """
+
+    shift: float
+    error: float
+    newest: float
+    drift: float
+
+
+class _Fit(NamedTuple):
+    shift: float
+    error: float
+    evidence: float
+
+
+def log_odds_shift(margins: Doubles, labels: Doubles, counts: Doubles) -> tuple[float, float]:
+    """Return the addend of the margins that makes P(click) right in the mean, and its standard error.
+
+    `margins`, `labels` (0 and 1) and `counts`, the weights of the examples, are float64 [n].
+    """
+    fit = _fit(np.zeros(len(margins)), margins, labels, counts)
+    return fit.shift, fit.error
+
+
+def changed_rates(labels: Doubles, counts: Doubles) -> tuple[float, float] | None:
+    """Return the rates of positives in the oldest and the newest sixteenth if the rate drifts, else None."""
+    part = len(labels) // 16
+    if not part or rate_shift(np.zeros(len(labels)), labels, counts).drift < 0.5:
+        return None
+    oldest, newest = (
+        float(np.average(labels[rows], weights=counts[rows] + 1e-30)) for rows in (slice(part), slice(-part, None))
+    )
+    return oldest, newest
+
+
+def rate_shift(margins: Doubles, labels: Doubles, counts: Doubles) -> RateShift:
+    """Return the corrections for all examples and for the newest rate.
+
+    Arguments as :func:`log_odds_shift`, in the order of the file.
+    """
+    if min(float((counts * labels > 0).sum()), float((counts * (1 - labels) > 0).sum())) < _LEAST_LABELS:
+        return RateShift(*log_odds_shift(margins, labels, counts), 0.0, 0.0)
+    counts = counts * (counts.sum() / max(float(counts @ counts), 1e-30))  # as many as there are effective examples
+    n = len(margins)
+    blocks = np.arange(n) * _CELLS // max(n, 1)
+    ranks = np.argsort(np.argsort(margins, kind="stable"), kind="stable")
+    cells = blocks * _CELLS + ranks * _CELLS // max(n, 1)
+    totals, positives, sums = (
+        np.bincount(cells, each, _CELLS**2).astype(np.float64) for each in (counts, counts * labels, counts * margins)
+    )
+    kept = np.flatnonzero(totals > 0)
+    data = sums[kept] / totals[kept], positives[kept] / totals[kept], totals[kept]
+    time = (kept // _CELLS + 0.5) / _CELLS
+    none = _fit(np.zeros(len(time)), *data)
+    steps = [_fit((time >= start).astype(np.float64), *data) for start in _STARTS]
+    ramps = [_fit(np.maximum(time - start, 0) / (1 - start), *data) for start in (0.0, *_STARTS)]
+    priors = [1.0] + [_OF_STEP] * len(steps) + [_OF_RAMP] * len(ramps)
+    evidence = np.array([each.evidence for each in (none, *steps, *ramps)]) + np.log(priors)
+    shares = np.exp(evidence - evidence.max())
+    shares /= shares.sum()
+    newest = sum(float(share) * (step.shift - none.shift) for share, step in zip(shares[1:], steps, strict=False))
+    return RateShift(none.shift, none.error, newest, float(1 - shares[0]))
+
+
+def _fit(term: Doubles, margins: Doubles, labels: Doubles, counts: Doubles) -> _Fit:
+    """Return the correction at the newest example, its standard error and the evidence. Newton's method."""
+    design = np.stack([np.ones(len(term)), term])
+    prior = np.array([1e-9, 1 / _DEVIATION**2])
+    found, newest = np.zeros(2), np.array([1.0, 1.0 if term.any() else 0.0])
+    for _ in range(_MOST_STEPS):
+        p = 1 / (1 + np.exp(-np.clip(margins + found @ design, -500, 500)))
+        curvature = (design * (counts * p * (1 - p))) @ design.T + np.diag(prior)
+        step = np.linalg.solve(curvature, design @ (counts * (labels - p)) - prior * found)
+        found += np.clip(step, -1, 1)
+        if np.abs(step).max() < 1e-8:
+            break
+    logits = margins + found @ design
+    likelihood = float(counts @ (labels * logits - np.logaddexp(0.0, logits)))
+    penalty = 0.5 * float(prior @ (found * found)) + 0.5 * float(np.linalg.slogdet(curvature)[1]) + math.log(_DEVIATION)
+    variance = float(newest @ np.linalg.solve(curvature, newest))
+    return _Fit(float(newest @ found), math.sqrt(max(variance, 0.0)), likelihood - penalty)
