@@ -6,10 +6,12 @@ import copy
 import gc
 import itertools
 import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F  # noqa: N812
 
 import paceline.torch
-from paceline.errors import UsageError
+from paceline.errors import PacelineError, UsageError
 from paceline.torch.strategies import AllReduce, Sharded, Strategy
 from paceline.torch.testing import Trial
 from paceline.torch.testing.idioms import several_models
@@ -292,24 +294,21 @@ def check_state_dicts_of_whole_values_are_loaded(rank: int, size: int) -> None:
 
 
 def check_what_cannot_be_sharded_is_refused_on_every_rank(rank: int, size: int) -> None:
-    scalar, double, empty = nn.Linear(2, 2), nn.Linear(2, 2), nn.ReLU()
-    scalar.register_parameter("temperature", nn.Parameter(torch.tensor(1.0)))
+    double, empty = nn.Linear(2, 2), nn.ReLU()
     double.bias = nn.Parameter(torch.zeros(2, dtype=torch.float64))
     foreign = nn.Parameter(torch.zeros(2))
     sparse = nn.Sequential(nn.Embedding(4, 2, sparse=True))
     tied = Net()
-    linear, hooked = nn.Linear(2, 2), nn.Linear(2, 2)
+    linear, hooked = nn.Linear(4, 4), nn.Linear(2, 2)
     hooked.weight.register_hook(torch.neg)
     wrong: list[tuple[nn.Module, Any, dict[str, Any], str]] = [
         (empty, None, {}, "the model has no parameters, so that there is nothing to shard"),
-        (scalar, None, {}, r"parameter 'temperature' is a scalar.*give it the shape \(1,\)"),
         (double, None, {}, "'weight' is float32 and 'bias' float64.*one dtype"),
         (linear, torch.optim.SGD([*linear.parameters(), foreign], lr=1.0), {}, "a parameter that the model does not"),
         (linear, torch.optim.LBFGS(linear.parameters()), {}, "LBFGS does not compute with shards"),
         (linear, torch.optim.SGD(linear.parameters(), fused=True), {}, r"SGD\(fused=True\) does not take shards"),
         (hooked, None, {}, "parameter 'weight' has a hook"),
         (sparse, None, {}, "0 has sparse=True"),
-        (nn.Sequential(paceline.torch.Embedding(2)), None, {}, "no place for embeddings of paceline.torch"),
         (tied, None, {"units": ["words"]}, "words has the parameter 'weight', which another part of the model has too"),
         (tied, None, {"units": ["blocks"]}, "blocks has no parameters, or no forward of its own"),
         (
@@ -333,8 +332,104 @@ def check_what_cannot_be_sharded_is_refused_on_every_rank(rank: int, size: int) 
             nn.utils.clip_grad_norm_(kept, 1.0)
         with pytest.raises(UsageError, match=r"register_hook\(\) on a parameter would never be called"):
             linear.weight.register_hook(torch.neg)
-        with pytest.raises(UsageError, match=r"call its full_tensor\(\) before, on every process"):
-            float(linear.weight.norm())
+        copies: list[Callable[[Any], Any]] = [copy.deepcopy, torch.optim.swa_utils.AveragedModel, pickle.dumps]
+        for copied in copies:
+            with pytest.raises(UsageError, match=r"make a copy before prepare\(\)"):
+                copied(linear)
+        with pytest.raises(UsageError, match=r"call full_tensor\(\)\.numpy\(\) on every process"):
+            np.asarray(linear.weight.detach())
+        with pytest.raises(UsageError, match=r"zero_\(\) on a part of a tensor in shards changes a copy"):
+            linear.weight.data[0].zero_()
+        x = torch.ones(2, 4, requires_grad=True)
+        calls: list[Callable[[], Any]] = [
+            lambda: torch.autograd.grad(linear(x).sum(), list(linear.parameters())),
+            lambda: linear(x).sum().backward(inputs=list(linear.parameters())),
+        ]
+        for call in calls:
+            with pytest.raises(UsageError, match="has no gradients for parameters in shards"):
+                call()
+        with pytest.raises(UsageError, match="create_graph=True"):
+            torch.autograd.grad(linear(x).sum(), x, create_graph=True)
+        with pytest.raises(PacelineError, match=r"calls model 0 to evaluate it|disagree"):
+            linear.eval()(x) if strategy.is_main else strategy.barrier()
+
+
+class Scaled(nn.Module):
+    """A number among its parameters, rows of embeddings, normalization, a small layer and a method beside forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = paceline.torch.Embedding(6, update=paceline.SGD(lr=0.1))
+        self.layer, self.norm, self.last = nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 1)
+        self.scale, self.shift = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.tensor(0.5), requires_grad=False)
+
+    def hidden(self, keys: Tensor) -> Any:
+        return self.layer(self.rows(keys)) + F.linear(self.rows(keys), self.layer.weight)
+
+    def forward(self, keys: Tensor) -> Any:
+        return self.last(self.norm(self.hidden(keys)).tanh()) * self.scale + self.shift
+
+
+def train_scaled(strategy: Strategy, change: Callable[[Any], Any] = lambda model: None) -> list[float]:
+    """Train by losses of the model, of a method and of its parameters; return numbers that are global."""
+    torch.manual_seed(1)
+    model = Scaled()
+    average = torch.optim.swa_utils.AveragedModel(model)
+    prepared, optimizer = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
+    if change is not None:
+        change(model)
+    average = strategy.prepare(average)
+    found = []
+    for step in range(6):
+        keys = torch.arange(step, step + 8).chunk(strategy.world_size)[strategy.rank]
+        optimizer.zero_grad()
+        if step == 3:
+            model.shift.requires_grad_(True)
+        loss: Any = prepared(keys).square().mean()
+        if step % 2:
+            loss = loss + model.hidden(keys).square().mean() + model.layer(torch.ones(2, 6)).mean() * strategy.rank
+        loss = loss + 0.1 * sum(each.norm() for each in model.parameters())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, float("inf"))
+        found += [float(strategy.reduce(loss.detach())), float(strategy.clip_grad_norm_(0.5)), model.scale.item()]
+        found += [each.grad.norm().item() for each in model.parameters() if each.grad is not None and each.numel()]
+        optimizer.step()
+        average.update_parameters(model)
+    found += [each.sum().item() for each in average.parameters()]
+    return found
+
+
+def check_numbers_embeddings_methods_and_averages(rank: int, size: int) -> None:
+    meet_again()
+    with AllReduce(device="cpu", find_unused_parameters=True) as strategy:
+        expected = train_scaled(strategy)
+    meet_again()
+    with Sharded(device="cpu") as strategy:
+        assert train_scaled(strategy) == pytest.approx(expected, abs=1e-5)
+
+
+def check_writes_into_parameters_are_those_of_whole_ones(rank: int, size: int) -> None:
+    def write(model: nn.Module, strategy: Strategy | None) -> list[Tensor]:
+        weight: Any = model.get_parameter("0.weight")
+        with torch.no_grad():
+            nn.utils.vector_to_parameters(torch.arange(54.0), model.parameters())
+            weight[1] = 7.0
+            weight[weight > 10] = 10.0
+            weight.data[:, 0] = torch.arange(8.0)
+            weight.data = weight.data * 0.5
+            weight += torch.arange(32.0).view(8, 4)
+        torch.manual_seed(4)
+        model[1].reset_parameters()  # type: ignore[index]
+        return [
+            each.full_tensor() if isinstance(each, DTensor) else each.detach()
+            for each in (*model.parameters(), torch.stack([torch.stack(list(row)).sum() for row in weight]))
+        ]
+
+    expected = write(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1), nn.Linear(1, 2)), None)
+    meet_again()
+    with Sharded(device="cpu") as strategy:
+        found = write(strategy.prepare(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1), nn.Linear(1, 2))), strategy)
+    torch.testing.assert_close(found, expected)
 
 
 class Autoencoder(nn.Module):
@@ -361,8 +456,7 @@ def check_methods_and_arguments_beside_forward(rank: int, size: int) -> None:
         model = strategy.prepare(copy.deepcopy(alone))
         torch.testing.assert_close(model(x, model.encoder.weight.new_ones(4)), expected)  # a DTensor
         torch.testing.assert_close(model(x, shift=model.encoder.bias.detach()), alone(x, shift))
-        with pytest.raises(UsageError, match=r"decoder was called while its parameters are in shards"):
-            model.decode(code)
+        torch.testing.assert_close(model.decode(code), alone.decode(code))
         register_fsdp_forward_method(model, "decode")
         with torch.no_grad():
             torch.testing.assert_close(model.decode(code), alone.decode(code))

@@ -69,9 +69,19 @@ def test_names_that_are_no_units(patterns: list[str], said: str) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "num_shards", "dimension"),
-    [((8, 3), 4, 0), ((7, 4), 4, 0), ((5, 8), 4, 1), ((1, 8), 4, 1), ((1, 7), 4, 0), ((3,), 4, 0), ((0, 4), 2, 1)],
+    [
+        ((8, 3), 4, 0),
+        ((7, 4), 4, 0),
+        ((5, 8), 4, 1),
+        ((1, 8), 4, 1),
+        ((1, 7), 4, None),
+        ((3,), 4, None),
+        ((), 4, None),
+        ((0, 4), 2, 1),
+        ((3, 1 << 16), 5, 0),
+    ],
 )
-def test_no_shard_is_empty_if_that_can_be(shape: tuple[int, ...], num_shards: int, dimension: int) -> None:
+def test_no_shard_is_empty_if_that_can_be(shape: tuple[int, ...], num_shards: int, dimension: int | None) -> None:
     """Five rows for four are 2, 2, 1 and none."""
     assert shard_dimension(shape, num_shards) == dimension
 

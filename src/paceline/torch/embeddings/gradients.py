@@ -28,6 +28,8 @@ class AnchorGradient(torch.Tensor):
                 "GradScaler does not reach the gradients of embedding rows, which would be applied as many times too "
                 "large as the loss was: train in bfloat16 (torch.autocast(dtype=torch.bfloat16)), which needs none"
             )
+        if func is torch.linalg.vector_norm:  # which has no largest element
+            return torch.zeros((), device=args[0].device)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 

@@ -22,10 +22,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from paceline.errors import UsageError
 from paceline.temporary import TemporaryFolder
 from paceline.torch.strategies import strategy
+from paceline.torch.strategies.sharded.parameters import as_whole
 from paceline.torch.testing.idioms import IDIOMS, OPTIONS, Trial
 
 ONE_PROCESS: dict[str, dict[str, Any]] = {"mirrored": {"replicas": 2}, "central-storage": {"replicas": 2}}
-SEVERAL: dict[str, dict[str, Any]] = {"all-reduce": {}, "parameter-server": {}}
+SEVERAL: dict[str, dict[str, Any]] = {"all-reduce": {}, "parameter-server": {}, "sharded": {}}
 STRATEGIES = (*ONE_PROCESS, *SEVERAL)
 TOLERANCE = 1e-5
 _SIZE = 2
@@ -40,7 +41,7 @@ def run_idiom(name: str, idiom: str, options: dict[str, Any]) -> Outcome:
     try:
         options = {**options, **OPTIONS.get(idiom, {}).get(name, {})}
         with strategy(name, device="cpu", **options) as chosen:
-            return {"values": [value.tolist() for value in IDIOMS[idiom](Trial(chosen))]}
+            return {"values": [as_whole(value, keep=True).tolist() for value in IDIOMS[idiom](Trial(chosen))]}
     except UsageError as error:
         return {"refused": str(error)}
     except Exception:

@@ -7,11 +7,12 @@ from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from paceline.errors import UsageError
+from paceline.torch.strategies.sharded.calls import as_shard
 
 _WITHOUT_SHARDS: Final = tuple(
     getattr(torch.optim, name)
@@ -34,15 +35,12 @@ class ReplacedParameter(nn.Parameter):
 
 
 def check_parameters(model: nn.Module) -> None:
-    """Raise UsageError for a model that cannot be sharded: none, scalar or unlike parameters, sparse ones."""
+    """Raise UsageError for a model that cannot be sharded: none, unlike parameters, sparse ones."""
     if not any(True for _ in model.parameters()):
         raise UsageError("strategy sharded: the model has no parameters, so that there is nothing to shard")
     for name, parameter in model.named_parameters():
-        if not parameter.dim():
-            raise UsageError(
-                f"strategy sharded: parameter {name!r} is a scalar, which has no rows to shard: give it the shape (1,)"
-            )
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+        if hooks and parameter.numel():
             raise UsageError(
                 f"strategy sharded: parameter {name!r} has a hook, which its shard would not have: register it after "
                 "prepare(), by register_post_accumulate_grad_hook()"
@@ -95,33 +93,6 @@ def replace(optimizer: Optimizer, shards: Mapping[int, nn.Parameter]) -> None:
         optimizer.state[shard] = {key: as_shard(value, shard) for key, value in optimizer.state.pop(parameter).items()}
 
 
-def guard(model: nn.Module) -> None:
-    """Have what would be silently wrong with shards refused.
-
-    PyTorch runs no hooks that are registered on a shard, and reads from a sum over shards this rank's own part.
-    """
-    for parameter in model.parameters():
-        vars(parameter)["register_hook"] = _refuse_hook
-    handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", {})
-    handlers[torch.ops.aten._local_scalar_dense.default] = _read_number
-
-
-def _refuse_hook(*_: Any) -> NoReturn:
-    raise UsageError(
-        "strategy sharded: register_hook() on a parameter would never be called, for backward leaves its gradient in "
-        "shards: take register_post_accumulate_grad_hook(), or change the gradients after backward()"
-    )
-
-
-def _read_number(_: Any, args: tuple[DTensor, ...], __: Any) -> Any:
-    if any(not isinstance(each, Replicate) for each in args[0].placements):
-        raise UsageError(
-            "float() or item() of a tensor of which each process has a part (a norm of gradients, a sum over "
-            "parameters) would be another number on each: call its full_tensor() before, on every process"
-        )
-    return args[0].to_local().item()
-
-
 def retire(parameters: Iterable[nn.Parameter]) -> None:
     """Free whole parameters that shards have replaced; who still asks one for its gradient is told."""
     for parameter in parameters:
@@ -130,21 +101,21 @@ def retire(parameters: Iterable[nn.Parameter]) -> None:
         parameter.__class__ = ReplacedParameter
 
 
-def as_shard(value: Any, like: Tensor) -> Any:
-    """Return this rank's part of a whole tensor of the shape of `like`, which is sharded; anything else as it is."""
-    if not isinstance(like, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
-        return value
-    if value.shape != like.shape:
-        return value
-    whole = value.to(like.device)
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
-
-
 def shard_values(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Have ``load_state_dict`` take whole values for shards: a hook of each module that has parameters."""
     for name, parameter in module._parameters.items():
         if parameter is not None and prefix + name in state:
             state[prefix + name] = as_shard(state[prefix + name], parameter)
+
+
+def shard_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Have an optimizer's ``load_state_dict`` take whole values for shards: a hook of it."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    shards = {
+        number: {key: as_shard(value, parameters[number]) for key, value in entries.items()}
+        for number, entries in state["state"].items()
+    }
+    return {**state, "state": shards}
 
 
 def as_whole(value: Any, *, keep: bool) -> Any:
@@ -160,21 +131,23 @@ def as_whole(value: Any, *, keep: bool) -> Any:
 
 @torch.no_grad()
 def clip_shards(parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float, group: Any) -> Tensor:
-    """Clip gradients that are shards by the norm of all of them, over `group`; return that norm. One message."""
-    grads = [each.grad.to_local() for each in parameters if isinstance(each.grad, DTensor)]
+    """Clip gradients by the norm of all of them, of which shards are summed over `group`; return it. One message."""
+    grads = [each.grad for each in parameters if each.grad is not None]
     device = grads[0].device if grads else torch.device("cpu")
-    total = torch.zeros((), dtype=torch.float64, device=device)
     is_largest = norm_type == float("inf")
-    for grad in grads:
-        if grad.numel():
-            norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float32).double()
-            total = torch.maximum(total, norm) if is_largest else total + norm**norm_type
+    totals = torch.zeros(2, dtype=torch.float64, device=device)  # of shards, and of gradients that every process has
+    locals_ = [each.to_local() if isinstance(each, DTensor) else each for each in grads]
+    for grad, local in zip(grads, locals_, strict=True):
+        if local.numel():
+            norm = torch.linalg.vector_norm(local, norm_type, dtype=torch.float32).double()
+            total = totals[0 if isinstance(grad, DTensor) else 1]
+            total.copy_(torch.maximum(total, norm) if is_largest else total + norm**norm_type)
     op = torch.distributed.ReduceOp.MAX if is_largest else torch.distributed.ReduceOp.SUM
-    torch.distributed.all_reduce(total, op, group=group)
-    norm = total if is_largest else total ** (1.0 / norm_type)
+    torch.distributed.all_reduce(totals[:1], op, group=group)
+    norm = totals.max() if is_largest else totals.sum() ** (1.0 / norm_type)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for grad in grads:
-        grad.mul_(factor.to(grad.dtype))
+    for local in locals_:
+        local.mul_(factor.to(local.dtype))
     return norm.to(torch.get_default_dtype())
 
 
@@ -184,29 +157,6 @@ def without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
     Its hooks for backward are lost where the program changes a view in place (``x += y``).
     """
     return tree_map_only(Tensor, lambda each: each.clone() if each._is_view() and each.requires_grad else each, output)
-
-
-def whole_arguments(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return the model's arguments with whole tensors for shards: a hook of the model, before its forward.
-
-    What a program makes of a parameter (a state of ``weight.new_zeros(...)``) is a shard, too.
-    """
-    whole: tuple[Any, Any] = tree_map_only(DTensor, DTensor.full_tensor, (args, kwargs))
-    return whole
-
-
-def refuse_shards(name: str, module: nn.Module) -> None:
-    """Have a module refuse to be called while its parameters are shards: by a method of the model, not by the model."""
-
-    def check(module: nn.Module, _: Any) -> None:
-        if any(isinstance(each, DTensor) for each in module._parameters.values()):
-            raise UsageError(
-                f"strategy sharded: {name or 'the model'} was called while its parameters are in shards, which only a "
-                "call of the model itself gathers: call model(...), or, for a method METHOD of it that is called by "
-                "itself, torch.distributed.fsdp.register_fsdp_forward_method(model, 'METHOD') after prepare()"
-            )
-
-    module.register_forward_pre_hook(check)
 
 
 @torch.no_grad()

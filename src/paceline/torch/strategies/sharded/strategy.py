@@ -18,25 +18,22 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from paceline.environment import environment
-from paceline.errors import UsageError
 from paceline.sharding_options import ShardingOptions, choose_sharding
-from paceline.torch.embeddings import LocalTables, RowTables
+from paceline.torch.embeddings import ReplicatedTables, RowTables
 from paceline.torch.strategies.all_reduce import broadcast_values
 from paceline.torch.strategies.base import Strategy, choose_device, state_of
 from paceline.torch.strategies.ranks import DEFAULT_TIMEOUT, Ranks
+from paceline.torch.strategies.sharded.calls import as_shard, compute_whole, refuse_copies
 from paceline.torch.strategies.sharded.parameters import (
-    as_shard,
     as_whole,
     check_optimizers,
     check_parameters,
     clip_shards,
-    guard,
-    refuse_shards,
     replace,
     retire,
+    shard_state,
     shard_values,
     share_buffers,
-    whole_arguments,
     without_views,
 )
 from paceline.torch.strategies.sharded.unfinished import Unfinished
@@ -92,10 +89,7 @@ class Sharded(Strategy):
 
     def _spread(self, models: list[nn.Module], optimizers: list[Optimizer]) -> tuple[list[nn.Module], list[Optimizer]]:
         if self.embedder is not None:
-            raise UsageError(
-                "strategy sharded has no place for embeddings of paceline.torch: take torch.nn.Embedding, whose rows "
-                "are sharded, or --strategy hybrid"
-            )
+            self.embedder.step_with(optimizers)
         assert self.module is not None
         for model in models:
             check_parameters(model)
@@ -116,9 +110,10 @@ class Sharded(Strategy):
             self._shard(model, names)
             now = dict(model.named_parameters())
             shards |= {id(parameter): now[name] for name, parameter in whole.items()}
-            guard(model)
-        for optimizer in optimizers:
+        own: list[Any] = [*optimizers]
+        for optimizer in own:
             replace(optimizer, shards)
+            optimizer.register_load_state_dict_pre_hook(shard_state)
         return models, optimizers
 
     def _shard(self, model: nn.Module, units: Sequence[str]) -> None:
@@ -128,9 +123,11 @@ class Sharded(Strategy):
         shape = (side_by_side, shards) if side_by_side > 1 else (shards,)
         mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
         self._group = mesh.get_group("shard")
+        compute_whole(mesh, self)
+        replicated = [each for each in model.parameters() if shard_dimension(each.shape, shards) is None]
 
         def place(parameter: nn.Parameter) -> Shard:
-            return Shard(shard_dimension(parameter.shape, shards))
+            return Shard(shard_dimension(parameter.shape, shards) or 0)
 
         for name in (*units, ""):
             unit = model.get_submodule(name)
@@ -146,19 +143,40 @@ class Sharded(Strategy):
                 mesh=mesh,
                 reshard_after_forward=True,  # the model's too: what stays gathered is stale after a step
                 shard_placement_fn=place,
+                ignored_params=set(replicated),
             )
-            retire(whole)
+            sharded: Any = type(unit)
+            sharded.__deepcopy__ = sharded.__reduce_ex__ = refuse_copies
+            retire(each for each in whole if all(each is not other for other in replicated))
+        numbers: list[Any] = [each for each in replicated if each.numel() and each.is_floating_point()]
+        for parameter in numbers:
+            is_trained = parameter.requires_grad
+            parameter.requires_grad_(True).register_post_accumulate_grad_hook(self._average)
+            parameter.requires_grad_(is_trained)
         Unfinished.watch(model)
-        model.register_forward_pre_hook(whole_arguments, with_kwargs=True)
-        for name, module in model.named_modules():
+        model.register_forward_pre_hook(self._meet_forward)
+        modules: list[Any] = [*model.modules()]
+        for module in modules:
             if module._parameters:
                 module.register_load_state_dict_pre_hook(shard_values)
-                refuse_shards(name, module)
         if any(True for _ in model.buffers()):
             model.register_forward_pre_hook(share_buffers)
 
+    @torch.no_grad()
+    def _average(self, parameter: Tensor) -> None:
+        """Average the gradient of a parameter that every process keeps whole."""
+        assert parameter.grad is not None
+        parameter.grad.copy_(self.reduce(parameter.grad))
+
+    def _meet_forward(self, model: nn.Module, _: Any) -> None:
+        """Have a rank that calls a model alone, to evaluate it for instance, reported at once."""
+        if torch._C._current_graph_task_id() == -1:  # else backward repeats a forward
+            number = next(number for number, each in enumerate(self.models) if each is model)
+            how = "train" if model.training and torch.is_grad_enabled() else "evaluate"
+            self._ranks.exchange_as(f"calls model {number} to {how} it", None)
+
     def _row_tables(self) -> RowTables:
-        return LocalTables()
+        return ReplicatedTables(self._ranks.group)
 
     @override
     def no_sync(self) -> AbstractContextManager[None]:
@@ -198,14 +216,3 @@ class Sharded(Strategy):
             position: {key: as_whole(value, keep=self.is_main) for key, value in entries.items()}
             for position, entries in super().gather_optimizer_state(number).items()
         }
-
-    @override
-    def _scatter_optimizer_state(self, state: dict[int, dict[str, Any]], number: int = 0) -> None:
-        parameters = [each for group in self.optimizers[number].param_groups for each in group["params"]]
-        super()._scatter_optimizer_state(
-            {
-                position: {key: as_shard(value, parameters[position]) for key, value in entries.items()}
-                for position, entries in state.items()
-            },
-            number,
-        )

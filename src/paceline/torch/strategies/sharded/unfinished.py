@@ -14,6 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from paceline.errors import UsageError
+
 
 class Unfinished:
     """Watches the passes through a sharded model, and has it begin anew after one that has raised.
@@ -59,6 +61,11 @@ class Unfinished:
                 leaf.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
 
     def _begin_backward(self, _: Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise UsageError(
+                "strategy sharded: backward or torch.autograd.grad() was called with create_graph=True, and parameters "
+                "in shards have no gradients of gradients: leave create_graph out, or take the strategy all-reduce"
+            )
         if not self._is_backward:
             self._is_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)

@@ -7,6 +7,7 @@ its shards is one unit. What is in no unit belongs to the model itself.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Final
@@ -104,14 +105,15 @@ def _shared(model: nn.Module, name: str) -> list[str]:
     return [inner for number, inner in own.items() if number in others]
 
 
-def shard_dimension(shape: Sequence[int] | torch.Size, num_shards: int) -> int:
-    """Return along which dimension a parameter is cut.
+def shard_dimension(shape: Sequence[int] | torch.Size, num_shards: int) -> int | None:
+    """Return the dimension along which a parameter is cut; None for one that every process keeps whole.
 
-    The first one, unless that leaves shards empty (there are fewer rows than shards) and another one divides evenly: a
-    layer of one output, of shape (1, n), is cut along its inputs.
+    It is the first one, unless that leaves shards empty (there are fewer rows than shards) and another one divides
+    evenly: a layer of one output, of shape (1, n), is cut along its inputs. A small parameter that would leave shards
+    empty, a number for instance, is kept whole.
     """
-    rows = -(-shape[0] // num_shards) if shape[0] else 0
-    if shape[0] and -(-shape[0] // rows) == num_shards:
+    rows = -(-shape[0] // num_shards) if shape and shape[0] else 0
+    if rows and -(-shape[0] // rows) == num_shards:
         return 0
     even = (number for number, size in enumerate(shape) if number and size and size % num_shards == 0)
-    return next(even, 0)
+    return next(even, None if math.prod(shape) < LEAST_NUMEL else 0)
