@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
@@ -87,6 +87,9 @@ def train(
     epochs: Annotated[
         int | None, typer.Option(min=1, help="Passes over the data; default: found by trial on a sample.")
     ] = None,
+    order: Annotated[
+        str, typer.Option(help="Order of the examples in several passes: shuffle, or file as they stand there.")
+    ] = "shuffle",
     validation: Annotated[
         list[str] | None,
         typer.Option(
@@ -312,6 +315,7 @@ def train(
             weights=ExampleWeights(column=weight, classes=class_weights, keep_negatives=keep_negatives),
             filters=TrafficFilters(pushed=filters, pulled=pull_filters),
             passes=PassOptions(
+                order=cast("Literal['shuffle', 'file']", order),
                 stopping=_choose_stopping(validation, patience, min_delta),
                 rates=RatePlan(schedule=parse_schedule(schedule), warmup=warmup),
                 blocks=blocks,

@@ -51,6 +51,8 @@ class WorkerTask(msgspec.Struct, frozen=True, kw_only=True):
     consistency: str
     weighting: Weighting = Weighting()
     shards_at_once: int = 1
+    is_shuffled: bool = False
+    """Whether examples come in random order."""
     epochs: int = 1
     """How often the whole training reads the data."""
     filters: str = ""

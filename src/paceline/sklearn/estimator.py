@@ -26,7 +26,7 @@ from paceline.inference.arrays import ArrayReader
 from paceline.inference.frames import ColumnReader, is_frame
 from paceline.launch import prepare_kernels
 from paceline.launch.train.numeric_scales import choose_key_scaling
-from paceline.launch.train.options import ExampleWeights, TrainOptions
+from paceline.launch.train.options import ExampleWeights, PassOptions, TrainOptions
 from paceline.launch.train.plan import TrainingPlan
 from paceline.launch.train.planning import plan_on_sample
 from paceline.models.base import SparseModel
@@ -250,6 +250,7 @@ class SparseEstimator(BaseEstimator, ABC):
             epochs=self.epochs,
             batch_size=self.batch_size,
             update=self._rule,
+            passes=PassOptions(order="shuffle" if self.shuffle else "file"),
             numeric_scale=scale,
         )
 

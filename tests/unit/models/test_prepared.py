@@ -52,7 +52,7 @@ def read_pass(shards: PreparedShards, log: Log, epoch: int, job: WorkerTask, mod
     found, scratch = [], KeyScratch()
     shards.begin(job, model)
     for shard in range(log.dataset.num_shards(0) or 0):
-        lease = Lease(lease=shard, epoch=epoch, file=0, shard=shard)
+        lease = Lease(lease=shard, epoch=epoch, file=0, shard=shard, num_shards=log.dataset.num_shards(0) or 0)
         for minibatch, num_read in shards.read(job, model, log.dataset, lease, scratch):
             weights = [np.linspace(-1, 1, len(keys), dtype=np.float32)[:, np.newaxis] for keys in minibatch.keys]
             [gradient], loss = minibatch.gradients(weights)
@@ -120,3 +120,32 @@ def test_a_file_that_changes_is_an_error(log: Log) -> None:
     log.path.write_bytes(log.path.read_bytes() + b"\n")
     with pytest.raises(DataError, match="has changed while it was in use"):
         read_pass(shards, log, 1, job, model)
+
+
+def test_a_shuffled_training_reads_the_same_rows_in_another_order_in_each_pass(log: Log) -> None:
+    """Nothing is read twice; minibatches are not those of the file, and all stay within one shard."""
+    shards, model = PreparedShards(), make_model("lr")
+    plain, job = make_job(log), make_job(log, is_shuffled=True)
+    in_order = read_pass(PreparedShards(), log, 0, plain, model)
+    num_before, passes = log.num_read, [read_pass(shards, log, epoch, job, model) for epoch in range(3)]
+    assert log.num_read == num_before + (log.dataset.num_shards(0) or 0)
+    assert sorted(passes[0]) == sorted(passes[1]) == sorted(passes[2])
+    assert passes[0] != passes[1] != passes[2]
+    assert not set(passes[0]) & set(in_order)
+
+
+@pytest.mark.parametrize("keep", [1.0, 0.3])
+def test_shuffled_minibatches_stand_for_all_rows(log: Log, keep: float) -> None:
+    job, model = make_job(log, is_shuffled=True, weighting=Weighting(keep_negatives=keep)), make_model("lr")
+    shards, counts = PreparedShards(), []
+    shards.begin(job, model)
+    for epoch in range(2):
+        leases = [
+            Lease(lease=shard, epoch=epoch, file=0, shard=shard, num_shards=log.dataset.num_shards(0) or 0)
+            for shard in range(log.dataset.num_shards(0) or 0)
+        ]
+        found = [
+            num_read for lease in leases for _, num_read in shards.read(job, model, log.dataset, lease, KeyScratch())
+        ]
+        counts.append(sum(found))
+    assert counts == [1500, 1500]

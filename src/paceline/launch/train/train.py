@@ -297,9 +297,7 @@ class Training:
     def _calibrate(self) -> None:
         """Have predictions right in the mean on the newest examples of the sample."""
         recent, optimism = self._plan.recent, self._plan.optimism
-        if recent is None or optimism is None:
-            return
-        if self._options.passes.blocks is not None:  # whose intercept is the best one
+        if recent is None or optimism is None or self._options.passes.blocks is not None:  # its intercept is the best
             return
         minibatch = self._plan.model.prepare(recent, KeyScratch())
         tables = open_tables(self._client, self._plan.model, self._plan.update)
@@ -397,6 +395,7 @@ class Training:
             batch_size=self._plan.batch_size,
             update=to_fields(self._plan.update),
             shards_at_once=self._plan.shards_at_once if is_training else 1,
+            is_shuffled=is_training and self._options.passes.order == "shuffle" and self._plan.epochs > 1,
             epochs=self._plan.epochs if is_training else 1,
             consistency=str(self._client.consistency),
             weighting=weighting_of(self._options) if is_training else Weighting(),

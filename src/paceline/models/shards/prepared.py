@@ -1,21 +1,29 @@
 """Minibatches that a worker has read before: later passes take them from memory, their distinct keys found already.
 
+In a shuffled training the rows of each shard are shuffled once, and from the second pass on shards and the minibatches
+of each shard come in random order.
+
 Shards are kept in the order in which they are read first, as many as there is room for, and are not replaced: of data
 that is read round and round, whatever makes room for the newest shard drops the one that is due next.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Final, NamedTuple
+
+import numpy as np
 
 from paceline.data import Batch, Dataset
 from paceline.data.streams import FileStatus
 from paceline.models.base import KeyedMatrix, KeyScratch, Minibatch, SparseModel
 from paceline.models.jobs import WorkerTask
+from paceline.models.shards.mixed_shards import leaping
 from paceline.protocol.jobs import Lease
 
 MOST_BYTES: Final = 256 << 20
+_WHOLE: Final = 1 << 40  # rows
 
 
 class _Prepared(NamedTuple):
@@ -47,7 +55,7 @@ class PreparedShards:
 
     def begin(self, job: WorkerTask, model: SparseModel) -> None:
         """Forget what was kept unless the job has the same minibatches as the one before."""
-        identity = (job.dataset, model.interactions, job.batch_size, job.weighting)
+        identity = (job.dataset, model.interactions, job.batch_size, job.weighting, job.is_shuffled)
         if identity != self._identity:
             self._left_bytes, self._is_full, self._kept, self._identity = self._most_bytes, False, {}, identity
 
@@ -58,8 +66,13 @@ class PreparedShards:
 
         Raises DataError as :meth:`Dataset.read` does; of a shard that was kept, if its file has changed.
         """
-        kept = self._kept.get((lease.file, lease.shard, dataset.in_use.check(lease.file)))
         is_first_pass = lease.epoch == 0
+        if job.is_shuffled and not is_first_pass and (dataset.can_enter(lease.file) or dataset.is_cached):
+            shard = leaping(lease.shard, max(lease.num_shards, lease.shard + 1), lease.epoch)
+            lease = dataclasses.replace(lease, shard=shard)
+        kept = self._kept.get((lease.file, lease.shard, dataset.in_use.check(lease.file)))
+        if kept is not None and job.is_shuffled:
+            kept = [kept[place] for place in _generator(lease).permutation(len(kept))]
         for each in self._prepare(job, model, dataset, lease, scratch) if kept is None else kept:
             minibatch = model.training_minibatch(each.batch, each.rows, scratch, is_first_pass=is_first_pass)
             yield minibatch, each.num_read
@@ -72,7 +85,7 @@ class PreparedShards:
         is_kept = job.epochs > lease.epoch + 1 and job.weighting.keep_negatives == 1 and not self._is_full
         kept: list[_Prepared] = []
         num_bytes = 0
-        for batch, num_read in job.weighting.read(dataset, lease, job.batch_size):
+        for batch, num_read in _batches(job, dataset, lease):
             crossed = model.crossed(batch)
             prepared = _Prepared(crossed, KeyedMatrix(crossed, scratch), num_read)
             if is_kept:
@@ -85,3 +98,21 @@ class PreparedShards:
         if is_kept:
             self._kept[lease.file, lease.shard, dataset.in_use.check(lease.file)] = kept
             self._left_bytes -= num_bytes
+
+
+def _generator(lease: Lease) -> np.random.Generator:
+    return np.random.default_rng((lease.epoch, lease.file, lease.shard))
+
+
+def _batches(job: WorkerTask, dataset: Dataset, lease: Lease) -> Iterator[tuple[Batch, int]]:
+    """Yield the minibatches of a shard, its rows shuffled if the job is, with the number of examples of each."""
+    if not job.is_shuffled:
+        yield from job.weighting.read(dataset, lease, job.batch_size)
+        return
+    for rows, num_read in job.weighting.read(dataset, lease, _WHOLE):  # one batch
+        order, done = _generator(lease).permutation(rows.num_examples), 0
+        for start in range(0, max(len(order), 1), job.batch_size):
+            batch = rows.take(order[start : start + job.batch_size])
+            stop = num_read * (start + batch.num_examples) // max(len(order), 1) if len(order) else num_read
+            yield batch, stop - done
+            done = stop
