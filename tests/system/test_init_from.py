@@ -9,7 +9,7 @@ import pytest
 
 import paceline as package
 from paceline.inference.inspection import compare_models
-from paceline.launch.train.options import TrainOptions
+from paceline.launch.train.options import PassOptions, TrainOptions
 from paceline.launch.train.train import train_locally
 from paceline.protocol import Sequential
 
@@ -23,8 +23,9 @@ CSV = "label,site,age,size\n" + "1,news,31,2\n0,shop,20,3\n1,news,17,5\n0,42,2,8
 def test_two_passes_are_one_and_one_more(click_log: tuple[Path, Path], tmp_path: Path) -> None:
     def train(epochs: int, save: str, init_from: Path | None = None, servers: int = 1) -> None:
         options = TrainOptions(
-            data=[click_log[0]], epochs=epochs, save=tmp_path / save, init_from=init_from, adapt="no"
-        )
+            data=[click_log[0]], epochs=epochs, save=tmp_path / save, init_from=init_from, adapt="no",
+            passes=PassOptions(order="file"),
+        )  # fmt: skip
         train_locally(options, servers=servers, workers=1, consistency=Sequential())
 
     train(2, "at-once")

@@ -15,7 +15,7 @@ from paceline.data.dataset import Dataset, open_dataset
 from paceline.data.reader import BLOCK_BYTES
 from paceline.data.streams import stat_file
 
-MAX_ROWS = 65_536
+MAX_ROWS = 262_144
 MAX_PAIRS = 4 << 20
 _PIECE_BYTES = 64 << 10
 _NUM_PIECES = 256

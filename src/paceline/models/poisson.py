@@ -10,6 +10,7 @@ import numpy as np
 from typing_extensions import override
 
 from paceline.errors import DataError
+from paceline.models.base import Optimism
 from paceline.models.linear import LinearModel, mean_and_deviation
 from paceline.models.metrics import Evaluation, sum_pieces
 from paceline.tables.types import Doubles, Floats
@@ -58,6 +59,17 @@ class PoissonRegression(LinearModel):
         _check(labels)
         mean, deviation = mean_and_deviation(labels, weights)
         return dataclasses.replace(self, mean=mean or 1.0, scale=max(deviation, 1.0))
+
+    @override
+    def calibrated(
+        self, labels: Floats, predictions: Floats, weights: Floats | None = None, optimism: Optimism | None = None
+    ) -> PoissonRegression:
+        counts = np.ones(len(labels)) if weights is None else weights.astype(np.float64)
+        missing, expected = counts * (labels - predictions), max(float(counts @ predictions), 1e-300)
+        off = float(missing.sum()) / expected
+        variance = len(missing) * float(missing.var()) / expected**2 if len(missing) else 0.0
+        share = max(1 - variance / max(off * off, 1e-30), 0.0) if math.isfinite(off) else 0.0
+        return dataclasses.replace(self, mean=self.mean * (1 + share * off)) if share else self
 
     @override
     def outcome(self, margins: Doubles) -> Doubles:

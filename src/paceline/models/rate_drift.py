@@ -16,7 +16,7 @@ import numpy as np
 from paceline.tables.types import Doubles
 
 _STARTS: Final = (1 / 2, 3 / 4, 7 / 8, 15 / 16)
-_OF_STEP, _OF_RAMP = 0.06, 0.006  # probabilities of one hypothesis, relative to none
+_OF_STEP, _OF_RAMP = 0.03, 0.003  # probabilities of one hypothesis, relative to none
 _CELLS: Final = 32  # of time and of margins
 _DEVIATION: Final = 1.0  # of a drift, in log odds
 _LEAST_LABELS: Final = 20  # of either kind: fewer show no drift

@@ -22,7 +22,7 @@ LINEAR = TunedModel(model=SparseFactorizationMachine().settled(), rule=RULE, pas
 
 
 def search(model: SparseFactorizationMachine, sample: ExampleSample, passes: int | None = None) -> TunedModel:
-    found = FactorSearch(model, sample, 32, is_sorted=False, passes=passes, is_wide=False)
+    found = FactorSearch(model, sample, 32, is_mixed=False, passes=passes, is_wide=False)
     return found.run(LINEAR, FTRL(alpha=0.2, l1=0.0))
 
 
@@ -40,7 +40,7 @@ def test_factors_are_found_where_pairs_matter() -> None:
     assert found.note is None
     assert found.model.factor_min_count < 300  # type: ignore[attr-defined]
     assert None not in [getattr(found.model, name) for name in found.model.usual]
-    trial = ModelTrial(found.model, sample, 32, is_sorted=False)
+    trial = ModelTrial(found.model, sample, 32, is_mixed=False)
     usual = trial.run(SparseFactorizationMachine(dim=4).settled(), RULE)
     assert trial.run(found.model, found.rule).losses.mean < usual.losses.mean - 0.01
     assert found.optimism is not None
@@ -81,13 +81,13 @@ def test_linear_models(kind: type[LeastSquares | PoissonRegression | SoftmaxRegr
     batch = Batch(labels, np.arange(0, 451, 3), keys.reshape(-1).astype(np.uint64))
     model, sample = kind().starting_from(labels), sample_batch(batch)
     rules = [FTRL(alpha=0.002, l1=1.0), RULE]
-    found = tune_linear(model, sample, 16, rules, is_sorted=False, passes=None, is_wide=False)
+    found = tune_linear(model, sample, 16, rules, is_mixed=False, passes=None, is_wide=False)
     assert isinstance(found.rule, FTRL)
     assert found.rule.alpha > 0.01
-    trial = ModelTrial(model, sample, 16, is_sorted=False)
+    trial = ModelTrial(model, sample, 16, is_mixed=False)
     constant = trial.run(model, SGD(lr=0.0)).losses
     assert trial.run(model, found.rule).losses.is_below(constant, 3.0)
-    other = tune_linear(model, sample, 16, [SGD(lr=0.01)], is_sorted=False, passes=None, is_wide=False)
+    other = tune_linear(model, sample, 16, [SGD(lr=0.01)], is_mixed=False, passes=None, is_wide=False)
     assert other.rule == SGD(lr=0.01)
     assert 1 <= other.passes <= 64
 
@@ -96,7 +96,7 @@ def test_a_slow_model_is_tried_on_a_part() -> None:
     """Runs from all over the sample, the newest among them."""
     batch = make_pairs(0)
     sample = sample_batch(Batch.concatenate([batch, batch, batch]))
-    trial = ModelTrial(SparseFactorizationMachine(dim=512), sample, 8, is_sorted=False)
+    trial = ModelTrial(SparseFactorizationMachine(dim=512), sample, 8, is_mixed=False)
     assert 8_000 <= trial.num_examples < 24_000
     assert not trial.is_whole
     assert trial.batch.keys[-2:].tolist() == sample.batch.keys[-2:].tolist()

@@ -116,17 +116,17 @@ def test_labels_in_runs_are_noticed() -> None:
 def test_more_passes_where_there_is_more_to_learn() -> None:
     """Rare features of few examples are overfit; a few frequent ones are not."""
     rule = FTRL(alpha=0.2, l1=1.0)
-    easy = tune(make_sample(8000, num_keys=20), 0.0, 64, [rule], is_sorted=False)[0]
-    sparse = tune(make_sample(8000, num_keys=4000), 0.0, 64, [rule], is_sorted=False)[0]
+    easy = tune(make_sample(8000, num_keys=20), 0.0, 64, [rule], is_mixed=False)[0]
+    sparse = tune(make_sample(8000, num_keys=4000), 0.0, 64, [rule], is_mixed=False)[0]
     assert 1 <= sparse.passes <= 8
     assert easy.losses.mean < sparse.losses.mean
-    again = tune(make_sample(8000, num_keys=4000), 0.0, 64, [rule], is_sorted=False)[0]
+    again = tune(make_sample(8000, num_keys=4000), 0.0, 64, [rule], is_mixed=False)[0]
     assert (again.passes, again.losses.mean) == (sparse.passes, sparse.losses.mean)
 
 
 def test_the_best_rule_comes_first() -> None:
     rules = [FTRL(alpha=alpha, l1=1.0) for alpha in (1e-4, 0.2, 100.0)]
-    found = tune(make_sample(8000), 0.0, 64, rules, is_sorted=False)
+    found = tune(make_sample(8000), 0.0, 64, rules, is_mixed=False)
     losses = [each.losses.mean for each in found]
     assert losses == sorted(losses)
     assert found[0].rule == rules[1]
@@ -149,7 +149,7 @@ def test_a_large_penalty_is_taken_where_few_of_many_features_matter_and_not_by_c
         sample = make_dense_sample(max(informative, 1))
         if not informative:  # nothing to learn: a model without weights is best, and of no use
             sample.batch.labels = np.random.default_rng(2).permutation(sample.batch.labels)
-        found = tune(sample, 0.0, 8, [usual], sparse=sparse, is_sorted=False)
+        found = tune(sample, 0.0, 8, [usual], sparse=sparse, is_mixed=False)
         assert (found[0].rule in sparse) == is_better
         assert found[-1].rule == usual
     assert wants_sparsity(sample)
@@ -168,7 +168,7 @@ def test_higher_rates_are_tried_where_the_truth_drifts() -> None:
         labels = (rng.random(n) < 1 / (1 + np.exp(-margins))).astype(np.float32)
         batch = Batch(labels, np.arange(0, 5 * n + 1, 5), keys.reshape(-1).astype(np.uint64))
         sample = ExampleSample(batch, np.arange(0, n, 256), n, True)
-        assert (tune(sample, 0.0, 64, rules, faster=faster, is_sorted=False)[0].rule in faster) == is_faster
+        assert (tune(sample, 0.0, 64, rules, faster=faster, is_mixed=False)[0].rule in faster) == is_faster
 
 
 def test_copies_are_held_out_together() -> None:
@@ -183,7 +183,7 @@ def test_copies_are_held_out_together() -> None:
     few = make_sample(3000, num_keys=2, noise=1.0)
     assert copies_of(few.batch) is None  # alike by chance: their labels differ
     rules = [FTRL(alpha=0.2, l1=1.0)]
-    fresh, copied = (tune(sample, 0.0, 16, rules, is_sorted=False)[0] for sample in (once, five))
+    fresh, copied = (tune(sample, 0.0, 16, rules, is_mixed=False)[0] for sample in (once, five))
     assert copied.losses.mean == pytest.approx(fresh.losses.mean, rel=0.1)
     assert copied.passes <= fresh.passes
 
@@ -195,7 +195,7 @@ def test_no_copy_is_on_the_other_side(num_rows: int) -> None:
     groups = copies_of(batch)
     assert groups is not None
     held_out = []
-    for trained, held in held_out_splits(batch, is_sorted=False):
+    for trained, held in held_out_splits(batch, is_mixed=False):
         assert not set(groups[trained]) & set(groups[held])
         assert sorted([*trained, *held]) == list(range(num_rows))
         held_out += held.tolist()
@@ -208,16 +208,16 @@ def test_weights_reach_the_trial() -> None:
     is_odd = np.random.default_rng(4).random(9000) < 0.5
     wrong = sample.batch.take(np.arange(9000))
     wrong.labels = np.where(is_odd, 1 - wrong.labels, wrong.labels).astype(np.float32)
-    confused = tune(ExampleSample(wrong, sample.starts, 9000, True), 0.0, 64, rule, is_sorted=False)[0].losses.mean
+    confused = tune(ExampleSample(wrong, sample.starts, 9000, True), 0.0, 64, rule, is_mixed=False)[0].losses.mean
     wrong.weights = np.where(is_odd, 0, 1).astype(np.float32)
-    weighted = tune(ExampleSample(wrong, sample.starts, 9000, True), 0.0, 64, rule, is_sorted=False)[0].losses.mean
-    plain = tune(sample, 0.0, 64, rule, is_sorted=False)[0].losses.mean
+    weighted = tune(ExampleSample(wrong, sample.starts, 9000, True), 0.0, 64, rule, is_mixed=False)[0].losses.mean
+    plain = tune(sample, 0.0, 64, rule, is_mixed=False)[0].losses.mean
     assert abs(weighted - plain) < 0.3 * abs(confused - plain)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 7])
 def test_very_few_examples(n: int) -> None:
-    assert tune(make_sample(n), 0.0, 8, [FTRL()], is_sorted=False)[0].passes >= 1
+    assert tune(make_sample(n), 0.0, 8, [FTRL()], is_mixed=False)[0].passes >= 1
 
 
 def test_what_is_hardly_better_on_few_examples_is_not_taken() -> None:
@@ -227,7 +227,7 @@ def test_what_is_hardly_better_on_few_examples_is_not_taken() -> None:
     assert noisy.mean < usual.mean < noisy.doubted_mean(usual)
     assert usual.doubted_mean(usual) == usual.mean
     sample = make_sample(500, num_keys=100)
-    assert tune(sample, 0.0, 8, [FTRL(alpha=0.01)], is_sorted=False)[0].passes > 16
+    assert tune(sample, 0.0, 8, [FTRL(alpha=0.01)], is_mixed=False)[0].passes > 16
 
 
 def test_few_examples_are_learned_better_with_an_l2_penalty() -> None:
@@ -240,7 +240,7 @@ def test_few_examples_are_learned_better_with_an_l2_penalty() -> None:
             batch = make_sample(3400, num_keys=100, noise=1.0, seed=seed).batch
             split = (np.arange(400), np.arange(400, 3400))
             sample = ExampleSample(batch.take(split[0]), np.zeros(1, np.int64), 400, True)
-            found = tune(sample, 0.0, 8, rules, is_sorted=False)[0]
+            found = tune(sample, 0.0, 8, rules, is_mixed=False)[0]
             on_fresh = SampleTrial(batch, 0.0, 8, [split]).run(found.rule, max_passes=found.passes)
             losses.append(on_fresh.losses.mean)
         means.append(np.mean(losses))

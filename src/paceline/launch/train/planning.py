@@ -29,12 +29,14 @@ from paceline.models.tuning import (
     L1,
     LINEAR_RATES,
     RATES,
+    SMALL,
     SPARSE,
     WIDE_L1,
     WIDE_RATES,
     FactorSearch,
     TriedRule,
     TunedModel,
+    has_drifting_loss,
     is_sorted_by_label,
     passes_for_all,
     suggested_alpha,
@@ -50,7 +52,7 @@ from paceline.ps import FTRL, RULES, UpdateRule, from_fields
 _EPOCHS = 4  # where they are not found by trial
 _BATCH_SIZE = 256
 _SHARDS_AT_ONCE = 8
-_CALIBRATION_ROWS = 32_768
+_CALIBRATION_ROWS = 65_536
 _OPTIMISM_OF_MANY = Optimism(0.0, 0.02)  # without a trial of all examples: many are not learned by heart
 
 
@@ -106,7 +108,17 @@ def plan_on_sample(options: TrainOptions, sample: ExampleSample, scaling: KeySca
         )
     crossed = dataclasses.replace(sample, batch=model.crossed(sample.batch))
     batch_size = options.batch_size or suggested_batch_size(sample.num_examples, options.model.least_batch_size)
-    found = _find_settings(options, model, crossed, batch_size, is_sorted=is_sorted)
+    is_mixed = is_sorted or rates is None
+    if (
+        isinstance(model, ClickProbabilityModel)
+        and not is_sorted
+        and rates is None
+        and sample.num_examples > SMALL
+        and options.epochs is None
+    ):
+        rule = FTRL(alpha=suggested_alpha(crossed), l1=L1)
+        is_mixed = not has_drifting_loss(crossed.batch, model.offset, batch_size, rule)
+    found = _find_settings(options, model, crossed, batch_size, is_mixed=is_mixed)
     return TrainingPlan(
         model=found.model,
         epochs=found.passes,
@@ -170,7 +182,7 @@ def given_settings(options: TrainOptions) -> list[str]:
 
 
 def _find_settings(
-    options: TrainOptions, model: SparseModel, sample: ExampleSample, batch_size: int, *, is_sorted: bool
+    options: TrainOptions, model: SparseModel, sample: ExampleSample, batch_size: int, *, is_mixed: bool
 ) -> TunedModel:
     """Return what suits the data, of what is left open; `sample` has interactions."""
     rule, is_wide = rule_of(options.update, suggested_alpha(sample), L1), options.adapt == "widely"
@@ -182,19 +194,19 @@ def _find_settings(
         rules = [rule, *_rules_of(options, sample, itertools.product(LINEAR_RATES, [L1], [0.0]))]
         found = tune_linear(
             plain, sample, batch_size, list(dict.fromkeys(rules)),
-            is_sorted=is_sorted, passes=options.epochs, is_wide=is_wide, given=given_settings(options),
+            is_mixed=is_mixed, passes=options.epochs, is_wide=is_wide, given=given_settings(options),
         )  # fmt: skip
         return dataclasses.replace(found, model=model.settled())
     linear = TunedModel(model=model.settled(), rule=rule, passes=options.epochs or 1)
     if options.epochs is None or is_wide:
-        tried = _tuned(options, sample, model.offset, batch_size, rule, is_sorted=is_sorted)
+        tried = _tuned(options, sample, model.offset, batch_size, rule, is_mixed=is_mixed)
         passes = options.epochs or passes_for_all(tried.passes, sample)
         linear = dataclasses.replace(linear, rule=tried.rule, passes=passes, optimism=tried.optimism)
     if not isinstance(model, FactorModel) or not (is_open or is_wide):
         return linear
     search = FactorSearch(
         dataclasses.replace(model, interactions=None), sample, batch_size,
-        is_sorted=is_sorted, passes=options.epochs, is_wide=is_wide,
+        is_mixed=is_mixed, passes=options.epochs, is_wide=is_wide,
     )  # fmt: skip
     found = search.run(linear, rule_of(options.update, getattr(linear.rule, "alpha", rule.alpha), 0.0))
     return dataclasses.replace(found, model=dataclasses.replace(found.model, interactions=model.interactions))
@@ -209,7 +221,7 @@ def _rules_of(
 
 
 def _tuned(
-    options: TrainOptions, sample: ExampleSample, offset: float, batch_size: int, rule: FTRL, *, is_sorted: bool
+    options: TrainOptions, sample: ExampleSample, offset: float, batch_size: int, rule: FTRL, *, is_mixed: bool
 ) -> TriedRule:
     """Return what is best for a logistic regression of the sample."""
     is_wide = options.adapt == "widely"
@@ -220,7 +232,7 @@ def _tuned(
         [each for each in _rules_of(options, sample, settings) if each not in rules]
         for settings in (SPARSE if wants_sparsity(sample) else (), [(rate, L1, 0.0) for rate in FASTER_RATES])
     )
-    return tune(sample, offset, batch_size, rules, sparse=sparse, faster=faster, is_sorted=is_sorted)[0]
+    return tune(sample, offset, batch_size, rules, sparse=sparse, faster=faster, is_mixed=is_mixed)[0]
 
 
 def _recent(sample: ExampleSample, *, is_sorted: bool) -> Batch:

@@ -18,13 +18,14 @@ from paceline.models.tuning.choices import (
 )
 from paceline.models.tuning.scale_trial import best_scaling, is_worse_for_factors
 from paceline.models.tuning.search import FactorSearch, TunedModel, tune_linear
-from paceline.models.tuning.trial import TriedRule
+from paceline.models.tuning.trial import SMALL, TriedRule, has_drifting_loss
 
 __all__ = [
     "FASTER_RATES",
     "L1",
     "LINEAR_RATES",
     "RATES",
+    "SMALL",
     "SPARSE",
     "WIDE_L1",
     "WIDE_RATES",
@@ -33,6 +34,7 @@ __all__ = [
     "TunedModel",
     "best_scaling",
     "is_sorted_by_label",
+    "has_drifting_loss",
     "is_worse_for_factors",
     "passes_for_all",
     "suggested_alpha",

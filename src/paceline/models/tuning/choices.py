@@ -10,8 +10,9 @@ Rules are tried by training in this process (:mod:`paceline.models.tuning.trial`
 - A minibatch is a 64th of the examples, within 8 and 256, so that small data gives as many steps as it can.
 - L1 is 1; of small data, and where there are fewer than 20 examples for a feature, 100 and 300 are tried too: where few
   of many features matter, nothing but a large penalty finds them. It must be better by more than chance.
-- L2 is 0; of small data 30, 100 and 300 are tried too. FTRL's penalty stands against the gradients of all passes, so
-  that 30 in 30 passes is what scikit-learn calls C = 1.
+- L2 is 0; of small data, and where one class is rare, 30, 100 and 300 are tried too. FTRL's penalty stands against the
+  gradients of all passes, so that 30 in 30 passes is what scikit-learn calls C = 1.
+- Of more data the first rule is taken unless another is better by more than a standard error of the difference.
 - Where labels stand in runs, as in a sorted file, shards are read many at a time.
 """
 
@@ -26,7 +27,7 @@ import numpy as np
 from paceline.data.example_sampling import ExampleSample
 from paceline.data.key_scaling import distinct_keys
 from paceline.environment import num_cores
-from paceline.models.tuning.trial import SMALL, SampleTrial, TriedRule, held_out_splits
+from paceline.models.tuning.trial import SMALL, SampleTrial, TriedRule, held_out_splits, num_folds
 from paceline.tables.rules import FTRL
 
 RATE = 0.35
@@ -42,6 +43,7 @@ _L2_OF_SMALL = (0.0, 30.0, 100.0, 300.0)
 _EXAMPLES_PER_FEATURE = 20
 _LEAST_PASSES = 6
 _SORTED = 0.7
+_MOST_FOLDS = 5
 _SPARSE_CAUTION = 2.0  # standard errors, where examples are few
 
 
@@ -58,8 +60,9 @@ def suggested_batch_size(num_examples: int, least: int = 8) -> int:
 
 
 def suggested_l2(sample: ExampleSample) -> tuple[float, ...]:
-    """Return the L2 penalties to try: of more examples none is needed."""
-    return _L2_OF_SMALL if sample.num_examples <= SMALL else (0.0,)
+    """Return the L2 penalties to try: none is needed of many examples of both classes."""
+    is_small = sample.num_examples <= SMALL or num_folds(sample.batch) == _MOST_FOLDS
+    return _L2_OF_SMALL if is_small else (0.0,)
 
 
 def is_sorted_by_label(sample: ExampleSample) -> bool:
@@ -87,7 +90,7 @@ def tune(
     *,
     sparse: Sequence[FTRL] = (),
     faster: Sequence[FTRL] = (),
-    is_sorted: bool,
+    is_mixed: bool,
 ) -> list[TriedRule]:
     """Try update rules, each for at most 64 passes, in threads; return what came of `rules`, the best first.
 
@@ -95,7 +98,7 @@ def tune(
     if the fastest of `rules` is best by more than chance) comes before them if it is better than they, and than the
     base rate, by more than chance. `offset` is what the model adds to every margin. Equal arguments give equal results.
     """
-    splits = list(held_out_splits(sample.batch, is_sorted=is_sorted))
+    splits = list(held_out_splits(sample.batch, is_mixed=is_mixed))
     trial = SampleTrial(sample.batch, offset, batch_size, splits)
     pool = ThreadPoolExecutor(num_cores())
     usual_losses = trial.usual_losses(rules[0])
@@ -108,6 +111,8 @@ def tune(
     try:
         found = try_rules(rules, sparse[:1])
         usual = sorted(found[: len(rules)], key=_score)
+        if usual_losses is None and not usual[0].losses.is_below(found[0].losses):
+            usual = sorted(usual, key=lambda each: each is not found[0])
         bounds = (usual[0].losses, trial.base_losses())
         errors = 1.0 if usual_losses is None else _SPARSE_CAUTION
         better = [each for each in found[len(rules) :] if all(each.losses.is_below(bound, errors) for bound in bounds)]

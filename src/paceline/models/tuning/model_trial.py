@@ -29,7 +29,6 @@ from paceline.models.rate_drift import log_odds_shift
 from paceline.models.tuning.in_process import InProcessTables
 from paceline.models.tuning.trial import (
     MAX_PASSES,
-    SMALL,
     HeldOutLosses,
     Positions,
     held_out_splits,
@@ -68,7 +67,7 @@ class ModelTrial:
         sample: ExampleSample,
         batch_size: int,
         *,
-        is_sorted: bool,
+        is_mixed: bool,
         passes: int | None = None,
         seconds: float = SECONDS,
     ) -> None:
@@ -82,8 +81,8 @@ class ModelTrial:
         self.is_whole = len(rows) == n and sample.is_whole
         """Whether it is all the data."""
         each = seconds_of(self.batch)
-        splits = held_out_splits(self.batch, is_sorted=is_sorted)
-        num_splits = max(int(seconds / (_PASSES_OF_SMALL * each)), 1) if self.batch.num_examples <= SMALL else 1
+        splits = held_out_splits(self.batch, is_mixed=is_mixed)
+        num_splits = max(int(seconds / (_PASSES_OF_SMALL * each)), 1)
         self.splits = list(itertools.islice(splits, num_splits))
         self._passes = passes
         most = int(np.clip(seconds / (each * max(len(self.splits), 1)), _USUAL_PASSES, MAX_PASSES))

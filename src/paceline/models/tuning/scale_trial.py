@@ -38,7 +38,7 @@ def best_scaling(sample: ExampleSample, scalings: Sequence[KeyScaling | None]) -
     part = sample_batch(sample.batch, max_pairs=_MAX_PAIRS)
     rate = float(np.clip(part.batch.labels.mean(dtype=np.float64), 1e-6, 1 - 1e-6))
     offset = math.log(rate / (1 - rate))
-    splits = list(held_out_splits(part.batch, is_sorted=is_sorted_by_label(sample)))
+    splits = list(held_out_splits(part.batch, is_mixed=is_sorted_by_label(sample)))
     pool = ThreadPoolExecutor(num_cores())
     try:
         tried = list(pool.map(lambda scaling: _try(part, scaling, offset, splits), scalings))
@@ -61,7 +61,7 @@ def is_worse_for_factors(
     losses = []
     for scaling in (bent, plain):
         part = sample if scaling is None else dataclasses.replace(sample, batch=scaling.apply(sample.batch))
-        trial = ModelTrial(model, part, batch_size, is_sorted=is_sorted_by_label(sample))
+        trial = ModelTrial(model, part, batch_size, is_mixed=is_sorted_by_label(sample))
         losses.append(trial.run(model, FTRL(alpha=suggested_alpha(part, _RATE), l1=L1)).losses)
     return len(losses[0].losses) == len(losses[1].losses) and losses[1].is_below(losses[0])
 

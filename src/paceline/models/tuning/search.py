@@ -65,7 +65,7 @@ def tune_linear(
     batch_size: int,
     rules: Sequence[UpdateRule],
     *,
-    is_sorted: bool,
+    is_mixed: bool,
     passes: int | None,
     is_wide: bool,
     given: Collection[str] = (),
@@ -75,7 +75,7 @@ def tune_linear(
     The settings of a rule that were `given` by the user, such as ``l1``, do not change.
     """
     trial = ModelTrial(
-        model, sample, batch_size, is_sorted=is_sorted, passes=passes, seconds=SECONDS * (_WIDE if is_wide else 1.0)
+        model, sample, batch_size, is_mixed=is_mixed, passes=passes, seconds=SECONDS * (_WIDE if is_wide else 1.0)
     )
     tried = trial.run_all([(model, rule) for rule in rules])
     best = min(tried, key=_mean_loss)
@@ -86,6 +86,7 @@ def tune_linear(
         former, best = best, min([best, *trial.run_all([(model, rule) for rule in others])], key=_mean_loss)
         if best is former:
             break
+    best = best if best.losses.is_below(tried[0].losses) else tried[0]
     return TunedModel(model=model, rule=best.rule, passes=passes or passes_for_all(best.passes, sample))
 
 
@@ -108,13 +109,13 @@ class FactorSearch:
         sample: ExampleSample,
         batch_size: int,
         *,
-        is_sorted: bool,
+        is_mixed: bool,
         passes: int | None,
         is_wide: bool,
     ) -> None:
         self._model, self._sample, self._passes, self._is_wide = model, sample, passes, is_wide
         seconds = SECONDS * (_WIDE if is_wide else 1.0)
-        self._trial = ModelTrial(model, sample, batch_size, is_sorted=is_sorted, passes=passes, seconds=seconds)
+        self._trial = ModelTrial(model, sample, batch_size, is_mixed=is_mixed, passes=passes, seconds=seconds)
         self._linear = SampleTrial(self._trial.batch, model.offset, batch_size, self._trial.splits)
         self._tried: dict[tuple[SparseModel, UpdateRule], TriedModel] = {}
 

@@ -3,10 +3,10 @@
 The sample's examples are trained on in the loop that servers and workers make up otherwise, but for a part that is held
 out; after each pass the loss on that part is taken, and the passes are those after which it hardly falls any more.
 
-Of up to 5,000 examples each fifth is held out in turn; of more, an eighth: the last ones, since in logs what is
-predicted comes later than what is learned; where labels stand in runs, ones from everywhere. Where examples have
-copies, as where rare ones were multiplied, all copies of one are on the same side, or learning by heart would look like
-learning.
+Of up to 5,000 examples each fifth is held out in turn. Of more, an eighth is held out: the last ones where the rate or
+the loss drifts, else runs of 16 from everywhere, and up to five such eighths until they hold 500 examples of the rarer
+class. Where examples have copies, as where rare ones were multiplied, all copies of one are on the same side, or
+learning by heart would look like learning.
 
 With few examples the lowest of many losses is low by chance. So of up to 5,000 examples, if they have fewer features
 than that, 8 passes of the first rule are usual, and others count with their loss plus half a standard error of its
@@ -42,6 +42,10 @@ _CAUTION = 0.5  # standard errors
 _MAX_PAIR_VISITS = 150_000_000
 _FOLDS = 5
 _HELD_OUT = 8
+_RUN = 16  # neighbours that are held out together
+_ENOUGH_RARE = 500  # held-out examples of the rarer class
+_MOST_FOLD_PAIRS = 4 << 20
+_DRIFT = 3.0  # standard errors
 _SEPARATED = 0.01  # of that loss: labels are all but certain, and more passes make weights large, not right
 _TOLERANCE = 2e-4  # of the loss of always predicting the mean: not worth more passes
 _COPIED_SHARE = 0.05
@@ -70,6 +74,8 @@ class HeldOutLosses:
 
     def is_below(self, other: HeldOutLosses, errors: float = 1.0) -> bool:
         """Return whether the mean is below another's, on the same examples, by more than so many standard errors."""
+        if not math.isfinite(other.mean):
+            return math.isfinite(self.mean)
         return other.mean - self.mean > errors * self._standard_error(other)
 
     def doubted_mean(self, usual: HeldOutLosses) -> float:
@@ -200,18 +206,39 @@ class SampleTrial:
         return chosen, ids[pairs], values[pairs] if len(values) else values
 
 
-def held_out_splits(batch: Batch, *, is_sorted: bool) -> Iterator[Split]:
-    """Yield positions of examples."""
+def num_folds(batch: Batch) -> int:
+    """Return the number of parts that are held out in turn: of more than 5,000 examples by those of the rarer class."""
+    n, positives = batch.num_examples, int(np.count_nonzero(batch.labels > 0))
+    if n <= SMALL:
+        return min(_FOLDS, n)
+    wanted = _ENOUGH_RARE * _HELD_OUT // max(min(positives, n - positives), 1) + 1
+    return max(min(wanted, _FOLDS, _MOST_FOLD_PAIRS // max(len(batch.keys), 1)), 1)
+
+
+def has_drifting_loss(batch: Batch, offset: float, batch_size: int, rule: FTRL) -> bool:
+    """Return whether the newest eighth is predicted worse, beyond chance, than unknown examples from before it."""
+    n = batch.num_examples
+    older, newest = n - n // _HELD_OUT, n // _HELD_OUT
+    is_held_out = np.arange(older) // _RUN % _HELD_OUT == 0
+    held_out = np.concatenate([np.flatnonzero(is_held_out), np.arange(older, n)])
+    trial = SampleTrial(batch, offset, batch_size, [(np.flatnonzero(~is_held_out), held_out)])
+    found = trial.run(rule, max_passes=2).losses
+    parts = [found.losses[rows] * found.weights[rows] for rows in (slice(-newest, None), slice(-newest))]
+    error = math.sqrt(sum(float(part.var()) / max(len(part), 1) for part in parts))
+    return float(parts[0].mean() - parts[1].mean()) > _DRIFT * error
+
+
+def held_out_splits(batch: Batch, *, is_mixed: bool) -> Iterator[Split]:
+    """Yield positions of examples; those that are held out come from everywhere if `is_mixed`, else from the end."""
     n, random = batch.num_examples, np.random.default_rng(0)
     copies = copies_of(batch)
-    if copies is None:
-        anywhere = random.permutation(n)
-    else:
-        anywhere = np.argsort(random.permutation(n)[copies], kind="stable")
-    if n > SMALL and copies is None and not is_sorted:
+    groups = copies if copies is not None else np.arange(n) // (_RUN if n > SMALL else 1)
+    anywhere = np.argsort(random.permutation(n)[groups], kind="stable")
+    if n > SMALL and copies is None and not is_mixed:
         yield np.arange(n - n // _HELD_OUT), np.arange(n - n // _HELD_OUT, n)
         return
-    sizes = [len(fold) for fold in np.array_split(anywhere, min(_FOLDS, n))] if n <= SMALL else [n // _HELD_OUT]
+    folds = num_folds(batch)
+    sizes = [len(fold) for fold in np.array_split(anywhere, folds)] if n <= SMALL else [n // _HELD_OUT] * folds
     cuts = [0, *np.cumsum(sizes).tolist()]
     if copies is not None:
         ends = np.flatnonzero(np.diff(copies[anywhere], append=-1)) + 1
