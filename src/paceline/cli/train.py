@@ -88,7 +88,8 @@ def train(
         int | None, typer.Option(min=1, help="Passes over the data; default: found by trial on a sample.")
     ] = None,
     order: Annotated[
-        str, typer.Option(help="Order of the examples in several passes: shuffle, or file as they stand there.")
+        str,
+        typer.Option(help="Order of the examples in all passes but the last: shuffle, or file as they stand there."),
     ] = "shuffle",
     validation: Annotated[
         list[str] | None,

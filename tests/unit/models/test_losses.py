@@ -137,3 +137,15 @@ def test_classes_as_a_user_writes_them() -> None:
     for classes in ((1, 1), (1, 1 << 25)):
         with pytest.raises(UsageError, match="classes"):
             dataclasses.replace(SoftmaxRegression(), classes=classes)
+
+
+def test_expected_counts_are_right_in_sum() -> None:
+    """Twice too large a mean is corrected; a deviation within chance is not."""
+    counts = np.random.default_rng(0).poisson(3.0, 5000).astype(np.float32)
+    model = PoissonRegression().starting_from(counts)
+    corrected = model.calibrated(counts, np.full(5000, 6.0, np.float32))
+    assert corrected.mean / model.mean == pytest.approx(counts.mean() / 6, rel=1e-3)
+    assert model.calibrated(counts, np.full(5000, counts.mean() * 1.002, np.float32)) is model
+    weights = np.where(counts > 3, 2, 1).astype(np.float32)
+    heavier = model.calibrated(counts, np.full(5000, 6.0, np.float32), weights)
+    assert heavier.mean / model.mean == pytest.approx(np.average(counts, weights=weights) / 6, rel=1e-3)

@@ -19,7 +19,14 @@ from paceline.models.tuning import (
     tune,
     wants_sparsity,
 )
-from paceline.models.tuning.trial import SMALL, HeldOutLosses, SampleTrial, copies_of, held_out_splits
+from paceline.models.tuning.trial import (
+    SMALL,
+    HeldOutLosses,
+    SampleTrial,
+    copies_of,
+    has_drifting_loss,
+    held_out_splits,
+)
 from paceline.ps import FTRL
 from paceline.tables.logistic_pass import ROW_WORDS, logistic_pass
 
@@ -319,3 +326,41 @@ def test_the_offset_is_in_the_arithmetic() -> None:
     assert plain.gradients([zeros])[1] == pytest.approx(
         logistic(margins, sample.batch.labels, probabilities, residuals)
     )
+
+
+def _sample_with_positives(n: int, num_positives: int) -> ExampleSample:
+    labels = np.zeros(n, np.float32)
+    labels[np.random.default_rng(0).permutation(n)[:num_positives]] = 1
+    return with_labels(labels)
+
+
+@pytest.mark.parametrize(("num_positives", "folds"), [(20_000, 1), (4_500, 1), (1_500, 3), (100, 5)])
+def test_more_parts_are_held_out_where_one_class_is_rare(num_positives: int, folds: int) -> None:
+    sample = _sample_with_positives(40_000, num_positives)
+    splits = list(held_out_splits(sample.batch, is_mixed=True))
+    assert len(splits) == folds
+    assert len(np.unique(np.concatenate([held for _, held in splits]))) == folds * 5_000
+    assert all(np.ptp(held) > 35_000 for _, held in splits)  # from all over the file
+    ((_, newest),) = held_out_splits(sample.batch, is_mixed=False)
+    assert newest.tolist() == list(range(35_000, 40_000))
+    assert len(suggested_l2(sample)) == (3 if folds == 5 else 1)
+
+
+def test_a_loss_that_drifts_is_found() -> None:
+    """The weights of features change for the newest eighth, and the rate of positives does not."""
+    batch, other = (make_sample(12_000, seed=0).batch, make_sample(12_000, seed=0).batch)
+    rule = FTRL(alpha=0.2, l1=1.0)
+    assert not has_drifting_loss(batch, 0.0, 64, rule)
+    other.labels = np.append(batch.labels[:10_500], 1 - batch.labels[10_500:]).astype(np.float32)
+    assert has_drifting_loss(other, 0.0, 64, rule)
+
+
+def test_the_first_rule_wins_unless_another_is_better_by_more_than_chance() -> None:
+    chances = 0
+    for seed in range(6):
+        rules = [FTRL(alpha=alpha, l1=1.0) for alpha in (0.2, 0.28, 0.14)]
+        found = tune(make_sample(6_000, num_keys=300, noise=2.0, seed=seed), 0.0, 64, rules, is_mixed=True)
+        (first,) = (each for each in found if each.rule == rules[0])
+        assert found[0] is first or found[0].losses.is_below(first.losses)
+        chances += found[0] is first and min(each.losses.mean for each in found) < first.losses.mean
+    assert chances

@@ -115,7 +115,7 @@ class PassOptions:
     """How passes over the data differ, and when they end."""
 
     order: Literal["shuffle", "file"] = "shuffle"
-    """The order of the examples in each of several passes; a single pass is in the file's. Raises UsageError."""
+    """The order of the examples in all but the last pass, which is in the file's. Raises UsageError."""
     stopping: EarlyStopping | None = None
     """Whether the training ends when passes make nothing better; `epochs` are its most passes then."""
     rates: RatePlan = field(default_factory=RatePlan)

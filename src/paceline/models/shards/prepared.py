@@ -1,7 +1,7 @@
 """Minibatches that a worker has read before: later passes take them from memory, their distinct keys found already.
 
-In a shuffled training the rows of each shard are shuffled once, and from the second pass on shards and the minibatches
-of each shard come in random order.
+In a shuffled training the rows of each shard are shuffled once, and shards come in an order that leaps through the
+file. The last pass is in the order of the file: the newest rows of a log suit the rows to come.
 
 Shards are kept in the order in which they are read first, as many as there is room for, and are not replaced: of data
 that is read round and round, whatever makes room for the newest shard drops the one that is due next.
@@ -67,12 +67,10 @@ class PreparedShards:
         Raises DataError as :meth:`Dataset.read` does; of a shard that was kept, if its file has changed.
         """
         is_first_pass = lease.epoch == 0
-        if job.is_shuffled and not is_first_pass and (dataset.can_enter(lease.file) or dataset.is_cached):
-            shard = leaping(lease.shard, max(lease.num_shards, lease.shard + 1), lease.epoch)
-            lease = dataclasses.replace(lease, shard=shard)
+        if _is_shuffled(job, lease) and lease.num_shards and dataset.can_enter(lease.file):
+            lease = dataclasses.replace(lease, shard=leaping(lease.shard, lease.num_shards, 0))
         kept = self._kept.get((lease.file, lease.shard, dataset.in_use.check(lease.file)))
-        if kept is not None and job.is_shuffled:
-            kept = [kept[place] for place in _generator(lease).permutation(len(kept))]
+        kept = kept if _is_shuffled(job, lease) == job.is_shuffled else None
         for each in self._prepare(job, model, dataset, lease, scratch) if kept is None else kept:
             minibatch = model.training_minibatch(each.batch, each.rows, scratch, is_first_pass=is_first_pass)
             yield minibatch, each.num_read
@@ -82,7 +80,9 @@ class PreparedShards:
     ) -> Iterator[_Prepared]:
         """Yield the minibatches of a shard that is read, and keep them if all of them have room."""
         # Which negatives are left out is drawn anew for each pass.
-        is_kept = job.epochs > lease.epoch + 1 and job.weighting.keep_negatives == 1 and not self._is_full
+        is_kept = (
+            job.epochs - job.is_shuffled > lease.epoch + 1 and job.weighting.keep_negatives == 1 and not self._is_full
+        )
         kept: list[_Prepared] = []
         num_bytes = 0
         for batch, num_read in _batches(job, dataset, lease):
@@ -100,17 +100,17 @@ class PreparedShards:
             self._left_bytes -= num_bytes
 
 
-def _generator(lease: Lease) -> np.random.Generator:
-    return np.random.default_rng((lease.epoch, lease.file, lease.shard))
+def _is_shuffled(job: WorkerTask, lease: Lease) -> bool:
+    return job.is_shuffled and lease.epoch < job.epochs - 1
 
 
 def _batches(job: WorkerTask, dataset: Dataset, lease: Lease) -> Iterator[tuple[Batch, int]]:
     """Yield the minibatches of a shard, its rows shuffled if the job is, with the number of examples of each."""
-    if not job.is_shuffled:
+    if not _is_shuffled(job, lease):
         yield from job.weighting.read(dataset, lease, job.batch_size)
         return
     for rows, num_read in job.weighting.read(dataset, lease, _WHOLE):  # one batch
-        order, done = _generator(lease).permutation(rows.num_examples), 0
+        order, done = np.random.default_rng((lease.file, lease.shard)).permutation(rows.num_examples), 0
         for start in range(0, max(len(order), 1), job.batch_size):
             batch = rows.take(order[start : start + job.batch_size])
             stop = num_read * (start + batch.num_examples) // max(len(order), 1) if len(order) else num_read

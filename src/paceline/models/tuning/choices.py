@@ -10,8 +10,8 @@ Rules are tried by training in this process (:mod:`paceline.models.tuning.trial`
 - A minibatch is a 64th of the examples, within 8 and 256, so that small data gives as many steps as it can.
 - L1 is 1; of small data, and where there are fewer than 20 examples for a feature, 100 and 300 are tried too: where few
   of many features matter, nothing but a large penalty finds them. It must be better by more than chance.
-- L2 is 0; of small data, and where one class is rare, 30, 100 and 300 are tried too. FTRL's penalty stands against the
-  gradients of all passes, so that 30 in 30 passes is what scikit-learn calls C = 1.
+- L2 is 0; of small data, 30, 100 and 300 are tried too; where one class is rare, 100 and 300. FTRL's penalty stands
+  against the gradients of all passes, so that 30 in 30 passes is what scikit-learn calls C = 1.
 - Of more data the first rule is taken unless another is better by more than a standard error of the difference.
 - Where labels stand in runs, as in a sorted file, shards are read many at a time.
 """
@@ -40,6 +40,7 @@ SPARSE = ((0.7, 100.0, 0.0), (1.4, 100.0, 0.0), (1.4, 300.0, 0.0))
 """Rates, L1 and L2 penalties where few of many features may matter."""
 FASTER_RATES = (1.4, 2.8)
 _L2_OF_SMALL = (0.0, 30.0, 100.0, 300.0)
+_L2_OF_RARE = (0.0, 100.0, 300.0)
 _EXAMPLES_PER_FEATURE = 20
 _LEAST_PASSES = 6
 _SORTED = 0.7
@@ -61,8 +62,9 @@ def suggested_batch_size(num_examples: int, least: int = 8) -> int:
 
 def suggested_l2(sample: ExampleSample) -> tuple[float, ...]:
     """Return the L2 penalties to try: none is needed of many examples of both classes."""
-    is_small = sample.num_examples <= SMALL or num_folds(sample.batch) == _MOST_FOLDS
-    return _L2_OF_SMALL if is_small else (0.0,)
+    if sample.num_examples <= SMALL:
+        return _L2_OF_SMALL
+    return _L2_OF_RARE if num_folds(sample.batch) == _MOST_FOLDS else (0.0,)
 
 
 def is_sorted_by_label(sample: ExampleSample) -> bool:

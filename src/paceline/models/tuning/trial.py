@@ -40,6 +40,7 @@ SMALL = 5_000
 _USUAL_PASSES = 8
 _CAUTION = 0.5  # standard errors
 _MAX_PAIR_VISITS = 150_000_000
+_MAX_PAIR_VISITS_OF_FOLDS = 30_000_000
 _FOLDS = 5
 _HELD_OUT = 8
 _RUN = 16  # neighbours that are held out together
@@ -130,7 +131,8 @@ class SampleTrial:
         self._all_labels, self._all_weights = labels, counts
         self._labels, self._weights = labels[every], counts[every]
         num_pairs = max(len(batch.keys) * len(self._splits), 1)
-        self._max_passes = int(np.clip(_MAX_PAIR_VISITS // num_pairs, 1, MAX_PASSES))
+        most = _MAX_PAIR_VISITS if len(labels) <= SMALL or len(self._splits) == 1 else _MAX_PAIR_VISITS_OF_FOLDS
+        self._max_passes = int(np.clip(most // num_pairs, 1, MAX_PASSES))
 
     def base_losses(self) -> HeldOutLosses:
         """Return the losses of always predicting the base rate."""
