@@ -7,6 +7,12 @@ calls comes with the first group.
 
 from __future__ import annotations
 
+import os
+import sys
+from functools import partial
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -19,6 +25,8 @@ def register() -> None:
     """Make the backend known to ``torch.distributed``; for all devices, of which CPU and CUDA are supported."""
     import torch.distributed as dist
 
+    if os.environ.get("PACELINE_STRATEGY") and os.environ.get("WORLD_SIZE", "1") != "1":
+        sys.meta_path.insert(0, _AccelerateFinder())
     if dist.is_available() and BACKEND.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
 
@@ -27,3 +35,37 @@ def _create(options: Any, _: Any = None) -> PacelineProcessGroup:
     from paceline.torch.backend.registration import create
 
     return create(options)
+
+
+class _AccelerateFinder(MetaPathFinder):
+    """Has accelerate, which the Trainer of transformers uses too, find a process group in ranks of ``paceline run``.
+
+    Accelerate accepts only the backends that it lists, unless ``torch.distributed`` is initialized before its state is.
+    """
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Return the module's own spec, with a loader that wraps the constructor of its state."""
+        if fullname != "accelerate.state":
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module = partial(_load_accelerate, spec.loader.exec_module)  # type: ignore[method-assign]
+        return spec
+
+
+def _load_accelerate(execute: Any, module: Any) -> None:
+    import torch
+
+    execute(module)
+    initialize = module.PartialState.__init__
+
+    def __init__(self: Any, cpu: bool = False, **options: Any) -> None:  # noqa: N807
+        if not torch.distributed.is_initialized():
+            timeout = {key: options[key] for key in ("timeout",) if key in options}
+            torch.distributed.init_process_group(BACKEND, **timeout)
+        if options.get("backend") == BACKEND:
+            del options["backend"]
+        initialize(self, cpu or not torch.cuda.is_available(), **options)
+
+    module.PartialState.__init__ = __init__
