@@ -26,6 +26,9 @@ def convert(
     label: options.Label = None,
     categorical: options.Categorical = None,
     numeric: options.Numeric = None,
+    text: options.Text = None,
+    ignore: options.Ignore = None,
+    header: options.Header = "auto",
     weight: options.Weight = None,
     feature_names: Annotated[
         bool, typer.Option("--feature-names", help="Keep the names of features, for which the data is read twice.")
@@ -50,11 +53,13 @@ def convert(
     if len(sources) < 2:
         raise UsageError(f"which file is to be written? paceline convert {sources[0]} OUT")
     *data, out = sources
-    columns = options.choose_columns(label, categorical, numeric, weight)
-    look = look_at_sources(data, Path(out), format=format, columns=columns, label=label, weight=weight)
+    reading = options.choose_columns(label, categorical, numeric, text, ignore, header)
+    look = look_at_sources(data, Path(out), format=format, columns=None, label=None, weight=weight, options=reading)
     console = Console(stderr=True)
     if look.guessed and not quiet:
         show_columns(console, look)
+        if look.header_news is not None:
+            typer.echo(f"paceline: {look.header_news}", err=True)
     is_shown = console.is_terminal and not quiet
     with console.status("converting ...") if is_shown else contextlib.nullcontext() as status:
 

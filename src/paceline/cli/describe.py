@@ -15,6 +15,9 @@ def describe(
     label: options.Label = None,
     categorical: options.Categorical = None,
     numeric: options.Numeric = None,
+    text: options.Text = None,
+    ignore: options.Ignore = None,
+    header: options.Header = "auto",
     numeric_scale: options.NumericScale = "auto",
     positive: options.Positive = None,
     json: options.Json = False,
@@ -27,8 +30,8 @@ def describe(
 
     from paceline.launch.train.describing import describe_data, show_description
 
-    columns = options.choose_columns(label, categorical, numeric)
-    found = describe_data(data, format, columns, label, numeric_scale, options.find_positive(positive))
+    reading = options.choose_columns(label, categorical, numeric, text, ignore, header)
+    found = describe_data(data, format, None, None, numeric_scale, options.find_positive(positive), reading)
     if json:
         typer.echo(json_module.dumps(found))
     else:

@@ -14,7 +14,7 @@ from paceline.errors import UsageError
 from .data_arguments import find_data
 
 if TYPE_CHECKING:
-    from paceline.data import Columns
+    from paceline.data.guessing import ReadOptions
     from paceline.transport import TLS
 
 Data = Annotated[
@@ -46,10 +46,21 @@ Positive = Annotated[
 Categorical = Annotated[
     str | None,
     typer.Option(
-        help="csv, parquet, jsonl: categorical columns, separated by commas; without these two all are guessed."
+        help="csv, parquet, jsonl: categorical columns, separated by commas; those without an option are guessed."
     ),
 ]
 Numeric = Annotated[str | None, typer.Option(help="csv, parquet: numeric columns, separated by commas.")]
+Text = Annotated[
+    str | None,
+    typer.Option(help="csv, parquet: columns of text, separated by commas; each word is a feature."),
+]
+Ignore = Annotated[
+    str | None,
+    typer.Option(help="csv, parquet: columns to leave out, separated by commas; '*' is all without another option."),
+]
+Header = Annotated[
+    str, typer.Option(help="csv: whether the first row has the names of the columns: yes, no or auto (by the values).")
+]
 NumericScale = Annotated[
     str,
     typer.Option(
@@ -161,16 +172,20 @@ def split_names(text: str | None) -> tuple[str, ...]:
 
 
 def choose_columns(
-    label: str | None, categorical: str | None, numeric: str | None, weight: str | None = None
-) -> Columns | None:
-    """Return the columns if they are named, None if they are to be guessed."""
-    from paceline.data import Columns
+    label: str | None,
+    categorical: str | None,
+    numeric: str | None,
+    text: str | None,
+    ignore: str | None,
+    header: str,
+    max_malformed: float = 0.05,
+) -> ReadOptions:
+    """Return how the data is read."""
+    from paceline.data.guessing import ReadOptions
 
-    if not categorical and not numeric:
-        return None
-    if not label:
-        raise UsageError("--categorical and --numeric need --label, the column that holds the label")
-    return Columns(label, split_names(categorical), split_names(numeric), weight=weight or "")
+    kinds = {"categorical": categorical, "numeric": numeric, "text": text, "ignore": ignore}
+    names = {kind: split_names(given) for kind, given in kinds.items()}
+    return ReadOptions(label=label, **names, header=header, max_malformed=max_malformed)
 
 
 def find_positive(text: str | None) -> float | str | None:

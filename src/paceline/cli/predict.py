@@ -18,6 +18,7 @@ def predict(
         Path | None, typer.Option("--output", "-o", help="File for the predictions; standard output if not given.")
     ] = None,
     format: options.Format = None,
+    header: options.Header = "auto",
     strict: options.Strict = False,
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Do not say how good the predictions are; warnings are told.")
@@ -31,7 +32,7 @@ def predict(
     """
     from paceline.launch.train.predict import run_prediction
 
-    result = run_prediction(model, data, output=output, format=format, strict=strict, echo=not json)
+    result = run_prediction(model, data, output=output, format=format, header=header, strict=strict, echo=not json)
     if json:
         typer.echo(json_module.dumps(result.as_json(), allow_nan=False))
     elif not quiet:

@@ -73,6 +73,9 @@ def train(
     positive: options.Positive = None,
     categorical: options.Categorical = None,
     numeric: options.Numeric = None,
+    text: options.Text = None,
+    ignore: options.Ignore = None,
+    header: options.Header = "auto",
     numeric_scale: options.NumericScale = "auto",
     interactions: Annotated[
         str | None,
@@ -202,6 +205,9 @@ def train(
     auto_resume: Annotated[
         bool, typer.Option("--auto-resume", help="If more servers die than replicas, go on from the newest snapshot.")
     ] = False,
+    max_malformed: Annotated[
+        float, typer.Option(help="Share of malformed lines beyond which the training fails, if there are more than 10.")
+    ] = 0.05,
     strict: options.Strict = False,
     json: options.Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress line.")] = False,
@@ -306,8 +312,7 @@ def train(
             ),
             evaluation=evaluation or (),
             format=format,
-            columns=options.choose_columns(label, categorical, numeric, weight),
-            label=label,
+            reading=options.choose_columns(label, categorical, numeric, text, ignore, header, max_malformed),
             numeric_scale=numeric_scale,
             epochs=epochs if blocks is None else 1,  # the data is read once
             batch_size=batch_size,

@@ -8,8 +8,9 @@ something is read. ``write_click_log(path)`` makes a log up whose best possible 
 from paceline.data.bad_lines import BadLine, BadLines
 from paceline.data.batch import Batch
 from paceline.data.binary.converted import ConvertedFile, DataWriter, Description, describe_converted, merge_guesses
-from paceline.data.columns import LABEL_NAMES, Columns, Guess, Guesses, find_label
+from paceline.data.columns import Columns, Guess, Guesses, find_label
 from paceline.data.dataset import Dataset, Spec, open_dataset, open_spec
+from paceline.data.dialect import LABEL_NAMES
 from paceline.data.formats import (
     COLUMN_FORMATS,
     CONVERTED,

@@ -13,14 +13,11 @@ import numpy.typing as npt
 
 from paceline.data.bad_lines import NUM_KEPT, BadLine, shorten
 from paceline.data.batch import Batch
-from paceline.data.dialect import is_missing
+from paceline.data.dialect import LABEL_NAMES, is_missing
 from paceline.data.scales.bins import ColumnBins
 from paceline.data.scales.scaling import Scale
 from paceline.errors import UsageError
 from paceline.kernels.text.reference import LABEL_WORDS, MAX_FLOAT32, MISSING, field_of, name_seed, powers_of_ten
-
-LABEL_NAMES = ("label", "click", "clicked", "target", "y")
-"""The names, in any case, under which a label is found when no columns are given; the first that is there counts."""
 
 _MOST_NAMES, _MOST_CLASSES_SHOWN = 30, 5
 _PLACE = re.compile(r"-?[0-9]{1,9}")
@@ -46,29 +43,41 @@ class Columns:
     """Whether all other columns are read too, of JSON lines: `categorical` are those whose numbers are categories."""
     classes: tuple[str, ...] = ()
     """The words that labels are, each of which is read as its place here; none if they are numbers."""
+    text: tuple[str, ...] = ()
+    """Columns of text, of which each word is a feature."""
+    header: str = "auto"
+    """Whether the first row of csv files has the names of the columns: yes, no, or auto."""
+    trims: bool = True
+    """Whether blanks around categories do not count; models before version 0.2 count them."""
 
     def __post_init__(self) -> None:
         assert len(self.scales) in (0, len(self.numeric))
         names = self.names
         if len(names) - bool(self.weight) < 2 and not self.is_open:
-            raise UsageError("columns name a label but no feature: name a categorical or a numeric column too")
+            raise UsageError("columns name a label but no feature: name a categorical, numeric or text column too")
         double = next((name for name, count in Counter(names).items() if count > 1), None)
         if double is not None:
-            raise UsageError(f"column '{double}' is named twice: a column is label, weight, categorical or numeric")
+            raise UsageError(
+                f"column '{double}' is named twice: a column is label, weight, categorical, numeric or text"
+            )
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Columns:
         """The columns that :meth:`to_fields` described."""
         scales = tuple(map(Scale.from_fields, fields.get("scales", ())))
-        categorical, numeric = tuple(fields["categorical"]), tuple(fields["numeric"])
-        weight, is_open, classes = fields.get("weight", ""), fields.get("is_open", False), fields.get("classes", ())
-        return cls(fields["label"], categorical, numeric, scales, weight, is_open, tuple(classes))
+        categorical, numeric, classes, text = (
+            tuple(fields.get(name, ())) for name in ("categorical", "numeric", "classes", "text")
+        )
+        weight, is_open, header = fields.get("weight", ""), fields.get("is_open", False), fields.get("header", "auto")
+        trims = fields.get("trims", False)
+        return cls(fields["label"], categorical, numeric, scales, weight, is_open, classes, text, header, trims)
 
     def to_fields(self) -> dict[str, Any]:
         """These columns as JSON and msgpack can carry them; without scales and weight, as before there were any."""
         fields = {"label": self.label, "categorical": list(self.categorical), "numeric": list(self.numeric)}
         scales = [each.to_fields() for each in self.scales]
         others = {"scales": scales, "weight": self.weight, "is_open": self.is_open, "classes": list(self.classes)}
+        others |= {"text": list(self.text), "header": self.header.replace("auto", ""), "trims": self.trims}
         return {**fields, **{name: value for name, value in others.items() if value}}
 
     @property
@@ -86,7 +95,7 @@ class Columns:
     @property
     def names(self) -> list[str]:
         """All the columns, in the order in which they are read."""
-        return [self.label, *self.categorical, *self.numeric, *([self.weight] if self.weight else [])]
+        return [self.label, *self.categorical, *self.numeric, *self.text, *([self.weight] if self.weight else [])]
 
     def describe_fault(self, name: str, *, is_missing: bool) -> str:
         """Say what ails a row whose cell in column `name` is no number, or `is_missing`."""
@@ -244,6 +253,7 @@ class Converter:
         self._scales = [scale.as_array() for scale in columns.scales]
         self._scale = scale_numbers
         self._seeds = [np.uint64(name_seed(name)) for name in (*columns.categorical, *columns.numeric)]
+        self._text_seeds = [np.uint64(name_seed(name)) for name in columns.text]
         self._bins = columns.bins
 
     def convert(self, record_batch: Any, first_row: int) -> Converted:
@@ -279,14 +289,16 @@ class Converter:
                 present[:, at] = ~missing
                 good &= ok
                 faults.append((name, ok))
+        for at, (name, seed) in enumerate(zip(self._columns.text, self._text_seeds, strict=True), width + 1):
+            lists.append((name, *self._hash_words(record_batch.column(at), seed)))
         weights = None
         if self._columns.weight:
-            numbers, ok, missing = self._numbers(record_batch.column(width + 1), {})
+            numbers, ok, missing = self._numbers(record_batch.column(len(self._columns.names) - 1), {})
             ok &= ~missing & (numbers >= 0)
             weights = numbers.astype(np.float32)
             good &= ok
             faults.append((self._columns.weight, ok))
-        if good.all() and present.all():
+        if good.all() and present.all() and not lists:
             indptr = np.arange(0, num_rows * width + 1, width, dtype=np.int64)
             return Converted(Batch(label, indptr, keys.reshape(-1), _flat(values), weights), 0)
         present &= good[:, np.newaxis]
@@ -301,7 +313,7 @@ class Converter:
             by_column = np.array(self._seeds).astype(np.uint32)  # the lower halves
             batch.fields = np.broadcast_to(by_column, present.shape)[present]
         for name, lengths, elements in lists:
-            batch = _with_lists(batch, field_of(name), lengths[good], elements[np.repeat(good, lengths)], num_numbers)
+            batch = insert_lists(batch, field_of(name), lengths[good], elements[np.repeat(good, lengths)], num_numbers)
         bad_rows = np.flatnonzero(~good)
         bad = [self._describe(record_batch, int(row), first_row, faults) for row in bad_rows[:NUM_KEPT]]
         return Converted(batch, len(bad_rows), bad)
@@ -318,8 +330,7 @@ class Converter:
 
     def _hash(self, column: Any, seed: np.uint64, out: npt.NDArray[np.uint64], first: int, stride: int) -> None:
         """The keys of a column's values, as text, into every `stride`-th element of `out`."""
-        types = self._arrow.types
-        if types.is_dictionary(column.type) and len(column.dictionary) <= len(column):
+        if self._is_coded(column) and len(column.dictionary) <= len(column):
             strings = self._arrow.concat_arrays([self._text(column.dictionary), self._arrow.array([""])])
             known = np.empty(len(strings), np.uint64)
             self._kernels.hash_strings(*self._buffers(strings), seed, known, 0, 1)
@@ -343,9 +354,22 @@ class Converter:
         self._hash(elements, seed, keys, 0, 1)
         return lengths, keys
 
+    def _hash_words(self, column: Any, seed: np.uint64) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
+        """How many words the texts of a column have, and the keys of them all."""
+        data, offsets = self._buffers(self._text(column.dictionary_decode() if self._is_coded(column) else column))
+        lengths, words = np.empty(len(column), np.int64), np.empty(len(data) // 2 + 1, np.uint64)
+        return lengths, words[: self._kernels.split_strings(data, offsets, seed, words, lengths)]
+
     def _text(self, column: Any) -> Any:
+        from pyarrow.compute import utf8_trim
+
         column = category_texts(column)
+        if self._columns.trims:
+            column = utf8_trim(column, characters=" ")
         return column.fill_null("") if column.null_count else column
+
+    def _is_coded(self, column: Any) -> bool:
+        return bool(self._arrow.types.is_dictionary(column.type))
 
     def _buffers(self, strings: Any) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
         """Bytes and offsets of an Arrow string array, typed as the kernels want them."""
@@ -413,16 +437,26 @@ def _flat(values: npt.NDArray[np.float32] | None) -> npt.NDArray[np.float32] | N
     return None if values is None else values.reshape(-1)
 
 
-def _with_lists(
+def fields_by_place(batch: Batch, categorical: Sequence[str]) -> npt.NDArray[np.uint32]:
+    """The field of each pair of rows with one pair for each categorical column, and keys of numeric ones after them."""
+    at = np.arange(len(batch.keys)) - np.repeat(batch.indptr[:-1], np.diff(batch.indptr))
+    of_categories = np.array([*map(field_of, categorical), 0], np.uint32)
+    found = of_categories[np.minimum(at, len(categorical))]
+    return np.where(at < len(categorical), found, batch.keys.astype(np.uint32))
+
+
+def insert_lists(
     batch: Batch,
-    field: int,
+    field: int | npt.NDArray[np.uint32],
     lengths: npt.NDArray[np.int64],
     keys: npt.NDArray[np.uint64],
     num_numbers: npt.NDArray[np.int64],
 ) -> Batch:
-    """Add `lengths[i]` of the keys to row i, each of `field` with value 1, before its last `num_numbers[i]` pairs."""
+    """Add `lengths[i]` of the keys to row i, of `field` (one or each its own) and value 1, before its `num_numbers[i]`
+    last pairs.
+    """
     indptr = batch.indptr + np.concatenate([[0], np.cumsum(lengths)])
     ends = np.repeat(batch.indptr[1:] - num_numbers, lengths)  # before which the row's keys go in
     values = None if batch.values is None else np.insert(batch.values, ends, np.float32(1))
-    fields = None if batch.fields is None else np.insert(batch.fields, ends, np.uint32(field))
+    fields = None if batch.fields is None else np.insert(batch.fields, ends, field)
     return Batch(batch.labels, indptr, np.insert(batch.keys, ends, keys), values, batch.weights, fields)

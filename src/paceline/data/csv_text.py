@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from paceline.data.bad_lines import NUM_KEPT, BadLine, shorten
 from paceline.data.batch import Batch
-from paceline.data.columns import Columns
-from paceline.data.dialect import BYTE_ORDER_MARK, Dialect, read_dialect
+from paceline.data.columns import Columns, fields_by_place, insert_lists
+from paceline.data.dialect import BLANKS, PREAMBLE, Dialect, mark_blanks, read_dialect
 from paceline.data.reader import BLOCK_BYTES, Report
 from paceline.data.streams import line_number, text_size
 from paceline.data.text import Parsed
@@ -39,6 +39,7 @@ def csv_parser(dialect: Dialect, columns: Columns, *, needs_label: bool) -> Pars
         LABEL_SLOT,
         OPTIONAL_LABEL_SLOT,
         SKIPPED_SLOT,
+        TEXT_SLOT,
         WEIGHT_SLOT,
         name_seed,
         powers_of_ten,
@@ -46,6 +47,8 @@ def csv_parser(dialect: Dialect, columns: Columns, *, needs_label: bool) -> Pars
 
     features = [*columns.categorical, *columns.numeric]
     places = {name: slot for slot, name in enumerate(features)}
+    places |= {name: TEXT_SLOT - number for number, name in enumerate(columns.text)}
+    text_seeds = np.array([name_seed(name) for name in columns.text], np.uint64)
     places[columns.label] = LABEL_SLOT if needs_label else OPTIONAL_LABEL_SLOT
     if columns.weight:
         places[columns.weight] = WEIGHT_SLOT
@@ -70,9 +73,12 @@ def csv_parser(dialect: Dialect, columns: Columns, *, needs_label: bool) -> Pars
         values = np.empty(len(keys) if columns.numeric else 0, np.float32)
         bad_at, bad_why = np.empty(NUM_KEPT, np.int64), np.empty(NUM_KEPT, np.int64)
         counts = np.empty(kernels.NUM_COUNTS, np.int64)
+        words = np.empty((end - start) // 2 + 1 if columns.text else 0, np.uint64)
+        word_fields, word_ends = np.empty(len(words), np.uint32), np.empty(capacity + 1, np.int64)
         kernels.parse_csv(
-            *(text, start, end, limit, int(last), separator, slots, seeds, scales, powers, classes, scratch),
-            *(labels, weights, indptr, keys, values, bad_at, bad_why, counts),
+            *(text, start, end, limit, int(last), separator, int(columns.trims), slots, seeds, scales, powers, classes),
+            *(text_seeds, scratch, labels, weights, indptr, keys, values, words, word_fields, word_ends),
+            *(bad_at, bad_why, counts),
         )
         rows, num_bad, position, pairs = counts.tolist()
         batch = Batch(
@@ -82,6 +88,11 @@ def csv_parser(dialect: Dialect, columns: Columns, *, needs_label: bool) -> Pars
             values[:pairs] if columns.numeric else None,
             weights[:rows] if columns.weight else None,
         )
+        if columns.text:
+            batch.fields = fields_by_place(batch, columns.categorical)
+            num_words, num_numbers = np.diff(word_ends[: rows + 1]), np.diff(batch.indptr) - len(columns.categorical)
+            there = slice(word_ends[rows])
+            batch = insert_lists(batch, word_fields[there], num_words, words[there], num_numbers)
         if bins is not None:
             batch = bins.apply(batch)
         bad = list(zip(bad_at[:num_bad].tolist(), bad_why[:num_bad].tolist(), strict=True))
@@ -118,7 +129,7 @@ class CsvReader:
 
         self._path = path
         self._columns = columns
-        self._dialect = read_dialect(path, columns.names)
+        self._dialect = read_dialect(path, columns.names, columns.header)
         columns.check_in(path, self._dialect.names, needs_label=needs_label)
         self._shard_bytes = shard_bytes
         self._parse = csv_parser(self._dialect, columns, needs_label=needs_label)
@@ -177,6 +188,9 @@ class CsvReader:
             window.buffer[end] = 10
             end += 1
         window.buffer[end] = 10
+        if self._dialect.separator == BLANKS:
+            whole = window.buffer.rfind(b"\n", window.begin, end) + 1 or window.begin
+            window.buffer[window.begin : whole] = mark_blanks(window.buffer[window.begin : whole])
         return np.frombuffer(window.buffer, np.uint8), end, last
 
     def _check_open_quote(self) -> None:
@@ -205,8 +219,8 @@ class CsvReader:
         window = self._window
         window.seek(0)
         window.fill(65536)
-        if window.buffer.startswith(BYTE_ORDER_MARK):
-            window.begin = len(BYTE_ORDER_MARK)
+        preamble = PREAMBLE.match(window.buffer)
+        window.begin = preamble.end() if preamble else 0
         while window.begin < window.end and window.buffer[window.begin] in b"\r\n":
             window.begin += 1
         if self._dialect.has_header:

@@ -14,7 +14,7 @@ from paceline.data.batch import Batch, rebatch
 from paceline.data.binary.arrays import ArrayFileReader
 from paceline.data.binary.cache import CacheWriter, ShardCache
 from paceline.data.binary.converted import ConvertedFile, ConvertedReader, check_columns, describe_converted
-from paceline.data.columns import LABEL_NAMES, Columns
+from paceline.data.columns import Columns
 from paceline.data.files_in_use import FilesInUse, stat_source
 from paceline.data.formats import (
     COLUMN_FORMATS,
@@ -131,9 +131,9 @@ def _columns_for(files: list[str], format: str, columns: Columns | None, needs_l
             raise UsageError(f"{format} has no columns to choose: leave columns out, or say csv or parquet")
         return None
     if columns is None:
-        columns = guess_columns(files[0], sample_rows(files, format, LABEL_NAMES)).columns
+        columns = guess_columns(files[0], sample_rows(files, format)).columns
     for file in files:
-        columns.check_in(file, column_names(file, format, columns.names), needs_label=needs_labels)
+        columns.check_in(file, column_names(file, format, columns.names, columns.header), needs_label=needs_labels)
     return columns
 
 

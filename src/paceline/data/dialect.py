@@ -17,20 +17,32 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 HEAD_BYTES = 1 << 16
 _MAX_HEAD_BYTES = 1 << 24
 
+HEADERS = ("auto", "yes", "no")
+LABEL_NAMES = ("label", "click", "clicked", "target", "y")
+"""The usual names of labels, in any case; the first of them that a file has is its label."""
 SEPARATORS = (",", ";", "\t")
 LAST_SEPARATOR = "|"
 """Taken where no other fits: within cells of other files it separates the elements of lists."""
+BLANKS = "\x1f"
+"""Stands for runs of blanks and tabs; :func:`mark_blanks` writes it into the text."""
+PREAMBLE = re.compile(rb'(?:\xef\xbb\xbf)?(?:"?sep=.?"?\r?\n)?', re.IGNORECASE)
+"""The bytes before the first row: a byte-order mark, and the line by which Excel declares the separator."""
+_DECLARED = re.compile(r'"?sep=(.)"?\r?\n', re.IGNORECASE)
+_BLANKS = re.compile(rb'"[^"\n]*"|(?<=[^ \t\r\n])[ \t]+(?=[^ \t\r\n\x1f])')
 _WIDE_MARKS = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
-_ROWS = 200
+_ROWS, _BLANKS_SHARE = 200, 0.9
 PLACE = re.compile(r"c[1-9][0-9]*")
 """What a column is called that has no name: by its place."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """The separator of a csv file, and its columns' names: of the first row, or ``c1``, ``c2``, ... if that is data."""
+    """The separator of a csv file, and its columns' names: of the first row, or ``c1``, ``c2``, ... if that is data.
+
+    Names have no blanks around them, unless those that are wanted do.
+    """
 
     separator: str
     names: tuple[str, ...]
@@ -68,26 +80,33 @@ def head_of(path: str) -> str:
     return text if whole or "\n" not in text else text[: text.rindex("\n") + 1]
 
 
-def read_dialect(path: str, wanted: Sequence[str] = ()) -> Dialect:
+def read_dialect(path: str, wanted: Sequence[str] = (), header: str = "auto") -> Dialect:
     """The dialect of a csv file, as :func:`guess_dialect` has it. Raises DataError if it does not look like csv."""
     text = head_of(path)
-    dialect = guess_dialect(text, wanted)
+    dialect = guess_dialect(text, wanted, header)
     if dialect is None:
         first = shorten(text.partition("\n")[0])
         raise DataError(
-            f"{path} does not look like csv: expected rows of one width, separated by commas, semicolons, tabs or |; "
-            f"its first line is '{first}'{hint_at_open_quote(text)}"
+            f"{path} does not look like csv: expected rows of one width, separated by commas, semicolons, tabs, | or "
+            f"blanks; its first line is '{first}'{hint_at_open_quote(text)}"
         )
     return dialect
 
 
+def mark_blanks(text: bytes | bytearray) -> bytes:
+    """Replace the last blank of each run between two cells, outside quotes, by :data:`BLANKS`; the length stays."""
+    return _BLANKS.sub(lambda run: run[0] if run[0][:1] == b'"' else run[0][1:].replace(b"\t", b" ") + b"\x1f", text)
+
+
 def parse_rows(text: str, separator: str, limit: int | None = None) -> list[list[str]]:
-    """The rows of a text that begins a row; what is behind a row that cannot be read is left out."""
+    """The rows of a text that begins a row, without blanks around cells, up to one that cannot be read."""
     rows: list[list[str]] = []
+    if separator == BLANKS:
+        text = mark_blanks(text.encode()).decode()
     try:
         for row in csv.reader(io.StringIO(text, newline=""), delimiter=separator):
             if row:
-                rows.append(row)
+                rows.append([cell.strip(" ") for cell in row])
             if len(rows) == limit:
                 break
     except csv.Error:
@@ -95,45 +114,68 @@ def parse_rows(text: str, separator: str, limit: int | None = None) -> list[list
     return rows
 
 
-def guess_dialect(text: str, wanted: Sequence[str] = ()) -> Dialect | None:
+def guess_dialect(text: str, wanted: Sequence[str] = (), header: str = "auto") -> Dialect | None:
     """The dialect of a file that begins with `text`; None if it does not look like csv.
 
-    The separator is the one that gives most rows the width of the first, or a first row that holds a `wanted` name. The
-    first row is a header if it holds a wanted name; if `wanted` are places such as ``c3``, it is none; else it is one
-    if it has a word above a column of numbers, or consists of distinct words alone.
+    The separator is the one that gives most rows the width of the first, or a first row that holds a `wanted` name.
+    Unless `header` is yes or no, the first row is a header if it holds a wanted name. If `wanted` are places such as
+    ``c3``, it must hold all of them. Without wanted names its words decide.
     """
     found: list[tuple[bool, float, int, str, list[list[str]]]] = []
-    for separator in (*SEPARATORS, LAST_SEPARATOR):
-        if found and separator == LAST_SEPARATOR:
-            break
+    declared = _DECLARED.match(text)
+    text = text[declared.end() :] if declared else text
+    for separator in declared[1] if declared else (*SEPARATORS, LAST_SEPARATOR, BLANKS):
+        if found and (separator == LAST_SEPARATOR or (separator == BLANKS and not _is_aligned(text, found[-1][3]))):
+            continue
         rows = parse_rows(text, separator, _ROWS)
         if len(rows) < (1 if wanted else 2) or len(rows[0]) < 2:
             continue
         share = sum(len(row) == len(rows[0]) for row in rows) / len(rows)
-        names_it = any(name in rows[0] for name in wanted)
-        if share > 0.5 or names_it:
+        names_it = any(name.strip(" ") in rows[0] for name in wanted or LABEL_NAMES)
+        if separator == BLANKS and (share < _BLANKS_SHARE or not _are_mostly_numbers(rows)):
+            continue
+        if share > 0.5 or (wanted and names_it):
             found.append((names_it, share, len(rows[0]), separator, rows))
     if not found:
         return None
     _, _, width, separator, rows = max(found, key=lambda each: each[:3])
     first, rest = rows[0], [row for row in rows[1:] if len(row) == width]
-    if any(name in first for name in wanted):
-        has_header = True
+    known = {name.strip(" "): name for name in wanted}
+    if header != "auto":
+        has_header = header == "yes"
     elif wanted and all(PLACE.fullmatch(name) and int(name[1:]) <= width for name in wanted):
-        has_header = False
+        has_header = {*wanted} <= {*first}
     else:
-        has_header = _is_header(first, rest)
-    names = tuple((first[at] if has_header else "") or f"c{at + 1}" for at in range(width))
+        has_header = any(cell in known for cell in first) or _is_header(first, rest)
+    has_names = has_header and not (header == "yes" and wanted and all(map(PLACE.fullmatch, wanted)))
+    names = tuple((known.get(first[at], first[at]) if has_names else "") or f"c{at + 1}" for at in range(width))
     return Dialect(separator, names, has_header)
 
 
+def _is_aligned(text: str, separator: str) -> bool:
+    """Whether blanks, more than one between cells, separate the columns of lines that have a tab somewhere too."""
+    lines = text.splitlines()[:_ROWS]
+    return separator == "\t" and sum("  " in line.strip() for line in lines) > len(lines) / 2
+
+
+def _are_mostly_numbers(rows: Sequence[Sequence[str]]) -> bool:
+    """Whether at least half of the columns are of numbers, as text is not that has blanks between words."""
+    columns = zip(*([row for row in rows[1:] if len(row) == len(rows[0])] or rows), strict=True)
+    return 2 * sum(all(is_number(cell) or is_missing(cell) for cell in cells) for cells in columns) >= len(rows[0])
+
+
 def _is_header(first: list[str], rest: list[list[str]]) -> bool:
-    for at, cell in enumerate(first):
-        below = [row[at] for row in rest if not is_missing(row[at])]
-        if below and not is_number(cell) and not is_missing(cell) and all(map(is_number, below)):
-            return True
-    words = [cell for cell in first if cell.strip()]
-    return len(set(words)) == len(words) > 0 and not any(is_number(cell) for cell in words)
+    """Whether the words of the first row are names: at most half of them occur below in their own columns."""
+    below = [[cell for cell in cells if not is_missing(cell)] for cells in zip(*rest, strict=True)] or [[]] * len(first)
+    words = [
+        (cell, column) for cell, column in zip(first, below, strict=True) if not (is_number(cell) or is_missing(cell))
+    ]
+    if 2 * sum(cell in column for cell, column in words) > len(words):
+        return False
+    if any(cell.lower() in LABEL_NAMES or (column and all(map(is_number, column))) for cell, column in words):
+        return True
+    names = [cell for cell in first if cell]
+    return len(set(names)) == len(names) > 0 and not any(map(is_number, names))
 
 
 def hint_at_open_quote(text: str) -> str:

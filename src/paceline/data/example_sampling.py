@@ -36,6 +36,8 @@ class ExampleSample:
     """Whether the sample is the data set."""
     bad_lines: BadLines | None = None
     """What was malformed in the files that were read."""
+    num_read: int = 0
+    """How many examples were read, of which these were kept."""
 
 
 def sample_examples(dataset: Dataset, *, max_rows: int = MAX_ROWS, max_pairs: int = MAX_PAIRS) -> ExampleSample:
@@ -137,7 +139,8 @@ class _Thinned:
         starts = np.cumsum([0, *(run.num_examples for run in self._kept)], dtype=np.int64)[:-1]
         is_whole = share_read == 1.0 and self._stride == 1
         estimate = self._seen_rows / share_read if share_read else np.inf
-        return ExampleSample(Batch.concatenate(self._kept), starts, int(min(estimate, 1 << 62)), is_whole)
+        num_examples = int(min(estimate, 1 << 62))
+        return ExampleSample(Batch.concatenate(self._kept), starts, num_examples, is_whole, None, self._seen_rows)
 
 
 def _size(run: Batch) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -19,7 +20,7 @@ import numpy.typing as npt
 
 from paceline.data.binary.converted import ConvertedFile
 from paceline.data.columns import Columns, category_texts, is_list
-from paceline.data.dialect import read_dialect
+from paceline.data.dialect import BLANKS, PREAMBLE, mark_blanks, read_dialect
 from paceline.data.formats import CONVERTED
 from paceline.data.sampling import json_text, walk_fields
 from paceline.data.scales.bins import bin_names
@@ -35,6 +36,7 @@ from paceline.kernels.text.reference import (
     log_thresholds,
     name_seed,
     number_text,
+    split_words,
 )
 from paceline.storage.durable_io import replacing
 
@@ -70,15 +72,24 @@ def find_feature_names(files: Sequence[str], format: str, columns: Columns | Non
         finder.read(CRITEO_NAMES[CRITEO_INTEGERS:], seeds, _criteo_rows(files))
     elif format == "vw":
         finder.read_pairs(_vw_features(files))
+    elif format == "libffm":
+        triples = (word.split(":") for line in _lines(files, "\n") for word in line.split() if word.count(":") == 2)
+        finder.read_pairs((field, name, f"{field}^{name}") for field, name, _ in triples)
     elif format == "jsonl":
         finder.read_pairs(_json_features(files, columns))
     elif columns is not None:
         for name in columns.numeric:
             finder.add(name_seed(name), name)
         if format == "csv":
-            finder.read(columns.categorical, list(map(name_seed, columns.categorical)), _csv_rows(files, columns))
+            rows = _csv_rows(files, columns, columns.categorical)
+            finder.read(columns.categorical, list(map(name_seed, columns.categorical)), rows)
         for name in columns.categorical if format == "parquet" else ():
-            finder.read([name], [name_seed(name)], _parquet_values(files, name))
+            cells = _parquet_values(files, name)
+            finder.read([name], [name_seed(name)], ([_trimmed(cell, columns)] for (cell,) in cells))
+        for name in columns.text:
+            cells = _parquet_values(files, name) if format == "parquet" else _csv_rows(files, columns, [name])
+            words = ([_decoded(word)] for (cell,) in cells for word in split_words(_encoded(cell)))
+            finder.read([name], [name_seed(name)], words)
     return finder.names
 
 
@@ -163,8 +174,9 @@ def _vw_features(files: Sequence[str]) -> Iterator[tuple[str, str | None, str]]:
         for namespace in line.split("|")[1:]:
             name, *features = namespace.rstrip("\r\n").replace("\t", " ").replace("\r", " ").split(" ")
             outer = name.partition(":")[0]
-            for feature in features:
-                inner = feature.partition(":")[0]
+            numbers = map(str, itertools.count())
+            for feature in filter(None, features):
+                inner = feature.partition(":")[0] or next(numbers)
                 yield outer, inner, f"{outer}^{inner}" if outer else inner
 
 
@@ -180,7 +192,7 @@ def _json_features(files: Sequence[str], columns: Columns | None) -> Iterator[tu
                 yield path, None, path
             elif value is not None:
                 text = number_text(value) if isinstance(value, _NumberText) else json_text(value)
-                yield path, category_text(_encoded(text)).decode("utf-8", "surrogateescape"), f"{path}={text}"
+                yield path, _decoded(category_text(_encoded(text))), f"{path}={text}"
 
 
 class _NumberText(str):
@@ -191,14 +203,25 @@ def _encoded(text: str) -> bytes:
     return text.encode("utf-8", "surrogateescape")
 
 
-def _csv_rows(files: Sequence[str], columns: Columns) -> Iterator[Sequence[str]]:
+def _decoded(text: bytes) -> str:
+    return text.decode("utf-8", "surrogateescape")
+
+
+def _trimmed(cell: str, columns: Columns) -> str:
+    return cell.strip(" ") if columns.trims else cell
+
+
+def _csv_rows(files: Sequence[str], columns: Columns, names: Sequence[str]) -> Iterator[Sequence[str]]:
     for file in files:
-        dialect = read_dialect(file, columns.names)
-        places = [dialect.names.index(name) for name in columns.categorical]
-        rows = csv.reader(_lines([file], ""), delimiter=dialect.separator)
+        dialect = read_dialect(file, columns.names, columns.header)
+        places = [dialect.names.index(name) for name in names]
+        lines = (line for at, line in enumerate(_lines([file], "")) if at or not PREAMBLE.fullmatch(_encoded(line)))
+        if dialect.separator == BLANKS:
+            lines = (_decoded(mark_blanks(_encoded(line))) for line in lines)
+        rows = csv.reader(lines, delimiter=dialect.separator)
         for row in islice(rows, int(dialect.has_header), None):
             if len(row) == len(dialect.names):
-                yield [row[at] for at in places]
+                yield [_trimmed(row[at], columns) for at in places]
 
 
 def _parquet_values(files: Sequence[str], name: str) -> Iterator[Sequence[str]]:

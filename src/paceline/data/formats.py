@@ -13,15 +13,17 @@ from paceline.data.dialect import BYTE_ORDER_MARK, LAST_SEPARATOR, NUMBER, guess
 from paceline.data.streams import stat_file
 from paceline.errors import DataError
 
-FORMATS = ("criteo", "libsvm", "vw", "jsonl", "csv", "parquet", "numpy", "paceline")
-TEXT_FORMATS = ("criteo", "libsvm", "vw", "jsonl")
-KEYED_FORMATS = ("libsvm", "vw", "jsonl")
+FORMATS = ("criteo", "libsvm", "libffm", "vw", "jsonl", "csv", "parquet", "numpy", "paceline")
+TEXT_FORMATS = ("criteo", "libsvm", "libffm", "vw", "jsonl")
+KEYED_FORMATS = ("libsvm", "libffm", "vw", "jsonl")
 """Formats without columns: what their numbers are is told from a sample, key by key."""
 COLUMN_FORMATS = ("csv", "parquet")
 CONVERTED = "paceline"
 """The format of what ``paceline convert`` writes."""
 
 _LIBSVM = re.compile(rf"[ \t]*{NUMBER.pattern}(?:[ \t]+(?:qid:[0-9]+|[0-9]+:{NUMBER.pattern}))*[ \t]*(?:#.*)?")
+_FFM = re.compile(rf"[ \t]*(?:{NUMBER.pattern}(?=[ \t]))?(?:[ \t]*[^\s:|]+:[^\s:|]+:{NUMBER.pattern}(?!\S))+[ \t]*")
+_BANDIT = re.compile(rf"[ \t]*(?:[0-9]+:{NUMBER.pattern}(?::{NUMBER.pattern})?[ \t]*)+\||shared[ \t]*\|")
 _VW = re.compile(
     rf"[ \t]*(?:{NUMBER.pattern}(?:[ \t]+{NUMBER.pattern}){{0,2}}[ \t]*)?(?:'[^ \t|]*[ \t]+|'?[^ \t|]*)?\|"
 )
@@ -51,6 +53,13 @@ def detect_format(path: str | Path) -> str:
         data = [line for line in lines if not line.lstrip().startswith("#")]
         if data and _share(data, _is_libsvm) > 0.5 and any(":" in line for line in data):
             return "libsvm"
+        if _share(data, _FFM.fullmatch) > 0.5:
+            return "libffm"
+        if _share(lines, _BANDIT.match) > 0.5 or lines[0].startswith("shared |"):
+            raise DataError(
+                f"{path} is in the contextual bandit format of Vowpal Wabbit, which is not supported: write lines with "
+                "one label, '1 | a b'"
+            )
         if _share(lines, _is_json) > 0.5 or _is_json(lines[0]):
             return "jsonl"
         if _share(lines, _is_vw) > 0.5 and not _is_bar_separated(lines):
@@ -101,8 +110,8 @@ def have_same_features(format: str, other: str) -> bool:
     return format == other or {format, other} <= set(COLUMN_FORMATS)
 
 
-def _share(lines: list[str], fits: Callable[[str], bool]) -> float:
-    return sum(fits(line) for line in lines) / len(lines)
+def _share(lines: list[str], fits: Callable[[str], object]) -> float:
+    return sum(bool(fits(line)) for line in lines) / max(len(lines), 1)
 
 
 def _is_criteo(line: str) -> bool:

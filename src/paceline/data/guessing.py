@@ -10,7 +10,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +19,6 @@ import numpy.typing as npt
 
 from paceline.data.bad_lines import shorten
 from paceline.data.columns import (
-    LABEL_NAMES,
     Columns,
     Guess,
     Guesses,
@@ -29,12 +28,13 @@ from paceline.data.columns import (
     shown_names,
     usual_label,
 )
-from paceline.data.dialect import PLACE, is_missing, is_number
+from paceline.data.dialect import HEADERS, LABEL_NAMES, PLACE, is_missing, is_number
 from paceline.data.labels import find_classes
 from paceline.data.sampling import Sample, json_cells, json_text, walk_fields
 from paceline.data.scales.one_column import line_loss, table_loss
 from paceline.data.scales.scaling import signed_logs
 from paceline.errors import UsageError
+from paceline.kernels.text.reference import split_words
 
 NUM_EXAMPLES = 3
 IN_LISTS = "in lists"
@@ -48,6 +48,11 @@ _PADDED = re.compile(r"[+-]?0[0-9]+")
 _DECIMAL_COMMA = re.compile(r"[+-]?[0-9]+,[0-9]+")
 _THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]*)?")
 _WITH_SIGN = re.compile(r"[+-]?[$€£¥] ?[+-]?[0-9][0-9.,]*|[+-]?[0-9][0-9.,]* ?[%€£¥]")
+_ODD_NUMBERS = (
+    (_WITH_SIGN, "signs of currencies or percent", "without"),
+    (_THOUSANDS, "commas between thousands", "without (if they are decimal commas, with points)"),
+    (_DECIMAL_COMMA, "decimal commas", "with points (where semicolons separate the columns: sed 's/,/./g')"),
+)
 _INFINITE = re.compile(r"[+-]?inf(?:inity)?", re.I)
 _CODE_NAME = re.compile(r"(?:^|[_\s.-]|[a-z](?=I|C|Z|T))(?:id|uid|uuid|guid|code|zip|zipcode|type|category)s?$", re.I)
 _ROW_NAME = re.compile(r"(?:unnamed: ?[0-9]+|row[ ._]?(?:names?|numbers?)|index)?", re.I)
@@ -59,16 +64,70 @@ _LITTLE_EVIDENCE = 2.0  # nats: by so much a table of rates seldom explains more
 _EVIDENCE = 10.0  # the same where the values are many
 
 
-def guess_columns(path: str, sample: Sample, label: str | None = None, weight: str = "") -> Guesses:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadOptions:
+    """How data is read, as far as options say so; the other columns are guessed."""
+
+    label: str | None = None
+    """The label's column, by name or place."""
+    categorical: tuple[str, ...] = ()
+    numeric: tuple[str, ...] = ()
+    text: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+    """Columns that are left out; ``*`` stands for all without another option."""
+    header: str = "auto"
+    max_malformed: float = 0.05
+    """The largest share of malformed rows with which a training ends well."""
+
+    def __post_init__(self) -> None:
+        if self.header not in HEADERS:
+            raise UsageError(f"--header {self.header}: expected one of {', '.join(HEADERS)}")
+        if not 0 <= self.max_malformed <= 1:
+            raise UsageError(f"--max-malformed {self.max_malformed:g}: expected a share from 0 to 1")
+
+    @property
+    def given(self) -> list[str]:
+        """The options for columns that are given."""
+        default = ReadOptions()
+        names = ("label", "categorical", "numeric", "text", "ignore", "header")
+        return [f"--{name}" for name in names if getattr(self, name) != getattr(default, name)]
+
+    def fit(self, columns: Columns) -> bool:
+        """Return whether the given columns are those of `columns`."""
+        kinds = ("categorical", "numeric", "text")
+        fitting = ({*getattr(self, kind)} <= {*getattr(columns, kind)} for kind in kinds)
+        return self.label in (None, columns.label) and all(fitting) and not {*self.ignore} & {*columns.names}
+
+    def kinds(self, path: str, names: Sequence[str]) -> dict[str, str]:
+        """Return the kind of each given column but the label. Raises UsageError for columns that are not there."""
+        found: dict[str, str] = {}
+        for kind in ("categorical", "numeric", "text", "ignore"):
+            for name in getattr(self, kind):
+                resolved = name if name == "*" and kind == "ignore" else resolve_label(path, names, name)
+                if found.setdefault(resolved, kind) != kind:
+                    raise UsageError(f"--{kind} {name}: --{found[resolved]} names that column too: leave one out")
+        return found
+
+
+_NO_OPTIONS = ReadOptions()
+
+
+def guess_columns(
+    path: str, sample: Sample, label: str | None = None, weight: str = "", options: ReadOptions = _NO_OPTIONS
+) -> Guesses:
     """Take the columns of `sample` for what they look like; `label` is the name or the place of the label's column.
 
-    `weight` is the name of that of the examples' weights, if any. `path` names the files in messages. Raises UsageError
-    if there is no label, or nothing else.
+    `weight` is the name of that of the examples' weights, if any; columns that `options` name are what these say.
+    `path` names the files in messages. Raises UsageError if there is no label, or nothing else.
     """
     label = find_label(path, sample.names) if label is None else resolve_label(path, sample.names, label)
     guesses = []
     check_distinct(path, sample.names)
-    _check_commas(path, sample)
+    given = options.kinds(path, sample.names)
+    if label in given:
+        raise UsageError(f"--{given[label]} {label}: that column is the label: leave it out, or name another --label")
+    others = "ignore" if "*" in given else None
+    _check_commas(path, sample, [name for name in sample.names if given.get(name, others) in (None, "numeric")])
     sample = _without_copies(sample)
     labels = sample.labels(label)
     has_names = not all(map(PLACE.fullmatch, sample.names))
@@ -77,47 +136,40 @@ def guess_columns(path: str, sample: Sample, label: str | None = None, weight: s
         counts = sample.counts(name)
         known = "label" if name == label else "weight" if weight and name == weight else None
         has_no_name = PLACE.fullmatch(name) is not None and has_names
-        kind, reason = judge_column("" if has_no_name else name, cells, counts, type) if known is None else (known, "")
+        chosen = given.get(name, others)
+        if known is not None:
+            kind, reason = known, ""
+        elif chosen is not None:
+            kind, reason = ("left out", "ignored") if chosen == "ignore" else (chosen, "named")
+        else:
+            kind, reason = judge_column("" if has_no_name else name, cells, counts, type)
         if labels is not None and reason in (_FEW_DISTINCT, _MANY_DISTINCT):
             kind, reason = _judge_by_label(cells, labels, kind, reason, len(sample.names))
         guesses.append(_describe(name, kind, reason, counts))
-    categorical, numeric = (
-        tuple(each.name for each in guesses if each.kind == kind) for kind in ("categorical", "numeric")
+    categorical, numeric, text = (
+        tuple(each.name for each in guesses if each.kind == kind) for kind in ("categorical", "numeric", "text")
     )
-    if not categorical and not numeric:
+    if not (categorical or numeric or text):
         reasons = "; ".join(f"'{each.name}' {each.reason}" for each in guesses if each.kind == "left out")
         raise UsageError(f"{path} has no column to learn from: {reasons or 'there is only the label'}")
-    columns = Columns(label, categorical, numeric, weight=weight, classes=sample.classes(label))
+    classes = sample.classes(label)
+    columns = Columns(label, categorical, numeric, weight=weight, classes=classes, text=text, header=options.header)
     return Guesses(columns, tuple(guesses), len(sample.rows))
 
 
-def _check_commas(path: str, sample: Sample) -> None:
+def _check_commas(path: str, sample: Sample, names: Sequence[str]) -> None:
     """Raise UsageError for numbers with commas, decimal ones or of thousands, or with signs: they would be text."""
-    for name in sample.names:
+    for name in names:
         cells = [cell.strip() for cell in sample.column(name) if not is_missing(cell)]
-        signed = [cell for cell in cells if _WITH_SIGN.fullmatch(cell)]
-        if len(signed) > len(cells) / 2 and sum(map(is_number, cells)) + len(signed) == len(cells):
-            raise UsageError(
-                f"{path} has numbers with signs of currencies or percent, such as '{signed[0]}' in column '{name}': "
-                f"write them without, or say --categorical {name} if they are text"
-            )
-        by_thousands, decimal = (
-            [cell for cell in cells if pattern.fullmatch(cell)] for pattern in (_THOUSANDS, _DECIMAL_COMMA)
-        )
-        others = sum(map(is_number, cells))
-        if len(by_thousands) > len(cells) / 2 and others + len(by_thousands) == len(cells):
-            raise UsageError(
-                f"{path} has numbers with commas between thousands, such as '{by_thousands[0]}' in column '{name}': "
-                f"write them without (if they are decimal commas, with points), or say --categorical {name} if they "
-                "are text"
-            )
-        if len(decimal) > len(cells) / 2 and others + len(decimal) == len(cells):
-            odd = next(cell for cell in decimal if not _THOUSANDS.fullmatch(cell))
-            raise UsageError(
-                f"{path} has numbers with decimal commas, such as '{odd}' in column '{name}': write them with "
-                f"points (where semicolons separate the columns: sed 's/,/./g'), or say --categorical {name} if they "
-                "are text"
-            )
+        num_numbers = sum(map(is_number, cells))
+        for pattern, what, advice in _ODD_NUMBERS:
+            odd = [cell for cell in cells if pattern.fullmatch(cell)]
+            if len(odd) > len(cells) / 2 and num_numbers + len(odd) == len(cells):
+                shown = next((cell for cell in odd if not _THOUSANDS.fullmatch(cell)), odd[0])
+                raise UsageError(
+                    f"{path} has numbers with {what}, such as '{shown}' in column '{name}': write them {advice}, or "
+                    f"pass --categorical {name} if they are text"
+                )
 
 
 def _without_copies(sample: Sample) -> Sample:
@@ -131,7 +183,7 @@ def describe_named(sample: Sample, columns: Columns) -> Guesses:
     if not columns.classes:
         columns = replace(columns, classes=sample.classes(columns.label))
     kinds = {columns.weight: "weight", columns.label: "label"} | dict.fromkeys(columns.categorical, "categorical")
-    kinds |= dict.fromkeys(columns.numeric, "numeric")
+    kinds |= dict.fromkeys(columns.numeric, "numeric") | dict.fromkeys(columns.text, "text")
     guesses = []
     for name, type in zip(sample.names, sample.types, strict=True):
         reason = "not named" if name not in kinds else IN_LISTS if type == "list" else ""
@@ -160,6 +212,8 @@ def judge_column(name: str, cells: Sequence[str], counts: Mapping[str, int], typ
     all_distinct = len(present) == num_rows >= _LEAST_ROWS
     words = [cell for cell in present if not is_number(cell) and not _INFINITE.fullmatch(cell.strip())]
     if words or type in ("text", "boolean"):
+        if 2 * len(present) > num_rows >= _LEAST_ROWS and _are_sentences(present):
+            return "text", "each word is a feature"
         if all_distinct:
             return "left out", "identifies rows: text, all distinct"
         if len(words) == 1 and len(present) > _FEW:
@@ -169,6 +223,14 @@ def judge_column(name: str, cells: Sequence[str], counts: Mapping[str, int], typ
         return "numeric", "numbers"
     integers = [_whole_number(cell) for cell in cells if cell in counts and not is_missing(cell)]
     return _judge_integers(name, integers, [*dict.fromkeys(cell.removesuffix(".0") for cell in present)])
+
+
+def _are_sentences(cells: Sequence[str]) -> bool:
+    """Whether most texts have blanks, and two words or more on average, of which most occur in other texts too."""
+    words = [{*split_words(cell.encode("utf-8", "replace"))} for cell in cells]
+    counts = Counter(word for each in words for word in each)
+    have_blanks = sum(" " in cell for cell in cells) > len(cells) / 2
+    return have_blanks and counts.total() >= max(2 * len(cells), 2 * sum(count == 1 for count in counts.values()))
 
 
 def _whole_number(cell: str) -> int:
@@ -270,13 +332,17 @@ def _are_codes(values: Sequence[int]) -> bool:
 
 
 def find_json_columns(
-    path: str, objects: Sequence[Mapping[str, Any]], label: str | None = None, weight: str = ""
+    path: str, objects: Sequence[Mapping[str, Any]], options: ReadOptions = _NO_OPTIONS, weight: str = ""
 ) -> Columns:
     """The columns of JSON lines whose label, and weight, have these names; raise UsageError if there is no such field.
 
-    Without `label` it is the field of the first usual name, in any case. Numbers of fields that hold identifiers or
-    codes are categories.
+    Without a label in `options` it is the field of the first usual name, in any case. Numbers of fields that hold
+    identifiers or codes are categories, unless `options` name them.
     """
+    label = options.label
+    refused = [each for each in options.given if each in ("--text", "--ignore", "--header")]
+    if refused:
+        raise UsageError(f"{path} has JSON lines, and {refused[0]} is for csv and parquet: leave it out")
     values = _values_by_field(objects)
     names = list(values)
     found = usual_label(names) if label is None else label if label in names else None
@@ -286,7 +352,12 @@ def find_json_columns(
         raise UsageError(f"{path} has {what} in the rows looked at, so say with --label which it is: it has {shown}")
     if weight and weight not in names:
         raise UsageError(f"{path} has no field '{weight}' in the rows looked at: it has {shown}")
-    codes = tuple(name for name in names if name not in (found, weight) and _are_numbers_codes(name, values[name]))
+    given = dict.fromkeys(options.categorical, True) | dict.fromkeys(options.numeric, False)
+    codes = tuple(
+        name
+        for name in dict.fromkeys((*options.categorical, *names))
+        if name not in (found, weight) and (given[name] if name in given else _are_numbers_codes(name, values[name]))
+    )
     return Columns(found, codes, weight=weight, is_open=True, classes=find_classes(json_cells(objects, found)))
 
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from paceline.data.binary.arrays import ArrayFile
 from paceline.data.binary.converted import describe_converted
 from paceline.data.columns import Columns, import_arrow, is_list
-from paceline.data.dialect import BYTE_ORDER_MARK, parse_rows, read_dialect
+from paceline.data.dialect import PREAMBLE, parse_rows, read_dialect
 from paceline.data.formats import CONVERTED, TEXT_FORMATS
 from paceline.data.labels import count_labels, find_classes, read_label
 from paceline.data.streams import ByteStream, open_stream, stat_file, text_size
@@ -32,7 +32,7 @@ _LONG_LINES_BYTES = 16 << 20  # more is read beyond the pieces only to find the 
 _SAMPLED_GROUPS = 16
 _SAMPLED_ROWS = 16_000
 _MOST_CLASSES = 64
-_NAMESPACE = re.compile(rb"\|([^\s:|]*)")
+_FIELDS = {"vw": re.compile(rb"\|([^\s:|]*)"), "libffm": re.compile(rb"(?:^|[ \t])([^\s:|]+):[^\s:|]+:", re.MULTILINE)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +81,8 @@ def _places_of(names: Sequence[str]) -> dict[str, int]:
     return {name: at for at, name in reversed(list(enumerate(names)))}
 
 
-def sample_rows(files: Sequence[str], format: str, wanted: Sequence[str] = ()) -> Sample:
-    """Rows from places spread over the files; `wanted` are names that a header would have."""
+def sample_rows(files: Sequence[str], format: str, wanted: Sequence[str] = (), header: str = "auto") -> Sample:
+    """Rows from places spread over the files; `wanted` and `header` as for :func:`guess_dialect`."""
     if format == "parquet":
         return _sample_parquet(files)
     names: tuple[str, ...] = ()
@@ -90,7 +90,7 @@ def sample_rows(files: Sequence[str], format: str, wanted: Sequence[str] = ()) -
     dialects = {}
     for file, start, lines in text_pieces(files):
         if file not in dialects:
-            dialects[file] = read_dialect(files[file], wanted)
+            dialects[file] = read_dialect(files[file], wanted, header)
         dialect = dialects[file]
         names = names or dialect.names
         found = parse_rows(lines.decode("utf-8", errors="replace"), dialect.separator)
@@ -156,7 +156,7 @@ def _kind_of(type: Any) -> str:
 def sample_labels(files: Sequence[str], format: str, columns: Columns | None = None) -> dict[float, int]:
     """The labels in rows spread over the files (of converted data: in all), and how often each was seen."""
     if columns is not None and format in ("csv", "parquet"):
-        sample = sample_rows(files, format, columns.names)
+        sample = sample_rows(files, format, columns.names, columns.header)
         is_there = columns.label in sample.names
         return count_labels(sample.column(columns.label), columns.classes) if is_there else {}
     if format == "numpy":
@@ -183,11 +183,13 @@ def sample_labels(files: Sequence[str], format: str, columns: Columns | None = N
     return count_labels(cells, columns.classes if columns is not None else ())
 
 
-def sample_namespaces(files: Sequence[str]) -> tuple[str, ...]:
-    """The names of the namespaces in lines of Vowpal Wabbit spread over the files, as they come; "" has none."""
+def sample_namespaces(files: Sequence[str], format: str = "vw") -> tuple[str, ...]:
+    """The names of the namespaces in lines of Vowpal Wabbit, or fields of libffm, spread over the files, as they come;
+    "" has none.
+    """
     names: dict[str, None] = {}
     for _, _, lines in text_pieces(files):
-        for found in _NAMESPACE.findall(lines):
+        for found in _FIELDS[format].findall(lines):
             names.setdefault(found.decode("utf-8", errors="surrogateescape"))
     return tuple(names)
 
@@ -268,8 +270,9 @@ def text_pieces(files: Sequence[str]) -> Iterator[tuple[int, int, bytes]]:
                         break
                 budget -= len(piece) - length
                 end = piece.rfind(b"\n") + 1 or len(piece)
+                preamble = PREAMBLE.match(piece) if start == 0 else None
                 if 0 <= begin < end:
-                    yield file, start + begin, piece[begin:end].removeprefix(BYTE_ORDER_MARK if start == 0 else b"")
+                    yield file, start + begin, piece[max(begin, preamble.end() if preamble else 0) : end]
         finally:
             stream.close()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.data.bad_lines import shorten
 from paceline.data.batch import Batch
-from paceline.data.columns import LABEL_NAMES, Columns, Converter, import_arrow, is_list
+from paceline.data.columns import Columns, Converter, import_arrow, is_list
 from paceline.data.dialect import read_dialect
 from paceline.data.reader import Report
 from paceline.data.streams import is_packed, is_url, open_url
@@ -57,13 +57,13 @@ def open_parquet(path: str) -> Iterator[Any]:
         yield stack.enter_context(parquet.ParquetFile(source))
 
 
-def column_names(path: str, format: str, wanted: Sequence[str] = LABEL_NAMES) -> list[str]:
-    """The names of a csv or parquet file's columns; `wanted` are names that tell a csv file's header.
+def column_names(path: str, format: str, wanted: Sequence[str] = (), header: str = "auto") -> list[str]:
+    """The names of a csv or parquet file's columns; `wanted` and `header` as for :func:`guess_dialect`.
 
     Columns of a parquet file that hold structures, or lists of them, have no name here: they are not read.
     """
     if format == "csv":
-        return list(read_dialect(path, wanted).names)
+        return list(read_dialect(path, wanted, header).names)
     is_nested = import_arrow().types.is_nested
     return [each.name for each in parquet_schema(path) if is_list(each.type) or not is_nested(each.type)]
 

@@ -21,6 +21,7 @@ from paceline.data.reader import BLOCK_BYTES, Report
 from paceline.data.streams import text_size
 from paceline.data.window import MAX_LINE_BYTES, TextWindow
 from paceline.errors import DataError
+from paceline.kernels.text.reference import MISSING_LABEL
 
 _SCRATCH_BYTES = 128
 
@@ -174,8 +175,10 @@ def libsvm_parser(*, needs_label: bool = True) -> Parse:
     return parse
 
 
-def vw_parser(*, needs_label: bool) -> Parse:
-    """A function that parses ``text[start:stop]`` as lines of Vowpal Wabbit; labels may be missing (NaN) if allowed."""
+def vw_parser(*, needs_label: bool, is_ffm: bool = False) -> Parse:
+    """A function that parses ``text[start:stop]`` as lines of Vowpal Wabbit, or of libffm; labels may be missing (NaN)
+    if allowed.
+    """
     from paceline.kernels.text import vw as kernels
     from paceline.kernels.text.reference import powers_of_ten
 
@@ -184,7 +187,9 @@ def vw_parser(*, needs_label: bool) -> Parse:
     def parse(text: npt.NDArray[np.uint8], start: int, stop: int) -> Parsed:
         arrays = _SparseArrays((stop - start) // 2 + 1)
         bad_at, bad_why, counts = _result_arrays(kernels.NUM_VW_COUNTS)
-        kernels.parse_vw(text, start, stop, int(needs_label), powers, *arrays.all, bad_at, bad_why, counts)
+        kernels.parse_vw(
+            *(text, start, stop, int(is_ffm), int(needs_label), powers, *arrays.all, bad_at, bad_why, counts)
+        )
         rows, num_bad, position, pairs, all_ones, unweighted = counts.tolist()
         batch = arrays.batch(rows, pairs, all_ones=bool(all_ones), is_weighted=not unweighted)
         return Parsed(batch, position, num_bad, _first_bad(bad_at, bad_why, num_bad))
@@ -245,8 +250,8 @@ def parser_of(path: str, format: str, columns: Columns | None, *, needs_label: b
     """The parser of a file of a line format; `columns` are those of JSON lines."""
     if format == "criteo":
         return criteo_parser(has_label=needs_label or not is_unlabelled_criteo(path))
-    if format == "vw":
-        return vw_parser(needs_label=needs_label)
+    if format in ("vw", "libffm"):
+        return vw_parser(needs_label=needs_label, is_ffm=format == "libffm")
     if format == "jsonl":
         assert columns is not None
         return json_parser(columns, needs_label=needs_label)
@@ -309,7 +314,7 @@ class TextReader:
             parsed = self._parse(text, position, block.stop)
             position = parsed.position
             if parsed.num_bad:
-                no_good = not judged and parsed.batch.num_examples == 0
+                no_good = not judged and not parsed.batch.num_examples and parsed.bad[0][1] != MISSING_LABEL
                 if no_good and (parsed.num_bad >= 10 or (block.last and position >= block.stop)):
                     raise self._other_format(block)
                 report(parsed.num_bad, [self._describe(block, at, why) for at, why in parsed.bad])

@@ -103,15 +103,16 @@ def _number(value: Any, key: Any, row: int) -> float:
 def _batch(
     indptr: npt.NDArray[np.int64], keys: npt.NDArray[np.uint64], values: npt.NDArray[Any], first_row: int
 ) -> Batch:
-    """Return a batch without labels, all zero; raise UsageError where a value is no float32."""
-    is_float = values.dtype.kind == "f"
-    good = np.abs(values) <= _LARGEST if is_float else np.ones(0, np.bool_)  # NaN compares false
+    """Return a batch without labels, all zero, and without NaN, a missing value; raise UsageError for no float32."""
+    if values.dtype.kind == "f" and (missing := np.isnan(values)).any():
+        indptr = indptr - np.append(0, np.cumsum(missing))[indptr]
+        keys, values = keys[~missing], values[~missing]
+    good = np.abs(values) <= _LARGEST if values.dtype.kind == "f" else np.ones(0, np.bool_)
     if not good.all():
         at = int(np.argmin(good))
         row = int(np.searchsorted(indptr, at, side="right")) - 1 + first_row
-        found = "NaN" if np.isnan(values[at]) else values[at]
         raise UsageError(
-            f"X has {found} in row {row:,}, column {keys[at]:,}: expected finite numbers that fit float32; fill in "
+            f"X has {values[at]} in row {row:,}, column {keys[at]:,}: expected numbers that fit float32, or NaN for "
             "those that are missing"
         )
     return Batch(np.zeros(len(indptr) - 1, np.float32), indptr, keys, values.astype(np.float32))

@@ -10,6 +10,7 @@ import json
 import math
 import warnings
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
@@ -39,6 +40,15 @@ def is_frame(X: Any) -> bool:
     return hasattr(X, "columns") and hasattr(X, "__getitem__") and hasattr(X, "__len__")
 
 
+def names_of(frame: Any) -> list[Any]:
+    """Return the names of the columns of a frame or a dict of columns. Raises UsageError for one that occurs twice."""
+    names = getattr(frame, "column_names", None) or (frame if isinstance(frame, Mapping) else frame.columns)
+    double = next((name for name, count in Counter(list(names)).items() if count > 1), None)
+    if double is not None:
+        raise UsageError(f"the frame has more than one column {double!r}: rename all but one of them")
+    return list(names)
+
+
 def list_names(names: Sequence[Any], most: int = 5) -> str:
     """Return names for a message, the first few of them."""
     return ", ".join(map(str, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
@@ -53,14 +63,16 @@ class FrameReader(ABC):
 
     def batches(self, frame: Any) -> Iterator[Batch]:
         """Yield the rows of a frame or a dict of columns; raise UsageError where a column is missing."""
-        there = getattr(frame, "column_names", None) or list(frame if isinstance(frame, Mapping) else frame.columns)
-        missing = [name for name in self._names if name not in there]
+        there = names_of(frame)
+        trimmed = {name.strip() if isinstance(name, str) else name: name for name in there}
+        found = {name: name if name in there else trimmed.get(name) for name in self._names}
+        missing = [name for name in self._names if found[name] is None]
         if missing:
             raise UsageError(
                 f"the frame has no column {list_names(missing)}: the model was trained with {list_names(self._names)}; "
                 f"the frame has {list_names(there) or 'none'}"
             )
-        columns = {name: frame[name] for name in self._names}
+        columns = {name: frame[found[name]] for name in self._names}
         lengths = {name: len(column) for name, column in columns.items()}
         if len({*lengths.values()}) > 1:
             raise UsageError(f"the columns have different lengths: {lengths}")
@@ -141,6 +153,10 @@ class ColumnReader(FrameReader):
                     "it with dtype=str)"
                 )
             return array
+        if name in self._columns.text:
+            if not (is_text or types.is_null(found)):
+                raise UsageError(f"column {name!r} is text, and {found} here: pass text")
+            return array
         numbers = (types.is_integer, types.is_floating, types.is_decimal, types.is_null)
         is_number = any(test(found) for test in numbers) or (types.is_boolean(found) and not self._from_text)
         if not (is_text or is_number):
@@ -159,7 +175,7 @@ class ColumnReader(FrameReader):
         if self._is_known is None or rows.num_rows < _LOOKED_AT:
             return
         for name in self._columns.categorical:
-            alone = Columns(self._columns.label, (name,))
+            alone = Columns(self._columns.label, (name,), trims=self._columns.trims)
             batch = Converter("the frame", alone).convert(rows.select(alone.names), 0).batch
             if not self._is_known(batch.keys).any():
                 value = rows.column(rows.schema.get_field_index(name))[0].as_py()
@@ -216,7 +232,7 @@ class JsonReader(FrameReader):
 
     @override
     def batches(self, frame: Any) -> Iterator[Batch]:
-        names = list(getattr(frame, "column_names", None) or (frame if isinstance(frame, Mapping) else frame.columns))
+        names = names_of(frame)
         cells = [list(frame[name]) for name in names]
         return self.row_batches([dict(zip(names, row, strict=True)) for row in zip(*cells, strict=True)])
 

@@ -110,9 +110,15 @@ class LoadedModel:
             return self._row_batches(X)
         if isinstance(X, str | os.PathLike):
             return self._file_batches([X], strict)
+        if isinstance(X, Mapping) and not all(
+            hasattr(each, "__len__") and not isinstance(each, str) for each in X.values()
+        ):
+            raise UsageError("X is a dict of single values: pass a row as a list of one dict, or a dict of columns")
         if isinstance(X, Mapping) or is_frame(X):
             return self._frames.batches(X)
-        if isinstance(X, Sequence) and len(X):
+        if isinstance(X, Sequence):
+            if not X:
+                return iter(())
             if all(isinstance(each, str | os.PathLike) for each in X):
                 return self._file_batches(X, strict)
             if all(isinstance(each, Mapping) for each in X):
@@ -141,8 +147,8 @@ class LoadedModel:
     def _frames(self) -> FrameReader:
         if self.format == "criteo":
             return CriteoReader()
-        if self.format == "vw":
-            raise UsageError("the model was trained on lines of Vowpal Wabbit: pass the path of a file of them")
+        if self.format in ("vw", "libffm"):
+            raise UsageError(f"the model was trained on lines of {self.format}: pass the path of a file of them")
         if self.columns is None:
             raise UsageError(
                 f"the model was trained on {self.format}, whose features are numbered: pass an array or a sparse "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -83,26 +83,26 @@ class ClickEvaluation(Evaluation):
 
     @override
     def find_useless(self) -> str | None:
-        return find_useless(self.log_loss, self.positives, self.examples)
+        return find_useless(self.log_loss, (self.examples - self.positives, self.positives))
 
 
 _HARDLY_BETTER = 1 - 5e-4
 
 
-def base_log_loss(positives: int, examples: int) -> float:
-    """The log loss of always predicting the share of positives: the entropy of the labels, in nats."""
-    shares = (positives / examples, 1 - positives / examples)
-    return -math.fsum(share * math.log(share) for share in shares if share > 0)
+def base_log_loss(counts: Sequence[int]) -> float:
+    """The log loss of always predicting the share of each class: the entropy of the labels, in nats."""
+    return -math.fsum(count / sum(counts) * math.log(count / sum(counts)) for count in counts if count > 0)
 
 
-def find_useless(log_loss: float, positives: int, examples: int) -> str | None:
-    """Say so if a log loss is no better than that of always predicting the share of positives."""
-    base = base_log_loss(positives, examples)
+def find_useless(log_loss: float, counts: Sequence[int]) -> str | None:
+    """Say so if a log loss is no better than that of always predicting the shares of the classes, by their `counts`."""
+    base = base_log_loss(counts)
     if base == 0 or log_loss < base * _HARDLY_BETTER:
         return None
+    shares = ", ".join(f"{count / sum(counts):.4g}" for count in counts[:10])
     return (
-        f"the log loss, {log_loss:.4f}, is no better than {base:.4f}, that of always predicting the share of "
-        f"positives, {positives / examples:.4g}"
+        f"the log loss, {log_loss:.4f}, is no better than {base:.4f}, that of always predicting the shares of the "
+        f"classes, {shares}{', ...' * (len(counts) > 10)}"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from paceline.data import (
     open_dataset,
     source_format,
 )
+from paceline.data.dialect import HEADERS
 from paceline.data.key_scaling import read_key_scaling
 from paceline.errors import DataError, ModelError, UsageError
 from paceline.kernels.text.reference import name_seed
@@ -71,7 +73,9 @@ class Predictor:
         self._directory = directory
         self._scratch = _Scratch()
 
-    def open_data(self, paths: Sequence[str | Path], format: str | None = None, *, strict: bool = False) -> Dataset:
+    def open_data(
+        self, paths: Sequence[str | Path], format: str | None = None, *, strict: bool = False, header: str = "auto"
+    ) -> Dataset:
         """Open data that the model can predict: of the format and with the columns that it was trained on.
 
         A model of csv predicts parquet and the other way round. Raises DataError for other data.
@@ -88,6 +92,10 @@ class Predictor:
         columns = self.columns
         if columns is None and found in COLUMN_FORMATS:
             columns = self._guess_columns(str(paths[0]), found)
+        if header != "auto":
+            if columns is None or header not in HEADERS:
+                raise UsageError(f"--header {header}: expected yes, no or auto, and data with columns")
+            columns = replace(columns, header=header)
         try:
             return open_dataset(
                 paths, found, columns, strict=strict, labels=self.model.read_labels_as, needs_labels=False

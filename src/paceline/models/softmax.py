@@ -18,7 +18,7 @@ from paceline.data import Batch
 from paceline.errors import DataError, UsageError
 from paceline.kernels.csr import csr_dot_rows, csr_transposed_dot_rows
 from paceline.models.base import KeyedMatrix, KeyedMinibatch, ModelTable, SparseModel, sum_examples
-from paceline.models.metrics import Evaluation
+from paceline.models.metrics import Evaluation, find_useless
 from paceline.models.progressive import ExampleSums
 from paceline.tables.types import Doubles, Floats
 
@@ -34,6 +34,8 @@ class ClassEvaluation(Evaluation):
 
     accuracy: float
     log_loss: float
+    counts: tuple[int, ...] = dataclasses.field(default=(), metadata={"metric": False})
+    """How many examples each class has."""
 
     @property
     @override
@@ -43,6 +45,15 @@ class ClassEvaluation(Evaluation):
     @override
     def sentence(self) -> str:
         return f"accuracy {self.accuracy:.4f}, log loss {self.log_loss:.4f}"
+
+    @override
+    def find_useless(self) -> str | None:
+        return find_useless(self.log_loss, self.counts)
+
+
+def label_counts(labels: Floats) -> tuple[int, ...]:
+    """Return how many examples each class has, in the order of the classes."""
+    return tuple(np.unique(labels, return_counts=True)[1].tolist())
 
 
 def parse_classes(text: str) -> tuple[int, ...]:
@@ -120,7 +131,8 @@ class SoftmaxRegression(SparseModel):
             return ClassEvaluation(0, math.nan, math.nan)
         places = self.places(labels)
         accuracy = float(((predictions.argmax(axis=1) == places) & (places >= 0)).mean())
-        return ClassEvaluation(n, accuracy, float(self.losses_of(labels, predictions).mean()))
+        loss = float(self.losses_of(labels, predictions).mean())
+        return ClassEvaluation(n, accuracy, loss, label_counts(labels))
 
     @override
     def losses_of(self, labels: Floats, predictions: Floats) -> Doubles:

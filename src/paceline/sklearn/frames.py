@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,18 +14,14 @@ import numpy.typing as npt
 from paceline.data import Batch, Columns, fit_scale
 from paceline.data.columns import import_arrow
 from paceline.data.example_sampling import sample_batch
-from paceline.inference.frames import ColumnReader, list_names
+from paceline.data.guessing import judge_column
+from paceline.inference.frames import ColumnReader, list_names, names_of
 from paceline.launch.train.numeric_scales import choose_scales
 
 LABEL = "\0label"
 """Stands where a file has its label; no column of a frame is called so."""
 
 _SAMPLE = 20_000  # rows that scales are found from
-
-
-def names_of(frame: Any) -> list[Any]:
-    """Return the names of a frame's columns; what a table of Arrow calls its columns is their values."""
-    return list(getattr(frame, "column_names", None) or frame.columns)
 
 
 def has_text(frame: Any) -> bool:
@@ -50,13 +48,22 @@ def choose_columns(frame: Any, y: npt.NDArray[Any], how: str) -> Columns:
     cells = {name: list(map(str, list(frame[name])[some])) for name in numeric}
     how_first = "standard" if how == "auto" else how
     scales = () if how == "none" else tuple(fit_scale(cells[name], how_first) for name in numeric)
-    columns = Columns(LABEL, tuple(name for name in names if name not in numeric), tuple(numeric), scales)
+    others = [name for name in names if name not in numeric]
+    text = tuple(name for name in others if _is_text(name, list(frame[name])[some]))
+    categorical = tuple(name for name in others if name not in text)
+    columns = Columns(LABEL, categorical, tuple(numeric), scales, text=text, trims=False)
     if how != "auto" or not numeric:
         return columns
     centring = dataclasses.replace(columns, scales=tuple(scale.centring for scale in scales))
     rows = Batch.concatenate(list(ColumnReader(centring, from_text=False, is_known=None).batches(frame)))
     rows.labels = (y if y.dtype.kind in "fiub" else np.unique(y, return_inverse=True)[1]).astype(np.float32)
     return dataclasses.replace(columns, scales=choose_scales(sample_batch(rows), columns))
+
+
+def _is_text(name: str, column: Sequence[Any]) -> bool:
+    """Return whether the words of a column are features, by the rule for files."""
+    cells = [cell for cell in column if isinstance(cell, str) and cell]
+    return judge_column(name, cells, Counter(cells), "text")[0] == "text"
 
 
 def _is_numeric(column: Any) -> bool:

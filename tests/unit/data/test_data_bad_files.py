@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.data import BadLine, detect_format, open_dataset, sample_labels
+from paceline.data import FORMATS, BadLine, detect_format, open_dataset, sample_labels
 from paceline.errors import DataError, UsageError
 
 CRITEO = b"1\t" + b"\t".join([b"5"] * 13 + [b"05db9164"] * 26) + b"\n"
@@ -61,7 +61,7 @@ def test_detect_format(tmp_path: Path, content: bytes, name: str, format: str) -
 )
 def test_a_file_of_no_known_format(tmp_path: Path, content: bytes) -> None:
     text = failure(write(tmp_path / "x", content))
-    assert text.startswith("X looks like none of criteo, libsvm, vw, jsonl, csv, parquet, numpy, paceline: ")
+    assert text.startswith(f"X looks like none of {', '.join(FORMATS)}: ")
     assert "--format" in text
 
 

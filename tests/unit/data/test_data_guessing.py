@@ -177,7 +177,7 @@ def test_blanks_around_names_do_not_hide_the_label(tmp_path: Path) -> None:
     path.write_text("x, y\n" + "".join(f"{row / 8}, {row % 2}\n" for row in range(60)))
     columns = look_at([path], label="y").columns
     assert columns is not None
-    assert columns.label == " y"
+    assert (columns.label, columns.numeric) == ("y", ("x",))
 
 
 def test_labels_that_are_all_alike_and_text_that_is_not_utf8_are_told(tmp_path: Path) -> None:

@@ -93,6 +93,10 @@ class TestColumns:
             ({"age": ["1", "x", "2", "3"]}, "row 1 of the frame: its column 'age' is not a finite number"),
             ({"age": [True, False, True, True]}, "'age' is numeric, and bool here: expected numbers"),
             ({"age": [b"1", b"2", b"3", b"4"]}, "'age' is numeric, and binary here"),
+            (
+                {"site": "news", "age": 2.0, "device": "phone"},
+                "X is a dict of single values: pass a row as a list of one",
+            ),
         ],
     )
     def test_unfit_columns_are_refused(self, csv_model: Path, change: dict[str, Any], message: str) -> None:
@@ -112,6 +116,34 @@ class TestColumns:
         with pytest.warns(UserWarning, match="none of the first 256 values of column 'site', such as 'News'"):
             paceline.load(csv_model).predict(strange)
 
+    def test_two_columns_of_a_name_are_refused(self, csv_model: Path) -> None:
+        table = pytest.importorskip("pyarrow").table(
+            [["news"], [2.0], ["phone"], [1.0]], ["site", "age", "device", "age"]
+        )
+        with pytest.raises(UsageError, match="the frame has more than one column 'age': rename all but one"):
+            paceline.load(csv_model).predict(table)
+
+    def test_no_rows_have_no_predictions(self, csv_model: Path, libsvm_model: Path) -> None:
+        for model in map(paceline.load, (csv_model, libsvm_model)):
+            assert model.predict([]).shape == model.predict(()).shape == (0,)
+
+    def test_blanks_around_names_and_values_do_not_count(self, csv_model: Path, csv: Path) -> None:
+        sites = [None if site is None else f" {site} " for site in COLUMNS["site"]]
+        padded = {" site": sites, "age ": COLUMNS["age"], "device": COLUMNS["device"]}
+        np.testing.assert_array_equal(paceline.load(csv_model).predict(padded), paceline.load(csv_model).predict(csv))
+
+    def test_text_is_predicted_as_in_its_file(self, tmp_path: Path) -> None:
+        (tmp_path / "x.csv").write_text("label,note,n\n1,Cheap pills!,1\n0,,2\n1,the agenda: pills,\n")
+        columns = paceline.data.Columns("label", (), ("n",), text=("note",))
+        model = paceline.load(write_model(tmp_path / "model", tmp_path / "x.csv", "csv", columns))
+        assert model.columns == columns
+        expected = model.predict(tmp_path / "x.csv")
+        frame = {"note": ["Cheap pills!", None, "the agenda: pills"], "n": [1.0, 2.0, None]}
+        for given in (frame, rows_of(frame)):
+            np.testing.assert_array_equal(model.predict(given), expected)
+        with pytest.raises(UsageError, match="column 'note' is text, and int64 here"):
+            model.predict({**frame, "note": [1, 2, 3]})
+
     def test_arrays_have_no_names(self, csv_model: Path) -> None:
         with pytest.raises(UsageError, match="no names of columns, and the model was trained on csv"):
             paceline.load(csv_model).predict(DENSE)
@@ -125,6 +157,14 @@ class TestNumberedFeatures:
         for given in (DENSE, DENSE.astype(np.float32), DENSE.tolist(), rows, np.asfortranarray(DENSE)):
             np.testing.assert_array_equal(model.predict(given), expected)
         assert model.predict(np.zeros((0, 6))).shape == (0,)
+
+    def test_nan_is_a_missing_value(self, libsvm_model: Path) -> None:
+        model = paceline.load(libsvm_model)
+        expected = model.predict(np.where(DENSE == 1.25, 0, DENSE))
+        missing = np.where(DENSE == 1.25, np.nan, DENSE)
+        sparse = pytest.importorskip("scipy.sparse")
+        for given in (missing, sparse.csr_array(missing), [dict(enumerate(row)) for row in missing.tolist()]):
+            np.testing.assert_array_equal(model.predict(given), expected)
 
     def test_sparse_matrices(self, libsvm_model: Path, libsvm: Path) -> None:
         sparse = pytest.importorskip("scipy.sparse")
@@ -153,8 +193,9 @@ class TestNumberedFeatures:
             ),
             (DENSE[:, :3], "X has 3 columns, 0 to 2, and the model knows keys from 1 to 5; the number of a column"),
             (DENSE.astype(str), "X has dtype <U32: expected numbers"),
-            (np.where(DENSE == 1.25, np.nan, DENSE), "X has NaN in row 1, column 2: expected finite numbers"),
             (np.where(DENSE == 1.25, 1e39, DENSE), "X has 1e+39 in row 1, column 2"),
+            ([{1: np.nan, 2: 1.0}, {3: np.inf}], "X has inf in row 1, column 3"),
+            ({3: 1.0}, "X is a dict of single values: pass a row as a list of one dict"),
             ([[1, 2], [3]], "X is a list that is no array of numbers"),
             (None, "X is None: expected an array"),
             ({"a": [1]}, "trained on libsvm, whose features are numbered: pass an array"),

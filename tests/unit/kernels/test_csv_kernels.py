@@ -43,24 +43,31 @@ def parse(
     limit: int = 1 << 40,
     classes: tuple[str, ...] = (),
     slots: list[int] = SLOTS,
+    trims: bool = False,
 ) -> tuple[Rows, list[int], int]:
     """Rows, what ails the bad ones, the position; `text` as the kernel takes it."""
     array = padded(text)
     labels, weights = np.empty(capacity, np.float32), np.empty(capacity, np.float32)
     indptr = np.empty(capacity + 1, np.int64)
     keys, values = np.empty(capacity * len(SEEDS), np.uint64), np.empty(capacity * len(SEEDS), np.float32)
+    words, fields = np.empty(len(text), np.uint64), np.empty(len(text), np.uint32)
+    ends = np.empty(capacity + 1, np.int64)
     bad_at, bad_why, counts = np.empty(50, np.int64), np.empty(50, np.int64), np.empty(kernels.NUM_COUNTS, np.int64)
     kernels.parse_csv(
-        *(array, start, len(text), limit, int(last), ord(separator)),
+        *(array, start, len(text), limit, int(last), ord(separator), int(trims)),
         *(np.array(slots), np.array(SEEDS, np.uint64), np.zeros((4, NUM_NUMERIC)), reference.powers_of_ten()),
         *(
             np.array([reference.name_seed(word) for word in classes], np.uint64),
+            np.array(SEEDS[:2], np.uint64),
             np.empty(len(array), np.uint8),
             labels,
             weights,
             indptr,
             keys,
             values,
+            words,
+            fields,
+            ends,
             bad_at,
             bad_why,
             counts,
@@ -76,12 +83,12 @@ def parse(
 
 
 def expect(
-    text: bytes, separator: str, classes: tuple[str, ...] = (), slots: list[int] = SLOTS
+    text: bytes, separator: str, classes: tuple[str, ...] = (), slots: list[int] = SLOTS, *, trims: bool = False
 ) -> tuple[Rows, list[int]]:
     rows, bad = [], []
     for cells in csv.reader(io.StringIO(text.decode(), newline=""), delimiter=separator):
         if cells:
-            found = reference.csv_row(cells, slots, SEEDS, NUM_NUMERIC, classes)
+            found = reference.csv_row(cells, slots, SEEDS, NUM_NUMERIC, classes, trims=trims)
             if isinstance(found, int):
                 bad.append(found)
             else:
@@ -90,9 +97,15 @@ def expect(
 
 
 @settings(max_examples=400, deadline=None)
-@given(rows=ROWS, separator=st.sampled_from(",;\t"), end=st.sampled_from(["\n", "\r\n", "\r"]), quoting=st.booleans())
+@given(
+    rows=ROWS,
+    separator=st.sampled_from(",;\t"),
+    end=st.sampled_from(["\n", "\r\n", "\r"]),
+    quoting=st.booleans(),
+    trims=st.booleans(),
+)
 def test_what_python_writes_is_read_as_python_reads_it(
-    rows: list[list[str]], separator: str, end: str, quoting: bool
+    rows: list[list[str]], separator: str, end: str, quoting: bool, trims: bool
 ) -> None:
     out = io.StringIO(newline="")
     if quoting:
@@ -100,7 +113,7 @@ def test_what_python_writes_is_read_as_python_reads_it(
     else:
         csv.writer(out, delimiter=separator, lineterminator=end).writerows(rows)
     text = out.getvalue().encode()
-    assert parse(text + b"\n", separator)[:2] == expect(text, separator)
+    assert parse(text + b"\n", separator, trims=trims)[:2] == expect(text, separator, trims=trims)
 
 
 @settings(max_examples=400, deadline=None)

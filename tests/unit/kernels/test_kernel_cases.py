@@ -73,7 +73,7 @@ def test_every_kernel_has_a_case() -> None:
     in_cases = {case.kernel.__name__ for case in ARRAY_CASES}
     through_the_store = {"gather", "push", "write_records", "copy_records", "erase", "bucket_keys", "rehash"}
     through_the_store |= {"read_records", "has_room", "is_run_too_long", "count_absent", "digest_records"}
-    texts = {"parse_criteo", "parse_libsvm", "hash_strings", "parse_floats"}  # test_text_kernels.py
+    texts = {"parse_criteo", "parse_libsvm", "hash_strings", "split_strings", "parse_floats"}  # test_text_kernels.py
     texts |= {"parse_csv", "skip_rows"}  # test_csv_kernels.py
     texts |= {"parse_vw", "parse_json_lines"}  # tests/unit/data/test_vw_and_json.py
     texts |= {"scale_numbers", "scale_columns", "xxh64"}  # test_data_scaling.py, test_checksum.py

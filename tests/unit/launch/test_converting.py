@@ -303,7 +303,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence(source: Path, out: Path, tmp
         open_dataset(out, columns=Columns("click", ("site",), ("age",)))
     with pytest.raises(DataError, match="without weights: convert its sources with --weight importance"):
         open_dataset(out, columns=Columns("click", ("site",), ("age", "price"), weight="importance"))
-    with pytest.raises(UsageError, match="is converted, its label too: leave --label out"):
+    with pytest.raises(UsageError, match="is converted with other columns: leave --label out"):
         look_at([out], label="age")
     for place, told in (
         (tmp_path, "is a folder: name the file"),

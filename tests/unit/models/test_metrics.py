@@ -99,13 +99,14 @@ def test_metrics_that_labels_do_not_have_are_told_in_words() -> None:
 
 
 def test_no_better_than_the_share_of_positives() -> None:
-    assert base_log_loss(1, 4) == pytest.approx(log_loss([1, 0, 0, 0], [0.25] * 4))
-    assert base_log_loss(0, 4) == base_log_loss(4, 4) == 0
-    assert find_useless(0.56, 1, 4) is None
-    assert find_useless(0.7, 0, 4) is None  # nothing is to be learned where all are of one class
-    told = find_useless(0.57, 1, 4)
+    assert base_log_loss((3, 1)) == pytest.approx(log_loss([1, 0, 0, 0], [0.25] * 4))
+    assert base_log_loss((4, 0)) == base_log_loss((0, 4)) == 0
+    assert find_useless(0.56, (3, 1)) is None
+    assert find_useless(0.7, (4, 0)) is None  # nothing is to be learned where all are of one class
+    told = find_useless(0.57, (3, 1))
     assert told == (
-        "the log loss, 0.5700, is no better than 0.5623, that of always predicting the share of positives, 0.25"
+        "the log loss, 0.5700, is no better than 0.5623, that of always predicting the shares of the "
+        "classes, 0.75, 0.25"
     )
 
 

@@ -469,12 +469,26 @@ def test_weights_of_classes_on_a_cluster_and_bit_by_bit() -> None:
         LogisticRegression(class_weight="balanced").partial_fit(X, y, classes=["no", "yes"])
 
 
-def test_values_that_are_missing_are_told_by_their_place() -> None:
+def test_nan_is_a_missing_value_and_infinity_is_refused() -> None:
     X, y = examples(50, 10)
     dense = X.toarray()
+    dense[7, 3] = 0.0
+    expected = LogisticRegression(epochs=1).fit(dense, y).decision_function(dense)
     dense[7, 3] = np.nan
-    with pytest.raises(UsageError, match="X has NaN in row 7, column 3: expected finite numbers"):
+    np.testing.assert_array_equal(LogisticRegression(epochs=1).fit(dense, y).decision_function(dense), expected)
+    frame = Frame(age=Column([1.0, np.nan, 2.0, 3.0] * 10, "f8"))
+    assert LogisticRegression(epochs=1).fit(frame, [0, 1, 0, 1] * 10).predict(frame).shape == (40,)
+    dense[7, 3] = np.inf
+    with pytest.raises(UsageError, match="X has inf in row 7, column 3: expected numbers that fit float32"):
         LogisticRegression().fit(dense, y)
+
+
+def test_a_column_of_text_is_learned_word_by_word() -> None:
+    texts = [f"{'cheap pills' if row % 2 else 'meeting agenda'} {row}" for row in range(200)]
+    labels = [row % 2 for row in range(200)]
+    model = LogisticRegression(epochs=4).fit(Frame(text=Column(texts, "O"), n=Column(range(200), "i8")), labels)
+    new = Frame(text=Column(["pills pills", "the agenda"], "O"), n=Column([5, 5], "i8"))
+    assert model.predict(new).tolist() == [1, 0]
 
 
 def test_columns_of_times_are_left_out() -> None:

@@ -220,6 +220,7 @@ def check_columns(path: str, stored: Columns | None, wanted: Columns | None) -> 
     for kind, has, needs in (
         ("categorical", stored.categorical, wanted.categorical),
         ("numeric", stored.numeric, wanted.numeric),
+        ("text", stored.text, wanted.text),
     ):
         if {*has} != {*needs}:
             odd = sorted({*has} ^ {*needs})

@@ -213,3 +213,50 @@ def category_end(text, start, stop):  # type: ignore[no-untyped-def]
         if not 48 <= byte_at(text, k) <= 57:
             return stop
     return stop - 2 if first < stop - 2 else stop
+
+
+@uncounted()
+def trim_blanks(text, at, stop):  # type: ignore[no-untyped-def]
+    """Where ``text[at:stop]`` begins and ends without the blanks around it."""
+    while at < stop and byte_at(text, at) == 32:
+        at += 1
+    while at < stop and byte_at(text, stop - 1) == 32:
+        stop -= 1
+    return at, stop
+
+
+@uncounted()
+def _letter_end(text, at, stop):  # type: ignore[no-untyped-def]
+    """The position behind the letter at `at`, or `at` where there is none."""
+    if at == stop:
+        return at
+    byte = byte_at(text, at)
+    if 97 <= (byte | 32) <= 122:
+        return at + 1
+    if byte < 0xC3 or (byte == 0xE2 and at + 1 < stop and byte_at(text, at + 1) == 0x80):
+        return at
+    at += 1
+    while at < stop and 0x80 <= byte_at(text, at) < 0xC0:
+        at += 1
+    return at
+
+
+@uncounted()
+def hash_words(text, at, stop, seed, words, count):  # type: ignore[no-untyped-def]
+    """Write the keys of the words of ``text[at:stop]`` into `words` from `count` on; return where they end."""
+    while at < stop:
+        first, behind = at, _letter_end(text, at, stop)
+        while behind > at:
+            at, behind = behind, _letter_end(text, behind, stop)
+        if at == first:
+            at += 1
+            continue
+        h, word = hash_start(seed, at - first), as_bits(0)
+        for k in range(at - first):
+            byte = byte_at(text, first + k)
+            word |= as_bits((byte | 32 if byte < 128 else byte) << (8 * (k & 7)))
+            if (k & 7) == 7 or first + k + 1 == at:
+                h, word = hash_step(h, word), as_bits(0)
+        words[count] = hash_finish(h)
+        count += 1
+    return count

@@ -21,6 +21,7 @@ from paceline.kernels.text.bytes import (
     hash_finish,
     hash_start,
     hash_step,
+    hash_words,
     repeat_byte,
     word_at,
 )
@@ -32,6 +33,7 @@ from paceline.kernels.text.reference import (
     LABEL_SLOT,
     OPTIONAL_LABEL_SLOT,
     SKIPPED_SLOT,
+    TEXT_SLOT,
     powers_of_ten,
 )
 
@@ -40,7 +42,7 @@ ROWS, BAD, POSITION, PAIRS = range(4)
 NUM_COUNTS = 4
 
 _NEWLINE, _RETURN, _SPACE, _QUOTE = 10, 13, 32, 34
-_BYTE = np.uint64(0xFF)
+_BYTE, _LOW = np.uint64(0xFF), np.uint64(0xFFFFFFFF)
 
 
 @uncounted()
@@ -103,9 +105,10 @@ def _quoted(text, at, end, separator, pattern, scratch):  # type: ignore[no-unty
 
 @uncounted()
 def _parse_row(  # type: ignore[no-untyped-def]
-    text, at, end, separator, slots, seeds, scales, powers, classes, scratch, labels, weights, row, keys, values, base
-):
-    """Parse the row at `at`: (position behind it, columns, what ails its cells, or 0).
+    text, at, end, separator, trims, slots, seeds, scales, powers, classes, text_seeds, scratch,
+    labels, weights, row, keys, values, base, words, word_fields, num_words,
+):  # fmt: skip
+    """Parse the row at `at`: (position behind it, columns, what ails its cells, or 0, where its words end).
 
     The position is -1 for a row with an open quote, and -2 for one that is unfinished otherwise.
     """
@@ -117,7 +120,8 @@ def _parse_row(  # type: ignore[no-untyped-def]
         word = word_at(text, at)
         size = first_ending(word, pattern)
         ending = byte_at(text, at + size)
-        if ending == separator and at + size < end:  # most cells are so, and done with here
+        is_padded = trims and size > 0 and (byte_at(text, at) == _SPACE or byte_at(text, at + size - 1) == _SPACE)
+        if ending == separator and at + size < end and not is_padded:  # most cells are so, and done with here
             is_done = False
             if 0 <= slot < first_numeric:
                 if size == 8:  # a branch of its own: the next cell need not wait for the size of this one
@@ -148,21 +152,29 @@ def _parse_row(  # type: ignore[no-untyped-def]
         if byte_at(text, at) == _QUOTE:
             first, stop, at, moved = _quoted(text, at, end, separator, pattern, scratch)
             if at < 0:
-                return -1, column, why
+                return -1, column, why, num_words
         else:
             at = _cell_end(text, at, separator, pattern)
             stop = at
         if at >= end:
-            return -2, column, why
+            return -2, column, why, num_words
         # Not one call of a variable that is the one or the other: Numba counts references to it, for each cell.
-        if moved:
+        if slot <= TEXT_SLOT:
+            seed, fault, before = text_seeds[TEXT_SLOT - slot], 0, num_words
+            if moved:
+                num_words = hash_words(scratch, first, stop, seed, words, num_words)
+            else:
+                num_words = hash_words(text, first, stop, seed, words, num_words)
+            for k in range(before, num_words):
+                word_fields[k] = np.uint32(seed & _LOW)
+        elif moved:
             fault = take_cell(
-                *(scratch, first, stop, slot, first_numeric, seeds, scales, powers, classes),
+                *(scratch, first, stop, slot, first_numeric, trims, seeds, scales, powers, classes),
                 *(labels, weights, row, keys, values, base),
             )
         else:
             fault = take_cell(
-                *(text, first, stop, slot, first_numeric, seeds, scales, powers, classes),
+                *(text, first, stop, slot, first_numeric, trims, seeds, scales, powers, classes),
                 *(labels, weights, row, keys, values, base),
             )
         if fault != 0 and (why == 0 or slot in (LABEL_SLOT, OPTIONAL_LABEL_SLOT)):
@@ -173,7 +185,7 @@ def _parse_row(  # type: ignore[no-untyped-def]
         if byte != separator:
             if byte == _RETURN and at < end and byte_at(text, at) == _NEWLINE:
                 at += 1
-            return at, column, why
+            return at, column, why, num_words
 
 
 @uncounted()
@@ -194,19 +206,19 @@ def _close_row(keys, values, base, num_features, num_numeric):  # type: ignore[n
 
 @uncounted()
 def _parse_rows(  # type: ignore[no-untyped-def]
-    text, start, end, limit, last, separator, slots, seeds, scales, powers, classes, scratch,
-    labels, weights, indptr, keys, values, bad_at, bad_why, counts,
+    text, start, end, limit, last, separator, trims, slots, seeds, scales, powers, classes, text_seeds, scratch,
+    labels, weights, indptr, keys, values, words, word_fields, word_ends, bad_at, bad_why, counts,
 ):  # fmt: skip
     """All of :func:`parse_csv`, where no row costs references to arrays."""
     at, rows, bad, pairs = start, 0, 0, 0
-    indptr[0] = 0
+    indptr[0] = word_ends[0] = 0
     while at < end and at < limit and rows < labels.shape[0]:
         if byte_at(text, at) in (_NEWLINE, _RETURN):
             at += 1
             continue
-        behind, column, why = _parse_row(
-            *(text, at, end, separator, slots, seeds, scales, powers, classes, scratch),
-            *(labels, weights, rows, keys, values, pairs),
+        behind, column, why, num_words = _parse_row(
+            *(text, at, end, separator, trims, slots, seeds, scales, powers, classes, text_seeds, scratch),
+            *(labels, weights, rows, keys, values, pairs, words, word_fields, word_ends[rows]),
         )
         if behind < 0:
             if not last:
@@ -218,6 +230,7 @@ def _parse_rows(  # type: ignore[no-untyped-def]
             rows += 1
             pairs = _close_row(keys, values, pairs, seeds.shape[0], scales.shape[1])
             indptr[rows] = pairs
+            word_ends[rows] = num_words
         else:
             if bad < bad_at.shape[0]:
                 bad_at[bad] = at
@@ -229,23 +242,25 @@ def _parse_rows(  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def parse_csv(  # type: ignore[no-untyped-def]
-    text, start, end, limit, last, separator, slots, seeds, scales, powers, classes, scratch,
-    labels, weights, indptr, keys, values, bad_at, bad_why, counts,
+    text, start, end, limit, last, separator, trims, slots, seeds, scales, powers, classes, text_seeds, scratch,
+    labels, weights, indptr, keys, values, words, word_fields, word_ends, bad_at, bad_why, counts,
 ):  # fmt: skip
     """Parse the rows that begin before `limit`, until `end`, an unfinished row, or until `labels` is full.
 
-    `last` is 1 if the text ends at `end`, so that a quote that is open there is a fault. `slots` int64 [columns] says
-    where a column's feature stands in a row, or one of the other slots. `seeds` is uint64 [features], of which the last
-    are numeric, as many as `scales`, float64 [4, numeric features], has columns: log, mean, deviation, which is 0 for
-    numbers as they stand, and centre. `classes` uint64 are hashes of the words that labels are, whose places are the
-    labels then; none if labels are numbers. `scratch` is uint8, as long as `text`. Out: `labels` float32 [rows];
+    `last` is 1 if the text ends at `end`, so that a quote that is open there is a fault; `trims` is 1 if blanks around
+    categories do not count. `slots` int64 [columns] says where a column's feature stands in a row, or one of the other
+    slots. `seeds` is uint64 [features], of which the last are numeric, as many as `scales`, float64 [4, numeric
+    features], has columns: log, mean, deviation, which is 0 for numbers as they stand, and centre. `classes` uint64 are
+    hashes of the words that labels are, whose places are the labels then; none if labels are numbers. `text_seeds`
+    uint64 are those of the columns of text. `scratch` is uint8, as long as `text`. Out: `labels` float32 [rows];
     `weights` float32 [rows], or none if no column is the weight; `indptr` int64 [rows + 1]; `keys` uint64 [rows times
-    features]; `values` float32, as many, or none if no feature is numeric; `bad_at`, `bad_why` int64: where the first
-    bad rows begin, and what ails them; `counts` int64 [NUM_COUNTS].
+    features]; `values` float32, as many, or none if no feature is numeric; `words` uint64 and `word_fields` uint32:
+    keys and fields of the words in texts, up to ``word_ends[i + 1]`` those of row i; `bad_at`, `bad_why` int64: where
+    the first bad rows begin, and what ails them; `counts` int64 [NUM_COUNTS].
     """
     _parse_rows(
-        text, start, end, limit, last, separator, slots, seeds, scales, powers, classes, scratch,
-        labels, weights, indptr, keys, values, bad_at, bad_why, counts,
+        text, start, end, limit, last, separator, trims, slots, seeds, scales, powers, classes, text_seeds, scratch,
+        labels, weights, indptr, keys, values, words, word_fields, word_ends, bad_at, bad_why, counts,
     )  # fmt: skip
 
 
@@ -288,10 +303,12 @@ def compile_kernels() -> None:
             1,
             1,
             44,
+            1,
             np.zeros(1, np.int64),
             np.zeros(1, np.uint64),
             np.zeros((4, 0)),
             powers_of_ten(),
+            np.zeros(0, np.uint64),
             np.zeros(0, np.uint64),
             scratch,
         ),
@@ -301,6 +318,9 @@ def compile_kernels() -> None:
             np.empty(2, np.int64),
             np.empty(1, np.uint64),
             numbers,
+            np.empty(0, np.uint64),
+            np.empty(0, np.uint32),
+            np.empty(2, np.int64),
             bad,
             bad,
             np.empty(NUM_COUNTS, np.int64),

@@ -21,6 +21,7 @@ from paceline.kernels.text.bytes import (
     hash_start,
     hash_step,
     repeat_byte,
+    trim_blanks,
     word_at,
 )
 from paceline.kernels.text.lines import FLOAT_BAD, FLOAT_MISSING, FLOAT_OK, read_float
@@ -174,7 +175,22 @@ def put_number(value, scales, k, seed, values, keys, at):  # type: ignore[no-unt
 
 @uncounted()
 def take_cell(  # type: ignore[no-untyped-def]
-    text, first, stop, slot, first_numeric, seeds, scales, powers, classes, labels, weights, row, keys, values, base
+    text,
+    first,
+    stop,
+    slot,
+    first_numeric,
+    trims,
+    seeds,
+    scales,
+    powers,
+    classes,
+    labels,
+    weights,
+    row,
+    keys,
+    values,
+    base,
 ):
     """Write what the cell ``text[first:stop]`` means; return what ails it, or 0."""
     if slot >= first_numeric:
@@ -183,6 +199,8 @@ def take_cell(  # type: ignore[no-untyped-def]
         put_number(value if status == FLOAT_OK else np.nan, scales, k, seeds[slot], values, keys, base + slot)
         return NO_NUMBER if status == FLOAT_BAD else 0
     if slot >= 0:
+        if trims:
+            first, stop = trim_blanks(text, first, stop)
         stop = category_end(text, first, stop)
         size = stop - first
         if size <= 8:

@@ -23,6 +23,7 @@ from paceline.kernels.text.bytes import (
     hash_span,
     hash_start,
     hash_step,
+    hash_words,
     low_bytes,
     skip_blanks,
     word_at,
@@ -399,7 +400,21 @@ def parse_floats(data, offsets, powers, out, status):  # type: ignore[no-untyped
             status[i] = FLOAT_BAD
 
 
-KERNELS = (parse_criteo, parse_libsvm, hash_strings, parse_floats)
+@njit(cache=True, nogil=True)
+def split_strings(data, offsets, seed, words, lengths):  # type: ignore[no-untyped-def]
+    """Write the keys of the words of all strings into `words` (uint64), and how many string i has into ``lengths[i]``.
+
+    `data`, `offsets` and `seed` as in :func:`hash_strings`; `lengths` int64. Return how many words there are.
+    """
+    count = 0
+    for i in range(offsets.shape[0] - 1):
+        before = count
+        count = hash_words(data, offsets[i], offsets[i + 1], seed, words, count)
+        lengths[i] = count - before
+    return count
+
+
+KERNELS = (parse_criteo, parse_libsvm, hash_strings, split_strings, parse_floats)
 """Every kernel that is called from Python, for :func:`compile_kernels` and its test."""
 
 
@@ -414,6 +429,7 @@ def compile_kernels() -> None:
     parse_libsvm(text, 0, 1, 1, powers, labels, indptr, keys, values, bad_at, bad_why, counts)
     data, offsets = read_only(text), read_only(np.zeros(2, np.int64))
     hash_strings(data, offsets, np.uint64(0), keys, 0, 1)
+    split_strings(data, offsets, np.uint64(0), keys, indptr)
     parse_floats(data, offsets, powers, np.empty(1), np.empty(1, np.uint8))
 
 

@@ -66,11 +66,15 @@ LABEL_WORDS = {**dict.fromkeys(("true", "t", "yes", "y"), 1.0), **dict.fromkeys(
 DETAIL = 16
 """What ails a csv row is one of the last seven, and DETAIL times its number of cells, or the number of its column."""
 
-LABEL_SLOT, WEIGHT_SLOT, SKIPPED_SLOT, OPTIONAL_LABEL_SLOT = -1, -2, -3, -4
-"""Where a csv column has no feature: the label, the weight, what is not read, or a label that is NaN where missing."""
+LABEL_SLOT, WEIGHT_SLOT, SKIPPED_SLOT, OPTIONAL_LABEL_SLOT, TEXT_SLOT = -1, -2, -3, -4, -5
+"""Where a csv column has no feature: the label, the weight, what is not read, or a label that is NaN where missing; or
+many: the first column of text, and the next ones below it."""
 
-NO_BAR, BAD_VW_HEAD, BAD_VW_WEIGHT, BAD_VW_BASE, BAD_VW_NAME, MISSING_LABEL = range(17, 23)
-BAD_JSON, BAD_JSON_LABEL, BAD_JSON_NUMBER, BAD_JSON_WEIGHT, TOO_DEEP, MISSING_WEIGHT, BAD_JSON_CLASS = range(23, 30)
+NO_BAR, BAD_VW_HEAD, BAD_VW_WEIGHT, BAD_VW_BASE = range(17, 21)
+MISSING_LABEL = 22
+BAD_JSON, BAD_JSON_LABEL, BAD_JSON_NUMBER, BAD_JSON_WEIGHT, TOO_DEEP, MISSING_WEIGHT, BAD_JSON_CLASS, BAD_TRIPLE = (
+    range(23, 31)
+)
 MAX_DEPTH = 32
 """So many objects and lists may be open at a time in a row of JSON."""
 
@@ -86,7 +90,7 @@ REASONS = {
     BAD_VW_HEAD: "before the first | stands something else than a label, a weight and a tag",
     BAD_VW_WEIGHT: "its weight is below 0",
     BAD_VW_BASE: "it has an initial prediction, which is not read",
-    BAD_VW_NAME: "a feature has no name",
+    BAD_TRIPLE: "a feature is not field:feature:value with a finite float32 number",
     MISSING_LABEL: "it has no label",
     MISSING_WEIGHT: "it has no weight",
     BAD_JSON: "it is not one object of JSON",
@@ -101,6 +105,7 @@ _WHOLE = re.compile(rb"-?[0-9]+\.0")
 _NUMBER = re.compile(rb"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _DECIMAL = re.compile(r"(-?)([0-9]+)(?:\.([0-9]*))?(?:[eE]([+-]?[0-9]+))?")
 _CONTROL = re.compile(rb"[\x00-\x1f]")
+_WORD = re.compile(rb"(?:[A-Za-z]|(?!\xe2\x80)[\xc3-\xff][\x80-\xbf]*)+")
 
 
 def hash_bytes(data: bytes, seed: int) -> int:
@@ -136,6 +141,13 @@ def category_text(text: bytes) -> bytes:
     That is how programs write the integers of a column in which others are missing.
     """
     return text[:-2] if _WHOLE.fullmatch(text) else text
+
+
+def split_words(text: bytes) -> list[bytes]:
+    """The words of a text: runs of letters, those of ASCII in lower case; so are other characters above U+00BF, but for
+    the punctuation from U+2000 to U+203F.
+    """
+    return [word.lower() for word in _WORD.findall(text)]
 
 
 def number_text(text: str) -> str:
@@ -291,10 +303,11 @@ def vw_line(line: bytes) -> tuple[float | None, float, list[int], list[float], l
         if scale is None:
             return BAD_VALUE
         seed = hash_bytes(name, 0)
+        num_unnamed = 0
         for feature in filter(None, features):
             name, value = _name_and_value(feature)
             if not name:
-                return BAD_VW_NAME
+                name, num_unnamed = str(num_unnamed).encode(), num_unnamed + 1
             if value is None or abs(value * scale) > MAX_FLOAT32:
                 return BAD_VALUE
             keys.append(hash_bytes(name, seed))
@@ -334,7 +347,13 @@ def class_number(cell: str, classes: Sequence[str]) -> float | None:
 
 
 def csv_row(
-    cells: Sequence[str], slots: Sequence[int], seeds: Sequence[int], num_numeric: int, classes: Sequence[str] = ()
+    cells: Sequence[str],
+    slots: Sequence[int],
+    seeds: Sequence[int],
+    num_numeric: int,
+    classes: Sequence[str] = (),
+    *,
+    trims: bool = False,
 ) -> tuple[float, float, list[int], list[float]] | int:
     """Label, weight, keys and values of a csv row, with slots and seeds as the kernel takes them; else what ails it."""
     if len(cells) != len(slots):
@@ -363,7 +382,8 @@ def csv_row(
             elif number is not None:
                 pairs[slot] = (seeds[slot], float(np.float32(number)))
         elif slot >= 0:
-            pairs[slot] = (hash_bytes(category_text(cell.encode()), seeds[slot]), 1.0)
+            text = cell.strip(" ") if trims else cell
+            pairs[slot] = (hash_bytes(category_text(text.encode()), seeds[slot]), 1.0)
     if faults:
         return faults[0]
     ordered = [pairs[slot] for slot in sorted(pairs)]

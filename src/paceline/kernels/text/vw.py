@@ -1,9 +1,10 @@
-"""A Numba kernel that turns lines of Vowpal Wabbit's text format into keys and values.
+"""A Numba kernel that turns lines of Vowpal Wabbit's text format, or of libffm's, into keys and values.
 
 ``[label [weight [0]]] ['tag]|namespace[:value] feature[:value] ... |namespace ...``: a feature's key is the hash of its
 name under the seed that is the hash of its namespace's name, and its value is multiplied by the namespace's. A
-namespace is a field of its features. As in
-Vowpal Wabbit, a word that begins with a quote or stands at the first bar without a blank between is a tag. The twin is
+namespace is a field of its features. Features without a name are called by their number among those of the namespace,
+from 0 up. libffm's ``label field:feature:value ...`` is read as ``label |field feature:value ...``. As in Vowpal
+Wabbit, a word that begins with a quote or stands at the first bar without a blank between is a tag. The twin is
 :func:`paceline.kernels.text.reference.vw_line`; how text is read is said in :mod:`.lines`.
 """
 
@@ -12,13 +13,14 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.kernels.jit import njit, uncounted
-from paceline.kernels.text.bytes import byte_at, hash_span, skip_blanks
+from paceline.kernels.text.bytes import as_bits, byte_at, hash_finish, hash_span, hash_start, hash_step, skip_blanks
 from paceline.kernels.text.lines import ALL_ONES, BAD, NONZEROS, NUM_COUNTS, POSITION, ROWS, read_float
 from paceline.kernels.text.reference import (
+    BAD_LABEL,
+    BAD_TRIPLE,
     BAD_VALUE,
     BAD_VW_BASE,
     BAD_VW_HEAD,
-    BAD_VW_NAME,
     BAD_VW_WEIGHT,
     MAX_FLOAT32,
     MISSING_LABEL,
@@ -95,12 +97,15 @@ def _read_features(text, at, end, powers, keys, values, fields, pair):  # type: 
             return pair, BAD_VALUE
         at = skip_blanks(text, at)
         byte = byte_at(text, at)
+        num_unnamed = 0
         while byte not in (_BAR, _NEWLINE):
             first = at
             at = _name_end(text, first)
             if at == first:
-                return pair, BAD_VW_NAME
-            keys[pair] = hash_span(text, first, at, seed)
+                keys[pair] = _hash_number(num_unnamed, seed)
+                num_unnamed += 1
+            else:
+                keys[pair] = hash_span(text, first, at, seed)
             value, at = _read_value(text, at, end, powers)
             value *= scale
             if at < 0 or abs(value) > MAX_FLOAT32:
@@ -113,11 +118,61 @@ def _read_features(text, at, end, powers, keys, values, fields, pair):  # type: 
     return pair, 0
 
 
+@uncounted()
+def _hash_number(number, seed):  # type: ignore[no-untyped-def]
+    """The key of the feature whose name is a number below 10^8."""
+    word, size = 48 + number % 10, 1
+    while number >= 10:
+        number //= 10
+        word, size = (word << 8) + 48 + number % 10, size + 1
+    return hash_finish(hash_step(hash_start(seed, size), as_bits(word)))
+
+
+@uncounted()
+def _read_triples(text, at, end, needs_label, powers, keys, values, fields, pair):  # type: ignore[no-untyped-def]
+    """A line of libffm: (label or NaN, behind the last pair, what ails it, or 0)."""
+    label, behind = read_float(text, at, end, powers)
+    if needs_label == 1 or behind < 0 or byte_at(text, behind) != _COLON:
+        at = behind
+    else:
+        label = np.nan
+    if at < 0 or byte_at(text, at) in (_COLON, _BAR):
+        return label, pair, BAD_LABEL
+    at = skip_blanks(text, at)
+    while byte_at(text, at) != _NEWLINE:
+        field = _name_end(text, at)
+        if byte_at(text, field) != _COLON:
+            return label, pair, BAD_TRIPLE
+        seed, feature = hash_span(text, at, field, _NO_SEED), _name_end(text, field + 1)
+        value, at = _read_value(text, feature, end, powers)
+        if at < 0 or feature == field + 1 or byte_at(text, feature) != _COLON:
+            return label, pair, BAD_TRIPLE
+        keys[pair], values[pair] = hash_span(text, field + 1, feature, seed), value
+        fields[pair] = np.uint32(seed & _LOW)
+        pair += 1
+        at = skip_blanks(text, at)
+    return label, pair, 0
+
+
 @njit(cache=True, nogil=True)
 def parse_vw(  # type: ignore[no-untyped-def]
-    text, start, end, needs_label, powers, labels, weights, indptr, keys, values, fields, bad_at, bad_why, counts
+    text,
+    start,
+    end,
+    is_ffm,
+    needs_label,
+    powers,
+    labels,
+    weights,
+    indptr,
+    keys,
+    values,
+    fields,
+    bad_at,
+    bad_why,
+    counts,
 ):
-    """Parse whole lines of Vowpal Wabbit's format until `end`.
+    """Parse whole lines of Vowpal Wabbit's format, or if `is_ffm` is 1 of libffm's, until `end`.
 
     If `needs_label` is 1 a line without a label is malformed, else its label is NaN. Out: `labels`, `weights` and
     `values` float32, `keys` uint64 and `fields` uint32 [half as many as there are bytes, and 1], `indptr` int64 [one
@@ -134,8 +189,10 @@ def parse_vw(  # type: ignore[no-untyped-def]
         bar = at
         while byte_at(text, bar) not in (_BAR, _NEWLINE):
             bar += 1
-        pair, why = pairs, NO_BAR
-        if byte_at(text, bar) == _BAR:
+        pair, why, weight = pairs, NO_BAR, 1.0
+        if is_ffm == 1:
+            label, pair, why = _read_triples(text, at, end, needs_label, powers, keys, values, fields, pairs)
+        elif byte_at(text, bar) == _BAR:
             label, weight, why = _read_head(text, at, bar, powers)
             if why == 0 and needs_label == 1 and label != label:
                 why = MISSING_LABEL
@@ -170,6 +227,6 @@ def compile_kernels() -> None:
     text = np.frombuffer(bytearray(b"\n" + bytes(15)), dtype=np.uint8)
     floats, numbers = np.empty(2, np.float32), np.empty(NUM_VW_COUNTS, np.int64)
     parse_vw(
-        *(text, 0, 1, 1, powers_of_ten(), floats, floats, numbers, np.empty(2, np.uint64), floats),
+        *(text, 0, 1, 0, 1, powers_of_ten(), floats, floats, numbers, np.empty(2, np.uint64), floats),
         *(np.empty(2, np.uint32), numbers, numbers, numbers),
     )

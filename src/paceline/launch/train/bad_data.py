@@ -9,9 +9,11 @@ from typing import Any
 from paceline.data import BadLines, Dataset, line_number
 from paceline.data.streams.standard_input import name_for_people
 from paceline.errors import DataError
+from paceline.kernels.text.reference import MISSING_LABEL, REASONS
 
 _NUM_NAMED = 5
-_LARGE_SHARE = 0.1
+_LARGE_SHARE, _FEW = 0.1, 10
+_NO_LABEL = f": {REASONS[MISSING_LABEL]}: "
 
 
 @dataclass(frozen=True)
@@ -28,9 +30,21 @@ class BadData:
         """
         share = 0.0 if num_good is None else self.count / max(self.count + num_good, 1)
         of_all = f", {share:.0%} of all," if share > _LARGE_SHARE else ""
-        skipped = f"1 malformed line{of_all} was" if self.count == 1 else f"{self.count:,} malformed lines{of_all} were"
+        kind = "unlabelled" if self.first and all(_NO_LABEL in line for line in self.first) else "malformed"
+        skipped = f"1 {kind} line{of_all} was" if self.count == 1 else f"{self.count:,} {kind} lines{of_all} were"
         listed = "".join(f"\n  {line}" for line in self.first)
         return f"{skipped} skipped (--strict stops at the first):{listed}"
+
+    def check(self, num_good: int, limit: float) -> None:
+        """Raise DataError if more than this share of the rows is malformed, unless some have no label in a format where
+        that is usual.
+        """
+        share = self.count / max(self.count + num_good, 1)
+        if self.count > _FEW and share > limit and not any(_NO_LABEL in line for line in self.first):
+            raise DataError(
+                f"{self.count:,} of the {self.count + num_good:,} rows read ({share:.1%}) are malformed, more than "
+                f"--max-malformed {limit:g} allows; the first is {self.first[0]}: correct them, or allow a larger share"
+            )
 
 
 def plain_bad_lines(bad: BadLines) -> list[list[Any]]:

@@ -13,7 +13,6 @@ import numpy as np
 from paceline.data import (
     COLUMN_FORMATS,
     CONVERTED,
-    LABEL_NAMES,
     Columns,
     ConvertedFile,
     Dataset,
@@ -37,9 +36,9 @@ from paceline.data import (
     sample_rows,
     source_format,
 )
-from paceline.data.dialect import is_number
+from paceline.data.dialect import PLACE, is_number
 from paceline.data.example_sampling import sample_examples
-from paceline.data.guessing import describe_json, find_json_columns
+from paceline.data.guessing import ReadOptions, describe_json, find_json_columns
 from paceline.data.labels import CLICKS, MOST_CLASSES, describe_no_numbers, find_label_words, read_as
 from paceline.data.sampling import json_cells, sample_namespaces, walk_fields
 from paceline.data.streams import is_packed, stat_file
@@ -85,6 +84,16 @@ class DataLook:
     files: tuple[str, ...] = ()
     """Of csv and parquet files, where they are."""
 
+    @property
+    def header_news(self) -> str | None:
+        """A line that the csv files have no header; None if they have one, or are of another format."""
+        if self.format != "csv" or self.sample is None or not all(map(PLACE.fullmatch, self.sample.names)):
+            return None
+        last = self.sample.names[-1]
+        return (
+            f"{self.files[0]} has no header: its columns are c1 to {last} (--header yes reads names from its first row)"
+        )
+
     def fit_scales(self, how: str) -> tuple[Scale, ...]:
         """Return the scale of each numeric column of csv and parquet files; `how` as in :func:`fit_scale`.
 
@@ -106,9 +115,13 @@ def look_at(
     label: str | None = None,
     numeric_scale: str = "auto",
     weight: str | None = None,
+    *,
+    options: ReadOptions | None = None,
 ) -> DataLook:
     """Look at files; arguments as :class:`TrainOptions` has them. Raises what is wrong with the files."""
     check_numeric_scale(numeric_scale)
+    options = ReadOptions(label=label) if options is None else options
+    label = options.label
     first = str(data[0])
     format = format or detect_format(first)
     if numeric_scale not in _ANY_FORMAT and source_format(first, format) == "criteo":
@@ -117,28 +130,31 @@ def look_at(
             "categories: leave it out"
         )
     if format == CONVERTED:
-        return _look_at_converted([str(file) for file in data], columns, label, numeric_scale, weight)
+        return _look_at_converted([str(file) for file in data], columns, options, numeric_scale, weight)
     if format == "jsonl":
-        return _look_at_json([str(file) for file in data], columns, label, weight)
+        return _look_at_json([str(file) for file in data], columns, options, weight)
     if format not in COLUMN_FORMATS:
-        if label is not None and columns is None:
+        given = [*options.given, *(["--weight"] if weight is not None else [])]
+        if given and columns is None:
             raise UsageError(
-                f"{format} has no columns to choose: leave --label out, or say --format csv, parquet or jsonl"
-            )
-        if weight is not None:
-            raise UsageError(
-                f"{format} has no columns to choose: leave --weight out, or say --format csv, parquet or jsonl"
+                f"{format} has no columns to choose: leave {given[0]} out, or pass --format csv, parquet or jsonl"
             )
         with open_dataset(data, format, columns) as dataset:
-            fields = sample_namespaces(dataset.files) if format == "vw" else ()
-            return DataLook(format, None, sample_labels(dataset.files, format), None, False, fields=fields)
+            fields = sample_namespaces(dataset.files, format) if format in ("vw", "libffm") else ()
+            labels = sample_labels(dataset.files, format)
+            if not labels and format == "vw":
+                raise DataError(f"{first} has no label in the lines looked at: begin each line with one, '1 | a b'")
+            return DataLook(format, None, labels, None, False, fields=fields)
     if columns is not None:
         open_dataset(data, format, columns).close()
         wanted: Sequence[str] = columns.names
     else:
-        wanted = LABEL_NAMES if label is None or is_number(label) else (label,)  # a number is a place
-    sample = sample_rows([str(file) for file in data], format, wanted)
-    guesses = guess_columns(first, sample, label, weight or "") if columns is None else describe_named(sample, columns)
+        wanted = () if label is None or is_number(label) else (label,)  # a number is a place
+    sample = sample_rows([str(file) for file in data], format, wanted, columns.header if columns else options.header)
+    if columns is None:
+        guesses = guess_columns(first, sample, label, weight or "", options)
+    else:
+        guesses = describe_named(sample, columns)
     taken = guesses.columns
     labels = count_labels(sample.column(taken.label), taken.classes)
     words = () if taken.classes else find_label_words(sample.column(taken.label))
@@ -151,9 +167,9 @@ def look_at(
     return look
 
 
-def _look_at_json(files: Sequence[str], columns: Columns | None, label: str | None, weight: str | None) -> DataLook:
+def _look_at_json(files: Sequence[str], columns: Columns | None, options: ReadOptions, weight: str | None) -> DataLook:
     objects = sample_objects(files)
-    found = find_json_columns(files[0], objects, columns.label if columns else label, weight or "")
+    found = find_json_columns(files[0], objects, ReadOptions(label=columns.label) if columns else options, weight or "")
     if columns is not None:
         found = dataclasses.replace(columns, is_open=True, classes=columns.classes or found.classes)
     _check_numbers(files[0], found, *(json_cells(objects, name) for name in (found.label, found.weight)))
@@ -188,13 +204,14 @@ def _check_numbers(path: str, columns: Columns, labels: Sequence[str], weights: 
 
 
 def _look_at_converted(
-    files: Sequence[str], columns: Columns | None, label: str | None, numeric_scale: str, weight: str | None
+    files: Sequence[str], columns: Columns | None, options: ReadOptions, numeric_scale: str, weight: str | None
 ) -> DataLook:
     known = tuple(map(describe_converted, files))
     first = known[0].description
     stored = first.columns
-    if label is not None and (stored is None or label != stored.label):
-        raise UsageError(f"{files[0]} is converted, its label too: leave --label out, or convert the sources with it")
+    if options.given and (stored is None or not options.fit(stored)):
+        given = ", ".join(options.given)
+        raise UsageError(f"{files[0]} is converted with other columns: leave {given} out, or convert its sources again")
     if weight is not None and (stored is None or weight != stored.weight):
         raise UsageError(f"{files[0]} is converted, without --weight {weight}: convert the sources with it")
     taken = stored if columns is None else columns
@@ -232,7 +249,8 @@ def settle_files(options: TrainOptions) -> tuple[TrainOptions, DataLook]:
     """
     options = continue_from(options)
     look = look_at(
-        options.data, options.format, options.columns, options.label, options.numeric_scale, options.weights.column
+        *(options.data, options.format, options.columns, None, options.numeric_scale, options.weights.column),
+        options=options.reading,
     )
     _check_names(options, look)
     classes = look.columns.classes if look.columns is not None else ()

@@ -16,6 +16,7 @@ from paceline.data.bad_lines import shorten
 from paceline.data.dialect import is_number
 from paceline.data.example_sampling import sample_examples
 from paceline.data.feature_names import find_feature_names
+from paceline.data.guessing import ReadOptions
 from paceline.data.labels import CLICKS, clicks_where, describe_label_words, describe_one_label, resolve_positive
 from paceline.data.sampling import spread
 from paceline.data.scales.bins import bin_names
@@ -27,7 +28,7 @@ from paceline.launch.train.bad_data import BadData, find_bad_lines
 from paceline.launch.train.data_files import DataLook, look_at
 from paceline.launch.train.numeric_scales import choose_key_scaling
 
-_MOST_COLUMNS = 40
+_MOST_COLUMNS, _MOST_LABELS = 40, 10
 _MOST_TEXT = 24
 _SHARD_BYTES, _SHARDS, _MOST_BEFORE = 256 << 10, 16, 256 << 20
 _ROWS, _BATCHES = 4096, 8  # of a shard, at most; of lines of text it has fewer
@@ -40,12 +41,13 @@ def describe_data(
     label: str | None,
     numeric_scale: str = "auto",
     positive: float | str | None = None,
+    options: ReadOptions | None = None,
 ) -> dict[str, Any]:
     """Return what was understood of the files, fit for JSON: the object of ``paceline describe --json``.
 
     Arguments as :class:`TrainOptions` and models of clicks have them. Raises what is wrong with the files.
     """
-    look = look_at(data, format, columns, label, numeric_scale)
+    look = look_at(data, format, columns, label, numeric_scale, options=options)
     prepare_kernels()
     classes = look.columns.classes if look.columns is not None else ()
     labels = clicks_where(resolve_positive(positive, classes))
@@ -65,13 +67,11 @@ def describe_data(
                 "count": bad.count,
                 "first": bad.first[0] if bad.first else None,
             },
-            "labels": {
-                classes[int(label)] if classes else f"{label:g}": look.labels[label]
-                for label in sorted(look.labels)[:100]
-            },
+            "labels": _name_labels(look),
             "positive": _positive_of(positive, classes),
             "classes": list(classes),
             "label_words": list(look.label_words),
+            "header": look.header_news,
             "warning": _warning(look, labels, classes),
             "columns": _describe_columns(look),
             "bent_features": _describe_bent(look, dataset, numeric_scale),
@@ -81,6 +81,13 @@ def describe_data(
                 "features": _describe_row(look, dataset, first),
             },
         }
+
+
+def _name_labels(look: DataLook) -> dict[str, int]:
+    """Return how many of the rows looked at have each label, at most 100 of them."""
+    classes = look.columns.classes if look.columns is not None else ()
+    labels = sorted(look.labels)[:100]
+    return {classes[int(label)] if classes else f"{label:g}": look.labels[label] for label in labels}
 
 
 def _positive_of(positive: float | str | None, classes: Sequence[str]) -> float | str | None:
@@ -191,7 +198,8 @@ def _describe_row(look: DataLook, dataset: Dataset, batch: Batch) -> list[dict[s
         if row.fields is None:
             names = [*single, *(numeric.get(key) for key in row.keys[len(single) :].tolist())]
         else:
-            columns = {field_of(name): name for name in (*look.columns.categorical, *look.columns.numeric)}
+            texts = look.columns.text
+            columns = {field_of(name): name for name in (*look.columns.categorical, *look.columns.numeric, *texts)}
             pairs = zip(row.keys.tolist(), row.fields.tolist(), strict=True)
             names = [numeric.get(key) or columns.get(field) for key, field in pairs]
     return [
@@ -213,6 +221,7 @@ def show_description(console: Console, found: dict[str, Any]) -> None:
         ("rows", f"{found['rows_looked_at']:,} looked at" + (f"; labels {labels}" if labels else "")),
         ("words", words),
         ("bad rows", _describe_malformed(found["malformed"])),
+        ("header", found["header"]),
         ("warning", found["warning"]),
     ):
         if text:
@@ -257,10 +266,17 @@ def show_columns(console: Console, look: DataLook) -> None:
     """Print what columns were taken for, before a training: the first of them."""
     columns = _describe_columns(look)
     rows = f"{look.guesses.num_rows:,} rows" if look.guesses is not None else "rows"
-    console.print(f"columns, by {rows} (--categorical and --numeric name others):", highlight=False, soft_wrap=True)
+    console.print(
+        f"columns, by {rows} (--categorical, --numeric, --text and --ignore change them):",
+        highlight=False,
+        soft_wrap=True,
+    )
     _show_table(console, columns[:_MOST_COLUMNS])
     if len(columns) > _MOST_COLUMNS:
         console.print(f"... and {len(columns) - _MOST_COLUMNS} more ('paceline describe' shows all)")
+    labels = [f"{label}: {count:,}" for label, count in _name_labels(look).items()]
+    shown = ", ".join(labels[:_MOST_LABELS]) + ", ..." * (len(labels) > _MOST_LABELS)
+    console.print(f"labels: {shown}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _show_table(console: Console, columns: Sequence[dict[str, Any]]) -> None:

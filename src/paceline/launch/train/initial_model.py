@@ -102,7 +102,7 @@ def continue_from(options: TrainOptions) -> TrainOptions:
     options = dataclasses.replace(options, model=for_classes(options.model, classes))
     if columns is not None and _names_no_others(options, Columns.from_fields(columns)):
         known = dataclasses.replace(Columns.from_fields(columns), weight=options.weights.column or "")
-        options = dataclasses.replace(options, columns=known, label=None, numeric_scale="none")
+        options = dataclasses.replace(options, columns=known, numeric_scale="none")
     options = dataclasses.replace(options, model=_continue_model(stored, options.model))
     InitialModel(stored, options.model, rule_of(options.update, FTRL().alpha, L1))
     return options
@@ -117,7 +117,7 @@ def _names_no_others(options: TrainOptions, known: Columns) -> bool:
         known.numeric,
     ):
         return False
-    return options.label in (None, known.label)
+    return options.reading.fit(known)
 
 
 def _continue_model(stored: StoredModel, wanted: SparseModel) -> SparseModel:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from paceline.data import Columns
+from paceline.data.guessing import ReadOptions
 from paceline.errors import UsageError
 from paceline.filters import FilterChain, parse_filters
 from paceline.filters.base import RowFilter
@@ -148,8 +149,8 @@ class TrainOptions:
     """One of :data:`paceline.data.FORMATS`; None: guessed from the content."""
     columns: Columns | None = None
     """Of csv, parquet and JSON lines; None: guessed from rows spread over the files."""
-    label: str | None = None
-    """The label's column, by name or place, where the others are guessed."""
+    reading: ReadOptions = field(default_factory=ReadOptions)
+    """How the data is read: the columns where not all are given, and how many malformed rows are allowed."""
     numeric_scale: str = "auto"
     """How numeric columns are scaled that have no scales yet: auto, standard, log or none."""
     epochs: int | None = None

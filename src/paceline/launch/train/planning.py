@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from paceline.data import KEYED_FORMATS, open_dataset
+from paceline.data import KEYED_FORMATS, BadLines, open_dataset
 from paceline.data.batch import Batch
 from paceline.data.example_sampling import ExampleSample, sample_examples
 from paceline.data.key_scaling import KeyScaling, read_key_scaling
@@ -79,9 +79,11 @@ def _sample(options: TrainOptions) -> tuple[ExampleSample, str]:
     """Return examples as they are trained on, and the format that their features come from."""
     with open_dataset(options.data, options.format, options.columns, labels=options.model.read_labels_as) as dataset:
         sample = sample_examples(dataset)
+        lines = sample.bad_lines or BadLines(0, ())
+        bad = describe_bad_lines([([(0, 0, lines.count)], plain_bad_lines(lines))])
         if not sample.batch.num_examples:
-            bad = [] if sample.bad_lines is None else plain_bad_lines(sample.bad_lines)
-            raise no_line_left(options.data[0], "trained on", describe_bad_lines([((), bad)]))
+            raise no_line_left(options.data[0], "trained on", bad)
+        bad.check(sample.num_read, options.reading.max_malformed)
         format = dataset.source_format
     return dataclasses.replace(sample, batch=weighting_of(options).weighted(sample.batch)), format
 

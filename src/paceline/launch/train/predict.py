@@ -67,14 +67,21 @@ class PredictionResult:
 
 
 def run_prediction(
-    model: Path, data: Sequence[str], *, output: Path | None, format: str | None, strict: bool, echo: bool
+    model: Path,
+    data: Sequence[str],
+    *,
+    output: Path | None,
+    format: str | None,
+    header: str = "auto",
+    strict: bool,
+    echo: bool,
 ) -> PredictionResult:
     """Predict every line of the data; write predictions to `output`, or to standard output if `echo`."""
     prepare_kernels()
     start = time.perf_counter()
     predictor = Predictor(model)
     loading_seconds = time.perf_counter() - start
-    with predictor.open_data(data, format, strict=strict) as dataset:
+    with predictor.open_data(data, format, strict=strict, header=header) as dataset:
         labels, predictions = [], []
         with _opened(output, echo) as out:
             for found, predicted in predictor.predict(dataset):

@@ -43,6 +43,7 @@ from paceline.models import jobs
 from paceline.models.base import KeyScratch, open_tables
 from paceline.models.metrics import ClickEvaluation, Evaluation, find_useless
 from paceline.models.progressive import progressive_losses
+from paceline.models.softmax import ClassEvaluation, label_counts
 from paceline.models.table_rates import TableRates
 from paceline.models.weighting import Weighting
 from paceline.protocol import Consistency, Sequential
@@ -113,6 +114,7 @@ class Training:
                     self._best = self._begin_validation(options.passes.stopping, stack)
                 try:
                     finished = self._train(dataset, train_share)
+                    bad_data = self._find_bad_data(finished, before)
                 except (KeyboardInterrupt, PacelineError) as error:
                     if not isinstance(error, KeyboardInterrupt | ModelLostError):
                         self._runner.check_gone()  # which may be what is behind it
@@ -121,8 +123,6 @@ class Training:
             state, statistics, found_staleness = finished.state, self._client.statistics(), staleness.summary()
             rows = sum(each.tables[plan.model.tables[0].name].rows for each in statistics)
             examples = int(state.progress.get("examples", 0))
-            passes = self._plan.epochs if self._best is None else self._best.losses.last_pass
-            bad_data = self._report_bad_data(finished.reports, None if before else examples // max(passes, 1))
             self._check_trained(state, before, bad_data)
             self._calibrate()
             if options.save is not None:
@@ -290,7 +290,9 @@ class Training:
             useless = evaluation.find_useless()
         elif issubclass(self._plan.model.evaluation, ClickEvaluation):
             examples, positives = int(state.progress["examples"]), int(state.progress.get("positives", 0))
-            useless = find_useless(state.progress["loss"] / examples, positives, examples)
+            useless = find_useless(state.progress["loss"] / examples, (examples - positives, positives))
+        elif issubclass(self._plan.model.evaluation, ClassEvaluation) and self._plan.recent is not None:
+            useless = find_useless(mean_loss(state.progress), label_counts(self._plan.recent.labels))
         if useless is not None:
             self._warn(f"the model may have learned nothing: {useless}")
 
@@ -403,6 +405,15 @@ class Training:
             filters=filters,
             pull_filters=pull_filters,
         )
+
+    def _find_bad_data(self, finished: FinishedJob, before: int) -> BadData:
+        """Return and report what was malformed. Raises DataError if that is more than is allowed."""
+        passes = self._plan.epochs if self._best is None else self._best.losses.last_pass
+        num_good = int(finished.state.progress.get("examples", 0)) // max(passes, 1)
+        bad = self._report_bad_data(finished.reports, None if before else num_good)
+        if num_good and not before:
+            bad.check(num_good, self._options.reading.max_malformed)
+        return bad
 
     def _report_bad_data(self, reports: list[tuple[dict[str, Any], bytes]], num_good: int | None) -> BadData:
         found = [fields for fields, _ in reports if fields["kind"] == "data"]

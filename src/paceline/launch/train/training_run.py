@@ -71,6 +71,8 @@ def run_training(
 
     if memory_limit is not None and memory_limit.warning is not None:
         warn(memory_limit.warning)
+    if look.header_news is not None and not quiet:
+        warn(look.header_news)
     if look.columns is not None and look.columns.classes and not quiet:
         warn(describe_classes(look.columns.classes, options.model.read_labels_as))
     if look.label_words and not quiet:

@@ -50,7 +50,7 @@ class RowLayout:
         `fields` are those of formats without columns: the namespaces of vw, what rows of JSON hold.
         """
         if columns is not None and not columns.is_open:
-            return cls(categorical=columns.categorical, numeric=columns.numeric)
+            return cls(categorical=(*columns.categorical, *columns.text), numeric=columns.numeric)
         if fields:
             return cls(categorical=tuple(fields), is_open=True)
         return cls(categorical=CRITEO_NAMES) if format == "criteo" else None
