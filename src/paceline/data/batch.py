@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from paceline.kernels.text.reference import field_of
+
 
 @dataclass(slots=True, eq=False)
 class Batch:
@@ -172,3 +174,28 @@ def cut_by_bytes(batches: Iterable[Batch], num_bytes: int, multiple: int = 1) ->
 def _num_bytes(indptr: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Return how many bytes the rows before each take: int64 [rows + 1]."""
     return _ROW_BYTES * np.arange(len(indptr)) + _PAIR_BYTES * indptr
+
+
+def fields_by_place(batch: Batch, categorical: Sequence[str]) -> npt.NDArray[np.uint32]:
+    """The field of each pair of rows with one pair for each categorical column, and keys of numeric ones after them."""
+    at = np.arange(len(batch.keys)) - np.repeat(batch.indptr[:-1], np.diff(batch.indptr))
+    of_categories = np.array([*map(field_of, categorical), 0], np.uint32)
+    found = of_categories[np.minimum(at, len(categorical))]
+    return np.where(at < len(categorical), found, batch.keys.astype(np.uint32))
+
+
+def insert_lists(
+    batch: Batch,
+    field: int | npt.NDArray[np.uint32],
+    lengths: npt.NDArray[np.int64],
+    keys: npt.NDArray[np.uint64],
+    num_numbers: npt.NDArray[np.int64],
+) -> Batch:
+    """Add `lengths[i]` of the keys to row i, of `field` (one or each its own) and value 1, before its `num_numbers[i]`
+    last pairs.
+    """
+    indptr = batch.indptr + np.concatenate([[0], np.cumsum(lengths)])
+    ends = np.repeat(batch.indptr[1:] - num_numbers, lengths)  # before which the row's keys go in
+    values = None if batch.values is None else np.insert(batch.values, ends, np.float32(1))
+    fields = None if batch.fields is None else np.insert(batch.fields, ends, field)
+    return Batch(batch.labels, indptr, np.insert(batch.keys, ends, keys), values, batch.weights, fields)

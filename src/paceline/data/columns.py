@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.data.bad_lines import NUM_KEPT, BadLine, shorten
-from paceline.data.batch import Batch
+from paceline.data.batch import Batch, insert_lists
 from paceline.data.dialect import LABEL_NAMES, is_missing
 from paceline.data.scales.bins import ColumnBins
 from paceline.data.scales.scaling import Scale
@@ -330,7 +330,7 @@ class Converter:
 
     def _hash(self, column: Any, seed: np.uint64, out: npt.NDArray[np.uint64], first: int, stride: int) -> None:
         """The keys of a column's values, as text, into every `stride`-th element of `out`."""
-        if self._is_coded(column) and len(column.dictionary) <= len(column):
+        if self._arrow.types.is_dictionary(column.type) and len(column.dictionary) <= len(column):
             strings = self._arrow.concat_arrays([self._text(column.dictionary), self._arrow.array([""])])
             known = np.empty(len(strings), np.uint64)
             self._kernels.hash_strings(*self._buffers(strings), seed, known, 0, 1)
@@ -356,7 +356,7 @@ class Converter:
 
     def _hash_words(self, column: Any, seed: np.uint64) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
         """How many words the texts of a column have, and the keys of them all."""
-        data, offsets = self._buffers(self._text(column.dictionary_decode() if self._is_coded(column) else column))
+        data, offsets = self._buffers(self._text(column))
         lengths, words = np.empty(len(column), np.int64), np.empty(len(data) // 2 + 1, np.uint64)
         return lengths, words[: self._kernels.split_strings(data, offsets, seed, words, lengths)]
 
@@ -367,9 +367,6 @@ class Converter:
         if self._columns.trims:
             column = utf8_trim(column, characters=" ")
         return column.fill_null("") if column.null_count else column
-
-    def _is_coded(self, column: Any) -> bool:
-        return bool(self._arrow.types.is_dictionary(column.type))
 
     def _buffers(self, strings: Any) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
         """Bytes and offsets of an Arrow string array, typed as the kernels want them."""
@@ -435,28 +432,3 @@ class Converter:
 
 def _flat(values: npt.NDArray[np.float32] | None) -> npt.NDArray[np.float32] | None:
     return None if values is None else values.reshape(-1)
-
-
-def fields_by_place(batch: Batch, categorical: Sequence[str]) -> npt.NDArray[np.uint32]:
-    """The field of each pair of rows with one pair for each categorical column, and keys of numeric ones after them."""
-    at = np.arange(len(batch.keys)) - np.repeat(batch.indptr[:-1], np.diff(batch.indptr))
-    of_categories = np.array([*map(field_of, categorical), 0], np.uint32)
-    found = of_categories[np.minimum(at, len(categorical))]
-    return np.where(at < len(categorical), found, batch.keys.astype(np.uint32))
-
-
-def insert_lists(
-    batch: Batch,
-    field: int | npt.NDArray[np.uint32],
-    lengths: npt.NDArray[np.int64],
-    keys: npt.NDArray[np.uint64],
-    num_numbers: npt.NDArray[np.int64],
-) -> Batch:
-    """Add `lengths[i]` of the keys to row i, of `field` (one or each its own) and value 1, before its `num_numbers[i]`
-    last pairs.
-    """
-    indptr = batch.indptr + np.concatenate([[0], np.cumsum(lengths)])
-    ends = np.repeat(batch.indptr[1:] - num_numbers, lengths)  # before which the row's keys go in
-    values = None if batch.values is None else np.insert(batch.values, ends, np.float32(1))
-    fields = None if batch.fields is None else np.insert(batch.fields, ends, field)
-    return Batch(batch.labels, indptr, np.insert(batch.keys, ends, keys), values, batch.weights, fields)

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.data.bad_lines import NUM_KEPT, BadLine, shorten
-from paceline.data.batch import Batch
-from paceline.data.columns import Columns, fields_by_place, insert_lists
+from paceline.data.batch import Batch, fields_by_place, insert_lists
+from paceline.data.columns import Columns
 from paceline.data.dialect import BLANKS, PREAMBLE, Dialect, mark_blanks, read_dialect
 from paceline.data.reader import BLOCK_BYTES, Report
 from paceline.data.streams import line_number, text_size

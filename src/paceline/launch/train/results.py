@@ -11,11 +11,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from paceline.data import Batch
 from paceline.launch.train.bad_data import BadData
 from paceline.models.base import SparseModel
-from paceline.models.metrics import Evaluation
+from paceline.models.metrics import ClickEvaluation, Evaluation, find_useless
 from paceline.models.progressive import ProgressiveLoss
 from paceline.models.proximal.solver import BlockPass
+from paceline.models.softmax import ClassEvaluation, label_counts
 from paceline.ps import Client
 from paceline.tables.staleness import HISTOGRAM_SIZE
 
@@ -112,6 +114,16 @@ def summarize_staleness(histograms: Sequence[Sequence[int]], num_dropped: int = 
         "histogram": total[: last + 1].tolist(),
         "dropped": num_dropped,
     }
+
+
+def find_useless_training(model: SparseModel, progress: Mapping[str, Any], sample: Batch | None) -> str | None:
+    """Return why a model may have learned nothing, by the losses in its training and the labels of a sample."""
+    if issubclass(model.evaluation, ClickEvaluation):
+        examples, positives = int(progress["examples"]), int(progress.get("positives", 0))
+        return find_useless(progress["loss"] / examples, (examples - positives, positives))
+    if issubclass(model.evaluation, ClassEvaluation) and sample is not None:
+        return find_useless(mean_loss(progress), label_counts(sample.labels))
+    return None
 
 
 class ObservedStaleness:

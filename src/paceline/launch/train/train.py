@@ -37,13 +37,18 @@ from paceline.launch.train.job_running import FinishedJob, JobRunner
 from paceline.launch.train.options import EarlyStopping, TrainOptions
 from paceline.launch.train.plan import TrainingPlan
 from paceline.launch.train.planning import plan_training
-from paceline.launch.train.results import ObservedStaleness, TrainingState, TrainResult, mean_loss
+from paceline.launch.train.results import (
+    ObservedStaleness,
+    TrainingState,
+    TrainResult,
+    find_useless_training,
+    mean_loss,
+)
 from paceline.launch.train.snapshots import Resumption, TrainingSnapshots, describe_files, describe_training
 from paceline.models import jobs
 from paceline.models.base import KeyScratch, open_tables
-from paceline.models.metrics import ClickEvaluation, Evaluation, find_useless
+from paceline.models.metrics import Evaluation
 from paceline.models.progressive import progressive_losses
-from paceline.models.softmax import ClassEvaluation, label_counts
 from paceline.models.table_rates import TableRates
 from paceline.models.weighting import Weighting
 from paceline.protocol import Consistency, Sequential
@@ -114,7 +119,11 @@ class Training:
                     self._best = self._begin_validation(options.passes.stopping, stack)
                 try:
                     finished = self._train(dataset, train_share)
-                    bad_data = self._find_bad_data(finished, before)
+                    examples = int(finished.state.progress.get("examples", 0))
+                    passes = plan.epochs if self._best is None else self._best.losses.last_pass
+                    bad_data = self._report_bad_data(finished.reports, None if before else examples // max(passes, 1))
+                    if examples and not before:
+                        bad_data.check(examples // max(passes, 1), options.reading.max_malformed)
                 except (KeyboardInterrupt, PacelineError) as error:
                     if not isinstance(error, KeyboardInterrupt | ModelLostError):
                         self._runner.check_gone()  # which may be what is behind it
@@ -122,7 +131,6 @@ class Training:
                     raise
             state, statistics, found_staleness = finished.state, self._client.statistics(), staleness.summary()
             rows = sum(each.tables[plan.model.tables[0].name].rows for each in statistics)
-            examples = int(state.progress.get("examples", 0))
             self._check_trained(state, before, bad_data)
             self._calibrate()
             if options.save is not None:
@@ -285,14 +293,10 @@ class Training:
         """Say so if the model predicts no better than always the same does."""
         if is_weighted(self._options):  # predictions are those of the weighted rows, and not of the rows
             return
-        useless = None
         if evaluation is not None:
             useless = evaluation.find_useless()
-        elif issubclass(self._plan.model.evaluation, ClickEvaluation):
-            examples, positives = int(state.progress["examples"]), int(state.progress.get("positives", 0))
-            useless = find_useless(state.progress["loss"] / examples, (examples - positives, positives))
-        elif issubclass(self._plan.model.evaluation, ClassEvaluation) and self._plan.recent is not None:
-            useless = find_useless(mean_loss(state.progress), label_counts(self._plan.recent.labels))
+        else:
+            useless = find_useless_training(self._plan.model, state.progress, self._plan.recent)
         if useless is not None:
             self._warn(f"the model may have learned nothing: {useless}")
 
@@ -405,15 +409,6 @@ class Training:
             filters=filters,
             pull_filters=pull_filters,
         )
-
-    def _find_bad_data(self, finished: FinishedJob, before: int) -> BadData:
-        """Return and report what was malformed. Raises DataError if that is more than is allowed."""
-        passes = self._plan.epochs if self._best is None else self._best.losses.last_pass
-        num_good = int(finished.state.progress.get("examples", 0)) // max(passes, 1)
-        bad = self._report_bad_data(finished.reports, None if before else num_good)
-        if num_good and not before:
-            bad.check(num_good, self._options.reading.max_malformed)
-        return bad
 
     def _report_bad_data(self, reports: list[tuple[dict[str, Any], bytes]], num_good: int | None) -> BadData:
         found = [fields for fields, _ in reports if fields["kind"] == "data"]
