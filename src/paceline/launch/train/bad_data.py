@@ -35,12 +35,12 @@ class BadData:
         listed = "".join(f"\n  {line}" for line in self.first)
         return f"{skipped} skipped (--strict stops at the first):{listed}"
 
-    def check(self, num_good: int, limit: float) -> None:
-        """Raise DataError if more than this share of the rows is malformed, unless some have no label in a format where
-        that is usual.
-        """
-        share = self.count / max(self.count + num_good, 1)
-        if self.count > _FEW and share > limit and not any(_NO_LABEL in line for line in self.first):
+    def check(self, num_good: int | None, limit: float) -> None:
+        """Raise DataError if a larger share than `limit` is malformed; lines of vw may have no label."""
+        if not num_good or self.count <= _FEW or any(_NO_LABEL in line for line in self.first):
+            return
+        share = self.count / (self.count + num_good)
+        if share > limit:
             raise DataError(
                 f"{self.count:,} of the {self.count + num_good:,} rows read ({share:.1%}) are malformed, more than "
                 f"--max-malformed {limit:g} allows; the first is {self.first[0]}: correct them, or allow a larger share"

@@ -116,7 +116,7 @@ def summarize_staleness(histograms: Sequence[Sequence[int]], num_dropped: int = 
     }
 
 
-def find_useless_training(model: SparseModel, progress: Mapping[str, Any], sample: Batch | None) -> str | None:
+def judge_losses(model: SparseModel, progress: Mapping[str, Any], sample: Batch | None) -> str | None:
     """Return why a model may have learned nothing, by the losses in its training and the labels of a sample."""
     if issubclass(model.evaluation, ClickEvaluation):
         examples, positives = int(progress["examples"]), int(progress.get("positives", 0))

@@ -37,13 +37,7 @@ from paceline.launch.train.job_running import FinishedJob, JobRunner
 from paceline.launch.train.options import EarlyStopping, TrainOptions
 from paceline.launch.train.plan import TrainingPlan
 from paceline.launch.train.planning import plan_training
-from paceline.launch.train.results import (
-    ObservedStaleness,
-    TrainingState,
-    TrainResult,
-    find_useless_training,
-    mean_loss,
-)
+from paceline.launch.train.results import ObservedStaleness, TrainingState, TrainResult, judge_losses, mean_loss
 from paceline.launch.train.snapshots import Resumption, TrainingSnapshots, describe_files, describe_training
 from paceline.models import jobs
 from paceline.models.base import KeyScratch, open_tables
@@ -121,9 +115,9 @@ class Training:
                     finished = self._train(dataset, train_share)
                     examples = int(finished.state.progress.get("examples", 0))
                     passes = plan.epochs if self._best is None else self._best.losses.last_pass
-                    bad_data = self._report_bad_data(finished.reports, None if before else examples // max(passes, 1))
-                    if examples and not before:
-                        bad_data.check(examples // max(passes, 1), options.reading.max_malformed)
+                    num_rows = None if before else examples // max(passes, 1)
+                    bad_data = self._report_bad_data(finished.reports, num_rows)
+                    bad_data.check(num_rows, options.reading.max_malformed)
                 except (KeyboardInterrupt, PacelineError) as error:
                     if not isinstance(error, KeyboardInterrupt | ModelLostError):
                         self._runner.check_gone()  # which may be what is behind it
@@ -293,10 +287,9 @@ class Training:
         """Say so if the model predicts no better than always the same does."""
         if is_weighted(self._options):  # predictions are those of the weighted rows, and not of the rows
             return
-        if evaluation is not None:
-            useless = evaluation.find_useless()
-        else:
-            useless = find_useless_training(self._plan.model, state.progress, self._plan.recent)
+        plan = self._plan
+        by_losses = judge_losses(plan.model, state.progress, plan.recent)
+        useless = by_losses if evaluation is None else evaluation.find_useless()
         if useless is not None:
             self._warn(f"the model may have learned nothing: {useless}")
 
