@@ -29,7 +29,7 @@ Format = Annotated[
     str | None,
     typer.Option(
         "--format",
-        help="criteo, libsvm, vw, jsonl, csv, parquet, numpy or paceline; guessed from the content if not given.",
+        help="criteo, libsvm, libffm, vw, jsonl, csv, parquet, numpy or paceline; default: by the content.",
     ),
 ]
 Label = Annotated[

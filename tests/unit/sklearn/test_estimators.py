@@ -473,11 +473,13 @@ def test_nan_is_a_missing_value_and_infinity_is_refused() -> None:
     X, y = examples(50, 10)
     dense = X.toarray()
     dense[7, 3] = 0.0
-    expected = LogisticRegression(epochs=1).fit(dense, y).decision_function(dense)
+    expected = LogisticRegression(epochs=1, random_state=1).fit(dense, y).decision_function(dense)
     dense[7, 3] = np.nan
-    np.testing.assert_array_equal(LogisticRegression(epochs=1).fit(dense, y).decision_function(dense), expected)
+    np.testing.assert_array_equal(
+        LogisticRegression(epochs=1, random_state=1).fit(dense, y).decision_function(dense), expected
+    )
     frame = Frame(age=Column([1.0, np.nan, 2.0, 3.0] * 10, "f8"))
-    assert LogisticRegression(epochs=1).fit(frame, [0, 1, 0, 1] * 10).predict(frame).shape == (40,)
+    assert LogisticRegression(epochs=1, random_state=1).fit(frame, [0, 1, 0, 1] * 10).predict(frame).shape == (40,)
     dense[7, 3] = np.inf
     with pytest.raises(UsageError, match="X has inf in row 7, column 3: expected numbers that fit float32"):
         LogisticRegression().fit(dense, y)
