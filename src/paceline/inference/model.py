@@ -68,7 +68,7 @@ class LoadedModel:
         columns = self.columns
         text = f"<LoadedModel {self.kind}: {self.num_features:,} features, trained on {self.format}"
         if columns is not None:
-            parts = [("categorical", columns.categorical), ("numeric", columns.numeric)]
+            parts = [("categorical", columns.categorical), ("numeric", columns.numeric), ("text", columns.text)]
             text += "".join(f", {kind}: {list_names(names)}" for kind, names in parts if names)
         return f"{text}; from {self.directory}>"
 

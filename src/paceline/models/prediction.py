@@ -23,7 +23,7 @@ from paceline.data import (
     open_dataset,
     source_format,
 )
-from paceline.data.dialect import HEADERS
+from paceline.data.guessing import ReadOptions
 from paceline.data.key_scaling import read_key_scaling
 from paceline.errors import DataError, ModelError, UsageError
 from paceline.kernels.text.reference import name_seed
@@ -93,9 +93,9 @@ class Predictor:
         if columns is None and found in COLUMN_FORMATS:
             columns = self._guess_columns(str(paths[0]), found)
         if header != "auto":
-            if columns is None or header not in HEADERS:
-                raise UsageError(f"--header {header}: expected yes, no or auto, and data with columns")
-            columns = replace(columns, header=header)
+            if columns is None or found not in COLUMN_FORMATS:
+                raise UsageError(f"--header {header}: data of format {found} has no header: leave it out")
+            columns = replace(columns, header=ReadOptions(header=header).header)
         try:
             return open_dataset(
                 paths, found, columns, strict=strict, labels=self.model.read_labels_as, needs_labels=False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -334,3 +335,12 @@ def test_given_columns_are_taken_and_the_others_are_guessed(tmp_path: Path) -> N
     ):
         with pytest.raises(UsageError, match=expected):
             look_at_text(tmp_path / "x.csv", text, **options)
+
+
+def test_predict_passes_over_the_header_of_a_file_for_a_model_without_one(tmp_path: Path) -> None:
+    rows = "red,1\nblue,0\n" * 30
+    columns = look_at_text(tmp_path / "x.csv", rows, label="-1").columns
+    assert columns is not None
+    (tmp_path / "headed.csv").write_text("colour,click\n" + rows)
+    found = read(tmp_path / "headed.csv", replace(columns, header="yes"))
+    np.testing.assert_array_equal(found.keys, read(tmp_path / "x.csv", columns).keys)
