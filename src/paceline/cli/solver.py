@@ -54,6 +54,7 @@ OF_MINIBATCHES: Final = {
     "min_count": "--l1 leaves out what is seldom there",
     "count_cells": "it counts no features",
     "expire_after": "it reads the data once",
+    "order": "it reads the data once",
     "interactions": "its columns are those of the files",
     "progressive": "it has no loss before learning",
     "snapshot_every": "it begins anew instead",
