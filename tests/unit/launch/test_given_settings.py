@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from paceline import cli
-from paceline.launch.train import training_run
+from paceline.launch.train import planning, training_run
 from paceline.launch.train.data_files import settle_files
 from paceline.launch.train.options import TrainOptions
 from paceline.launch.train.plan import TrainingPlan
@@ -73,7 +73,7 @@ def value_in(plan: TrainingPlan, name: str) -> Any:
     if name in RULE:
         of_rule = {"lr": "alpha", "l2": "l2"} if isinstance(plan.update, FTRL) else {"l2": "weight_decay"}
         return getattr(plan.update, of_rule.get(name, name))
-    value = plan.model.num_outputs if name == "classes" else plan.model.value_of(name)
+    value: Any = plan.model.num_outputs if name == "classes" else plan.model.value_of(name)
     return ",".join(map(str, value)) if name == "hidden" else value
 
 
@@ -125,7 +125,7 @@ def test_settings_that_are_not_the_rules(monkeypatch: pytest.MonkeyPatch) -> Non
     ],
 )
 def test_a_parameter_of_an_estimator(monkeypatch: pytest.MonkeyPatch, kind: type[Any], name: str) -> None:
-    rng, found, original = np.random.default_rng(0), [], estimator.plan_on_sample
+    rng, found, original = np.random.default_rng(0), [], planning.plan_on_sample
 
     def record(*arguments: Any) -> TrainingPlan:
         found.append(original(*arguments))
