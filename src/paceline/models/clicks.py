@@ -17,7 +17,7 @@ from paceline.kernels.csr import logistic
 from paceline.models.base import KeyedMatrix, KeyedMinibatch, Optimism, SparseModel, sum_examples
 from paceline.models.metrics import ClickEvaluation, evaluate
 from paceline.models.progressive import ExampleSums
-from paceline.models.rate_drift import rate_shift
+from paceline.models.rate_drift import example_counts, rate_shift
 from paceline.tables.types import Doubles, Floats
 
 _CHANCE = 3.0  # standard errors
@@ -91,7 +91,7 @@ class ClickProbabilityModel(SparseModel):
 
     @override
     def starting_from(self, labels: Floats, weights: Floats | None = None) -> Self:
-        counts = _counts(labels, weights)
+        counts = example_counts(labels, weights)
         positive, total = float(labels @ counts), float(counts.sum())
         return dataclasses.replace(self, offset=math.log((positive + 0.5) / (total - positive + 0.5)))
 
@@ -103,7 +103,7 @@ class ClickProbabilityModel(SparseModel):
         weights: Floats | None = None,
         optimism: Optimism | None = None,
     ) -> Self:
-        counts, p = _counts(labels, weights), np.clip(predictions.astype(np.float64), 1e-12, 1 - 1e-12)
+        counts, p = example_counts(labels, weights), np.clip(predictions.astype(np.float64), 1e-12, 1 - 1e-12)
         found = rate_shift(np.log(p / (1 - p)), labels.astype(np.float64), counts)
         beyond, error_beyond = _expected(optimism or Optimism())
         # The trial's held-out rows may be the newest ones: their error is the drift, which `newest` has already.
@@ -134,10 +134,6 @@ def _expected(optimism: Optimism) -> Optimism:
         return optimism
     share = _USUAL_OPTIMISM**2 / (_USUAL_OPTIMISM**2 + error**2)
     return Optimism(share * shift, math.sqrt(share) * error)
-
-
-def _counts(labels: Floats, weights: Floats | None) -> Doubles:
-    return np.ones(len(labels)) if weights is None else weights.astype(np.float64)
 
 
 def click_loss(

@@ -13,6 +13,7 @@ from paceline.errors import DataError
 from paceline.models.base import Optimism
 from paceline.models.linear import LinearModel, mean_and_deviation
 from paceline.models.metrics import Evaluation, sum_pieces
+from paceline.models.rate_drift import example_counts
 from paceline.tables.types import Doubles, Floats
 
 _MOST_MARGIN = 30.0  # above the mean: exp() of it, squared, is a float32 still
@@ -64,7 +65,7 @@ class PoissonRegression(LinearModel):
     def calibrated(
         self, labels: Floats, predictions: Floats, weights: Floats | None = None, optimism: Optimism | None = None
     ) -> PoissonRegression:
-        counts = np.ones(len(labels)) if weights is None else weights.astype(np.float64)
+        counts = example_counts(labels, weights)
         missing, expected = counts * (labels - predictions), max(float(counts @ predictions), 1e-300)
         off = float(missing.sum()) / expected
         variance = len(missing) * float(missing.var()) / expected**2 if len(missing) else 0.0

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from paceline.tables.types import Doubles
+from paceline.tables.types import Doubles, Floats
 
 _STARTS: Final = (1 / 2, 3 / 4, 7 / 8, 15 / 16)
 _OF_STEP, _OF_RAMP = 0.03, 0.003  # probabilities of one hypothesis, relative to none
@@ -35,30 +35,26 @@ class RateShift(NamedTuple):
     drift: float
 
 
-class _Fit(NamedTuple):
-    shift: float
-    error: float
-    evidence: float
-
-
 def log_odds_shift(margins: Doubles, labels: Doubles, counts: Doubles) -> tuple[float, float]:
     """Return the addend of the margins that makes P(click) right in the mean, and its standard error.
 
     `margins`, `labels` (0 and 1) and `counts`, the weights of the examples, are float64 [n].
     """
-    fit = _fit(np.zeros(len(margins)), margins, labels, counts)
-    return fit.shift, fit.error
+    return _fit(np.zeros(len(margins)), margins, labels, counts)[:2]
 
 
-def changed_rates(labels: Doubles, counts: Doubles) -> tuple[float, float] | None:
+def example_counts(labels: Floats, weights: Floats | None) -> Doubles:
+    """Return the weights of the examples, 1 where there are none: float64 [n]."""
+    return np.ones(len(labels)) if weights is None else weights.astype(np.float64)
+
+
+def changed_rates(labels: Floats, weights: Floats | None) -> tuple[float, float] | None:
     """Return the rates of positives in the oldest and the newest sixteenth if the rate drifts, else None."""
-    part = len(labels) // 16
-    if not part or rate_shift(np.zeros(len(labels)), labels, counts).drift < 0.5:
+    y, counts, part = labels.astype(np.float64), example_counts(labels, weights), len(labels) // 16
+    if not part or rate_shift(np.zeros(len(y)), y, counts).drift < 0.5:
         return None
-    oldest, newest = (
-        float(np.average(labels[rows], weights=counts[rows] + 1e-30)) for rows in (slice(part), slice(-part, None))
-    )
-    return oldest, newest
+    oldest, newest = (np.average(y[rows], weights=counts[rows] + 1e-30) for rows in (slice(part), slice(-part, None)))
+    return float(oldest), float(newest)
 
 
 def rate_shift(margins: Doubles, labels: Doubles, counts: Doubles) -> RateShift:
@@ -83,14 +79,14 @@ def rate_shift(margins: Doubles, labels: Doubles, counts: Doubles) -> RateShift:
     steps = [_fit((time >= start).astype(np.float64), *data) for start in _STARTS]
     ramps = [_fit(np.maximum(time - start, 0) / (1 - start), *data) for start in (0.0, *_STARTS)]
     priors = [1.0] + [_OF_STEP] * len(steps) + [_OF_RAMP] * len(ramps)
-    evidence = np.array([each.evidence for each in (none, *steps, *ramps)]) + np.log(priors)
+    evidence = np.array([evidence for _, _, evidence in (none, *steps, *ramps)]) + np.log(priors)
     shares = np.exp(evidence - evidence.max())
     shares /= shares.sum()
-    newest = sum(float(share) * (step.shift - none.shift) for share, step in zip(shares[1:], steps, strict=False))
-    return RateShift(none.shift, none.error, newest, float(1 - shares[0]))
+    newest = sum(float(share) * (step[0] - none[0]) for share, step in zip(shares[1:], steps, strict=False))
+    return RateShift(none[0], none[1], newest, float(1 - shares[0]))
 
 
-def _fit(term: Doubles, margins: Doubles, labels: Doubles, counts: Doubles) -> _Fit:
+def _fit(term: Doubles, margins: Doubles, labels: Doubles, counts: Doubles) -> tuple[float, float, float]:
     """Return the correction at the newest example, its standard error and the evidence. Newton's method."""
     design = np.stack([np.ones(len(term)), term])
     prior = np.array([1e-9, 1 / _DEVIATION**2])
@@ -106,4 +102,4 @@ def _fit(term: Doubles, margins: Doubles, labels: Doubles, counts: Doubles) -> _
     likelihood = float(counts @ (labels * logits - np.logaddexp(0.0, logits)))
     penalty = 0.5 * float(prior @ (found * found)) + 0.5 * float(np.linalg.slogdet(curvature)[1]) + math.log(_DEVIATION)
     variance = float(newest @ np.linalg.solve(curvature, newest))
-    return _Fit(float(newest @ found), math.sqrt(max(variance, 0.0)), likelihood - penalty)
+    return float(newest @ found), math.sqrt(max(variance, 0.0)), likelihood - penalty

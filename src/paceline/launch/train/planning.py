@@ -104,20 +104,11 @@ def plan_on_sample(options: TrainOptions, sample: ExampleSample, scaling: KeySca
         model = model.starting_from(sample.batch.labels, sample.batch.weights)
     rates = None
     if isinstance(model, ClickProbabilityModel) and not is_sorted:
-        labels, weights = sample.batch.labels, sample.batch.weights
-        rates = changed_rates(
-            labels.astype(np.float64), (np.ones(len(labels)) if weights is None else weights).astype(np.float64)
-        )
+        rates = changed_rates(sample.batch.labels, sample.batch.weights)
     crossed = dataclasses.replace(sample, batch=model.crossed(sample.batch))
     batch_size = options.batch_size or suggested_batch_size(sample.num_examples, options.model.least_batch_size)
-    is_mixed = is_sorted or rates is None
-    if (
-        isinstance(model, ClickProbabilityModel)
-        and not is_sorted
-        and rates is None
-        and sample.num_examples > SMALL
-        and options.epochs is None
-    ):
+    is_mixed, is_open = is_sorted or rates is None, not is_sorted and options.epochs is None
+    if isinstance(model, ClickProbabilityModel) and is_mixed and is_open and sample.num_examples > SMALL:
         rule = FTRL(alpha=suggested_alpha(crossed), l1=L1)
         is_mixed = not has_drifting_loss(crossed.batch, model.offset, batch_size, rule)
     found = _find_settings(options, model, crossed, batch_size, is_mixed=is_mixed)

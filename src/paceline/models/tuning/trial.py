@@ -30,7 +30,7 @@ from paceline.data.batch import Batch, pairs_of
 from paceline.data.key_scaling import distinct_keys
 from paceline.kernels.csr import csr_dot
 from paceline.models.base import Optimism
-from paceline.models.rate_drift import log_odds_shift
+from paceline.models.rate_drift import example_counts, log_odds_shift
 from paceline.tables.logistic_pass import ROW_WORDS, logistic_pass
 from paceline.tables.rules import FTRL
 from paceline.tables.types import Doubles, Floats
@@ -122,7 +122,7 @@ class SampleTrial:
         self._arrays = (batch.indptr, ids, values, batch.labels, weights)
         self._offset, self._batch_size = offset, batch_size
         labels = batch.labels.astype(np.float64)
-        counts = np.ones(len(labels)) if batch.weights is None else batch.weights.astype(np.float64)
+        counts = example_counts(batch.labels, batch.weights)
         rate = float(np.clip(labels @ counts / max(counts.sum(), 1e-30), 1e-6, 1 - 1e-6))
         self._entropy = -rate * math.log(rate) - (1 - rate) * math.log(1 - rate)
         self._splits = splits
