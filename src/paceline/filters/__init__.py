@@ -1,4 +1,4 @@
-"""Filters of what goes between workers and servers. A file each; :mod:`.base` says what is in one."""
+"""Filters for messages between workers and servers, one per file; see :mod:`.base`."""
 
 from .base import FILTERS, ByteFilter, Filter, KeyFilter, RowFilter, ValueFilter
 from .bfloat16 import BFloat16

@@ -1,4 +1,4 @@
-"""The upper half of a float32."""
+"""bfloat16: the upper half of a float32."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HALF, _ONE, _SHIFT = np.uint32(0x7FFF), np.uint32(1), np.uint32(16)
 
 @dataclasses.dataclass(frozen=True)
 class BFloat16(ValueFilter):
-    """Two bytes a value, rounded to 8 bits with the range of float32: an error of at most 2^-8 of the value."""
+    """Two bytes per value, rounded to 8 bits with the range of float32: relative error at most 2^-8."""
 
     name: ClassVar[str] = "bfloat16"
     preserves: ClassVar[Preserves] = "bounded"
@@ -33,9 +33,9 @@ class BFloat16(ValueFilter):
         bits = values.view(np.uint32)
         magnitude = bits & ~_SIGN
         rounded = magnitude + (_HALF + ((bits >> _SHIFT) & _ONE)) >> _SHIFT  # to even
-        rounded = np.minimum(rounded, _LARGEST)  # what is finite stays so
+        rounded = np.minimum(rounded, _LARGEST)  # finite values stay finite
         rounded = np.where(magnitude == _INFINITY, _INFINITY >> _SHIFT, rounded)
-        rounded = np.where(magnitude > _INFINITY, _NAN, rounded)  # whose upper half alone may be an infinity
+        rounded = np.where(magnitude > _INFINITY, _NAN, rounded)  # the upper half of a NaN may be an infinity
         out.view(np.uint16)[:] = rounded | ((bits & _SIGN) >> _SHIFT)
 
     @override

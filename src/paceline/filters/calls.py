@@ -1,4 +1,4 @@
-"""Calls of filters, which may be users' own: what one of them does wrong is said in a sentence that names it."""
+"""Checked calls of filters; a filter's mistake becomes an error that names the filter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Array = TypeVar("_Array", bound="npt.NDArray[Any]")
 
 
 def num_bytes_of(chosen: ValueFilter | None, count: int) -> int:
-    """Return how many bytes `count` values take behind a filter, or without one."""
+    """Return the number of bytes for `count` values with a filter, or without one."""
     if chosen is None:
         return 4 * count
     try:
@@ -30,7 +30,7 @@ def num_bytes_of(chosen: ValueFilter | None, count: int) -> int:
 
 
 def write_values(chosen: ValueFilter | None, values: Floats, seed: int | None, out: Bytes) -> None:
-    """Write values to `out`, which has as many bytes as :func:`num_bytes_of` says."""
+    """Write values to `out`, which has :func:`num_bytes_of` bytes."""
     if chosen is None:
         out.view(np.float32)[:] = values
         return
@@ -41,7 +41,7 @@ def write_values(chosen: ValueFilter | None, values: Floats, seed: int | None, o
 
 
 def read_values(chosen: ValueFilter | None, data: Bytes, out: Floats) -> None:
-    """Read what :func:`write_values` wrote."""
+    """Read the values that :func:`write_values` wrote."""
     if chosen is None:
         out.view(np.uint8)[:] = data
         return
@@ -52,7 +52,7 @@ def read_values(chosen: ValueFilter | None, data: Bytes, out: Floats) -> None:
 
 
 def packed_by(chosen: ByteFilter, data: Bytes) -> Bytes:
-    """Return bytes as a filter packs them."""
+    """Return bytes packed by a filter."""
     try:
         packed = chosen.pack(_shown(chosen, data))
     except Exception as error:
@@ -61,7 +61,7 @@ def packed_by(chosen: ByteFilter, data: Bytes) -> Bytes:
 
 
 def unpacked_by(chosen: ByteFilter, data: Bytes, num_bytes: int) -> Bytes:
-    """Return what was packed; ValueError if a filter did not pack these, UsageError if it fails otherwise."""
+    """Return unpacked bytes. Raises ValueError for invalid input, UsageError for a failing filter."""
     try:
         unpacked = chosen.unpack(_shown(chosen, data), num_bytes)
     except ValueError:
@@ -72,7 +72,7 @@ def unpacked_by(chosen: ByteFilter, data: Bytes, num_bytes: int) -> Bytes:
 
 
 def rows_chosen_by(chosen_by: RowFilter, keys: Keys, rows: Floats, clock: int, seed: int) -> npt.NDArray[np.bool_]:
-    """Return which rows go out, bool [n]."""
+    """Return the rows to send, bool [n]."""
     try:
         chosen = chosen_by.choose(_shown(chosen_by, keys), _shown(chosen_by, rows), clock, seed)
     except Exception as error:
@@ -81,7 +81,7 @@ def rows_chosen_by(chosen_by: RowFilter, keys: Keys, rows: Floats, clock: int, s
 
 
 def zeros_chosen_by(chosen_by: RowFilter, rows: Floats, l1: float) -> npt.NDArray[np.bool_]:
-    """Return which rows go out of those whose weights are 0, bool [n]."""
+    """Return the rows to send of rows with weights 0, bool [n]."""
     try:
         chosen = chosen_by.choose_zeros(_shown(chosen_by, rows), l1)
     except Exception as error:
@@ -90,7 +90,7 @@ def zeros_chosen_by(chosen_by: RowFilter, rows: Floats, l1: float) -> npt.NDArra
 
 
 def scale_of(chosen_by: RowFilter) -> float:
-    """Return what chosen rows are multiplied by."""
+    """Return the factor for the values of sent rows."""
     try:
         scale = float(chosen_by.rescale())
     except Exception as error:
@@ -101,9 +101,9 @@ def scale_of(chosen_by: RowFilter) -> float:
 
 
 def _shown(chosen: Filter, array: _Array) -> _Array:
-    """Return an array as a filter sees it: one of the user's own cannot write to it, since it may be the caller's.
+    """Return a read-only view for a user's filter, because the array may belong to the caller.
 
-    Our own do not; their kernels are compiled for arrays that could be written to.
+    Paceline's own filters do not write to it, and their kernels are compiled for writeable arrays.
     """
     if type(chosen).__module__.partition(".")[0] == __name__.partition(".")[0]:
         return array
@@ -131,7 +131,7 @@ def _kind_of(found: object) -> str:
 
 
 def _failed(chosen: Filter, what: str, error: Exception) -> Exception:
-    """Return what to raise for what a filter's method has raised."""
+    """Return the exception to raise for an exception of a filter's method."""
     if isinstance(error, (PacelineError, MemoryError)):
         return error
     return UsageError(f"filter {chosen.name!r} failed at {what}: {type(error).__name__}: {error}")

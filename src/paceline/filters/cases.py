@@ -1,4 +1,4 @@
-"""Cases of the kernels of filters: tests run each against its twin, the benchmark times both."""
+"""Cases of the filter kernels: tests compare each with its reference, the benchmark times both."""
 
 from __future__ import annotations
 

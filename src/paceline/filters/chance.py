@@ -1,4 +1,4 @@
-"""Chance that follows from a seed: what goes out does not depend on when and where it is computed."""
+"""Random numbers from a seed: messages do not depend on when and where they are computed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _GOLDEN, _M1, _M2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def seed_of(*numbers: int) -> int:
-    """Return a seed of 64 bits for a message that these numbers identify."""
+    """Return a 64-bit seed for the message that these numbers identify."""
     seed = 0
     for number in numbers:
         seed = (seed + number + _GOLDEN) & MASK
@@ -23,5 +23,5 @@ def seed_of(*numbers: int) -> int:
 
 
 def chances(keys: Keys, seed: int) -> npt.NDArray[np.float64]:
-    """Return a number from 0 to below 1 for each key, evenly distributed."""
+    """Return a uniform random number in [0, 1) for each key."""
     return (mix(keys ^ np.uint64(seed)) >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -17,10 +17,10 @@ _PIECE_BYTES = 1 << 16
 
 @dataclasses.dataclass(frozen=True)
 class Compress(ByteFilter):
-    """What the other filters have left, by zlib (RFC 1950), where that is shorter. `level`: 1 (fast) to 9.
+    """Compresses the bytes of the other filters with zlib (RFC 1950). `level`: 1 (fast) to 9.
 
-    It pays behind :class:`Quantize`, where many values are zero, and behind :class:`DeltaKeys`; hashed keys and float32
-    hardly shrink.
+    A longer result is not sent. It pays after :class:`Quantize`, where many values are zero, and after
+    :class:`DeltaKeys`; hashed keys and float32 hardly shrink.
     """
 
     level: int = 1
@@ -33,16 +33,16 @@ class Compress(ByteFilter):
 
     @override
     def pack(self, data: Bytes) -> Bytes:
-        given: Any = data  # that an array is a buffer, its type says only from Python 3.12 on
+        given: Any = data  # the buffer protocol is in the type of arrays only from Python 3.12 on
         return np.frombuffer(zlib.compress(given, self.level), np.uint8)
 
     @override
     def unpack(self, data: Bytes, num_bytes: int) -> Bytes:
         inflater, out, at = zlib.decompressobj(), np.empty(num_bytes, np.uint8), 0
         try:
-            for start in range(0, len(data), _PIECE_BYTES):  # whole, it would be there twice at the end
+            for start in range(0, len(data), _PIECE_BYTES):  # in pieces, since a whole copy would double the memory
                 given: Any = data[start : start + _PIECE_BYTES]
-                piece = inflater.decompress(given, num_bytes - at + 1)  # 0 would be without a bound
+                piece = inflater.decompress(given, num_bytes - at + 1)  # 0 would mean no limit
                 out[at : at + len(piece)] = np.frombuffer(piece, np.uint8)[: num_bytes - at]
                 at += len(piece)
                 if at > num_bytes or inflater.unused_data:
@@ -50,5 +50,5 @@ class Compress(ByteFilter):
         except zlib.error as error:
             raise ValueError(str(error)) from None
         if at != num_bytes or inflater.unused_data or not inflater.eof:
-            raise ValueError(f"they unpack to another size than {num_bytes} bytes")
+            raise ValueError(f"the unpacked size is not {num_bytes} bytes")
         return out

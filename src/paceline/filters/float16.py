@@ -16,9 +16,9 @@ _LARGEST = np.float32(65504)
 
 @dataclasses.dataclass(frozen=True)
 class Float16(ValueFilter):
-    """Two bytes a value, rounded to 11 bits: an error of at most 2^-11 of the value, or 2^-25 for those below 2^-14.
+    """Two bytes per value, rounded to 11 bits: relative error at most 2^-11, or 2^-25 absolute for values below 2^-14.
 
-    Finite magnitudes above 65504 become that; infinities and NaN stay what they are.
+    Finite magnitudes above 65504 become 65504; infinities and NaN are unchanged.
     """
 
     name: ClassVar[str] = "float16"

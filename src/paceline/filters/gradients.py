@@ -1,16 +1,16 @@
-"""The mean of all ranks' gradients behind filters, in fewer bytes: what each rank does, without the network.
+"""The mean of all ranks' gradients with filters: one rank's part, without the network.
 
-A :class:`GradientMean` is of one bucket: float32 [n], the same n on every rank. :meth:`GradientMean.average` says which
-bytes go where, and is sent what came (a coroutine): so whoever has a network drives it, and a test without one.
+A :class:`GradientMean` handles one bucket: float32 [n], with the same n on every rank. :meth:`GradientMean.average` is
+a coroutine that yields the bytes to send and receives the other ranks' bytes, so that tests need no network.
 
-- Values behind a :class:`~paceline.filters.base.ValueFilter` go as in an all-reduce: of each rank's, part i goes to
-  rank i, which sends the mean of these to all. Both are rounded; each rank keeps the error of what it has rounded and
-  adds it to the next gradient (Tang et al., "1-bit Adam", ICML 2021, section 4).
-- :class:`~paceline.filters.TopK` sends each rank's largest values and their positions to all.
-- :class:`~paceline.filters.RandomK` takes the same positions on all ranks, whose values go as in an all-reduce: each
-  to the rank that averages its position always, which so can keep the error of the mean.
+- With a :class:`~paceline.filters.base.ValueFilter`, values move as in an all-reduce: part i of each rank goes to rank
+  i, which sends the mean to all ranks. Both are rounded. Each rank keeps its rounding error and adds it to the next
+  gradient (Tang et al., "1-bit Adam", ICML 2021, section 4).
+- :class:`~paceline.filters.TopK` sends each rank's largest values and their positions to all ranks.
+- :class:`~paceline.filters.RandomK` chooses the same positions on all ranks. Their values move as in an all-reduce.
+  Each position belongs to a fixed rank, which can therefore keep the error of the mean.
 
-What is not sent is kept too. Every rank reads the same bytes: replicas stay equal to the bit.
+Unsent values are kept too. Every rank reads the same bytes, so replicas stay equal to the bit.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _ALIGNMENT: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class RankExchange:
-    """Bytes that go out, uint8 [ranks, m] (row i to rank i), or uint8 [m] to all; [ranks, m] come back, by rank."""
+    """Bytes to send: uint8 [ranks, m] (row i to rank i), or uint8 [m] to all. The reply is [ranks, m]."""
 
     data: Bytes
 
     @property
     def is_for_all(self) -> bool:
-        """Whether all ranks get the same."""
+        """Return whether all ranks get the same bytes."""
         return self.data.ndim == 1
 
 
@@ -54,50 +54,50 @@ Averaging: TypeAlias = Generator[RankExchange, Bytes, Floats]
 
 
 def are_for_gradients(each: Filter) -> bool:
-    """Whether a filter is for gradients that all ranks average."""
+    """Return whether a filter works for gradients that all ranks average."""
     return isinstance(each, (TopK, RandomK, ValueFilter))
 
 
 def gradient_filters(filters: Sequence[Filter] | str) -> FilterChain:
-    """Return the chain if gradients can go behind it. Raises UsageError."""
+    """Return the chain for gradients. Raises UsageError for unsuitable filters."""
     chain = chain_of(filters)
     for each in chain.filters:
         if are_for_gradients(each):
             continue
         if isinstance(each, RowFilter):
-            raise UsageError(f"filter {each} is not for gradients that all ranks average: top-k and random-k are")
-        reason = "they have no keys" if each.stage < ValueFilter.stage else "each rank sends as many bytes"
+            raise UsageError(f"filter {each} does not work for gradients that all ranks average: use top-k or random-k")
+        reason = "they have no keys" if each.stage < ValueFilter.stage else "every rank must send equally many bytes"
         raise UsageError(
-            f"filter {each} is not for gradients that all ranks average, since {reason}: take float16, bfloat16, "
-            "quantize, top-k or random-k"
+            f"filter {each} does not work for gradients that all ranks average, because {reason}: use float16, "
+            "bfloat16, quantize, top-k or random-k"
         )
     if len(chain.rows) > 1:
-        raise UsageError(f"filters {chain}: {chain.rows[0]} and {chain.rows[1]} both choose values; take one of them")
+        raise UsageError(f"filters {chain}: {chain.rows[0]} and {chain.rows[1]} both choose values; use one")
     if not chain:
-        raise UsageError("filters are empty: leave them out")
+        raise UsageError("the list of filters is empty: leave it out")
     return chain
 
 
 class GradientMean:
-    """Averages one bucket over the ranks, time after time, and keeps what has not been sent of it."""
+    """Averages one bucket over the ranks repeatedly, and keeps the unsent rest."""
 
     def __init__(self, chain: FilterChain, rank: int, size: int, rest: Floats, *, number: int = 0) -> None:
         self._choice = chain.rows[0] if chain.rows else None
         self._values = chain.values
         self._rank, self._size, self._number = rank, size, number
         self.rest = rest
-        """What was not sent so far, float32 [n]; to be added to the next gradient."""
+        """Unsent values, float32 [n], to add to the next gradient."""
         part = -(-len(rest) // (size * BLOCK)) * BLOCK
         self._bounds = np.minimum(np.arange(size + 1) * part, len(rest))
         """Rank i averages positions [bounds[i], bounds[i + 1])."""
         own = slice(self._bounds[rank], self._bounds[rank + 1])
         self.mean_rest = np.zeros(0 if isinstance(self._choice, TopK) else own.stop - own.start, np.float32)
-        """What was not sent of the mean of the part that this rank averages."""
+        """The unsent rest of the mean in this rank's part."""
         self._count = 0
         self._keys = np.arange(len(rest) if self._choice is not None else 0, dtype=np.uint64)
 
     def average(self, grads: Floats) -> Averaging:
-        """Return the mean over all ranks of their `grads` (float32 [n]) and rests, as far as it was sent."""
+        """Return the mean of all ranks' `grads` (float32 [n]) plus rests, as far as it was sent."""
         if self._size == 1:
             return grads
         self._count += 1
@@ -114,7 +114,7 @@ class GradientMean:
             read = yield from self._add_up(chosen, part, out)
         else:
             if not np.isfinite(values).all():
-                part[:1] = np.nan  # all ranks see that there is one, whatever chance has chosen
+                part[:1] = np.nan  # all ranks must see non-finite values, whatever the random choice
             bounds = np.searchsorted(chosen, self._bounds)
             start = self._bounds[self._rank]
             own = chosen[bounds[self._rank] : bounds[self._rank + 1]] - start
@@ -125,14 +125,14 @@ class GradientMean:
         return out
 
     def fold_into_rest(self) -> None:
-        """Have this rank's rest hold what was not sent of the mean too, for another that begins with that rest."""
+        """Add this rank's rest of the mean to :attr:`rest`, for a successor that starts with that rest."""
         if len(self.mean_rest):
             start = self._bounds[self._rank]
             self.rest[start : start + len(self.mean_rest)] += np.float32(self._size) * self.mean_rest
             self.mean_rest[:] = 0
 
     def _choose(self, choice: RowFilter, values: Floats) -> Positions:
-        """Return which values are sent, at least one: a rank says by one that its values are not finite."""
+        """Return the positions to send, at least one: it can report values that are not finite."""
         seed = seed_of(self._number, self._count)
         chosen = rows_chosen_by(choice, self._keys, values.reshape(-1, 1), self._count, seed)
         return np.flatnonzero(chosen) if chosen.any() else np.arange(min(1, len(values)))
@@ -140,10 +140,9 @@ class GradientMean:
     def _average_all(
         self, values: Floats, bounds: Positions, own: Positions | slice
     ) -> Generator[RankExchange, Bytes, tuple[Floats, Floats]]:
-        """Return the mean of all ranks' values, and of this rank's what the others have read.
+        """Return the mean of all ranks' values, and this rank's values as the others read them.
 
-        Rank i averages ``values[bounds[i] : bounds[i + 1]]``; `own` says which of :attr:`mean_rest` belong to this
-        rank's.
+        Rank i averages ``values[bounds[i] : bounds[i + 1]]``; `own` selects this rank's part of :attr:`mean_rest`.
         """
         parts = [slice(start, stop) for start, stop in pairwise(bounds.tolist())]
         width = self._num_bytes(int(np.diff(bounds).max()))
@@ -169,7 +168,7 @@ class GradientMean:
         return found, read
 
     def _add_up(self, chosen: Positions, values: Floats, out: Floats) -> Generator[RankExchange, Bytes, Floats]:
-        """Write the mean of what all ranks have chosen to `out`; return what is read of this rank's."""
+        """Write the mean of all ranks' choices to `out`; return this rank's values as the others read them."""
         count = len(chosen)
         width = self._num_bytes(count)
         row, read = np.zeros(width + 4 * count, np.uint8), np.empty_like(values)
@@ -188,7 +187,7 @@ class GradientMean:
         return -(-num_bytes_of(self._values, count) // _ALIGNMENT) * _ALIGNMENT
 
     def _write(self, values: Floats, row: Bytes, read: Floats) -> None:
-        """Write values, to the nearest since errors are kept, to the head of a row; `read` gets what is read."""
+        """Write values to the start of a row, rounded to nearest since errors are kept; `read` gets them decoded."""
         row = row[: num_bytes_of(self._values, len(values))]
         write_values(self._values, values, None, row)
         read_values(self._values, row, read)
@@ -198,6 +197,6 @@ class GradientMean:
 
 
 def _left(values: Floats, read: Floats) -> Floats:
-    """Return what is to be added to the next values, since others have read these; nothing of what is not finite."""
+    """Return the error to add to the next values; 0 for values that are not finite."""
     with quiet():
         return forget_non_finite(values - read)

@@ -1,4 +1,4 @@
-"""Rows that cannot leave 0 yet (Li et al., OSDI 2014, section 5.1: the filter by the Karush-Kuhn-Tucker conditions)."""
+"""Rows that cannot leave 0 yet (Li et al., OSDI 2014, section 5.1: Karush-Kuhn-Tucker filter)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from paceline.tables.types import Floats, Keys
 
 @dataclasses.dataclass(frozen=True)
 class KKT(RowFilter):
-    """A row whose weights are 0 goes out when a gradient of it, with what was held back, exceeds (1 - margin) l1.
+    """Sends a row with weights 0 once a gradient plus its kept rest exceeds (1 - margin) l1.
 
-    For tables whose update rule has an L1 penalty, l1, as :class:`~paceline.FTRL` has: a sum of gradients below that
-    leaves a weight 0. The weights are those that the worker has pulled since it last sent the row; other rows go out.
-    All that several workers hold back of a row stays below l1 where `margin` is at least 1 - 1 / workers.
+    For tables with an L1 penalty, l1, in their update rule, such as :class:`~paceline.FTRL`: a smaller sum of gradients
+    leaves a weight at 0. The weights are those of the worker's last pull, if the row was not sent since. Other rows are
+    always sent. With `margin` of at least 1 - 1 / workers, the rests of a row on all workers stay below l1.
     """
 
     margin: float = 0.1

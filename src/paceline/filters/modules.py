@@ -1,7 +1,7 @@
-"""Filters of users' own modules.
+"""Filters in users' modules.
 
-Which modules a process imports is said where it is started (``--filter-module``, `filter_modules`), never by a peer:
-what comes over the wire names filters, and is looked up among those that are there.
+The start of a process determines the modules that it imports (``--filter-module``, `filter_modules`). A peer cannot:
+messages only name filters, and the receiver looks them up among its registered filters.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from paceline.filters.base import FILTERS, Filter, class_path
 
 
 def import_filter_modules(names: Sequence[str], path: Sequence[str] = ()) -> None:
-    """Import modules that define filters; they are also looked for in the current folder, and on `path`.
+    """Import modules that define filters, also from the current folder and from `path`.
 
-    Raises UsageError for a module that is not there, that fails, or that has no filter.
+    Raises UsageError for a module that is missing, fails or has no filter.
     """
     if isinstance(names, str):
-        raise UsageError(f"filter_modules={names!r}: expected a list of modules' names")
+        raise UsageError(f"filter_modules={names!r}: expected a list of module names")
     if names:
         sys.path.extend(each for each in (*path, os.getcwd()) if each not in sys.path)
     for name in names:
@@ -31,25 +31,25 @@ def import_filter_modules(names: Sequence[str], path: Sequence[str] = ()) -> Non
 def _import(name: str) -> None:
     if name == "__main__":
         raise UsageError(
-            "a filter is defined in the program that was started, which other processes cannot import: put it into a "
-            "module of its own"
+            "a filter is defined in the main program, which other processes cannot import: move it into a module of "
+            "its own"
         )
     try:
         module = importlib.import_module(name)
-    except UsageError:  # of a filter in it
+    except UsageError:  # from a filter in the module
         raise
-    except Exception as error:  # whatever the module raises
+    except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name in (name, name.partition(".")[0]):
-            raise UsageError(f"there is no module {name!r} of filters in {os.getcwd()} or on PYTHONPATH") from None
-        raise UsageError(f"module {name!r} of filters cannot be imported: {type(error).__name__}: {error}") from error
+            raise UsageError(f"filter module {name!r} does not exist in {os.getcwd()} or on PYTHONPATH") from None
+        raise UsageError(f"filter module {name!r} cannot be imported: {type(error).__name__}: {error}") from error
     if not any(isinstance(each, type) and issubclass(each, Filter) for each in vars(module).values()):
         raise UsageError(
-            f"module {name!r} has no filter: expected a class derived from paceline.filters.ValueFilter, …"
+            f"filter module {name!r} has no filter: expected a class derived from paceline.filters.ValueFilter, …"
         )
 
 
 def modules_of(filters: Sequence[Filter]) -> list[str]:
-    """Return the modules of those filters that are users' own, for processes that have to know them."""
+    """Return the user modules of filters, for processes that must import them."""
     modules = (type(each).__module__ for each in filters)
     return list(dict.fromkeys(each for each in modules if not each.startswith("paceline.")))
 
@@ -61,7 +61,7 @@ def modules_named_in(text: str) -> list[str]:
 
 
 def with_modules(text: str) -> str:
-    """Return ``--filters`` with users' own filters as MODULE:CLASS, from which another process knows what to import."""
+    """Return ``--filters`` with users' filters as MODULE:CLASS, so that other processes can import them."""
     return ",".join(_with_module(each.strip()) for each in text.split(","))
 
 

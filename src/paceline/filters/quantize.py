@@ -1,6 +1,6 @@
-"""Few bits a value, by stochastic rounding (Alistarh et al., NeurIPS 2017, section 3, with the largest as the norm).
+"""Few bits per value, by stochastic rounding (Alistarh et al., NeurIPS 2017, section 3, maximum norm).
 
-With error feedback (Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019) values are rounded to the nearest.
+With error feedback (Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019) values are rounded to nearest.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from paceline.kernels.filters import BLOCK, dequantize, quantize, quantize_neare
 from paceline.tables.types import Floats
 
 _HALVES = {8: np.float32(127), 4: np.float32(7), 2: np.float32(1), 1: np.float32(0.5)}
-_LEAST_PULLED_BITS = 4  # models whose weights were pulled with 2 bits or 1 were worse than the base rate
+_LEAST_PULLED_BITS = 4  # models with weights pulled in 1 or 2 bits were worse than the base rate
 
 
 @dataclasses.dataclass(frozen=True)
 class Quantize(ValueFilter):
-    """8, 4, 2 or 1 bits a value, and 4 bytes for the largest magnitude of every 256 values, by which they are scaled.
+    """8, 4, 2 or 1 bits per value, plus 4 bytes per 256 values for their largest magnitude, the scale.
 
-    Values are rounded up or down by chance, so that the mean is right. The error is less than a step, which is the
-    largest magnitude by 127, 7, 1 or, with one bit, twice that magnitude. Zero stays zero, except with one bit, which
-    is the sign. Where a block holds an infinity or NaN, all of it is NaN.
+    Values are rounded up or down at random, so that the mean is exact. The error is smaller than a step: the largest
+    magnitude divided by 127, 7 or 1, or twice that magnitude with one bit. Zero stays zero, except with one bit, which
+    is the sign. A block with an infinity or NaN becomes NaN.
 
-    With 1 and 2 bits a worker rounds what it pushes to the nearest number instead, and adds the error to the next push
-    of the same row (error feedback): chance alone would be too much noise. It keeps an error for every row.
+    With 1 and 2 bits a worker rounds pushed values to nearest and adds the error to the next push of the same row
+    (error feedback), because random rounding alone would be too noisy. It keeps an error for every row.
     """
 
     bits: int = 8

@@ -1,4 +1,4 @@
-"""Rows by chance, with error feedback (Stich et al., NeurIPS 2018)."""
+"""Random rows, with error feedback (Stich et al., NeurIPS 2018)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.tables.types import Floats, Keys
 
 @dataclasses.dataclass(frozen=True)
 class RandomK(RowFilter):
-    """Each row of a push goes out with probability `share`; the others are held back and added up."""
+    """Sends each row of a push with probability `share`; unsent rows are kept and added up."""
 
     share: float
 

@@ -1,4 +1,4 @@
-"""Rows by chance, rescaled (Li et al., NIPS 2014, section 4)."""
+"""Random rows, rescaled (Li et al., NIPS 2014, section 4)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.tables.types import Floats, Keys
 
 @dataclasses.dataclass(frozen=True)
 class RandomSkip(RowFilter):
-    """Each row of a push goes out with probability `share`, divided by it: the mean is right. Nothing is remembered."""
+    """Sends each row of a push with probability `share`, divided by `share` to keep the mean. Stateless."""
 
     share: float
 

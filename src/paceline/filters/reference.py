@@ -1,4 +1,4 @@
-"""The twins of the kernels of filters, in NumPy and plain Python: readable and slow."""
+"""References of the filter kernels, in NumPy and plain Python: readable and slow."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def digest(keys: Keys, out: Keys) -> None:
 
 
 def encode_deltas(keys: Keys, out: Bytes) -> int:
-    """Write differences, seven bits to a byte."""
+    """Write differences, seven bits per byte."""
     written: list[int] = []
     former = 0
     for key in keys.tolist():
@@ -44,7 +44,7 @@ def encode_deltas(keys: Keys, out: Bytes) -> int:
 
 
 def decode_deltas(data: Bytes, out: Keys) -> int:
-    """Read differences, seven bits to a byte."""
+    """Read differences, seven bits per byte."""
     given = iter(data.tolist())
     num_read = key = 0
     for i in range(len(out)):
@@ -61,7 +61,7 @@ def decode_deltas(data: Bytes, out: Keys) -> int:
 
 
 def number_keys(keys: Keys, slot_keys: Keys, slot_numbers: Numbers, state: Integers, out: Bytes) -> int:
-    """Write numbers of keys, or keys."""
+    """Write the numbers of known keys, and unknown keys in full."""
     written: list[int] = []
     mask = len(slot_keys) - 1
     for key, hashed in zip(keys.tolist(), mix(keys).tolist(), strict=True):
@@ -92,7 +92,7 @@ def renumber(slot_keys: Keys, slot_numbers: Numbers, new_keys: Keys, new_numbers
 
 
 def read_numbers(data: Bytes, known: Keys, state: Integers, out: Keys) -> int:
-    """Read numbers of keys, and keys."""
+    """Read numbers of known keys, and keys in full."""
     rest, count, one = data, int(state[0]), np.zeros(1, np.uint64)
     for i in range(len(out)):
         size = decode_deltas(rest, one)
@@ -115,7 +115,7 @@ def read_numbers(data: Bytes, known: Keys, state: Integers, out: Keys) -> int:
 
 
 def quantize(values: Floats, bits: int, half: np.float32, seed: np.uint64, scales: Floats, codes: Bytes) -> None:
-    """Round to few bits, by chance up or down."""
+    """Round to few bits, randomly up or down."""
     per_byte = 8 // bits
     whole = np.zeros(len(codes) * per_byte, np.uint8)
     for block in range(len(scales)):
@@ -134,7 +134,7 @@ def quantize(values: Floats, bits: int, half: np.float32, seed: np.uint64, scale
 
 
 def quantize_nearest(values: Floats, bits: int, half: np.float32, scales: Floats, codes: Bytes) -> None:
-    """Round to few bits, to the nearest number."""
+    """Round to few bits, to nearest."""
     per_byte = 8 // bits
     whole = np.zeros(len(codes) * per_byte, np.uint8)
     for block in range(len(scales)):
@@ -155,7 +155,7 @@ def quantize_nearest(values: Floats, bits: int, half: np.float32, scales: Floats
 
 
 def dequantize(codes: Bytes, bits: int, half: np.float32, scales: Floats, out: Floats) -> None:
-    """Read what was rounded."""
+    """Read rounded values."""
     shifts = np.arange(8 // bits, dtype=np.uint8) * np.uint8(bits)
     whole: npt.NDArray[Any] = ((codes[:, None] >> shifts) & np.uint8((1 << bits) - 1)).reshape(-1)[: len(out)]
     out[:] = (whole.astype(np.float32) - half) / half * np.repeat(scales, BLOCK)[: len(out)]

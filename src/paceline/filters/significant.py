@@ -1,4 +1,4 @@
-"""Rows that have changed enough (Li et al., NIPS 2014, section 4)."""
+"""Rows with enough change (Li et al., NIPS 2014, section 4)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from paceline.tables.types import Floats, Keys
 
 @dataclasses.dataclass(frozen=True)
 class Significant(RowFilter):
-    """A row of a push goes out when some value of it, with what was held back before, exceeds `threshold` / (t + 1).
+    """Sends a row of a push once a value plus its kept rest exceeds `threshold` / (t + 1).
 
-    t is the iteration, so that less and less is held back, and the limit is that of a training without the filter.
+    t is the iteration, so that less and less is kept, and training converges to the same limit as without the filter.
     """
 
     threshold: float

@@ -16,7 +16,7 @@ from paceline.tables.types import Floats, Keys
 
 @dataclasses.dataclass(frozen=True)
 class TopK(RowFilter):
-    """Of every push the `share` of rows with the largest norm goes out; the others are held back and added up."""
+    """Sends the `share` of rows with the largest norm of each push; unsent rows are kept and added up."""
 
     share: float
 

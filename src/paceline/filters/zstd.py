@@ -1,4 +1,4 @@
-"""General compression by Zstandard (RFC 8878), of the package zstandard (the extra ``paceline[zstd]``)."""
+"""General compression by Zstandard (RFC 8878), with the package zstandard (extra ``paceline[zstd]``)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from paceline.filters.base import ByteFilter, Bytes
 from paceline.tables.settings import check_whole
 
 _of_thread = threading.local()
-"""Compressors by level, and a decompressor: a context is for one thread, and costs more than a message if made anew."""
+"""Compressors by level, and a decompressor. A context serves one thread and costs more than a message to create."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Zstd(ByteFilter):
-    """What the other filters have left, by Zstandard, where that is shorter. `level`: 1 (fast) to 19.
+    """Compresses the bytes of the other filters with Zstandard. `level`: 1 (fast) to 19.
 
-    Shorter and faster than :class:`Compress`; both ends need the package zstandard.
+    A longer result is not sent. Smaller and faster than :class:`Compress`; both ends need the package zstandard.
     """
 
     level: int = 3
@@ -45,8 +45,8 @@ class Zstd(ByteFilter):
     def unpack(self, data: Bytes, num_bytes: int) -> Bytes:
         zstandard = _zstandard()
         try:
-            if zstandard.frame_content_size(data) != num_bytes:  # that much is taken, whatever else is asked for
-                raise ValueError(f"they unpack to another size than {num_bytes} bytes")
+            if zstandard.frame_content_size(data) != num_bytes:  # decompress() allocates this size
+                raise ValueError(f"the unpacked size is not {num_bytes} bytes")
             if "decompressor" not in _of_thread.__dict__:
                 _of_thread.decompressor = zstandard.ZstdDecompressor()
             return np.frombuffer(_of_thread.decompressor.decompress(data), np.uint8)

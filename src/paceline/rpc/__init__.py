@@ -1,7 +1,7 @@
-"""Calls of functions in other processes, references to objects there, and gradients through both.
+"""Remote calls, references to remote objects, and gradients across processes.
 
-The shape of PyTorch's ``torch.distributed.rpc``, on Paceline's own transport and token. Works without torch:
-``paceline.rpc.autograd`` and ``paceline.rpc.optimizer`` are what needs it, imported when first used.
+The interface follows PyTorch's ``torch.distributed.rpc``, with Paceline's own transport and token. Only
+``paceline.rpc.autograd`` and ``paceline.rpc.optimizer`` need torch; they are imported on first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A process among the workers of a program: it calls others (here) and is called by them (`answering`)."""
+"""This process's rpc worker: calls to other workers, references and shutdown."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _logger = logging.getLogger("paceline.rpc")
 _POLL_S = 0.002
 _MAX_SAME = 20
 UNSET_TIMEOUT = -1.0
-"""What programs of torch.distributed.rpc say for the default."""
+"""The timeout that selects the default in programs of torch.distributed.rpc."""
 
 
 class Agent:
-    """This process's part in rpc. For several threads at once."""
+    """This process's rpc worker: calls, references and shutdown. Thread-safe."""
 
     def __init__(
         self,
@@ -63,14 +63,14 @@ class Agent:
         self._is_closed = False
 
     def start(self) -> None:
-        """Take connections."""
+        """Start the background threads and accept connections."""
         self.standby.start()
         threading.Thread(target=self._give_back, name="paceline-rpc-references", daemon=True).start()
         self.world.node.take(GROUP, "rpc", self.answering)
 
     @property
     def name(self) -> str:
-        """This worker's name."""
+        """Return this worker's name."""
         return self.directory.workers[self.rank].name
 
     def worker_of(self, number: int) -> WorkerInfo:
@@ -89,9 +89,9 @@ class Agent:
         *,
         is_awaited: bool = False,
     ) -> Future[Any]:
-        """Call a function at a worker and return the future of its result.
+        """Call a function on a worker and return the future of its result.
 
-        `is_awaited`: the caller waits for it at once, and so reads the answer itself.
+        `is_awaited`: the caller waits immediately and reads the reply in its own thread.
         """
         timeout_s = self._check(Call(target, args, kwargs), timeout)
         if to == self.rank:
@@ -116,7 +116,7 @@ class Agent:
         kwargs: dict[str, Any] | None,
         timeout: Timeout | None = None,
     ) -> RRef[Any]:
-        """Call a function at a worker, where its result stays; return a reference to that."""
+        """Call a function on a worker, keep the result there and return a reference."""
         timeout_s = self._check(Call(target, args, kwargs), timeout)
         reference = self.table.new_id(to)
         if to == self.rank:
@@ -133,7 +133,7 @@ class Agent:
         return RRef.of_holding(holding, self)
 
     def fetch(self, rref: RRef[Any], timeout: Timeout | None = None) -> Future[Any]:
-        """Return the future of an object's value: a copy of it, if it lives elsewhere."""
+        """Return the future of an object's value: a copy, or the object itself at its owner."""
         timeout_s, reference = self.seconds_of(timeout), rref.reference
         if reference.owner == self.rank:
             return self.local_value(reference)
@@ -145,11 +145,11 @@ class Agent:
         )
 
     def local_value(self, reference: ReferenceId) -> Future[Any]:
-        """Return the future of the value of an object of this process."""
+        """Return the future of a local object's value."""
         return self.table.value(reference)
 
     def own(self, value: Any) -> Holding:
-        """Keep an object of this process that others may refer to."""
+        """Register an object of this process so that others can reference it."""
         reference = self.table.new_id(self.rank)
         made: Future[Any] = Future()
         made.set_result(value)
@@ -157,15 +157,15 @@ class Agent:
         return self.table.hold(reference)
 
     def seconds_of(self, timeout: Timeout | None) -> float:
-        """Return the seconds that a call may take; None and -1 are the default. Raises UsageError for no duration."""
+        """Return a call's timeout in seconds; None and -1 select the default. Raises UsageError."""
         return seconds_of(self.timeout if timeout is None or timeout == UNSET_TIMEOUT else timeout)
 
     def _check(self, call: Call, timeout: Timeout | None) -> float:
-        """Return the seconds that a call may take. Raises UsageError for arguments that cannot be."""
+        """Check a call and return its timeout in seconds. Raises UsageError."""
         call.check()
         owner = None if isinstance(call.target, str) else call.target[0]
         if isinstance(owner, RRef) and owner.agent is not self:
-            raise UsageError(f"{owner!r} is of an rpc that was shut down; make it again")
+            raise UsageError(f"{owner!r} belongs to an rpc session that was shut down; create it again")
         return self.seconds_of(timeout)
 
     def _encoding(self, to: int) -> tuple[Encoding, int]:
@@ -210,7 +210,6 @@ class Agent:
     def _call_here(
         self, target: Target, args: Sequence[Any], kwargs: dict[str, Any], result: Future[Any], *, is_awaited: bool
     ) -> None:
-        """Call a function of this process, with the arguments as they are."""
         function = self.function_of(target)
         if is_awaited:
             run_here(function, args, kwargs, result, current_context())
@@ -218,12 +217,12 @@ class Agent:
             self.threads.run(run_here, function, args, kwargs, result, current_context())
 
     def function_of(self, target: Any) -> Callable[..., Any]:
-        """Return what a call names, if it is allowed here. Raises UsageError."""
+        """Return the function or method that a call names. Raises UsageError if it is not allowed."""
         if type(target) is str:
             found: Callable[..., Any] = self.allowed.resolve(target)
             return found
         if not isinstance(target, (list, tuple)) or len(target) != 2 or not isinstance(target[1], str):
-            raise UsageError("got a call that names no function")
+            raise UsageError("got a call without a function name")
         value = target[0]
         if isinstance(value, RRef):
             value = self.local_value(value.reference).wait(self.seconds_of(None))
@@ -233,10 +232,10 @@ class Agent:
     # references
 
     def share(self, rrefs: Sequence[RRef[Any]], to: int, *, is_answer: bool = False) -> None:
-        """Have the owners count `to` as a holder of these, before they are sent there.
+        """Register `to` as a holder of these references before they are sent to it.
 
-        In a call to the owner itself that is not needed: it counts itself when it reads the call, before anything that
-        is sent after it.
+        A call to the owner itself needs no registration: the owner registers itself when it reads the call, before any
+        later message.
         """
         by_owner: dict[int, list[ReferenceId]] = {}
         for rref in rrefs:
@@ -251,7 +250,7 @@ class Agent:
                 self.ends.reach(owner).start(RpcKind.SHARE, meta, (), what=what, timeout_s=self.seconds_of(None)).wait()
 
     def watch(self, holder: int) -> None:
-        """See to it that the end of a worker is noticed, which holds an object of this process."""
+        """Detect the death of a worker that holds an object of this process."""
         if holder == self.rank or self.answering.has_caller(holder):
             return
         reply = self.ends.reach(holder).watch(RpcKind.WATCH)
@@ -260,7 +259,7 @@ class Agent:
             self.standby.touch()
 
     def _give_back(self) -> None:
-        """Tell owners what is held no more (in a thread of its own)."""
+        """Release dropped references at their owners, in a background thread."""
         while True:
             dropped = self.table.dropped.get()
             if dropped is None:
@@ -273,20 +272,20 @@ class Agent:
                     meta = msgspec.msgpack.encode((reference, times))
                     self.ends.reach(reference.owner).tell(RpcKind.RELEASE, meta, self.seconds_of(None))
             except PacelineError as error:
-                _logger.debug("an RRef could not be given back: %s", error)
+                _logger.debug("an RRef could not be released at its owner: %s", error)
             except Exception:
-                _logger.exception("what an RRef referred to could not be freed")
+                _logger.exception("the object of an RRef could not be freed")
 
-    # the end
+    # shutdown
 
     def wait_for_all(self, timeout_s: float = math.inf) -> None:
-        """Return once every worker is here and no call is under way anywhere.
+        """Wait until every worker has called this and no call is pending anywhere.
 
-        Raises RankLostError if one has died or does not come within `timeout_s`, DeadlineError for calls that take
+        Raises RankLostError if a worker died or did not call this within `timeout_s`, and DeadlineError if calls take
         longer.
 
-        In rounds, until no worker has sent or served a request between two of them and all that were sent were served
-        (the four counters of Mattern, Algorithms for distributed termination detection, 1987).
+        Rounds repeat until two in a row have equal counts and all sent requests were served (the four-counter method of
+        Mattern, Algorithms for distributed termination detection, 1987).
         """
         deadline = time.monotonic() + timeout_s
         last: list[tuple[int, int]] = []
@@ -294,7 +293,7 @@ class Agent:
         for number in range(1 << 30):
             while not self.ends.is_idle() or not self.answering.is_idle():
                 if time.monotonic() >= deadline:
-                    raise DeadlineError(f"calls are still under way here after {timeout_s:g} s of shutdown")
+                    raise DeadlineError(f"calls are still pending here after {timeout_s:g} s of shutdown")
                 time.sleep(_POLL_S)
             own = msgspec.msgpack.encode((self.ends.num_sent(), self.answering.num_served))
             what = f"the shutdown of rpc ({number})"
@@ -317,7 +316,7 @@ class Agent:
             time.sleep(_POLL_S)
 
     def close(self) -> None:
-        """End this worker: its connections are closed, and the others notice. Idempotent."""
+        """End this worker and close its connections. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True

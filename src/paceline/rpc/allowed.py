@@ -1,7 +1,7 @@
-"""Which functions and classes others may name: those of the modules that this process has allowed, and no others.
+"""The functions and classes that other workers may name.
 
-A name is ``module:qualified.name``. An allowed module gives what is *defined* in it, by public names; what it has only
-imported (``os``, a function of another module) is not reached through it. Pure but for the import of allowed modules.
+A name is ``module:qualified.name``. An allowed module offers the public names that it *defines*, but not its imports
+(``os``, a function of another module). Pure, except for the import of allowed modules.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.errors import UsageError, printable
 _Named = TypeVar("_Named", bound=Callable[..., Any])
 _decorated: set[str] = set()
 _SPAWNED_MAIN = "__mp_main__"
-"""The main script in a process that `multiprocessing` has spawned."""
+"""The main script's module in a process that `multiprocessing` has spawned."""
 _TENSOR_FUNCTIONS = "_VariableFunctionsClass."
 _TORCH_HOMES: Final = {
     "torch._C._fft": ("torch.fft", "fft_"),
@@ -28,7 +28,7 @@ _TORCH_HOMES: Final = {
     "torch._tensor": ("torch", ""),
     "torch.functional": ("torch", ""),
 }
-"""Of PyTorch's functions: the modules that offer them, and the prefix that those leave out."""
+"""PyTorch's internal modules, with the public module and the name prefix to remove."""
 _OF_FILES_OR_MEMORY = frozenset(
     {
         "from_file",
@@ -40,7 +40,7 @@ _OF_FILES_OR_MEMORY = frozenset(
         "Tensor.untyped_storage",
     }
 )
-"""What stands among PyTorch's functions and methods of tensors, and opens files or tells or takes places in memory."""
+"""PyTorch functions and tensor methods that open files or use memory addresses."""
 _COMPUTING_IN_PYTHON = frozenset(
     f"Tensor.{name}"
     for name in (
@@ -48,21 +48,21 @@ _COMPUTING_IN_PYTHON = frozenset(
         *("to_sparse_coo", "unflatten", "unique", "unique_consecutive"),
     )
 )
-"""The methods of tensors that are not written in C, and compute."""
-_NOT_COMPUTING: Final = "of torch, an entry of allow covers the functions and methods that compute with tensors"
+"""Tensor methods in Python that only compute."""
+_NOT_COMPUTING: Final = "for torch, allow covers only functions and methods that compute with tensors"
 _WITH_NAMES = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _OWN = ("paceline.rpc.autograd", "paceline.rpc.optimizer")
-"""What decorates functions of its own; imported when another process first uses it."""
+"""Modules with decorated functions, imported when another process first uses them."""
 
 
 def allow(function: _Named) -> _Named:
-    """Let other processes call this function, or make and get values of this class: a decorator."""
+    """Let other processes call this function, or create and send values of this class (decorator)."""
     _decorated.add(qualified_name(function))
     return function
 
 
 def qualified_name(function: Callable[..., Any] | str) -> str:
-    """Return ``module:qualified.name``; of text, ``package.module.name`` is read as well. Raises UsageError."""
+    """Return ``module:qualified.name``; accepts ``package.module.name`` too. Raises UsageError."""
     if isinstance(function, str):
         if ":" in function:
             return function
@@ -80,12 +80,13 @@ def qualified_name(function: Callable[..., Any] | str) -> str:
 
 
 def home_of(function: Any) -> tuple[str, str]:
-    """Return the module that offers a function or class, and its name there; empty where it has none.
+    """Return the public module of a function or class, and its name there; empty if it has none.
 
-    PyTorch's functions and methods of tensors (``torch.add``) are offered by ``torch``; what else it has in C, by none.
+    PyTorch's functions and methods of tensors (``torch.add``) belong to ``torch``; its other C functions have no
+    module.
     """
     if isinstance(function, types.ModuleType):
-        return "", ""  # torch.classes raises when it is asked for names
+        return "", ""  # torch.classes raises an error for unknown attributes
     module = str(getattr(function, "__module__", None) or "")
     name = str(getattr(function, "__qualname__", ""))
     if module == _SPAWNED_MAIN:
@@ -98,30 +99,28 @@ def home_of(function: Any) -> tuple[str, str]:
     if isinstance(function, types.MethodDescriptorType) and function.__objclass__.__qualname__ == "TensorBase":
         return "torch", f"Tensor.{function.__name__}"
     if not isinstance(function, _WITH_NAMES) and name == type(function).__qualname__:
-        return module, ""  # the name of its class (of a script function)
+        return module, ""  # the name of its class (script functions)
     return module, name
 
 
 def computes_with_tensors(function: Any) -> bool:
-    """Return whether ``torch`` offers this function or method of tensors, and all that it does is compute.
+    """Return whether ``torch`` offers this function or tensor method, and it only computes.
 
-    PyTorch gives the name of this module also to what opens files, compiles or sets what holds for the process.
+    PyTorch gives this module name also to functions that open files, compile code or change global settings.
     """
     module, name = home_of(function)
     if module != "torch" or name in _OF_FILES_OR_MEMORY:
         return False
     if isinstance(function, (types.BuiltinFunctionType, types.MethodDescriptorType)):
-        return bool(name)  # else it is not of tensors, see home_of
+        return bool(name)  # without a name it is not a tensor function, see home_of
     return name in _COMPUTING_IN_PYTHON or getattr(function, "__module__", "") == "torch.functional"
 
 
 class Allowed:
-    """What this process has allowed. For several threads at once."""
+    """The names that this process allows. Thread-safe."""
 
     def __init__(self, entries: Iterable[str] = ()) -> None:
-        """`entries`: modules, packages with all that is below them (``package.*``) or single names
-        (``module:function``).
-        """
+        """`entries`: modules, packages with all submodules (``package.*``) or single names (``module:function``)."""
         self._modules: set[str] = set()
         self._packages: tuple[str, ...] = ()
         self._names: set[str] = set()
@@ -144,7 +143,7 @@ class Allowed:
                 self._modules.add(entry)
 
     def resolve(self, name: str) -> Any:
-        """Return the function or class of this name. Raises UsageError if it is not allowed or not there."""
+        """Return an allowed function or class. Raises UsageError if it is not allowed or missing."""
         found = self._found.get(name)
         if found is None:
             with self._lock:
@@ -152,14 +151,14 @@ class Allowed:
         return found
 
     def resolve_class(self, name: Any) -> type:
-        """Return the class of this name, as :meth:`resolve`."""
+        """Return an allowed class, as :meth:`resolve`."""
         found = self.resolve(name) if isinstance(name, str) else None
         if not isinstance(found, type):
-            raise UsageError(f"{printable(repr(name), 200)} is no class")
+            raise UsageError(f"{printable(repr(name), 200)} is not a class")
         return found
 
     def check_method(self, value: Any, method: str) -> Any:
-        """Return a method of an object, bound: of an allowed class a public one or ``__call__``, or one by its name."""
+        """Return a bound method: public (or ``__call__``) of an allowed class, or allowed by its name."""
         kind = type(value)
         is_public = method == "__call__" or not method.startswith("_")
         module, name = home_of(kind)
@@ -173,7 +172,7 @@ class Allowed:
             if self.has_class(kind):
                 raise UsageError(f"{shown}: {_NOT_COMPUTING}; {_by_name(f'{module}:{name}.{method}')}")
             raise UsageError(
-                f"{shown}; give its module to init_rpc(allow=[{module!r}]), or decorate the class with "
+                f"{shown}; pass its module to init_rpc(allow=[{module!r}]), or decorate the class with "
                 "paceline.rpc.allow"
             )
         function = getattr(kind, method, None)
@@ -187,7 +186,7 @@ class Allowed:
         return self._has_module(module) or self._has_name(f"{module}:{name}")
 
     def _offers_method(self, kind: type, method: str) -> bool:
-        """Return whether a class is allowed and, where ``torch`` has its method, whether that only computes."""
+        """Return whether a class is allowed and, for a method of ``torch``, whether it only computes."""
         module, name = home_of(kind)
         function = getattr(kind, method, None)
         is_of_torch = "torch" in (module, home_of(function)[0]) and not self._has_name(f"{module}:{name}")
@@ -222,14 +221,14 @@ class Allowed:
                     raise UsageError(f"the module {module_name!r} has no {printable(path, 100)!r}")
                 raise not_allowed(name, why=f"{module_name} does not define it itself")
         if not callable(found):
-            raise UsageError(f"{printable(name, 200)!r} is no function")
+            raise UsageError(f"{printable(name, 200)!r} is not a function")
         if not is_named and module_name == "torch" and not computes_with_tensors(found):
             raise not_allowed(name, why=_NOT_COMPUTING)
         return found
 
 
 def not_allowed(name: str, *, why: str = "") -> UsageError:
-    """Return the error for a name that is not allowed here; `why`: though its module is."""
+    """Return the error for a name that is not allowed; `why` is the reason if its module is allowed."""
     shown = printable(name, 200)
     module, _, path = shown.partition(":")
     if any(step.startswith("_") for step in path.split(".")):
@@ -237,16 +236,16 @@ def not_allowed(name: str, *, why: str = "") -> UsageError:
     if why:
         return UsageError(f"{shown!r} is not allowed here: {why}; {_by_name(name)}")
     if module.partition(".")[0] in sys.stdlib_module_names and module != "__main__":
-        return UsageError(f"{shown!r} is not allowed here; {_by_name(name)}")  # its module has much that nobody wants
+        return UsageError(f"{shown!r} is not allowed here; {_by_name(name)}")  # its module offers too much
     return UsageError(
-        f"{shown!r} is not allowed here: give its module to init_rpc(allow=[{module!r}]) in the process that is "
-        "called, or decorate it there with paceline.rpc.allow"
+        f"{shown!r} is not allowed here: pass its module to init_rpc(allow=[{module!r}]) in the called process, or "
+        "decorate it there with paceline.rpc.allow"
     )
 
 
 def _by_name(name: str) -> str:
     shown = printable(name, 200)
     return (
-        f"say its name, init_rpc(allow=[{shown!r}]), in the process that is called, or decorate it there with "
+        f"pass its name to init_rpc(allow=[{shown!r}]) in the called process, or decorate it there with "
         "paceline.rpc.allow"
     )

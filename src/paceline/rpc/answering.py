@@ -1,4 +1,4 @@
-"""What a worker does for those who call it: runs functions, keeps objects, counts who holds them."""
+"""Requests of other workers: run functions, keep objects, count their holders."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ _decode_release = reader(tuple[_Reference, int], "an RRef that is given back")
 def run_here(
     function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], result: Future[Any], context: int
 ) -> None:
-    """Run a function in this thread, in an autograd context (0: none), and give its result, or what it raises."""
+    """Run a function in this thread and set its result or exception. Context 0 means no autograd."""
     try:
         value = _run(function, args, kwargs, context)
         promise = promise_of(value) if is_async(function) else None
-    except BaseException as error:  # also that of sys.exit(): whoever waits is told
+    except BaseException as error:  # includes SystemExit: a thread waits for the result
         result.resolve(None, error)
         return
     if promise is None:
@@ -70,11 +70,10 @@ def _copy(result: Future[Any], done: Future[Any]) -> None:
 
 
 class Answering(RequestServer, Taker):
-    """The connections that others have made to this worker, and their requests."""
+    """Connections from other workers, and their requests."""
 
     def __init__(self, agent: Agent, token: str) -> None:
         self.num_served = 0
-        """Requests, so far."""
         self._agent, self._token = agent, token
         self._callers: dict[CalleeEnd, int] = {}
         self._lock = threading.Lock()
@@ -86,7 +85,7 @@ class Answering(RequestServer, Taker):
         return rank in list(self._callers.values())
 
     def is_idle(self) -> bool:
-        """Return whether no request is being carried out."""
+        """Return whether no request is running."""
         return not self._num_running
 
     def close(self) -> None:
@@ -143,7 +142,7 @@ class Answering(RequestServer, Taker):
             self._carry_out(end, received)
         except Exception as error:
             failure = unreadable(end.framed.name, error)
-            if header.kind == RpcKind.RELEASE:  # of an object that its owner took to be held no more
+            if header.kind == RpcKind.RELEASE:  # its owner had already freed the object
                 _logger.debug("%s: %s", end.framed.name, failure)
             else:
                 self._fail(end, header, failure, with_trace=False)
@@ -168,7 +167,7 @@ class Answering(RequestServer, Taker):
         elif header.kind == RpcKind.SHARE:
             references, holder = _decode_share(meta)
             if not 0 <= holder < len(agent.directory.workers):
-                raise ProtocolError(f"got a holder with the number {holder}, which no worker has")
+                raise ProtocolError(f"got a holder with the unknown rank {holder}")
             agent.table.share([ReferenceId(*each) for each in references], holder)
             agent.standby.touch()
             end.begin()
@@ -178,7 +177,7 @@ class Answering(RequestServer, Taker):
             reference, times = _decode_release(meta)
             agent.table.release(ReferenceId(*reference), end.rank, times)
         elif header.kind != RpcKind.WATCH:
-            raise ProtocolError(f"got a request of kind {header.kind}, which this version does not know")
+            raise ProtocolError(f"got a request of kind {header.kind}, which this version does not support")
 
     def _call(self, end: CalleeEnd, header: Header, meta: bytes | memoryview, body: memoryview) -> None:
         agent = self._agent
@@ -207,7 +206,7 @@ class Answering(RequestServer, Taker):
         del decoding
         try:
             function = agent.function_of(target)
-        except BaseException as error:  # it is not allowed, or the making of the object has failed
+        except BaseException as error:  # not allowed, or the object's creation failed
             if result is not None:
                 result.set_exception(error)
             self._fail(end, header, error, with_trace=_has_trace(error))
@@ -227,10 +226,9 @@ class Answering(RequestServer, Taker):
     def _run_and_answer(
         self, end: CalleeEnd, header: Header, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> None:
-        """Run a function and answer with its result."""
         try:
             value = _run(function, args, kwargs, header.sequence)
-        except BaseException as error:  # also that of sys.exit(): the caller waits
+        except BaseException as error:  # includes SystemExit: the caller waits
             own = error.__traceback__ and error.__traceback__.tb_next
             error.__traceback__ = own and own.tb_next
             self._fail(end, header, error, with_trace=True)
@@ -299,14 +297,14 @@ class Answering(RequestServer, Taker):
         try:
             end.framed.send(_FAILED, meta, deadline=_soon(), request=header.request)
         except PacelineError as lost:
-            _logger.debug("a failure could not be told: %s", lost)
+            _logger.debug("a failure could not be reported: %s", lost)
 
 
 def _has_trace(error: BaseException) -> bool:
-    """Return whether an exception is one of the user's functions, so that its traceback says something."""
+    """Return whether the user's code raised the exception, so that its traceback helps."""
     return not isinstance(error, PacelineError) or isinstance(error, RemoteError)
 
 
 def _soon() -> float:
-    """Return when an answer must be in the system's hands."""
+    """Return the deadline for passing a reply to the operating system."""
     return time.monotonic() + 60.0

@@ -1,4 +1,4 @@
-"""The functions of rpc: to join, to call, to leave."""
+"""Public functions of rpc: join, call and leave."""
 
 from __future__ import annotations
 
@@ -45,23 +45,23 @@ def init_rpc(
     backend: Any = None,
     rpc_backend_options: Any = None,
 ) -> None:
-    """Join the workers of this program, under a name of one's own; returns once all are there.
+    """Join the workers of this program under a unique name; returns once all have joined.
 
-    `rank`, `world_size`, `address` (``host:port`` of rank 0), `token` and `tls` come from the environment if they are
-    not given, as for :func:`paceline.collectives.init`. `allow` names the modules whose functions others may call here,
-    and whose dataclasses come as arguments and results: ``my_module``, ``my_package.*``, or one function as
-    ``my_module:function``. `pickle`: take pickled values, from workers that do so too; whoever holds the token can then
-    run any code here. `timeout` is that of calls which say no other (60 s), `num_threads` how many
-    threads run functions here (64), beside three per worker that read connections and run functions too. `backend` and
-    `rpc_backend_options` are what programs of torch.distributed.rpc say: see :mod:`paceline.rpc.options`.
+    `rank`, `world_size`, `address` (``host:port`` of rank 0), `token` and `tls` default to the environment, as in
+    :func:`paceline.collectives.init`. `allow` names the modules whose functions others may call here and whose
+    dataclasses may be arguments and results: ``my_module``, ``my_package.*``, or one function as
+    ``my_module:function``. `pickle` accepts pickled values from workers that set it too; every holder of the token can
+    then run any code here. `timeout` is the default of calls (60 s). `num_threads` threads run functions here (64), in
+    addition to three per worker that read connections and run functions too. `backend` and `rpc_backend_options` are
+    for programs of torch.distributed.rpc: see :mod:`paceline.rpc.options`.
 
-    Raises UsageError (two workers of one name, rpc runs already), AuthenticationError (another token), DeadlineError or
-    RankLostError (some did not come within `join_timeout`).
+    Raises UsageError (two workers with one name, rpc already runs), AuthenticationError (another token), DeadlineError
+    or RankLostError (workers did not join within `join_timeout`).
     """
     check_name(name)
     check_backend(backend)
     if rank is not None and type(rank) is not int:
-        raise UsageError(f"rank is {rank!r}, a number was expected; after the name stand rank and world_size")
+        raise UsageError(f"rank is {rank!r}, a number was expected; rank and world_size follow the name")
     settings = settings_of(rpc_backend_options, address, timeout, num_threads)
     if is_running():
         raise UsageError(f"rpc runs in this process already, as {current_agent().name!r}; call shutdown() first")
@@ -92,7 +92,7 @@ def init_rpc(
     except BaseException:
         world.close()
         raise
-    set_agent(agent)  # before the first call of another worker may come, which may use it
+    set_agent(agent)  # first: calls of other workers may use it
     agent.start()
 
 
@@ -106,7 +106,7 @@ def _meet(
     told: Environment,
     tls: TLS | None,
 ) -> Meeting:
-    """Find the store. Just after a :func:`shutdown`, rank 0 may still serve the one of before for those who leave."""
+    """Find the store. Retries after :func:`shutdown`, while rank 0 may still serve the old store."""
     while True:
         try:
             return rendezvous(rank, world_size, address, token, join_s, told=told, tls=tls)
@@ -125,7 +125,7 @@ def meet_by_name(
     join_s: float,
     num_threads: int,
 ) -> Agent:
-    """Return this process's part once all workers have met by name; it takes no calls yet, see :func:`init_rpc`."""
+    """Return this process's agent once all workers have joined; it accepts no calls yet."""
     deadline = time.monotonic() + join_s
     told = exchange(
         world.store, world.rank, world.size, msgspec.msgpack.encode(own), deadline, what="the names of the workers"
@@ -141,17 +141,17 @@ def rpc_sync(
     kwargs: dict[str, Any] | None = None,
     timeout: Timeout | None = None,
 ) -> _Result:
-    """Call a function in another process, and return its result.
+    """Call a function in another process and return its result.
 
-    `func` is a function that a module defines, or its name as ``module:function``; `to` must have allowed it. Of an
-    object that can be sent it may be a method, which runs on a copy. `to` is a worker's name, its number (rank) or its
-    WorkerInfo. `timeout` is a timedelta or seconds (0: without end); None and -1 are the default. Arguments and
-    results: numbers, text, bytes, None, lists, tuples, sets, dictionaries, NumPy arrays, tensors of the CPU, RRefs,
-    dataclasses, msgspec structs, enumerations, and functions by name. Arrays and tensors come as views of the message,
-    without a copy. In a call to this process itself, the arguments are passed as they are.
+    `to` is a worker's name, rank or WorkerInfo. `func` is a function defined in a module, or its name as
+    ``module:function``; `to` must allow it. `func` can also be a method of an object that can be sent; it runs on a
+    copy. `timeout` is a timedelta or seconds (0: no limit); None and -1 select the default. Arguments and results can
+    be numbers, text, bytes, None, lists, tuples, sets, dictionaries, NumPy arrays, CPU tensors, RRefs, dataclasses,
+    msgspec structs, enumerations, and named functions. Received arrays and tensors are views of the message, without a
+    copy. A call to this process passes its arguments unchanged.
 
-    Raises what the function raised (see :class:`RemoteError`), DeadlineError after `timeout`, ConnectionLostError (the
-    other died or left), UsageError (unknown name, not allowed there, an argument that cannot be sent).
+    Raises the function's exception (see :class:`RemoteError`), DeadlineError after `timeout`, ConnectionLostError (the
+    other worker died or left) or UsageError (unknown worker, not allowed there, an argument that cannot be sent).
     """
     agent = current_agent()
     number, call = _called(agent, to, func, args, kwargs)
@@ -166,7 +166,7 @@ def rpc_async(
     kwargs: dict[str, Any] | None = None,
     timeout: Timeout | None = None,
 ) -> Future[_Result]:
-    """Call a function in another process, and return the future of its result; as :func:`rpc_sync` else."""
+    """Call a function as :func:`rpc_sync`, and return the future of its result."""
     agent = current_agent()
     number, call = _called(agent, to, func, args, kwargs)
     return agent.call(number, *call, timeout)
@@ -179,9 +179,9 @@ def remote(
     kwargs: dict[str, Any] | None = None,
     timeout: Timeout | None = None,
 ) -> RRef[_Result]:
-    """Call a function or make an object of a class in another process, where the result stays; return a reference.
+    """Call a function or class in another process, keep the result there and return a reference.
 
-    Returns before the function has run; what it raises, ``to_here()`` of the reference raises. Else as
+    Returns before the function has run; ``to_here()`` of the reference raises the function's exception. Otherwise as
     :func:`rpc_sync`.
     """
     agent = current_agent()
@@ -196,7 +196,6 @@ def _called(
     args: Sequence[Any] | None,
     kwargs: dict[str, Any] | None,
 ) -> tuple[int, Call]:
-    """Return the worker that is called, and the call."""
     number, call = agent.directory.id_of(to), call_of(func, args, kwargs)
     owner = None if isinstance(call.target, str) else call.target[0]
     if isinstance(owner, RRef) and owner.reference.owner != number:
@@ -208,27 +207,28 @@ def _called(
 
 
 def get_worker_info(worker_name: Worker | None = None) -> WorkerInfo:
-    """Return a worker by its name or number, or this process. Raises UsageError if there is none of this name."""
+    """Return a worker by name or rank, or this worker. Raises UsageError for an unknown worker."""
     agent = current_agent()
     return agent.worker_of(agent.rank if worker_name is None else agent.directory.id_of(worker_name))
 
 
 def get_rpc_timeout() -> float:
-    """Return how many seconds a call may take that says no other; infinity if it may take any time."""
+    """Return the default timeout of calls in seconds; infinity for no limit."""
     return current_agent().seconds_of(None)
 
 
 def is_available() -> bool:
-    """Return True: rpc needs nothing that may be missing."""
+    """Return True: rpc has no optional dependencies."""
     return True
 
 
 def shutdown(graceful: bool = True, timeout: Timeout = 0) -> None:
-    """Leave: wait until every worker has come here and no call is under way anywhere, then close all connections.
+    """Leave rpc: wait for all workers and pending calls, then close the connections.
 
-    Until then calls of others are answered. Not `graceful`: leave at once; what others wait for here fails there.
-    Raises RankLostError if a worker has died or has not come within `timeout` (0: without end), DeadlineError if calls
-    are under way here even then; this one has left in either case. Does nothing where rpc does not run.
+    Until then, calls of other workers are answered. Without `graceful`, leave immediately; calls of others that are
+    pending here fail. Raises RankLostError if a worker has died or has not called this within `timeout` (0: no limit),
+    and DeadlineError if calls are still pending here; this worker has left in either case. Does nothing if rpc is not
+    running.
     """
     if not is_running():
         return

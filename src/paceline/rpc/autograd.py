@@ -1,14 +1,14 @@
-"""Gradients through calls: a backward pass that goes from process to process the way the forward pass came.
+"""Gradients through remote calls: the backward pass retraces the forward pass.
 
-Within a :func:`context`, tensors that require a gradient are recorded as they are sent and as they come. `backward`
-computes the gradients of this process's part of the graph; those of tensors that came from another process are sent
-there, which goes on from the tensors that it had sent, and answers once its own part is done. Gradients gather in the
-context, per process, and not in ``.grad``: several contexts do not disturb one another.
+Within a :func:`context`, tensors that require a gradient are recorded when they are sent and received. `backward`
+computes the gradients of this process's part of the graph. It sends the gradients of received tensors to their senders.
+Each sender continues from the tensors that it sent, and replies once its own part is done. Each process adds gradients
+to the context instead of ``.grad``, so that contexts do not affect each other.
 
-The same graph as in ``torch.distributed.autograd`` (its design note "Distributed Autograd Design"). That waits at each
-process for the gradients of all messages of a context, and so needs every one of them to take part; here each message
-is gone through by itself, so that what takes no part is never waited for, and a part of the graph whose outputs went
-over in k messages is gone through k times.
+The graph is the same as in ``torch.distributed.autograd`` (design note "Distributed Autograd Design"). There, each
+process waits for the gradients of all messages of a context, so every message must contribute. Here each message is
+processed separately: unused messages need no gradients, and a part of the graph with outputs in k messages is processed
+k times.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _RANK_SHIFT = 32
 
 
 class GradientContext:
-    """One process's part of a context."""
+    """This process's part of a context."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.workers: set[int] = set()
-        """The workers to which something was sent in it."""
+        """The workers that received messages of the context."""
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
         self.lock = threading.Lock()
         self._sent: dict[int, list[torch.Tensor]] = {}
@@ -47,7 +47,7 @@ class GradientContext:
         self._numbers = itertools.count(1)
 
     def record_sent(self, to: int, tensors: Sequence[torch.Tensor]) -> int:
-        """Keep the tensors of a message that is sent; return its number, 0 if none requires a gradient."""
+        """Store the tensors of a sent message; return its number, 0 without tensors."""
         with self.lock:
             self.workers.add(to)
             if not tensors:
@@ -57,7 +57,7 @@ class GradientContext:
             return message
 
     def record_received(self, sender: int, message: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Keep where the tensors of a message came from."""
+        """Store the origin of a received message's tensors."""
         with self.lock:
             self._num_came[sender, message] = len(tensors)
             for index, tensor in enumerate(tensors):
@@ -67,13 +67,13 @@ class GradientContext:
         """Return the tensors of a message that this process sent."""
         with self.lock:
             if message not in self._sent:
-                raise ProtocolError(f"gradients came for message {message} of a context, which was not sent in it")
+                raise ProtocolError(f"got gradients for message {message}, which this process has not sent")
             return self._sent[message]
 
     def gather(
         self, leaves: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
     ) -> dict[tuple[int, int], list[torch.Tensor | None]]:
-        """Add the gradients of this process's own leaves; return those of others, by worker and message."""
+        """Add the gradients of local leaves; return the others by worker and message."""
         others: dict[tuple[int, int], list[torch.Tensor | None]] = {}
         with self.lock:
             for leaf, gradient in zip(leaves, gradients, strict=True):
@@ -92,7 +92,7 @@ class GradientContext:
 
 
 class GradientContexts:
-    """The contexts that this process takes part in. For several threads at once."""
+    """The contexts in which this process takes part. Thread-safe."""
 
     def __init__(self) -> None:
         self._contexts: dict[int, GradientContext] = {}
@@ -100,13 +100,13 @@ class GradientContexts:
         self._numbers = itertools.count(1)
 
     def new(self, rank: int) -> int:
-        """Begin a context of this worker; return its number."""
+        """Create a context of this worker and return its number."""
         number = rank << _RANK_SHIFT | next(self._numbers)
         self.part(number)
         return number
 
     def part(self, number: int) -> GradientContext:
-        """Return this process's part of a context, which may begin with this."""
+        """Return this process's part of a context; created if needed."""
         with self._lock:
             found = self._contexts.get(number)
             if found is None:
@@ -114,16 +114,16 @@ class GradientContexts:
             return found
 
     def known(self, number: int) -> GradientContext:
-        """Return this process's part of a context that it takes part in. Raises UsageError if it does not."""
+        """Return this process's part of an existing context. Raises UsageError if it does not exist."""
         with self._lock:
             if number not in self._contexts:
                 raise UsageError(
-                    f"there is no autograd context {number} here: it has ended, or nothing was sent here in it"
+                    f"autograd context {number} does not exist here: it has ended, or this process received no message"
                 )
             return self._contexts[number]
 
     def gradients(self, number: int) -> dict[torch.Tensor, torch.Tensor]:
-        """Return the gradients gathered here; none, if this process takes no part in the context."""
+        """Return the gradients of a context in this process; empty if it takes no part."""
         with self._lock:
             found = self._contexts.get(number)
         if found is None:
@@ -132,20 +132,20 @@ class GradientContexts:
             return dict(found.gradients)
 
     def send(self, number: int, to: int, tensors: Sequence[torch.Tensor]) -> int:
-        """Record a message that is sent in a context; see :meth:`GradientContext.record_sent`."""
+        """Record a sent message; see :meth:`GradientContext.record_sent`."""
         return self.part(number).record_sent(to, tensors)
 
     def receive(self, number: int, sender: int, message: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Record a message that came in a context."""
+        """Record a received message."""
         self.part(number).record_received(sender, message, tensors)
 
     def pop(self, number: int) -> GradientContext | None:
-        """Forget a context; return this process's part of it."""
+        """Remove a context and return this process's part."""
         with self._lock:
             return self._contexts.pop(number, None)
 
     def lose(self, rank: int) -> None:
-        """Forget the contexts of a worker that has died."""
+        """Remove the contexts of a dead worker."""
         with self._lock:
             for number in [each for each in self._contexts if each >> _RANK_SHIFT == rank]:
                 del self._contexts[number]
@@ -156,9 +156,9 @@ contexts = GradientContexts()
 
 @contextlib.contextmanager
 def context() -> Iterator[int]:
-    """Record the calls of this thread, and what they call, for a backward pass; gives the context's number.
+    """Record the calls of this thread for a backward pass; yields the context's number.
 
-    At its end all processes forget it. Contexts do not nest.
+    Nested calls are recorded too. All processes delete the context at its end. Contexts do not nest.
     """
     agent = current_agent()
     if current_context():
@@ -172,26 +172,27 @@ def context() -> Iterator[int]:
 
 
 def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool = False) -> None:
-    """Compute the gradients of the sum of `roots` (one element each) in all processes that took part in them.
+    """Compute the gradients of the sum of `roots` in all processes that took part.
 
-    Returns once all are there. A second call adds to the first one's: graphs are kept until the context ends, with
-    `retain_graph` or without. Raises UsageError for roots without a graph, and what a process raised.
+    Each root has one element. Returns once all gradients are computed. A second call adds to the gradients of the
+    first: graphs are kept until the context ends, with or without `retain_graph`. Raises UsageError for roots without a
+    graph, and the exceptions of other processes.
     """
     part = contexts.known(context_id)
     given: Any = roots
     if isinstance(given, torch.Tensor) or not given:
-        raise UsageError("roots is a list of tensors: backward(context_id, [loss])")
+        raise UsageError("roots must be a list of at least one tensor: backward(context_id, [loss])")
     for root in roots:
         if not root.requires_grad or root.numel() != 1:
             raise UsageError(
                 f"got a root of shape {list(root.shape)}{'' if root.requires_grad else ' that requires no gradient'}, "
-                "tensors of one element that require one were expected, as a loss is"
+                "tensors of one element that require a gradient were expected, for example a loss"
             )
     _go_back(part, list(roots), [torch.ones_like(root) for root in roots])
 
 
 def backward_from(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
-    """Go back from a tensor that an RRef refers to, at its owner: see :meth:`RRef.backward`."""
+    """Start a backward pass at the owner of a referenced tensor: see :meth:`RRef.backward`."""
     if not rref.is_owner():
         agent = current_agent()
         agent.call(rref.reference.owner, qualified_name(_backward_here), (rref, context_id, retain_graph), None).wait()
@@ -211,14 +212,14 @@ def _backward_here(rref: RRef[Any], context_id: int, retain_graph: bool) -> None
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
-    """Return the gradients that a context has gathered in this process, by parameter."""
+    """Return a context's gradients in this process, by parameter."""
     contexts.known(context_id)
     return contexts.gradients(context_id)
 
 
 @allow
 def go_back_from(context_id: int, message: int, gradients: Sequence[torch.Tensor | None]) -> None:
-    """Go on with a backward pass from the tensors of a message that this process sent; called by who received it."""
+    """Continue a backward pass from the tensors of a sent message; the message's receiver calls this."""
     part = contexts.known(context_id)
     tensors = part.sent(message)
     if len(gradients) != len(tensors):
@@ -229,7 +230,7 @@ def go_back_from(context_id: int, message: int, gradients: Sequence[torch.Tensor
 
 @allow
 def drop(context_id: int) -> None:
-    """Forget a context here, and at all to whom something was sent in it from here."""
+    """Delete a context here and on the workers that received its messages."""
     part = contexts.pop(context_id)
     if part is None:
         return

@@ -1,8 +1,7 @@
-"""The caller's end of a connection to another worker: numbered calls go out, results come back in any order.
+"""Caller's end of a connection: numbered calls go out, replies arrive in any order.
 
-No thread hop on the way of a call: the thread that waits for its result reads the connection itself, and gives the
-results of others that come meanwhile to those who wait for them. One thread reads at a time. Where calls are under way
-that nobody waits for, the `Standby` has a thread read.
+A call needs no thread switch: the thread that waits for a result reads the connection, and passes other replies to
+their waiting threads. One thread reads at a time. If no thread waits for pending calls, `Standby` assigns a reader.
 """
 
 from __future__ import annotations
@@ -22,48 +21,48 @@ _TICK_S = 0.1
 
 
 class PendingReply(Future[Any]):
-    """The future of a call to another process: who waits for it reads the connection."""
+    """The future of a remote call; the waiting thread reads the connection."""
 
     def __init__(self, end: CallerEnd, what: str, deadline: float, timeout_s: float) -> None:
         super().__init__()
         self.what, self.deadline, self.timeout_s = what, deadline, timeout_s
         self.made: Future[Any] | None = None
-        """The answer to the call that made the object which this call is for, where this process has asked for it."""
+        """The reply to the call that created this call's object, if this process sent that call."""
         self._end = end
 
     def cause_of(self, error: PacelineError) -> BaseException:
-        """Return why this call has failed, which was told as `error`: its object may not have been made."""
+        """Return the exception to raise: the failed creation of the object if it explains `error`."""
         failed = self.made.exception() if self.made is not None and isinstance(error, UsageError) else None
         return failed or error
 
     def wait_until(self, deadline: float | None) -> bool:
-        """Wait until the result is there, or the call's own time is up, which is a result too."""
+        """Wait until the result arrives or the call's own deadline sets a DeadlineError."""
         self._end.wait(self, self.deadline if deadline is None else min(deadline, self.deadline))
         return self._is_done
 
 
 class ReplyReader(Protocol):
-    """Decodes answers and runs callbacks."""
+    """Decoder of replies, and runner of callbacks."""
 
     def read_reply(self, end: CallerEnd, reply: PendingReply, received: Received) -> tuple[Any, BaseException | None]:
-        """Return the result, or the exception, that an answer holds."""
+        """Return the result or the exception in a reply."""
 
     def go_on_from(self, future: Future[Any]) -> None:
-        """Run the callbacks of a future, which is done, in another thread."""
+        """Run a done future's callbacks in another thread."""
 
 
 class CallerEnd:
-    """Calls to one other worker. For several threads at once."""
+    """Calls to one other worker. Thread-safe."""
 
     def __init__(self, framed: FramedSocket, rank: int, reader: ReplyReader) -> None:
         self.rank = rank
         self.name = framed.name
         self.failure: PacelineError | None = None
-        """Why the connection is of no more use."""
+        """The reason why the connection is unusable; None while it works."""
         self.free_since = 0.0
-        """When the reading was last given up, for the standby."""
+        """Time at which the last reader stopped, for the standby."""
         self.has_own_reader = False
-        """Whether a thread reads until nothing is under way."""
+        """Whether a dedicated thread reads until no call is pending."""
         self._framed = framed
         self._reader = reader
         self._counting = threading.Lock()
@@ -72,21 +71,20 @@ class CallerEnd:
         self._blocked: set[PendingReply] = set()
         self._is_watched = False
         self.num_sent = 0
-        """Requests, so far."""
 
     @property
     def num_pending(self) -> int:
-        """How many calls are under way."""
+        """Return the number of pending calls."""
         return len(self._pending) - self._is_watched
 
     @property
     def is_read(self) -> bool:
-        """Whether a thread reads the connection."""
+        """Return whether a thread reads the connection."""
         return self._reading.locked()
 
     @property
     def is_unattended(self) -> bool:
-        """Whether calls are under way, and no thread reads until they are answered."""
+        """Return whether calls are pending without a dedicated reader."""
         return bool(self._pending) and not self.has_own_reader
 
     def start(
@@ -101,9 +99,9 @@ class CallerEnd:
         message: int = 0,
         made: Future[Any] | None = None,
     ) -> PendingReply:
-        """Send a call and return the future of its result. Raises ConnectionLostError or DeadlineError.
+        """Send a call and return the future of its result.
 
-        `made`: see :class:`PendingReply`.
+        `made` is described in :class:`PendingReply`. Raises ConnectionLostError or DeadlineError.
         """
         deadline = time.monotonic() + timeout_s
         reply = PendingReply(self, what, deadline, timeout_s)
@@ -124,14 +122,14 @@ class CallerEnd:
         return reply
 
     def watch(self, kind: int) -> PendingReply | None:
-        """Return a future that fails when the other worker ends, the first time; None, if there is one already."""
+        """Return a future that fails when the other worker ends; None after the first call."""
         if self._is_watched:
             return None
         self._is_watched = True
-        return self.start(kind, b"", (), what="a call that it never answers", timeout_s=math.inf)
+        return self.start(kind, b"", (), what="a watch request", timeout_s=math.inf)
 
     def tell(self, kind: int, meta: Buffer, timeout_s: float) -> None:
-        """Send what is not answered."""
+        """Send a request that has no reply."""
         self._count()
         self._framed.send(kind, meta, deadline=time.monotonic() + timeout_s)
 
@@ -141,7 +139,7 @@ class CallerEnd:
             return self.num_sent
 
     def wait(self, reply: PendingReply, deadline: float) -> None:
-        """Return once the reply is done, or at `deadline`; at the reply's own it is done, with a DeadlineError."""
+        """Wait until the reply is done or `deadline` passes. The reply's own deadline sets a DeadlineError."""
         while not reply.done():
             if self._reading.acquire(blocking=False):
                 self._read_until(reply, deadline)
@@ -155,12 +153,12 @@ class CallerEnd:
                     return
 
     def _block(self, reply: PendingReply, deadline: float) -> None:
-        """Wait until another thread has read the result, or gives the reading up."""
+        """Wait until another thread has delivered the result or stopped reading."""
         waiter = reply.add_waiter()
         if waiter is None:
             return
         self._blocked.add(reply)
-        # Asked again: who read may have looked for a successor just before this one was in the set.
+        # Try again: the last reader may have chosen a successor just before this reply was added.
         if self._reading.acquire(blocking=False):
             self._blocked.discard(reply)
             self._read_until(reply, deadline)
@@ -169,7 +167,7 @@ class CallerEnd:
             self._blocked.discard(reply)
 
     def _read_until(self, reply: PendingReply, deadline: float) -> None:
-        """Read, with the lock held, until the reply is done or the time is up; then let the next one read."""
+        """Read, holding the lock, until the reply is done or the deadline passes; then wake another reader."""
         try:
             while not reply.done():
                 left = deadline - time.monotonic()
@@ -182,7 +180,7 @@ class CallerEnd:
             self._stop_reading()
 
     def read_on(self) -> None:
-        """Read for those who do not wait, as long as there are any (the standby has a thread do so)."""
+        """Read in a dedicated thread of the standby until no call is pending."""
         if not self._reading.acquire(blocking=False):
             return
         self.has_own_reader = True
@@ -207,12 +205,12 @@ class CallerEnd:
             self._wake_one()
 
     def _let_go(self) -> None:
-        """Give the descriptor back, unless somebody reads, who does so then; nobody reads any more."""
+        """Close the descriptor if no thread reads; otherwise the reader closes it."""
         if self._reading.acquire(blocking=False):
             self._framed.release()
 
     def expire_late(self) -> None:
-        """End the calls whose time is up."""
+        """Fail the calls whose deadline has passed."""
         now = time.monotonic()
         for reply in list(self._pending.values()):
             if now >= reply.deadline:
@@ -243,7 +241,7 @@ class CallerEnd:
                 return
 
     def lose(self, error: PacelineError) -> None:
-        """The connection is of no more use: fail all that is under way. Idempotent."""
+        """Fail all pending calls, because the connection is unusable. Idempotent."""
         if self.failure is None:
             self.failure = ConnectionLostError(f"{self.name} died or left ({error})")
         self._framed.close()
@@ -258,8 +256,8 @@ class CallerEnd:
 
 
 def unreadable(name: str, error: Exception) -> PacelineError:
-    """Return why a connection ends: one of ours as it is, another one means that what was sent cannot be read."""
+    """Return the error that ends a connection; an unexpected exception means malformed data."""
     if isinstance(error, PacelineError):
         return error
     text = printable(f"{type(error).__name__}: {error}", 300)
-    return ProtocolError(f"{name} sent what cannot be read ({text})")
+    return ProtocolError(f"{name} sent unreadable data ({text})")

@@ -1,8 +1,7 @@
-"""Who holds which object of this process: the owner's reference counts. Pure: no sockets, threads or clocks.
+"""Reference counts of an owner's objects. Pure: no sockets, threads or clocks.
 
-Whoever passes an RRef on has its owner count the new holder first (:meth:`OwnedObjects.share`), and only then sends
-it: a count is never behind what is on the way. A holder gives back what it was given, all at once or in parts; one that
-has died gives back everything.
+Before a worker passes an RRef on, the owner counts the new holder (:meth:`OwnedObjects.share`). A count therefore never
+lags behind references in flight. A holder releases its counts together or in parts; its death releases all.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from paceline.errors import ProtocolError
 
 
 class ReferenceId(NamedTuple):
-    """Which object: numbers of workers, and a number that its creator has given out once."""
+    """Identity of an object: ranks of its owner and creator, and the creator's unique number."""
 
     owner: int
     creator: int
@@ -21,7 +20,7 @@ class ReferenceId(NamedTuple):
 
 
 class OwnedObjects:
-    """How often each holder holds each object that this process owns."""
+    """Counts per object of this process and holder."""
 
     def __init__(self) -> None:
         self._counts: dict[ReferenceId, dict[int, int]] = {}
@@ -33,17 +32,17 @@ class OwnedObjects:
         return reference in self._counts
 
     def holders(self, reference: ReferenceId) -> dict[int, int]:
-        """Return how often each holder holds it; nobody, if it is gone."""
+        """Return the count of each holder; empty if the object was freed."""
         return dict(self._counts.get(reference, {}))
 
     def create(self, reference: ReferenceId, holder: int) -> None:
-        """Begin to count, with this holder once. Raises ProtocolError if the object is there already."""
+        """Register an object with one holder. Raises ProtocolError if it exists already."""
         if reference in self._counts:
             raise ProtocolError(f"worker {holder} made object {reference.number} of worker {reference.creator} twice")
         self._counts[reference] = {holder: 1}
 
     def share(self, reference: ReferenceId, holder: int) -> bool:
-        """Count a holder once more; return whether the object is still there."""
+        """Increment a holder's count; return whether the object still exists."""
         counts = self._counts.get(reference)
         if counts is None:
             return False
@@ -51,14 +50,14 @@ class OwnedObjects:
         return True
 
     def release(self, reference: ReferenceId, holder: int, times: int) -> bool:
-        """Count a holder so many times less; return whether nobody holds the object any more, which is then gone.
+        """Decrement a holder's count; return whether the object has no holder left.
 
-        Raises ProtocolError if it holds it fewer times.
+        Raises ProtocolError if the holder's count is smaller than `times`.
         """
         counts = self._counts.get(reference, {})
         held = counts.get(holder, 0)
         if not 1 <= times <= held:
-            raise ProtocolError(f"worker {holder} gave an object back {times} times that it holds {held} times")
+            raise ProtocolError(f"worker {holder} released an object {times} times, its count is {held}")
         if times < held:
             counts[holder] = held - times
             return False
@@ -66,7 +65,7 @@ class OwnedObjects:
         return self._gone(reference)
 
     def lose(self, holder: int) -> list[ReferenceId]:
-        """Forget a holder that has died; return the objects that nobody holds any more."""
+        """Remove a dead holder; return the objects without holders."""
         held = [reference for reference, counts in self._counts.items() if counts.pop(holder, 0)]
         return [reference for reference in held if self._gone(reference)]
 

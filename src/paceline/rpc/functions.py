@@ -1,4 +1,4 @@
-"""What a function that others call may say of itself: that it answers later."""
+"""The decorator for functions that answer later, with a future."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def async_execution(function: _Function) -> _Function:
-    """Answer calls of this function with the result of the :class:`Future` that it returns, once that is there.
+    """Answer calls of this function with the result of the :class:`Future` that it returns.
 
-    No thread waits meanwhile. A decorator; above or below ``@staticmethod`` or ``@classmethod``, if it is one. The
-    future may also be one of ``torch.futures`` or ``concurrent.futures``.
+    No thread waits for the result. The decorator works above or below ``@staticmethod`` and ``@classmethod``. The
+    future may also come from ``torch.futures`` or ``concurrent.futures``.
     """
     inner: Any = getattr(function, "__func__", function)
     inner.__paceline_async__ = True
@@ -29,7 +29,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def promise_of(value: Any) -> Future[Any]:
-    """Return what a function under async_execution has returned. Raises UsageError if it is no future."""
+    """Return a function's future as a :class:`Future`. Raises UsageError for other values."""
     if isinstance(value, Future):
         return value
     read = getattr(value, "value", None) or getattr(value, "result", None)
@@ -43,7 +43,7 @@ def promise_of(value: Any) -> Future[Any]:
 def _settle(promise: Future[Any], read: Callable[[], Any], _: Any) -> None:
     try:
         result = read()
-    except BaseException as error:  # a cancelled one's too
+    except BaseException as error:  # includes CancelledError
         promise.resolve(None, error)
     else:
         promise.resolve(result, None)

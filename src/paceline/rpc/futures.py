@@ -1,4 +1,4 @@
-"""The result of a call that is under way, to be waited for or to go on from."""
+"""Futures: results of pending calls, to wait for or to chain."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from paceline.errors import DeadlineError, UsageError
 _Result = TypeVar("_Result")
 _Other = TypeVar("_Other")
 Timeout = timedelta | float
-"""A duration; as a number, in seconds, where 0 is without end, as in torch.distributed.rpc."""
+"""A duration as a timedelta or in seconds; 0 means no limit, as in torch.distributed.rpc."""
 _logger = logging.getLogger("paceline.rpc")
 _local = threading.local()
 
 
 class BlockedThreads(Protocol):
-    """Who is told when a thread waits for a future, and then no more."""
+    """Observer of threads that wait for futures."""
 
     def begin(self) -> None:
-        """This thread waits from now on. Raises UsageError if it may not."""
+        """Record that this thread starts to wait. Raises UsageError if it may not."""
 
     def end(self) -> None:
-        """It waits no more."""
+        """Record that this thread has stopped waiting."""
 
 
 def wait_by(waiting: BlockedThreads) -> None:
-    """Have `waiting` told of what this thread waits for."""
+    """Report this thread's waits for futures to `waiting`."""
     _local.waiting = waiting
 
 
 class Future(Generic[_Result]):
-    """A result, or the exception in its place, that is set once. For several threads at once."""
+    """A result or exception that is set once. Thread-safe."""
 
     def __init__(self) -> None:
         self._is_done = False
@@ -49,11 +49,11 @@ class Future(Generic[_Result]):
         self._callbacks: list[Callable[[Future[_Result]], object]] = []
 
     def done(self) -> bool:
-        """Return whether the result or the exception is there."""
+        """Return whether the result or the exception is set."""
         return self._is_done
 
     def wait(self, timeout: Timeout | None = None) -> _Result:
-        """Wait for the result and return it, or raise the exception. Raises DeadlineError after `timeout`."""
+        """Wait, then return the result or raise the exception. Raises DeadlineError after `timeout`."""
         timeout_s = None if timeout is None else seconds_of(timeout)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         if not self._is_done and not self._wait_told(deadline):
@@ -71,7 +71,7 @@ class Future(Generic[_Result]):
             waiting.end()
 
     def value(self) -> _Result:
-        """Return the result, or raise the exception, of a future that is done."""
+        """Return the result of a done future, or raise its exception."""
         if self._error is not None:
             raise self._error
         if not self._is_done:
@@ -79,21 +79,21 @@ class Future(Generic[_Result]):
         return cast(_Result, self._result)
 
     def exception(self) -> BaseException | None:
-        """Return the exception of a future that is done, if it has one."""
+        """Return the exception of a done future; None if it has a result."""
         return self._error
 
     def set_result(self, result: _Result) -> None:
-        """Give the result, and run the callbacks in this thread. Raises UsageError if it has one."""
+        """Set the result and run the callbacks in this thread. Raises UsageError if already done."""
         if not self.resolve(result, None):
             raise UsageError("the future has its result already")
 
     def set_exception(self, error: BaseException) -> None:
-        """Give an exception in place of the result, as :meth:`set_result`."""
+        """Set an exception, as :meth:`set_result` sets a result."""
         if not self.resolve(None, error):
             raise UsageError("the future has its result already")
 
     def add_done_callback(self, callback: Callable[[Future[_Result]], object]) -> None:
-        """Call `callback` with this future once it is done: now, or in the thread that brings the result."""
+        """Call `callback` with this future once done: now, or in the thread that sets the result."""
         with self._lock:
             if not self._is_done:
                 self._callbacks.append(callback)
@@ -101,7 +101,7 @@ class Future(Generic[_Result]):
         callback(self)
 
     def then(self, function: Callable[[Future[_Result]], _Other]) -> Future[_Other]:
-        """Return a future for what `function` returns when it is called with this one, done."""
+        """Return a future of ``function(self)``, called once this future is done."""
         if not callable(function):
             raise UsageError(f"then() got {function!r}, a function that takes the future was expected")
         following: Future[_Other] = Future()
@@ -117,17 +117,17 @@ class Future(Generic[_Result]):
         self.add_done_callback(go_on)
         return following
 
-    # for those who bring results
+    # for threads that set results
 
     def resolve(self, result: Any, error: BaseException | None) -> bool:
-        """Give the result, or the exception, and run the callbacks in this thread; return False if it has one."""
+        """Set the result or exception and run the callbacks here; return False if already done."""
         is_first = self.settle(result, error)
         if is_first:
             self.run_callbacks()
         return is_first
 
     def settle(self, result: Any, error: BaseException | None) -> bool:
-        """Give the result without running the callbacks; return False if it has one already."""
+        """Set the result or exception without the callbacks; return False if already done."""
         with self._lock:
             if self._is_done:
                 return False
@@ -140,11 +140,11 @@ class Future(Generic[_Result]):
 
     @property
     def has_callbacks(self) -> bool:
-        """Whether somebody goes on from this future."""
+        """Return whether callbacks are registered."""
         return bool(self._callbacks)
 
     def run_callbacks(self) -> None:
-        """Run what waits for this future, which is done."""
+        """Run the callbacks of this done future."""
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             try:
@@ -153,14 +153,14 @@ class Future(Generic[_Result]):
                 _logger.exception("a callback of a future failed")
 
     def wait_until(self, deadline: float | None) -> bool:
-        """Wait until the future is done or the time has come (by ``time.monotonic``); return whether it is done."""
+        """Wait until done or until `deadline` (``time.monotonic``); return whether the future is done."""
         waiter = self.add_waiter()
         if waiter is not None:
             waiter.acquire(timeout=-1 if deadline is None else left_until(deadline))
         return self._is_done
 
     def add_waiter(self) -> threading.Lock | None:
-        """Return a held lock that is released once the future is done; ``None``: it is."""
+        """Return a held lock that is released once the future is done; None if it is done."""
         waiter = threading.Lock()
         waiter.acquire()
         with self._lock:
@@ -170,7 +170,7 @@ class Future(Generic[_Result]):
         return waiter
 
     def wake_one(self) -> bool:
-        """Wake one thread that waits, although the result is not there; return whether one waits."""
+        """Wake one waiting thread although the future is not done; return whether one waited."""
         with self._lock:
             if not self._waiters:
                 return False
@@ -179,18 +179,17 @@ class Future(Generic[_Result]):
 
 
 class TimedFuture(Future[_Result]):
-    """The result of a call of this process to itself: it is a DeadlineError once its time is up."""
+    """The future of a call within this process; its deadline sets a DeadlineError."""
 
     def __init__(self, what: str, timeout_s: float) -> None:
-        """`what` was called, and may take so many seconds from now."""
         super().__init__()
         self.deadline = time.monotonic() + timeout_s
-        """When its time is up, by ``time.monotonic``."""
+        """Deadline in ``time.monotonic`` seconds."""
         self._what, self._timeout_s = what, timeout_s
 
     def expire(self) -> bool:
-        """Set the DeadlineError without running the callbacks; return False if there is a result already."""
-        late = DeadlineError(f"{self._what} has no result here within {self._timeout_s:g} s")
+        """Set the DeadlineError without the callbacks; return False if already done."""
+        late = DeadlineError(f"{self._what} has returned no result within {self._timeout_s:g} s")
         return self.settle(None, late)
 
     @override
@@ -202,23 +201,21 @@ class TimedFuture(Future[_Result]):
 
 
 def seconds_of(timeout: Timeout) -> float:
-    """Return a time-out in seconds. Raises UsageError if it is none."""
+    """Return a timeout in seconds. Raises UsageError if it is invalid."""
     if isinstance(timeout, timedelta):
         return timeout.total_seconds()
     if isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and timeout >= 0:
         return float(timeout) or math.inf
-    raise UsageError(
-        f"timeout is {timeout!r}, a duration was expected: timedelta(seconds=5), or seconds, where 0 is without end"
-    )
+    raise UsageError(f"timeout is {timeout!r}, a duration was expected: timedelta(seconds=5), or seconds (0: no limit)")
 
 
 def left_until(deadline: float) -> float:
-    """Return the seconds until a time of ``time.monotonic``, as long as a lock can wait."""
+    """Return the seconds until `deadline`, limited to the longest wait of a lock."""
     return min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
 
 
 def collect_all(futures: Iterable[Future[_Result]]) -> Future[list[Future[_Result]]]:
-    """Return a future of all of these, which is set once each of them has its result or its exception."""
+    """Return a future that is set once all `futures` are done."""
     given = list(futures)
     collected: Future[list[Future[_Result]]] = Future()
     lock, num_left = threading.Lock(), len(given)
@@ -238,7 +235,7 @@ def collect_all(futures: Iterable[Future[_Result]]) -> Future[list[Future[_Resul
 
 
 def wait_all(futures: Iterable[Future[_Result]]) -> list[_Result]:
-    """Wait for all and return their results in order; raise the first exception among them, once all are done."""
+    """Wait for all futures and return their results in order, or raise the first exception."""
     given = list(futures)
     failure: BaseException | None = None
     for future in given:

@@ -1,4 +1,4 @@
-"""An optimizer whose parameters live in several processes: each steps its own, with a context's gradients."""
+"""Optimizer for parameters in several processes, with the gradients of a context."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class DistributedOptimizer:
     def __init__(
         self, optimizer_class: type[torch.optim.Optimizer], params_rref: Sequence[RRef[Any]], *args: Any, **kwargs: Any
     ) -> None:
-        """Make an optimizer of this class at each worker that owns some of the parameters, with these arguments.
+        """Create an optimizer of this class on each worker that owns parameters.
 
-        The class is one of ``torch.optim``, or of a module that those workers allow.
+        The class comes from ``torch.optim`` or from a module that those workers allow, and gets `args` and `kwargs`.
         """
         if not params_rref:
             raise UsageError("the optimizer got no parameters, a list of RRefs to parameters was expected")
@@ -48,7 +48,7 @@ class DistributedOptimizer:
             wait_all([agent.call(each.reference.owner, check, (each,), None) for each in self._optimizers])
 
     def step(self, context_id: int) -> None:
-        """Step all parameters by the gradients that the context has gathered; those without one stay as they are."""
+        """Step all parameters with the context's gradients. Parameters without a gradient stay unchanged."""
         agent = current_agent()
         with in_context(0):
             under_way = [
@@ -59,13 +59,13 @@ class DistributedOptimizer:
 
 
 class LocalOptimizer:
-    """The optimizer of one process's parameters; no two step at once, which may share some."""
+    """Optimizer of one process's parameters. Steps exclude each other, as they may share parameters."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
         self._optimizer, self._parameters = optimizer, parameters
 
     def step(self, gradients: dict[torch.Tensor, torch.Tensor]) -> None:
-        """Step by these gradients; ``.grad`` is empty afterwards."""
+        """Step with these gradients and clear ``.grad``."""
         with _stepping:
             for parameter in self._parameters:
                 parameter.grad = gradients.get(parameter)
@@ -79,7 +79,7 @@ def _make(name: str, rrefs: Sequence[RRef[Any]], args: Sequence[Any], kwargs: di
     found = getattr(torch.optim, path, None) if module.startswith("torch.optim.") else None
     kind = found if found is not None else current_agent().allowed.resolve(name)
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        raise UsageError(f"{name} is no optimizer of torch's")
+        raise UsageError(f"{name} is not a subclass of torch.optim.Optimizer")
     parameters = [rref.local_value() for rref in rrefs]
     for parameter in parameters:
         if not isinstance(parameter, torch.Tensor) or not parameter.is_leaf:

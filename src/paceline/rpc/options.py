@@ -1,7 +1,4 @@
-"""What programs of ``torch.distributed.rpc`` say of their transport, as far as it says something here.
-
-There is one transport, Paceline's own: these are names under which such programs find its settings.
-"""
+"""Names of ``torch.distributed.rpc`` for the settings of Paceline's only transport."""
 
 from __future__ import annotations
 
@@ -17,52 +14,52 @@ _FROM_ENVIRONMENT, _AT_ADDRESS = "env://", "tcp://"
 
 
 class BackendType(enum.Enum):
-    """What ``init_rpc(backend=)`` takes: one value, which is the default too."""
+    """Values of ``init_rpc(backend=)``. The only value is the default."""
 
     TENSORPIPE = "TENSORPIPE"
 
 
 @dataclass
 class TensorPipeRpcBackendOptions:
-    """The settings that ``init_rpc(rpc_backend_options=)`` takes, also from an object of torch's own."""
+    """Settings for ``init_rpc(rpc_backend_options=)``; torch's own objects are accepted too."""
 
     num_worker_threads: int = DEFAULT_NUM_THREADS
     """As `num_threads` of ``init_rpc``."""
     rpc_timeout: float = DEFAULT_TIMEOUT_S
-    """As `timeout` of ``init_rpc``, in seconds; 0 is without end."""
+    """As `timeout` of ``init_rpc``, in seconds; 0 means no limit."""
     init_method: str = _FROM_ENVIRONMENT
     """``env://``, or ``tcp://host:port`` as `address` of ``init_rpc``."""
     device_maps: dict[str, Any] = field(default_factory=dict)
-    """Must be empty: tensors of the CPU are sent."""
+    """Must be empty: only CPU tensors are sent."""
     devices: list[Any] = field(default_factory=list)
     """Must be empty."""
 
     def set_device_map(self, to: str, device_map: dict[Any, Any]) -> None:
-        """Raise UsageError: tensors of the CPU are sent."""
+        """Raise UsageError: only CPU tensors are sent."""
         raise no_devices()
 
     def set_devices(self, devices: list[Any]) -> None:
-        """Raise UsageError: tensors of the CPU are sent."""
+        """Raise UsageError: only CPU tensors are sent."""
         raise no_devices()
 
 
 def no_devices() -> UsageError:
-    """Return the error for maps of devices."""
+    """Return the error for device maps."""
     return UsageError(
-        "rpc sends tensors of the CPU and maps no devices: leave device_maps and devices out, send "
-        "tensor.cpu() and call .to(device) where it comes"
+        "rpc sends only CPU tensors and maps no devices: leave out device_maps and devices, send tensor.cpu() and call "
+        ".to(device) in the receiver"
     )
 
 
 def check_backend(backend: Any) -> None:
-    """Raise UsageError for a transport that there is not."""
+    """Raise UsageError for an unknown transport."""
     name = getattr(backend, "name", backend)
     if name not in (None, BackendType.TENSORPIPE.name):
-        raise UsageError(f"backend is {printable(repr(backend), 100)}; rpc has one transport, of its own: leave it out")
+        raise UsageError(f"backend is {printable(repr(backend), 100)}; rpc has only its own transport: leave it out")
 
 
 class RpcSettings(NamedTuple):
-    """What ``init_rpc`` is told, by its arguments or by options."""
+    """Settings of ``init_rpc`` from arguments or options."""
 
     address: str | None
     timeout: Timeout
@@ -70,9 +67,9 @@ class RpcSettings(NamedTuple):
 
 
 def settings_of(options: Any, address: str | None, timeout: Timeout | None, num_threads: int | None) -> RpcSettings:
-    """Return what is told by arguments or `options`, or else the defaults.
+    """Return the settings from the arguments and `options`, completed by defaults.
 
-    Raises UsageError for what cannot be, and for what is told twice.
+    Raises UsageError for invalid values and for values given twice.
     """
     if options is not None:
         told = address_of(options)
@@ -82,7 +79,7 @@ def settings_of(options: Any, address: str | None, timeout: Timeout | None, num_
             ("num_threads", num_threads, True),
         ):
             if value is not None and is_told:
-                raise UsageError(f"{name} is told twice, by itself and by rpc_backend_options: leave one of them out")
+                raise UsageError(f"{name} is given twice, as an argument and in rpc_backend_options: leave one out")
         address = address if told is None else told
         timeout, num_threads = _field(options, "rpc_timeout"), _field(options, "num_worker_threads")
     timeout = DEFAULT_TIMEOUT_S if timeout is None else timeout
@@ -103,7 +100,7 @@ def _field(options: Any, name: str) -> Any:
 
 
 def address_of(options: Any) -> str | None:
-    """Return where the workers meet, as options say it; None: as the environment says. Raises UsageError."""
+    """Return the address in `options`; None for the environment's. Raises UsageError."""
     if getattr(options, "device_maps", None) or getattr(options, "devices", None):
         raise no_devices()
     method = getattr(options, "init_method", _FROM_ENVIRONMENT)

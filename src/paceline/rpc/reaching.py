@@ -1,4 +1,4 @@
-"""The connections that this worker has made to others, each at the first call, and what comes back on them."""
+"""This worker's connections to others, opened at the first call, and their replies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _RESULT, _NONE = int(RpcKind.RESULT), msgspec.msgpack.encode(None)
 
 
 class CallerEnds(ReplyReader):
-    """The connections to other workers, by their numbers. For several threads at once."""
+    """Connections to other workers by rank. Thread-safe."""
 
     def __init__(self, agent: Agent, world: World, token: str) -> None:
         self._agent, self._world, self._token = agent, world, token
@@ -68,22 +68,22 @@ class CallerEnds(ReplyReader):
         return CallerEnd(framed, to, self)
 
     def num_sent(self) -> int:
-        """Return how many requests were sent, so far."""
+        """Return the number of requests sent so far."""
         return self._num_sent_before + sum(end.num_sent for end in list(self._ends.values()))
 
     def is_idle(self) -> bool:
-        """Return whether no call is under way."""
+        """Return whether no call is pending."""
         return not any(end.num_pending for end in list(self._ends.values()) if end.failure is None)
 
     def close(self) -> None:
-        """Close all. Idempotent."""
+        """Close all connections. Idempotent."""
         with self._lock:
             self._is_closed = True
             ends = list(self._ends.values())
         for end in ends:
             end.lose(ConnectionLostError("this process has left rpc"))
 
-    # what the connections ask of us
+    # the interface ReplyReader
 
     @override
     def read_reply(self, end: CallerEnd, reply: PendingReply, received: Received) -> tuple[Any, BaseException | None]:
@@ -101,10 +101,10 @@ class CallerEnds(ReplyReader):
 
                 contexts.receive(header.sequence, end.rank, header.epoch, decoding.tensors)
         except PacelineError as error:
-            return None, type(error)(f"the answer of {end.name} to {reply.what} cannot be taken: {error}")
+            return None, type(error)(f"the reply of {end.name} to {reply.what} cannot be read: {error}")
         except Exception as error:
             text = printable(f"{type(error).__name__}: {error}", 500)
-            return None, PeerError(f"the answer of {end.name} to {reply.what} cannot be taken: {text}")
+            return None, PeerError(f"the reply of {end.name} to {reply.what} cannot be read: {text}")
         return result, None
 
     @override

@@ -1,8 +1,8 @@
-"""References to objects of other processes (RRefs), and the table of them that each process has.
+"""References (RRefs): the objects that a process owns and the references that it holds.
 
-An object lives as long as somebody holds it: the owner counts (`counting`). All RRefs of one process to one object
-share a :class:`Holding`; when the last of them goes, the owner is told. A holder that dies is noticed by the end of its
-connection.
+An owner counts the holders of each object (`counting`) and keeps the object while it has any. All RRefs of one process
+to one object share a :class:`Holding`; the owner is notified when the last of them is deleted. The end of its
+connection reveals a dead holder.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from paceline.rpc.futures import Future
 
 
 class Holding:
-    """That this process holds an object, and how many times its owner has counted that."""
+    """This process's hold on an object, with the owner's count for it."""
 
     def __init__(self, reference: ReferenceId, table: ObjectTable) -> None:
         self.reference = reference
         self.times = 0
         self.made: Future[Any] | None = None
-        """The answer to the call that made it, where this process has made it elsewhere."""
+        """The reply to the call that created the object, if this process sent that call."""
         self._dropped = table.dropped
 
     def __del__(self) -> None:
-        # From wherever the garbage collector runs: only an append that takes no lock.
+        # The garbage collector may run this anywhere: only an append that takes no lock is safe.
         if self.times:
             self._dropped.put((self.reference, self.times))
 
 
 class ObjectTable:
-    """What this process owns and what it holds of others. For several threads at once."""
+    """Objects that this process owns and references that it holds. Thread-safe."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.dropped: queue.SimpleQueue[tuple[ReferenceId, int] | None] = queue.SimpleQueue()
-        """What is held no more, to be given back; ``None`` at the end."""
+        """References to release at their owners; ``None`` ends the thread."""
         self._lock = threading.RLock()
         self._owned = OwnedObjects()
         self._values: dict[ReferenceId, Future[Any]] = {}
@@ -50,26 +50,26 @@ class ObjectTable:
 
     @property
     def num_owned(self) -> int:
-        """How many objects others or this process itself hold here."""
+        """Return the number of objects of this process with holders."""
         return len(self._owned)
 
     def holders(self, reference: ReferenceId) -> set[int]:
-        """Return which workers hold an object of this process."""
+        """Return the ranks of the workers that hold an object of this process."""
         with self._lock:
             return set(self._owned.holders(reference))
 
     def new_id(self, owner: int) -> ReferenceId:
-        """Return the name of an object that is to be made."""
+        """Return the id of a new object."""
         return ReferenceId(owner, self.rank, next(self._numbers))
 
     def own(self, reference: ReferenceId, holder: int, value: Future[Any]) -> None:
-        """Keep an object, or what is to become one, for its first holder."""
+        """Store the future of an object for its first holder."""
         with self._lock:
             self._owned.create(reference, holder)
             self._values[reference] = value
 
     def hold(self, reference: ReferenceId) -> Holding:
-        """Return the holding of an object for which the owner has counted this process once more."""
+        """Return the holding of an object after its owner has counted this process once more."""
         with self._lock:
             holding = self._held.get(reference)
             if holding is None:
@@ -78,7 +78,7 @@ class ObjectTable:
             return holding
 
     def receive(self, parts: Any) -> Holding:
-        """Return the holding for a reference that came in a message. Raises ProtocolError or UsageError (gone)."""
+        """Return the holding of a received reference. Raises ProtocolError or UsageError (object freed)."""
         if not (isinstance(parts, list) and len(parts) == 3 and all(type(part) is int for part in parts)):
             raise ProtocolError("got a reference that cannot be read")
         reference = ReferenceId(*parts)
@@ -87,14 +87,14 @@ class ObjectTable:
         return self.hold(reference)
 
     def share(self, references: Sequence[ReferenceId], holder: int) -> None:
-        """Count a worker as a holder of these objects of this process. Raises UsageError if one is gone."""
+        """Count a worker as a holder of local objects. Raises UsageError for a freed object."""
         with self._lock:
             for reference in references:
                 if not self._owned.share(reference, holder):
                     raise gone()
 
     def value(self, reference: ReferenceId) -> Future[Any]:
-        """Return the value of an object of this process. Raises UsageError if it is gone."""
+        """Return the future of a local object. Raises UsageError for a freed object."""
         with self._lock:
             value = self._values.get(reference)
         if value is None:
@@ -102,23 +102,23 @@ class ObjectTable:
         return value
 
     def release(self, reference: ReferenceId, holder: int, times: int) -> None:
-        """Count a holder less; the object may go."""
+        """Decrement a holder's count and free the object after the last one."""
         with self._lock:
             if not self._owned.release(reference, holder, times):
                 return
             value = self._values.pop(reference, None)
-        del value  # outside the lock: what it takes with it may call us
+        del value  # outside the lock: destructors may call this table
 
     def lose(self, holder: int) -> None:
-        """Forget a holder that has died."""
+        """Remove a dead holder and free the objects without holders."""
         with self._lock:
             values = [self._values.pop(reference, None) for reference in self._owned.lose(holder)]
         del values
 
 
 def gone() -> UsageError:
-    """Return the error for an object that its owner does not have any more."""
+    """Return the error for an object that its owner has freed."""
     return UsageError(
-        "the object of this RRef is gone: nobody held it any more, or its owner took this process for dead when their "
-        "connection broke; make it again"
+        "the object of this RRef was freed: it had no holder left, or its owner declared this process dead when their "
+        "connection broke; create it again"
     )

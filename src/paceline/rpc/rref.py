@@ -1,4 +1,4 @@
-"""RRef: a reference to an object that lives in one process, its owner, and is used from many."""
+"""RRef: a reference to an object that one process owns and many use."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Begin = Callable[[str, Sequence[Any], dict[str, Any]], Any]
 
 
 class RRef(Generic[_Value]):
-    """A reference to an object of one worker; it may be passed to others, and keeps the object alive.
+    """A reference to an object of one worker. It can be sent to others and keeps the object alive.
 
     ``RRef(value)`` refers to an object of this process.
     """
@@ -32,7 +32,7 @@ class RRef(Generic[_Value]):
     __slots__ = ("__weakref__", "_agent", "_holding")
 
     def __init__(self, value: _Value, type_hint: Any = None) -> None:
-        """`type_hint` is for programs of torch.distributed.rpc, and has no meaning here."""
+        """`type_hint` is ignored; programs of torch.distributed.rpc may pass it."""
         agent = current_agent()
         self._agent = agent
         self._holding = agent.own(value)
@@ -46,45 +46,46 @@ class RRef(Generic[_Value]):
 
     @property
     def agent(self) -> Agent:
-        """Return the part in rpc that this is of."""
+        """Return the agent that this reference belongs to."""
         return self._agent
 
     @property
     def reference(self) -> ReferenceId:
-        """Which object this is."""
+        """Return the identity of the object."""
         return self._holding.reference
 
     @property
     def made(self) -> Future[Any] | None:
-        """Return the answer to the call that made the object, where this process has asked another one for it."""
+        """Return the reply to the call that created the object, if this process sent that call."""
         return self._holding.made
 
     def owner(self) -> WorkerInfo:
-        """Return the worker where the object lives."""
+        """Return the worker that owns the object."""
         return self._agent.worker_of(self.reference.owner)
 
     def owner_name(self) -> str:
-        """Return that worker's name."""
+        """Return the owner's name."""
         return self.owner().name
 
     def is_owner(self) -> bool:
-        """Return whether the object lives in this process."""
+        """Return whether this process owns the object."""
         return self.reference.owner == self._agent.rank
 
     def confirmed_by_owner(self) -> bool:
-        """Return whether the object is known to have been asked for at its owner, which keeps it from then on."""
+        """Return whether the owner has confirmed the object's creation."""
         return self.made is None or (self.made.done() and self.made.exception() is None)
 
     def to_here(self, timeout: Timeout | None = None) -> _Value:
-        """Return a copy of the object; at its owner, the object itself. Waits until it has been made.
+        """Return a copy of the object, or the object itself at its owner. Waits for its creation.
 
-        Raises what its making raised, DeadlineError, ConnectionLostError (the owner died) or UsageError (it is gone).
+        Raises the exception of its creation, DeadlineError, ConnectionLostError (the owner died) or UsageError (it was
+        freed).
         """
         value: _Value = self._agent.fetch(self, timeout).wait(self._agent.seconds_of(timeout))
         return value
 
     def local_value(self) -> _Value:
-        """Return the object, at its owner. Raises UsageError elsewhere."""
+        """Return the object, at its owner. Raises UsageError in other processes."""
         if not self.is_owner():
             raise UsageError(
                 f"local_value() was called on worker {self._agent.name!r}, the object lives on {self.owner_name()!r}; "
@@ -94,28 +95,28 @@ class RRef(Generic[_Value]):
         return value
 
     def rpc_sync(self, timeout: Timeout | None = None) -> Methods:
-        """Return what calls a method of the object at its owner and waits: ``rref.rpc_sync().method(1)``."""
+        """Return a proxy that calls methods at the owner and waits: ``rref.rpc_sync().method(1)``."""
         return Methods(self, functools.partial(_call_and_wait, self._agent, self, timeout))
 
     def rpc_async(self, timeout: Timeout | None = None) -> Methods:
-        """Return what calls a method of the object at its owner, and gives a :class:`Future` of the result."""
+        """Return a proxy that calls methods at the owner and returns a :class:`Future`."""
         return Methods(self, functools.partial(_call, self._agent, self, timeout))
 
     def remote(self, timeout: Timeout | None = None) -> Methods:
-        """Return what calls a method of the object at its owner, and gives an :class:`RRef` to the result."""
+        """Return a proxy that calls methods at the owner and returns an :class:`RRef` to the result."""
         return Methods(self, functools.partial(_make, self._agent, self, timeout))
 
     def backward(self, context_id: int = -1, retain_graph: bool = False) -> None:
-        """Compute the gradients of the referenced tensor, of one element, in an autograd context.
+        """Compute the gradients of the referenced one-element tensor in an autograd context.
 
-        See :func:`paceline.rpc.autograd.backward`; without a context, at the owner, into ``.grad`` as usual.
+        See :func:`paceline.rpc.autograd.backward`. Without a context, the owner computes them into ``.grad`` as usual.
         """
         from paceline.rpc.autograd import backward_from
 
         backward_from(self, context_id, retain_graph)
 
     def __reduce__(self) -> Any:
-        raise TypeError("an RRef is no value that can be pickled or copied; give it to a call as an argument")
+        raise TypeError("an RRef cannot be pickled or copied; pass it to a call as an argument")
 
     def __repr__(self) -> str:
         _, creator, number = self.reference
@@ -123,7 +124,7 @@ class RRef(Generic[_Value]):
 
 
 class Methods:
-    """The methods of an object elsewhere, by name."""
+    """Proxy of a remote object's methods."""
 
     def __init__(self, rref: RRef[Any], call: _Begin) -> None:
         self._rref, self._call = rref, call
@@ -139,7 +140,7 @@ class Methods:
 
 
 class RemoteMethod:
-    """A method of an object elsewhere: called here, or given to ``rpc_async`` and its like as the function."""
+    """A method of a remote object, to call here or to pass to ``rpc_async`` and similar functions."""
 
     __slots__ = ("_call", "name", "rref")
 
@@ -171,7 +172,7 @@ def _make(
 
 def _pack_reference(encoding: Encoding, value: RRef[Any]) -> Any:
     if value.agent is not encoding.agent:
-        raise cannot_send("it is an RRef of an rpc that was shut down; make it again")
+        raise cannot_send("it is an RRef of an rpc session that was shut down; create it again")
     encoding.references.append(value)
     return Ext(REFERENCE, encoding.nested(list(value.reference)))
 
@@ -179,7 +180,7 @@ def _pack_reference(encoding: Encoding, value: RRef[Any]) -> Any:
 def _unpack_reference(decoding: Decoding, data: memoryview) -> RRef[Any]:
     agent: Agent | None = decoding.agent
     if agent is None:
-        raise ProtocolError("got an RRef where none can be")
+        raise ProtocolError("got an RRef where RRefs are not supported")
     return RRef.of_holding(agent.table.receive(decoding.nested(data)), agent)
 
 

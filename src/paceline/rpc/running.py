@@ -1,4 +1,4 @@
-"""What of rpc this process and this thread are in: the agent, and the autograd context."""
+"""Rpc state of this process and thread: the agent and the autograd context."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _left: list[float] = []
 
 
 def current_agent() -> Agent:
-    """Return this process's agent. Raises UsageError if there is none."""
+    """Return this process's agent. Raises UsageError if rpc is not running."""
     if not _agents:
         raise UsageError("rpc is not running in this process; call paceline.rpc.init_rpc(name) first")
     return _agents[-1]
 
 
 def set_agent(agent: Agent | None) -> None:
-    """Make this the process's agent, or end with it."""
+    """Set this process's agent; None removes it."""
     if agent is None:
         _left[:] = [time.monotonic()]
     _agents[:] = [] if agent is None else [agent]
 
 
 def left_at() -> float:
-    """Return when this process last left rpc, by ``time.monotonic``; minus infinity if it never did."""
+    """Return the ``time.monotonic`` of the last exit from rpc; minus infinity before the first."""
     return _left[-1] if _left else -math.inf
 
 
@@ -44,14 +44,14 @@ def is_running() -> bool:
 
 
 def current_context() -> int:
-    """Return the number of the autograd context of this thread; 0 if it is in none."""
+    """Return the number of this thread's autograd context; 0 without one."""
     context: int = getattr(_local, "context", 0)
     return context
 
 
 @contextlib.contextmanager
 def in_context(context: int) -> Iterator[None]:
-    """Be in an autograd context in this thread."""
+    """Enter an autograd context in this thread."""
     before = current_context()
     _local.context = context
     try:

@@ -1,8 +1,9 @@
-"""The callee's end of connections: requests are read and run by one thread per connection, without a hop.
+"""Callee's end of connections: one thread per connection reads and runs requests.
 
-Where a function takes longer than a moment (it computes, sleeps, waits for another call), `Standby` has another thread
-go on reading the connection, so that calls of one caller run beside one another, and one that waits for a later one
-gets it. The standby looks every 2 ms while there is something to look after, and sleeps otherwise.
+A short function needs no thread switch. If a function takes longer than a moment (it computes, sleeps or waits for
+another call), `Standby` assigns another thread to read the connection. The calls of one caller therefore run
+concurrently, and a call may wait for a later one. The standby checks every 2 ms while there is work, and sleeps
+otherwise.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ _MOMENT_S = 0.002
 _IDLE_TICKS = 100
 _SPARE_S = 5.0
 MAX_WAITING = 1000
-"""How many functions of a process may wait at once for calls that they have made."""
+"""Maximum number of functions in a process that wait for calls of their own."""
 
 
 class SpareThreads(BlockedThreads):
-    """Threads that run what they are given; made when needed, ended when not needed for a while.
+    """Thread pool that starts threads on demand and ends idle ones.
 
-    At most `max_threads` of them run something; those that wait for the result of a call of their own do not count, so
-    that a chain of calls from process to process and back ends. Of these there are at most a thousand.
+    At most `max_threads` threads run a task. A thread that waits for a call of its own does not count, so that nested
+    calls between processes finish; at most `MAX_WAITING` threads may wait.
     """
 
     def __init__(self, max_threads: int) -> None:
@@ -44,7 +45,7 @@ class SpareThreads(BlockedThreads):
         self._num_threads = self._num_idle = self._num_waiting = 0
 
     def run(self, task: Callable[..., object], *args: Any) -> None:
-        """Run it in another thread: soon, or once one is free where there are as many as there may be."""
+        """Run a task in another thread, or queue it while all threads are busy."""
         with self._lock:
             self._tasks.put((task, args))
             is_needed = self._needs_thread()
@@ -52,7 +53,7 @@ class SpareThreads(BlockedThreads):
             self._start()
 
     def has_room(self) -> bool:
-        """Return whether one more task would run at once."""
+        """Return whether another task would start immediately."""
         return self._num_threads - self._num_idle - self._num_waiting < self._max_threads
 
     @override
@@ -60,8 +61,8 @@ class SpareThreads(BlockedThreads):
         with self._lock:
             if self._num_waiting >= MAX_WAITING:
                 raise UsageError(
-                    f"{MAX_WAITING:,} functions of this process wait for calls that they have made: calls are nested "
-                    "too deep, or too many at once; return a Future under async_execution, which takes no thread"
+                    f"{MAX_WAITING:,} functions of this process wait for calls of their own: calls are nested too "
+                    "deeply, or too many run concurrently; return a Future under async_execution, which needs no thread"
                 )
             self._num_waiting += 1
             is_needed = self._needs_thread()
@@ -74,7 +75,7 @@ class SpareThreads(BlockedThreads):
             self._num_waiting -= 1
 
     def _needs_thread(self) -> bool:
-        """Return whether a thread is to be started, which is counted."""
+        """Return whether to start a thread, and count it."""
         if self._num_idle >= self._tasks.qsize() or self._num_threads - self._num_waiting >= self._max_threads:
             return False
         self._num_threads += 1
@@ -107,13 +108,13 @@ class SpareThreads(BlockedThreads):
 
 
 class RequestServer(Protocol):
-    """Who answers requests."""
+    """Runs requests and sends the replies."""
 
     def serve_request(self, end: CalleeEnd, received: Received) -> None:
-        """Carry a request out and answer it; :meth:`CalleeEnd.begin` before what may take long."""
+        """Run a request and send the reply. Call :meth:`CalleeEnd.begin` before slow work."""
 
     def caller_lost(self, end: CalleeEnd) -> None:
-        """Take note that a caller's connection has ended."""
+        """Handle the end of a caller's connection."""
 
 
 class CalleeEnd:
@@ -127,7 +128,7 @@ class CalleeEnd:
         self._busy_since = 0.0
 
     def read_on(self, turn: object) -> None:
-        """Read requests and carry them out, until another thread has taken the turn or the connection ends."""
+        """Read and run requests until another thread takes over or the connection ends."""
         self._turn = turn
         while True:
             try:
@@ -146,14 +147,14 @@ class CalleeEnd:
                 if self._turn is not turn:
                     return
                 self._busy_since = 0.0
-            del received  # its memory, before the next is awaited
+            del received  # free its memory before the next wait
 
     def begin(self) -> None:
-        """What follows may take long: from now on another thread may take the reading over."""
+        """Mark the start of slow work, during which another thread may take over the reading."""
         self._busy_since = time.monotonic()
 
     def take_over(self, now: float) -> object | None:
-        """Return a turn to read on with, if the thread that reads has been busy for more than a moment."""
+        """Return a new turn if the reading thread has been busy for longer than `_MOMENT_S`."""
         since = self._busy_since
         if not since or now - since < _MOMENT_S:
             return None
@@ -166,12 +167,12 @@ class CalleeEnd:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request is being carried out by the thread that reads."""
+        """Return whether the reading thread is running a request."""
         return bool(self._busy_since)
 
 
 class Standby:
-    """One thread that sees to it that every connection is read that has to be."""
+    """Thread that assigns readers to connections without one."""
 
     def __init__(self, threads: SpareThreads) -> None:
         self._threads = threads
@@ -184,31 +185,31 @@ class Standby:
         self._thread = threading.Thread(target=self._watch, name="paceline-rpc-standby", daemon=True)
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start the thread."""
         self._thread.start()
 
     def watch_callee(self, end: CalleeEnd) -> None:
-        """Look after a caller's connection."""
+        """Watch the connection of a caller."""
         self._callees = [*self._callees, end]
 
     def watch_caller(self, end: CallerEnd) -> None:
-        """Look after a connection that was made here."""
+        """Watch a connection to another worker."""
         self._callers = [*self._callers, end]
 
     def watch_timed(self, future: TimedFuture[Any]) -> None:
-        """Look after a call of this process to itself, for which nobody may wait."""
+        """Watch the deadline of a call within this process, because no thread may wait for it."""
         self._timed[future] = None
         future.add_done_callback(lambda _: self._timed.pop(future, None))
         if future.deadline < self._sleeps_until:
             self._wake.set()
 
     def forget(self, end: CalleeEnd | CallerEnd) -> None:
-        """Look after it no more."""
+        """Stop watching a connection."""
         self._callees = [each for each in self._callees if each is not end]
         self._callers = [each for each in self._callers if each is not end]
 
     def touch(self) -> None:
-        """There is something to look after."""
+        """Report new work; wakes a sleeping thread."""
         self._is_touched = True
         if not self._is_awake:
             self._wake.set()
@@ -228,7 +229,7 @@ class Standby:
             if idle >= _IDLE_TICKS:
                 self._is_awake = False
                 self._sleeps_until = min((each.deadline for each in list(self._timed)), default=math.inf)
-                if not self._is_touched:  # who touched before that did not wake
+                if not self._is_touched:  # an earlier touch() has not set the event
                     self._wake.wait(left_until(self._sleeps_until))
                 self._wake.clear()
                 self._is_awake = True
@@ -238,14 +239,14 @@ class Standby:
             idle = 0 if self._look() else idle + 1
 
     def _expire_timed(self) -> None:
-        """End the calls of this process to itself whose time is up."""
+        """Expire the calls within this process whose deadline has passed."""
         now = time.monotonic()
         for future in list(self._timed):
             if now >= future.deadline and future.expire():
                 self._threads.run(future.run_callbacks)
 
     def _look(self) -> bool:
-        """Have threads read what nobody does; return whether there is more to look after."""
+        """Assign missing readers; return whether connections need further checks."""
         now = time.monotonic()
         self._expire_timed()
         is_needed = False

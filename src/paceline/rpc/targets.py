@@ -1,4 +1,4 @@
-"""What is called: a function by its name, or a method and the object that it is of."""
+"""Targets of calls: a function by its name, or a method and its object."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from paceline.rpc.futures import Future
 from paceline.rpc.rref import RemoteMethod, RRef
 
 Target = str | tuple[Any, str]
-"""A function by its qualified name; or a method by its name, and in front of it an RRef to its object or, where it is
-to run on a copy, the object itself.
+"""A function's qualified name; or an object and a method name. The object is an RRef, or a value to run on a copy of.
 """
 
 
@@ -26,7 +25,7 @@ class Call(NamedTuple):
     kwargs: dict[str, Any] | None
 
     def check(self) -> None:
-        """Raise UsageError for arguments that cannot be."""
+        """Raise UsageError for invalid arguments."""
         args, kwargs = self.args, self.kwargs
         if not isinstance(args, Sequence) or isinstance(args, (str, bytes, bytearray)):
             shown = printable(repr(args), 100)
@@ -38,7 +37,7 @@ class Call(NamedTuple):
 
 
 def call_of(func: Callable[..., Any] | str, args: Sequence[Any] | None, kwargs: dict[str, Any] | None) -> Call:
-    """Return the call of a function or method; the arguments of a ``functools.partial`` are put in front."""
+    """Return the call of a function or method; arguments of a ``functools.partial`` come first."""
     given = () if args is None else args
     if isinstance(func, functools.partial):
         inner = call_of(func.func, func.args, func.keywords)
@@ -49,7 +48,7 @@ def call_of(func: Callable[..., Any] | str, args: Sequence[Any] | None, kwargs: 
 
 
 def target_of(func: Callable[..., Any] | str) -> Target:
-    """Return what a call of this function names. Raises UsageError if another process cannot find it."""
+    """Return the target for a function. Raises UsageError if other processes cannot find it."""
     if isinstance(func, RemoteMethod):
         return func.rref, func.name
     if isinstance(func, str):
@@ -61,12 +60,12 @@ def target_of(func: Callable[..., Any] | str) -> Target:
 
 
 def made_of(target: Target) -> Future[Any] | None:
-    """Return the answer to the call that made the object whose method a call names, if it was made from here."""
+    """Return the reply to the call that created the target's object, if this process sent it."""
     return target[0].made if isinstance(target, tuple) and isinstance(target[0], RRef) else None
 
 
 def what_of(target: Target) -> str:
-    """Return what a call names, for messages."""
+    """Return the target's name for messages."""
     if isinstance(target, str):
         return target
     owner, method = target

@@ -1,4 +1,4 @@
-"""The workers of a program: their names, and who may send what to whom."""
+"""The workers of a program: names, ranks and whether they accept pickles."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _MAX_NAME = 128
 
 @allow
 class WorkerInfo(NamedTuple):
-    """One worker: its name, and its number among all (its rank)."""
+    """One worker: its name and its rank."""
 
     name: str
     id: int
 
 
 Worker = str | int | WorkerInfo
-"""What calls take for a worker: its name, its number or its WorkerInfo."""
+"""A worker's name, rank or WorkerInfo."""
 
 
 class Introduction(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker says of itself when all meet."""
+    """The data that each worker publishes when it joins."""
 
     name: str
     pickle: bool
@@ -37,7 +37,7 @@ decode_introduction = reader(Introduction, "a worker's introduction")
 
 
 class Directory:
-    """All workers by name. Raises UsageError if two have the same."""
+    """All workers by name. Raises UsageError for duplicate names."""
 
     def __init__(self, introductions: Sequence[Introduction]) -> None:
         """`introductions`: in rank order."""
@@ -53,7 +53,7 @@ class Directory:
             self._ids[name] = rank
 
     def id_of(self, worker: Worker) -> int:
-        """Return a worker's number, of its name, its number or what is known of it. Raises UsageError for none."""
+        """Return a worker's rank. Raises UsageError for an unknown worker."""
         if type(worker) is int and 0 <= worker < len(self.workers):
             return worker
         name = worker if isinstance(worker, str) else getattr(worker, "name", worker)
@@ -61,16 +61,16 @@ class Directory:
         if number is None:
             known = ", ".join(repr(each.name) for each in self.workers[:20])
             more = f" and {len(self.workers) - 20} more" if len(self.workers) > 20 else ""
-            raise UsageError(f"there is no worker {printable(str(name), _MAX_NAME)!r}; the workers are {known}{more}")
+            raise UsageError(f"unknown worker {printable(str(name), _MAX_NAME)!r}; the workers are {known}{more}")
         return number
 
     def reads_pickle(self, number: int) -> bool:
-        """Return whether a worker unpickles what comes."""
+        """Return whether a worker accepts pickled values."""
         return self._pickle[number]
 
 
 def check_name(name: str) -> str:
-    """Return a worker's name, or raise UsageError if it cannot be one."""
+    """Return a worker's name. Raises UsageError if it is invalid."""
     if not isinstance(name, str) or not name or len(name) > _MAX_NAME or not name.isprintable():
         raise UsageError(
             f"the worker's name is {printable(repr(name), 200)}, 1 to {_MAX_NAME} printable characters were expected"

@@ -250,10 +250,10 @@ def test_references_are_counted_by_their_owner(agents: list[Agent]) -> None:
 def test_a_call_to_oneself_ends_in_time(agents: list[Agent]) -> None:
     a = agents[0]
     later.clear()
-    with pytest.raises(DeadlineError, match=r"promised has no result here within 0\.02 s"):
+    with pytest.raises(DeadlineError, match=r"promised .* no result within 0\.02 s"):
         call(a, 0, promised, "never", timeout=timedelta(milliseconds=20))
     give("never", 1)  # too late, and no harm
-    with pytest.raises(DeadlineError, match=r"nap has no result here within 0 s"):
+    with pytest.raises(DeadlineError, match=r"nap .* no result within 0 s"):
         start(a, 0, nap, 0.01, timeout=timedelta(0)).wait()
     with pytest.raises(DeadlineError, match=r"within 0\.01 s"):
         a.remote(0, qualified_name(promised), ("r",), None).to_here(timedelta(milliseconds=10))
@@ -335,9 +335,9 @@ def test_a_reference_of_before_a_shutdown_is_not_taken_for_another_object(agents
     try:
         new = first.remote(1, qualified_name(Counter), (7,), None)
         assert new.reference == left.reference
-        with pytest.raises(UsageError, match=r"args\[0\] .* an RRef of an rpc that was shut down"):
+        with pytest.raises(UsageError, match=r"args\[0\] .* RRef .* shut down"):
             call(first, 1, value_of_owner, left)
-        with pytest.raises(UsageError, match=r"RRef.* is of an rpc that was shut down"):
+        with pytest.raises(UsageError, match=r"RRef.* shut down"):
             first.call(1, (left, "add"), (1,), None)
         assert call(first, 1, value_of_owner, new) == 7
     finally:
@@ -562,7 +562,7 @@ def test_gradients_go_back_the_way_the_values_came(agents: list[Agent]) -> None:
     held = call(b, 0, keep_here, RRef.of_holding(b.own(w), b))
     assert held is None
     rref = kept.pop()
-    with pytest.raises(UsageError, match="no autograd context"):
+    with pytest.raises(UsageError, match="autograd context 123 "):
         autograd.backward(123, [x.sum()])
     # Threads of one process share the contexts: what a sends and b receives meets in one.
     number = autograd.contexts.new(a.rank)

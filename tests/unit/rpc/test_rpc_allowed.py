@@ -73,7 +73,7 @@ def test_what_it_only_imports_or_hides_is_not_reached(name: str) -> None:
 
 def test_modules_that_were_not_allowed() -> None:
     for allowed in (Allowed(), Allowed(["tests"]), Allowed([f"{HERE}:Outer"])):
-        with pytest.raises(UsageError, match=r"is not allowed here: give its module to init_rpc"):
+        with pytest.raises(UsageError, match=r"is not allowed here: .*module to init_rpc"):
             allowed.resolve(f"{HERE}:function")
 
 
@@ -84,7 +84,7 @@ def test_single_names_packages_and_decorated_functions() -> None:
         assert Allowed([f"{package}.*"]).resolve(f"{HERE}:function") is function
     assert Allowed().resolve(f"{HERE}:_decorated") is _decorated
     assert Allowed(["json.*"]).resolve("json.decoder:JSONDecoder").__name__ == "JSONDecoder"
-    with pytest.raises(UsageError, match=r"_private' is not allowed here: its name begins with _; say its name"):
+    with pytest.raises(UsageError, match=r"_private' is not allowed here: its name begins with _; .*init_rpc"):
         Allowed([HERE]).resolve(f"{HERE}:_private")
     assert Allowed([f"{HERE}:_private"]).resolve(f"{HERE}:_private") is _private
     with pytest.raises(UsageError, match=f"imported' is not allowed here: {HERE} does not define it itself"):
@@ -95,9 +95,7 @@ def test_single_names_packages_and_decorated_functions() -> None:
 
 def test_of_pythons_own_modules_the_error_asks_for_names() -> None:
     for name in ("builtins:min", "os:getcwd"):
-        with pytest.raises(
-            UsageError, match=rf"'{name}' is not allowed here; say its name, init_rpc\(allow=\['{name}'\]"
-        ):
+        with pytest.raises(UsageError, match=rf"'{name}' is not allowed here; .* init_rpc\(allow=\['{name}'\]"):
             Allowed().resolve(name)
 
 
@@ -115,7 +113,7 @@ def test_methods_of_allowed_classes() -> None:
     for name in ("_hidden", "__init__", "__class__", "__reduce__"):
         with pytest.raises(UsageError, match="is not allowed here"):
             allowed.check_method(value, name)
-    with pytest.raises(UsageError, match=f"its name begins with _; say its name, .*'{HERE}:Outer._hidden'"):
+    with pytest.raises(UsageError, match=f"its name begins with _; .*'{HERE}:Outer._hidden'"):
         allowed.check_method(value, HIDDEN)
     assert Allowed([f"{HERE}:Outer._hidden"]).check_method(value, HIDDEN)() == 6
     with pytest.raises(UsageError, match="has no method 'nothing'"):
@@ -159,7 +157,7 @@ def test_functions_of_tensors_go_by_the_names_that_programs_use() -> None:
         assert allowed.resolve(name) is function
     assert allowed.check_method(torch.ones(2), "sum")() == 2
     for hidden in ("torch:from_file", "torch:import_ir_module", "torch:load", "torch:hub.load", "torch:nn.Linear"):
-        with pytest.raises(UsageError, match=f"'{hidden}' is not allowed here: .*say its name"):
+        with pytest.raises(UsageError, match=f"'{hidden}' is not allowed here: .*its name to init_rpc"):
             allowed.resolve(hidden)
     assert Allowed(["torch:from_file"]).resolve("torch:from_file") is torch.from_file
     with pytest.raises(UsageError, match="has no name"):

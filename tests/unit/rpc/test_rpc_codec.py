@@ -131,7 +131,7 @@ def test_named_tuples_and_ordered_dictionaries_keep_their_kind() -> None:
     assert type(back[1]) is OrderedDict
     assert list(back[1]) == ["b", "a"]
     assert there_and_back(WorkerInfo("w", 1)) == WorkerInfo("w", 1)
-    with pytest.raises(UsageError, match="cannot be made"):
+    with pytest.raises(UsageError, match="cannot be created"):
         Decoding(memoryview(b""), Allowed()).decode(packed(9, [f"{__name__}:Step", {"at": 1}]))
 
 
@@ -195,7 +195,7 @@ def test_what_else_is_of_torch() -> None:
     again = torch.nn.Linear(2, 3)
     again.load_state_dict(there_and_back(state))
     assert torch.equal(again.weight, state["weight"])
-    with pytest.raises(UsageError, match=r"Linear; make it there, with remote\(\), .*or send its state_dict\(\)"):
+    with pytest.raises(UsageError, match=r"Linear; .* remote\(\) .*state_dict\(\)"):
         there_and_back(again)
     for bad in (
         ["dtype", "load"],

@@ -45,7 +45,7 @@ def test_gradients_of_others_are_told_apart_by_message() -> None:
     assert part.record_sent(3, []) == 0
     assert part.sent(part.record_sent(3, [own])) == [own]
     assert part.workers == {3}
-    with pytest.raises(ProtocolError, match="not sent in it"):
+    with pytest.raises(ProtocolError, match="message .* not sent"):
         part.sent(99)
 
 
@@ -57,7 +57,7 @@ def test_contexts_end_with_who_began_them() -> None:
     first, second = contexts.new(1), contexts.new(2)
     assert contexts.known(first).number == first
     contexts.lose(1)
-    with pytest.raises(UsageError, match=f"no autograd context {first} here"):
+    with pytest.raises(UsageError, match=f"autograd context {first} does not exist"):
         contexts.known(first)
     assert contexts.gradients(first) == {}
     assert contexts.pop(second) is not None

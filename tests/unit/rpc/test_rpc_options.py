@@ -30,7 +30,7 @@ def test_where_the_workers_meet() -> None:
 
 def test_devices_are_not_mapped() -> None:
     options = TensorPipeRpcBackendOptions()
-    with pytest.raises(UsageError, match=r"leave device_maps and devices out, send tensor\.cpu\(\)"):
+    with pytest.raises(UsageError, match=r"device_maps and devices, .*tensor\.cpu\(\)"):
         options.set_device_map("w", {0: 0})
     with pytest.raises(UsageError, match="maps no devices"):
         options.set_devices([0])
@@ -41,10 +41,10 @@ def test_devices_are_not_mapped() -> None:
 def test_there_is_one_transport() -> None:
     for known in (None, BackendType.TENSORPIPE, "TENSORPIPE", SimpleNamespace(name="TENSORPIPE")):
         check_backend(known)
-    with pytest.raises(UsageError, match="backend is 'gloo'; rpc has one transport"):
+    with pytest.raises(UsageError, match="backend is 'gloo'; .*transport"):
         rpc.init_rpc("w", rank=0, world_size=1, backend="gloo")
     wrong: Any = BackendType.TENSORPIPE
-    with pytest.raises(UsageError, match=r"rank is .*after the name stand rank and world_size"):
+    with pytest.raises(UsageError, match=r"rank is .*rank and world_size"):
         rpc.init_rpc("w", wrong, 0)
 
 
@@ -67,7 +67,7 @@ def test_what_is_told_by_options_or_arguments() -> None:
         ("timeout", (None, 5, None)),
         ("num_threads", (None, None, 1)),
     ):
-        with pytest.raises(UsageError, match=f"{name} is told twice"):
+        with pytest.raises(UsageError, match=f"{name} is given twice"):
             settings_of(options, *given)
     with pytest.raises(UsageError, match="has no rpc_timeout"):
         settings_of(SimpleNamespace(), None, None, None)

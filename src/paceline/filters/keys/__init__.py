@@ -1,4 +1,4 @@
-"""Filters of keys, and what both ends of a connection remember of keys for them."""
+"""Filters of keys, and the memory of sent keys at both ends of a connection."""
 
 from .caching import KeyCaching
 from .deltas import DeltaKeys

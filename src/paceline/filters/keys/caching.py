@@ -1,4 +1,4 @@
-"""A list of keys that the server has seen goes as its digest (Li et al., OSDI 2014, section 3.6)."""
+"""Digests for lists of keys that the server has seen (Li et al., OSDI 2014, section 3.6)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from paceline.tables.types import Keys
 
 DIGEST_BYTES = 16
 LEAST_KEYS = 4
-"""Shorter lists are not worth a digest."""
+"""Minimum length of a list for a digest."""
 
 Digest: TypeAlias = bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class KeyCaching(KeyFilter):
-    """16 bytes for a list of keys that was sent before on this connection, for a push or a pull.
+    """16 bytes for a list of keys that was sent before on this connection, in a push or a pull.
 
-    Both ends remember the lists of a table until their keys take `megabytes`, and then forget those that were not used
-    for longest. The server may forget more: then it says so, and is sent the keys. All is forgotten when the connection
-    or the map of the cluster changes.
+    Both ends remember the lists of a table up to `megabytes` of keys, and then evict the least recently used. The
+    server may evict more: it then requests the keys. Both ends clear their lists when the connection or the cluster's
+    map changes.
     """
 
     megabytes: int = 64
@@ -46,9 +46,9 @@ def digest_of(keys: Keys) -> Digest:
 
 
 class KeyLists:
-    """Lists of keys by digest, on either end: the receiver has the keys, the sender knows only that it does.
+    """Lists of keys by digest: the receiver stores the keys, the sender only the digests.
 
-    Both forget in the same order, since both are told of the same lists.
+    Both evict in the same order, because both process the same lists.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -60,12 +60,12 @@ class KeyLists:
         return known in self._entries
 
     def use(self, known: Digest) -> Any:
-        """Return what was kept with a digest, which was used now; KeyError if it is not known."""
+        """Return the value stored with a digest, and mark it as used. Raises KeyError."""
         self._entries.move_to_end(known)
         return self._entries[known][1]
 
     def add(self, new: Digest, num_keys: int, kept: Any = None) -> None:
-        """Remember a list of so many keys."""
+        """Remember a list of `num_keys` keys."""
         if new in self._entries:
             self._entries.move_to_end(new)
             return
@@ -75,6 +75,6 @@ class KeyLists:
             self.num_bytes -= 8 * self._entries.popitem(last=False)[1][0]
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all lists."""
         self._entries.clear()
         self.num_bytes = 0

@@ -10,9 +10,9 @@ from paceline.filters.base import KeyFilter
 
 @dataclasses.dataclass(frozen=True)
 class DeltaKeys(KeyFilter):
-    """Keys are sorted, and their differences sent in as many bytes as they need (LEB128), 7 bits in each.
+    """Sorts the keys and sends their differences in LEB128, 7 bits per byte.
 
-    It pays where keys are small numbers: 1 or 2 bytes each. n hashes of 64 bits still differ by 2^64 / n.
+    It pays for small keys: 1 or 2 bytes each. n hashes of 64 bits still differ by 2^64 / n.
     """
 
     name: ClassVar[str] = "delta-keys"

@@ -1,4 +1,4 @@
-"""What one end of a connection knows of the keys of a table that were sent on it."""
+"""State of one end of a connection for the keys of a table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from paceline.filters.keys.numbers import KeyNumbers, ReceivedNumbers, SentNumbe
 
 
 class KeyMemory:
-    """Lists of keys and numbers of keys, as far as filters remember them; of the sender, or of the receiver."""
+    """Key lists and key numbers that filters remember, at the sender or at the receiver."""
 
     def __init__(self, caching: KeyCaching | None, numbering: KeyNumbers | None, *, sends: bool) -> None:
         self.lists = None if caching is None else KeyLists(caching.megabytes << 20)
@@ -16,12 +16,12 @@ class KeyMemory:
 
     @property
     def num_bytes(self) -> int:
-        """What the keys take, on the receiver's end."""
+        """Return the bytes of the keys at the receiver's end."""
         lists = 0 if self.lists is None else self.lists.num_bytes
         return lists + (0 if self.received is None else self.received.num_bytes)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all keys."""
         for each in (self.lists, self.sent, self.received):
             if each is not None:
                 each.clear()

@@ -1,4 +1,4 @@
-"""A key that the server has seen goes as its number."""
+"""Numbers for keys that the server has seen."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from paceline.tables.types import Keys
 BASE_BYTES = 4
 _LEAST_SLOTS = 1 << 10
 _MOST_BYTES = 9
-"""Of a key: a zero and the key."""
+"""Bytes of a new key: a zero and the key."""
 
 
 @dataclasses.dataclass(frozen=True)
 class KeyNumbers(KeyFilter):
     """1 to 4 bytes for a key that was sent before on this connection, 9 for a new one.
 
-    Keys are numbered as they come, so those that are in most minibatches get the least numbers. Both ends remember them
-    until they take `megabytes`; later ones get no number. The worker needs three times that. All is forgotten when the
-    connection or the map of the cluster changes.
+    Keys are numbered in the order of their arrival, so frequent keys get the smallest numbers. Both ends remember them
+    up to `megabytes`; later keys get no number. The worker needs three times that memory. Both ends clear the numbers
+    when the connection or the cluster's map changes.
     """
 
     megabytes: int = 64
@@ -46,12 +46,12 @@ class SentNumbers:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all numbers."""
         self._state = np.array([0, self._limit], np.int64)
         self._keys, self._numbers = np.zeros(_LEAST_SLOTS, np.uint64), np.zeros(_LEAST_SLOTS, np.uint32)
 
     def encode(self, keys: Keys) -> Bytes:
-        """Return how many keys have a number (uint32), and then these keys."""
+        """Return the number of known keys (uint32), followed by these keys."""
         most = min(int(self._state[0]) + len(keys), self._limit)
         if 2 * most > len(self._keys):
             size = 1 << (3 * most).bit_length()
@@ -72,20 +72,20 @@ class ReceivedNumbers:
 
     @property
     def num_bytes(self) -> int:
-        """What the keys take."""
+        """Return the bytes of the keys."""
         return self._keys.nbytes
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all keys."""
         self._state = np.array([0, self._limit], np.int64)
         self._keys: Keys = np.zeros(0, np.uint64)
 
     def follows(self, data: Bytes) -> bool:
-        """Whether as many keys have a number here as had one where these were written."""
+        """Return whether the sender knew as many keys as this end does."""
         return len(data) >= BASE_BYTES and int(data[:BASE_BYTES].view(np.uint32)[0]) == int(self._state[0])
 
     def decode(self, data: Bytes, out: Keys) -> bool:
-        """Read keys (uint64 [n]); return False if this is no such list."""
+        """Read keys (uint64 [n]); return False if the data is invalid."""
         most = min(int(self._state[0]) + len(out), self._limit)
         if most > len(self._keys):
             grown = np.zeros(min(2 * most, self._limit), np.uint64)

@@ -1,1 +1,1 @@
-"""What calls and answers are on a connection: messages, the values that they carry, and how both are sent and read."""
+"""Wire format of rpc: messages, values and framed sockets."""

@@ -1,12 +1,11 @@
-"""Values of calls as bytes and back: msgpack for what is small, the memory of arrays beside it without a copy.
+"""Encoding of call values: msgpack, with the memory of arrays appended without a copy.
 
-A message is a msgpack part and a body. Arrays stand in the msgpack part as an extension that says their dtype and
-shape, and their elements in the body, in the order of the extensions, each padded to 8 bytes; who decodes makes views
-of the body. Nothing that comes is believed: sizes are checked before an array is made, names of functions and classes
-go through :class:`paceline.rpc.allowed.Allowed`, and nothing is unpickled unless this process has said so.
+A message is a msgpack part and a body. The msgpack part holds an extension with dtype and shape for each array. The
+body holds the elements in the order of the extensions, each array padded to 8 bytes; decoded arrays are views of the
+body. Received data is not trusted: sizes are checked before an array is created, names of functions and classes go
+through :class:`paceline.rpc.allowed.Allowed`, and pickles are read only if this process has enabled them.
 
-Other modules add kinds of values by :func:`add_kind`: `kinds` all but the RRefs of `rref` and what is PyTorch's, of
-`tensors`.
+Other modules add kinds of values by :func:`add_kind`: `rref` adds RRefs, `tensors` PyTorch's types, `kinds` all others.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from paceline.rpc.allowed import Allowed
 from paceline.transport import PADS, UNREADABLE, Buffer, padded
 
 MAX_DEPTH: Final = 100
-"""How deep lists, tuples, dictionaries and dataclasses may stand in one another."""
+"""Maximum nesting of lists, tuples, dictionaries and dataclasses."""
 
 REFERENCE, TENSOR, OF_TORCH = 20, 21, 22
-"""Codes of the kinds of other modules; `kinds` has the smaller ones."""
+"""Extension codes of other modules; `kinds` has the smaller ones."""
 
 _PLAIN: Final = frozenset({type(None), bool, float, str, bytes})
 _NUMERIC = "?bhilqBHILQefdFD"
 DTYPES: Final = {np.dtype(code).name: np.dtype(code).newbyteorder("<") for code in _NUMERIC}
-"""The types of elements that may be sent, by name."""
+"""The dtypes that can be sent, by name."""
 
 Pack = Callable[["Encoding", Any], Any]
 Unpack = Callable[["Decoding", memoryview], Any]
@@ -43,18 +42,18 @@ _unpacks: dict[int, Unpack] = {}
 
 
 def add_pack(types: Sequence[type], pack: Pack) -> None:
-    """Send values of exactly these types by `pack`, which returns what msgpack has of its own."""
+    """Register `pack`, which returns a msgpack value, for exactly these types."""
     for kind in types:
         _packs[kind] = pack
 
 
 def add_pack_of_subclasses(base: type, pack: Pack) -> None:
-    """Send values of subclasses of this type, for which there is no other kind, by `pack`."""
+    """Register `pack` for subclasses of this type that have no kind of their own."""
     _packs_of_subclasses[base] = pack
 
 
 def add_kind(code: int, types: Sequence[type], pack: Pack, unpack: Unpack) -> None:
-    """Send values of exactly these types by `pack`, which returns an ``Ext`` of this code, and read it by `unpack`."""
+    """Register `pack`, which returns an ``Ext`` with this code, and `unpack` for exactly these types."""
     add_pack(types, pack)
     _unpacks[code] = unpack
 
@@ -71,22 +70,20 @@ def _msgpack(packed: Any) -> bytes:
     try:
         return msgspec.msgpack.encode(packed)
     except (UnicodeEncodeError, OverflowError) as error:
-        raise CannotSendError(f"it holds what has no encoding: {printable(str(error), 200)}") from None
+        raise CannotSendError(f"it holds a value without an encoding: {printable(str(error), 200)}") from None
 
 
 class Encoding:
     """One message that is being encoded."""
 
     def __init__(self, *, pickle: bool = False, records: bool = False, agent: Any = None) -> None:
-        """`records`: keep the tensors that require a gradient, so that one can come back for them. `agent`: whose RRefs
-        may go (see `rref`).
-        """
+        """`records`: keep the tensors that require a gradient. `agent`: the agent of the RRefs (see `rref`)."""
         self.parts: list[Buffer] = []
-        """The body: memory of the arrays, not copied, and what pads it."""
+        """The body: memory of the arrays, not copied, and padding."""
         self.references: list[Any] = []
         """The RRefs of the message."""
         self.tensors: list[Any] = []
-        """The tensors of the message that require a gradient, if it records."""
+        """The tensors of the message that require a gradient, if `records` is set."""
         self.pickle, self.records, self.agent = pickle, records, agent
         self._depth = 0
 
@@ -98,7 +95,7 @@ class Encoding:
             raise UsageError(f"{what}{error.place} cannot be sent: {error.reason}") from None
 
     def encode_call(self, before: Sequence[Any], target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bytes:
-        """Return the msgpack part of a call; ``before`` stands in front of it as it is."""
+        """Return the msgpack part of a call, which starts with the items of `before`."""
         what = "target"
         try:
             packed: list[Any] = [*before, target if type(target) is str else [self.pack(target[0]), target[1]]]
@@ -126,11 +123,11 @@ class Encoding:
                 self.parts.append(PADS[-size & 7])
 
     def nested(self, value: Any) -> bytes:
-        """Return a value as the msgpack of an extension's own."""
+        """Return a value as msgpack, for an extension."""
         return _msgpack(value)
 
     def pack(self, value: Any) -> Any:
-        """Return the value as msgspec encodes it."""
+        """Return the value in a form that msgspec encodes."""
         kind = type(value)
         if kind in _PLAIN:
             return value
@@ -145,7 +142,7 @@ class Encoding:
         return packed
 
     def pack_all(self, values: Sequence[Any]) -> list[Any]:
-        """Return the items of a list or tuple, each packed."""
+        """Return the packed items of a list or tuple."""
         packed: list[Any] = []
         try:
             for value in values:
@@ -156,7 +153,7 @@ class Encoding:
         return packed
 
     def pack_fields(self, names: Sequence[str], value: Any) -> dict[str, Any]:
-        """Return the named attributes of a value, each packed."""
+        """Return the packed attributes of a value."""
         packed: dict[str, Any] = {}
         for name in names:
             try:
@@ -167,13 +164,13 @@ class Encoding:
         return packed
 
     def _find(self, value: Any, kind: type) -> Pack:
-        """Return how to send a value whose type was not seen before."""
+        """Return the `pack` for a type that was not seen before."""
         from paceline.rpc.wire.kinds import find_pack
 
-        if kind in _packs:  # since the import
+        if kind in _packs:  # registered by the import
             return _packs[kind]
         if kind.__module__.partition(".")[0] == "torch" or _is_tensor(value):
-            import paceline.rpc.wire.tensors  # noqa: F401  (it adds the kinds of torch's)
+            import paceline.rpc.wire.tensors  # noqa: F401  (registers the kinds of torch)
 
             if kind in _packs:
                 return _packs[kind]
@@ -187,10 +184,10 @@ class Decoding:
     """One message that is being decoded."""
 
     def __init__(self, body: memoryview, allowed: Allowed, *, pickle: bool = False, agent: Any = None) -> None:
-        """`body`: the arrays are views of it. `agent`: whose RRefs come (see `rref`)."""
+        """`body`: the arrays are views of this memory. `agent`: the agent of the RRefs (see `rref`)."""
         self.allowed, self.pickle, self.agent = allowed, pickle, agent
         self.tensors: list[Any] = []
-        """The tensors for which the sender keeps the way back of a gradient, in its order."""
+        """The tensors that the sender has recorded for a backward pass, in its order."""
         self._body = body
         self._next = 0
         self._depth = 0
@@ -208,7 +205,7 @@ class Decoding:
         return value
 
     def nested(self, data: memoryview) -> Any:
-        """Return the msgpack of an extension's own, decoded."""
+        """Return the decoded msgpack of an extension."""
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise ProtocolError(f"got a value that is nested deeper than {MAX_DEPTH} levels")
@@ -217,16 +214,16 @@ class Decoding:
         return value
 
     def take_array(self, name: Any, shape: Any) -> NDArray[Any]:
-        """Return the next array of the body as a view of it."""
+        """Return the next array of the body as a view."""
         dtype = DTYPES.get(name) if isinstance(name, str) else None
         if dtype is None or not isinstance(shape, list) or len(shape) > 32:
-            raise ProtocolError(f"got an array of dtype {printable(repr(name), 60)} and a shape that cannot be")
+            raise ProtocolError(f"got an array of dtype {printable(repr(name), 60)} with an invalid dtype or shape")
         if not all(type(size) is int and 0 <= size < 1 << 62 for size in shape):
-            raise ProtocolError("got an array whose shape cannot be")
+            raise ProtocolError("got an array with an invalid shape")
         nbytes = math.prod(shape) * dtype.itemsize
         start = self._next
         if nbytes > len(self._body) - start:
-            raise ProtocolError(f"got an array that claims {nbytes} bytes, {len(self._body) - start} are left of it")
+            raise ProtocolError(f"got an array that claims {nbytes} bytes, the body has {len(self._body) - start} left")
         self._next = min(start + padded(nbytes), len(self._body))
         if not nbytes:
             return np.empty(shape, dtype)
@@ -238,10 +235,10 @@ class Decoding:
             import paceline.rpc.wire.kinds
 
             if code in (TENSOR, OF_TORCH):
-                import paceline.rpc.wire.tensors  # noqa: F401  (it adds the kinds of torch's)
+                import paceline.rpc.wire.tensors  # noqa: F401  (registers the kinds of torch)
             unpack = _unpacks.get(code)
         if unpack is None:
-            raise ProtocolError(f"got a value of kind {code}, which this version does not know")
+            raise ProtocolError(f"got a value of kind {code}, which this version does not support")
         return unpack(self, data)
 
 
@@ -251,7 +248,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def as_sent(array: NDArray[Any]) -> NDArray[Any]:
-    """Return the array as it is sent: contiguous and little-endian, itself where it is so already."""
+    """Return the array in its sent form: contiguous and little-endian; copied only if needed."""
     if array.dtype.name not in DTYPES:
         raise CannotSendError(f"its elements are of dtype {array.dtype}; {', '.join(DTYPES)} are sent")
     dtype = array.dtype.newbyteorder("<")
@@ -259,5 +256,5 @@ def as_sent(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def cannot_send(reason: str) -> Exception:
-    """Return what a kind's `pack` raises for a value that cannot be sent; its place in the arguments is added."""
+    """Return the exception that `pack` raises for an unsupported value; its place is added later."""
     return CannotSendError(reason)

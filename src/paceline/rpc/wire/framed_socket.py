@@ -1,8 +1,8 @@
-"""Frames on a connected socket, sent and received by whichever thread has a reason to: no thread of its own.
+"""Frames on a connected socket, sent and received by the calling threads.
 
-A small frame is received with what came beside it; the rest of a large one is received in place, into memory that the
-arrays in it then keep. Over a network without TLS every frame carries a tag (`security.sealing`) under a key that
-follows from the token and a nonce of each end.
+A small frame is copied out of the receive buffer. The rest of a large frame is received in place, into memory that its
+arrays keep. Over a network without TLS, every frame carries a tag (`security.sealing`) under a key that is derived from
+the token and a nonce of each end.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from paceline.transport.spinning import Spinner
 
 _BUFFER_BYTES = 1 << 14
 _JOINED_BYTES = 1 << 13
-"""Frames up to here are copied into one buffer: cheaper than what sendmsg costs above send."""
+"""Frames up to this size are joined into one buffer: the copy is cheaper than sendmsg."""
 _IOV_MAX = 512
 _STALL_S = 60.0
-"""How long the other end may pause in the middle of a frame, or take nothing of one."""
+"""Maximum pause of the other end within a frame, in both directions."""
 _LONGEST_POLL_MS = 1 << 30
 _NONCE_BYTES = 32
-_OFFER = 31  # a frame that is not the application's: the path of memory for bodies
+_OFFER = 31  # internal kind of frame: offers the path of shared memory for bodies
 
 
 class Received(NamedTuple):
@@ -58,10 +58,10 @@ class Received(NamedTuple):
 
 
 class FramedSocket:
-    """One connection. Several threads may send; one at a time may receive, also while others send."""
+    """One connection. Several threads may send, and one at a time may receive, concurrently."""
 
     def __init__(self, connected: socket.socket, name: str) -> None:
-        """`connected`: non-blocking; `name` says in messages who is at its other end."""
+        """`connected` is non-blocking; `name` names the other end in messages."""
         self.name = name
         self._socket = connected
         self._buffer = bytearray(_BUFFER_BYTES)
@@ -71,16 +71,16 @@ class FramedSocket:
         self._poller = select.poll()
         self._poller.register(connected.fileno(), select.POLLIN)
         self._spin = Spinner().wait
-        # The rest of a frame is on its way: to look for it pays, whatever came of looking for frames.
+        # Spin within a frame separately: its rest is in flight, whatever the waits between frames showed.
         self._within = Spinner().wait
         self._within_sending = Spinner().wait
         self._seals: Seals | None = None
         self._shared: SharedBodies | None = None
         self._may_offer = False
-        self._is_wanted = False  # a large body has come by the socket
+        self._is_wanted = False  # a large body has arrived through the socket
 
     def agree_on_seals(self, token: str, *, connecting: bool, deadline: float) -> None:
-        """Seal all that follows if this is a plain connection over a network; both ends call it first of all."""
+        """Seal all later frames of a plain network connection. Both ends must call this first."""
         if _is_on_host(self._socket):
             return
         own = secrets.token_bytes(_NONCE_BYTES)
@@ -91,7 +91,7 @@ class FramedSocket:
         self._seals = derive_seals(token, nonces, b"paceline rpc", connecting=connecting)
 
     def share_bodies(self) -> None:
-        """Offer the other end memory for large bodies, once there are some. For the caller's end, on one host."""
+        """Offer shared memory once large bodies occur. For the caller's end, on one host."""
         self._may_offer = can_share()
 
     def send(
@@ -105,15 +105,15 @@ class FramedSocket:
         context: int = 0,
         message: int = 0,
     ) -> None:
-        """Send a whole frame; returns once it is in the system's hands, or copied.
+        """Send a whole frame; returns once the kernel has it, or a copy.
 
-        Raises UsageError (too long), ConnectionLostError or DeadlineError: then the connection is of no more use.
+        Raises UsageError (too long), ConnectionLostError or DeadlineError: then the connection is unusable.
         """
         body_bytes = sum(map(size_of, body)) if body else 0
         if body_bytes + len(meta) > LIMITS.max_frame_bytes - (1 << 12) or len(meta) > LIMITS.max_meta_bytes:
             raise UsageError(
-                f"a message of {body_bytes + len(meta)} bytes was to be sent, {len(meta)} of them other than arrays; "
-                f"at most {LIMITS.max_frame_bytes} and {LIMITS.max_meta_bytes} are; send it in parts"
+                f"the message has {body_bytes + len(meta)} bytes, {len(meta)} outside its arrays; the limits are "
+                f"{LIMITS.max_frame_bytes} and {LIMITS.max_meta_bytes}; send it in parts"
             )
         with self._sending:
             slot = 0
@@ -128,7 +128,7 @@ class FramedSocket:
     def _through_memory(
         self, body: Sequence[Buffer], body_bytes: int, deadline: float
     ) -> tuple[int, Sequence[Buffer], int]:
-        """Return a frame's flags, and its body or what stands for it: 0 mean the body, n that it is in slot n - 1."""
+        """Return flags, body and its size. Flags 0 mean the body itself, n that slot n - 1 holds it."""
         shared = self._shared
         if shared is None:
             self._may_offer = self._is_wanted = False
@@ -158,16 +158,14 @@ class FramedSocket:
             raise self._lost(error) from None
 
     def wait_readable(self, timeout_s: float | None, *, spin: bool = True) -> bool:
-        """Wait until something has come, or the end; return whether it has. After 12 days it returns in any case."""
+        """Wait until data or the end arrives; return whether it has. Returns after 12 days at the latest."""
         if self._end > self._start:
             return True
         timeout_ms = None if timeout_s is None else _poll_ms(timeout_s)
         return bool(self._spin(self._poller.poll, timeout_ms) if spin else self._poller.poll(timeout_ms))
 
     def receive(self) -> Received:
-        """Receive a whole frame, of which a part has come or is awaited. Raises ConnectionLostError, ProtocolError or
-        DeadlineError: then the connection is of no more use.
-        """
+        """Receive a frame. After ConnectionLostError, ProtocolError or DeadlineError the socket is unusable."""
         while True:
             received = self._receive_frame()
             header = received.header
@@ -204,14 +202,14 @@ class FramedSocket:
             self._end += self._receive_some(self._view[self._end :], deadline)
 
     def close(self) -> None:
-        """Close the connection; who waits on it wakes. Idempotent."""
+        """Close the connection and wake its waiting threads. Idempotent."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass
 
     def release(self) -> None:
-        """Give the descriptor back, once nobody waits on it."""
+        """Close the descriptor, once no thread waits for it."""
         with self._sending:
             self._socket.close()
             if self._shared is not None:
@@ -311,7 +309,7 @@ class FramedSocket:
         left = min(deadline - time.monotonic(), _STALL_S)
         if not self._within_sending(poller.poll, _poll_ms(left)):
             self.close()
-            raise DeadlineError(f"{self.name} takes nothing of what is sent to it; the connection is closed")
+            raise DeadlineError(f"{self.name} does not read its messages; the connection is closed")
 
     def _lost(self, error: Exception | None = None) -> ConnectionLostError:
         cause = f" ({error})" if error is not None else ""
@@ -319,12 +317,12 @@ class FramedSocket:
 
 
 def _poll_ms(seconds: float) -> float:
-    """Return what ``poll`` is told, whose milliseconds are a C int."""
+    """Return a timeout for ``poll``, whose milliseconds are a C int."""
     return min(max(seconds * 1000, 0.0), _LONGEST_POLL_MS)
 
 
 def _is_on_host(connected: socket.socket | Any) -> bool:
-    """Return whether a connection stays on this machine; the plain end of one with TLS does."""
+    """Return whether a connection stays on this machine; the plain end of a TLS connection does."""
     if connected.family == getattr(socket, "AF_UNIX", None):
         return True
     return all(is_loopback(place[0].partition("%")[0]) for place in (connected.getsockname(), connected.getpeername()))

@@ -1,4 +1,4 @@
-"""The kinds of values that calls carry and that need no other package; imported when the first one is sent or comes."""
+"""Kinds of values without other dependencies; imported when the first one is sent or received."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ _TEXT_TYPES: Final = (
     decimal.Decimal,
 )
 _ISO_TYPES: Final = _TEXT_TYPES[:3]
-"""Written and read by Python itself: msgspec refuses time zones whose offset is no whole minute."""
+"""Written and read by Python: msgspec rejects time zones with an offset of fractional minutes."""
 
 
 def find_pack(value: Any, *, pickle: bool) -> Pack:
-    """Return how to send a value of a type that is none of the known ones."""
+    """Return the `pack` for a value of an unregistered type."""
     kind = type(value)
     if isinstance(value, np.ma.MaskedArray):
         raise cannot_send("it is a masked array; send its data and its mask")
@@ -60,14 +60,14 @@ def find_pack(value: Any, *, pickle: bool) -> Pack:
         return _pack_pickled
     if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
         raise cannot_send(
-            f"it is of type {printable(f'{kind.__module__}.{kind.__qualname__}', 200)}; make it there, with remote(), "
-            "and send the RRef, or send its state_dict() and load that there"
+            f"it is of type {printable(f'{kind.__module__}.{kind.__qualname__}', 200)}; create it there with remote() "
+            "and send the RRef, or send its state_dict() and load it there"
         )
     raise cannot_send(
         f"it is of type {printable(f'{kind.__module__}.{kind.__qualname__}', 200)}; numbers, text, bytes, None, "
         "lists, tuples, sets, dictionaries, arrays, tensors, RRefs, dataclasses, named tuples, msgspec "
-        "structs and named functions are sent; of other objects an RRef is (or the object itself, between processes "
-        "that both set pickle=True)"
+        "structs and named functions can be sent; send an RRef to any other object (or the object itself, between "
+        "processes that both set pickle=True)"
     )
 
 
@@ -77,7 +77,7 @@ def _is_record(kind: type) -> bool:
 
 
 def _fields_of(kind: Any) -> Sequence[str]:
-    """Return the names of what a dataclass, struct or named tuple is made of."""
+    """Return the field names of a dataclass, struct or named tuple."""
     if issubclass(kind, msgspec.Struct):
         return tuple(kind.__struct_fields__)
     if issubclass(kind, tuple):
@@ -97,7 +97,7 @@ def _pack_dict(encoding: Encoding, value: dict[Any, Any]) -> Any:
 
 
 def _flat(encoding: Encoding, value: dict[Any, Any]) -> list[Any]:
-    """Return keys and items in turns, each packed in the order in which it is unpacked."""
+    """Return the packed keys and values alternately, in the order in which they are unpacked."""
     packed: list[Any] = []
     key: Any = None
     try:
@@ -173,15 +173,15 @@ def _unpack_record(decoding: Decoding, data: memoryview) -> Any:
     kind = decoding.allowed.resolve_class(name)
     if issubclass(kind, enum.Enum):
         if values not in kind.__members__:
-            raise UsageError(f"got {printable(repr(values), 60)}, which is no member of {kind.__qualname__}")
+            raise UsageError(f"got {printable(repr(values), 60)}, which is not a member of {kind.__qualname__}")
         return kind.__members__[values]
     if not isinstance(values, dict) or not _is_record(kind):
-        raise ProtocolError(f"got a value of {kind.__qualname__}, which is no record or enumeration")
+        raise ProtocolError(f"got a value of {kind.__qualname__}, which is not a record or enumeration")
     try:
         return kind(**values)
     except Exception as error:
         text = printable(f"{type(error).__name__}: {error}", 300)
-        raise UsageError(f"got a {kind.__qualname__} that cannot be made: {text}") from None
+        raise UsageError(f"got a {kind.__qualname__} that cannot be created: {text}") from None
 
 
 def _pack_text(encoding: Encoding, value: Any) -> Any:
@@ -193,7 +193,7 @@ def _pack_text(encoding: Encoding, value: Any) -> Any:
 def _unpack_text(decoding: Decoding, data: memoryview) -> Any:
     number, text = decoding.nested(data)
     if not isinstance(number, int) or not 0 <= number < len(_TEXT_TYPES):
-        raise ProtocolError("got a value of a kind that this version does not know")
+        raise ProtocolError("got a value of a kind that this version does not support")
     kind: Any = _TEXT_TYPES[number]
     return kind.fromisoformat(text) if kind in _ISO_TYPES else msgspec.convert(text, known(kind))
 
@@ -208,8 +208,8 @@ def _pack_pickled(encoding: Encoding, value: Any) -> Any:
 def _unpack_pickled(decoding: Decoding, data: memoryview) -> Any:
     if not decoding.pickle:
         raise UsageError(
-            "got a pickled value, which this process does not read: unpickling runs whatever its sender wants; set "
-            "pickle=True in init_rpc here too if every process that holds the token may do so"
+            "got a pickled value, which this process does not accept: unpickling can run any code of the sender; set "
+            "pickle=True in init_rpc here too if every holder of the token may do so"
         )
     try:
         return _pickle.loads(data)
@@ -224,7 +224,7 @@ def _unpack_complex(decoding: Decoding, data: memoryview) -> complex:
     return complex(real, imaginary)
 
 
-add_pack((list,), _pack_list)  # msgpack's own, without a code
+add_pack((list,), _pack_list)  # msgpack's own type, without a code
 add_kind(
     TUPLE,
     (tuple,),

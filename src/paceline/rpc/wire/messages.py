@@ -1,4 +1,4 @@
-"""What goes over the wire between two workers: kinds of frames, and how a failed call is told."""
+"""Messages between two workers: kinds of frames, and reports of failed calls."""
 
 from __future__ import annotations
 
@@ -25,22 +25,20 @@ _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 
 
 class RpcKind(IntEnum):
-    """The frames of calls; of a header, ``request`` numbers the call, ``sequence`` names the autograd context and
-    ``epoch`` the message for which gradients may come back.
-    """
+    """Kinds of frames. ``request`` numbers the call, ``sequence`` the autograd context, ``epoch`` its message."""
 
     CALL = FIRST_APPLICATION_KIND
-    """Function or method, arguments, keyword arguments: answer with the result."""
+    """Run a function or method and reply with the result."""
     REMOTE = FIRST_APPLICATION_KIND + 1
-    """The same, with the reference under which the result stays here."""
+    """As CALL, but keep the result here under the given reference."""
     FETCH = FIRST_APPLICATION_KIND + 2
-    """Answer with the value of a reference."""
+    """Reply with the value of a reference."""
     SHARE = FIRST_APPLICATION_KIND + 3
     """Count another worker as a holder of references."""
     RELEASE = FIRST_APPLICATION_KIND + 4
-    """Count the sender less as a holder; not answered."""
+    """Decrement the sender's count as a holder; no reply."""
     WATCH = FIRST_APPLICATION_KIND + 5
-    """Never answered: the connection's end tells the sender that this worker has died."""
+    """No reply: the end of the connection notifies the sender of this worker's death."""
     RESULT = FIRST_APPLICATION_KIND + 6
     """The result of a call."""
     FAILED = FIRST_APPLICATION_KIND + 7
@@ -54,34 +52,33 @@ class CallFailure(msgspec.Struct, frozen=True, array_like=True):
     """The name of a built-in exception or of a class of :mod:`paceline.errors`, or ``module.name`` of another."""
     message: str
     trace: str = ""
-    """The traceback; empty for what the call's own function did not raise."""
+    """The traceback; empty if the called function itself did not raise."""
     arguments: list[Any] | None = None
-    """What its class was given, if all of that is plain."""
+    """The arguments of the exception's class, if all are plain values."""
 
 
 decode_failure = reader(CallFailure, "a report of a failed call")
 
 
 class RemoteError(PeerError):
-    """A function raised an exception in the process that ran it; :attr:`remote_traceback` says where.
+    """A function raised an exception in the process that ran it; see :attr:`remote_traceback`.
 
-    It is an instance of the class raised there too, if that is a built-in one, one of :mod:`paceline.errors` or one of
-    a module that this process allows:
-    ``except ValueError`` catches a ``ValueError`` that another process raised. It has the ``args`` of that one, and so
-    the ``errno`` and ``filename`` of an ``OSError``, where they are numbers, text, bytes or None.
+    It is also an instance of the original class, if that is built in, of :mod:`paceline.errors` or of a module that
+    this process allows: ``except ValueError`` catches a remote ``ValueError``. It has the original ``args``, and thus
+    the ``errno`` and ``filename`` of an ``OSError``, if they are numbers, text, bytes or None.
     """
 
     remote_traceback: str = ""
     """The traceback as the other process printed it."""
     shown: str = ""
-    """What was raised, where, and the traceback: what ``str()`` gives."""
+    """The text of ``str()``: the exception, its place and the traceback."""
 
     def __str__(self) -> str:
         return self.shown
 
 
 def failure_meta(error: BaseException, *, with_trace: bool) -> bytes:
-    """Return the meta of the frame that tells of an exception; `with_trace`: a function of the user's raised it."""
+    """Return the meta of a FAILED frame; `with_trace`: the user's code raised the exception."""
     kind = type(error)
     if isinstance(error, RemoteError):
         name = _name_of(kind.__bases__[1]) if kind is not RemoteError else "PeerError"
@@ -106,13 +103,13 @@ def _name_of(kind: type) -> str:
 
 
 def _arguments_of(error: BaseException) -> list[Any] | None:
-    """Return what the class of an exception was given; None if that is not plain."""
+    """Return the arguments of an exception's class; None if they are not plain."""
     try:
         arguments: Any = error.args
         if isinstance(error, OSError) and type(error).__reduce__ is OSError.__reduce__:
-            arguments = error.__reduce__()[1]  # with the names of files, which args has not
+            arguments = error.__reduce__()[1]  # includes file names, which args lacks
         return list(arguments) if _are_plain(arguments) else None
-    except Exception:  # of a class of the user's
+    except Exception:  # from the user's class
         return None
 
 
@@ -121,7 +118,7 @@ def _are_plain(arguments: Sequence[Any]) -> bool:
 
 
 def _encodable(text: str) -> str:
-    """Return the text with what UTF-8 cannot hold (surrogates, of file names) escaped."""
+    """Return the text with surrogates (of file names) escaped for UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -129,13 +126,13 @@ def _text(error: BaseException) -> str:
     try:
         return _encodable(str(error)[:_MAX_TEXT])
     except Exception:
-        return "(its message cannot be had)"
+        return "(its message is unavailable)"
 
 
 def failure_of(meta: bytes | memoryview, worker: str, what: str, allowed: Allowed | None = None) -> PacelineError:
-    """Return the exception that a FAILED frame tells of; `worker` is who sent it, `what` what was called there.
+    """Return the exception in a FAILED frame, sent by `worker` about the call `what`.
 
-    Its class is a built-in one, one of Paceline's or one that is `allowed` here.
+    Its class is built in, one of Paceline's or one that is `allowed` here.
     """
     failure: CallFailure = decode_failure(meta)
     message = "\n".join(printable(line, _MAX_TEXT) for line in failure.message.split("\n"))
@@ -156,13 +153,13 @@ def failure_of(meta: bytes | memoryview, worker: str, what: str, allowed: Allowe
 
 def _made(kind: type[RemoteError], arguments: Sequence[Any]) -> RemoteError:
     for each in (kind, RemoteError):
-        with contextlib.suppress(Exception):  # it takes other arguments
+        with contextlib.suppress(Exception):  # its constructor takes other arguments
             return each(*arguments)
     raise AssertionError("RemoteError takes any arguments")
 
 
 def _class_of(name: str, allowed: Allowed | None) -> Any:
-    """Return the class of this name, of those that may be had by it; None, if there is none."""
+    """Return the exception class of this name; None if it is unknown or not allowed."""
     if ":" not in name:
         return getattr(errors, name, None) or getattr(builtins, name, None)
     if allowed is not None:
@@ -173,7 +170,7 @@ def _class_of(name: str, allowed: Allowed | None) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _kind_of(kind: Any) -> type[RemoteError]:
-    """Return the class to raise here for one that was raised there."""
+    """Return the class to raise here for a class of the other process."""
     if not (isinstance(kind, type) and issubclass(kind, Exception)) or issubclass(RemoteError, kind):
         return RemoteError
     try:

@@ -1,10 +1,10 @@
-"""Bodies of messages through memory that both ends of a connection on one host have mapped.
+"""Message bodies in memory that both ends of a connection on one host have mapped.
 
-A Unix socket copies a body twice, into pages of its own and out of them; here it is copied once, by who sends. The
-caller makes the memory when the first large body goes or has come, and offers it; once the callee has mapped it, bodies
-that fit go through it either way, and the frame says in which slot. The receiver's arrays are views of the slot, which
-is free again when they are gone; where they are kept and slots run short, it copies them out. If no slot is free, the
-body goes through the socket as others do.
+A Unix socket copies a body twice, into pages of the kernel and out again. Shared memory needs one copy, by the sender.
+The caller creates the memory for the first large body in either direction, and offers it. Once the callee has mapped
+it, bodies that fit use it in both directions; the frame names the slot. The receiver's arrays are views of the slot,
+which becomes free when they are deleted. If slots run short, the receiver copies bodies out. Without a free slot, the
+body goes through the socket.
 """
 
 from __future__ import annotations
@@ -27,42 +27,40 @@ from paceline.transport.frames import Buffer, view_of
 SMALLEST_BYTES: Final = 1 << 16
 """Smaller bodies go through the socket."""
 SLOT_BYTES: Final = (1 << 20) + (1 << 16)
-_SLOTS: Final = 4  # each way
+_SLOTS: Final = 4  # per direction
 _MAX_VIEWED: Final = 2
-"""How many slots what was received may keep; while they do, what comes in others is copied out."""
+"""Maximum number of slots that received arrays may keep; beyond it, bodies are copied out."""
 _HEAD_BYTES: Final = 4096
 _LINE_BYTES: Final = 64
 _UCRED = struct.Struct("=iII")
 
 
 def can_share() -> bool:
-    """Return whether this platform can: Linux, on a processor that does not reorder stores (a slot's byte says that it
-    is free, after what was copied out of it).
-    """
+    """Return whether this is Linux on x86-64, which does not reorder a slot's copy and its free flag."""
     return sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
 
 
 class SlotView(np.ndarray[Any, np.dtype[np.uint8]]):
-    """A body in a slot: the slot is free when the last reference to its memory goes.
+    """A body in a slot, which becomes free when the last reference to its memory is deleted.
 
-    A slot that is viewed while the process forks stays taken: parent and child may both look at it for ever.
+    A slot that is viewed during a fork stays taken, because parent and child may both keep the view.
     """
 
     flag: NDArray[np.uint8] | None = None
     num_forks = 0
 
     def __del__(self) -> None:
-        if self.flag is not None and self.num_forks == _forks.number:  # else another process may have it still
+        if self.flag is not None and self.num_forks == _forks.number:  # otherwise another process may still view it
             self.flag[0] = 0
 
 
 class _Forks:
-    """How often this process, or the one that it was forked from, has forked."""
+    """The number of forks of this process and its ancestors."""
 
     number = 0
 
     def count(self) -> None:
-        """Count one more: what was taken before stays, since both processes have it."""
+        """Count a fork. Slots that are viewed now stay taken, since both processes view them."""
         self.number += 1
 
 
@@ -72,17 +70,17 @@ if hasattr(os, "register_at_fork"):
 
 
 class SharedBodies:
-    """The memory of one connection: slots for the bodies that go either way."""
+    """The memory of one connection: slots for bodies in both directions."""
 
     def __init__(self, segment: Segment, *, is_caller: bool) -> None:
         self._segment = segment
         self._out = 0 if is_caller else _SLOTS
         self.is_attached = not is_caller
-        """Whether the other end is known to have mapped it."""
+        """Whether the other end has mapped the memory."""
 
     @classmethod
     def make(cls) -> SharedBodies | None:
-        """Return fresh memory, the caller's; None if there is none to be had."""
+        """Create the caller's memory; None if none is available."""
         try:
             return cls(Segment.create(_HEAD_BYTES + 2 * _SLOTS * SLOT_BYTES), is_caller=True)
         except SegmentError:
@@ -90,24 +88,24 @@ class SharedBodies:
 
     @classmethod
     def attach(cls, path: str, connected: socket.socket) -> SharedBodies | None:
-        """Map what the process at the other end of a Unix socket offers, and say so; None if that cannot be."""
+        """Map the memory that the other end of a Unix socket offers, and confirm it; None if impossible."""
         if not can_share():
             return None
         try:
             pid = _UCRED.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))[0]
             segment = Segment.open(path, _HEAD_BYTES + 2 * _SLOTS * SLOT_BYTES, pid=pid)
-        except (SegmentError, OSError, ValueError, struct.error):  # a path with a NUL, too
+        except (SegmentError, OSError, ValueError, struct.error):  # includes a path with a NUL
             return None
         segment.bytes[0] = 1
         return cls(segment, is_caller=False)
 
     @property
     def path(self) -> str:
-        """Where the other end opens it."""
+        """Return the path under which the other end opens the memory."""
         return self._segment.path
 
     def put(self, parts: Sequence[Buffer], size: int) -> int | None:
-        """Copy a body into a free slot and return its number; None if there is none, or the body does not fit."""
+        """Copy a body into a free slot and return the slot; None if no slot fits."""
         memory = self._segment.bytes
         if size > SLOT_BYTES or not len(memory):  # closed
             return None
@@ -128,13 +126,13 @@ class SharedBodies:
         return None
 
     def take(self, slot: int, size: int) -> memoryview:
-        """Return the body in a slot, which is free once nothing refers to that; where many slots are taken, a copy.
+        """Return the body in a slot: a view that keeps the slot, or a copy if slots run short.
 
-        Raises ProtocolError for a slot or a size that cannot be.
+        Raises ProtocolError for an invalid slot or size.
         """
         first = _SLOTS - self._out
         if not first <= slot < first + _SLOTS or size > SLOT_BYTES or not len(self._segment.bytes):
-            raise ProtocolError(f"got a body of {size} bytes in slot {slot} of shared memory, which cannot be")
+            raise ProtocolError(f"got a body of {size} bytes in slot {slot} of shared memory, which is invalid")
         at = _HEAD_BYTES + slot * SLOT_BYTES
         memory = self._segment.bytes
         body = memory[at : at + size].view(SlotView)
@@ -145,5 +143,5 @@ class SharedBodies:
         return view_of(body)
 
     def close(self) -> None:
-        """Unmap it. Idempotent."""
+        """Unmap the memory. Idempotent."""
         self._segment.close()

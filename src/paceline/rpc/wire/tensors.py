@@ -1,4 +1,4 @@
-"""PyTorch's tensors in calls; imported when the first one is sent or comes."""
+"""PyTorch tensors in calls; imported when the first one is sent or received."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _RESULTS = {
     for name, kind in vars(torch.return_types).items()
     if isinstance(kind, type) and issubclass(kind, tuple) and name == kind.__name__
 }
-"""What functions of several results return, by its name."""
+"""Result types of functions with several results, by name."""
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
@@ -59,10 +59,10 @@ def _unpack_tensor(decoding: Decoding, data: memoryview) -> torch.Tensor:
     name, shape, is_recorded = decoding.nested(data)
     if name == "bfloat16":
         tensor = torch.from_numpy(decoding.take_array("int16", shape)).view(torch.bfloat16)
-    elif name in _DTYPES:  # what has no name in NumPy is refused there
+    elif name in _DTYPES:  # take_array rejects names unknown to NumPy
         tensor = torch.from_numpy(decoding.take_array(name, shape))
     else:
-        raise ProtocolError("got a tensor of a dtype that is not known here")
+        raise ProtocolError("got a tensor of an unknown dtype")
     if is_recorded is True:
         decoding.tensors.append(tensor.requires_grad_())
     return tensor
@@ -74,17 +74,17 @@ def _pack_of_torch(encoding: Encoding, value: Any) -> Any:
 
 
 def _unpack_of_torch(decoding: Decoding, data: memoryview) -> Any:
-    """Return a device, a shape, a type of elements or a function's results."""
+    """Return a device, a shape, a dtype or a function's results."""
     kind, shown = decoding.nested(data)
     if kind == "Size":
         return torch.Size(shown)
     if kind in _RESULTS:
         return _RESULTS[kind](shown)
     if not isinstance(shown, str):
-        raise ProtocolError("got a device or a type of elements that has no name")
+        raise ProtocolError("got a device or a dtype without a name")
     found = _device(shown) if kind == "device" else getattr(torch, shown, None)
     if kind not in ("device", "dtype") or not isinstance(found, (torch.device, torch.dtype)):
-        raise ProtocolError("got a value of torch's that is not known here")
+        raise ProtocolError("got an unknown value of torch")
     return found
 
 
@@ -95,7 +95,6 @@ def _device(name: str) -> torch.device | None:
 
 
 def _pack_results(encoding: Encoding, value: Any) -> Any:
-    """Return what a function of several results has returned (torch.return_types.max)."""
     return Ext(OF_TORCH, encoding.nested((type(value).__name__, encoding.pack_all(value))))
 
 
