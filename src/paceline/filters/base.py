@@ -1,18 +1,20 @@
-"""What every filter is: a frozen dataclass that users write, what it does to a message, and what it preserves.
+"""Interfaces of filters: frozen dataclasses that change messages, and their registry.
 
-A filter is one file, of this package or of a user (:mod:`paceline.filters.modules`), found here by :data:`FILTERS` as
-soon as its class exists. A message between a worker and a server is a list of keys (uint64 [n]) with or without values
-(float32 [n, dim]): a push has both, a pull has keys, its answer has values. A
-:class:`~paceline.filters.chain.FilterChain` works on each in the order of the filters' stages, and there is one
-interface for each:
+A filter is one file, of this package or of a user (:mod:`paceline.filters.modules`). Defining its class registers it in
+:data:`FILTERS`. A message between a worker and a server is a list of keys (uint64 [n]) with or without values (float32
+[n, dim]): a push has both, a pull has keys, and its reply has values. A :class:`~paceline.filters.chain.FilterChain`
+applies the filters in the order of their stages, each with its own interface:
 
-1. :class:`RowFilter` chooses, on the worker, which rows of a push go out at all.
+1. :class:`RowFilter` selects, on the worker, the rows of a push that are sent.
+
 2. :class:`KeyFilter` writes the keys in fewer bytes.
-3. :class:`ValueFilter` writes the values in fewer bytes.
-4. :class:`ByteFilter` packs the bytes that the others have left.
 
-The server decodes a message before its tables, replicas and the filter of duplicates see it. What goes out again, after
-a cut or to another server, goes as it was decoded: so all copies are equal, whatever chance has decided.
+3. :class:`ValueFilter` writes the values in fewer bytes.
+
+4. :class:`ByteFilter` packs the remaining bytes.
+
+The server decodes a message before its tables, replicas and duplicate detection see it. Messages that are sent again,
+after a cut or to another server, use the decoded form, so that all copies are equal despite random rounding.
 """
 
 from __future__ import annotations
@@ -30,26 +32,26 @@ from paceline.tables.types import Floats, Keys
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Preserves: TypeAlias = Literal["exact", "unbiased", "bounded", "nothing"]
-"""``exact``: every bit. ``unbiased``: the expectation, over the filter's own chance. ``bounded``: each value, to an
-error that the class states.
+"""``exact``: every bit. ``unbiased``: the expectation over the filter's randomness. ``bounded``: each value, within an
+error that the class documents.
 """
 
 FILTERS: Final[dict[str, type[Filter]]] = {}
-"""Every filter by its name."""
+"""All filters by name."""
 
 
 class Filter(ABC):
-    """What may be done to messages. Abstract: a filter is a subclass of one of the four kinds below."""
+    """A change of messages. Abstract: a filter is a subclass of one of the four kinds below."""
 
     name: ClassVar[str]
-    """What it is called, ``top-k`` for instance: in ``--filters``, and between processes."""
+    """The name, for example ``top-k``: in ``--filters``, and between processes."""
     version: ClassVar[int] = 1
-    """To be raised when what goes over the wire changes: both ends must have the same one."""
+    """Increment this when the wire format changes: both ends must have the same version."""
     preserves: ClassVar[Preserves]
     ns_per_value: ClassVar[float]
-    """About what both ends together take for a value (a key, where it is about keys), in messages of some thousand."""
+    """Approximate time of both ends for a value (a key in key filters), in messages of some thousand."""
     stage: ClassVar[int]
-    """Where in a chain it stands."""
+    """The position in a chain."""
 
     def __init_subclass__(cls, is_abstract: bool = False) -> None:
         if is_abstract:
@@ -58,80 +60,80 @@ class Filter(ABC):
         FILTERS[cls.name] = cls
 
     def __str__(self) -> str:
-        """As ``--filters`` has it."""
+        """Return the filter in the syntax of ``--filters``."""
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
         return ":".join([self.name, *(f"{getattr(self, field.name):g}" for field in fields)])
 
     def describe(self) -> dict[str, Any]:
-        """Return name, version and settings, fit for JSON and msgpack."""
+        """Return name, version and settings, for JSON and msgpack."""
         settings: dict[str, Any] = dataclasses.asdict(self)  # type: ignore[call-overload]
         return {"name": self.name, "version": self.version, **settings}
 
 
 class RowFilter(Filter, is_abstract=True):
-    """Chooses the rows of a push that go out. The server knows nothing of it.
+    """Selects the rows of a push that are sent. The server does not see it.
 
-    With :attr:`keeps_rest` the worker adds to a row what was held back of it before (error feedback), and keeps what it
-    holds back now; such a filter loses nothing for good, as long as the row comes again.
+    With :attr:`keeps_rest` the worker keeps unsent rows and adds them to the next push of the same rows (error
+    feedback). Such a filter only delays changes, as long as the rows are pushed again.
     """
 
     stage: ClassVar[int] = 1
     keeps_rest: ClassVar[bool]
     needs_l1: ClassVar[bool] = False
-    """Whether it is for tables whose update rule has an L1 penalty, and asked by :meth:`choose_zeros` too."""
+    """Whether it needs tables with an L1 penalty in their update rule, and calls of :meth:`choose_zeros`."""
 
     @abstractmethod
     def choose(self, keys: Keys, rows: Floats, clock: int, seed: int) -> npt.NDArray[np.bool_]:
-        """Return which rows (float32 [n, dim], with what was held back) go out in iteration `clock`."""
+        """Return the rows to send in iteration `clock`; `rows` (float32 [n, dim]) include kept rests."""
 
     def choose_zeros(self, rows: Floats, l1: float) -> npt.NDArray[np.bool_]:
-        """Return which of these rows go out, whose weights are 0 by what this worker has pulled since it sent them.
+        """Return the rows to send of rows whose last pulled weights are 0, unsent since.
 
-        It is asked of them in place of :meth:`choose`; `l1` is the penalty of the table's rule.
+        Called for these rows in place of :meth:`choose`; `l1` is the penalty of the table's rule.
         """
         return np.ones(len(rows), np.bool_)
 
     def rescale(self) -> float:
-        """Return what the values of chosen rows are multiplied by."""
+        """Return the factor for the values of sent rows."""
         return 1.0
 
 
 class KeyFilter(Filter, is_abstract=True):
-    """Writes keys in fewer bytes. A chain knows these filters by name: they are part of the format of a message."""
+    """Writes keys in fewer bytes. A chain knows these filters by name, as they define the message format."""
 
     stage: ClassVar[int] = 2
     preserves: ClassVar[Preserves] = "exact"
 
 
 class ValueFilter(Filter, is_abstract=True):
-    """Writes values in fewer bytes: as many for any values as :meth:`num_bytes` says."""
+    """Writes values in fewer bytes; :meth:`num_bytes` depends only on their number."""
 
     stage: ClassVar[int] = 3
 
     @property
     def keeps_error(self) -> bool:
-        """Whether a worker adds to a row that it pushes what this filter took of it before (error feedback)."""
+        """Return whether a worker adds this filter's errors to later pushes of a row (error feedback)."""
         return False
 
     @property
     def for_pulls(self) -> ValueFilter:
-        """What pulled values go behind where nobody says it: they have no memory of what was taken of them before."""
+        """Return the default filter of pulls. It is stateless, because pulls have no error feedback."""
         return self
 
     @abstractmethod
     def num_bytes(self, count: int) -> int:
-        """Return how many bytes `count` values take."""
+        """Return the number of bytes for `count` values."""
 
     @abstractmethod
     def encode(self, values: Floats, seed: int | None, out: Bytes) -> None:
-        """Write values (float32 [count]) to `out`, of that many bytes. Chance may go by `seed` (64 bits) alone.
+        """Write values (float32 [count]) to `out` (uint8). Randomness depends only on `seed` (64 bits).
 
-        Without a seed there is no chance: the sender keeps the error, which then has to be less than the values.
+        Without a seed there is no randomness: the sender keeps the error, which must be smaller than the values.
         """
 
     @abstractmethod
     def decode(self, data: Bytes, out: Floats) -> None:
-        """Write the values to `out`: the same at every call, on every host."""
+        """Write the decoded values to `out`: the same at every call and on every host."""
 
 
 class ByteFilter(Filter, is_abstract=True):
@@ -142,18 +144,18 @@ class ByteFilter(Filter, is_abstract=True):
 
     @abstractmethod
     def pack(self, data: Bytes) -> Bytes:
-        """Return the bytes packed; a longer result is not sent."""
+        """Return the packed bytes; a longer result is not sent."""
 
     @abstractmethod
     def unpack(self, data: Bytes, num_bytes: int) -> Bytes:
-        """Return the `num_bytes` bytes that were packed; raise ValueError if these are not what :meth:`pack` returns.
+        """Return the `num_bytes` unpacked bytes. Raises ValueError for input that :meth:`pack` does not return.
 
-        A peer may have sent anything: no more memory than `num_bytes` is taken.
+        The input is untrusted: memory use must stay within `num_bytes`.
         """
 
 
 def check_class(kind: type[Filter]) -> None:
-    """Raise UsageError unless a class says what every filter says of itself, by a name that no other has."""
+    """Raise UsageError unless a class declares the required attributes and an unused name."""
     name = getattr(kind, "name", None)
     if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9._-]*", name):
         raise UsageError(f"filter {kind.__name__}: name = {name!r}, expected small letters, digits and hyphens")
@@ -162,27 +164,27 @@ def check_class(kind: type[Filter]) -> None:
     other = FILTERS.get(name)
     if other is not None and (other.__module__, other.__qualname__) != (kind.__module__, kind.__qualname__):
         raise UsageError(
-            f"there is a filter {name!r} already, {other.__module__}.{other.__qualname__}: give this one another name"
+            f"filter {name!r} already exists as {other.__module__}.{other.__qualname__}: give this one another name"
         )
 
 
 def from_description(fields: dict[str, Any]) -> Filter:
-    """Return the filter that :meth:`Filter.describe` described. Raises UsageError if it is not had here."""
+    """Return the filter for the output of :meth:`Filter.describe`. Raises UsageError if it is unknown."""
     settings = dict(fields)
     name, version = settings.pop("name", None), settings.pop("version", None)
     kind = FILTERS.get(name) if isinstance(name, str) else None
     if kind is None:
         raise UsageError(
-            f"there is no filter {str(name)[:99]!r} here, only {', '.join(sorted(FILTERS))}; for one of your own say "
-            "at this process's start where it is: --filter-module MODULE, or filter_modules= of a local cluster"
+            f"filter {str(name)[:99]!r} is unknown here, only {', '.join(sorted(FILTERS))} are known; for a filter of "
+            "your own, start this process with --filter-module MODULE, or filter_modules= for a local cluster"
         )
     if version != kind.version:
         raise UsageError(
-            f"filter {name!r} is of version {kind.version} here and of version {str(version)[:20]} there: install the "
+            f"filter {name!r} has version {kind.version} here and version {str(version)[:20]} there: install the "
             f"same version of {kind.__module__.partition('.')[0]} on both"
         )
     if not all(isinstance(each, (int, float)) for each in settings.values()):
-        raise UsageError(f"filter {name!r} has settings that are no numbers")
+        raise UsageError(f"filter {name!r} has settings that are not numbers")
     try:
         return kind(**settings)
     except (TypeError, ValueError) as error:
@@ -190,9 +192,9 @@ def from_description(fields: dict[str, Any]) -> Filter:
 
 
 def parse_filter(text: str) -> Filter:
-    """Return the filter of a text such as ``quantize:8``: its name, then its settings in their order.
+    """Return the filter for a text such as ``quantize:8``: its name, then its settings in order.
 
-    Instead of the name there may be MODULE:CLASS, of a module that has been imported.
+    MODULE:CLASS can replace the name, for a class of an imported module.
     """
     name, *arguments = text.strip().split(":")
     kind = FILTERS.get(name)
@@ -200,13 +202,12 @@ def parse_filter(text: str) -> Filter:
         kind, name, arguments = own, own.name, arguments[1:]
     elif (path := class_path(text)) is not None:
         raise UsageError(
-            f"there is no filter {path[1]!r} of a module {path[0]!r} here: see that the module has such a class, and "
-            f"say at this process's start that it is to be imported: --filter-module {path[0]}"
+            f"filter {path[1]!r} of module {path[0]!r} is unknown here: check that the module has such a class, and "
+            f"start this process with --filter-module {path[0]}"
         )
     if kind is None:
         raise UsageError(
-            f"there is no filter {name!r}: expected one of {', '.join(sorted(FILTERS))}, or MODULE:CLASS for one of "
-            "your own"
+            f"filter {name!r} is unknown: expected one of {', '.join(sorted(FILTERS))}, or MODULE:CLASS for your own"
         )
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
     if len(arguments) > len(fields):
@@ -217,7 +218,7 @@ def parse_filter(text: str) -> Filter:
         try:
             settings[field.name] = float(argument) if field.type in ("float", float) else int(argument)
         except ValueError:
-            raise UsageError(f"filter {text!r}: {field.name} is a number, {argument!r} was given") from None
+            raise UsageError(f"filter {text!r}: {field.name} must be a number, got {argument!r}") from None
     try:
         return kind(**settings)
     except TypeError:
@@ -226,7 +227,7 @@ def parse_filter(text: str) -> Filter:
 
 
 def class_path(text: str) -> tuple[str, str] | None:
-    """Return module and class if this text of a filter begins with them, as ``my_module:MyFilter`` does."""
+    """Return module and class if the text of a filter begins with them (``my_module:MyFilter``)."""
     found = re.match(r"\s*([^\W\d][\w.]*):([^\W\d]\w*)\s*(:|$)", text)
     is_ours = found is not None and found[1] in FILTERS and FILTERS[found[1]].__module__.startswith("paceline.")
     return None if found is None or is_ours else (found[1], found[2])
@@ -238,7 +239,7 @@ def _find_class(module: str, name: str) -> type[Filter] | None:
 
 
 def check_share(chosen: Filter, share: float) -> None:
-    """Raise unless a share of rows is above 0 and at most 1."""
+    """Raise UsageError unless a share of rows is above 0 and at most 1."""
     is_number = isinstance(share, (int, float)) and not isinstance(share, bool)
     if not is_number or not 0 < share <= 1:
         raise UsageError(f"{type(chosen).__name__}(share={share!r}): expected a number above 0, at most 1")

@@ -1,8 +1,8 @@
-"""A chain of filters: which may follow which, and what a message looks like behind them.
+"""Chains of filters: their valid order, and the format of filtered messages.
 
-A body begins with 16 bytes: the number of keys, of values, and of bytes that the keys take (uint32 each), how the keys
-are written (:data:`STORED` and so on), whether the rest is packed, and zeros. Then come the keys, padded to 4 bytes,
-and the values. Everything is little-endian.
+A body begins with 16 bytes: the numbers of keys, values and bytes of keys (uint32 each), the form of the keys
+(:data:`STORED` etc.), whether the rest is packed, and zeros. The keys follow, padded to 4 bytes, then the values. All
+numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ _HEAD = struct.Struct("<IIIBBxx")
 HEAD_BYTES: Final = _HEAD.size
 
 STORED: Final = 1
-"""The receiver is to remember the keys, by their digest."""
+"""The receiver must remember the keys under their digest."""
 KNOWN: Final = 2
-"""There is a digest instead of keys."""
+"""A digest replaces the keys."""
 DELTAS: Final = 4
 """The keys are differences."""
 RANGE: Final = 8
-"""There are the two bounds of a range instead of keys."""
+"""The two bounds of a range replace the keys."""
 NUMBERS: Final = 16
-"""Keys that were sent before are numbers; before them stands how many there were."""
+"""Known keys are numbers. The count of known keys precedes them."""
 _FORMS: Final = (0, STORED, KNOWN, DELTAS, STORED | DELTAS, NUMBERS, STORED | NUMBERS, RANGE)
 
 _Kind = TypeVar("_Kind", bound=Filter)
 
 
 class UnknownKeysError(Exception):
-    """A message refers to keys that the receiver does not know (any more): the sender is to send them."""
+    """A message refers to keys that the receiver does not have: the sender must send them."""
 
 
 class Decoded(NamedTuple):
-    """A message as it was before the filters."""
+    """A message after decoding."""
 
     is_range: bool
     keys: Keys
@@ -63,11 +63,11 @@ class Decoded(NamedTuple):
     values: Floats
     """float32 [n * dim]; empty for a pull."""
     body: Bytes
-    """Both, one behind the other."""
+    """Keys followed by values."""
 
 
 class FilterChain:
-    """Filters in the order in which a sender applies them. Immutable; what they remember is elsewhere."""
+    """Filters in the order in which a sender applies them. Immutable; their state is in :class:`KeyMemory`."""
 
     def __init__(self, filters: Sequence[Filter] = ()) -> None:
         if not isinstance(filters, (list, tuple)):
@@ -78,48 +78,47 @@ class FilterChain:
         stages = [each.stage for each in self.filters]
         if stages != sorted(stages) or len({each.name for each in self.filters}) < len(stages):
             raise UsageError(
-                f"filters {self}: expected each once, those that choose rows first, then those of keys, of values and "
-                "of bytes"
+                f"filters {self}: expected each once, in the order filters of rows, of keys, of values and of bytes"
             )
         self.rows = tuple(each for each in self.filters if isinstance(each, RowFilter))
         self.values = self._only(ValueFilter)  # type: ignore[type-abstract]
         self.bytes = self._only(ByteFilter)  # type: ignore[type-abstract]
         self.caching = self._only(KeyCaching)
         self.sorts = self._only(DeltaKeys) is not None
-        """Whether keys have to rise."""
+        """Whether keys must be sorted."""
         self.numbering = self._only(KeyNumbers)
         if self.sorts and self.numbering is not None:
             raise UsageError(f"filters {self}: delta-keys and key-numbers do the same; choose one")
 
-    def _only(self, kind: type[_Kind]) -> _Kind | None:  # of which a chain has at most one
+    def _only(self, kind: type[_Kind]) -> _Kind | None:  # a chain has at most one
         found = [each for each in self.filters if isinstance(each, kind)]
         if len(found) > 1:
             raise UsageError(f"filters {self}: {found[0].name} and {found[1].name} do the same; choose one")
         return found[0] if found else None
 
     def __str__(self) -> str:
-        """As ``--filters`` has it."""
+        """Return the chain in the syntax of ``--filters``."""
         return ",".join(map(str, self.filters))
 
     def __bool__(self) -> bool:
         return bool(self.filters)
 
     def memory(self, *, sends: bool) -> KeyMemory | None:
-        """Return what one end of a connection remembers of keys; None if these filters remember nothing."""
+        """Return the memory for keys at one end of a connection; None if these filters need none."""
         if self.caching is None and self.numbering is None:
             return None
         return KeyMemory(self.caching, self.numbering, sends=sends)
 
     @property
     def is_exact(self) -> bool:
-        """Whether every bit arrives."""
+        """Return whether every bit arrives."""
         return all(each.preserves == "exact" for each in self.filters)
 
     def describe(self) -> list[dict[str, Any]]:
-        """Return the filters, fit for JSON and msgpack."""
+        """Return the filters, for JSON and msgpack."""
         return [each.describe() for each in self.filters]
 
-    # Requests.
+    # requests
 
     def encode(
         self,
@@ -133,8 +132,8 @@ class FilterChain:
     ) -> Bytes:
         """Return the body for keys (or the bounds of a range) and values (float32 [n * dim], empty for a pull).
 
-        `memory` is what the receiver knows of keys. Rows are not chosen here: that is before a push is split.
-        Where there is a filter of values, the values that the receiver will have are written to `read`, if given.
+        `memory` is the receiver's knowledge of keys. Rows are selected earlier, before a push is split. With a value
+        filter, the values that the receiver decodes are written to `read`, if given.
         """
         form, written = (RANGE, keys.view(np.uint8)) if is_range else self._write_keys(keys, memory)
         key_bytes = len(written)
@@ -165,13 +164,13 @@ class FilterChain:
         return form, keys.view(np.uint8)
 
     def decode(self, body: Bytes, memory: KeyMemory | None, max_bytes: int) -> Decoded:
-        """Return what a body was made of.
+        """Return the content of a body.
 
-        Raises UnknownKeysError if it refers to keys that are not known here, and ProtocolError if no chain of these
-        filters has made the body, or if it takes more than `max_bytes` decoded.
+        Raises UnknownKeysError if it refers to unknown keys, and ProtocolError if it does not come from these filters
+        or decodes to more than `max_bytes`.
         """
         num_keys, num_values, key_bytes, form, is_packed = self._head(body)
-        least = 0 if form == KNOWN else num_keys  # no key takes less than a byte
+        least = 0 if form == KNOWN else num_keys  # a key takes at least a byte
         most = 10 * num_keys + DIGEST_BYTES
         if form not in _FORMS or 8 * num_keys + 4 * num_values > max_bytes or not least <= key_bytes <= most:
             raise _malformed(f"{num_keys} keys in {key_bytes} bytes of form {form}, and {num_values} values")
@@ -191,7 +190,7 @@ class FilterChain:
                 raise UnknownKeysError
             kept = lists.use(known)
             if len(kept) != len(keys):
-                raise _malformed(f"{len(keys)} keys by the digest of {len(kept)}")
+                raise _malformed(f"{len(keys)} keys for a digest of {len(kept)}")
             keys[:] = kept
             return
         if form & NUMBERS:
@@ -210,23 +209,23 @@ class FilterChain:
         if form & STORED and lists is not None:
             lists.add(digest_of(keys), len(keys), keys.copy())
 
-    # Answers to pulls.
+    # replies to pulls
 
     def encode_values(self, values: Floats, seed: int) -> Bytes:
-        """Return the body for values alone."""
+        """Return the body for values without keys."""
         body = np.empty(HEAD_BYTES + num_bytes_of(self.values, len(values)), np.uint8)
         write_values(self.values, values, seed, body[HEAD_BYTES:])
         return self._packed(body, 0, len(values), 0, 0)
 
     def decode_values(self, body: Bytes, out: Floats) -> None:
-        """Write the values to `out`; raise ProtocolError if they are not so many."""
+        """Write the values to `out`. Raises ProtocolError if their number differs."""
         num_keys, num_values, key_bytes, form, is_packed = self._head(body)
         if num_keys or key_bytes or form or num_values != len(out):
-            raise _malformed(f"{num_values} values, where {len(out)} were asked for")
+            raise _malformed(f"{num_values} values, {len(out)} were requested")
         data = self._unpacked(body[HEAD_BYTES:], is_packed, num_bytes_of(self.values, num_values))
         read_values(self.values, data, out)
 
-    # What both have.
+    # both kinds
 
     def _packed(self, body: Bytes, num_keys: int, num_values: int, key_bytes: int, form: int) -> Bytes:
         is_packed = False
@@ -249,14 +248,14 @@ class FilterChain:
         if is_packed and self.bytes is not None:
             try:
                 data = unpacked_by(self.bytes, data, num_bytes)
-            except UsageError:  # of a filter that failed
+            except UsageError:  # of a failing filter
                 raise
             except ValueError as error:
                 raise _malformed(str(error)) from None
-            if not data.flags.writeable:  # which kernels ask for
+            if not data.flags.writeable:  # kernels require it
                 data = data.copy()
         if len(data) != num_bytes:
-            raise _malformed(f"{len(data)} bytes behind the head, where {num_bytes} belong")
+            raise _malformed(f"{len(data)} bytes after the head, {num_bytes} were expected")
         return data
 
 
@@ -266,31 +265,31 @@ def _check(given: Any) -> None:
         raise UsageError(f"filters: {given!r} was given, expected filters such as paceline.Quantize(bits=8)")
     if not hasattr(given, "__dataclass_fields__"):
         raise UsageError(
-            f"filter {given.name!r}: its class is no dataclass, write @dataclasses.dataclass(frozen=True) above it"
+            f"filter {given.name!r}: its class is not a dataclass, write @dataclasses.dataclass(frozen=True) above it"
         )
     if isinstance(given, KeyFilter) and not isinstance(given, (KeyCaching, KeyNumbers, DeltaKeys)):
         raise UsageError(
-            f"filter {given.name!r} is one of keys, and there are only key-caching, key-numbers and delta-keys: derive "
+            f"filter {given.name!r} is a key filter, and only key-caching, key-numbers and delta-keys can be: derive "
             "your own from RowFilter, ValueFilter or ByteFilter"
         )
 
 
 def _malformed(what: str) -> ProtocolError:
-    return ProtocolError(f"a filtered message is none that its filters make: {what}")
+    return ProtocolError(f"a filtered message does not match its filters: {what}")
 
 
 def from_descriptions(described: Sequence[dict[str, Any]]) -> FilterChain:
-    """Return the chain that :meth:`FilterChain.describe` described. Raises UsageError if it is not had here."""
+    """Return the chain for the output of :meth:`FilterChain.describe`. Raises UsageError for unknown filters."""
     return FilterChain([from_description(each) for each in described])
 
 
 def chain_of(filters: Sequence[Filter] | str) -> FilterChain:
-    """Return the chain of a list or a text. Raises UsageError."""
+    """Return the chain for a list or a text. Raises UsageError."""
     return parse_filters(filters) if isinstance(filters, str) else FilterChain(filters)
 
 
 def parse_filters(text: str) -> FilterChain:
-    """Return the chain of a text such as ``key-caching,quantize:8,compress``; ``none`` is an empty one."""
+    """Return the chain for a text such as ``key-caching,quantize:8,compress``; ``none`` is empty."""
     if text.strip() == "none":
         return FilterChain()
     return FilterChain([parse_filter(each) for each in text.split(",") if each.strip()])

@@ -65,11 +65,11 @@ def gradient_filters(filters: Sequence[Filter] | str) -> FilterChain:
         if are_for_gradients(each):
             continue
         if isinstance(each, RowFilter):
-            raise UsageError(f"filter {each} does not work for gradients that all ranks average: use top-k or random-k")
-        reason = "they have no keys" if each.stage < ValueFilter.stage else "every rank must send equally many bytes"
+            raise UsageError(f"filter {each} is not for gradients that all ranks average: use top-k or random-k")
+        reason = "they have no keys" if each.stage < ValueFilter.stage else "all ranks must send equally many bytes"
         raise UsageError(
-            f"filter {each} does not work for gradients that all ranks average, because {reason}: use float16, "
-            "bfloat16, quantize, top-k or random-k"
+            f"filter {each} is not for gradients that all ranks average, because {reason}: use float16, bfloat16, "
+            "quantize, top-k or random-k"
         )
     if len(chain.rows) > 1:
         raise UsageError(f"filters {chain}: {chain.rows[0]} and {chain.rows[1]} both choose values; use one")

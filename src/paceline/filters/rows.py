@@ -25,13 +25,13 @@ class HeldRows:
         self._store = SparseStore(dim=dim, rule=SGD(lr=1.0))
 
     def read(self, keys: Keys) -> Floats:
-        """Return the kept parts of these rows, float32 [n, dim]."""
+        """Return the kept parts of the rows, float32 [n, dim]."""
         rows = np.empty((len(keys), self._dim), np.float32)
         self._store.pull(keys, rows.reshape(-1))
         return rows
 
     def add(self, keys: Keys, change: Floats) -> None:
-        """Add to the kept parts of these rows."""
+        """Add to the kept parts of the rows."""
         self._store.push(keys, -change.reshape(-1))  # its rule is w ← w − x
 
 
@@ -42,7 +42,7 @@ class ZeroRows:
         self._marks = HeldRows(1)
 
     def read(self, keys: Keys) -> npt.NDArray[np.bool_]:
-        """Return a mask of these rows, bool [n]."""
+        """Return a mask of the marked rows, bool [n]."""
         are_zero: npt.NDArray[np.bool_] = self._marks.read(keys)[:, 0] > 0
         return are_zero
 
@@ -108,7 +108,7 @@ class RowSelection:
         return chosen
 
     def held_back(self, keys: Keys) -> Floats:
-        """Return the kept parts of these rows, float32 [n, dim]."""
+        """Return the kept parts of the rows, float32 [n, dim]."""
         return np.zeros((len(keys), self._dim), np.float32) if self._held is None else self._held.read(keys)
 
 
@@ -119,7 +119,7 @@ class RowErrors:
         self._rows = HeldRows(dim)
 
     def read(self, keys: Keys, num_values: int, *, is_range: bool) -> Floats:
-        """Return the errors to add to a push of these keys (float32 [num_values])."""
+        """Return the errors to add to a push of `keys` (float32 [num_values])."""
         return self._rows.read(keys).reshape(-1)
 
     def keep(self, keys: Keys, before: Floats, after: Floats, *, is_range: bool) -> None:
@@ -138,7 +138,7 @@ class ElementErrors:
         self._ranges: dict[bytes, Floats] = {}
 
     def read(self, keys: Keys, num_values: int, *, is_range: bool) -> Floats:
-        """Return the errors to add to a push of these keys or bounds (float32 [num_values])."""
+        """Return the errors to add to a push of `keys` or bounds (float32 [num_values])."""
         if is_range:
             kept = self._ranges.pop(keys.tobytes(), None)
             return np.zeros(num_values, np.float32) if kept is None or len(kept) != num_values else kept
@@ -157,7 +157,7 @@ class ElementErrors:
             self._elements[keys] = forget_non_finite(after)
 
     def forget_ranges(self) -> None:
-        """Drop the ranges, because the server has other parts of them now."""
+        """Drop the ranges, because the server has other parts now."""
         self._ranges.clear()
 
 

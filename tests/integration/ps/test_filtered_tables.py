@@ -269,7 +269,7 @@ def test_what_a_server_does_not_have_is_said_when_the_table_is_made() -> None:
     with Cluster() as cluster:
         client = cluster.connect()
         expected = (
-            "server 0 cannot do with these filters: filter 'quantize' is of version 1 here and of version 2 there"
+            "server 0 cannot do with these filters: filter 'quantize' has version 1 here and version 2 there"
         )
         with pytest.raises(UsageError, match=expected):
             client.sparse_table("w", update=SGD(lr=1.0), filters=[Newer(8)])
@@ -405,8 +405,8 @@ def test_what_a_peer_may_not_send() -> None:
         assert ask(info, body) == messages.ACK
         for meta, wrong, flags, message in (
             (b"\xc1", body, 0, "filters of a worker"),
-            (messages.encode({"requests": [{"name": "x"}], "answers": []}), body, 0, "there is no filter 'x' here"),
-            (b"", body[:20], 0, "none that its filters make"),
+            (messages.encode({"requests": [{"name": "x"}], "answers": []}), body, 0, "filter 'x' is unknown here"),
+            (b"", body[:20], 0, "does not match its filters"),
             (b"", body, messages.RANGE, "has keys, or one for keys has a range"),
         ):
             with pytest.raises(Exception, match=message):

@@ -161,7 +161,7 @@ def test_no_more_memory_is_taken_than_allowed() -> None:
 @pytest.mark.parametrize(
     ("filters", "message"),
     [
-        ([Compress(), Quantize(8)], "expected each once, those that choose rows first"),
+        ([Compress(), Quantize(8)], "expected each once, .* rows, of keys"),
         ([Quantize(8), KeyCaching()], "expected each once"),
         ([Compress(), Compress(2)], "expected each once"),
         ([Float16(), Quantize(8)], "float16 and quantize do the same"),
@@ -181,14 +181,14 @@ def test_what_is_no_filter_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     class Halves(KeyFilter):
         name: ClassVar[str] = "halves"
 
-    with pytest.raises(UsageError, match="'halves' is one of keys, and there are only key-caching"):
+    with pytest.raises(UsageError, match="'halves' .*only key-caching"):
         FilterChain([Halves()])
 
     class Plain(ByteFilter):
         name: ClassVar[str] = "plain"
         pack = unpack = None  # type: ignore[assignment]
 
-    with pytest.raises(UsageError, match="'plain': its class is no dataclass"):
+    with pytest.raises(UsageError, match="'plain': .* not a dataclass"):
         FilterChain([Plain()])
     assert modules_of([KeyCaching(), Halves()]) == [__name__]
 

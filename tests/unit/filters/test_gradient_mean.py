@@ -155,12 +155,12 @@ def test_one_rank_has_what_it_had() -> None:
         ),
         (
             "quantize:8,compress",
-            "compress:1 is not for .*, since each rank sends as many bytes: take float16",
+            "compress:1 is not for .*, because all ranks .* equally many bytes: use float16",
         ),
-        ("significant:1", "significant:1 is not for gradients that all ranks average: top-k and random-k are"),
+        ("significant:1", "significant:1 is not for gradients that all ranks average: use top-k or random-k"),
         ("top-k:0.1,random-k:0.5", "both choose values"),
-        ("", "filters are empty"),
-        ("zip", "there is no filter 'zip'"),
+        ("", "filters is empty"),
+        ("zip", "filter 'zip' is unknown"),
     ],
 )
 def test_what_is_not_for_gradients(filters: str, message: str) -> None:

@@ -29,7 +29,7 @@ from paceline.launch.train.options import TrafficFilters, TrainOptions
 from paceline.launch.train.train import train_locally
 from paceline.protocol import Sequential
 
-with pytest.raises(UsageError, match="no filter 'Signs' of a module 'signs' here.*--filter-module signs"):
+with pytest.raises(UsageError, match="filter 'Signs' of module 'signs' is unknown here.*--filter-module signs"):
     parse_filters("signs:Signs")
 from signs import Signs
 
@@ -41,7 +41,7 @@ chain.decode_values(chain.encode_values(values, 0), out)
 assert np.sign(out).tolist() == [1, -1, 1, -1, 1] and np.allclose(np.abs(out), 2.2)
 
 with pt.local_cluster() as cluster, cluster.connect() as client:
-    with pytest.raises(UsageError, match="server 0 cannot do with these.*no filter 'signs' here.*--filter-module"):
+    with pytest.raises(UsageError, match="server 0 cannot do with these.*filter 'signs' is unknown here.*--filter-module"):
         client.sparse_table("w", update=pt.SGD(lr=1.0), filters=[Signs()])
 with pt.local_cluster(servers=2, filter_modules=["signs"]) as cluster, cluster.connect() as client:
     table = client.sparse_table("w", update=pt.SGD(lr=1.0), filters=[pt.KeyCaching(), Signs()], pull_filters=[])
@@ -80,7 +80,7 @@ def test_the_example_of_the_documentation(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "there is no module 'own_module' of filters in"),
+        (None, "module 'own_module' does not exist in"),
         ("import nothing_of_the_kind", "cannot be imported: ModuleNotFoundError: No module named 'nothing_of"),
         ("1 / 0", "cannot be imported: ZeroDivisionError"),
         ("x = 1", "module 'own_module' has no filter: expected a class derived"),
@@ -94,7 +94,7 @@ def test_the_example_of_the_documentation(tmp_path: Path) -> None:
         ),
         (
             "import paceline.filters as f\nclass A(f.ByteFilter):\n    name = 'quantize'",
-            "there is a filter 'quantize' already, paceline.filters.quantize.Quantize: give this one another",
+            "filter 'quantize' already exists as paceline.filters.quantize.Quantize: give this one another",
         ),
     ],
 )
@@ -110,12 +110,12 @@ def test_modules_without_filters_are_refused(
 
 
 def test_what_is_no_module() -> None:
-    with pytest.raises(UsageError, match="expected a list of modules' names"):
+    with pytest.raises(UsageError, match="expected a list of module names"):
         import_filter_modules("signs")
-    with pytest.raises(UsageError, match="put it into a module of its own"):
+    with pytest.raises(UsageError, match="move it into a module of its own"):
         import_filter_modules(["__main__"])
     assert modules_named_in("key-caching:64,a.b:C:0.5, quantize:8,d:E ,significant:inf,a.b:D") == ["a.b", "d"]
-    with pytest.raises(UsageError, match=r"there is no filter 'zip': expected one of.* or MODULE:CLASS for"):
+    with pytest.raises(UsageError, match=r"filter 'zip' is unknown: expected one of.* or MODULE:CLASS for"):
         parse_filters("zip:1")
 
 
