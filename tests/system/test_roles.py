@@ -156,7 +156,7 @@ def test_servers_and_workers_wait_for_a_scheduler_that_comes_later(paceline: Com
     end(scheduler, *roles, joined)
     in_vain = paceline.run("server", "--join", *joining, "--wait", "2.5")
     assert (in_vain.status, len(in_vain.err.splitlines())) == (1, 2), in_vain
-    assert f"no scheduler has answered within 2.5 s: cannot reach tcp://{address}: nobody listens" in in_vain.err
+    assert f"no scheduler has answered within 2.5 s: cannot reach tcp://{address}: no process listens" in in_vain.err
 
 
 def token(folder: Path, text: str) -> Path:
@@ -242,7 +242,7 @@ def test_what_roles_need(paceline: Commands, tmp_path: Path) -> None:
             role, "--scheduler", "127.0.0.1:9", "--wait", "0", "--token-file", token(tmp_path, "some")
         )
         assert (nobody.status, len(nobody.err.splitlines())) == (1, 1)
-        assert "cannot reach tcp://127.0.0.1:9: nobody listens there" in nobody.err
+        assert "cannot reach tcp://127.0.0.1:9: no process listens there" in nobody.err
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         busy = paceline.run("scheduler", "--port", str(port), "--token-file", token(tmp_path, "some"))

@@ -1,4 +1,4 @@
-"""Bytes between processes: frames, the server's loop, clients' channels, authentication."""
+"""Communication between processes: frames, servers, client channels, authentication."""
 
 from paceline.transport.addresses import Address, Endpoint, host_identity
 from paceline.transport.base import Channel, Frame, Handler, Listener, Peer, Statistics, Transport

@@ -1,4 +1,4 @@
-"""A connection that a client made to us: challenge it first, then hand every frame to the handler."""
+"""Accepted connections: authenticate the client, then pass every frame to the handler."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _logger = logging.getLogger("paceline.transport")
 
 @dataclass(eq=False, slots=True)
 class Service:
-    """What all connections of a listener share."""
+    """State that all connections of a listener share."""
 
     handler: Handler
     token: str
@@ -37,24 +37,24 @@ class Service:
     listener: str
     """The listener's id."""
     certificate: bytes = b""
-    """With TLS, the one that it shows (DER)."""
+    """The server's TLS certificate (DER); empty without TLS."""
     connections: set[AcceptedConnection] = field(default_factory=set)
     strangers: Strangers[socket.socket] = field(default_factory=lambda: Strangers(max_strangers()))
     complaints: Complaints = field(default_factory=Complaints)
 
 
 class AcceptedConnection(Connection):
-    """The server's end. What the handler raises goes back as an ERROR frame."""
+    """The server's end. Exceptions of the handler are sent back as ERROR frames."""
 
     def __init__(self, service: Service, accepted: socket.socket | None = None) -> None:
-        """``accepted``: the socket, if it is among the service's strangers."""
+        """``accepted``: the socket, if it counts among the service's strangers."""
         super().__init__(service.handler, service.limits, service.pool)
         self._service = service
         self._accepted = accepted
         self._reception = Reception(service.token, service.hello, service.listener)
 
     def _begin(self) -> None:
-        """Challenge the client."""
+        """Send the challenge to the client."""
         self._address = _address_of(self.transport)
         self._service.connections.add(self)
         self.deliver = self._greeted
@@ -62,15 +62,15 @@ class AcceptedConnection(Connection):
         self._send_meta(FrameKind.CHALLENGE, self._reception.challenge())
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell the listener and the handler."""
+        """Notify the listener and the handler."""
         self._service.connections.discard(self)
         self._is_no_stranger()
         super().connection_lost(exc)
 
-    # the receiver's calls
+    # calls of the receiver
 
     def frame_failed(self, header: Header, error: Exception) -> None:
-        """Answer with an ERROR frame; before the handshake is done, with the end."""
+        """Reply with an ERROR frame. Before the end of the handshake, close the connection."""
         if self._peer is None:
             self.stream_failed(error)
             return
@@ -81,7 +81,7 @@ class AcceptedConnection(Connection):
         self._peer.send_error(header, error)
 
     def stream_failed(self, error: Exception) -> None:
-        """Say why, and close."""
+        """Send the reason and close."""
         self._complain(error)
         self._failure = error
         self.stop_receiving()
@@ -95,7 +95,7 @@ class AcceptedConnection(Connection):
     def _complain(self, error: Exception) -> None:
         unsaid = 0 if self._peer is not None else self._service.complaints.note(time.monotonic())
         if unsaid is not None:
-            more = f" (and {unsaid} before it, of strangers of whom nothing was said)" if unsaid else ""
+            more = f" (and {unsaid} earlier ones of unauthenticated peers, not logged)" if unsaid else ""
             _logger.warning("closing the connection to %s: %s%s", self._address, error, more)
 
     # the handshake
@@ -111,7 +111,7 @@ class AcceptedConnection(Connection):
         self._send_meta(FrameKind.WELCOME, reception.welcome(binding))
         try:
             hello = reception.identify()
-        except PacelineError as error:  # the client knows by our WELCOME
+        except PacelineError as error:  # the client learns the reason from WELCOME
             self._complain(error)
             self.close()
             return

@@ -1,4 +1,4 @@
-"""Where a node listens, and which of its addresses to take from here."""
+"""Addresses of nodes, and the best address of a node from this host."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from paceline.errors import AddressError, UsageError
 _WILDCARDS = ("", "0.0.0.0", "::")
 _PORT_ATTEMPTS = 16  # a port that is free on one address may be in use on the other
 _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
-# Documentation's own addresses (RFC 5737, RFC 3849), by family: a datagram socket connected there sends nothing, and
-# shows by which address this machine would.
+# Addresses for documentation (RFC 5737, RFC 3849), by family. A datagram socket connected to them sends nothing, but
+# shows this machine's outgoing address.
 _PROBES = ((socket.AF_INET6, "2001:db8::1"), (socket.AF_INET, "192.0.2.1"))
 
 
 class Address(msgspec.Struct, frozen=True):
     """``tcp://host:port``, ``unix:///path``, ``unix://@name`` or, in tests, ``memory://name``.
 
-    A name after ``@`` is in Linux's abstract namespace of sockets: there is no file, so none can be left behind.
+    A name after ``@`` is in Linux's abstract socket namespace: it leaves no file after a crash.
     """
 
     scheme: Annotated[str, msgspec.Meta(pattern=r"^(tcp|unix|memory)\Z")]
@@ -40,12 +40,12 @@ class Address(msgspec.Struct, frozen=True):
             self.host.encode("idna")
         except UnicodeError:
             raise UsageError(
-                f"{self.host[:300]!r} is no name of a host: one of its labels is empty or too long"
+                f"{self.host[:300]!r} is not a valid host name: one of its labels is empty or too long"
             ) from None
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Read an address; ``host:port`` alone is TCP, IPv6 hosts stand in brackets. Raises AddressError."""
+        """Parse an address. ``host:port`` is TCP; IPv6 hosts need brackets. Raises AddressError."""
         scheme, found, rest = text.partition("://")
         if not found:
             scheme, rest = "tcp", text
@@ -57,22 +57,24 @@ class Address(msgspec.Struct, frozen=True):
         bracketed = host.startswith("[") and host.endswith("]")
         is_number = port.isascii() and port.isdigit() and int(port) <= 65535
         if scheme != "tcp" or not host or not is_number or (":" in host and not bracketed):
-            raise AddressError(f"{text!r} is no address; write tcp://host:port, host:port, [ipv6]:port or unix:///path")
+            raise AddressError(
+                f"{text!r} is not an address; use tcp://host:port, host:port, [ipv6]:port or unix:///path"
+            )
         return cls("tcp", host=host[1:-1] if bracketed else host, port=int(port))
 
     @property
     def netloc(self) -> str:
-        """``host:port``, IPv6 in brackets."""
+        """Return ``host:port``, with IPv6 in brackets."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
     def unix_name(self) -> str:
-        """What ``bind`` and ``connect`` of a Unix socket take."""
+        """Return the name for ``bind`` and ``connect`` of a Unix socket."""
         return f"\0{self.path[1:]}" if self.is_abstract else self.path
 
     @property
     def is_abstract(self) -> bool:
-        """Whether this is a Unix socket without a file."""
+        """Return whether this is a Unix socket without a file."""
         return self.path.startswith("@")
 
     def __str__(self) -> str:
@@ -82,19 +84,19 @@ class Address(msgspec.Struct, frozen=True):
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """Every address that one node listens on; goes over the wire so that others find it."""
+    """All addresses of a node's listener, in a form that can be sent to peers."""
 
     tcp: Address
-    """The address that works from everywhere (in tests, a ``memory://`` one)."""
+    """The address that works from all hosts (``memory://`` in tests)."""
     unix: Address | None = None
     """A Unix socket, for peers on the same host."""
     host: str = ""
     """:func:`host_identity` of the node."""
     listener: str = ""
-    """Tells the listener from one that has its address later; empty: not known."""
+    """Distinguishes the listener from later ones with the same address; empty if unknown."""
 
     def best(self, here: str | None = None) -> Address:
-        """Return the Unix socket if the node runs on this host and its path can be seen, else TCP."""
+        """Return the Unix socket if the node is on this host and its path is visible, else TCP."""
         if self.unix is None or self.host != (host_identity() if here is None else here):
             return self.tcp
         return self.unix if self.unix.is_abstract or os.path.exists(self.unix.path) else self.tcp
@@ -105,9 +107,9 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 @functools.cache
 def host_identity() -> str:
-    """Return a string that is the same in two processes exactly if they run on one boot of one host.
+    """Return a string that two processes share only on one boot of one host.
 
-    Two network namespaces (containers, ``ip netns``) of one machine are two hosts.
+    Two network namespaces (containers, ``ip netns``) of one machine count as two hosts.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -117,7 +119,7 @@ def host_identity() -> str:
 
 
 def namespace(kind: str) -> str:
-    """Return what tells this process's namespace (``net``, ``pid``, ...) from others; empty where there are none."""
+    """Return the id of this process's namespace (``net``, ``pid``, ...); empty if there are none."""
     try:
         return os.readlink(f"/proc/self/ns/{kind}")
     except OSError:
@@ -125,15 +127,15 @@ def namespace(kind: str) -> str:
 
 
 def bind_tcp(address: Address) -> list[socket.socket]:
-    """Return listening TCP sockets, one for each address that the host's name stands for, all with the same port.
+    """Return listening TCP sockets for all addresses of the host name, with the same port.
 
-    Those that this machine does not have are left out. Raises AddressError if the port cannot be had on all others.
+    Skips addresses that this machine does not have. Raises AddressError if the port is unavailable on any other.
     """
     where = address.netloc
     try:
         found = socket.getaddrinfo(address.host or None, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
-        raise AddressError(f"cannot listen on {where}: the host is not known ({error})") from None
+        raise AddressError(f"cannot listen on {where}: the host is unknown ({error})") from None
     places = list(dict.fromkeys((family, place) for family, _, _, _, place in found))
     for _ in range(_PORT_ATTEMPTS):
         try:
@@ -146,7 +148,7 @@ def bind_tcp(address: Address) -> list[socket.socket]:
 
 
 def _bind_all(places: Sequence[tuple[socket.AddressFamily, Any]]) -> list[socket.socket]:
-    """Listen at all places that this machine has; the first one's port, if any will do, is that of the others."""
+    """Listen on all local places; a free port of the first one is used for all."""
     has_both = len({family for family, _ in places}) > 1
     bound: list[socket.socket] = []
     failure: OSError | None = None
@@ -172,7 +174,7 @@ def _bind(family: socket.AddressFamily, place: Any, has_both: bool) -> socket.so
     listening = socket.socket(family, socket.SOCK_STREAM)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if has_both and family == socket.AF_INET6:  # else it takes the port of the other one
+        if has_both and family == socket.AF_INET6:  # otherwise it takes the port of IPv4 too
             listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         listening.bind(place)
         listening.listen(512)
@@ -190,16 +192,16 @@ def _cannot_listen(where: str, error: OSError) -> str:
             "or 0 for a free one"
         )
     if error.errno == errno.EADDRNOTAVAIL:
-        return f"cannot listen on {where}: this machine has no such address; give one of its own, or 0.0.0.0"
+        return f"cannot listen on {where}: this machine has no such address; use one of its own, or 0.0.0.0"
     if error.errno == errno.EACCES:
         return f"cannot listen on {where}: not permitted; choose a port above 1023 with --port, or 0"
     return f"cannot listen on {where}: {error.strerror or error}"
 
 
 def announced_host(host: str) -> str:
-    """Return where others reach a socket bound to ``host``: a wildcard becomes this machine's own address.
+    """Return the host under which others reach a socket bound to ``host``.
 
-    That of IPv6, where there is a way out by it, if the wildcard is ``::``.
+    A wildcard becomes this machine's own address: for ``::`` the IPv6 address, if it has a route.
     """
     if host not in _WILDCARDS:
         return host

@@ -1,4 +1,4 @@
-"""How long to wait between tries to reach somebody who may not be there yet."""
+"""Pauses between attempts to reach a peer."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import random
 class Backoff:
     """Pauses that double from the first to the longest one.
 
-    Each is cut by a random part of at most `spread` (0 to 1): those who lose the same peer at the same moment shall not
-    all come back at the same one.
+    Each is shortened by a random share of at most `spread` (0 to 1), so that clients of a lost peer do not all return
+    at the same moment.
     """
 
     def __init__(self, first_s: float, longest_s: float, *, spread: float = 0.0) -> None:
@@ -18,11 +18,11 @@ class Backoff:
         self._pause_s = first_s
 
     def next_s(self, left_s: float = math.inf) -> float:
-        """Return the next pause, of at most the time that is left."""
+        """Return the next pause, limited to the remaining time."""
         pause_s = self._pause_s * random.uniform(1.0 - self._spread, 1.0)
         self._pause_s = min(2.0 * self._pause_s, self._longest_s)
         return max(min(pause_s, left_s), 0.0)
 
     def reset(self) -> None:
-        """Begin with the first pause again."""
+        """Restart with the first pause."""
         self._pause_s = self._first_s

@@ -1,9 +1,9 @@
-"""What every transport offers: the server's view (Handler, Peer, Listener) and the client's (Channel).
+"""Interfaces of transports: for servers Handler, Peer, Listener, for clients Channel.
 
-A server is one event loop: it calls a :class:`Handler` for every frame and never blocks. A client is a thread
-that blocks on a :class:`Channel`, or itself an event loop: then it opens a :class:`Peer`. :class:`Transport` makes
-all of them. Implementations: ``sockets``, ``memory``
-and, around either, ``faulty``; `paceline.testing.check_transport` says what each must do.
+A server is one event loop: it calls a :class:`Handler` for every frame and never blocks. A client is a thread that
+blocks on a :class:`Channel`, or an event loop that opens a :class:`Peer`. :class:`Transport` creates all of them.
+Implementations are ``sockets``, ``memory`` and, around either, ``faulty``; `paceline.testing.check_transport` is their
+conformance test.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paceline.transport.security.authentication import Hello
 
 
 class Statistics(NamedTuple):
-    """What went over one connection, headers and padding included."""
+    """Counters of one connection, headers and padding included."""
 
     bytes_received: int
     bytes_sent: int
@@ -35,61 +35,61 @@ class Frame(NamedTuple):
 
 
 class Peer(ABC):
-    """The other end of a connection of an event loop: a client that connected, or a server that was opened.
+    """The other end of a connection of an event loop: a connected client or an opened server.
 
     Not thread-safe: for the event loop's thread only.
     """
 
     hello: Hello
-    """What the other end said of itself."""
+    """The Hello of the other end."""
     address: str
-    """Where it is, for messages."""
+    """Its address, for messages."""
 
     @abstractmethod
     def send(self, *parts: Buffer) -> None:
-        """Send one frame given as its parts (`frame_parts`), or as one buffer of bytes; never blocks.
+        """Send one frame given as its parts (`frame_parts`) or as one bytes buffer; never blocks.
 
-        Parts of a small frame are copied into one buffer. What else the peer does not take at once is kept *without a
-        copy*: a mutable buffer may be written again once :attr:`write_backlog_bytes` is 0.
+        Parts of a small frame are copied into one buffer. Unsent parts of a larger frame are kept *without a copy*: do
+        not write to a mutable buffer before :attr:`write_backlog_bytes` is 0.
         """
 
     @abstractmethod
     def send_error(self, request: Header, error: Exception) -> None:
         """Answer ``request`` with an ERROR frame; the client raises the same class.
 
-        UsageError on an opened connection: it is for the server to answer.
+        Raises UsageError on an opened connection, because only servers answer with errors.
         """
 
     @property
     @abstractmethod
     def write_backlog_bytes(self) -> int:
-        """How much of what was sent is still held here.
+        """Return the number of sent bytes that are still buffered here.
 
-        For a client beyond ``Limits.max_backlog_bytes`` its requests are no longer read. An opened connection is
-        always read (or both ends could wait for each other), so there it is for the caller to send no more.
+        Beyond ``Limits.max_backlog_bytes``, the requests of a client are not read. An opened connection is always read,
+        because otherwise both ends could wait for each other; its caller must limit the backlog.
         """
 
     @abstractmethod
     def pause_receiving(self) -> None:
-        """Take no more from the peer until :meth:`resume_receiving`: what it sends waits there. Idempotent.
+        """Stop reading from the peer until :meth:`resume_receiving` (backpressure). Idempotent.
 
-        Frames of which a part is here may still come. The peer's end is not noticed either. In memory nothing waits.
+        Partly received frames may still arrive. The peer's end is not detected meanwhile. No effect in memory.
         """
 
     @abstractmethod
     def resume_receiving(self) -> None:
-        """Take on from the peer. Idempotent."""
+        """Resume reading from the peer. Idempotent."""
 
     @abstractmethod
     def close(self) -> None:
-        """Close the connection after what was sent has gone out; ``disconnected`` follows. Idempotent.
+        """Close the connection after the backlog is sent; ``disconnected`` follows. Idempotent.
 
-        No more frames are received, and what is sent after it is lost.
+        No more frames are received, and later sends are dropped.
         """
 
     @abstractmethod
     def abort(self) -> None:
-        """Close the connection at once, what has not gone out is lost; ``disconnected`` follows. Idempotent."""
+        """Close the connection immediately and drop the backlog; ``disconnected`` follows. Idempotent."""
 
     @abstractmethod
     def statistics(self) -> Statistics:
@@ -97,65 +97,60 @@ class Peer(ABC):
 
 
 class Handler(ABC):
-    """What an event loop does with frames. All its methods are called in the loop's thread and must not block."""
+    """Processes the frames of an event loop. All methods run in the loop's thread and must not block."""
 
     def connected(self, peer: Peer) -> None:  # noqa: B027  (to do nothing is a choice)
-        """Take note of a client that has proved that it holds the token."""
+        """Handle a new client that has proved that it holds the token."""
 
     @abstractmethod
     def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
-        """Handle a frame. ``meta`` and ``body`` are valid only during the call: copy what is to be kept.
+        """Handle a frame. ``meta`` and ``body`` are valid only during the call: copy them to keep them.
 
-        An exception is sent back as an ERROR frame for this request (one that is no PacelineError is logged
-        too). On an opened connection, where nobody waits for that, it is logged and closes the connection.
+        An exception is sent back as an ERROR frame for this request; one other than a PacelineError is logged too. On
+        an opened connection, where the peer expects no reply, the exception is logged and closes the connection.
         """
 
     def disconnected(self, peer: Peer, reason: Exception | None) -> None:  # noqa: B027  (to do nothing is a choice)
-        """Forget a peer. ``reason`` is ``None`` if the connection was closed between two frames, by either end."""
+        """Handle the loss of a peer. ``reason`` is None if either end closed between two frames."""
 
 
 class Channel(ABC):
-    """A client's connection: blocking, in the order sent. One thread may send while another receives.
+    """A client's connection: blocking, in order. One thread may send while another receives.
 
-    ``timeout_s`` bounds the wait for a frame to begin, and then for each part of it to arrive. A
-    :class:`DeadlineError` before a frame has begun leaves the channel as it was; in the middle of one it
-    closes it. Every other failure of the connection is a :class:`ConnectionLostError` that names the peer.
+    ``timeout_s`` bounds the wait for the start of a frame, and then for each of its parts. A :class:`DeadlineError`
+    before the start leaves the channel intact; within a frame it closes the channel. Every other failure of the
+    connection is a :class:`ConnectionLostError` that names the peer.
     """
 
     address: Address
-    """Where this channel leads."""
+    """The address of the server."""
     peer: Hello
-    """What the server said of itself."""
+    """The server's Hello."""
     last_header: Header | None = None
-    """The header of the last frame received; of the ERROR frame, after an error that the server reported."""
+    """The header of the last received frame; after a reported error, the header of its ERROR frame."""
     last_meta: bytes = b""
-    """The meta of the last frame that :meth:`receive` returned."""
+    """The meta of the last frame from :meth:`receive`."""
 
     def error_header(self) -> Header | None:
-        """Return the header of the last frame if that was an ERROR: whose request has failed; else None."""
+        """Return the last frame's header if it was an ERROR frame, which names the failed request; else None."""
         header = self.last_header
         return header if header is not None and header.kind == FrameKind.ERROR else None
 
     @abstractmethod
     def send(self, *parts: Buffer) -> None:
-        """Send one frame (or several) given as its parts (`frame_parts`), without copying them; returns when all is in
-        the system's hands.
-        """
+        """Send one or more frames given as parts (`frame_parts`), without a copy, until the kernel has all."""
 
     @abstractmethod
     def receive(self, into: WritableBuffer, timeout_s: float) -> Header:
-        """Receive a frame whose body is at most ``into``, in place; fastest (one system call) if exactly that
-        long.
+        """Receive a frame with a body of at most ``into``, in place; an equal size is fastest (one system call).
 
-        Its meta, if any, is then :attr:`last_meta`. Raises what the server reported in an ERROR frame, and
-        ProtocolError (the connection is closed) if the body is longer.
+        The frame's meta is then in :attr:`last_meta`. Raises the error of an ERROR frame, and ProtocolError (the
+        connection is closed) if the body is longer.
         """
 
     @abstractmethod
     def receive_header(self, timeout_s: float) -> Header:
-        """Receive the header of the next frame; what was not read of the one before is skipped. Raises as
-        ``receive``.
-        """
+        """Receive the header of the next frame; skips unread parts of the last one. Raises as ``receive``."""
 
     @abstractmethod
     def receive_meta(self) -> bytes:
@@ -171,23 +166,22 @@ class Channel(ABC):
 
     @abstractmethod
     def poll(self, timeout_s: float) -> bool:
-        """Wait until there is something to receive (its end is); return whether there is."""
+        """Wait for data or the connection's end; return whether either has arrived."""
 
     @abstractmethod
     def has_ended(self) -> bool:
-        """Return whether either end has closed the connection, as far as is known here; from any thread, at once.
+        """Return whether either end has closed the connection, without waiting, from any thread.
 
-        What the other end sent before it closed may still lie here unread. A TLS connection that the other end closes
-        in good order has not ended before its word for that is read.
+        Unread data from before the end may remain. On TLS, an orderly end counts only after its close message is read.
         """
 
     @abstractmethod
     def fileno(self) -> int:
-        """Return the file descriptor, for selectors (ask ``poll(0)`` first: bytes may lie here already)."""
+        """Return the file descriptor for selectors. Call ``poll(0)`` first, as bytes may be buffered here."""
 
     @abstractmethod
     def close(self) -> None:
-        """Close the connection; a thread that waits on it wakes with ConnectionLostError. Idempotent."""
+        """Close the connection; a waiting thread gets ConnectionLostError. Idempotent."""
 
     @abstractmethod
     def statistics(self) -> Statistics:
@@ -195,18 +189,18 @@ class Channel(ABC):
 
 
 class Listener(ABC):
-    """A server that is being served."""
+    """A running server."""
 
     endpoint: Endpoint
 
     @property
     @abstractmethod
     def num_connections(self) -> int:
-        """How many connections there are, those that have not yet proved themselves included."""
+        """Return the number of connections, unauthenticated ones included."""
 
     @abstractmethod
     def introduce(self, hello: Hello) -> None:
-        """Tell this to those who connect from now on: who we are is known later than where we listen."""
+        """Set the Hello for future clients: the identity is available later than the address."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -214,27 +208,27 @@ class Listener(ABC):
 
 
 class Transport(ABC):
-    """Makes channels, opened peers and listeners."""
+    """Creates channels, opened peers and listeners."""
 
     @abstractmethod
     def connect(self, target: Endpoint | Address | str, hello: Hello, *, timeout_s: float = 10.0) -> Channel:
-        """Connect and prove who we are.
+        """Connect and authenticate.
 
-        Raises AddressError (nobody listens there), AuthenticationError, VersionError, DeadlineError,
-        ConnectionLostError or ProtocolError.
+        Raises AddressError (no listener), AuthenticationError, VersionError, DeadlineError, ConnectionLostError or
+        ProtocolError.
         """
 
     @abstractmethod
     async def open(
         self, handler: Handler, target: Endpoint | Address | str, hello: Hello, *, timeout_s: float = 10.0
     ) -> Peer:
-        """Connect from inside an event loop, without blocking it, and prove who we are.
+        """Connect and authenticate from inside an event loop, without blocking it.
 
-        Every frame that the server sends goes to ``handler.frame_received``: its answers, and its ERROR frames too,
-        as frames of ``FrameKind.ERROR`` with the request's header (``error_of(meta)`` is the exception). The
-        connection's end, whoever closed it, goes once to ``handler.disconnected``; ``handler.connected`` is not
-        called. To who awaits this call directly, the handler is told nothing of the peer before it has the peer;
-        a connection that is lost until then is a failure of this call only.
+        All of the server's frames go to ``handler.frame_received``: its replies, and also its ERROR frames, as frames
+        of ``FrameKind.ERROR`` with the request's header (``error_of(meta)`` is the exception). The end of the
+        connection, by either side, goes once to ``handler.disconnected``; ``handler.connected`` is not called. The
+        handler gets no call before the direct caller of this coroutine has the peer; a connection that is lost earlier
+        is only a failure of this call.
 
         ``timeout_s`` bounds reaching the server, and then its handshake. Raises as :meth:`connect`.
         """
@@ -243,7 +237,7 @@ class Transport(ABC):
     async def serve(
         self, handler: Handler, hello: Hello, *, address: Address | str | None = None, unix: bool = True
     ) -> Listener:
-        """Listen at ``address`` (by default a free loopback port) and, if ``unix``, on a Unix socket too.
+        """Listen at ``address`` (default: a free loopback port) and, if ``unix``, on a Unix socket.
 
-        ``hello`` is what clients are told. Raises AddressError.
+        ``hello`` is sent to clients. Raises AddressError.
         """

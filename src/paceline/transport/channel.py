@@ -1,4 +1,4 @@
-"""The client's side of frames on a byte stream; what carries the bytes is a subclass's."""
+"""Client side of frames on a byte stream; a subclass transports the bytes."""
 
 from __future__ import annotations
 
@@ -41,22 +41,20 @@ from paceline.transport.security.authentication import (
 )
 from paceline.transport.security.sealing import PIECE_BYTES, TAG_BYTES, Seal, Seals, not_sealed
 
-_ERROR = int(FrameKind.ERROR)  # looking a member up costs as much as unpacking a header
+_ERROR = int(FrameKind.ERROR)  # an enum lookup costs as much as unpacking a header
 
 SMALL_BYTES = 1 << 12
-"""Frames up to here are copied: that is cheaper than what sendmsg and recvmsg_into cost above send and
-recv_into.
-"""
+"""Frames up to this size are copied, which is cheaper than sendmsg and recvmsg_into."""
 
 
 class StreamChannel(Channel):
-    """A :class:`Channel` on a stream of bytes. Abstract: a subclass moves the bytes."""
+    """A :class:`Channel` on a byte stream. Abstract: a subclass moves the bytes."""
 
     def __init__(self, address: Address, limits: Limits) -> None:
         self.address = address
-        self.peer = Hello(role="server")  # until it has introduced itself
+        self.peer = Hello(role="server")  # until the server sends its Hello
         self._limits = limits
-        self._first = bytearray(SMALL_BYTES)  # the next header, and behind it a small body
+        self._first = bytearray(SMALL_BYTES)  # the next header, followed by a small body
         self._first_view = memoryview(self._first)
         self._head_view = self._first_view[:HEADER_BYTES]
         self._pad = memoryview(bytearray(8))
@@ -72,28 +70,26 @@ class StreamChannel(Channel):
         self._bytes_received = self._bytes_sent = self._frames_received = self._frames_sent = 0
 
     def seal(self, seals: Seals) -> None:
-        """From now on every frame carries a tag, and must."""
+        """Require and send a tag with every later frame."""
         self._sending, self._receiving = seals
 
-    # what a subclass does. All but the first raise ConnectionLostError and DeadlineError.
+    # For subclasses. All but the first raise ConnectionLostError and DeadlineError.
 
     @abstractmethod
     def binding(self) -> bytes:
-        """Return what only the two ends of this connection see alike (`binding`)."""
+        """Return the channel binding, which only the two ends share (`binding`)."""
 
     @abstractmethod
     def _write(self, buffers: Sequence[Any]) -> int:
-        """Send all; return how many bytes that was."""
+        """Send all buffers; return their number of bytes."""
 
     @abstractmethod
     def _read_scattered(self, buffers: Sequence[Any]) -> int:
-        """Wait for something; return how many bytes of the buffers were filled, from the first on."""
+        """Wait for data; return the number of bytes filled, from the first buffer on."""
 
     @abstractmethod
     def _read_first(self, size: int) -> int:
-        """Wait for something; return how many bytes, at most ``size``, were received at the start of
-        ``_first``.
-        """
+        """Wait for at most ``size`` bytes at the start of ``_first``; return their number."""
 
     @abstractmethod
     def _read(self, view: memoryview) -> int:
@@ -101,7 +97,7 @@ class StreamChannel(Channel):
 
     @abstractmethod
     def _set_timeout(self, timeout_s: float) -> None:
-        """Bound every later read by this."""
+        """Set the timeout of later reads."""
 
     # sending
 
@@ -111,7 +107,7 @@ class StreamChannel(Channel):
         self._frames_sent += 1
 
     def _write_sealed(self, parts: Sequence[Any]) -> int:
-        """Send a frame and its tag; a large one in pieces, so that one is hashed while those before are on the way."""
+        """Send a frame and its tag; a large one in pieces, to hash while earlier pieces are in flight."""
         seal = self._sending
         assert seal is not None
         size = sum(map(size_of, parts))
@@ -154,7 +150,7 @@ class StreamChannel(Channel):
             or header[0] != MAGIC
             or header[1] != PROTOCOL_VERSION
         ):
-            # Another frame than expected: what was read is read again, with more care.
+            # An unexpected frame: read the received bytes again, step by step.
             read = self._first if is_small else join((self._head_view, into, self._pad))
             self._returned = memoryview(bytes(read[:got]))
             return self._receive_in_steps(into, timeout_s)
@@ -194,16 +190,14 @@ class StreamChannel(Channel):
         if header.kind == FrameKind.ERROR or header.kind == FrameKind.REFUSED:
             meta = self.receive_meta()
             if self._receiving is not None and self._body_left:
-                self.receive_into(allocate(self._body_left))  # nothing is believed before its tag
+                self.receive_into(allocate(self._body_left))  # data is trusted only after its tag
             if header.kind == FrameKind.REFUSED:
                 self.close()
             raise_error(meta)
         return header
 
     def next_header(self, timeout_s: float) -> Header:
-        """Receive the header of the next frame, whatever it is: until the peer has proved itself, what it reports is
-        not raised.
-        """
+        """Receive the header of the next frame. Does not raise reported errors, for unauthenticated peers."""
         if timeout_s != self._timeout_s:
             self._change_timeout(timeout_s)
         if self._meta_left:
@@ -228,10 +222,10 @@ class StreamChannel(Channel):
         try:
             header = unpack_header(self._head_view)
         except VersionError as error:
-            raise VersionError(f"{self._who()} cannot be talked to: {error}") from None
+            raise VersionError(f"{self._who()} is incompatible: {error}") from None
         except ProtocolError as error:
             self.close()
-            raise ProtocolError(f"{self._who()} is no Paceline server: {error}") from None
+            raise ProtocolError(f"{self._who()} is not a Paceline server: {error}") from None
         if header.meta_bytes > self._limits.max_meta_bytes or frame_bytes(header) > self._limits.max_frame_bytes:
             self.close()
             raise ProtocolError(
@@ -256,7 +250,7 @@ class StreamChannel(Channel):
             self.receive_meta()
         size = buffer.nbytes
         if size > self._body_left:
-            raise UsageError(f"{size} bytes of the body were asked for, it has {self._body_left} left")
+            raise UsageError(f"{size} bytes of the body were requested, it has {self._body_left} left")
         if not size:
             return
         self._fill_frame(view_of(buffer))
@@ -280,7 +274,7 @@ class StreamChannel(Channel):
     # for subclasses and this class
 
     def _fill_frame(self, view: memoryview) -> None:
-        """Fill ``view`` with the next bytes of the frame; what is sealed is hashed while more comes."""
+        """Fill ``view`` with the next bytes of the frame; sealed bytes are hashed while more arrive."""
         if self._receiving is None:
             self._fill(view, within_frame=True)
             return
@@ -290,7 +284,7 @@ class StreamChannel(Channel):
             self._receiving.update(piece)
 
     def _end_if_whole(self) -> None:
-        """If the frame has been received whole, check its tag, if it has one."""
+        """Check the tag of a completely received frame, if it has one."""
         if self._receiving is None or self._meta_left or self._body_left:
             return
         self._fill(self._tag, within_frame=True)
@@ -319,7 +313,7 @@ class StreamChannel(Channel):
                 return
             view = view[got:]
             within_frame = True
-            # A peer that trickles is bounded too; the clock is read only when a part came short.
+            # Also bounds a peer that trickles; the clock is read only after a short read.
             now = time.monotonic()
             deadline = deadline or now + self._timeout_s
             if now > deadline:
@@ -328,7 +322,7 @@ class StreamChannel(Channel):
 
     def _change_timeout(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._set_timeout(max(timeout_s, 1e-6))  # to a socket, 0 would mean for ever or never
+        self._set_timeout(max(timeout_s, 1e-6))  # for a socket, 0 would mean no timeout or no wait
 
     def _who(self) -> str:
         peer = self.peer
@@ -338,11 +332,11 @@ class StreamChannel(Channel):
         return DeadlineError(f"no answer from {self._who()} within {self._timeout_s:g} s")
 
     def _lost(self, error: Exception | None = None) -> ConnectionLostError:
-        self.close()  # now, not when the caller does: a TLS server waits for it
+        self.close()  # immediately: a TLS server waits for it
         cause = f" ({error})" if error is not None else ""
         return ConnectionLostError(f"the connection to {self._who()} was closed{cause}")
 
 
 def too_long(size: int, limits: Limits) -> UsageError:
-    """Return the error for a frame that the other end would refuse."""
-    return UsageError(f"a frame of {size} bytes was to be sent, at most {limits.max_frame_bytes} are allowed; split it")
+    """Return the error for a frame that the other end would reject."""
+    return UsageError(f"the frame has {size} bytes, at most {limits.max_frame_bytes} are allowed; split it")

@@ -1,9 +1,9 @@
-"""Channels on plain sockets, TCP and Unix.
+"""Channels on plain TCP and Unix sockets.
 
-The socket stays in blocking mode. The wait for a frame to begin is a poll(), and only then a receive: for
-64 bytes over a Unix socket that is a round trip of 14.0 µs, against 16.0 with a blocking receive
-(SO_RCVTIMEO) and 14.5 with ``settimeout``, which polls before every send too. Within a frame, and for sends,
-the kernel keeps the deadline (SO_RCVTIMEO, SO_SNDTIMEO).
+The socket stays in blocking mode. The wait for the start of a frame is a poll(), followed by a receive: for 64 bytes
+over a Unix socket a round trip takes 14.0 µs, against 16.0 with a blocking receive (SO_RCVTIMEO) and 14.5 with
+``settimeout``, which polls before every send too. Within a frame, and for sends, the kernel enforces the timeout
+(SO_RCVTIMEO, SO_SNDTIMEO).
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from paceline.transport.frames import Limits, size_of, view_of
 from paceline.transport.security.binding import socket_binding
 from paceline.transport.spinning import Spinner
 
-_IOV_MAX = 512  # POSIX promises 16, Linux and macOS have 1024
-# Who only waits for an answer sends nothing, and would never hear that the other end knows the connection no more. A
-# host that is out of reach is no reason to give it up: after so many probes some deadline is over.
+_IOV_MAX = 512  # POSIX guarantees 16, Linux and macOS have 1024
+# A client that only waits sends nothing, so only probes reveal that the other end has lost the connection. An
+# unreachable host does not end the connection: some deadline passes before the last probe.
 _KEEPALIVE = (("TCP_KEEPIDLE", 3), ("TCP_KEEPINTVL", 3), ("TCP_KEEPCNT", 100))
 
 
 def open_socket(address: Address, timeout_s: float, *, enlarge: bool = True) -> socket.socket:
-    """Return a connected socket in blocking mode; raise AddressError or DeadlineError.
+    """Return a connected socket in blocking mode. Raises AddressError or DeadlineError.
 
-    Without ``enlarge`` its buffers are left to the system, which fits those of TCP to the way by itself.
+    Without ``enlarge`` the system sizes its buffers, which for TCP adapts to the path.
     """
     try:
         if address.scheme == "unix":
@@ -59,7 +59,7 @@ def open_socket(address: Address, timeout_s: float, *, enlarge: bool = True) -> 
 
 
 def _keep_alive(connected: socket.socket) -> None:
-    """Ask the other end for a sign of life while nothing else is sent."""
+    """Enable TCP keep-alive probes."""
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE:
         if hasattr(socket, name):
@@ -67,7 +67,7 @@ def _keep_alive(connected: socket.socket) -> None:
 
 
 def _connect_tcp(address: Address, timeout_s: float) -> socket.socket:
-    """Try every address of the host; each has its share of the time that is left, so that none takes it all."""
+    """Try every address of the host, each with an equal share of the remaining time."""
     end = time.monotonic() + timeout_s
     places = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
     failure = OSError("the host has no address")
@@ -90,27 +90,27 @@ def _connect_tcp(address: Address, timeout_s: float) -> socket.socket:
 def cannot_reach(address: Address, error: OSError, timeout_s: float) -> AddressError | DeadlineError:
     """Return the error for a socket that could not be connected."""
     if isinstance(error, socket.gaierror):
-        return AddressError(f"cannot reach {address}: the host is not known ({error.strerror})")
+        return AddressError(f"cannot reach {address}: the host is unknown ({error.strerror})")
     if isinstance(error, TimeoutError):
         return DeadlineError(f"cannot reach {address}: no answer within {timeout_s:g} s")
     if isinstance(error, (ConnectionRefusedError, FileNotFoundError)):
         return AddressError(
-            f"cannot reach {address}: nobody listens there; check the address, and that the server was started"
+            f"cannot reach {address}: no process listens there; check the address, and that the server is running"
         )
     return AddressError(f"cannot reach {address}: {error.strerror or error}")
 
 
-_HUNG_UP = getattr(select, "POLLRDHUP", 0)  # POLLHUP and POLLERR are told in any case
+_HUNG_UP = getattr(select, "POLLRDHUP", 0)  # POLLHUP and POLLERR are always reported
 
 
 class _ClosedPoll:
-    """Stands in for the poll object of a closed channel, whose descriptor may by now be another file's."""
+    """Replaces the poll object of a closed channel, whose descriptor may belong to another file."""
 
     def register(self, descriptor: int, events: int) -> None:
         pass
 
     def poll(self, timeout_ms: int) -> list[tuple[int, int]]:
-        return [(-1, select.POLLNVAL)]  # so that the receive that follows finds the socket closed
+        return [(-1, select.POLLNVAL)]  # the following receive finds the socket closed
 
 
 _CLOSED_POLL = _ClosedPoll()
@@ -149,7 +149,7 @@ class PlainChannel(StreamChannel):
         except BlockingIOError:
             self.close()
             raise DeadlineError(
-                f"{self._who()} took nothing of what was sent for {self._send_timeout_s:g} s; the connection is closed"
+                f"{self._who()} did not read its messages for {self._send_timeout_s:g} s; the connection is closed"
             ) from None
         except OSError as error:
             raise self._lost(error) from None
@@ -243,7 +243,7 @@ def wait_readable(connected: socket.socket, timeout_s: float) -> bool:
 
 
 def is_hung_up(connected: socket.socket) -> bool:
-    """Return whether a socket is closed, or its other end has hung up, whatever lies unread before that."""
+    """Return whether a socket is closed or its other end has hung up, even with unread data."""
     number = connected.fileno()
     if number < 0:
         return True
@@ -255,7 +255,7 @@ def is_hung_up(connected: socket.socket) -> bool:
 def shut(connected: socket.socket) -> None:
     """Close a socket and wake the thread that waits on it."""
     try:
-        # The base class's: SSLSocket.shutdown would drop its TLS object under a thread that still reads.
+        # The base class's method: SSLSocket.shutdown would drop its TLS object under a reading thread.
         socket.socket.shutdown(connected, socket.SHUT_RDWR)
     except OSError:
         pass

@@ -1,7 +1,7 @@
-"""One connection in an event loop, whoever made it: its frames and its end go to the handler.
+"""A connection in an event loop, accepted or opened: frames and end go to the handler.
 
-Runs on any asyncio transport: a socket's, TLS, or the one that `memory` makes up. `accepting` and `opening` have
-the two kinds, which differ in their half of the handshake and in what they say of a failure.
+Runs on any asyncio transport: a socket, TLS, or the imitation in `memory`. `accepting` and `opening` have the two
+kinds, which differ in their half of the handshake and in their handling of failures.
 """
 
 from __future__ import annotations
@@ -37,40 +37,40 @@ class Connection(FrameReceiver):
 
     @abstractmethod
     def _begin(self) -> None:
-        """Begin the handshake: the transport is there."""
+        """Begin the handshake on the connected transport."""
 
     def close(self) -> None:
-        """Close the connection after what was sent has gone out."""
+        """Close the connection after its backlog is sent."""
         if self._peer is not None:
             self._peer.close()
         else:
             self.stop_receiving()
             self.transport.close()
 
-    # asyncio's calls
+    # calls of asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Prepare the transport and begin."""
+        """Prepare the transport and begin the handshake."""
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
         enlarge_socket_buffers(transport.get_extra_info("socket"))
-        if transport.get_extra_info("ssl_object") is None:  # TLS has its own idea of high and low water
+        if transport.get_extra_info("ssl_object") is None:  # TLS has its own water marks
             transport.set_write_buffer_limits(high=0)
         self._begin()
 
     def pause_writing(self) -> None:
-        """The socket is full."""
+        """Pause sending, because the socket is full."""
         if self._peer is not None:
             self._peer.pause()
 
     def resume_writing(self) -> None:
-        """The socket has taken all."""
+        """Resume sending, because the socket has sent its buffer."""
         if self._peer is not None:
             self._peer.resume()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell the handler, if it knows of the connection."""
-        self.transport.close()  # it is closed, but with TLS Python 3.10 wants to be told
+        """Notify the handler if the connection was authenticated."""
+        self.transport.close()  # already closed, but TLS of Python 3.10 requires the call
         self._cancel_timer()
         within_frame = self.is_within_frame and not self._stopped
         self.stop_receiving()
@@ -92,38 +92,36 @@ class Connection(FrameReceiver):
     # for subclasses
 
     def _peer_lost(self, peer: TransportPeer, reason: Exception | None) -> None:
-        """Tell the handler."""
+        """Notify the handler."""
         try:
             self._handler.disconnected(peer, reason)
         except Exception:
             _logger.exception("the handler failed on the loss of %s", peer.address)
 
     def _start_timer(self, timeout_s: float, call: Callable[[], None]) -> None:
-        """Call if the handshake is not done in time."""
+        """Call a function if the handshake is not done in time."""
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
-            return  # `memory` without a loop: nobody is slow there
+            return  # `memory` without a loop, where peers are never slow
         self._timer = loop.call_later(timeout_s, call)
 
     def _cancel_timer(self) -> None:
-        """The handshake is done, or need not be."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def _send_meta(self, kind: FrameKind, meta: bytes) -> None:
-        """Send a frame of the handshake."""
         self.transport.write(join(frame_parts(kind, meta=meta)))
 
 
 def describe(hello: Hello) -> str:
-    """Return who said the Hello, in words."""
+    """Return a short description of a Hello's sender."""
     return f"{hello.role} {hello.rank}" + (f" ({hello.name})" if hello.name else "")
 
 
 def enlarge_socket_buffers(connected: socket.socket | None) -> None:
-    """Let the system hold more of a connection, as far as it is willing."""
+    """Request larger system buffers for a connection, within the system's limits."""
     if connected is None:
         return
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):

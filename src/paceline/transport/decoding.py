@@ -1,4 +1,4 @@
-"""Messages of peers decoded: what cannot be read is a ProtocolError, whatever is wrong with it."""
+"""Decoding of peers' messages; every malformed message becomes a ProtocolError."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 from paceline.errors import ProtocolError
 
 UNREADABLE: Final = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
-"""What msgspec raises: of a wrong type or bound, of maps nested a thousand deep, of text that is no UTF-8."""
+"""Errors of msgspec for wrong types or bounds, maps nested a thousand deep, and invalid UTF-8."""
 
 _lock = threading.Lock()
 _known: set[Any] = set()
@@ -23,10 +23,10 @@ if hasattr(os, "register_at_fork"):
 
 
 def known(kind: _Kind) -> _Kind:
-    """Return a type that is to be decoded or converted to, once msgspec knows its fields.
+    """Register a type with msgspec and return it, before it is decoded or converted to.
 
-    It looks them up when it first meets a type. Another thread that decodes the same type meanwhile finds half of them,
-    and the process dies of that (msgspec 0.22); so one thread at a time has it look.
+    msgspec collects the fields of a type at its first use. A second thread that decodes the type at that moment sees
+    only half of them, and the process crashes (msgspec 0.22). The lock prevents this.
     """
     if kind not in _known:
         with _lock:
@@ -36,7 +36,7 @@ def known(kind: _Kind) -> _Kind:
 
 
 def read_meta(meta: bytes | memoryview, kind: Any, name: str) -> Any:
-    """Return msgpack decoded as `kind`; `name` says what that is in its ProtocolError."""
+    """Return msgpack decoded as `kind`; `name` describes the value in a ProtocolError."""
     try:
         return msgspec.msgpack.decode(meta, type=known(kind))
     except UNREADABLE as error:
@@ -44,7 +44,7 @@ def read_meta(meta: bytes | memoryview, kind: Any, name: str) -> Any:
 
 
 def reader(kind: Any, name: str) -> Callable[[bytes | memoryview], Any]:
-    """Return a function that does as :func:`read_meta`, for what is read often."""
+    """Return a function like :func:`read_meta` for frequent use."""
     decode = msgspec.msgpack.Decoder(known(kind)).decode
 
     def read(meta: bytes | memoryview) -> Any:

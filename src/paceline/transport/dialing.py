@@ -1,4 +1,4 @@
-"""Sockets connected from inside an event loop; `client` has the blocking twin."""
+"""Sockets connected from inside an event loop; `client` has the blocking version."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _FULL_S = 0.005
 
 
 async def dial(address: Address, timeout_s: float) -> socket.socket:
-    """Return a connected socket in non-blocking mode; raise AddressError or DeadlineError."""
+    """Return a connected socket in non-blocking mode. Raises AddressError or DeadlineError."""
     try:
         found = await asyncio.wait_for(_try(address, timeout_s), timeout_s)
-    except asyncio.TimeoutError:  # from Python 3.11 on, the system's TimeoutError is one too
+    except asyncio.TimeoutError:  # from Python 3.11 on, the system's TimeoutError is also one
         raise cannot_reach(address, TimeoutError(), timeout_s) from None
     if isinstance(found, OSError):
         raise cannot_reach(address, found, timeout_s) from None
@@ -29,7 +29,7 @@ async def dial(address: Address, timeout_s: float) -> socket.socket:
 
 
 async def _try(address: Address, timeout_s: float) -> socket.socket | OSError:
-    """Return the system's error: one that is raised behind a wait that was cancelled would be logged as nobody's."""
+    """Return the system's error: raised after a cancelled wait, asyncio would log it as unhandled."""
     try:
         return await _dial(address, timeout_s)
     except OSError as error:
@@ -43,7 +43,7 @@ async def run_on(
     context: ssl.SSLContext | None,
     timeout_s: float,
 ) -> None:
-    """Run the connection on the socket, with TLS if there is a context; raise as `wrap_tls`."""
+    """Run the connection on the socket, with TLS if there is a context. Raises as `wrap_tls`."""
     loop = asyncio.get_running_loop()
     secure: dict[str, Any] = {}
     if context is not None:
@@ -52,13 +52,13 @@ async def run_on(
     try:
         await loop.create_connection(lambda: connection, sock=connected, **secure)
     except OSError as error:
-        # asyncio gives a handshake up with ConnectionAbortedError.
+        # asyncio ends a late handshake with ConnectionAbortedError.
         late = isinstance(error, ConnectionAbortedError) and loop.time() >= end
         raise no_tls(address, TimeoutError() if late else error, timeout_s) from None
 
 
 async def _dial(address: Address, timeout_s: float) -> socket.socket:
-    """Try every address of the host; each has its share of the time that is left, so that none takes it all."""
+    """Try every address of the host, each with an equal share of the remaining time."""
     if address.scheme == "unix":
         return await _dial_unix(address)
     loop = asyncio.get_running_loop()
@@ -83,7 +83,7 @@ async def _dial(address: Address, timeout_s: float) -> socket.socket:
 
 
 async def _resolve(address: Address) -> list[Any]:
-    try:  # a number needs no thread to ask for it
+    try:  # a numeric host needs no thread to resolve
         return socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     except socket.gaierror:
         return await asyncio.get_running_loop().getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
@@ -97,7 +97,7 @@ async def _dial_unix(address: Address) -> socket.socket:
             try:
                 connected.connect(address.unix_name)
             except BlockingIOError:
-                # The listener's queue is full, and nothing is under way: sock_connect would take it for connected.
+                # The listener's queue is full and no connection is pending; sock_connect would take it for connected.
                 await asyncio.sleep(_FULL_S)
             else:
                 check_user(connected, address)

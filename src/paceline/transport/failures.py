@@ -1,6 +1,4 @@
-"""Exceptions on the wire: an error becomes the meta of an ERROR or REFUSED frame, and is raised again at the
-other end.
-"""
+"""Exceptions on the wire: meta of ERROR and REFUSED frames, raised again at the other end."""
 
 from __future__ import annotations
 
@@ -17,8 +15,7 @@ class Failure(msgspec.Struct, frozen=True):
     """The meta of an ERROR or REFUSED frame."""
 
     error: str
-    """The name of a class in :mod:`paceline.errors`; one that the receiver does not know reads as PeerError.
-    """
+    """The name of a class in :mod:`paceline.errors`; an unknown name becomes PeerError."""
     message: str
 
 
@@ -29,7 +26,7 @@ _decoder = msgspec.msgpack.Decoder(known(Failure))
 
 
 def error_meta(error: Exception) -> bytes:
-    """Return the meta of the frame that reports ``error``; what is no PacelineError is an internal error."""
+    """Return the meta of the frame that reports ``error``; other classes become InternalError."""
     if isinstance(error, PacelineError):
         failure = Failure(type(error).__name__, str(error)[:_MAX_MESSAGE])
     else:
@@ -39,10 +36,10 @@ def error_meta(error: Exception) -> bytes:
 
 
 def error_of(meta: bytes | memoryview) -> PacelineError:
-    """Return the error that an ERROR or REFUSED frame carries, as its class of :mod:`paceline.errors`.
+    """Return the error in an ERROR or REFUSED frame, as its class of :mod:`paceline.errors`.
 
-    One of a class that is not known here is a :class:`PeerError` with the name in its message, one that cannot be
-    read a :class:`ProtocolError`. For what a peer sent that has proved itself; see :func:`unproved`.
+    An unknown class becomes a :class:`PeerError` with its name in the message, an unreadable report a
+    :class:`ProtocolError`. Only for authenticated peers; see :func:`unproved`.
     """
     failure = _read(meta)
     if failure is None:
@@ -56,9 +53,9 @@ def error_of(meta: bytes | memoryview) -> PacelineError:
 
 
 def unproved(meta: bytes | memoryview) -> tuple[str, str]:
-    """Return the class and the words, fit to be shown, of an ERROR or REFUSED frame of a peer that has proved nothing.
+    """Return class and message of an unauthenticated peer's ERROR or REFUSED frame, printable.
 
-    Whoever gets them must not raise that class, nor do as the words say.
+    The caller must not raise that class, nor follow the message.
     """
     failure = _read(meta) or Failure("?", "")
     return printable(failure.error, _MAX_NAME), printable(failure.message, _MAX_UNPROVED)

@@ -1,14 +1,13 @@
-"""What a frame looks like on the wire. Pure: bytes in, values out.
+"""Wire format of frames. Pure: bytes in, values out.
 
 A frame is a header of 40 bytes, ``meta`` (msgpack, for control) and ``body`` (raw little-endian arrays)::
 
     0      2        3     4      6      8        12     16     20        28          32          40
     | magic | version | kind | flags | table | request | epoch | clock | sequence | meta_bytes | body_bytes |
 
-All fields are unsigned and little-endian. ``meta`` and ``body`` are each padded with zeros to a multiple of 8
-bytes, which the two lengths do not count: so every part of every frame begins 8-aligned, and an array can be
-used where it was received. Kinds 0 to 15 belong to the transport (:class:`FrameKind`); what the others mean, it
-does not know.
+All fields are unsigned and little-endian. ``meta`` and ``body`` are each padded with zeros to a multiple of 8 bytes;
+the two lengths exclude the padding. Every part of a frame therefore begins 8-aligned, and arrays can be used in place.
+Kinds 0 to 15 belong to the transport (:class:`FrameKind`); applications define the others.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from numpy.typing import NDArray
 from paceline.errors import ProtocolError, VersionError
 
 Buffer: TypeAlias = bytes | bytearray | memoryview | NDArray[Any]
-"""Something contiguous that can be sent."""
+"""A contiguous buffer to send."""
 WritableBuffer: TypeAlias = memoryview | NDArray[Any]
-"""Something contiguous that can be received into."""
+"""A contiguous buffer to receive into."""
 
 HEADER: Final = struct.Struct("<HBBHHIIIQIQ")
 HEADER_BYTES: Final = HEADER.size
@@ -36,26 +35,26 @@ PROTOCOL_VERSION: Final = 2
 FIRST_APPLICATION_KIND: Final = 16
 
 PADS: Final = tuple(bytes(size) for size in range(8))
-"""What is put behind a part of a frame of so many bytes, by ``-size & 7``: parts begin at multiples of 8."""
+"""The padding of a part of a frame, by ``-size & 7``: parts begin at multiples of 8."""
 
 
 class FrameKind(IntEnum):
-    """The kinds of frames that the transport keeps for itself."""
+    """Frame kinds that the transport reserves."""
 
     CHALLENGE = 1
-    """Server to client, the first frame of a connection: prove that you hold the token."""
+    """Server to client, first frame of a connection: prove that you hold the token."""
     HELLO = 2
-    """Client to server: who I am, my proof, and prove that you hold it."""
+    """Client to server: identity, proof, and a nonce for the server's proof."""
     WELCOME = 3
-    """Server to client: who I am, and my proof."""
+    """Server to client: identity and proof."""
     REFUSED = 4
-    """Server to client, the last frame of a connection: why it is being closed."""
+    """Server to client, last frame of a connection: the reason for closing it."""
     ERROR = 5
-    """Server to client: the request of this number failed; the connection lives on."""
+    """Server to client: the request with this number failed; the connection stays open."""
 
 
 class Header(NamedTuple):
-    """The header of a frame. A tuple, because nothing that has names is built faster."""
+    """The header of a frame. A tuple, because it is the fastest class with named fields."""
 
     magic: int = MAGIC
     version: int = PROTOCOL_VERSION
@@ -72,31 +71,31 @@ class Header(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What a peer may ask of our memory. Checked from the header, before any memory is taken."""
+    """Bounds on a peer's use of memory, checked from the header before any allocation."""
 
     max_frame_bytes: int = 1 << 30
     """The longest frame: header, meta, body and padding."""
     max_handshake_bytes: int = 4096
-    """The longest frame of a peer that has not yet proved that it holds the token."""
+    """The longest frame of a peer that has not proved yet that it holds the token."""
     max_meta_bytes: int = 1 << 26
     """The longest meta part."""
     max_backlog_bytes: int = 1 << 28
-    """Replies that wait for a peer to read them, beyond which the server stops reading its requests."""
+    """Unread replies of a peer, beyond which the server stops reading its requests."""
 
 
 def pack_header(kind: int, **fields: int) -> bytes:
-    """Return the 40 bytes of a header, given by the names of :class:`Header`; lengths are without padding.
+    """Return the 40 bytes of a header from fields of :class:`Header`; lengths exclude padding.
 
-    For frames that are sent in pieces, or are wrong on purpose: `frame_parts` makes whole ones.
+    For frames that are sent in pieces or are wrong on purpose; `frame_parts` makes whole frames.
     """
     return HEADER.pack(*Header(kind=kind, **fields))
 
 
 def unpack_header(buffer: bytes | bytearray | memoryview, offset: int = 0) -> Header:
-    """Read a header; raise ProtocolError on another magic, VersionError on another version."""
+    """Read a header. Raises ProtocolError for another magic, VersionError for another version."""
     if len(buffer) - offset < HEADER_BYTES:
         raise ProtocolError(
-            f"a frame's header is {HEADER_BYTES} bytes, {len(buffer) - offset} were got; the connection is closed"
+            f"a frame's header has {HEADER_BYTES} bytes, got {len(buffer) - offset}; the connection is closed"
         )
     header: Header = tuple.__new__(Header, HEADER.unpack_from(buffer, offset))
     if header[0] != MAGIC or header[1] != PROTOCOL_VERSION:
@@ -105,20 +104,20 @@ def unpack_header(buffer: bytes | bytearray | memoryview, offset: int = 0) -> He
 
 
 def not_a_header(header: Header, first: bytes) -> ProtocolError | VersionError:
-    """Return the error for a header whose magic or version is not ours; ``first`` are its first bytes."""
+    """Return the error for a header with a wrong magic or version; ``first`` are its first bytes."""
     if header.magic != MAGIC:
         return ProtocolError(
-            f"got bytes that are no Paceline frame: they begin with {first!r}, a frame begins with "
+            f"got bytes that are not a Paceline frame: they begin with {first!r}, a frame begins with "
             f"{MAGIC.to_bytes(2, 'little')!r}; the connection is closed"
         )
     return VersionError(
-        f"the peer speaks protocol version {header.version}, this process version {PROTOCOL_VERSION}; the "
+        f"the peer has protocol version {header.version}, this process version {PROTOCOL_VERSION}; the "
         "connection is closed: install the same version of paceline on both"
     )
 
 
 def padded(size: int) -> int:
-    """Return ``size`` in bytes with the padding that follows it on the wire."""
+    """Return ``size`` rounded up to its padded size on the wire."""
     return (size + 7) & -8
 
 
@@ -129,17 +128,17 @@ def frame_bytes(header: Header) -> int:
 
 def view_of(buffer: Buffer) -> memoryview:
     """Return the memory of a buffer as bytes."""
-    given: Any = buffer  # that an array is a buffer, its type says only from Python 3.12 on
+    given: Any = buffer  # the buffer protocol is in the type of arrays only from Python 3.12 on
     return memoryview(given).cast("B") if size_of(buffer) else memoryview(b"")
 
 
 def size_of(buffer: Buffer) -> int:
-    """Return the size of a buffer in bytes, whatever the type of its items."""
+    """Return the size of a buffer in bytes, for any item type."""
     return len(buffer) if isinstance(buffer, (bytes, bytearray)) else buffer.nbytes
 
 
 def body_parts(body: Buffer | Sequence[Buffer]) -> Sequence[Buffer]:
-    """Return a body given whole or in parts as its parts."""
+    """Return a body, given whole or in parts, as its parts."""
     return (body,) if isinstance(body, (bytes, bytearray, memoryview, np.ndarray)) else body
 
 
@@ -155,9 +154,9 @@ def frame_parts(
     meta: Buffer = b"",
     body: Buffer | Sequence[Buffer] = (),
 ) -> list[Buffer]:
-    """Return a frame as the buffers that make it up, padding included, without copying any of them.
+    """Return a frame as a list of buffers with padding, without copying any of them.
 
-    ``body`` is one buffer or several that follow each other without gaps.
+    ``body`` is one buffer, or several without gaps.
     """
     parts = body_parts(body)
     meta_bytes, body_bytes = size_of(meta), 0
@@ -170,5 +169,5 @@ def frame_parts(
 
 
 def join(parts: Sequence[Any]) -> bytes:
-    """Return the buffers as one, copied."""
+    """Return the buffers joined into one copy."""
     return b"".join(parts)

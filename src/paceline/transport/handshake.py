@@ -1,6 +1,6 @@
-"""The client's half of the handshake; the server's is in `reception`.
+"""Client's half of the handshake; `reception` has the server's.
 
-:class:`Greeting` has the rules. :func:`greet` follows them on a blocking channel, `opening` in an event loop.
+:class:`Greeting` has the rules. :func:`greet` applies them to a blocking channel, `opening` in an event loop.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from paceline.transport.security.sealing import Seals, derive_seals
 
 
 class Greeting:
-    """One connecting process's half of one handshake, without what carries its frames.
+    """A client's half of one handshake, without I/O.
 
-    In order: :meth:`answer` to the CHALLENGE, :meth:`finish` with the WELCOME. What fails in between becomes the
-    error to raise by :meth:`explain`.
+    In order: :meth:`answer` the CHALLENGE, :meth:`finish` with the WELCOME. :meth:`explain` turns failures in between
+    into the error to raise.
     """
 
     def __init__(self, address: Address, token: str, hello: Hello, *, listener: str = "") -> None:
-        """``listener``: the id of the one that is wanted; empty: whoever is at the address."""
+        """``listener``: the id of the expected listener; empty accepts any listener at the address."""
         self.address = address
         self.awaited = FrameKind.CHALLENGE
-        """The kind of frame that is to come."""
+        """The kind of the next expected frame."""
         self.seals: Seals | None = None
-        """What makes and checks the tags of later frames, from the WELCOME on; None: frames are not sealed."""
+        """Seals of later frames, available after the WELCOME; None if frames are not sealed."""
         self._token = token
         self._hello = hello
         self._who = hello.to or "server"
@@ -61,7 +61,7 @@ class Greeting:
         self._said: tuple[bytes, ...] = ()
 
     def check(self, header: Header) -> None:
-        """Raise ProtocolError if this frame is not the one that is to come, nor a refusal."""
+        """Raise ProtocolError if this frame is neither the expected one nor a refusal."""
         expected = header.kind in (self.awaited, FrameKind.REFUSED, FrameKind.ERROR)
         if not expected or frame_bytes(header) > Limits().max_handshake_bytes:
             raise ProtocolError(
@@ -70,20 +70,20 @@ class Greeting:
             )
 
     def refused(self, meta: bytes | memoryview) -> PacelineError:
-        """Return the error for a refusal in place of the awaited frame, by who has proved nothing yet.
+        """Return the error for a refusal by a peer that has not authenticated yet.
 
-        Such a peer can have one of two errors, and could have either without a word: by not proving that it holds the
+        Such a peer can cause only two errors, and could cause both silently: by failing to prove that it holds the
         token, or by closing the connection.
         """
         error, words = unproved(meta)
         if self.awaited is FrameKind.WELCOME and error == AuthenticationError.__name__:
             return AuthenticationError(
-                f"the {self._who} at {self.address} refused the token; start this process with the token that the "
-                "cluster was started with (PACELINE_TOKEN). An unproved peer said so: check the address too"
+                f"the {self._who} at {self.address} refused the token; start this process with the token of the "
+                "cluster (PACELINE_TOKEN). The peer has not authenticated itself: check the address too"
             )
         return ConnectionLostError(
-            f"the {self._who} at {self.address} closed the connection in the handshake; an unproved peer said {error}: "
-            f"'{words}'"
+            f"the {self._who} at {self.address} closed the connection in the handshake; an unauthenticated peer "
+            f"reported {error}: '{words}'"
         )
 
     def answer(self, meta: bytes | memoryview, binding: bytes) -> bytes:
@@ -101,9 +101,9 @@ class Greeting:
         return msgspec.msgpack.encode(Proof(mine, view, self._nonce, prove(self._token, "client", *self._said)))
 
     def finish(self, meta: bytes | memoryview) -> Hello:
-        """Return what the server says of itself in its WELCOME.
+        """Return the server's Hello from its WELCOME.
 
-        Raises AuthenticationError if it cannot prove it, AddressError if it is not the one that is wanted.
+        Raises AuthenticationError if its proof is wrong, AddressError if it is not the expected server.
         """
         welcome = decode(meta, Proof)
         said = (*self._said, welcome.hello, welcome.view)
@@ -117,16 +117,16 @@ class Greeting:
         hello, view = read_hello("server", welcome.hello), decode(welcome.view, ConnectionIdentity)
         reason = mistaken(self._hello, self._view, hello, view)
         if reason:
-            raise AddressError(f"cannot talk to {self.address}: {reason}")
+            raise AddressError(f"wrong server at {self.address}: {reason}")
         if not (view.binding and view.binding == self._view.binding):
             nonces = self._said[0] + self._said[1]
             self.seals = derive_seals(self._token, nonces, join_fields(*said), connecting=True)
         return hello
 
     def explain(self, error: PacelineError) -> PacelineError:
-        """Return what an end or a silence instead of the awaited frame means at this point."""
+        """Return the error for an end or a timeout of the connection at this point."""
         if self.awaited is FrameKind.CHALLENGE and isinstance(error, (ConnectionLostError, DeadlineError)):
-            return type(error)(f"{error} before it said a word: does it use TLS, and this process not?")
+            return type(error)(f"{error} before its first frame: does it use TLS, but this process not?")
         return error
 
 
@@ -139,7 +139,7 @@ def greet(
     listener: str = "",
     always_sealed: bool = False,
 ) -> None:
-    """Do the client's half of the handshake, or close the channel and raise. Arguments as for :class:`Greeting`."""
+    """Do the client's half of the handshake, or close the channel and raise. Arguments as :class:`Greeting`."""
     greeting = Greeting(channel.address, token, hello, listener=listener)
     try:
         challenge = _receive(channel, greeting, timeout_s)
@@ -158,7 +158,7 @@ def _receive(channel: StreamChannel, greeting: Greeting, timeout_s: float) -> by
         header = channel.next_header(timeout_s)
     except VersionError:
         if greeting.awaited is FrameKind.CHALLENGE:
-            channel.send(pack_header(FrameKind.HELLO))  # which tells the server our version, so that both can say so
+            channel.send(pack_header(FrameKind.HELLO))  # sends our version, so that both ends can report it
         raise
     except PacelineError as error:
         raise greeting.explain(error) from None

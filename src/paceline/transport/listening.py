@@ -1,4 +1,4 @@
-"""A listener on sockets, in an event loop: it takes every connection, but of strangers holds only so many."""
+"""A listener on sockets in an event loop, with a limited number of unauthenticated connections."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paceline.transport.unix_sockets import is_other_user, remove_unix
 _logger = logging.getLogger("paceline.transport")
 _LINGER_S = 1.0
 _NUM_AT_ONCE = 64
-"""Connections taken before others of the loop have their turn."""
+"""Connections accepted before other tasks of the loop run."""
 _FULL_S = 0.05
 
 
@@ -38,13 +38,13 @@ class SocketListener(Listener):
         self._context = context
         self._tasks: set[asyncio.Task[None]] = set()
         self._beginning: set[socket.socket] = set()
-        """Accepted, and not yet a transport's."""
+        """Accepted sockets that have no transport yet."""
 
     @classmethod
     def start(
         cls, endpoint: Endpoint, service: Service, listening: Sequence[socket.socket], context: ssl.SSLContext | None
     ) -> SocketListener:
-        """Take the connections of these sockets, in the running loop; with TLS, if there is a context."""
+        """Accept the connections of these sockets in the running loop; with TLS, if there is a context."""
         listener = cls(endpoint, service, listening, context)
         for each in listening:
             listener._run(listener._accept_all(each))
@@ -72,7 +72,7 @@ class SocketListener(Listener):
             connection.close()
         deadline = asyncio.get_running_loop().time() + _LINGER_S
         while connections and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(0.001)  # what was sent goes out
+            await asyncio.sleep(0.001)  # the backlog is sent
         for connection in list(connections):
             connection.transport.abort()
         while connections:
@@ -94,29 +94,29 @@ class SocketListener(Listener):
                 except BlockingIOError:
                     await _wait_readable(listening)
                 except ConnectionError:
-                    continue  # it has gone again
+                    continue  # already closed
                 except OSError as error:
                     if not is_full:
-                        _logger.warning("cannot take a connection at %s: %s", self.endpoint, error)
+                        _logger.warning("cannot accept a connection at %s: %s", self.endpoint, error)
                     is_full = True
-                    await asyncio.sleep(_FULL_S)  # most likely there are no descriptors left; some may be given back
+                    await asyncio.sleep(_FULL_S)  # probably no descriptors are left; some may be closed soon
                 else:
                     is_full = False
                     if self._take(connected, place):
-                        break  # the one that was dropped for it holds a descriptor until the loop has had its turn
+                        break  # the dropped connection holds a descriptor until the loop runs
             await asyncio.sleep(0)
 
     def _take(self, connected: socket.socket, place: Any) -> bool:
-        """Begin with a connection; return whether another had to go."""
+        """Start a connection; return whether another one was dropped for it."""
         if is_other_user(connected):
             _logger.debug("a connection of another user to the Unix socket is closed")
             connected.close()
             return False
         dropped = self._service.strangers.enter(connected, place[0] if isinstance(place, tuple) else "")
         if dropped is not None:
-            _logger.debug("too many connections that prove nothing; the oldest is dropped")
+            _logger.debug("too many unauthenticated connections; the oldest is dropped")
             with contextlib.suppress(OSError):
-                dropped.shutdown(socket.SHUT_RDWR)  # its transport finds it ended, and closes it
+                dropped.shutdown(socket.SHUT_RDWR)  # its transport detects the end and closes it
         connected.setblocking(False)
         self._beginning.add(connected)
         self._run(self._begin(connected))
@@ -136,7 +136,7 @@ class SocketListener(Listener):
             connected.close()
             if not isinstance(error, OSError):
                 raise
-            _logger.debug("a connection without TLS that can be used is closed: %s", error)
+            _logger.debug("a connection without usable TLS is closed: %s", error)
         self._beginning.discard(connected)
 
 

@@ -1,10 +1,10 @@
-"""A transport without sockets, for tests: the same frames, handshake, limits and errors, in one process.
+"""A transport without sockets, for tests: same frames, handshake, limits and errors.
 
-The server's side is the very :class:`~paceline.transport.connection.Connection` of the sockets, on an asyncio
-transport that is made up here, and so is an opened peer; the blocking client's side is a
-:class:`~paceline.transport.channel.StreamChannel` on a queue of bytes. With ``direct=True`` handlers are called in
-the sender's thread before ``send`` returns (if it was not a handler that sent: when that has returned), so that a
-test in one thread is deterministic; else by the event loop that serves or that opened, as with sockets.
+The server's side and opened peers use the same :class:`~paceline.transport.connection.Connection` as sockets, on an
+imitation of an asyncio transport. The blocking client's side is a :class:`~paceline.transport.channel.StreamChannel` on
+a queue of bytes. With ``direct=True`` handlers run in the sender's thread before ``send`` returns, so that a test in
+one thread is deterministic; for a send within a handler, they run after that handler. Otherwise the event loop that
+serves or opened calls them, as with sockets.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from paceline.transport.security.authentication import Hello, check_token
 from paceline.transport.security.binding import IN_MEMORY
 
 Call = Callable[[Callable[[], None]], None]
-"""Runs a function in the thread of one end of a connection, after those that it was given before."""
+"""Runs a function in the thread of one end of a connection, after earlier functions."""
 
 
 class MemoryTransport(Transport):
@@ -55,7 +55,7 @@ class MemoryTransport(Transport):
         self._names = itertools.count()
 
     def with_token(self, token: str) -> MemoryTransport:
-        """Return a transport that reaches the same listeners with another token."""
+        """Return a transport with another token that reaches the same listeners."""
         other = MemoryTransport(token, limits=self._limits)
         other._direct = self._direct
         other.listeners = self.listeners
@@ -72,7 +72,7 @@ class MemoryTransport(Transport):
     async def open(
         self, handler: Handler, target: Endpoint | Address | str, hello: Hello, *, timeout_s: float = 10.0
     ) -> Peer:
-        """In direct mode a server's first words may come before the peer is returned."""
+        """Open a peer. In direct mode, the server's first frames may arrive before the peer is returned."""
         listener = self._find(target)
         call = self._direct.call if self._direct is not None else _caller(asyncio.get_running_loop())
         pool = BufferPool() if self._direct is not None else BufferPool.of_running_loop()
@@ -89,14 +89,14 @@ class MemoryTransport(Transport):
         address = Address.parse(address) if isinstance(address, str) else address
         listener = self.listeners.get(address.host)
         if listener is None:
-            raise AddressError(f"cannot reach {address}: nobody listens there")
+            raise AddressError(f"cannot reach {address}: no process listens there")
         return listener
 
     @override
     async def serve(
         self, handler: Handler, hello: Hello, *, address: Address | str | None = None, unix: bool = True
     ) -> Listener:
-        """The address is ``memory://name``."""
+        """Listen at an address ``memory://name``."""
         chosen = f"memory://{next(self._names)}" if address is None else address
         wanted = Address.parse(chosen) if isinstance(chosen, str) else chosen
         if wanted.host in self.listeners:
@@ -116,7 +116,7 @@ def _wanted(target: Endpoint | Address | str) -> str:
 
 
 class _Direct:
-    """Runs what all the ends of a direct transport have to do: one after the other, none within another."""
+    """Runs the calls of all ends of a direct transport one after the other, never nested."""
 
     def __init__(self) -> None:
         self._calls: deque[Callable[[], None]] = deque()
@@ -124,7 +124,7 @@ class _Direct:
         self._is_calling = False
 
     def call(self, function: Callable[[], None]) -> None:
-        """Run here, now or after what is being run."""
+        """Run a function here, now or after the current one."""
         with self._lock:
             self._calls.append(function)
             if self._is_calling:
@@ -138,7 +138,7 @@ class _Direct:
 
 
 def _caller(loop: asyncio.AbstractEventLoop) -> Call:
-    """Return what runs functions in the loop."""
+    """Return a function that runs functions in the loop."""
 
     def call(function: Callable[[], None]) -> None:
         if not loop.is_closed():
@@ -170,7 +170,7 @@ class _MemoryListener(Listener):
 
 
 class _Pipe(asyncio.Transport):
-    """What a :class:`Connection` takes for its asyncio transport; ``deliver`` takes what it writes, and its end."""
+    """Asyncio transport of a :class:`Connection`; ``deliver`` gets its written bytes and its end."""
 
     def __init__(self, connection: Connection, call: Call, deliver: Callable[[bytes | None], None]) -> None:
         super().__init__()
@@ -180,11 +180,11 @@ class _Pipe(asyncio.Transport):
         self._is_closed = False
 
     def begin(self) -> None:
-        """Tell the connection that it is there."""
+        """Notify the connection that it is connected."""
         self._call(lambda: self._connection.connection_made(self))
 
     def receive(self, data: bytes | None) -> None:
-        """Take bytes from the other end, or its end; in any thread."""
+        """Receive bytes or the end (None) from the other end; thread-safe."""
         self._call(self.close if data is None else lambda: self._feed(data))
 
     def _feed(self, data: bytes) -> None:
@@ -252,9 +252,7 @@ class MemoryChannel(StreamChannel):
     def _write(self, buffers: Sequence[Any]) -> int:
         data = join(buffers)
         if len(data) > self._limits.max_frame_bytes:
-            raise UsageError(
-                f"a frame of {len(data)} bytes was to be sent, at most {self._limits.max_frame_bytes} are allowed"
-            )
+            raise UsageError(f"the frame has {len(data)} bytes, at most {self._limits.max_frame_bytes} are allowed")
         if self._is_ended or self._is_closed:
             raise self._lost()
         self._pipe.receive(data)
@@ -294,7 +292,7 @@ class MemoryChannel(StreamChannel):
         return self._is_ended or self._is_closed
 
     def fileno(self) -> int:
-        """Raise UsageError: there is no file descriptor here."""
+        """Raise UsageError: a channel in memory has no file descriptor."""
         raise UsageError("a channel in memory has no file descriptor; wait with poll()")
 
     @override

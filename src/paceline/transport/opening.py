@@ -1,4 +1,4 @@
-"""A connection that we made to a server, from inside an event loop: prove who we are, then frames both ways."""
+"""Connections that an event loop opens to a server: authenticate, then frames both ways."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _logger = logging.getLogger("paceline.transport")
 class OpenedConnection(Connection):
     """The client's end, in an event loop.
 
-    The handler is told nothing before :meth:`wait_greeted` has returned the peer. What a server that speaks first
-    sends until then is kept, and a connection that is lost until then is that call's failure.
+    The handler gets no call before :meth:`wait_greeted` has returned the peer. Earlier frames of the server are kept,
+    and an earlier loss of the connection is a failure of that call.
     """
 
     def __init__(
@@ -37,9 +37,9 @@ class OpenedConnection(Connection):
         lost_early: PacelineError | None = None,
         always_sealed: bool = False,
     ) -> None:
-        """``call_soon``: how to call later, in the same thread. ``lost_early``: what it means if the connection is
-        closed before its first frame, where the transport knows better than the handshake. ``always_sealed``: seal
-        frames even where nobody can be in between.
+        """``call_soon``: calls a function later in the same thread. ``lost_early``: error for a connection that closes
+        before its first frame, if the transport has a better explanation than the handshake. ``always_sealed``: seal
+        frames even on connections without a possible intermediary.
         """
         super().__init__(handler, limits, pool)
         self._greeting = greeting
@@ -48,13 +48,13 @@ class OpenedConnection(Connection):
         self._lost_early = lost_early
         self._always_sealed = always_sealed
         self._greeted: asyncio.Future[TransportPeer] = asyncio.get_running_loop().create_future()
-        # Whoever waits may be cancelled first: the failure is nobody's then.
+        # The waiting caller may be cancelled; this marks the exception as retrieved.
         self._greeted.add_done_callback(lambda future: None if future.cancelled() else future.exception())
         self._is_known = False  # to the caller of wait_greeted
         self._early: list[Frame] = []
 
     async def wait_greeted(self, timeout_s: float) -> TransportPeer:
-        """Wait for the end of the handshake and return the peer; else the connection is closed."""
+        """Wait for the end of the handshake and return the peer; close the connection on failure."""
 
         def late() -> None:
             error = DeadlineError(f"no answer from the server at {self._address} within {timeout_s:g} s")
@@ -81,27 +81,27 @@ class OpenedConnection(Connection):
         return peer
 
     def _begin(self) -> None:
-        """Wait to be challenged."""
+        """Wait for the challenge."""
         self.deliver = self._handshake_received
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Fail the handshake, or tell the handler."""
+        """Fail the handshake, or notify the handler."""
         self._deliver_early()
         if self._peer is None and not self._greeted.done():
             self._fail(self._lost_in_handshake(exc))
         super().connection_lost(exc)
 
     def _peer_lost(self, peer: TransportPeer, reason: Exception | None) -> None:
-        """Tell who waits for the peer; if it has been returned, the handler."""
+        """Notify the handler, or the waiting caller if the peer has not been returned."""
         if self._is_known:
             super()._peer_lost(peer, reason)
         else:
             self._failure = reason
 
-    # the receiver's calls
+    # calls of the receiver
 
     def frame_failed(self, header: Header, error: Exception) -> None:
-        """Close: nobody waits for an answer to this frame, so that its failure would be lost."""
+        """Close the connection: the peer expects no reply to this frame, so its failure would be lost."""
         peer = self._peer
         if peer is None:
             self._fail(error)
@@ -119,7 +119,7 @@ class OpenedConnection(Connection):
         peer.close()
 
     def stream_failed(self, error: Exception) -> None:
-        """Close."""
+        """Close the connection."""
         if self._peer is not None:
             _logger.warning("closing the connection to %s: %s", self._address, error)
             self._failure = error
@@ -128,10 +128,10 @@ class OpenedConnection(Connection):
         who = f"the server at {self._address}"
         if isinstance(error, VersionError):
             if self._greeting.awaited is FrameKind.CHALLENGE:
-                self._send_meta(FrameKind.HELLO, b"")  # its header tells the server which version we speak
-            self._fail(VersionError(f"{who} cannot be talked to: {error}"))
+                self._send_meta(FrameKind.HELLO, b"")  # its header sends our version to the server
+            self._fail(VersionError(f"{who} is incompatible: {error}"))
         else:
-            self._fail(ProtocolError(f"{who} is no Paceline server: {error}"))
+            self._fail(ProtocolError(f"{who} is not a Paceline server: {error}"))
         self.transport.close()
 
     # the handshake
@@ -167,7 +167,7 @@ class OpenedConnection(Connection):
         lost = ConnectionLostError(f"the connection to the server at {self._address} was closed{cause}")
         return self._lost_early or self._greeting.explain(lost)
 
-    # after it
+    # after the handshake
 
     def _received(self, header: Header, meta: memoryview, body: memoryview) -> None:
         peer = self._peer

@@ -1,10 +1,9 @@
-"""The receiving side of an event loop: bytes are received where they will be read, and frames are handed out as
-views.
+"""Receiving side of an event loop: bytes are received in place, frames are passed as views.
 
-Bytes are received into a buffer that takes small frames, many per system call when they are pipelined. A frame that
-does not fit is received in place into a large one, so that only its first part is copied. Both come from a pool that
-all connections of an event loop share, and go back to it when there is nothing left in them: an idle connection holds
-none, and one that has proved nothing a small one at most.
+Bytes are received into a buffer for small frames, many per system call when they are pipelined. A larger frame is
+received in place into a large buffer, so that only its first part is copied. Both buffers come from a pool that all
+connections of an event loop share, and return to it when they are empty: an idle connection holds none, and an
+unauthenticated one at most a small one.
 """
 
 from __future__ import annotations
@@ -36,18 +35,18 @@ _KEPT_BYTES = 1 << 26
 _NUM_KEPT = 2
 _NUM_BUFFERS_KEPT = 16
 _EMPTY = memoryview(b"")
-_IGNORED = memoryview(bytearray(1 << 12))  # what comes after the end
+_IGNORED = memoryview(bytearray(1 << 12))  # for bytes after the end
 
 Deliver = Callable[[Header, memoryview, memoryview], None]
 
 
 def allocate(size: int) -> memoryview:
-    """Return fresh memory, 8-aligned; the system provides its pages when they are first written."""
+    """Return fresh memory, 8-aligned; the system provides its pages on the first write."""
     return view_of(np.empty(size, np.uint8))
 
 
 class BufferPool:
-    """Buffers, reused: fresh pages cost as much as the copy that fills them."""
+    """Reusable buffers: fresh pages cost as much as the copy that fills them."""
 
     def __init__(self) -> None:
         self._free: list[memoryview] = []
@@ -59,11 +58,11 @@ class BufferPool:
         return _pools.setdefault(asyncio.get_running_loop(), cls())
 
     def take_buffer(self) -> memoryview:
-        """Return a buffer of ``BUFFER_BYTES`` bytes, the one that was used last."""
+        """Return a buffer of ``BUFFER_BYTES`` bytes, the most recently used one."""
         return self._free_buffers.pop() if self._free_buffers else allocate(BUFFER_BYTES)
 
     def give_buffer(self, buffer: memoryview) -> None:
-        """Take such a buffer back; one of another size is let go, and so is one of too many."""
+        """Return a buffer to the pool; drop it if its size differs or the pool is full."""
         if len(buffer) == BUFFER_BYTES and len(self._free_buffers) < _NUM_BUFFERS_KEPT:
             self._free_buffers.append(buffer)
 
@@ -75,7 +74,7 @@ class BufferPool:
         return allocate(1 << (size - 1).bit_length())
 
     def give(self, buffer: memoryview) -> None:
-        """Take a buffer back; it is kept unless it is over 64 MiB or there are enough."""
+        """Return a buffer to the pool; drop it above 64 MiB or if the pool is full."""
         if len(buffer) <= _KEPT_BYTES:
             self._free.append(buffer)
             self._free.sort(key=len)
@@ -86,7 +85,7 @@ _pools: WeakKeyDictionary[asyncio.AbstractEventLoop, BufferPool] = WeakKeyDictio
 
 
 class _LargeFrame(NamedTuple):
-    """A frame that is received in place, and the memory it comes to, which may be larger."""
+    """A frame that is received in place, and its memory, which may be larger."""
 
     memory: memoryview
     header: Header
@@ -94,14 +93,14 @@ class _LargeFrame(NamedTuple):
 
 
 class _TagCheck:
-    """Checks the tags of the frames that come, each hashed while its rest is on its way."""
+    """Checks the tags of received frames; hashes each while its rest is in flight."""
 
     def __init__(self, seal: Seal) -> None:
         self._seal = seal
-        self._hashed = 0  # of the frame that has begun, how much has been hashed
+        self._hashed = 0  # hashed bytes of the current frame
 
     def hash(self, received: memoryview, frame_bytes: int) -> None:
-        """Hash what has come of a frame."""
+        """Hash the received part of a frame."""
         stop = min(len(received), frame_bytes - TAG_BYTES)
         if stop > self._hashed:
             self._seal.update(received[self._hashed : stop])
@@ -115,9 +114,7 @@ class _TagCheck:
 
 
 class FrameReceiver(asyncio.BufferedProtocol, ABC):
-    """Cuts what is received into frames and hands each to ``deliver``. Abstract: a subclass says what failure
-    means.
-    """
+    """Splits received bytes into frames for ``deliver``. Abstract: a subclass handles failures."""
 
     def __init__(self, limits: Limits, pool: BufferPool) -> None:
         self.deliver: Deliver = self._ignore
@@ -127,28 +124,28 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
         self._max_frame_bytes = limits.max_handshake_bytes
         self._first_kind = 0
         self._check: _TagCheck | None = None
-        self._tag_bytes = 0  # behind every frame
+        self._tag_bytes = 0  # after every frame
         self._pool = pool
         self._is_greeted = False
-        self._buffer: memoryview | None = None  # while there is something in it
+        self._buffer: memoryview | None = None  # while it holds bytes
         self._start = 0  # the first byte of the first frame that is not yet delivered
-        self._end = 0  # behind the last byte received
+        self._end = 0  # after the last received byte
         self._large: _LargeFrame | None = None
         self._stopped = False
 
     @abstractmethod
     def frame_failed(self, header: Header, error: Exception) -> None:
-        """Report that ``deliver`` raised."""
+        """Handle an exception of ``deliver``."""
 
     @abstractmethod
     def stream_failed(self, error: Exception) -> None:
-        """Close the connection: what comes after cannot be understood."""
+        """Close the connection, because later bytes cannot be decoded."""
 
     def allow_application(
         self, limits: Limits, deliver: Deliver, *, first_kind: int = FIRST_APPLICATION_KIND, seal: Seal | None = None
     ) -> None:
-        """Go over from handshake frames to the application's; kinds below ``first_kind`` are refused, and frames
-        without their tag, if there is a seal.
+        """Accept application frames instead of the handshake's. Kinds below ``first_kind`` are rejected, and untagged
+        frames if there is a seal.
         """
         self._check = None if seal is None else _TagCheck(seal)
         self._tag_bytes = 0 if seal is None else TAG_BYTES
@@ -159,20 +156,20 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
 
     @property
     def is_within_frame(self) -> bool:
-        """Whether a part of a frame has been received and its rest has not."""
+        """Return whether a frame has been received only in part."""
         return self._end > self._start
 
     def stop_receiving(self) -> None:
-        """Ignore all that has been or will be received, and free the memory it lies in."""
+        """Ignore all received and later bytes, and free their memory."""
         self._stopped = True
         self.deliver = self._ignore
-        self._buffer = None  # not given back: a frame in it may be in use, by whoever stops
+        self._buffer = None  # not returned to the pool: the caller may still use a frame in it
         if self._large is not None:
             self._pool.give(self._large.memory)
             self._large = None
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Say where to receive (called by asyncio before each receive)."""
+        """Return the memory for the next bytes (called by asyncio before each receive)."""
         if self._large is not None:
             return self._large.memory[self._end : self._large.size]
         if self._stopped:
@@ -182,7 +179,7 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
         return self._buffer[self._end :] if self._end else self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Deliver what has become complete (called by asyncio after each receive)."""
+        """Deliver complete frames (called by asyncio after each receive)."""
         self.bytes_received += nbytes
         if self._stopped:
             return
@@ -220,7 +217,7 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
                 return
             self.frames_received += 1
             meta_at = start + HEADER_BYTES
-            # Moved on before the call: what it raises or closes finds the frame done.
+            # Advance before the call, so that exceptions and closes see the frame as done.
             self._start = start = stop
             try:
                 self.deliver(
@@ -230,7 +227,7 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
                 )
             except Exception as error:
                 self.frame_failed(header, error)
-            if self._stopped:  # by what was delivered
+            if self._stopped:  # by the delivered frame
                 return  # type: ignore[unreachable]
         if self._check is not None and stop > end:
             self._check.hash(buffer[start:end], stop - start)
@@ -242,7 +239,7 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
             self._make_room(buffer, stop - start)
 
     def _make_room(self, buffer: memoryview, frame_bytes: int) -> None:
-        """See to it that the rest of the frame, of which the first part was received, has where to go."""
+        """Provide space for the rest of a partly received frame."""
         start, end = self._start, self._end
         have = end - start
         if have >= HEADER_BYTES and frame_bytes > len(buffer):
@@ -276,8 +273,8 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
 
     def _too_long(self, header: Header, size: int) -> ProtocolError:
         return ProtocolError(
-            f"got a frame of kind {header.kind} that claims {size} bytes ({header.meta_bytes} of them "
-            f"meta), at most {self._max_frame_bytes} ({self._max_meta_bytes}) are allowed here; the "
+            f"got a frame of kind {header.kind} that claims {size} bytes, {header.meta_bytes} in its meta; at most "
+            f"{self._max_frame_bytes} ({self._max_meta_bytes}) are allowed here; the "
             "connection is closed"
         )
 

@@ -1,8 +1,7 @@
-"""The sending side of an event loop: a peer on top of an asyncio transport, which never blocks and never copies large
-frames.
+"""Sending side of an event loop: never blocks and never copies large frames.
 
-asyncio before 3.12 copies what the socket does not take at once. So a large frame is written in chunks, the
-next when the one before has gone: at most one chunk is copied, and the views wait here.
+asyncio before 3.12 copies the bytes that the socket does not accept immediately. Large frames are therefore written in
+chunks, each after the previous one was sent: at most one chunk is copied, and the views wait here.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from paceline.transport.security.sealing import PIECE_BYTES, TAG_BYTES, Seal
 
 CHUNK_BYTES = 1 << 18
 _JOINED_BYTES = 1 << 16
-_END = memoryview(b"")  # where the tag of a frame that waits is due
+_END = memoryview(b"")  # marks the place of a waiting frame's tag
 
 
 class _Reading:
-    """Whether a connection is read: not while its handler holds it, nor while too much waits to be sent."""
+    """Decides whether to read: not while the handler pauses it, nor with a large backlog."""
 
     def __init__(self, transport: asyncio.Transport, max_backlog_bytes: int) -> None:
         self.is_on = True
@@ -38,7 +37,7 @@ class _Reading:
         self._max_backlog_bytes = max_backlog_bytes
 
     def update(self, waiting_bytes: int) -> None:
-        """Pause or resume the reading; it resumes when half of what waited has gone."""
+        """Pause or resume reading; it resumes when half of the backlog is sent."""
         is_full = waiting_bytes > (self._max_backlog_bytes if self.is_on else self._max_backlog_bytes // 2)
         is_on = not self.is_held and not is_full
         if is_on != self.is_on and not self._transport.is_closing():
@@ -50,7 +49,7 @@ class _Reading:
 
 
 class TransportPeer(Peer):
-    """A :class:`Peer` whose bytes go to an asyncio transport."""
+    """A :class:`Peer` on an asyncio transport."""
 
     def __init__(
         self,
@@ -63,9 +62,8 @@ class TransportPeer(Peer):
         is_opened: bool = False,
         seal: Seal | None = None,
     ) -> None:
-        """``seal``: makes the tags of all frames sent. ``is_opened``: the connection was made by us. Then what waits
-        to be sent does not stop the reading: both ends would wait for each other if both stopped, and it is the
-        accepting end that has to.
+        """``seal``: makes the tags of all sent frames. ``is_opened``: this end opened the connection. Then a backlog
+        does not stop reading: if both ends stopped, they would wait for each other, so only the accepting end does.
         """
         self.hello = hello
         self.address = address
@@ -92,25 +90,27 @@ class TransportPeer(Peer):
         if self._seal is not None:
             self._send_sealed(self._seal, parts, size)
         elif not self._is_paused and size <= (_JOINED_BYTES if whole is None else CHUNK_BYTES):
-            if not self._is_closing and not self._transport.is_closing():  # or asyncio logs that it is broken
+            if not self._is_closing and not self._transport.is_closing():  # otherwise asyncio logs an error
                 self._write(join(parts) if whole is None else whole)
         else:
             self._keep(parts, size)
 
     def _send_sealed(self, seal: Seal, parts: Sequence[Buffer], size: int) -> None:
-        """Send a frame and its tag. What waits is hashed when it is written: until then it may not be altered."""
+        """Send a frame and its tag. Queued frames are hashed when written; do not alter them before."""
         self._bytes_sent += TAG_BYTES
         if self._is_paused or size > _JOINED_BYTES:
             self._keep(parts, size)
             self._enqueue(_END)
         elif not self._is_closing and not self._transport.is_closing():
-            whole = join(parts)  # first: a part that cannot be joined leaves the seal as it was
+            whole = join(parts)  # first: if the join fails, the seal is unchanged
             self._write(join((whole, seal.tag((whole,)))))
 
     @override
     def send_error(self, request: Header, error: Exception) -> None:
         if self._is_opened:
-            raise UsageError("only the end that accepted a connection answers with errors; send a frame that says it")
+            raise UsageError(
+                "only the end that accepted a connection answers with errors; send a frame of your own instead"
+            )
         self.send(
             *frame_parts(
                 FrameKind.ERROR,
@@ -158,22 +158,22 @@ class TransportPeer(Peer):
         return Statistics(receiver.bytes_received, self._bytes_sent, receiver.frames_received, self._frames_sent)
 
     def pause(self) -> None:
-        """Hold back what is sent: the socket is full."""
+        """Queue later frames, because the socket is full."""
         self._is_paused = True
 
     def resume(self) -> None:
-        """Go on sending: the socket has taken all it was given."""
+        """Resume sending, because the socket has sent its buffer."""
         self._is_paused = False
         self._drain()
 
     def abandon(self) -> None:
-        """Forget what is not yet sent: the connection is gone."""
+        """Drop unsent frames, because the connection is closed."""
         self._is_closing = True
         self._waiting.clear()
         self._waiting_bytes = 0
 
     def _keep(self, parts: Sequence[Buffer], size: int) -> None:
-        """Send what the socket takes and keep the rest: a small frame as a copy, so that its parts may be altered."""
+        """Send as much as the socket accepts and queue the rest; a small frame is copied for reuse of its parts."""
         for part in parts if len(parts) == 1 or size > _JOINED_BYTES else (join(parts),):
             if size_of(part):
                 self._enqueue(view_of(part))

@@ -1,4 +1,4 @@
-"""The real transport: TCP and Unix sockets, by flag TLS."""
+"""Transport on TCP and Unix sockets, with optional TLS."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class SocketTransport(Transport):
         send_timeout_s: float = 60.0,
         always_sealed: bool = False,
     ) -> None:
-        """``send_timeout_s``: how long a client waits for a server that takes nothing of what is sent.
-        ``always_sealed``: tag the frames of connections made here even where nobody can be in between. The files of
-        ``tls`` are read here, and by :meth:`serve`, but for no connection. Raises UsageError if they cannot be used.
+        """``send_timeout_s``: a client's timeout for a server that does not read. ``always_sealed``: tag the frames of
+        connections opened here even without a possible intermediary. The files of ``tls`` are read here and by
+        :meth:`serve`, not per connection. Raises UsageError if they are unusable.
         """
         self._token = check_token(token)
         self._tls = tls
@@ -53,7 +53,7 @@ class SocketTransport(Transport):
 
     @override
     def connect(self, target: Endpoint | Address | str, hello: Hello, *, timeout_s: float = 10.0) -> Channel:
-        """Of an endpoint, the Unix socket is taken if it is on this host."""
+        """Connect. For an endpoint on this host, the Unix socket is preferred."""
         first, *others = self._addresses(target)
         try:
             return self._connect(first, _wanted(target), hello, timeout_s)
@@ -63,7 +63,7 @@ class SocketTransport(Transport):
         return self._connect(others[0], _wanted(target), hello, timeout_s)
 
     def _addresses(self, target: Endpoint | Address | str) -> list[Address]:
-        """Return where to try, in order."""
+        """Return the addresses to try, in order."""
         if isinstance(target, Endpoint):
             best = target.tcp if self._tls is not None else target.best()
             return [best] if best == target.tcp else [best, target.tcp]
@@ -89,7 +89,7 @@ class SocketTransport(Transport):
     async def open(
         self, handler: Handler, target: Endpoint | Address | str, hello: Hello, *, timeout_s: float = 10.0
     ) -> Peer:
-        """The Unix socket is taken as by :meth:`connect`."""
+        """Open a peer; the Unix socket is chosen as in :meth:`connect`."""
         first, *others = self._addresses(target)
         try:
             return await self._open(handler, first, _wanted(target), hello, timeout_s)
@@ -117,7 +117,7 @@ class SocketTransport(Transport):
     async def serve(
         self, handler: Handler, hello: Hello, *, address: Address | str | None = None, unix: bool = True
     ) -> Listener:
-        """With TLS there is no Unix socket."""
+        """Listen on TCP and, without TLS, on a Unix socket."""
         wanted = Address.parse(address or "127.0.0.1:0") if not isinstance(address, Address) else address
         context = self._tls.server_context() if self._tls is not None else None
         pool = BufferPool.of_running_loop()

@@ -1,13 +1,13 @@
-"""Looking for an answer for a moment before going to sleep for it.
+"""Short busy polling before sleeping.
 
-To wake a process on an idle core takes 20 µs and more (a virtual one has to be started again), longer than
-most requests take. So a wait begins with a few microseconds of looking. Where that does not pay (the answer
-takes longer, or needs this very core) it soon stops: each miss doubles the number of waits without. Where it
-would have paid to look a little longer (a push that goes on to a replica), it does so until that misses once.
+Waking a process on an idle core takes 20 µs and more (a virtual core has to be started again), longer than most
+requests. A wait therefore begins with a few microseconds of polling. If that does not pay (the reply takes longer, or
+needs this core), it soon stops: each miss doubles the number of waits without polling. If slightly longer polling would
+have paid (a push that is forwarded to a replica), it polls longer until the first miss.
 
-Round trip of 64 bytes over a Unix socket, bare client and bare asyncio server on two cores: 52 to 62 µs if
-neither looks, 20 if the client does, 8 if both do. A push of one key to a server with a replica (three processes
-on two cores): 250 to 300 µs if all look for 50 µs at most, 105 to 170 if they learn to look for 200.
+Round trip of 64 bytes over a Unix socket, bare client and bare asyncio server on two cores: 52 to 62 µs without
+polling, 20 if the client polls, 8 if both poll. A push of one key to a server with a replica (three processes on two
+cores): 250 to 300 µs if all poll for at most 50 µs, 105 to 170 if they learn to poll for 200.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _T = TypeVar("_T")
 SPIN_S = 50e-6
 _LONG_SPIN_S = 200e-6
 _yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))
-_MAX_MISSES = 6  # from then on 50 µs in every 64 waits
+_MAX_MISSES = 6  # then 50 µs in every 64 waits
 
 
 class Spinner:
-    """Decides for one waiter, from its past, whether to look."""
+    """Decides for one waiter, from its past waits, whether to poll."""
 
     def __init__(self) -> None:
         self._num_misses = 0
@@ -41,7 +41,7 @@ class Spinner:
         self._spin_s = SPIN_S
 
     def wait(self, ready: Callable[[Any], list[_T]], timeout: float | None) -> list[_T]:
-        """Return what ``ready(0)`` finds within a moment, or else what ``ready(timeout)`` does, asleep."""
+        """Return the result of ``ready(0)`` within a moment, or else of ``ready(timeout)``, which sleeps."""
         if self._num_to_skip:
             self._num_to_skip -= 1
             return ready(timeout)
@@ -54,7 +54,7 @@ class Spinner:
         return found
 
     def look(self, ready: Callable[[Any], list[_T]]) -> list[_T]:
-        """Return what ``ready(0)`` finds within a moment, or nothing: then it is time to sleep."""
+        """Return the result of ``ready(0)`` within a moment; empty if it is time to sleep."""
         if self._num_to_skip:
             self._num_to_skip -= 1
             return []
@@ -74,7 +74,7 @@ class Spinner:
 
 
 class SpinningSelector(selectors.DefaultSelector):
-    """The platform's selector, which looks before it sleeps."""
+    """The platform's selector, with polling before it sleeps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,5 +89,5 @@ class SpinningSelector(selectors.DefaultSelector):
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """Return a standard asyncio loop that looks before it sleeps; for a process that only serves."""
+    """Return a standard asyncio loop that polls before it sleeps; for pure server processes."""
     return asyncio.SelectorEventLoop(SpinningSelector())

@@ -1,7 +1,7 @@
-"""Sockets whose ends have proved that they hold the token, for those who then speak no frames.
+"""Authenticated sockets for connections that do not use frames afterwards.
 
-The handshake is that of every connection (see `authentication`), done by blocking threads at both ends. Neither end
-reads a byte more than the handshake's, so that what follows on the socket is the caller's own.
+Blocking threads at both ends do the usual handshake (see `authentication`). Neither end reads beyond the handshake, so
+that later bytes on the socket belong to the caller.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def connect_stream(
     listener: str = "",
     context: ssl.SSLContext | None = None,
 ) -> tuple[socket.socket, Hello]:
-    """Connect and prove who we are; return the socket, in blocking mode, and what the other end said of itself.
+    """Connect and authenticate; return the socket, in blocking mode, and the other end's Hello.
 
-    ``listener`` is the id of the one that is wanted, if it is known; with a ``context``, TLS is spoken on the way.
+    ``listener`` is the id of the expected listener, if known; a ``context`` enables TLS.
 
-    Raises what :meth:`Transport.connect` does. Unix sockets get large buffers, TCP keeps the system's own.
+    Raises as :meth:`Transport.connect`. Unix sockets get large buffers, TCP keeps the system's sizes.
     """
     connected = open_socket(address, timeout_s, enlarge=address.scheme == "unix")
     check_user(connected, address)
@@ -66,11 +66,11 @@ def welcome_stream(
     context: ssl.SSLContext | None = None,
     certificate: bytes = b"",
 ) -> tuple[socket.socket, Hello]:
-    """Do the server's half of the handshake on an accepted socket; return it, and what the client said of itself.
+    """Do the server's half of the handshake on an accepted socket; return it and the client's Hello.
 
-    With a ``context`` and its ``certificate`` (DER) TLS is spoken on the way, and another socket is returned.
+    A ``context`` and its ``certificate`` (DER) enable TLS; the returned socket is then another one.
 
-    ``expect`` is called with it before the client is told that it is welcome. On failure the client is told why, the
+    ``expect`` is called with the Hello before the client gets its WELCOME. On failure the client gets the reason, the
     socket is closed, and a PacelineError raised. ``timeout_s`` bounds each of the handshake's two waits.
     """
     name = connected.getpeername() if connected.family != getattr(socket, "AF_UNIX", None) else ()
@@ -95,7 +95,7 @@ def welcome_stream(
 
 
 def _accept_tls(connected: socket.socket, context: ssl.SSLContext, address: Address, timeout_s: float) -> ssl.SSLSocket:
-    """Return the server's end of TLS, on a descriptor of its own: who has the socket can still end it."""
+    """Return the server's end of TLS on its own descriptor, so that the original socket can still end it."""
     own = connected.dup()
     own.settimeout(timeout_s)
     try:
@@ -120,12 +120,12 @@ def _welcome(
     welcome = reception.welcome(binding)
     if reception.is_relayed:
         raise AuthenticationError(
-            f"the connection from {channel.address} does not come from where it was made: somebody relays it"
+            f"the connection from {channel.address} is relayed: its two ends see different connections"
         )
     try:
         theirs = reception.identify()
     except PacelineError:
-        channel.send(*frame_parts(FrameKind.WELCOME, meta=welcome))  # by which it knows why
+        channel.send(*frame_parts(FrameKind.WELCOME, meta=welcome))  # carries the reason
         raise
     if expect is not None:
         expect(theirs)
@@ -137,4 +137,4 @@ def _refuse(channel: StreamChannel, error: PacelineError) -> None:
     try:
         channel.send(*frame_parts(FrameKind.REFUSED, meta=error_meta(error)))
     except PacelineError:
-        pass  # it has gone
+        pass  # already closed

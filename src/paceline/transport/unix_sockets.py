@@ -1,7 +1,7 @@
-"""Unix sockets, for peers of the same user on one host: bound, removed, and whose they are.
+"""Unix sockets for peers of the same user on one host: bind, remove, check the user.
 
-A socket in Linux's abstract namespace has no permissions: every process that shares the network can connect. So both
-ends ask the kernel for the other's user before a byte is read. Who is of another user takes TCP.
+A socket in Linux's abstract namespace has no permissions: every process with the same network can connect. Both ends
+therefore request the other's user from the kernel before they read a byte. Peers of another user need TCP.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def has_unix_sockets() -> bool:
 def bind_unix() -> tuple[socket.socket, Address]:
     """Return a listening Unix socket and its address.
 
-    On Linux it has an abstract name, so that no file is left behind by a process that is killed; elsewhere it is in a
-    fresh directory that only this user can enter.
+    On Linux it has an abstract name, so that a killed process leaves no file. On other systems it is in a fresh
+    directory that only this user can enter.
     """
     if sys.platform == "linux":
         address = Address("unix", path=f"@paceline-{os.getpid()}-{secrets.token_hex(8)}")
     else:
-        folder = tempfile.mkdtemp(prefix="paceline-")  # made with mode 0700
+        folder = tempfile.mkdtemp(prefix="paceline-")  # created with mode 0700
         if len(folder) > _MAX_PATH - 2:  # sun_path ends at 104 bytes on macOS and 108 on Linux
             os.rmdir(folder)
             folder = tempfile.mkdtemp(prefix="paceline-", dir="/tmp")
@@ -56,16 +56,16 @@ def bind_unix() -> tuple[socket.socket, Address]:
 
 
 def remove_unix(address: Address) -> None:
-    """Remove the socket that :func:`bind_unix` made, and its directory, if it has one."""
+    """Remove the socket of :func:`bind_unix` and its directory, if it has one."""
     if not address.is_abstract:
         shutil.rmtree(os.path.dirname(address.path), ignore_errors=True)
 
 
 def is_other_user(connected: socket.socket | Any) -> bool:
-    """Return whether a connected socket is a Unix socket, and the process at its other end of another user.
+    """Return whether a connected Unix socket's other end belongs to another user.
 
-    As the kernel knows it: the user who connected, or who listens. Where the kernel does not say, the directory of
-    :func:`bind_unix` keeps others out.
+    The kernel reports the user that connected or listens. Without such a report, the permissions of :func:`bind_unix`'s
+    directory protect the socket.
     """
     if connected.family != getattr(socket, "AF_UNIX", None):
         return False
@@ -77,12 +77,12 @@ def is_other_user(connected: socket.socket | Any) -> bool:
         else:
             return False
     except (OSError, struct.error):
-        return True  # it has gone
+        return True  # already closed
     return bool(user != os.geteuid())
 
 
 def check_user(connected: socket.socket, address: Address) -> None:
-    """Close a connection that was made to a process of another user, and raise AddressError."""
+    """Close a connection to a process of another user and raise AddressError."""
     if is_other_user(connected):
         connected.close()
-        raise AddressError(f"cannot use {address}: the process that listens there is of another user")
+        raise AddressError(f"cannot use {address}: the process that listens there belongs to another user")

@@ -236,7 +236,7 @@ def test_a_server_that_is_none(transport: SocketTransport) -> None:
         with pytest.raises(DeadlineError) as caught:
             transport.connect(where, WORKER, timeout_s=0.1)
         assert f"{where} within 0.1 s" in str(caught.value)
-    with pytest.raises(AddressError, match="nobody listens"):
+    with pytest.raises(AddressError, match="no process listens"):
         transport.connect(where, WORKER)
     with pytest.raises(AddressError, match="not known"):
         transport.connect("no-such-host.invalid:1", WORKER)
@@ -251,7 +251,7 @@ def test_a_reader_that_never_reads_holds_nobody_up() -> None:
             for _ in range(1000):  # in the end the server reads no more of it
                 deaf.send(*frame_parts(ECHO, body=bytes(1 << 20)))
 
-        with pytest.raises(DeadlineError, match="took nothing"):
+        with pytest.raises(DeadlineError, match="did not read"):
             send_on_and_on()
         beside.assert_unmoved()
 

@@ -267,9 +267,9 @@ _CHALLENGE = (
 @pytest.mark.parametrize(
     ("words", "kind", "message"),
     [
-        ((), ConnectionLostError, "before it said a word: does it use TLS"),
-        ((b"220 mail.example.org ESMTP, and what follows it\r\n",), ProtocolError, "no Paceline server"),
-        ((HEADER.pack(MAGIC, 9, FrameKind.CHALLENGE, *[0] * 8),), VersionError, "cannot be talked to.*version 9"),
+        ((), ConnectionLostError, "before its first frame: does it use TLS"),
+        ((b"220 mail.example.org ESMTP, and what follows it\r\n",), ProtocolError, "not a Paceline server"),
+        ((HEADER.pack(MAGIC, 9, FrameKind.CHALLENGE, *[0] * 8),), VersionError, "version 9"),
         ((pack_header(FrameKind.WELCOME),), ProtocolError, "kind 3 and 40 bytes in the handshake, CHALLENGE was"),
         ((pack_header(FrameKind.CHALLENGE, body_bytes=5000),), ProtocolError, "claims 5040 bytes"),
         ((pack_header(FrameKind.CHALLENGE, meta_bytes=8) + b"\xc1" * 8,), ProtocolError, "cannot be read"),
@@ -292,7 +292,7 @@ def refusal(error: str, kind: FrameKind = FrameKind.REFUSED) -> bytes:
     return join(frame_parts(kind, meta=msgspec.msgpack.encode({"error": error, "message": message})))
 
 
-_ESCAPED = r"an unproved peer said UsageError: '\\x1b\]0;title\\x07\\x1b\[2J\\nfake line: all is well!+…'"
+_ESCAPED = r"an unauthenticated peer reported UsageError: '\\x1b\]0;title\\x07\\x1b\[2J\\nfake line: all is well!+…'"
 
 
 @pytest.mark.parametrize("reach", [open_and_close, connect_and_close])
@@ -301,12 +301,12 @@ _ESCAPED = r"an unproved peer said UsageError: '\\x1b\]0;title\\x07\\x1b\[2J\\nf
     [
         ((refusal("UsageError"),), ConnectionLostError, _ESCAPED),
         ((refusal("UsageError", FrameKind.ERROR),), ConnectionLostError, _ESCAPED),
-        ((refusal("VersionError"),), ConnectionLostError, r"an unproved peer said VersionError"),
-        ((refusal("AuthenticationError"),), ConnectionLostError, "an unproved peer said AuthenticationError"),
+        ((refusal("VersionError"),), ConnectionLostError, r"an unauthenticated peer reported VersionError"),
+        ((refusal("AuthenticationError"),), ConnectionLostError, "an unauthenticated peer reported AuthenticationError"),
         ((refusal("\x1b[2J" * 99),), ConnectionLostError, r"said \\x1b\[2J\\x1b.*…: '"),
         ((pack_header(FrameKind.REFUSED, meta_bytes=8) + b"\xc1" * 8,), ConnectionLostError, r"said \?: ''"),
         ((_CHALLENGE, refusal("UsageError")), ConnectionLostError, _ESCAPED),
-        ((_CHALLENGE, refusal("AuthenticationError")), AuthenticationError, "An unproved peer said so: check"),
+        ((_CHALLENGE, refusal("AuthenticationError")), AuthenticationError, "check the address"),
         ((_CHALLENGE, pack_header(FrameKind.REFUSED, body_bytes=5000)), ProtocolError, "5040 bytes"),
     ],
 )
@@ -352,10 +352,10 @@ def test_nobody_there_and_nobody_who_answers() -> None:
     transport = SocketTransport(TOKEN)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         where = f"127.0.0.1:{mute.getsockname()[1]}"
-        with pytest.raises(DeadlineError, match=r"within 0\.1 s before it said a word"):
+        with pytest.raises(DeadlineError, match=r"within 0\.1 s before its first frame"):
             open_and_close(transport, where, 0.1)
     for target in (where, "unix://@paceline-no-such-name", "unix:///no/such/path"):
-        with pytest.raises(AddressError, match="nobody listens"):
+        with pytest.raises(AddressError, match="no process listens"):
             open_and_close(transport, target)
     with pytest.raises(AddressError, match="not known"):
         open_and_close(transport, "no-such-host.invalid:1")

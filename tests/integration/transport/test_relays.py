@@ -76,7 +76,7 @@ def test_what_a_relay_does_to_frames_ends_the_connection(transport: SocketTransp
             channel.close()
         handler.wait_until(lambda: len(handler.reasons) == 1)
         assert isinstance(handler.reasons[0], ConnectionLostError)
-        assert "altered, repeated or taken out" in str(handler.reasons[0])
+        assert "altered, repeated or dropped" in str(handler.reasons[0])
         assert handler.num_frames == {"a replay": 2, "a frame of its own": 1}.get(fault, 1)
 
 

@@ -33,5 +33,5 @@ def test_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nobody_there() -> None:
-    with pytest.raises(AddressError, match="nobody listens there"):
+    with pytest.raises(AddressError, match="no process listens there"):
         paceline.connect("127.0.0.1:1", token="a token for tests")

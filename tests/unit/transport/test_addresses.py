@@ -53,7 +53,7 @@ def test_an_address_is_read_and_written(text: str, address: Address, written: st
     ],
 )
 def test_what_is_no_address_is_refused(text: str) -> None:
-    with pytest.raises(AddressError, match="is no address; write"):
+    with pytest.raises(AddressError, match="is not an address; use"):
         Address.parse(text)
 
 

@@ -103,7 +103,7 @@ def test_known_answers() -> None:
 @pytest.mark.parametrize(
     ("asking", "listener", "reason"),
     [
-        (WORKER, "another listener", "the one that did has ended"),
+        (WORKER, "another listener", "the previous one has ended"),
         (Hello(role="worker", to="scheduler"), "", "a server listens there, a scheduler was expected"),
         (Hello(role="worker", cluster="two"), "", "belongs to another cluster"),
     ],
@@ -180,7 +180,7 @@ def test_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("token", ["", "guess", "fifteen letters"])
 def test_a_token_that_could_be_guessed_is_refused(tmp_path: Path, token: str) -> None:
-    message = f"has {len(token)} characters, at least 16 are needed so that nobody can guess it; make one: python"
+    message = f"has {len(token)} characters, at least 16 are needed against guessing; create one: python"
     file = tmp_path / "token"
     file.touch(0o600)
     file.write_text(token + "\n")

@@ -52,7 +52,7 @@ OFFSETS = [0, 2, 3, 4, 6, 8, 12, 16, 20, 28, 32]
 def test_what_is_no_header_is_named() -> None:
     with pytest.raises(ProtocolError, match=r"b'GET / HTTP/1\.1"):
         unpack_header(b"GET / HTTP/1.1\r\n" + bytes(40))
-    with pytest.raises(ProtocolError, match="40 bytes, 39 were got"):
+    with pytest.raises(ProtocolError, match="40 bytes, got 39"):
         unpack_header(bytes(39))
     with pytest.raises(VersionError, match="version 7, this process version 2"):
         unpack_header(HEADER.pack(MAGIC, 7, 0, 0, 0, 0, 0, 0, 0, 0, 0))

@@ -1,1 +1,1 @@
-"""A transport that fails on purpose, and the plan of its faults."""
+"""Transport with planned faults, for tests."""

@@ -1,4 +1,4 @@
-"""The faults of a plan, on a peer that was opened in an event loop."""
+"""Planned faults on a peer that an event loop opened."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.transport.security.authentication import Hello
 
 
 class _Held(NamedTuple):
-    """What is to be done when its turn has come."""
+    """A delayed action."""
 
     do: Callable[[], None]
     size: int
@@ -26,7 +26,7 @@ class _Held(NamedTuple):
 
 
 class FaultyHandler(Handler):
-    """A handler that knows the peer by its wrapping."""
+    """A handler that passes on the wrapped peer."""
 
     def __init__(self, handler: Handler, plan: FaultPlan, hello: Hello) -> None:
         self._handler = handler
@@ -35,7 +35,7 @@ class FaultyHandler(Handler):
         self._peer: FaultyPeer | None = None
 
     def wrap(self, peer: Peer) -> FaultyPeer:
-        """Return the one peer, wrapped."""
+        """Return the wrapped peer."""
         if self._peer is None:
             self._peer = FaultyPeer(peer, self._plan, self._hello)
         return self._peer
@@ -61,7 +61,7 @@ class FaultyPeer(Peer):
         self.hello = inner.hello
         self.address = inner.address
         self.cut: ConnectionLostError | None = None
-        """Why the connection ends, if a fault cut it."""
+        """The error of a connection that a fault cut."""
         self._is_gone = False
         self._held: deque[_Held] = deque()
         self._timer: asyncio.TimerHandle | None = None
@@ -82,7 +82,7 @@ class FaultyPeer(Peer):
     @property
     @override
     def write_backlog_bytes(self) -> int:
-        """What is delayed counts."""
+        """Include delayed frames."""
         return sum(held.size for held in self._held) + self._inner.write_backlog_bytes
 
     @override
@@ -107,7 +107,7 @@ class FaultyPeer(Peer):
         return self._inner.statistics()
 
     def drop_held(self) -> None:
-        """Forget what is delayed and what is still to be sent: the connection is gone."""
+        """Drop delayed and later frames, because the connection is closed."""
         self._is_gone = True
         self._held.clear()
         if self._timer is not None:
@@ -134,7 +134,7 @@ class FaultyPeer(Peer):
         self._inner.close()
 
     def _in_turn(self, do: Callable[[], None], size: int = 0, delay_s: float = 0.0) -> None:
-        """Do it when what is held has been done and then the delay is over; at once if there is neither."""
+        """Run an action after all held ones and its delay; immediately if there are none."""
         if self._is_gone:
             return
         if delay_s or self._held:

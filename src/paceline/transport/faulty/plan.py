@@ -1,4 +1,4 @@
-"""Which frames fail on purpose, and how: given as (rank, step, kind), and kept account of."""
+"""Planned faults of frames, given as (rank, step, kind), and a record of fired faults."""
 
 from __future__ import annotations
 
@@ -16,18 +16,16 @@ Action = Literal["drop", "delay", "duplicate", "cut"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """One failure, which happens once."""
+    """One fault, which fires once."""
 
     action: Action
-    """drop: the frame does not go out. delay: it does, after ``delay_s``. duplicate: it goes out twice. cut:
-    the connection is closed.
+    """drop: the frame is not sent. delay: it is sent after ``delay_s``. duplicate: it is sent twice. cut: the
+    connection is closed.
     """
     rank: int
     """The rank of the client that sends."""
     step: int
-    """The how-many-th frame, from 0, that this rank sends, of this kind if one is given; reconnecting goes on
-    counting.
-    """
+    """Index, from 0, of the frame among those that this rank sends (of this kind, if given), across reconnections."""
     kind: int | None = None
     """The kind of frame; ``None`` counts all."""
     role: str = "worker"
@@ -35,26 +33,26 @@ class Fault:
     delay_s: float = 0.0
     """For delay."""
     when: Literal["before", "after"] = "before"
-    """For cut: before the frame goes out, or after it (the server gets it, the answer is lost)."""
+    """For cut: before the frame is sent, or after it (the server gets it, the reply is lost)."""
 
 
 class FaultPlan:
-    """The faults to come, and those that came. Thread-safe; one plan may serve many channels."""
+    """Pending and fired faults. Thread-safe; one plan may serve many channels."""
 
     def __init__(self, faults: Iterable[Fault] = ()) -> None:
         self._lock = threading.Lock()
         self._waiting = list(faults)
         self._num_sent: Counter[tuple[str, int, int | None]] = Counter()
         self.fired: list[Fault] = []
-        """The faults that have happened, in their order."""
+        """The fired faults, in order."""
 
     def add(self, fault: Fault) -> None:
-        """Plan one more."""
+        """Add a fault."""
         with self._lock:
             self._waiting.append(fault)
 
     def next_fault(self, hello: Hello, kind: int) -> Fault | None:
-        """Count a frame that is about to be sent, and return the fault that is to happen to it, if any."""
+        """Count a frame before it is sent, and return its fault, if any."""
         with self._lock:
             steps: dict[int | None, int] = {}
             for counted in (None, kind):
@@ -68,7 +66,7 @@ class FaultPlan:
             return None
 
     def check_all_fired(self) -> None:
-        """Raise UsageError if a planned fault has not happened: the test has not tested what it says."""
+        """Raise UsageError if a planned fault has not fired: the test has not tested its case."""
         with self._lock:
             if self._waiting:
                 raise UsageError(f"these faults never happened: {self._waiting}; those did: {self.fired}")

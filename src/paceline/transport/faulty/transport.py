@@ -1,7 +1,7 @@
-"""A transport that fails on purpose, at a place given as (rank, step, kind), and says that it did.
+"""A transport that fails as planned, at (rank, step, kind), and records its faults.
 
-Wraps any other transport. The faults happen where the client sends, on a channel or (`faulty_peer`) on a peer that
-it opened; what the server sends is left alone, but ``cut`` after a frame is, to the client, a lost answer.
+It wraps any other transport. Faults affect only the client's sends, on a channel or (`faulty_peer`) on an opened peer.
+For the client, ``cut`` after a frame is a lost reply.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paceline.transport.security.authentication import Hello
 
 
 class FaultyTransport(Transport):
-    """Any transport, with the faults of a plan."""
+    """Any transport, with planned faults."""
 
     def __init__(self, inner: Transport, plan: FaultPlan) -> None:
         self._inner = inner
@@ -28,14 +28,14 @@ class FaultyTransport(Transport):
 
     @override
     def connect(self, target: Endpoint | Address | str, hello: Hello, *, timeout_s: float = 10.0) -> Channel:
-        """The handshake is left alone."""
+        """Connect without faults in the handshake."""
         return FaultyChannel(self._inner.connect(target, hello, timeout_s=timeout_s), self.plan, hello)
 
     @override
     async def open(
         self, handler: Handler, target: Endpoint | Address | str, hello: Hello, *, timeout_s: float = 10.0
     ) -> Peer:
-        """The handshake is left alone."""
+        """Open without faults in the handshake."""
         faulty = FaultyHandler(handler, self.plan, hello)
         return faulty.wrap(await self._inner.open(faulty, target, hello, timeout_s=timeout_s))
 
@@ -47,7 +47,7 @@ class FaultyTransport(Transport):
 
 
 class FaultyChannel(Channel):
-    """Any channel, with the faults of a plan. Each ``send`` must be one frame, its header first."""
+    """Any channel, with planned faults. Each ``send`` must be one frame, its header first."""
 
     def __init__(self, inner: Channel, plan: FaultPlan, hello: Hello) -> None:
         self._inner = inner

@@ -1,1 +1,1 @@
-"""Who the peer is: the handshake, the proof of the token, sealed frames, strangers."""
+"""Authentication of peers: handshake, token proofs, sealed frames, unauthenticated connections."""

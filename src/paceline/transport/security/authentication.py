@@ -1,11 +1,11 @@
-"""Who may talk to us: both ends prove that they hold the cluster's token before any other frame.
+"""Authentication: both ends prove that they hold the cluster's token before any other frame.
 
-The server sends a nonce (CHALLENGE). The client answers with its :class:`Hello`, its :class:`ConnectionIdentity`, a
-nonce of its own and an HMAC-SHA256 of all that under the token; the server answers with its own and an HMAC of all that
-both have said. The token never goes over the wire, a recorded exchange cannot be replayed (each end chose a nonce), an
-answer cannot be reflected (the labels differ), nothing can be altered (fields have their lengths in front), and a relay
-gains nothing: the proof says for whom it is meant, and where somebody may be in between, every later frame is sealed
-with a key that follows from the token and this handshake (`sealing`).
+The server sends a nonce (CHALLENGE). The client answers with its :class:`Hello`, its :class:`ConnectionIdentity`, its
+own nonce and an HMAC-SHA256 of all fields under the token. The server answers with its fields and an HMAC of both ends'
+fields. The token is never sent. A recorded exchange cannot be replayed (each end chooses a nonce) or reflected (the
+labels differ), and nothing can be altered (every field has a length prefix). A relay gains nothing: the proof names its
+recipient, and on connections with a possible intermediary every later frame is sealed with a key derived from the token
+and this handshake (`sealing`).
 """
 
 from __future__ import annotations
@@ -33,26 +33,24 @@ _Message = TypeVar("_Message", bound=msgspec.Struct)
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process says of itself when it connects, and what a server answers. Known to be true of a
-    token's holder.
-    """
+    """Identity of a process, sent when it connects, and by a server in reply. Proved by the token."""
 
     role: str
-    """``scheduler``, ``server``, ``worker``, or what the application calls it."""
+    """``scheduler``, ``server``, ``worker``, or an application's role."""
     rank: int = 0
     incarnation: int = 0
-    """Tells a restarted process from the one that had its rank before."""
+    """Distinguishes a restarted process from the previous one with its rank."""
     name: str = ""
     """The node's name for people."""
     extra: dict[str, int | str] = {}
-    """What else the application wants to say."""
+    """Further fields of the application."""
     to: str = ""
-    """The role that must answer; empty: any. Others refuse, and are refused."""
+    """The required role of the server; empty accepts any. Others reject, and are rejected."""
     cluster: str = ""
-    """The cluster's id, if it is known yet. Who knows another one refuses, and is refused."""
+    """The cluster's id, if known. A server of another cluster rejects, and is rejected."""
     protocol: int = PROTOCOL_VERSION
     paceline: str = ""
-    """The version of the package; filled in when it is sent."""
+    """The version of the package, set when the Hello is sent."""
 
 
 class Challenge(msgspec.Struct, frozen=True):
@@ -62,18 +60,18 @@ class Challenge(msgspec.Struct, frozen=True):
 
 
 class ConnectionIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """How one end sees the connection."""
+    """One end's view of the connection."""
 
     binding: bytes = b""
-    """What only the two ends of one connection see alike (`binding`); empty where somebody may be in between."""
+    """The channel binding, which only the two ends share (`binding`); empty if an intermediary is possible."""
     address: str = ""
-    """Where the client has connected to, as it was told."""
+    """The address that the client connected to."""
     listener: str = ""
-    """Of the client: the listener that it wants, empty if it only knows an address. Of the server: its own."""
+    """Client: the expected listener, empty if it has only an address. Server: its own."""
 
 
 class Proof(msgspec.Struct, frozen=True):
-    """The meta of a HELLO and of a WELCOME frame."""
+    """The meta of HELLO and WELCOME frames."""
 
     hello: bytes
     """A :class:`Hello` as msgpack; kept as bytes because the proof covers them."""
@@ -89,16 +87,16 @@ def make_token() -> str:
 
 
 def read_token(path: str | os.PathLike[str]) -> str:
-    """Read a token from a file, without the white space around it.
+    """Read a token from a file, without surrounding white space.
 
-    Raises UsageError when there is none, or the file is not closed to other users.
+    Raises UsageError for an unreadable file, or a file that other users can access.
     """
     try:
         with open(path, encoding="utf-8") as file:
             mode = os.fstat(file.fileno()).st_mode
             token = file.read().strip()
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise UsageError(f"cannot read the cluster's token from {path}: {reason}") from None
     if os.name == "posix" and stat.S_ISREG(mode) and mode & 0o077:
         raise UsageError(
@@ -109,14 +107,14 @@ def read_token(path: str | os.PathLike[str]) -> str:
 
 
 def check_token(token: str, source: str = "the token") -> str:
-    """Return the token, or raise UsageError if it is so short that it could be guessed.
+    """Return the token. Raises UsageError if it is short enough to be guessed.
 
-    Whoever a client connects to, or meets on its way, gets a proof on which guesses can be tried without being seen.
+    Every peer or intermediary of a client gets a proof, against which it can test guesses unnoticed.
     """
     if len(token) < MIN_TOKEN_CHARS:
         raise UsageError(
-            f"{source} has {len(token)} characters, at least {MIN_TOKEN_CHARS} are needed so that nobody can guess it; "
-            f"make one: {MAKE_TOKEN}"
+            f"{source} has {len(token)} characters, at least {MIN_TOKEN_CHARS} are needed against guessing; "
+            f"create one: {MAKE_TOKEN}"
         )
     return token
 
@@ -129,32 +127,32 @@ def encode_hello(hello: Hello) -> bytes:
 
 
 def join_fields(*fields: bytes) -> bytes:
-    """Return the fields as one, each with its length in front: no two lists of fields give the same bytes."""
+    """Return the fields joined, each with a length prefix: different lists give different bytes."""
     return b"".join(len(field).to_bytes(4, "little") + field for field in fields)
 
 
 def prove(token: str, label: str, *said: bytes) -> bytes:
-    """Return the proof that the end called ``label`` holds the token and means what was said."""
+    """Return the proof that the end called ``label`` holds the token and sent these fields."""
     return hmac.digest(token.encode(), join_fields(PROTOCOL_NAME, label.encode(), *said), "sha256")
 
 
 def check_proof(token: str, label: str, given: Proof, *said: bytes) -> None:
-    """Raise AuthenticationError unless ``given`` proves it of what was said."""
+    """Raise AuthenticationError unless ``given`` is the proof for these fields."""
     if not hmac.compare_digest(prove(token, label, *said), given.proof):
         raise AuthenticationError(f"the {label} does not hold this cluster's token")
 
 
 def read_hello(label: str, data: bytes) -> Hello:
-    """Return the Hello that was proved; raise VersionError if its sender is of another version of paceline.
+    """Return the proved Hello. Raises VersionError for another version of paceline.
 
-    What goes in frames has no versions of its own.
+    Contents of frames have no versions of their own.
     """
     from paceline.version import __version__
 
     hello = decode(data, Hello)
     if (hello.protocol, hello.paceline) != (PROTOCOL_VERSION, __version__):
         raise VersionError(
-            f"the {label} speaks protocol version {hello.protocol} (paceline {hello.paceline}), this "
+            f"the {label} has protocol version {hello.protocol} (paceline {hello.paceline}), this "
             f"process version {PROTOCOL_VERSION} (paceline {__version__}); install the same version of "
             "paceline on both"
         )
@@ -162,7 +160,7 @@ def read_hello(label: str, data: bytes) -> Hello:
 
 
 def decode(meta: bytes | memoryview, kind: type[_Message]) -> _Message:
-    """Decode a handshake message; raise ProtocolError when it is none."""
+    """Decode a handshake message. Raises ProtocolError if it is malformed."""
     try:
         return msgspec.msgpack.decode(meta, type=known(kind))
     except UNREADABLE as error:

@@ -1,9 +1,9 @@
-"""Whether both ends of a connection see the same connection (a channel binding, RFC 5056).
+"""Channel bindings (RFC 5056): whether both ends see the same connection.
 
-Who relays a handshake has two connections: one with each end. So each end says in the handshake, under its proof, what
-only the two ends of one connection see alike: of a Unix socket the host, of a loopback connection the host and both
-ports, of TLS the server's certificate. If they say the same, nobody is between them who could alter frames. On other
-connections, and where something stands in between (an address translation, a tunnel, a proxy), frames are sealed.
+A relay of a handshake has two connections, one with each end. Each end therefore includes in its proof a value that
+only the two ends of one connection share: the host for a Unix socket, the host and both ports for a loopback
+connection, the server's certificate for TLS. Equal values exclude an intermediary that could alter frames. On other
+connections, and with an intermediary (address translation, tunnel, proxy), frames are sealed.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ IN_MEMORY = b"memory"
 
 
 def socket_binding(connected: socket.socket | Any, *, connecting: bool) -> bytes:
-    """Return the binding of a connected socket without TLS; empty where somebody may be in between.
+    """Return the binding of a connected socket without TLS; empty if an intermediary is possible.
 
-    ``connecting``: this end has made the connection. ``connected`` may be what asyncio shows of a socket.
+    ``connecting``: this end opened the connection. ``connected`` may be asyncio's view of a socket.
     """
     try:
         if connected.family == getattr(socket, "AF_UNIX", None):
             return _digest("unix", host_identity())
         ours, theirs = _place(connected.getsockname()), _place(connected.getpeername())
     except OSError:
-        return b""  # it is gone already
+        return b""  # already closed
     if not (ours and theirs):
         return b""
     return _digest("loopback", host_identity(), *((ours, theirs) if connecting else (theirs, ours)))

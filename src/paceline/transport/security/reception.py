@@ -1,6 +1,6 @@
-"""The server's half of the handshake, without what carries its frames; the client's is in `handshake`.
+"""Server's half of the handshake, without I/O; `handshake` has the client's.
 
-In order: :meth:`Reception.challenge`, :meth:`Reception.take` what answers it, :meth:`Reception.welcome`,
+In order: :meth:`Reception.challenge`, :meth:`Reception.take` the answer, :meth:`Reception.welcome`,
 :meth:`Reception.identify`.
 """
 
@@ -28,14 +28,14 @@ from paceline.transport.security.sealing import Seals, derive_seals
 
 
 class Reception:
-    """One listening process's half of one handshake."""
+    """A server's half of one handshake."""
 
     def __init__(self, token: str, hello: Hello, listener: str) -> None:
-        """``listener``: the id of the listener that was connected to."""
+        """``listener``: the id of this listener."""
         self.seals: Seals | None = None
-        """What makes and checks the tags of later frames, from the welcome on; None: frames are not sealed."""
+        """Seals of later frames, available after the welcome; None if frames are not sealed."""
         self.is_relayed = False
-        """Whether each end sees a connection that nobody is in between of, and not the same one."""
+        """Whether both ends have a binding, but different ones."""
         self._token = token
         self._hello = hello
         self._listener = listener
@@ -48,7 +48,7 @@ class Reception:
         return msgspec.msgpack.encode(Challenge(self._nonce))
 
     def take(self, meta: bytes | memoryview) -> None:
-        """Take the meta of the HELLO; raise AuthenticationError if it does not prove that its sender has the token."""
+        """Process the meta of the HELLO. Raises AuthenticationError if its proof is wrong."""
         given = decode(meta, Proof)
         if len(given.nonce) != NONCE_BYTES:
             raise AuthenticationError(f"the client's nonce has {len(given.nonce)} bytes, {NONCE_BYTES} were expected")
@@ -57,8 +57,8 @@ class Reception:
         self._said, self._view = said, decode(given.view, ConnectionIdentity)
 
     def welcome(self, binding: bytes) -> bytes:
-        """Return the meta of the WELCOME; ``binding`` is this end's. Also for a client that :meth:`identify` refuses:
-        so it learns from one that it can believe why.
+        """Return the meta of the WELCOME; ``binding`` is this end's. Sent before a rejection by :meth:`identify` too,
+        so that the client can trust the reason.
         """
         mine = encode_hello(self._hello)
         view = msgspec.msgpack.encode(ConnectionIdentity(binding=binding, listener=self._listener))
@@ -70,23 +70,23 @@ class Reception:
         return msgspec.msgpack.encode(Proof(mine, view, self._nonce, prove(self._token, "server", *said)))
 
     def identify(self) -> Hello:
-        """Return what the client says of itself.
+        """Return the client's Hello.
 
-        Raises VersionError if it is of another version, AddressError if it wants somebody else.
+        Raises VersionError for another version, AddressError if the client expects another server.
         """
         theirs = read_hello("client", self._said[2])
         reason = mistaken(theirs, self._view, self._hello, ConnectionIdentity(listener=self._listener))
         if reason:
-            raise AddressError(f"{theirs.role} {theirs.rank} ({theirs.name}) is mistaken: {reason}")
+            raise AddressError(f"{theirs.role} {theirs.rank} ({theirs.name}) has the wrong server: {reason}")
         return theirs
 
 
 def mistaken(
     asking: Hello, asking_view: ConnectionIdentity, answering: Hello, answering_view: ConnectionIdentity
 ) -> str:
-    """Return why the client wants somebody else than this server; empty if it does not."""
+    """Return the reason why this is not the client's expected server; empty if it is."""
     if asking_view.listener and asking_view.listener != answering_view.listener:
-        return "another process listens there now: the one that did has ended"
+        return "another process listens there now: the previous one has ended"
     if asking.to and asking.to != answering.role:
         return f"a {answering.role} listens there, a {asking.to} was expected"
     if asking.cluster and answering.cluster and asking.cluster != answering.cluster:

@@ -1,12 +1,12 @@
-"""Frames between hosts that nobody in between can alter, replay, reorder or drop unseen.
+"""Sealed frames: tags against altered, replayed, reordered or dropped frames between hosts.
 
-Both ends derive a key for each direction from the token and their handshake (HKDF, RFC 5869). Behind every frame comes
-a tag of 16 bytes: HMAC-SHA256, cut to half its length (RFC 2104, section 5), of the frame's number on this connection
-and all its bytes. The number is not sent: whoever drops or repeats a frame makes every later tag wrong.
+Both ends derive a key for each direction from the token and their handshake (HKDF, RFC 5869). Every frame is followed
+by a tag of 16 bytes: HMAC-SHA256, truncated to half its length (RFC 2104, section 5), of the frame's number on this
+connection and all its bytes. The number is not sent: a dropped or repeated frame makes every later tag wrong.
 
-HMAC-SHA256 hashes 1.6 GB/s on a processor with SHA instructions, keyed BLAKE2b 0.9 GB/s and half a microsecond less for
-a small frame (0.5 against 0.8 µs). At 1 Gbit/s the wire takes 8 ms for a megabyte, and the hash 0.6: large frames are
-hashed piece by piece, while the pieces before are on their way.
+HMAC-SHA256 hashes 1.6 GB/s on a processor with SHA instructions. Keyed BLAKE2b hashes 0.9 GB/s, but needs 0.5 instead
+of 0.8 µs for a small frame. At 1 Gbit/s the wire takes 8 ms for a megabyte, and the hash 0.6: large frames are hashed
+in pieces, while earlier pieces are in flight.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from paceline.errors import ConnectionLostError
 
 TAG_BYTES = 16
 PIECE_BYTES = 1 << 16
-"""How much of a large frame is hashed at a time."""
+"""Size of the pieces in which large frames are hashed."""
 _BLOCK_BYTES = 64
 
 
 class Seal:
-    """Makes the tags of one direction of a connection, or checks them. Not thread-safe."""
+    """Creates or checks the tags of one direction of a connection. Not thread-safe."""
 
     def __init__(self, key: bytes) -> None:
-        """``key``: 32 bytes, of this direction only."""
+        """``key``: 32 bytes, for this direction only."""
         padded = key.ljust(_BLOCK_BYTES, b"\0")
         self._inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in padded))
         self._outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in padded))
@@ -36,7 +36,7 @@ class Seal:
         self._running: Any = None
 
     def update(self, data: Any) -> None:
-        """Go on with the frame, or begin it."""
+        """Hash the next bytes of the frame, or begin a new one."""
         if self._running is None:
             self._running = self._inner.copy()
             self._running.update(self._number.to_bytes(8, "little"))
@@ -44,20 +44,20 @@ class Seal:
         self._running.update(data)
 
     def end(self) -> bytes:
-        """Return the tag of the frame that :meth:`update` was given."""
+        """Return the tag of the bytes given to :meth:`update`."""
         outer = self._outer.copy()
         outer.update(self._running.digest())
         self._running = None
         return bytes(outer.digest()[:TAG_BYTES])
 
     def tag(self, parts: Sequence[Any]) -> bytes:
-        """Return the tag of a frame given whole."""
+        """Return the tag of a whole frame."""
         for part in parts:
             self.update(part)
         return self.end()
 
     def fits(self, tag: bytes | bytearray | memoryview) -> bool:
-        """Whether the frame that :meth:`update` was given is the next one that the other end sent."""
+        """Return whether the bytes given to :meth:`update` are the other end's next frame."""
         return hmac.compare_digest(self.end(), bytes(tag))
 
 
@@ -69,7 +69,7 @@ class Seals(NamedTuple):
 
 
 def derive_seals(token: str, nonces: bytes, transcript: bytes, *, connecting: bool) -> Seals:
-    """Return the seals of one end; ``transcript`` is all that was said in the handshake."""
+    """Return the seals of one end; ``transcript`` holds all fields of the handshake."""
     secret = hmac.digest(nonces, token.encode(), "sha256")
     first = hmac.digest(secret, transcript + b"\x01", "sha256")
     second = hmac.digest(secret, first + transcript + b"\x02", "sha256")
@@ -77,7 +77,7 @@ def derive_seals(token: str, nonces: bytes, transcript: bytes, *, connecting: bo
 
 
 def not_sealed(who: str) -> ConnectionLostError:
-    """Return the error for a frame whose tag is wrong. What is lost by it is sent again on a new connection."""
+    """Return the error for a wrong tag. The sender repeats lost messages on a new connection."""
     return ConnectionLostError(
-        f"a frame of {who} was altered, repeated or taken out on its way here; the connection is closed"
+        f"a frame of {who} was altered, repeated or dropped in transit; the connection is closed"
     )

@@ -1,8 +1,8 @@
-"""Connections that have proved nothing yet: so many, and no more, whoever comes.
+"""Unauthenticated connections: a bounded number per listener.
 
-A listener that waited for a place for the next connection could be stopped by a few that are silent; one that takes all
-runs out of descriptors. So all are taken, and when there are too many, one that has had its time goes: the oldest of
-the source that has the most. A handshake takes milliseconds, so an honest one is hardly ever the oldest of a crowd.
+A listener that waits for a free place could be blocked by a few silent connections, and one without a limit runs out of
+descriptors. So all connections are accepted, and above the limit the oldest one of the source with the most connections
+is dropped. A handshake takes milliseconds, so an honest client is rarely the oldest of many.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MOST = 1024
 
 
 def max_strangers() -> int:
-    """Return how many there may be in a process that serves many: at most a quarter of its file descriptors."""
+    """Return the limit for a server process: at most a quarter of its file descriptors."""
     try:
         import resource
     except ImportError:
@@ -26,7 +26,7 @@ def max_strangers() -> int:
 
 
 class Strangers(Generic[_Connection]):
-    """The connections of one listener that are still in their handshake. Not thread-safe; closes nothing."""
+    """The connections of one listener in their handshake. Not thread-safe; closes nothing."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -37,7 +37,7 @@ class Strangers(Generic[_Connection]):
         return len(self._sources)
 
     def enter(self, connection: _Connection, source: Hashable) -> _Connection | None:
-        """Take note of a connection from ``source`` (a host or user); return another that is to be closed, if any."""
+        """Add a connection from ``source`` (a host or user); return a connection to close, if any."""
         self._sources[connection] = source
         self._counts[source] += 1
         if len(self._sources) <= self._limit:
@@ -48,7 +48,7 @@ class Strangers(Generic[_Connection]):
         return oldest
 
     def leave(self, connection: _Connection) -> None:
-        """Forget a connection: it has proved who it is, or has gone. Idempotent."""
+        """Remove a connection that has authenticated or ended. Idempotent."""
         if connection not in self._sources:
             return
         source = self._sources.pop(connection)
@@ -58,7 +58,7 @@ class Strangers(Generic[_Connection]):
 
 
 class Complaints:
-    """What is said of strangers: a few lines at once, then one in a while, so that they fill nobody's disk."""
+    """Rate limit of log lines about strangers: a burst, then one per pause, to protect the disk."""
 
     def __init__(self, burst: int = 20, pause_s: float = 3.0) -> None:
         self._burst = burst
@@ -68,7 +68,7 @@ class Complaints:
         self._num_unsaid = 0
 
     def note(self, now_s: float) -> int | None:
-        """Return None if nothing is to be said of one now, else how many were passed over since the last that was."""
+        """Return None if this event should not be logged, else the number skipped since the last line."""
         self._left = min(self._left + max(now_s - self._at_s, 0.0) / self._pause_s, float(self._burst))
         self._at_s = now_s
         if self._left < 1.0:

@@ -1,1 +1,1 @@
-"""TLS by flag: contexts, channels and streams."""
+"""Optional TLS: contexts, channels and streams."""

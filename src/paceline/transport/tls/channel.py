@@ -1,4 +1,4 @@
-"""Channels on TLS connections, where neither scattering nor the kernel's deadlines are to be had."""
+"""Channels on TLS connections, without scattered reads or kernel timeouts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _JOINED_BYTES = 1 << 14  # a TLS record
 
 
 class TLSChannel(StreamChannel):
-    """A channel on a TLS connection, where neither scattering nor kernel deadlines are to be had."""
+    """A channel on a TLS connection, without scattered reads or kernel timeouts."""
 
     def __init__(self, connected: ssl.SSLSocket, address: Address, limits: Limits, send_timeout_s: float) -> None:
         super().__init__(address, limits)
@@ -43,7 +43,7 @@ class TLSChannel(StreamChannel):
         except TimeoutError:
             self.close()
             raise DeadlineError(
-                f"{self._who()} took nothing of what was sent for {self._timeout_s:g} s; the connection is closed"
+                f"{self._who()} did not read its messages for {self._timeout_s:g} s; the connection is closed"
             ) from None
         except OSError as error:
             raise self._lost(error) from None
@@ -96,25 +96,25 @@ class TLSChannel(StreamChannel):
 
 
 def wrap_tls(connected: socket.socket, context: ssl.SSLContext, address: Address, timeout_s: float) -> ssl.SSLSocket:
-    """Return the socket with TLS on it; AuthenticationError if the server's certificate is not trusted."""
+    """Return the socket with TLS. Raises AuthenticationError if the server's certificate is not trusted."""
     connected.settimeout(timeout_s)
     try:
         return context.wrap_socket(connected, server_hostname=address.host)
     except OSError as error:
         raise no_tls(address, error, timeout_s) from None
     finally:
-        connected.close()  # wrap_socket has detached it, or has failed
+        connected.close()  # wrap_socket has detached it or failed
 
 
 def client_not_trusted(address: Address) -> AuthenticationError:
-    """Return the error for a TLS connection that ends where the server's first frame is due.
+    """Return the error for a TLS connection that ends before the server's first frame.
 
-    With TLS 1.3 the client's handshake ends before the server has looked at its certificate. One that does not
-    like it says so there (asyncio's just closes).
+    In TLS 1.3 the client's handshake ends before the server has checked the client's certificate. A server that rejects
+    it fails at this point (asyncio's just closes).
     """
     return AuthenticationError(
         f"the server at {address} closed the TLS connection before its first frame: most likely it "
-        "does not trust this process's certificate; give one of the cluster's authority (--tls-cert)"
+        "does not trust this process's certificate; use one of the cluster's authority (--tls-cert)"
     )
 
 
@@ -127,5 +127,5 @@ def no_tls(address: Address, error: OSError, timeout_s: float) -> PeerError | De
     detail = getattr(error, "verify_message", "") or error.reason or str(error)
     return AuthenticationError(
         f"no TLS connection to the server at {address}: {detail}; check that both ends have a certificate "
-        "of the same authority (--tls-ca) and that the server's names this host"
+        "of the same authority (--tls-ca) and that the server's certificate names this host"
     )

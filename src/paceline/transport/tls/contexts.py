@@ -1,4 +1,4 @@
-"""TLS by flag: who the peer is, by certificate, and a channel that nobody else reads."""
+"""TLS contexts: certificates of peers and encrypted connections."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ _CERTIFICATE = re.compile("-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE---
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TLS:
-    """The files (PEM) that a node's TLS is made of. With TLS, nodes talk over TCP only."""
+    """The files (PEM) of a node's TLS. With TLS, nodes use TCP only."""
 
     cert: str | PathLike[str] | None = None
     """This node's certificate with its chain. A server must have one; a client shows it if it has one."""
     key: str | PathLike[str] | None = None
-    """The private key of ``cert``; ``None`` if it is in the same file."""
+    """The private key of ``cert``; None if it is in the same file."""
     ca: str | PathLike[str] | None = None
-    """The authorities to trust. With them a server asks clients for a certificate too (mutual TLS)."""
+    """The trusted authorities. With them, servers require certificates of clients (mutual TLS)."""
 
     @classmethod
     def of_files(
         cls, cert: str | PathLike[str] | None, key: str | PathLike[str] | None, ca: str | PathLike[str] | None
     ) -> TLS | None:
-        """Return the TLS of these files, ``None`` if none is given."""
+        """Return the TLS of the given files; None without any."""
         return None if cert is None and key is None and ca is None else cls(cert=cert, key=key, ca=ca)
 
     def server_context(self) -> ssl.SSLContext:
-        """Return the context of a listening node; raise UsageError if a file is missing or no certificate."""
+        """Return a server's context. Raises UsageError for a missing file or certificate."""
         if self.cert is None:
             raise UsageError("a server needs a certificate for TLS; give its file as TLS(cert=...)")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -41,20 +41,20 @@ class TLS:
         return context
 
     def client_context(self) -> ssl.SSLContext:
-        """Return the context of a connecting node; without ``ca`` the system's authorities are trusted."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # checks the certificate and the host's name in it
+        """Return a client's context; without ``ca`` the system's authorities are trusted."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # checks the certificate and its host name
         if self.ca is None:
             context.load_default_certs()
         self._load(context)
         return context
 
     def certificate(self) -> bytes:
-        """Return this node's certificate (DER); raise UsageError if there is none."""
+        """Return this node's certificate (DER). Raises UsageError if the file has none."""
         assert self.cert is not None
         with open(self.cert, encoding="ascii", errors="replace") as file:
             found = _CERTIFICATE.search(file.read())
         if found is None:
-            raise UsageError(f"there is no certificate (PEM) in {self.cert}")
+            raise UsageError(f"{self.cert} contains no certificate (PEM)")
         return ssl.PEM_cert_to_DER_cert(found.group())
 
     def _load(self, context: ssl.SSLContext) -> None:

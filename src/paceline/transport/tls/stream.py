@@ -1,7 +1,7 @@
-"""A TLS connection as a plain socket, for those who move bytes with calls that TLS does not have.
+"""A TLS connection as a plain socket, for callers that use calls without TLS support.
 
-What is written to the socket comes out encrypted, and the other way round; a thread in between moves it. That costs two
-wake-ups each way, and nobody beyond needs to know of TLS.
+A thread moves and encrypts the bytes between the plain socket and the TLS connection. That costs two wake-ups in each
+direction, and the caller needs no knowledge of TLS.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Final
 
 _CHUNK_BYTES: Final = 1 << 18
 _LINGER_S: Final = 2.0
-"""How long a connection that was closed here may take to let go what was written before."""
+"""Time limit for sending the remaining bytes of a closed connection."""
 
 
 def plain_end(encrypted: ssl.SSLSocket) -> socket.socket:
-    """Return a socket whose bytes go through a TLS connection, which belongs to it from now on."""
+    """Return a socket that transfers its bytes through a TLS connection, which it then owns."""
     ours, theirs = socket.socketpair()
     pump = _Pump(encrypted, theirs)
     threading.Thread(target=pump.run, name="paceline-tls", daemon=True).start()
@@ -27,18 +27,18 @@ def plain_end(encrypted: ssl.SSLSocket) -> socket.socket:
 
 
 class _Way:
-    """The bytes that go one way."""
+    """The bytes of one direction."""
 
     def __init__(self, source: socket.socket, target: socket.socket) -> None:
         self._source, self._target = source, target
         self._buffer = memoryview(bytearray(_CHUNK_BYTES))
         self.held = self._buffer[:0]
         self.has_ended = False
-        """Whether all has gone that there was, and the target knows."""
+        """Whether all bytes and the end have been passed to the target."""
         self._is_open = True
 
     def advance(self) -> bool:
-        """Move what can be moved without waiting; return whether anything was."""
+        """Move bytes without waiting; return whether any were moved."""
         if self.has_ended:
             return False
         try:
@@ -53,18 +53,18 @@ class _Way:
             if self.held:
                 self.held = self.held[self._target.send(self.held) :]
                 return True
-            # The base class's: a TLS socket's own would end its other way too.
+            # The base class's method: a TLS socket's own would end the other direction too.
             socket.socket.shutdown(self._target, socket.SHUT_WR)
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return False
-        except OSError:  # nobody takes it any more
+        except OSError:  # the target accepts no more bytes
             self.held = self._buffer[:0]
         self.has_ended = True
         return True
 
 
 class _Pump:
-    """Moves bytes both ways until both have ended, or the plain end is closed."""
+    """Moves bytes in both directions until both have ended or the plain end is closed."""
 
     def __init__(self, encrypted: ssl.SSLSocket, plain: socket.socket) -> None:
         self._encrypted, self._plain = encrypted, plain
@@ -73,7 +73,7 @@ class _Pump:
             each.setblocking(False)
 
     def run(self) -> None:
-        """Do it."""
+        """Move the bytes."""
         closed_at: float | None = None
         with self._encrypted, self._plain:
             poll = select.poll()
@@ -86,7 +86,7 @@ class _Pump:
                 poll.register(self._encrypted, self._awaited(self._in, self._out))
                 poll.register(self._plain, 0 if closed_at else self._awaited(self._out, self._in))
                 if closed_at is not None:
-                    poll.unregister(self._plain)  # it would say so again and again
+                    poll.unregister(self._plain)  # it would report the end repeatedly
                 events = dict(poll.poll(None if left_s is None else left_s * 1e3))
                 if closed_at is None and events.get(self._plain.fileno(), 0) & select.POLLHUP:
                     closed_at = time.monotonic()
