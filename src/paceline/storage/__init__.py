@@ -1,1 +1,1 @@
-"""Files that outlast a crash: durable writes, checked reads, directories with one writer."""
+"""Files that survive a crash: durable writes, checked reads, directories with one writer."""

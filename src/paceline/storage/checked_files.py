@@ -1,7 +1,7 @@
-"""Files of models and snapshots, read as their manifest describes them: nothing else is opened, or read for long.
+"""Checked reads of models and snapshots: only files as their manifest describes them.
 
-A manifest may have come from anywhere. So names in it are plain names, what they stand for must be a regular file of
-the size given before anything is read or allocated, and all of it is checked.
+A manifest is untrusted. Its names must be plain names, its files regular files of the given size before they are read
+or allocated, and all contents are verified.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_MANIFEST_BYTES = 1 << 28
 
 
 def read_manifest_text(path: Path) -> bytes:
-    """Return a manifest's text. Raises OSError if it cannot be read, ModelError if it is no regular file."""
+    """Return a manifest's text. Raises OSError, or ModelError if it is not a regular file."""
     number = _open(path)
     with open(number, "rb") as file:
         size = os.fstat(number).st_size
@@ -30,9 +30,9 @@ def read_manifest_text(path: Path) -> bytes:
 
 
 def read_checked(path: Path, num_bytes: int, sha256: str, what: str) -> npt.NDArray[np.uint8]:
-    """Return a file's content (uint8 [num_bytes], 8-aligned). Raises ModelError unless it is what a manifest says.
+    """Return a file's content (uint8 [num_bytes], 8-aligned). Raises ModelError if it differs from the manifest.
 
-    `what` says in errors what it is a part of.
+    `what` names the model or snapshot in errors.
     """
     try:
         number = _open(path)
@@ -40,7 +40,7 @@ def read_checked(path: Path, num_bytes: int, sha256: str, what: str) -> npt.NDAr
             size = os.fstat(number).st_size
             if size != num_bytes:
                 raise ModelError(
-                    f"{path} is cut off or was changed: it has {size} bytes, the manifest says {num_bytes} "
+                    f"{path} is cut off or was changed: it has {size} bytes, its manifest records {num_bytes} "
                     f"(SHA-256 {sha256[:16]}…); take another copy of {what}"
                 )
             data = np.empty(num_bytes, np.uint8)
@@ -52,16 +52,16 @@ def read_checked(path: Path, num_bytes: int, sha256: str, what: str) -> npt.NDAr
     found = hashlib.sha256(view).hexdigest()
     if found != sha256:
         raise ModelError(
-            f"{path} is damaged: its SHA-256 is {found[:16]}…, the manifest says {sha256[:16]}…; take another copy of "
-            f"{what}"
+            f"{path} is damaged: its SHA-256 is {found[:16]}…, its manifest records {sha256[:16]}…; take another copy "
+            f"of {what}"
         )
     return data
 
 
 def _open(path: Path) -> int:
-    """Open a regular file; one that is none (a pipe, a device) is not waited for."""
+    """Open a regular file. Does not wait for others (a pipe, a device), which raise ModelError."""
     number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
-        raise ModelError(f"{path} is no regular file: take another copy")
+        raise ModelError(f"{path} is not a regular file: take another copy")
     return number

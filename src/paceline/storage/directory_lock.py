@@ -1,4 +1,4 @@
-"""A directory that one process at a time writes: two runs in one would remove each other's files."""
+"""Directory lock for one writing process: concurrent runs would remove each other's files."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from paceline.errors import UsageError
 from paceline.temporary import is_at
 
 LOCK = ".lock"
-"""The name of the file that is locked; there while its directory is in use, and after a crash."""
+"""The name of the locked file, which exists while its directory is in use, and after a crash."""
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
-"""What a file system answers that has no locks; then there is none."""
+"""Errors of file systems without locks; then no lock is taken."""
 
 
 class DirectoryLock:
-    """A directory is this object's until it is released, or the process ends, however it does."""
+    """Exclusive use of a directory until the release or the end of the process."""
 
     def __init__(self, path: Path, number: int) -> None:
         self._path = path
@@ -28,7 +28,7 @@ class DirectoryLock:
 
     @classmethod
     def take(cls, folder: Path) -> DirectoryLock:
-        """Lock a directory that is there. Raises UsageError if it is locked, and OSError."""
+        """Lock an existing directory. Raises UsageError if it is locked, and OSError."""
         path = folder / LOCK
         while True:
             number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
@@ -41,10 +41,10 @@ class DirectoryLock:
             except BaseException:
                 os.close(number)
                 raise
-            os.close(number)  # whoever had it has removed the file that we have locked
+            os.close(number)  # the previous owner has removed the locked file
 
     def release(self) -> None:
-        """Let others have it. Idempotent."""
+        """Release the directory. Idempotent."""
         self._release()
 
 
@@ -55,8 +55,8 @@ def _lock(folder: Path, number: int) -> None:
         owner = os.pread(number, 200, 0).decode(errors="replace")
         who = f" ({owner})" if owner and owner.isprintable() else ""
         raise UsageError(
-            f"{folder} is in use by another run{who}, and two in one directory would remove each other's files: name "
-            "another directory, or wait for that run to end"
+            f"{folder} is in use by another run{who}, and two runs in one directory would remove each other's files: "
+            "use another directory, or wait for the end of that run"
         ) from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:

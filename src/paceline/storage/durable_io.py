@@ -1,4 +1,4 @@
-"""Files and renames that outlast a crash of the machine. Errors of the disk are raised: nothing is safe by luck."""
+"""Files and renames that survive a crash of the machine. Disk errors are raised."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _NOT_FOR_DIRECTORIES = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
-"""What a file system answers that has no way to sync a directory."""
+"""Errors of file systems that cannot sync a directory."""
 
 _OPEN_DESCRIPTORS = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/")
 
 
 def write_synced(path: Path, *buffers: bytes | memoryview) -> None:
-    """Write a file; it is on the disk when this returns. Raises OSError."""
+    """Write a file; it is on disk when this returns. Raises OSError."""
     with open(path, "wb", buffering=0) as file:
         for buffer in buffers:
             rest = memoryview(buffer).cast("B")
@@ -29,9 +29,9 @@ def write_synced(path: Path, *buffers: bytes | memoryview) -> None:
 
 
 def replace_synced(path: Path, data: bytes) -> None:
-    """Write a file in the place of an old one; at no time is there half a file. Raises OSError.
+    """Replace a file atomically. Raises OSError.
 
-    The rename may not be on the disk yet: :func:`sync_directory` sees to that.
+    The rename may not be on disk yet: call :func:`sync_directory` for that.
     """
     with replacing(path) as aside:
         write_synced(aside, data)
@@ -42,8 +42,8 @@ def replacing(path: Path) -> Iterator[Path]:
     """Yield the path to write an output file to, so that `path` never holds half a file.
 
     A regular or absent target, reached through symbolic links, is replaced at the end by a temporary file, which is
-    removed after an error. A device, a FIFO or an open descriptor (``/dev/stdout``) is written in place.
-    Left-over temporary files of killed processes of this host are removed.
+    removed after an error. A device, a FIFO or an open descriptor (``/dev/stdout``) is written in place. Left-over
+    temporary files of killed processes of this host are removed.
     """
     if str(path).startswith(_OPEN_DESCRIPTORS) or (path.exists() and not path.is_file()):
         yield path
@@ -59,12 +59,12 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def process_mark() -> str:
-    """Return 16 hexadecimal digits for this host and process, for names of files that do not outlast it."""
+    """Return 16 hexadecimal digits for this host and process, for names of temporary files."""
     return f"{_host_mark()}{os.getpid():08x}"
 
 
 def remove_left_behind(folder: Path, names: re.Pattern[str], min_age_s: float = 0.0) -> None:
-    """Remove files whose names have a :func:`process_mark` as their first group, of a process that is gone."""
+    """Remove files of ended processes; the first group of `names` is a :func:`process_mark`."""
     host, oldest = _host_mark(), time.time() - min_age_s  # noqa: TID251  # as files have it
     try:
         entries = [(Path(entry.path), names.fullmatch(entry.name)) for entry in os.scandir(folder)]
@@ -76,9 +76,9 @@ def remove_left_behind(folder: Path, names: re.Pattern[str], min_age_s: float = 
             except ProcessLookupError:
                 path.unlink(missing_ok=True)
             except (OSError, OverflowError):
-                pass  # it is another user's, or there can be none
+                pass  # another user's process, or an impossible id
     except OSError:
-        pass  # nothing depends on it
+        pass  # optional cleanup
 
 
 def _host_mark() -> str:
@@ -86,7 +86,7 @@ def _host_mark() -> str:
 
 
 def sync_directory(folder: Path) -> None:
-    """Make the renames in a directory last, where directories can be synced. Raises OSError."""
+    """Make the renames in a directory durable, if the file system can. Raises OSError."""
     number = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -98,7 +98,7 @@ def sync_directory(folder: Path) -> None:
 
 
 def make_directory(folder: Path) -> list[Path]:
-    """Make a directory, and those above it; they last. Return those made, inmost first. Raises OSError."""
+    """Create a directory and its parents durably; return the created ones, innermost first. Raises OSError."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for each in missing:
@@ -107,5 +107,5 @@ def make_directory(folder: Path) -> list[Path]:
 
 
 def is_no_space(error: OSError) -> bool:
-    """Return whether the disk, or this user's share of it, is full."""
+    """Return whether the disk or the user's quota is full."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -1,10 +1,10 @@
-"""The format on disk: what the manifests of models and of snapshots say.
+"""Format on disk: manifests of models and snapshots.
 
-Rows lie in parts, safetensors files of `keys` and `records`, by key and not by server. A manifest names the parts of
-each table with their sizes and checksums; files that it does not name are of no account. What a manifest says may have
-come from anywhere: names in it are plain names, and numbers have bounds.
+Rows are stored in parts, safetensors files of `keys` and `records`, by key and not by server. A manifest names the
+parts of each table with sizes and checksums; other files are ignored. A manifest is untrusted: its names are plain
+names, and its numbers have bounds.
 
-Models and snapshots differ in what they keep beside the tables (:class:`ModelManifest`, :class:`SnapshotManifest`).
+Models and snapshots differ in their fields besides tables (:class:`ModelManifest`, :class:`SnapshotManifest`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from paceline.tables.spec import TableSpec
 from paceline.version import __version__
 
 VERSION: Final = 2
-"""Version 1, which 0.1 wrote, is read too: its snapshots are like these, its models are in :mod:`.version_1`."""
+"""Version 1 of Paceline 0.1 can be read too: its snapshots are the same, its models are in :mod:`.version_1`."""
 
 FileName: TypeAlias = Annotated[str, Meta(pattern=r"^(snapshot-\d{6,19}/)?\w[\w.-]{0,200}\Z")]
-"""A file in the directory of a model, or in a snapshot's folder within the directory of snapshots."""
+"""A file in a model's directory, or in a snapshot's folder within a directory of snapshots."""
 FolderName: TypeAlias = Annotated[str, Meta(pattern=r"^snapshot-\d{6,19}\Z")]
 """The folder of a snapshot."""
 Directory: TypeAlias = Annotated[str, Meta(pattern=r"^(/|[A-Za-z]:)[^\0]*\Z", max_length=4096)]
@@ -32,7 +32,7 @@ Directory: TypeAlias = Annotated[str, Meta(pattern=r"^(/|[A-Za-z]:)[^\0]*\Z", ma
 
 
 class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A file that belongs to a model or a snapshot."""
+    """A file of a model or a snapshot."""
 
     file: FileName
     num_bytes: Natural
@@ -42,17 +42,17 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
 class StoredPart(StoredFile, frozen=True, kw_only=True):
     """A file of rows of a table: `keys` uint64 [n] and `records` float32 [n, words] (values, then the rule's state).
 
-    A snapshot's part holds bucket after bucket. A model's is not divided: it has no `buckets`, and one number of rows.
+    A snapshot's part holds one bucket after another. A model's part has no `buckets`, and one number of rows.
     """
 
     table: str
     buckets: tuple[Bucket, ...] = ()
     rows: tuple[Natural, ...]
-    """Of each bucket."""
+    """Per bucket."""
     words: Words
-    """Of each record; the pass included, if there is one."""
+    """Per record, including the pass, if present."""
     has_passes: bool = False
-    """Whether records end with the number of the pass over the data in which the row was last pushed."""
+    """Whether records end with the number of the data pass in which the row was last pushed."""
 
     def __post_init__(self) -> None:
         is_divided = len(self.buckets) == len(self.rows) and len(set(self.buckets)) == len(self.buckets)
@@ -63,23 +63,23 @@ class StoredPart(StoredFile, frozen=True, kw_only=True):
 
     @property
     def num_rows(self) -> int:
-        """Rows of all buckets."""
+        """Return the number of rows in all buckets."""
         return sum(self.rows)
 
 
 class PartUse(msgspec.Struct, frozen=True, kw_only=True):
-    """A part, and which of its buckets are used (a later snapshot has others of them anew)."""
+    """A part and its used buckets; a later snapshot may have rewritten the others."""
 
     part: StoredPart
     buckets: tuple[Bucket, ...] = ()
 
     def __post_init__(self) -> None:
         if not set(self.buckets) <= set(self.part.buckets):
-            raise UsageError(f"{self.part.file} does not hold all the buckets that are used of it")
+            raise UsageError(f"{self.part.file} does not hold all buckets that the manifest uses")
 
 
 class StoredTable(msgspec.Struct, frozen=True, kw_only=True):
-    """A table on disk; each of its buckets is used from one part at most."""
+    """A table on disk; each bucket is used from at most one part."""
 
     spec: TableSpec
     rows: Natural
@@ -95,33 +95,33 @@ class StoredTable(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def parts(self) -> tuple[StoredPart, ...]:
-        """The files that hold its rows."""
+        """Return the files of the table's rows."""
         return tuple(use.part for use in self.uses)
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What models and snapshots have in common."""
+    """Common fields of models and snapshots."""
 
     FORMAT: ClassVar[str]
     NAME: ClassVar[str]
-    """What it describes, in errors."""
+    """The name of its subject in errors."""
     ABSENT: ClassVar[str]
-    """What errors say of a folder without one."""
+    """The error text for a folder without a manifest."""
 
     format: str
     version: int = VERSION
     paceline: str = __version__
-    """The version that wrote it."""
+    """The version that wrote the manifest."""
     tables: tuple[StoredTable, ...]
 
     @property
     def files(self) -> set[str]:
-        """The names of all files."""
+        """Return the names of all files."""
         return {part.file for table in self.tables for part in table.parts}
 
 
 class ModelManifest(Manifest, frozen=True, kw_only=True):
-    """A model, or a checkpoint of a PyTorch program; `model` is the description of whoever saved it."""
+    """A model or a checkpoint of a PyTorch program; `model` is a description by its writer."""
 
     FORMAT: ClassVar[str] = "paceline-model"
     NAME: ClassVar[str] = "a Paceline model"
@@ -129,28 +129,29 @@ class ModelManifest(Manifest, frozen=True, kw_only=True):
 
     format: str = FORMAT
     tensors: dict[str, StoredFile] = {}
-    """Files of named tensors (a PyTorch model's, its optimizer's), by what they are."""
+    """Files of named tensors (of a PyTorch model or its optimizer), by content."""
     model: dict[str, Any] = {}
 
     @property
     def files(self) -> set[str]:
-        """The names of all files."""
+        """Return the names of all files."""
         return super().files | {each.file for each in self.tensors.values()}
 
 
 class SnapshotManifest(Manifest, frozen=True, kw_only=True):
-    """A snapshot of a cluster: what was done by then, and of what training it is."""
+    """A snapshot of a cluster: progress and description of a training run."""
 
     FORMAT: ClassVar[str] = "paceline-snapshot"
     NAME: ClassVar[str] = "a snapshot"
-    ABSENT: ClassVar[str] = "is no whole snapshot"
+    ABSENT: ClassVar[str] = "is not a complete snapshot"
 
     format: str = FORMAT
     number: Natural
     full: bool
-    """Whether it needs no parts of earlier ones."""
+    """Whether it needs no parts of earlier snapshots."""
     iteration: Natural | None
-    """Sequential consistency: it is the state after so many iterations of that run. Else None: buckets, each consistent
-    in itself, were copied one after the other."""
+    """With sequential consistency: the number of completed iterations of the run. Otherwise None: the buckets were
+    copied one after the other, each consistent in itself.
+    """
     account: JobAccount | None = None
     training: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Manifests written and read: a directory is a model or a snapshot from the moment its manifest is in place."""
+"""Manifests: reading and writing. A directory becomes a model or snapshot with its manifest."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ _Manifest = TypeVar("_Manifest", bound=Manifest)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Put a manifest in place: its files, whose contents are on the disk by now, are a model or snapshot from now on.
+    """Publish a manifest. Its files, whose contents are on disk already, become a model or snapshot.
 
-    Their names are made to last first: no manifest outlasts a crash that names files which did not. Raises OSError, and
-    then the manifest that was there before is in place. Who must know that the rename outlasts a crash of the machine
-    syncs the folder.
+    The file names are synced first, so that a manifest never survives a crash without its files. After an OSError the
+    previous manifest remains. To make the rename itself durable, the caller syncs the folder.
     """
     sync_directory(folder)
     fields = msgspec.to_builtins(manifest)
@@ -35,7 +34,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path, kind: type[_Manifest]) -> _Manifest:
-    """Read the manifest of a model or a snapshot. Raises ModelError if there is none of that kind, or it is damaged."""
+    """Read the manifest of a model or a snapshot. Raises ModelError if it is missing or damaged."""
     path = folder / MANIFEST
     fields = read_fields(folder, kind)
     version, digest = fields.get("version"), fields.pop("sha256", None)
@@ -45,38 +44,38 @@ def read_manifest(folder: Path, kind: type[_Manifest]) -> _Manifest:
             f"use Paceline {fields.get('paceline')}, which wrote it"
         )
     try:
-        if version == 1 and kind is ModelManifest:  # it has no checksum of its own
+        if version == 1 and kind is ModelManifest:  # it has no checksum
             return cast(_Manifest, msgspec.convert(fields, known(ModelManifest1)).upgrade())
         manifest = msgspec.convert(fields, known(kind))
         found = digest_of(fields)
     except (ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise ModelError(f"{path} is damaged: {error}") from None
     if found != digest:
-        raise ModelError(f"{path} is damaged: its SHA-256 is {found[:16]}…, it says {str(digest)[:16]}…")
+        raise ModelError(f"{path} is damaged: its SHA-256 is {found[:16]}…, it records {str(digest)[:16]}…")
     return manifest
 
 
 def read_fields(folder: Path, kind: type[Manifest]) -> dict[str, Any]:
-    """Return a manifest's fields as they stand there. Raises ModelError if it is none of that kind, of any version."""
+    """Return a manifest's raw fields. Raises ModelError unless it has this kind; the version may differ."""
     path = folder / MANIFEST
     try:
         fields = json.loads(read_manifest_text(path))
     except NotADirectoryError:
         raise ModelError(
-            f"{folder} is a file, and {kind.NAME} is a directory that 'paceline train' wrote (of data, 'paceline "
-            "describe' says what is in it)"
+            f"{folder} is a file, and {kind.NAME} is a directory that 'paceline train' wrote (for a data file, use "
+            "'paceline describe')"
         ) from None
     except FileNotFoundError:
-        raise ModelError(f"{folder} {kind.ABSENT}: there is no {MANIFEST} in it") from None
+        raise ModelError(f"{folder} {kind.ABSENT}: it has no {MANIFEST}") from None
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is damaged: {error}") from None
     if not isinstance(fields, dict) or fields.get("format") != kind.FORMAT:
-        raise ModelError(f"{path} is no manifest of {kind.NAME}")
+        raise ModelError(f"{path} is not a manifest of {kind.NAME}")
     return fields
 
 
 def digest_of(fields: dict[str, Any]) -> str:
-    """Return the checksum of a manifest's fields, its own aside."""
+    """Return the checksum of a manifest's fields without the checksum itself."""
     return hashlib.sha256(msgspec.json.encode(fields)).hexdigest()

@@ -1,8 +1,8 @@
-"""Models on disk, and checkpoints of PyTorch programs: directories of tables and of files of tensors.
+"""Models on disk, and checkpoints of PyTorch programs: directories of tables and tensor files.
 
-Data files carry a fresh name each time they are written; the manifest, put in place last, names those that belong to
-the model. So whatever is interrupted, the directory holds the old model or the new one, whole. Rows are stored by key,
-not by server: a model saved from three servers loads into two.
+Data files get a new name in each write; the manifest, written last, names the files of the model. An interrupted write
+therefore leaves the complete old or new model. Rows are stored by key, not by server: a model saved from three servers
+loads into two.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from paceline.tables.sparse_store import SparseStore
 from paceline.tables.spec import TableSpec
 from paceline.tables.types import Floats, Keys
 
-_FIRST_BYTES = 1 << 20  # of the memory that parts are gathered in; it grows
+_FIRST_BYTES = 1 << 20  # initial memory for gathering parts; it grows
 _WHOLE = "the model"
 _OURS = re.compile(rf"(table\d+-\d{{5}}|tensors-\w+)\.[0-9a-f]{{8}}\.safetensors|\.{re.escape(MANIFEST)}\.[0-9a-f]+")
-"""Names of files that a save writes, besides the manifest."""
+"""Names of the files of a save, except the manifest."""
 
 
 @dataclass(frozen=True)
 class SavedModel:
-    """A model on disk whose manifest has been read."""
+    """A model on disk with its manifest."""
 
     directory: Path
     manifest: ModelManifest
 
     def table(self, name: str) -> StoredTable:
-        """Return a table by name; raise ModelError if there is none."""
+        """Return a table by name. Raises ModelError if it does not exist."""
         for table in self.manifest.tables:
             if table.spec.name == name:
                 return table
         raise ModelError(f"the model in {self.directory} has no table {name!r}")
 
     def records(self, table: StoredTable) -> Iterator[tuple[Keys, Floats]]:
-        """Yield the keys and records of a table, file by file, checksums verified.
+        """Yield the keys and records of a table, file by file, with verified checksums.
 
         A thread reads the next file while the caller works on this one.
         """
@@ -69,21 +69,21 @@ class SavedModel:
                 yield ahead.result()
 
     def load_store(self, name: str) -> SparseStore:
-        """Return a sparse table as rows in this process."""
+        """Return a sparse table as a store in this process."""
         table = self.table(name)
         return fill_store(table.spec, self.records(table), num_rows=table.rows)
 
     def read(self, file: StoredFile) -> bytes:
-        """Return a file's content, its checksum verified."""
+        """Return a file's content with a verified checksum."""
         return read_checked(self.directory / file.file, file.num_bytes, file.sha256, _WHOLE).tobytes()
 
 
 def fill_store(
     spec: TableSpec, pieces: Iterable[tuple[Keys, Floats]], *, num_rows: int = 0, values_only: bool = False
 ) -> SparseStore:
-    """Return a sparse table of keys and records as rows in this process.
+    """Return a store in this process with the given keys and records of a sparse table.
 
-    Room for `num_rows` rows is made at once. With `values_only`, the state of the update rule is left out.
+    Memory for `num_rows` rows is allocated first. With `values_only`, the state of the update rule is left out.
     """
     store = SparseStore(
         dim=spec.dim,
@@ -98,7 +98,7 @@ def fill_store(
 
 
 def read_model(directory: str | os.PathLike[str]) -> SavedModel:
-    """Read a model's manifest. Raises ModelError when there is none, or it is none of ours."""
+    """Read a model's manifest. Raises ModelError if it is missing or not a Paceline model."""
     folder = Path(directory)
     return SavedModel(folder, read_manifest(folder, ModelManifest))
 
@@ -109,11 +109,10 @@ def save_model(
     model: dict[str, Any],
     tensors: dict[str, bytes] | None = None,
 ) -> ModelManifest:
-    """Write a model of tables (each with its keys and records, in pieces) and of files of tensors, as safetensors.
+    """Write a model of tables (each with its keys and records, in pieces) and tensor files, as safetensors.
 
-    It is there whole or not at all; a model that is there is replaced. `model` is kept in the manifest. Raises
-    ModelError if there is no space or no permission; then what was there before is untouched. Raises UsageError while
-    another process saves there.
+    The write is atomic and replaces an existing model. `model` is stored in the manifest. Raises ModelError without
+    space or permission, which leaves an existing model intact, and UsageError while another process saves there.
     """
     folder = Path(directory)
     generation = secrets.token_hex(4)
@@ -122,7 +121,7 @@ def save_model(
     try:
         msgspec.json.encode(model)
     except (TypeError, ValueError) as error:
-        raise UsageError(f"what is to be kept in the manifest is not fit for JSON: {error}") from None
+        raise UsageError(f"the model's description cannot be encoded as JSON: {error}") from None
     try:
         made = prepare_directory(folder)
         lock = DirectoryLock.take(folder)
@@ -155,7 +154,7 @@ def save_model(
         _remove_former(folder, manifest)
     except OSError as error:
         raise ModelError(
-            f"the model is saved in {folder}, but may not outlast a crash of this machine: {error.strerror or error}"
+            f"the model is saved in {folder}, but may not survive a crash of this machine: {error.strerror or error}"
         ) from None
     finally:
         lock.release()
@@ -183,7 +182,7 @@ def _write_table(
 
 
 def _remove_former(folder: Path, manifest: ModelManifest) -> None:
-    """Remove the model that was there before, and what an interrupted save has left."""
+    """Remove the previous model and the files of interrupted saves."""
     files = manifest.files
     for path in folder.iterdir():
         if path.name not in files and _OURS.fullmatch(path.name):
@@ -191,7 +190,7 @@ def _remove_former(folder: Path, manifest: ModelManifest) -> None:
 
 
 def prepare_directory(folder: Path) -> list[Path]:
-    """Make the directory and those above it, or see that it is empty or a model's; return those made, inmost first."""
+    """Create a directory with parents, or check that it is empty or a model; return created ones, innermost first."""
     if folder.is_dir():
         if (folder / MANIFEST).exists():
             read_fields(folder, ModelManifest)
@@ -199,11 +198,11 @@ def prepare_directory(folder: Path) -> list[Path]:
             raise ModelError(f"cannot save a model in {folder}: it holds other files; name an empty or new directory")
         return []
     if folder.exists():
-        raise ModelError(f"cannot save a model as {folder}: there is a file of that name")
+        raise ModelError(f"cannot save a model as {folder}: a file has that name")
     return make_directory(folder)
 
 
 def _cannot_write(folder: Path, error: OSError) -> str:
     if is_no_space(error):
-        return f"no space left to save the model in {folder}; a model that was there before is untouched"
+        return f"no space left to save the model in {folder}; an existing model there is unchanged"
     return f"cannot save the model in {folder}: {error.strerror or error}"

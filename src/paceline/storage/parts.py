@@ -1,4 +1,4 @@
-"""Parts: the files of rows that models and snapshots consist of, gathered, written and read back checked.
+"""Parts: files of rows, of which models and snapshots consist; gather, write, read and verify.
 
 A part is a safetensors file of `keys` (uint64 [n]) and `records` (float32 [n, words]), in this order.
 """
@@ -20,24 +20,24 @@ from paceline.storage.format import StoredFile, StoredPart
 from paceline.tables.types import Floats, Keys
 
 PART_BYTES: Final = 64 << 20
-"""A part is closed when it has so many bytes; what is added at once never lies in two."""
+"""A part is closed at this size; rows that are added together stay in one part."""
 _PAGE_BYTES = 4096
 
 
 class PartBuffer:
-    """The rows of a part, copied together; the memory is used again for the next part.
+    """The gathered rows of a part, in memory that is reused for the next part.
 
-    In two pieces, however much is added: each call that hashes or writes waits for the interpreter's lock. Room for
-    `num_bytes` is made at once; the system takes its time to find it, so this is for a thread where others wait.
+    Two arrays for any number of additions: every hash or write call waits for the interpreter's lock. The constructor
+    allocates `num_bytes`, which takes time; use it in a background thread if others wait.
     """
 
     def __init__(self, num_bytes: int) -> None:
-        self._memory = np.empty(num_bytes + num_bytes // 4, np.uint8)  # what is added last may go beyond
+        self._memory = np.empty(num_bytes + num_bytes // 4, np.uint8)  # the last addition may exceed it
         self._memory[:num_bytes:_PAGE_BYTES] = 0
         self.begin(1)
 
     def begin(self, words: int, *, has_passes: bool = False) -> None:
-        """Forget the rows; the next ones have records of so many float32, the last of them a pass if they have one."""
+        """Remove all rows; the next records have `words` float32 values, including a pass if they have one."""
         self.has_passes = has_passes
         self.buckets: list[int] = []
         self.rows: list[int] = []
@@ -46,7 +46,7 @@ class PartBuffer:
         self._divide()
 
     def _divide(self) -> None:
-        """Divide the memory into that of keys and that of records."""
+        """Divide the memory between keys and records."""
         most = self._memory.nbytes // (8 + 4 * self._words)
         records = self._memory[8 * most : (8 + 4 * self._words) * most]
         self._keys: Keys = self._memory[: 8 * most].view(np.uint64)
@@ -54,26 +54,26 @@ class PartBuffer:
 
     @property
     def keys(self) -> Keys:
-        """All keys (uint64 [n])."""
+        """Return all keys (uint64 [n])."""
         return self._keys[: self._num_rows]
 
     @property
     def records(self) -> Floats:
-        """All records (float32 [n, words])."""
+        """Return all records (float32 [n, words])."""
         return self._records[: self._num_rows]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all keys and records."""
+        """Return the size of all keys and records in bytes."""
         return (8 + 4 * self._words) * self._num_rows
 
     @property
     def is_full(self) -> bool:
-        """Whether this is as much as a part holds."""
+        """Return whether the part has its full size."""
         return self.num_bytes >= PART_BYTES
 
     def add(self, keys: Keys, records: Floats, bucket: int | None = None) -> None:
-        """Copy keys (uint64 [n]) and records (float32 [n, words]): those of a bucket, or of any."""
+        """Copy keys (uint64 [n]) and records (float32 [n, words]), optionally of one bucket."""
         start, stop = self._num_rows, self._num_rows + len(keys)
         if stop > len(self._keys):
             before = self.keys, self.records
@@ -88,11 +88,11 @@ class PartBuffer:
 
 
 def write_part(directory: Path, file: str, table: str, gathered: PartBuffer) -> StoredPart:
-    """Write gathered rows of a table as a file; it is on the disk when this returns. Raises OSError.
+    """Write gathered rows of a table as a file; it is on disk when this returns. Raises OSError.
 
-    Where this is called in a thread, others run meanwhile: hashing and writing let them.
+    Hashing and writing release the interpreter's lock, so that other threads run.
     """
-    # Not safetensors.numpy.save: it makes one string of all of it, and nobody else can run while it does.
+    # Not safetensors.numpy.save: it creates one string while it holds the interpreter's lock.
     keys, records = gathered.keys, gathered.records
     head = json.dumps(_layout(*records.shape), separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
@@ -111,12 +111,12 @@ def write_part(directory: Path, file: str, table: str, gathered: PartBuffer) -> 
 
 
 def write_file(directory: Path, file: str, data: bytes) -> StoredFile:
-    """Write a file; it is on the disk when this returns. Raises OSError."""
+    """Write a file; it is on disk when this returns. Raises OSError."""
     return StoredFile(file=file, num_bytes=len(data), sha256=_write(directory / file, [memoryview(data)]))
 
 
 def _write(path: Path, buffers: Sequence[memoryview]) -> str:
-    """Write a file, and return the checksum of its content."""
+    """Write a file and return the checksum of its content."""
     digest = hashlib.sha256()
     for buffer in buffers:
         digest.update(buffer)
@@ -125,10 +125,10 @@ def _write(path: Path, buffers: Sequence[memoryview]) -> str:
 
 
 def read_part(directory: Path, part: StoredPart, whole: str) -> tuple[Keys, Floats]:
-    """Return the keys (uint64 [n]) and records (float32 [n, words]) of a part, its checksum verified.
+    """Return the keys (uint64 [n]) and records (float32 [n, words]) of a part with a verified checksum.
 
-    `whole` says in errors what it is a part of. Raises ModelError if it is damaged, not there, or not what the manifest
-    says.
+    `whole` names the model or snapshot in errors. Raises ModelError if the file is damaged, missing, or differs from
+    the manifest.
     """
     path, rows = directory / part.file, part.num_rows
     data = read_checked(path, part.num_bytes, part.sha256, whole)
@@ -136,10 +136,10 @@ def read_part(directory: Path, part: StoredPart, whole: str) -> tuple[Keys, Floa
     try:
         layout = json.loads(data[8:start].tobytes())
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is no file of tensors: {error}") from None
+        raise ModelError(f"{path} is not a safetensors file: {error}") from None
     if layout != _layout(rows, part.words) or start + rows * (8 + 4 * part.words) != part.num_bytes or start % 8:
         raise ModelError(
-            f"{path} does not hold what the manifest says, {rows} rows of {part.words} float32 for table "
+            f"{path} differs from its manifest, which records {rows} rows of {part.words} float32 for table "
             f"{part.table!r}: take another copy of {whole}"
         )
     keys = data[start : start + 8 * rows].view(np.uint64)

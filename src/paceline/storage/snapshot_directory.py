@@ -1,9 +1,8 @@
-"""Snapshots on disk: a directory of them, in which each new one takes the place of the oldest, and the newest is found.
+"""Snapshots on disk: a directory of them with rotation, and a search for the newest.
 
-A directory of snapshots holds a folder for each, ``snapshot-000123``. In it lie the parts that servers wrote for it and
-its manifest, which is put in place last: a folder without one is no snapshot. An incremental snapshot names parts of
-earlier folders for the buckets that have not changed since. Who decides what is written, and when, is
-:mod:`paceline.ps.client.snapshots`.
+A directory of snapshots holds a folder for each, ``snapshot-000123``, with the parts that servers wrote for it and its
+manifest. The manifest is written last: a folder without one is incomplete. An incremental snapshot refers to parts in
+earlier folders for unchanged buckets. :mod:`paceline.ps.client.snapshots` decides when and which data to write.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _WHOLE = "the snapshot"
 
 
 class SnapshotWriteError(ModelError):
-    """A snapshot could not be written; the training does not depend on it."""
+    """A snapshot could not be written; the training continues without it."""
 
 
 def folder_name(number: int) -> str:
@@ -42,39 +41,39 @@ def folder_name(number: int) -> str:
 
 
 def numbers_in(directory: Path) -> list[int]:
-    """Return the numbers of the folders in a directory, whole snapshots or not, rising."""
+    """Return the numbers of the folders in a directory, complete or not, in ascending order."""
     try:
         names = os.listdir(directory)
-    except OSError:  # whoever wants to read or write something there is told why it cannot
+    except OSError:  # later reads or writes report the error
         return []
     return sorted(int(found[1]) for found in map(_FOLDER.fullmatch, names) if found)
 
 
 def read_snapshot(directory: Path, number: int) -> SnapshotManifest:
-    """Read a snapshot's manifest. Raises ModelError if there is none, or it cannot be read."""
+    """Read a snapshot's manifest. Raises ModelError if it is missing or unreadable."""
     folder = directory / folder_name(number)
     manifest = read_manifest(folder, SnapshotManifest)
     if manifest.number != number:
         raise ModelError(
-            f"{folder / MANIFEST} is that of snapshot {manifest.number}, copied into the folder of another one"
+            f"{folder / MANIFEST} belongs to snapshot {manifest.number}, but is in the folder of another one"
         )
     return manifest
 
 
 def describe_failure(directory: Path, error: OSError) -> str:
-    """Say why a snapshot could not be written."""
+    """Return the reason why a snapshot could not be written."""
     if is_no_space(error):
         return f"no space left in {directory}"
     return f"cannot write in {directory}: {error.strerror or error}"
 
 
-# Writing.
+# writing
 
 
 class SnapshotDirectory:
-    """A directory of snapshots, of which the newest `keep` stay, and the files that they refer to.
+    """A directory of snapshots that keeps the newest `keep` and the files that they refer to.
 
-    It is one run's at a time: raises UsageError while another one takes snapshots there.
+    One run at a time uses it: raises UsageError while another run takes snapshots there.
     """
 
     def __init__(self, directory: str | os.PathLike[str], keep: int = 3) -> None:
@@ -83,26 +82,26 @@ class SnapshotDirectory:
         self.path = Path(os.path.abspath(directory))
         self._keep = keep
         self._lock: DirectoryLock | None = None
-        with contextlib.suppress(OSError):  # who begins a snapshot is told
+        with contextlib.suppress(OSError):  # make() reports the error
             self._take_over()
         self._last = max(numbers_in(self.path), default=0)
         self._manifests: dict[int, SnapshotManifest] = {}
         for number in numbers_in(self.path):
-            with contextlib.suppress(ModelError):  # cut off or damaged: it goes when there is a whole one in its place
+            with contextlib.suppress(ModelError):  # truncated or damaged: removed once a complete one replaces it
                 self._manifests[number] = read_snapshot(self.path, number)
 
     def next_number(self) -> int:
-        """Return a number that no snapshot had."""
+        """Return a number that no snapshot has used."""
         self._last += 1
         return self._last
 
     def make(self, number: int) -> None:
-        """Make a snapshot's folder. Raises OSError."""
+        """Create a snapshot's folder. Raises OSError."""
         self._take_over()
         make_directory(self.path / folder_name(number))
 
     def close(self) -> None:
-        """Let another run have the directory. Idempotent."""
+        """Release the directory for another run. Idempotent."""
         if self._lock is not None:
             self._lock.release()
 
@@ -112,7 +111,7 @@ class SnapshotDirectory:
             self._lock = DirectoryLock.take(self.path)
 
     def commit(self, manifest: SnapshotManifest) -> None:
-        """Make a snapshot of what was written for it; let older ones go. Raises OSError, and then it is none."""
+        """Complete a snapshot and remove old ones. After an OSError it is incomplete."""
         folder = self.path / folder_name(manifest.number)
         write_manifest(folder, manifest)
         for each in (folder, self.path):
@@ -126,11 +125,11 @@ class SnapshotDirectory:
                 self._remove(number, needed)
 
     def discard(self, number: int) -> None:
-        """Remove what was written of a snapshot that did not come about."""
+        """Remove the files of an unfinished snapshot."""
         self._remove(number)
 
     def _remove(self, number: int, needed: Iterable[str] = ()) -> None:
-        """Remove a snapshot: its manifest first, then its files except those needed. What cannot be removed stays."""
+        """Remove a snapshot: its manifest first, then its unneeded files. Ignores errors."""
         folder = self.path / folder_name(number)
         with contextlib.suppress(OSError):
             (folder / MANIFEST).unlink(missing_ok=True)
@@ -141,12 +140,12 @@ class SnapshotDirectory:
                 folder.rmdir()
 
 
-# Reading.
+# reading
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A snapshot that was found whole."""
+    """A complete snapshot."""
 
     directory: Path
     manifest: SnapshotManifest
@@ -156,9 +155,9 @@ class Snapshot:
 
 
 def read_newest(directory: str | os.PathLike[str], warn: Callable[[str], None] = lambda text: None) -> Snapshot:
-    """Return the newest snapshot of a directory whose files are all there and undamaged.
+    """Return the newest snapshot of a directory whose files are all present and undamaged.
 
-    `warn` is told of each newer one that is not, with the checksum found. Raises ModelError if none is whole.
+    `warn` gets a message for each newer one that is not complete. Raises ModelError if none is.
     """
     path = Path(directory)
     numbers = [number for number in numbers_in(path) if (path / folder_name(number) / MANIFEST).exists()]
@@ -180,7 +179,7 @@ def read_newest(directory: str | os.PathLike[str], warn: Callable[[str], None] =
 
 
 def _check_files(directory: Path, manifest: SnapshotManifest, whole: set[str]) -> None:
-    """Raise ModelError unless a snapshot's files are whole; those that are known to be are not read again."""
+    """Raise ModelError unless a snapshot's files are complete; skips the files in `whole`."""
     parts = {part.file: part for table in manifest.tables for part in table.parts}
     unknown = [part for file, part in parts.items() if file not in whole]
     with ThreadPoolExecutor(_READERS, thread_name_prefix="paceline-snapshot") as pool:
@@ -201,9 +200,9 @@ def _check_part(directory: Path, part: StoredPart) -> None:
 def read_buckets(
     directory: Path, part: StoredPart, wanted: Buckets, *, with_passes: bool = False
 ) -> list[tuple[int, Keys, Floats]]:
-    """Return the keys and records of each wanted bucket of a part that has rows. Raises as :func:`read_part`.
+    """Return the keys and records of each wanted bucket of a part with rows. Raises as :func:`read_part`.
 
-    The number of the pass that records may end with is left out, unless they are asked for `with_passes`.
+    The number of the pass at the end of records is removed, unless `with_passes` is set.
     """
     keys, records = read_part(directory, part, _WHOLE)
     if part.has_passes and not with_passes:

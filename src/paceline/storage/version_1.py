@@ -1,4 +1,4 @@
-"""Models of format version 1, as Paceline 0.1 saved them: their parts say neither their table nor their words."""
+"""Models of format version 1 from Paceline 0.1: their parts lack table names and words."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ModelManifest1(msgspec.Struct, frozen=True, kw_only=True):
     model: dict[str, Any] = {}
 
     def upgrade(self) -> ModelManifest:
-        """Return the same model as this version describes it. Raises UsageError for one that cannot be."""
+        """Return the model in the current format. Raises UsageError if it is invalid."""
         tables = tuple(StoredTable(spec=old.spec, rows=old.rows, uses=_uses(old)) for old in self.tables)
         return ModelManifest(paceline=self.paceline, tables=tables, tensors=self.tensors, model=self.model)
 

@@ -205,7 +205,7 @@ def test_a_save_replaces_the_model_before(tmp_path: Path) -> None:
 
 NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 FAILURES: list[tuple[BaseException, type[BaseException], str]] = [
-    (NO_SPACE, ModelError, "no space left to save the model in .*; a model that was there before is untouched"),
+    (NO_SPACE, ModelError, "no space left to save the model in .*; an existing model .* unchanged"),
     (OSError(errno.EROFS, "Read-only file system"), ModelError, "cannot save the model in .*: Read-only file system"),
     (KeyboardInterrupt("by the user"), KeyboardInterrupt, "by the user"),
 ]
@@ -289,13 +289,13 @@ def test_a_damaged_file(model: Path, at: int) -> None:
     data = bytearray(part_of(model).read_bytes())
     data[at] ^= 1
     part_of(model).write_bytes(data)
-    refused(model, rf"{part_of(model)} is damaged: its SHA-256 is [0-9a-f]{{16}}…, the manifest says")
+    refused(model, rf"{part_of(model)} is damaged: its SHA-256 is [0-9a-f]{{16}}…, its manifest records")
 
 
 def test_a_truncated_and_a_missing_file(model: Path) -> None:
     part = part_of(model)
     part.write_bytes(part.read_bytes()[:-10])
-    refused(model, r"is cut off or was changed: it has \d+ bytes, the manifest says \d+ \(SHA-256 [0-9a-f]{16}…")
+    refused(model, r"is cut off or was changed: it has \d+ bytes, its manifest records \d+ \(SHA-256 [0-9a-f]{16}…")
     part.unlink()
     refused(model, f"cannot read {part}, a part of the model: No such file")
 
@@ -304,7 +304,7 @@ def test_a_truncated_and_a_missing_file(model: Path) -> None:
     ("change", "message"),
     [
         ({"version": 3, "paceline": "9.0"}, "has format version 3, this Paceline reads 1 and 2: use Paceline 9.0"),
-        ({"format": "other"}, "manifest.json is no manifest of a Paceline model"),
+        ({"format": "other"}, "manifest.json is not a manifest of a Paceline model"),
         ({"tables": 3}, "manifest.json is damaged: Expected `array`, got `int`"),
     ],
 )
@@ -357,7 +357,7 @@ def test_what_is_no_file_is_not_read(model: Path, kind: str) -> None:
     part = part_of(model)
     part.unlink()
     {"pipe": lambda: os.mkfifo(part), "device": lambda: part.symlink_to("/dev/zero"), "directory": part.mkdir}[kind]()
-    refused(model, "is no regular file")
+    refused(model, "is not a regular file")
 
 
 def test_files_that_are_no_tensors(model: Path) -> None:
@@ -368,7 +368,7 @@ def test_files_that_are_no_tensors(model: Path) -> None:
         part.update(num_bytes=len(data), sha256=hashlib.sha256(data).hexdigest(), rows=[0])
         manifest["sha256"] = digest_of({key: value for key, value in manifest.items() if key != "sha256"})
         (model / "manifest.json").write_text(json.dumps(manifest))
-        refused(model, "is no file of tensors|does not hold what the manifest says")
+        refused(model, "is not a safetensors file|differs from its manifest")
 
 
 def test_two_saves_into_one_directory(tmp_path: Path) -> None:
@@ -379,7 +379,7 @@ def test_two_saves_into_one_directory(tmp_path: Path) -> None:
         lock = DirectoryLock.take(tmp_path / "model")
         before = files(tmp_path / "model")
         one_table(client, 2)
-        with pytest.raises(UsageError, match=r"in use by another run \(process \d+ on .*name another directory"):
+        with pytest.raises(UsageError, match=r"in use by another run \(process \d+ on .*use another directory"):
             client.save(tmp_path / "model")
         assert files(tmp_path / "model") == before
         lock.release()
@@ -411,7 +411,7 @@ def test_a_directory_that_is_not_synced(tmp_path: Path, monkeypatch: pytest.Monk
         one_table(client, 2)
         fail_syncs(monkeypatch, errno.EIO, num_synced)
         expected = (
-            r"is saved in .*, but may not outlast a crash of this machine: Input"
+            r"is saved in .*, but may not survive a crash .*: Input"
             if num_synced
             else r"cannot save the model in .*model: Input"
         )
@@ -445,7 +445,7 @@ def test_new_directories_are_synced_into_those_above(tmp_path: Path, monkeypatch
 
 
 def test_no_model(tmp_path: Path) -> None:
-    refused(tmp_path, "holds no model: there is no manifest.json in it")
+    refused(tmp_path, "holds no model: .*manifest.json")
     refused(tmp_path / "nowhere", "holds no model")
     (tmp_path / "file").write_text("x")
     refused(tmp_path / "file", "is a file, and a Paceline model is a directory")
@@ -461,14 +461,14 @@ def test_what_is_not_ours_is_not_written_over(tmp_path: Path, model: Path) -> No
         client = cluster.connect()
         one_table(client, 3)
         for folder, message in [
-            ("file", "cannot save a model as .*file: there is a file of that name"),
+            ("file", "cannot save a model as .*file: a file has that name"),
             ("file/below", "cannot save the model in .*below: Not a directory"),
             ("full", "cannot save a model in .*full: it holds other files; name an empty or new directory"),
-            ("web", "manifest.json is no manifest of a Paceline model"),
+            ("web", "manifest.json is not a manifest of a Paceline model"),
         ]:
             with pytest.raises(ModelError, match=message):
                 client.save(tmp_path / folder)
-        with pytest.raises(UsageError, match="kept in the manifest is not fit for JSON"):
+        with pytest.raises(UsageError, match="cannot be encoded as JSON"):
             client.save(tmp_path / "new", what=object())
     assert (tmp_path / "file").read_text() == "x"
     assert files(tmp_path) == ["file", "full", "model", "web"]

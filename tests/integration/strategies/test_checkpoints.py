@@ -351,7 +351,7 @@ def test_what_is_no_checkpoint(kept: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"save\(\) comes after prepare\(\)"):
         chosen.save(kept)
     prepared(chosen)
-    with pytest.raises(ModelError, match=r"elsewhere holds no model: there is no manifest\.json in it"):
+    with pytest.raises(ModelError, match=r"elsewhere holds no model: .*manifest\.json"):
         chosen.load(tmp_path / "elsewhere")
     with paceline.local_cluster(servers=1) as cluster, cluster.connect() as client:
         client.sparse_table("w", dim=1, update=paceline.SGD(lr=0.1))

@@ -302,7 +302,7 @@ _ESCAPED = r"an unauthenticated peer reported UsageError: '\\x1b\]0;title\\x07\\
         ((refusal("UsageError"),), ConnectionLostError, _ESCAPED),
         ((refusal("UsageError", FrameKind.ERROR),), ConnectionLostError, _ESCAPED),
         ((refusal("VersionError"),), ConnectionLostError, r"an unauthenticated peer reported VersionError"),
-        ((refusal("AuthenticationError"),), ConnectionLostError, "an unauthenticated peer reported AuthenticationError"),
+        ((refusal("AuthenticationError"),), ConnectionLostError, "peer reported AuthenticationError"),
         ((refusal("\x1b[2J" * 99),), ConnectionLostError, r"said \\x1b\[2J\\x1b.*…: '"),
         ((pack_header(FrameKind.REFUSED, meta_bytes=8) + b"\xc1" * 8,), ConnectionLostError, r"said \?: ''"),
         ((_CHALLENGE, refusal("UsageError")), ConnectionLostError, _ESCAPED),

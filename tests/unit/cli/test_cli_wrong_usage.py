@@ -188,7 +188,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
             "momentum has no L1 penalty: leave --l1 out, or use",
         ),
         ("train good.tsv --model forest", 2, "unknown model 'forest': expected one of lr"),
-        ("train good.tsv --save good.tsv", 1, "there is a file of that name"),
+        ("train good.tsv --save good.tsv", 1, "a file has that name"),
         ("train good.tsv --save others", 1, "it holds other files"),
         ("train good.tsv --save good.tsv/model", 1, "good.tsv"),
         ("train good.tsv --snapshot-every often", 2, "expected a time such as 30s"),

@@ -181,14 +181,14 @@ def test_what_is_no_filter_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     class Halves(KeyFilter):
         name: ClassVar[str] = "halves"
 
-    with pytest.raises(UsageError, match="'halves' .*only key-caching"):
+    with pytest.raises(UsageError, match=r"'halves' .*only key-caching"):
         FilterChain([Halves()])
 
     class Plain(ByteFilter):
         name: ClassVar[str] = "plain"
         pack = unpack = None  # type: ignore[assignment]
 
-    with pytest.raises(UsageError, match="'plain': .* not a dataclass"):
+    with pytest.raises(UsageError, match=r"'plain': .* not a dataclass"):
         FilterChain([Plain()])
     assert modules_of([KeyCaching(), Halves()]) == [__name__]
 

@@ -151,7 +151,7 @@ def test_one_rank_has_what_it_had() -> None:
     [
         (
             "key-caching,quantize:8",
-            "key-caching:64 is not for gradients .*, since they have no keys",
+            "key-caching:64 is not for gradients .*, because they have no keys",
         ),
         (
             "quantize:8,compress",

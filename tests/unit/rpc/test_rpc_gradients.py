@@ -45,7 +45,7 @@ def test_gradients_of_others_are_told_apart_by_message() -> None:
     assert part.record_sent(3, []) == 0
     assert part.sent(part.record_sent(3, [own])) == [own]
     assert part.workers == {3}
-    with pytest.raises(ProtocolError, match="message .* not sent"):
+    with pytest.raises(ProtocolError, match=r"message .* not sent"):
         part.sent(99)
 
 

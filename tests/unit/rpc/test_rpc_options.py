@@ -41,7 +41,7 @@ def test_devices_are_not_mapped() -> None:
 def test_there_is_one_transport() -> None:
     for known in (None, BackendType.TENSORPIPE, "TENSORPIPE", SimpleNamespace(name="TENSORPIPE")):
         check_backend(known)
-    with pytest.raises(UsageError, match="backend is 'gloo'; .*transport"):
+    with pytest.raises(UsageError, match=r"backend is 'gloo'; .*transport"):
         rpc.init_rpc("w", rank=0, world_size=1, backend="gloo")
     wrong: Any = BackendType.TENSORPIPE
     with pytest.raises(UsageError, match=r"rank is .*rank and world_size"):
