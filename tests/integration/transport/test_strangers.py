@@ -138,7 +138,7 @@ def test_another_users_process_is_reached_by_tcp(transport: SocketTransport, mon
         channel.close()
         assert asyncio.run(open_and_close(served.endpoint)) == str(served.endpoint.tcp)
         assert served.endpoint.unix is not None
-        with pytest.raises(AddressError, match="the process that listens there is of another user"):
+        with pytest.raises(AddressError, match="belongs to another user"):
             transport.connect(served.endpoint.unix, WORKER)
         assert nodes[0].ask(nodes[1].info, "a group", 10) == b""
         assert nodes[0].is_there(nodes[1].info)
