@@ -317,7 +317,7 @@ def test_a_manifest_that_is_not_ours(model: Path, change: dict[str, object], mes
 @pytest.mark.parametrize("text", [b"", b"{", b"\xff\xfe", b"[]"])
 def test_a_manifest_that_is_none(model: Path, text: bytes) -> None:
     (model / "manifest.json").write_bytes(text)
-    refused(model, "manifest.json is (damaged|no manifest of a Paceline model)")
+    refused(model, "manifest.json is (damaged|not a manifest of a Paceline model)")
 
 
 def test_a_manifest_that_says_something_else(model: Path) -> None:
@@ -330,7 +330,7 @@ def test_a_manifest_that_says_something_else(model: Path) -> None:
 def test_a_damaged_manifest(model: Path) -> None:
     text = (model / "manifest.json").read_text()
     (model / "manifest.json").write_text(text.replace('"lr": 1.0', '"lr": 2.0'))
-    refused(model, "manifest.json is damaged: its SHA-256 is [0-9a-f]{16}…, it says")
+    refused(model, "manifest.json is damaged: its SHA-256 is [0-9a-f]{16}…, it records")
 
 
 @pytest.mark.parametrize(

@@ -178,5 +178,5 @@ def test_a_damaged_manifest_of_a_snapshot(tmp_path: Path) -> None:
     write_snapshot(tmp_path, 1, part, part)
     path = tmp_path / folder_name(1) / "manifest.json"
     path.write_text(path.read_text().replace('"rate": 0.3', '"rate": 0.4'))
-    with pytest.raises(ModelError, match=r"manifest.json is damaged: its SHA-256 is .*, it says"):
+    with pytest.raises(ModelError, match=r"manifest.json is damaged: its SHA-256 is .*, it records"):
         read_newest(tmp_path)
