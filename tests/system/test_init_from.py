@@ -69,7 +69,7 @@ def test_columns_are_those_of_the_model_and_what_does_not_fit_is_refused(
         assert finished.err.count("\n") == 1, finished.err
         return finished.err
 
-    others = ["--label", "label", "--categorical", "site", "--numeric", "age"]
+    others = ["--label", "label", "--categorical", "site", "--ignore", "size"]
     assert "was trained with other columns" in fail(*common, "--init-from", "model", *others)
     criteo = ("train", click_log[0], "-q", "--workers", "1", "--init-from", "model")
     assert "was trained on csv, and has none of the features of criteo" in fail(*criteo)
