@@ -18,6 +18,7 @@ from typing import Any
 
 import numba
 import numba.core.caching
+import numba.core.compiler
 import numba.core.options
 from numba.core.runtime.nrt import rtsys
 from typing_extensions import override
@@ -87,9 +88,18 @@ def njit(**options: Any) -> Any:
 def inlined(**options: Any) -> Any:
     """Return a decorator for kernels that are compiled into other kernels, and that Python does not call.
 
-    So there is no wrapper to compile that takes Python's objects, and nothing to cache.
+    So there is no wrapper to compile that takes Python's objects, and nothing to cache. They make no arrays: the
+    references to arrays are not counted (:func:`uncounted`).
     """
-    return njit(nogil=True, forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, **options)
+    return uncounted(nogil=True, forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, **options)
+
+
+class Unaliased(numba.core.compiler.Compiler):
+    """Compiler of kernels whose arrays share no memory: loops are vectorized without a check for that."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.state.flags.noalias = True
 
 
 def uncounted(**options: Any) -> Any:

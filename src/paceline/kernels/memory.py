@@ -39,12 +39,13 @@ if config.DISABLE_JIT:  # type: ignore[attr-defined]  # pragma: no cover - taken
         """Write a 64-bit word at `address`."""
         ctypes.c_uint64.from_address(int(address)).value = int(value)
 
-    def float_pointer(address: Any) -> Any:
-        """Return a float32 pointer for ``numba.carray``."""
-        return ctypes.cast(int(address), ctypes.POINTER(ctypes.c_float))
+    def floats_at(address: Any, size: Any) -> Any:
+        """Return the `size` float32 from `address` on, as an array."""
+        return np.ctypeslib.as_array((ctypes.c_float * int(size)).from_address(int(address)))
 
 else:
     from llvmlite import ir
+    from numba.np.arrayobj import populate_array
 
     @intrinsic
     def prefetch(typing_context: Any, address: Any) -> Any:
@@ -94,10 +95,18 @@ else:
     store_u64 = _make_store(ir.IntType(64), types.uint64)
 
     @intrinsic
-    def float_pointer(typing_context: Any, address: Any) -> Any:
-        """Return a float32 pointer for ``numba.carray``."""
+    def floats_at(typing_context: Any, address: Any, size: Any) -> Any:
+        """Return the `size` float32 from `address` on, as an array of which no references are counted.
+
+        Compiled, its length is 0, so that the compiler drops the addition of the length to negative indices.
+        """
+        kind = types.Array(types.float32, 1, "C")
 
         def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-            return builder.inttoptr(args[0], ir.FloatType().as_pointer())
+            array = context.make_array(kind)(context, builder)
+            none, word = (context.get_constant(types.intp, number) for number in (0, 4))
+            data = builder.inttoptr(args[0], ir.FloatType().as_pointer())
+            populate_array(array, data=data, shape=[none], strides=[word], itemsize=word, meminfo=None)
+            return array._getvalue()
 
-        return types.CPointer(types.float32)(types.uint64), generate
+        return kind(types.uint64, types.intp), generate

@@ -9,7 +9,6 @@ it got; the caller grows that key's bucket and calls again from there. The loops
 from __future__ import annotations
 
 import numpy as np
-from numba import carray  # type: ignore[attr-defined]
 
 from .index import (
     AHEAD,
@@ -32,9 +31,9 @@ from .index import (
     take_slot,
 )
 from .initializers import initial_row
-from .jit import inlined, njit
-from .memory import float_pointer, prefetch, store_u32
-from .parameters import INITIAL_A, INITIAL_B
+from .jit import inlined, njit, uncounted
+from .memory import floats_at, prefetch, store_u32
+from .parameters import INITIAL_A, INITIAL_B, hyper_of
 
 _U0, _U1 = np.uint64(0), np.uint64(1)
 _DIGEST_FACTOR = np.uint64(0x9E3779B97F4A7C15)
@@ -44,6 +43,7 @@ _WORD = np.uint64(4)
 _BUCKET_SHIFT = np.uint64(55)
 _RING = 64
 _BLOCK = 64  # rows between look-up and use where the row lies behind the entry
+SCRATCH = _RING + _BLOCK
 
 
 def entry_words(row_words: int) -> int:
@@ -57,7 +57,7 @@ def bytes_of_entry(layout):  # type: ignore[no-untyped-def]
     return np.uint64(layout[ENTRY_WORDS]) * _WORD
 
 
-@njit(cache=True, nogil=True)
+@uncounted(cache=True, nogil=True)
 def _find_rows(directory, layout, keys, start, stop, rows, lines, prefetch_words):  # type: ignore[no-untyped-def]
     """Write the row address (0: none) of keys[start:stop] to `rows`; prefetch the first words of each row."""
     entry_bytes, slots = bytes_of_entry(layout), layout[SLOTS]
@@ -74,7 +74,7 @@ def _find_rows(directory, layout, keys, start, stop, rows, lines, prefetch_words
         rows[i - start] = entry
 
 
-@njit(cache=True, nogil=True)
+@uncounted(cache=True, nogil=True)
 def _initial_row(layout, parameters, key, out, at):  # type: ignore[no-untyped-def]
     kind, seed = layout[INITIALIZER], np.uint64(layout[SEED])
     initial_row(kind, seed, key, out, at, layout[DIM], parameters[INITIAL_A], parameters[INITIAL_B])
@@ -99,7 +99,7 @@ def _gather_narrow(directory, layout, parameters, keys, out, slots, entry_bytes,
         if entry == _U0:
             _initial_row(layout, parameters, keys[i], out, i * dim)
         else:
-            row = carray(float_pointer(entry + _KEY), dim)
+            row = floats_at(entry + _KEY, dim)
             for j in range(dim):
                 out[i * dim + j] = row[j]
 
@@ -115,7 +115,7 @@ def _gather_wide(directory, layout, parameters, keys, out):  # type: ignore[no-u
             if rows[i - start] == _U0:
                 _initial_row(layout, parameters, keys[i], out, i * dim)
             else:
-                row = carray(float_pointer(rows[i - start]), dim)
+                row = floats_at(rows[i - start], dim)
                 for j in range(dim):
                     out[i * dim + j] = row[j]
 
@@ -135,7 +135,7 @@ def gather(directory, layout, parameters, keys, out):  # type: ignore[no-untyped
         _gather_wide(directory, layout, parameters, keys, out)
 
 
-@njit(cache=True, nogil=True)
+@uncounted(cache=True, nogil=True)
 def _place_row(directory, layout, key, line):  # type: ignore[no-untyped-def]
     """Make the row of an absent key, still to be written; return its address, 0 if the bucket must grow."""
     entry = place_entry(directory, line, key, bytes_of_entry(layout), layout[SLOTS])
@@ -147,13 +147,13 @@ def _place_row(directory, layout, key, line):  # type: ignore[no-untyped-def]
     return row_of_entry(directory, entry, key, layout)
 
 
-@njit(nogil=True)
+@uncounted(nogil=True)
 def _insert_row(directory, layout, parameters, key, line, start_state):  # type: ignore[no-untyped-def]
     """Make the row of an absent key, at its initial value; return its address, 0 if the bucket must grow."""
     row = _place_row(directory, layout, key, line)
     if row != _U0:
         dim, words = layout[DIM], layout[ROW_WORDS]
-        record = carray(float_pointer(row), words)
+        record = floats_at(row, words)
         _initial_row(layout, parameters, key, record, 0)
         start_state(layout[RULE], record, words, dim, 0, dim, parameters)
     return row
@@ -198,18 +198,18 @@ def count_absent(directory, layout, keys, absent):  # type: ignore[no-untyped-de
 
 
 @inlined()
-def push_narrow(directory, layout, parameters, keys, grads, first, sizes, update, start_state):  # type: ignore[no-untyped-def]
-    """Update the rows of ``keys[first:]`` that lie in the index itself; return as `push_wide` does."""
+def push_narrow(directory, layout, parameters, keys, grads, scratch, sizes, update, start_state):  # type: ignore[no-untyped-def]
+    """Update the rows of `keys` that lie in the index itself; return as `push_wide` does."""
     slots, entry_bytes, dim, words = sizes
     # They are constants in the common cases, of dim 1, whose rule is inlined: SGD and FTRL at 10^7 rows
     # 26 → 17 and 30 → 20 ns per key, Adagrad at 10^5 rows 16 → 6
-    num_keys = len(keys)
-    ring = np.empty(_RING, np.uint64)
-    for i in range(first, min(first + AHEAD, num_keys)):
+    num_keys, hyper, rule = len(keys), hyper_of(parameters), layout[RULE]
+    ring, gradient, step = scratch[:_RING], np.uint64(grads.ctypes.data), np.uint64(dim) * _WORD
+    for i in range(min(AHEAD, num_keys)):
         line = home_line(directory, keys[i])
-        ring[i & (_RING - 1)] = line
+        ring[i] = line
         prefetch(line)
-    for i in range(first, num_keys):
+    for i in range(num_keys):
         line = ring[i & (_RING - 1)]
         if i + AHEAD < num_keys:
             ahead = home_line(directory, keys[i + AHEAD])
@@ -221,20 +221,22 @@ def push_narrow(directory, layout, parameters, keys, grads, first, sizes, update
             row = _insert_row(directory, layout, parameters, keys[i], line, start_state)
             if row == _U0:
                 return i
-        update(layout[RULE], carray(float_pointer(row), words), dim, grads, i * dim, parameters)
+        update(rule, floats_at(row, words), dim, floats_at(gradient, dim), hyper)
+        gradient += step
     return num_keys
 
 
 @inlined()
-def push_wide(directory, layout, parameters, keys, grads, first, update, start_state):  # type: ignore[no-untyped-def]
-    """Update the rows of ``keys[first:]`` with `grads` (float32 [n * dim]), making those that are absent.
+def push_wide(directory, layout, parameters, keys, grads, scratch, update, start_state):  # type: ignore[no-untyped-def]
+    """Update the rows of `keys` with `grads` (float32 [n * dim]), making those that are absent.
 
     Returns len(keys), or the position of a key whose bucket must grow before the call is repeated from there.
     """
     # The common rules are inlined: SGD of dim 16 at 10^5 rows 34 → 21 ns per key
-    dim, words, num_keys = layout[DIM], layout[ROW_WORDS], len(keys)
-    rows, lines = np.empty(_BLOCK, np.uint64), np.empty(_BLOCK, np.uint64)
-    for start in range(first, num_keys, _BLOCK):
+    dim, words, num_keys, hyper, rule = layout[DIM], layout[ROW_WORDS], len(keys), hyper_of(parameters), layout[RULE]
+    rows, lines = scratch[:_BLOCK], scratch[_BLOCK:]
+    gradient, step = np.uint64(grads.ctypes.data), np.uint64(dim) * _WORD
+    for start in range(0, num_keys, _BLOCK):
         stop = min(num_keys, start + _BLOCK)
         _find_rows(directory, layout, keys, start, stop, rows, lines, words)
         for i in range(start, stop):
@@ -247,7 +249,8 @@ def push_wide(directory, layout, parameters, keys, grads, first, update, start_s
                     row = _insert_row(directory, layout, parameters, keys[i], lines[i - start], start_state)
                     if row == _U0:
                         return i
-            update(layout[RULE], carray(float_pointer(row), words), dim, grads, i * dim, parameters)
+            update(rule, floats_at(row, words), dim, floats_at(gradient, dim), hyper)
+            gradient += step
     return num_keys
 
 
@@ -270,7 +273,7 @@ def write_records(directory, layout, keys, records, first):  # type: ignore[no-u
                     return i
             else:
                 row = row_of_entry(directory, entry, keys[i], layout)
-            record = carray(float_pointer(row), words)
+            record = floats_at(row, words)
             for j in range(words):
                 record[j] = records[i * words + j]
     return len(keys)
@@ -288,7 +291,7 @@ def read_records(directory, layout, keys, records, found):  # type: ignore[no-un
             found[i] = 0
             if rows[i - start] != _U0:
                 found[i] = 1
-                record = carray(float_pointer(rows[i - start]), words)
+                record = floats_at(rows[i - start], words)
                 for j in range(words):
                     records[i * words + j] = record[j]
 
@@ -297,7 +300,7 @@ def read_records(directory, layout, keys, records, found):  # type: ignore[no-un
 def copy_records(rows, words, out):  # type: ignore[no-untyped-def]
     """Copy the records at addresses `rows` to `out` (float32 [n * words])."""
     for i in range(len(rows)):
-        record = carray(float_pointer(rows[i]), words)
+        record = floats_at(rows[i], words)
         for j in range(words):
             out[i * words + j] = record[j]
 

@@ -22,7 +22,7 @@ def _update(record, dim, start, stop, grads, at, hyper, sign, step, amsgrad):  #
     decay, shrink, epsilon, rest1, beta2, rest2 = moment_factors(hyper, hyper[6] != 0.0)
     size = np.float32(hyper[0] / (1.0 - hyper[3] ** step))
     root = np.float32(np.sqrt(1.0 - hyper[4] ** step))
-    first, second, greatest = dim, 2 * dim, 3 * dim
+    first, second, greatest = dim, dim + dim, dim + dim + dim
     for j in range(start, stop):
         value = record[j] * shrink
         gradient = sign * grads[at + j - start] + decay * value

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Final, Literal, NamedTuple
 import numpy as np
 
 from paceline.errors import UsageError
-from paceline.kernels.jit import inlined
+from paceline.kernels.jit import Unaliased, inlined
 from paceline.kernels.parameters import NUM_HYPER
 from paceline.tables.rules.growth import UNKNOWN, Bounds
 from paceline.tables.types import Doubles, Floats
@@ -23,7 +23,7 @@ from paceline.tables.types import Doubles, Floats
 RULES: Final[dict[str, type[UpdateRule]]] = {}
 """Every update rule by the name under which it travels and is saved, which is that of its class."""
 
-rule_kernel: Final = inlined(error_model="numpy")
+rule_kernel: Final = inlined(error_model="numpy", pipeline_class=Unaliased)
 """Decorator of a rule's kernels. They are compiled into the loops over rows that call them, and cached there."""
 
 _NUM_NUMBERS: Final = NUM_HYPER - 2

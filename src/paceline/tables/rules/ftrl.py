@@ -52,16 +52,16 @@ class FTRL(UpdateRule):
     def update(record, dim, start, stop, grads, at, hyper, sign, step):  # type: ignore[no-untyped-def]
         """State: z, n. L1 and L2 act when the weight is formed, so a weight with little evidence is exactly 0."""
         inverse, beta = np.float32(1.0 / hyper[0]), np.float32(hyper[1])
-        l1, l2 = np.float32(hyper[2]), np.float32(hyper[3])
+        l1, l2, squares = np.float32(hyper[2]), np.float32(hyper[3]), dim + dim
         for j in range(start, stop):
             gradient = grads[at + j - start]
-            before = record[2 * dim + j]
+            before = record[squares + j]
             after = before + gradient * gradient
             root = np.sqrt(after)
             z = record[dim + j] + gradient - (root - np.sqrt(before)) * inverse * record[j]
             weight = (np.copysign(l1, z) - z) / ((beta + root) * inverse + l2)
             record[dim + j] = z
-            record[2 * dim + j] = after
+            record[squares + j] = after
             record[j] = weight if abs(z) > l1 else _F0
 
     @staticmethod

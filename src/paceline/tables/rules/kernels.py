@@ -15,7 +15,7 @@ import numpy as np
 
 from paceline.kernels import dense, sparse
 from paceline.kernels.index import DIM, ENTRY_WORDS, INLINE, LINE_BYTES, ROW_WORDS, RULE, SLOTS
-from paceline.kernels.jit import inlined, njit
+from paceline.kernels.jit import inlined, njit, uncounted
 from paceline.kernels.parameters import COUNT_PLANE, MAXIMIZE
 from paceline.tables.rules.base import RULES, UpdateRule, rule_kernel
 
@@ -25,12 +25,17 @@ _loop: Final = inlined()
 
 @cache
 def _make_update(kernel: Any, counts: str) -> Any:
-    """Return a kernel that applies one rule, whose own kernel this is, to elements of a record."""
+    """Return a kernel that applies one rule, whose own kernel this is, to elements of a record.
+
+    The rule's kernel gets unsigned places: Numba adds the length to signed indices below 0, and its loops over elements
+    are vectorized only without that.
+    """
 
     @rule_kernel
     def update_once(record, dim, start, stop, grads, at, hyper, per_element):  # type: ignore[no-untyped-def]
         sign = np.float32(-1.0 if hyper[MAXIMIZE] != 0.0 else 1.0)
-        kernel(record, dim, start, stop, grads, at, hyper, sign, 1.0)
+        places = np.uint64(dim), np.uint64(start), np.uint64(stop)
+        kernel(record, *places, grads, np.uint64(at), hyper, sign, 1.0)
 
     @rule_kernel
     def update_runs(record, dim, start, stop, grads, at, hyper, per_element):  # type: ignore[no-untyped-def]
@@ -44,7 +49,8 @@ def _make_update(kernel: Any, counts: str) -> Any:
                 while end < stop and record[count + end] == record[place]:
                     end += 1
             step = np.float64(record[place]) + 1.0
-            kernel(record, dim, begin, end, grads, at + begin - start, hyper, sign, step)
+            places = np.uint64(dim), np.uint64(begin), np.uint64(end)
+            kernel(record, *places, grads, np.uint64(at + begin - start), hyper, sign, step)
             if per_element:
                 for j in range(begin, end):
                     record[count + j] = np.float32(step)
@@ -66,8 +72,8 @@ def _make_row_update(update: Any) -> Any:
     """Return a kernel that applies a rule to a row."""
 
     @rule_kernel
-    def update_row(rule, record, dim, grads, at, hyper):  # type: ignore[no-untyped-def]
-        update(record, dim, 0, dim, grads, at, hyper, False)
+    def update_row(rule, record, dim, grads, hyper):  # type: ignore[no-untyped-def]
+        update(record, dim, 0, dim, grads, 0, hyper, False)
 
     return update_row
 
@@ -79,11 +85,11 @@ def _make_narrow_loop(rule: type[UpdateRule]) -> Any:
     update = _make_row_update(_UPDATES[rule])
 
     @_loop
-    def push(directory, layout, parameters, keys, grads, first):  # type: ignore[no-untyped-def]
+    def push(directory, layout, parameters, keys, grads, scratch):  # type: ignore[no-untyped-def]
         if layout[ROW_WORDS] != words or layout[ENTRY_WORDS] != entry_words:
             return -1
         sizes = (slots, entry_bytes, 1, words)
-        return sparse.push_narrow(directory, layout, parameters, keys, grads, first, sizes, update, _start_state)
+        return sparse.push_narrow(directory, layout, parameters, keys, grads, scratch, sizes, update, _start_state)
 
     return push
 
@@ -93,8 +99,8 @@ def _make_wide_loop(rule: type[UpdateRule]) -> Any:
     update = _make_row_update(_UPDATES[rule])
 
     @_loop
-    def push(directory, layout, parameters, keys, grads, first):  # type: ignore[no-untyped-def]
-        return sparse.push_wide(directory, layout, parameters, keys, grads, first, update, _start_state)
+    def push(directory, layout, parameters, keys, grads, scratch):  # type: ignore[no-untyped-def]
+        return sparse.push_wide(directory, layout, parameters, keys, grads, scratch, update, _start_state)
 
     return push
 
@@ -130,13 +136,13 @@ _initialize: Final = rule_kernel(
 )
 
 
-@njit(nogil=True, error_model="numpy")
-def _update_row(rule, record, dim, grads, at, hyper):  # type: ignore[no-untyped-def]
-    """Apply the gradients ``grads[at : at + dim]`` to a row, by any rule; inlined nowhere, since it is large."""
-    _update_elements(rule, record, dim, 0, dim, grads, at, hyper, False)
+@uncounted(nogil=True, error_model="numpy")
+def _update_row(rule, record, dim, grads, hyper):  # type: ignore[no-untyped-def]
+    """Apply gradients to a row, by any rule; inlined nowhere, since it is large."""
+    _update_elements(rule, record, dim, 0, dim, grads, 0, hyper, False)
 
 
-@njit(nogil=True, error_model="numpy")
+@uncounted(nogil=True, error_model="numpy")
 def _start_state(rule, record, words, dim, start, stop, hyper):  # type: ignore[no-untyped-def]
     """Set the state of elements ``[start, stop)``, whose values are set, to that of no updates yet."""
     for plane in range(dim, words, dim):
@@ -147,7 +153,7 @@ def _start_state(rule, record, words, dim, start, stop, hyper):  # type: ignore[
 
 # Kernels with a rule from elsewhere are compiled in every process: the cache does not know when that rule changes.
 _is_ours: Final = all(rule.__module__.startswith(f"{__package__}.") for rule in RULES.values())
-_PUSH: Final = "directory, layout, parameters, keys, grads, first"
+_PUSH: Final = "directory, layout, parameters, keys, grads, scratch"
 _push_narrow: Final = _loop(
     _make_choice(_PUSH, [(rule, _make_narrow_loop(rule)) for rule in RULES.values() if rule.narrow_words], -1)
 )
@@ -156,27 +162,32 @@ _push_wide: Final = _loop(
 )
 
 
+@_loop
+def _push(directory, layout, parameters, keys, grads, first, scratch):  # type: ignore[no-untyped-def]
+    dim, done = layout[DIM], -1
+    keys, grads = keys[first:], grads[first * dim :]
+    if layout[INLINE] == 1:
+        if dim == 1:
+            done = _push_narrow(layout[RULE], directory, layout, parameters, keys, grads, scratch)
+        if done < 0:
+            sizes = (layout[SLOTS], sparse.bytes_of_entry(layout), dim, layout[ROW_WORDS])
+            done = sparse.push_narrow(
+                directory, layout, parameters, keys, grads, scratch, sizes, _update_row, _start_state
+            )
+    else:
+        done = _push_wide(layout[RULE], directory, layout, parameters, keys, grads, scratch)
+        if done < 0:
+            done = sparse.push_wide(directory, layout, parameters, keys, grads, scratch, _update_row, _start_state)
+    return first + done
+
+
 @njit(cache=_is_ours, nogil=True)
 def push(directory, layout, parameters, keys, grads, first):  # type: ignore[no-untyped-def]
     """Update the rows of ``keys[first:]`` with `grads` (float32 [n * dim]), making those that are absent.
 
     Returns len(keys), or the position of a key whose bucket must grow before the call is repeated from there.
     """
-    done = -1
-    if layout[INLINE] == 1:
-        dim, words, slots, entry_bytes = layout[DIM], layout[ROW_WORDS], layout[SLOTS], sparse.bytes_of_entry(layout)
-        if dim == 1:
-            done = _push_narrow(layout[RULE], directory, layout, parameters, keys, grads, first)
-        if done < 0:
-            sizes = (slots, entry_bytes, dim, words)
-            done = sparse.push_narrow(
-                directory, layout, parameters, keys, grads, first, sizes, _update_row, _start_state
-            )
-    else:
-        done = _push_wide(layout[RULE], directory, layout, parameters, keys, grads, first)
-        if done < 0:
-            done = sparse.push_wide(directory, layout, parameters, keys, grads, first, _update_row, _start_state)
-    return done
+    return _push(directory, layout, parameters, keys, grads, first, np.empty(sparse.SCRATCH, np.uint64))
 
 
 @njit(cache=_is_ours, nogil=True)
