@@ -188,6 +188,9 @@ class TransportPeer(Peer):
 
     def _drain(self) -> None:
         while self._waiting and not self._is_paused:
+            if self._transport.is_closing():  # lost during the write before: asyncio logs each one after it
+                self.abandon()
+                return
             data = self._waiting.popleft()
             if len(data) > self._chunk_bytes:
                 self._waiting.appendleft(data[self._chunk_bytes :])
