@@ -130,7 +130,6 @@ class SparseStore:
         self.directory[index.LINES + 1 : index.ROWS : 2] = 1
         self.directory[index.TAIL : index.SALT] = index.TAIL_LINES
         self.directory[index.SALT :] = index.FIRST_SALT
-        self._num_keys = np.empty(index.NUM_BUCKETS, np.uint64)
         self._grown = np.zeros_like(self.directory)  # where a growing bucket's new lines are filled
 
     def __len__(self) -> int:
@@ -163,7 +162,7 @@ class SparseStore:
         takes crafted keys. To look up which keys have a row costs as much as the push: a bucket gets room for as many
         rows as it is sent keys, unless that is more than it has, or memory does not suffice.
         """
-        num_keys = self._num_keys
+        num_keys = np.empty(index.NUM_BUCKETS, np.uint64)
         if sparse.has_room(self.directory, keys, num_keys):
             return
         limits = _limits(self.directory).copy()
