@@ -52,6 +52,37 @@ if group.rank == 1:
     raise ValueError("the bad one")
 group.barrier()
 """
+_FAIL_LATE = """
+import atexit, os, sys, time, traceback
+import numpy as np
+from paceline import collectives
+case = sys.argv[1]
+group = collectives.init()
+group.all_reduce(np.ones(3, np.float32))
+try:
+    if group.rank == 1:
+        if case == "leaves":
+            group.close()
+            time.sleep(1.5)
+        elif case == "ends slowly":
+            atexit.register(time.sleep, 1.5)
+            atexit.register(group.close)
+        elif case == "exits":
+            sys.exit(3)
+        elif case == "exits in a thread":
+            import threading
+            threading.Thread(target=os._exit, args=(4,)).start()
+            time.sleep(5)
+        elif case == "is killed":
+            os.kill(os.getpid(), 9)
+        raise ValueError("the bad one")
+    group.barrier()
+except Exception:
+    if case == "is killed":
+        traceback.print_exc()
+        sys.exit(5)  # rank 0, which reports the lost rank with a status of its own
+    raise
+"""
 
 
 def script(folder: Path, text: str) -> str:
@@ -154,6 +185,18 @@ def test_the_traceback_of_the_rank_to_blame_comes_first_and_last(forking: Comman
     assert re.search(
         r"paceline run: rank 1 of 3 failed with exit status 1 after [\d.]+ s; the others were ended", finished.err
     )
+
+
+@pytest.mark.parametrize(
+    ("case", "status"),
+    [("leaves", 1), ("ends slowly", 1), ("exits", 3), ("exits in a thread", 4), ("is killed", 137)],
+)
+def test_the_rank_that_failed_is_blamed_not_one_that_waited(
+    case: str, status: int, forking: Commands, tmp_path: Path
+) -> None:
+    finished = forking.run("run", "--nproc-per-node", "2", script(tmp_path, _FAIL_LATE), case)
+    assert "paceline run: rank 1 of 2 " in finished.err
+    assert finished.status == status
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])

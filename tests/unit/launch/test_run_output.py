@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,8 +15,10 @@ from paceline.launch.run.blame import (
     choose_culprit,
     describe_failure,
     exit_status,
+    follow_names,
     is_consequence,
     last_words,
+    settle_time,
 )
 from paceline.launch.run.output import LineSplitter, label
 
@@ -29,6 +32,13 @@ def traceback(error: bytes) -> list[bytes]:
 
 OWN = traceback(b"ValueError: bad")
 LOST = traceback(b"paceline.errors.RankLostError: rank 1 is gone")
+
+
+def lost_to(rank: int) -> list[bytes]:
+    return traceback(b"paceline.torch.backend.errors.BackendRankLostError: rank %d left the group" % rank)
+
+
+LOST_TO_1 = lost_to(1)
 
 
 def feed(shown: Tracebacks, rank: int, lines: list[bytes], now: float) -> list[bytes]:
@@ -91,6 +101,56 @@ class TestBlame:
             assert is_consequence(RankFailure(0, 1, tuple(traceback(text)))), text
         for text in (b"paceline.errors.MismatchError: x", b"KeyError: 'RankLostError'", b"MyRankLostError: x"):
             assert not is_consequence(RankFailure(0, 1, tuple(traceback(text)))), text
+
+    @pytest.mark.parametrize(
+        ("status", "said", "expected"),
+        [
+            (1, traceback(b"ValueError: bad"), False),
+            (1, [], False),
+            (3, [], False),
+            (3, LOST_TO_1, True),  # the program handled the error, and ended with a status of its own
+            (-9, LOST_TO_1, False),
+            (-11, [], False),
+            (-6, [*traceback(b"RuntimeError: Connection closed by peer [::1]:1"), b"terminate called"], True),
+            (-6, [b"terminate called after throwing an instance of 'std::bad_alloc'"], False),
+            (1, traceback(b"MemoryError: no room"), False),
+            (1, traceback(b"paceline.errors.DeadlineError: rank 1 did not answer in 5 s"), True),
+            (1, traceback(b"torch.distributed.DistNetworkError: Failed to recv"), True),
+            (1, traceback(b"RuntimeError: Broken pipe"), True),
+            (1, traceback(b"paceline.errors.NonFiniteError: rank 1 has pushed NaN"), True),
+            (1, traceback(b"paceline.errors.NonFiniteError: rank 0 has pushed NaN"), False),
+            (1, traceback(b"ValueError: rank 1 is bad"), False),
+            (1, [*OWN, b"Exception ignored in: <function f>", *LOST_TO_1], False),
+            (1, [*OWN, b"Error in atexit._run_exitfuncs:", *LOST_TO_1], False),
+            (1, [b"Exception in thread Thread-1:", *LOST_TO_1, *OWN], False),
+            (1, [b"Exception in thread Thread-1:", *LOST_TO_1], True),
+        ],
+    )
+    def test_what_a_failure_of_rank_0_comes_from(self, status: int, said: list[bytes], expected: bool) -> None:
+        assert is_consequence(RankFailure(0, status, tuple(said))) is expected
+
+    @pytest.mark.parametrize(
+        ("failures", "living", "expected"),
+        [
+            # The rank that waited is reported first, and the rank that it lost is still ending, or has ended well.
+            ([(0, LOST_TO_1)], [1], (0, 10.0)),
+            ([(0, LOST_TO_1)], [], (0, 1.0)),
+            ([(0, LOST_TO_1)], [2], (0, 1.0)),
+            ([(0, LOST)], [1, 2], (0, 10.0)),
+            # All are consequences: the names lead to the first rank of the chain.
+            ([(0, LOST_TO_1), (1, traceback(b"ConnectionResetError: x"))], [], (1, 1.0)),
+            ([(0, LOST_TO_1), (1, lost_to(2)), (2, traceback(b"BrokenPipeError: x"))], [3], (2, 1.0)),
+            ([(0, LOST_TO_1), (1, lost_to(2))], [2], (1, 10.0)),
+            # They name one another.
+            ([(0, LOST_TO_1), (1, lost_to(0))], [2], (0, 1.0)),
+        ],
+    )
+    def test_names_lead_from_consequences_to_their_cause(
+        self, failures: list[tuple[int, list[bytes]]], living: list[int], expected: tuple[int, float]
+    ) -> None:
+        found = [RankFailure(rank, 1, tuple(said)) for rank, said in failures]
+        assert choose_culprit(found) is None
+        assert (follow_names(found)[0].rank, settle_time(found, living)) == expected
 
     def test_of_a_chain_the_first_counts(self) -> None:
         chain = [b"", b"During handling of the above exception, another exception occurred:", b""]

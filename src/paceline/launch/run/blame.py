@@ -7,6 +7,7 @@ new, may come first, and bury the one that matters.
 from __future__ import annotations
 
 import re
+import signal
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,13 +20,18 @@ _CHAINED = (
     b"The above exception was the direct cause of the following exception:",
 )
 _CONSEQUENCE = re.compile(
-    rb"^([\w.]*\.)?(Backend)?(RankLost|GroupClosed|ConnectionLost|Collective|ConnectionReset|BrokenPipe)Error\b"
-    rb"|Connection (closed|reset) by peer|Did the remote server shutdown"
+    rb"^([\w.]*\.)?(Backend)?(RankLost|GroupClosed|ConnectionLost|Collective|Deadline|ConnectionReset|BrokenPipe|Dist"
+    rb"(Network|Store))Error\b|Broken pipe|Connection (was likely )?(closed|reset)|Did the remote server shutdown"
 )
+_OF_RANK = re.compile(rb"^paceline\.[\w.]+Error: .*?\branks? (\d+)")
+"""An error that every rank raises begins with the rank that caused it."""
+_ASIDES = (b"Exception ignored", b"Error in atexit", b"Exception in thread")
 _MAX_KEPT_LINES, _MAX_LINE_BYTES = 300, 4096
 _MAX_SHOWN_LINES, _NUM_PLAIN_LINES = 60, 10
 _SETTLE_S = 1.0
 _CONSEQUENCE_HOLD_S = 5.0
+_NAMED_HOLD_S = 10.0
+"""How long a rank that others lost may take to end: it may write a file, or wait for its threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,21 +61,47 @@ class Recent:
 
 
 def is_consequence(failure: RankFailure) -> bool:
-    """Whether a rank's last traceback began with an exception that says that another rank or a server is gone.
+    """Whether a rank's last traceback begins with a lost connection, or with an error that another rank caused.
 
-    Of chained exceptions the first counts: what a program makes of a lost rank is still a consequence, and a program
-    that fails, and then cannot close its group, has failed by itself.
+    The first of chained exceptions counts: whatever a program raises after a lost rank is a consequence, and a program
+    that fails, and then cannot close its group, has failed by itself. A signal is no consequence, unless the program
+    aborted itself.
     """
-    if failure.status != 1:  # what Python ends with after an exception
+    if failure.status < 0 and failure.status != -signal.SIGABRT:
         return False
+    root = _root(failure)
+    return bool(_CONSEQUENCE.search(root)) or (_OF_RANK.match(root) is not None and named_rank(failure) != failure.rank)
+
+
+def named_rank(failure: RankFailure) -> int | None:
+    """Return the first rank that the last traceback's first exception names; None if it names no rank."""
+    named = re.search(rb"\branks? (\d+)", _root(failure))
+    return None if named is None else int(named[1])
+
+
+def _root(failure: RankFailure) -> bytes:
     words = _last_traceback(failure.said)
-    root = next((line for line in words[1:] if line[:1].strip()), b"")
-    return bool(_CONSEQUENCE.search(root))
+    return next((line for line in words[1:] if line[:1].strip()), b"")
 
 
 def choose_culprit(failures: Sequence[RankFailure]) -> RankFailure | None:
     """Return the first, in the order of their ends, that has failed by itself; None if all are consequences."""
     return next((failure for failure in failures if not is_consequence(failure)), None)
+
+
+def follow_names(failures: Sequence[RankFailure]) -> tuple[RankFailure, int | None]:
+    """Return the failure to which the names in consequences lead from the first one, and the rank that it names."""
+    by_rank = {failure.rank: failure for failure in failures}
+    failure = failures[0]
+    while (named := named_rank(failure)) in by_rank and named is not None:
+        failure = by_rank.pop(named)
+    return failure, named
+
+
+def settle_time(failures: Sequence[RankFailure], living: Sequence[int]) -> float:
+    """Return for how many seconds a failure that explains `failures` may still come."""
+    named = follow_names(failures)[1]
+    return _NAMED_HOLD_S if named is not None and named in living else _SETTLE_S
 
 
 def last_words(said: Sequence[bytes]) -> list[bytes]:
@@ -116,6 +148,7 @@ def format_seconds(seconds: float) -> str:
 
 def _last_traceback(said: Sequence[bytes]) -> Sequence[bytes]:
     headers = [number for number, line in enumerate(said) if line.startswith(_HEADER)]
+    headers = [number for number in headers if not said[number - 1].startswith(_ASIDES)] or headers
     if not headers:
         return ()
     start = headers.pop()

@@ -18,6 +18,8 @@ from paceline.launch.run.blame import (
     choose_culprit,
     describe_failure,
     exit_status,
+    follow_names,
+    settle_time,
 )
 from paceline.launch.run.processes import RankProcesses
 from paceline.launch.run.streams import Screen, Stream
@@ -26,8 +28,6 @@ _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SIGNAL_GRACE_S = 30.0
 """How long ranks may take after a signal from outside: they may write a checkpoint. As torchrun gives them."""
 _FAILURE_GRACE_S = 3.0
-_SETTLE_S = 1.0
-"""How long a rank that has itself failed may come after one that failed because of it."""
 _GLIMPSE_S = 5.0
 _SAY_S = 2.0
 _LOOK_S = 1.0
@@ -95,6 +95,7 @@ class RunLoop:
         self._world_size, self._log_dir, self._find_lost_server = world_size, log_dir, find_lost_server
         self._started = time.monotonic()
         self._failures: list[RankFailure] = []
+        self._failed_at = 0.0
         self._settles_at: float | None = None
         self._culprit: RankFailure | None = None
         self._lost_server: str | None = None
@@ -154,6 +155,7 @@ class RunLoop:
             self._processes.take_leave(rank)
             assert rank.status is not None
             if rank.status and signals.first is None:
+                self._failed_at = self._failed_at or time.monotonic()
                 self._failures.append(RankFailure(rank.rank, rank.status, rank.said()))
         if self._lost_server is None and signals.first is None:
             self._lost_server = self._find_lost_server()
@@ -167,10 +169,11 @@ class RunLoop:
                 self._end_all(now, None)
             elif self._failures:
                 culprit = choose_culprit(self._failures)
-                if self._settles_at is None:
-                    self._settles_at = now + _SETTLE_S
-                if culprit is None and (now >= self._settles_at or not self._processes.living()):
-                    culprit = self._failures[0]
+                living = [rank.rank for rank in self._processes.living()]
+                settles_at = self._failed_at + settle_time(self._failures, living)
+                self._settles_at = settles_at
+                if culprit is None and (now >= settles_at or not living):
+                    culprit = follow_names(self._failures)[0]
                 if culprit is not None:
                     self._culprit = culprit
                     self._end_all(now, culprit.rank)
