@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -34,6 +34,8 @@ from paceline.tables.sparse_store import SparseStore
 from paceline.tables.spec import TableSpec
 from paceline.tables.types import Floats, Keys
 
+CHECKPOINT: Final = "torch checkpoint"
+"""The kind of a model that a PyTorch program saves."""
 _FIRST_BYTES = 1 << 20  # initial memory for gathering parts; it grows
 _WHOLE = "the model"
 _OURS = re.compile(rf"(table\d+-\d{{5}}|tensors-\w+)\.[0-9a-f]{{8}}\.safetensors|\.{re.escape(MANIFEST)}\.[0-9a-f]+")
@@ -112,7 +114,8 @@ def save_model(
     """Write a model of tables (each with its keys and records, in pieces) and tensor files, as safetensors.
 
     The write is atomic and replaces an existing model. `model` is stored in the manifest. Raises ModelError without
-    space or permission, which leaves an existing model intact, and UsageError while another process saves there.
+    space or permission, and for a checkpoint in the place of another model or vice versa, which leaves an existing model
+    intact, and UsageError while another process saves there.
     """
     folder = Path(directory)
     generation = secrets.token_hex(4)
@@ -123,7 +126,7 @@ def save_model(
     except (TypeError, ValueError) as error:
         raise UsageError(f"the model's description cannot be encoded as JSON: {error}") from None
     try:
-        made = prepare_directory(folder)
+        made = prepare_directory(folder, model.get("kind"))
         lock = DirectoryLock.take(folder)
         gathered = PartBuffer(_FIRST_BYTES)
         manifest = ModelManifest(
@@ -189,11 +192,23 @@ def _remove_former(folder: Path, manifest: ModelManifest) -> None:
             path.unlink(missing_ok=True)
 
 
-def prepare_directory(folder: Path) -> list[Path]:
-    """Create a directory with parents, or check that it is empty or a model; return created ones, innermost first."""
+def prepare_directory(folder: Path, kind: str | None = None) -> list[Path]:
+    """Make the directory and those above it for a model of this kind; return those made, inmost first.
+
+    Raises ModelError for a directory of other files, and for a checkpoint in the place of another model or vice versa.
+    """
     if folder.is_dir():
         if (folder / MANIFEST).exists():
-            read_fields(folder, ModelManifest)
+            described = read_fields(folder, ModelManifest).get("model")
+            there = described.get("kind") if isinstance(described, dict) else None
+            if CHECKPOINT in (there, kind) and there != kind:
+                saved, new = (
+                    "a PyTorch checkpoint" if each == CHECKPOINT else "a click model" for each in (there, kind)
+                )
+                raise ModelError(
+                    f"cannot save {new} in {folder}: it holds {saved}, which would be lost; name another directory, or "
+                    "delete this one"
+                )
         elif any(not _OURS.fullmatch(path.name) and path.name != LOCK for path in folder.iterdir()):
             raise ModelError(f"cannot save a model in {folder}: it holds other files; name an empty or new directory")
         return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -33,6 +34,7 @@ from paceline.ps import (
 from paceline.storage import durable_io, parts
 from paceline.storage.directory_lock import DirectoryLock
 from paceline.storage.manifests import digest_of
+from paceline.storage.model_directory import save_model
 
 from .harness import Cluster, Floats, Keys, floats, random_keys
 
@@ -474,6 +476,37 @@ def test_what_is_not_ours_is_not_written_over(tmp_path: Path, model: Path) -> No
     assert files(tmp_path) == ["file", "full", "model", "web"]
     assert files(tmp_path / "full") == ["thesis.tex"]
     assert files(tmp_path / "web") == ["manifest.json"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (
+            "fm",
+            "torch checkpoint",
+            "cannot save a PyTorch checkpoint in .*: it holds a click model, which would be lost",
+        ),
+        (
+            None,
+            "torch checkpoint",
+            "cannot save a PyTorch checkpoint in .*: it holds a click model, which would be lost",
+        ),
+        (
+            "torch checkpoint",
+            "lr",
+            "cannot save a click model in .*: it holds a PyTorch checkpoint, which would be lost",
+        ),
+        ("lr", "fm", None),
+        ("torch checkpoint", "torch checkpoint", None),
+    ],
+)
+def test_a_checkpoint_and_a_click_model_do_not_replace_one_another(
+    before: str | None, after: str, message: str | None, tmp_path: Path
+) -> None:
+    save_model(tmp_path, [], {} if before is None else {"kind": before})
+    with contextlib.nullcontext() if message is None else pytest.raises(ModelError, match=message):
+        save_model(tmp_path, [], {"kind": after})
+    assert read_model(tmp_path).manifest.model.get("kind") == (after if message is None else before)
 
 
 def test_a_model_of_other_tables_is_not_loaded_into_these(model: Path) -> None:

@@ -20,12 +20,11 @@ from torch import nn
 from paceline.errors import ModelError, PacelineError, UsageError
 from paceline.ps import RULES, SGD, from_fields
 from paceline.ps.messages import TableSpec
-from paceline.storage.model_directory import SavedModel, read_model, save_model
+from paceline.storage.model_directory import CHECKPOINT, SavedModel, read_model, save_model
 from paceline.torch.strategies.base import Strategy, check_dense, state_of
 from paceline.torch.strategies.json import from_json, like, to_json
 from paceline.torch.update_rules import rule_of
 
-KIND = "torch checkpoint"
 _Result = TypeVar("_Result")
 
 
@@ -40,7 +39,7 @@ def save(strategy: Strategy, directory: str | os.PathLike[str], extra: dict[str,
         tables = strategy.embedder.tables.values() if strategy.embedder is not None else ()
         _check_tensors(module)
         tensors = {"model": _encode(values)}
-        description: dict[str, Any] = {"kind": KIND, "extra": to_json(extra, "extra")}
+        description: dict[str, Any] = {"kind": CHECKPOINT, "extra": to_json(extra, "extra")}
         for number, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
             names = _names(module, optimizer)
             groups = [{**group, "params": own} for group, own in zip(optimizer.param_groups, names, strict=True)]
@@ -143,7 +142,7 @@ def _read(
     """Read a checkpoint, and see that it is of this model and this optimizer: nothing is changed yet."""
     saved = read_model(directory)
     description: dict[str, Any] = saved.manifest.model
-    if description.get("kind") != KIND:
+    if description.get("kind") != CHECKPOINT:
         raise ModelError(f"{directory} holds tables and no checkpoint of a PyTorch model: load it with client.load()")
     description = from_json(description)
     values = _decode(saved, "model")
