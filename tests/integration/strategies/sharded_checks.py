@@ -408,6 +408,17 @@ def check_numbers_embeddings_methods_and_averages(rank: int, size: int) -> None:
         assert train_scaled(strategy) == pytest.approx(expected, abs=1e-5)
 
 
+def check_a_compiled_model_trains(rank: int, size: int) -> None:
+    torch.manual_seed(5)
+    alone, x = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)), torch.arange(32.0).view(8, 4) / 32
+    meet_again()
+    with Sharded(device="cpu") as strategy:
+        model: Any = strategy.prepare(torch.compile(copy.deepcopy(alone), backend="eager"))
+        model(x).square().mean().backward()
+        alone(x).square().mean().backward()
+        torch.testing.assert_close(model[0].weight.grad.full_tensor(), alone[0].weight.grad)
+
+
 def check_writes_into_parameters_are_those_of_whole_ones(rank: int, size: int) -> None:
     def write(model: nn.Module, strategy: Strategy | None) -> list[Tensor]:
         weight: Any = model.get_parameter("0.weight")

@@ -171,7 +171,8 @@ class Sharded(Strategy):
     def _meet_forward(self, model: nn.Module, _: Any) -> None:
         """Have a rank that calls a model alone, to evaluate it for instance, reported at once."""
         if torch._C._current_graph_task_id() == -1:  # else backward repeats a forward
-            number = next(number for number, each in enumerate(self.models) if each is model)
+            models = [getattr(each, "_orig_mod", each) for each in self.models]  # of torch.compile
+            number = next(number for number, each in enumerate(models) if each is model)
             how = "train" if model.training and torch.is_grad_enabled() else "evaluate"
             self._ranks.exchange_as(f"calls model {number} to {how} it", None)
 
