@@ -114,8 +114,8 @@ def save_model(
     """Write a model of tables (each with its keys and records, in pieces) and tensor files, as safetensors.
 
     The write is atomic and replaces an existing model. `model` is stored in the manifest. Raises ModelError without
-    space or permission, and for a checkpoint in the place of another model or vice versa, which leaves an existing model
-    intact, and UsageError while another process saves there.
+    space or permission, and for a checkpoint in the place of another model or vice versa; both leave an existing model
+    intact. Raises UsageError while another process saves there.
     """
     folder = Path(directory)
     generation = secrets.token_hex(4)
