@@ -1,4 +1,4 @@
-"""Collective operations between processes: groups, schedules, shared memory, a tuner that explains itself.
+"""Run collective operations between processes.
 
 >>> group = init(rank=0, world_size=1)
 >>> group.all_reduce([1.0, 2.0], "sum").tolist()

@@ -1,8 +1,8 @@
-"""Arrays and CPU tensors as raw memory: where they lie, of what dtype and shape. No torch is imported.
+"""Access the memory of NumPy arrays and CPU tensors, without importing torch.
 
-NumPy arrays (of `ml_dtypes` too) and PyTorch's CPU tensors (known by their ``data_ptr``) are taken where they lie.
-What is not contiguous is copied, and copied back where it is a target. What cannot be a target is refused before
-anything is sent: to find out when the result is there would be too late for the other ranks.
+Contiguous arrays (dtypes of `ml_dtypes` included) and PyTorch's CPU tensors (recognized by ``data_ptr``) are used in
+place. Others are copied, and results are copied back. An invalid target is rejected before anything is sent: after the
+exchange the error would come too late for the other ranks.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _NUMPY_NAMES = {np.dtype(name): name for name in DTYPES if name != "bfloat16"}
 
 
 class ArrayMemory:
-    """An array's memory, contiguous."""
+    """The contiguous memory of one array."""
 
     __slots__ = ("_original", "address", "array", "count", "dtype", "item_bytes", "num_bytes", "shape")
 
     def __init__(self, array: Any, *, target: bool = False) -> None:
-        """Look at an array; ``target``: it will be written.
+        """Take an array; `target` marks a result array.
 
-        Raises UsageError if it is no array, of an unknown dtype, not on the CPU, or a target though read-only, with
-        items that share memory, or with PyTorch's negative bit.
+        Raises UsageError for other objects, unknown dtypes and devices other than the CPU. A target must also be
+        writable, its items must not share memory, and PyTorch's negative bit must not be set.
         """
         self._original: Any = None
         if type(array) is not np.ndarray and isinstance(array, np.ndarray):
@@ -41,7 +41,7 @@ class ArrayMemory:
             dtype = _NUMPY_NAMES.get(array.dtype) or _numpy_name(array.dtype)
             flags = array.flags
             if target and not flags.writeable:
-                raise UsageError("the result cannot be written into a read-only array; give a writable one, or no out")
+                raise UsageError("the result array is read-only; pass a writable array, or leave out `out`")
             if not flags.c_contiguous:
                 if target:
                     self._original = distinct(array)
@@ -53,7 +53,7 @@ class ArrayMemory:
             _check_tensor(array, dtype)
             if array.is_neg():
                 if target:
-                    raise UsageError("the result cannot be written with the negative bit; give a .resolve_neg() tensor")
+                    raise UsageError("the result tensor has the negative bit set; pass its .resolve_neg()")
                 array = array.detach().resolve_neg()
             if not array.is_contiguous():
                 if target:
@@ -70,11 +70,11 @@ class ArrayMemory:
         self.shape: tuple[int, ...] = tuple(array.shape)
 
     def view(self) -> memoryview:
-        """Return the memory as writable bytes, which keep it alive."""
+        """Return the memory as writable bytes that keep the array alive."""
         return view_bytes(self.address, self.num_bytes, owner=self)
 
     def give_back(self) -> None:
-        """Copy the result to where it was wanted, if that is not contiguous."""
+        """Copy the result back into the caller's array if that one is not contiguous."""
         original = self._original
         if original is not None:
             if isinstance(self.array, np.ndarray):
@@ -84,19 +84,19 @@ class ArrayMemory:
 
 
 def as_array(array: Any) -> Any:
-    """Return arrays and tensors as they are; numbers, lists and other array-likes as NumPy arrays."""
+    """Return arrays and tensors unchanged, other array-likes as NumPy arrays."""
     return array if type(array) is np.ndarray or hasattr(array, "data_ptr") else np.asarray(array)
 
 
 def empty_like(array: Any, shape: Sequence[int]) -> Any:
-    """Return a fresh array or tensor of another shape and the same kind."""
+    """Return a new array or tensor of the same kind with another shape."""
     if isinstance(array, np.ndarray):
         return np.empty(tuple(shape), array.dtype)
     return array.new_empty(tuple(shape))
 
 
 def view_bytes(address: int, num_bytes: int, owner: object = None) -> memoryview:
-    """Return memory at an address as writable bytes; they keep `owner` alive, if it is given, else the caller does."""
+    """Return memory as writable bytes, which keep `owner` alive; without one, the caller must."""
     if not num_bytes:
         return memoryview(bytearray())
     buffer = (ctypes.c_ubyte * num_bytes).from_address(address)
@@ -105,9 +105,9 @@ def view_bytes(address: int, num_bytes: int, owner: object = None) -> memoryview
 
 
 def words(tensor: Any, item_bytes: int) -> Any:
-    """Return a tensor's memory as an array, which keeps the tensor alive.
+    """Return a tensor's memory as an array that keeps the tensor alive.
 
-    PyTorch itself refuses some writes by the mode of the thread, which may be the group's and not the caller's.
+    PyTorch rejects some writes depending on the thread's mode; the group's thread has another mode than the caller's.
     """
     strides = [stride * item_bytes for stride in tensor.stride()]
     reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, strides, strict=True)) + item_bytes
@@ -116,30 +116,30 @@ def words(tensor: Any, item_bytes: int) -> Any:
 
 
 def distinct(array: Any) -> Any:
-    """Return an array whose items all lie in memory of their own; raise UsageError if some share theirs."""
+    """Return the array; raise UsageError if some of its items share memory."""
     places = zip(array.strides, array.shape, strict=True)
     axes = sorted((abs(stride), length) for stride, length in places if length > 1)
     reach = array.itemsize
     for stride, length in axes:
-        if stride < reach:  # nearly always: they do; else they may still lie between one another
+        if stride < reach:  # rare: items may overlap, or only interleave
             break
         reach += (length - 1) * stride
     else:
         return array
     if axes[0][0] and _lie_apart(array):
         return array
-    raise UsageError("the result cannot be written where items share memory, as in an expanded tensor; give a copy")
+    raise UsageError("items of the result array share memory, as in an expanded tensor; pass a copy")
 
 
 def _plain(array: Any) -> Any:
-    """Return an array of a subclass (``memmap``, say) as the plain one that it is."""
+    """Return an array of a subclass, such as ``memmap``, as a plain array."""
     if isinstance(array, np.ma.MaskedArray):
-        raise UsageError("got a masked array, expected a plain one; take its .filled() values")
+        raise UsageError("got a masked array, expected a plain one; pass its .filled() values")
     return array.view(np.ndarray)
 
 
 def _lie_apart(array: Any) -> bool:
-    """Compare the places of all items."""
+    """Return whether no two items overlap, by comparing all offsets."""
     places = np.zeros(array.shape, np.int64)
     for axis, (stride, length) in enumerate(zip(array.strides, array.shape, strict=True)):
         shape = [1] * array.ndim
@@ -150,7 +150,7 @@ def _lie_apart(array: Any) -> bool:
 
 def _numpy_name(dtype: Any) -> str:
     name = str(dtype)
-    if name == "bfloat16":  # of ml_dtypes
+    if name == "bfloat16":  # from ml_dtypes
         return name
     plain = dtype.newbyteorder("=") if dtype.kind in "fiub" else dtype
     if plain in _NUMPY_NAMES and dtype.isnative:

@@ -1,7 +1,8 @@
-"""What a rank calls, in a form that others can compare: the same call has the same signature on every rank.
+"""Describe a rank's call in a form that ranks can compare. Pure.
 
-Pure. Every message of a collective, and every slot in shared memory, carries the signature; a rank that sees another
-one asks for both calls and raises MismatchError, with both sides' values, on every rank.
+Equal calls have equal signatures on all ranks. Every message of a collective, and every slot in shared memory, carries
+the signature. A rank that receives another signature requests both calls; then every rank raises MismatchError with the
+values of both sides.
 """
 
 from __future__ import annotations
@@ -15,27 +16,27 @@ import msgspec
 from paceline.errors import MismatchError
 
 _MOST_NUMBERS: Final = 128
-"""Of a call's shape: a message's head and a rank's part of a segment have room for some 1.7 KB."""
+"""Largest number of sizes in a call: the message header and a rank's part of a segment have room for about 1.7 KB."""
 _SHOWN_NUMBERS: Final = 20
 
 
 class CollectiveCall(msgspec.Struct, frozen=True, array_like=True):
-    """One collective operation as one rank calls it."""
+    """One rank's call of a collective operation."""
 
     operation: str
-    """``all_reduce``, ``broadcast``, ... as the method of Group is named."""
+    """Name of the method of Group: ``all_reduce``, ``broadcast``, ..."""
     dtype: str = ""
-    """As NumPy names it (``bfloat16`` too); empty where there is no data (``barrier``)."""
+    """NumPy's name (``bfloat16`` too); empty without data (``barrier``)."""
     shape: tuple[int, ...] = ()
-    """Of the array that must be the same on every rank."""
+    """Shape of the array that must be equal on every rank."""
     reduction: str = ""
-    """``sum``, ``mean``, ...; empty where nothing is reduced."""
+    """``sum``, ``mean``, ...; empty without a reduction."""
     root: int = -1
-    """The root's rank in the group; -1 where there is none."""
+    """The root's rank in the group; -1 without a root."""
 
     @property
     def signature(self) -> int:
-        """63 bits that tell calls from one another; never 0."""
+        """Hash of the call in 63 bits; never 0."""
         digest = hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1 or 1
 
@@ -47,9 +48,9 @@ class CollectiveCall(msgspec.Struct, frozen=True, array_like=True):
 
 
 def shortened(call: CollectiveCall) -> CollectiveCall:
-    """Return a call with no more sizes than a message has room for: instead of all, their number, hash and first ones.
+    """Replace a long list of sizes by its length, its hash and the first sizes, to fit into a message.
 
-    Equal calls stay equal, and different ones different.
+    Equal calls stay equal, and different calls stay different.
     """
     shape = call.shape
     if len(shape) <= _MOST_NUMBERS:
@@ -60,7 +61,7 @@ def shortened(call: CollectiveCall) -> CollectiveCall:
 
 
 def describe_mismatch(calls: Mapping[int, CollectiveCall], group: str, sequence: int) -> MismatchError:
-    """Return the error that names the ranks and what each side called, for the group's call number ``sequence``."""
+    """Return the error that lists each side's ranks and call, for call number ``sequence`` of the group."""
     sides: dict[CollectiveCall, list[int]] = {}
     for rank in sorted(calls):
         sides.setdefault(calls[rank], []).append(rank)
@@ -72,7 +73,7 @@ def describe_mismatch(calls: Mapping[int, CollectiveCall], group: str, sequence:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return ``rank 3`` or ``ranks 0, 2 and 5``; long lists are cut."""
+    """Return ``rank 3`` or ``ranks 0, 2 and 5``; truncate long lists."""
     shown = [str(rank) for rank in ranks[:8]]
     if len(ranks) > 8:
         shown.append(f"{len(ranks) - 8} more")

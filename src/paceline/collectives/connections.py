@@ -1,4 +1,4 @@
-"""How the ranks of one group get hold of one another."""
+"""Connect the ranks of one group."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _GIVEN_UP = CollectiveCall("a call")
 
 
 class Connections:
-    """How the ranks of one group reach one another; what is not needed is not made."""
+    """Connections between the ranks of one group, created at first use."""
 
     def __init__(
         self,
@@ -37,14 +37,13 @@ class Connections:
         timeout_s: float,
         on_failure: Callable[[CollectiveError, bool], None] | None = None,
     ) -> None:
-        """`ranks`: their numbers in the world, in the order of the group; this process's is among them.
-
-        `on_failure`: see :class:`PointToPoint`.
+        """`ranks` are world ranks in the order of the group and include this process. `on_failure`: see
+        :class:`PointToPoint`.
         """
         self._world, self._timeout_s, self._on_failure = world, timeout_s, on_failure
         self.layout = GroupLayout(name, ranks, world.rank, world.infos)
         self.at: tuple[int, CollectiveCall | None] = (-1, None)
-        """The number of the call that is under way and what it is; between calls, that of the last one and None."""
+        """Number and description of the current call; between calls the last number and None."""
         self._executor: ScheduleExecutor | None = None
         self._network: NetworkEngine | None = None
         self._point_to_point: PointToPoint | None = None
@@ -67,7 +66,7 @@ class Connections:
         return f"{self._world.name}/{self.layout.name}"
 
     def network(self, choose: Choose) -> NetworkEngine:
-        """Return the engine that runs schedules, made when it is first asked for."""
+        """Return the engine that runs schedules; create it at first use."""
         if self._network is None:
             with self._making:
                 self._check_open()
@@ -80,7 +79,7 @@ class Connections:
         return self._network
 
     def point_to_point(self) -> PointToPoint:
-        """Return send and receive, made when first asked for."""
+        """Return the point-to-point engine; create it at first use."""
         if self._point_to_point is None:
             with self._making:
                 self._check_open()
@@ -101,7 +100,7 @@ class Connections:
             raise GroupClosedError(f"group {self.layout.name!r} was closed or aborted")
 
     def abort(self, error: BaseException, sequence: int) -> None:
-        """Make the other ranks, in this call or their next one, raise what this one raises; in the thread of calls."""
+        """Make the other ranks raise this error in their current or next call. Runs in the thread of calls."""
         if not isinstance(error, GroupClosedError):
             told = self._told(error)
             self._given_up = self._given_up or _verdicts.abort_of(told)
@@ -113,7 +112,7 @@ class Connections:
             self._executor.abort(_GIVEN_UP, sequence, error)
 
     def interrupt(self, error: CollectiveError) -> None:
-        """End the call that is under way in another thread, here and on the other ranks; :meth:`abort` follows."""
+        """End the call in progress in another thread, here and on the other ranks; :meth:`abort` follows."""
         self._given_up = self._given_up or _verdicts.abort_of(error)
         if self.shared is not None:
             self.shared.abort(error)
@@ -121,14 +120,14 @@ class Connections:
             self._executor.interrupt(error)
 
     def _told(self, error: BaseException) -> CollectiveError:
-        """Return an error as the ranks hear of it that await or send messages."""
+        """Return the error for the ranks that wait for messages or send them."""
         if isinstance(error, CollectiveError):
             return error
         place = _verdicts.CurrentCall(self.layout.name, self.layout.rank, self.at[1] or _GIVEN_UP, self.at[0])
         return CollectiveError(_verdicts.failed(place, error).message)
 
     def cut(self) -> None:
-        """End what is under way in other threads, here and on the other ranks, which are told that this one aborted."""
+        """End all calls of other threads, and report to the other ranks that this rank aborted."""
         with self._making:
             self._is_over = True
         if self.shared is not None:
@@ -141,7 +140,7 @@ class Connections:
             self._point_to_point.close("aborted")
 
     def close(self) -> None:
-        """Let go of everything; the others notice. Idempotent."""
+        """Release all resources; the other ranks detect it. Idempotent."""
         with self._making:
             self._is_over = True
         for part in (self.shared, self._network, self._point_to_point):
@@ -149,7 +148,7 @@ class Connections:
                 part.close()
         self._world.node.forget(self._identity)
 
-    # who is where
+    # status requests between ranks
 
     def _status(self) -> bytes:
         waiting_for = () if self._executor is None or self.at[1] is None else self._executor.status().waiting_for

@@ -1,7 +1,8 @@
-"""How a group moves bytes: what :class:`~paceline.collectives.Group` asks of shared memory or of the network.
+"""Define the interface between :class:`~paceline.collectives.Group` and the engines for shared memory and networks.
 
-Engines know addresses and byte counts; dtypes and shapes are checked above. Every method is called by all ranks of the
-group, one call at a time, with an equal :class:`CollectiveCall` and number, and returns when this rank's part is done.
+Engines work with addresses and byte counts; the caller has checked dtypes and shapes. Every rank of the group calls
+the same method, one call at a time, with an equal :class:`CollectiveCall` and number. A method returns when this rank's
+part is done.
 """
 
 from __future__ import annotations
@@ -15,50 +16,50 @@ from paceline.collectives.calls import CollectiveCall
 
 
 class Area(NamedTuple):
-    """Bytes at an address."""
+    """A range of bytes in memory."""
 
     address: int
     num_bytes: int
 
 
 class Reduction(NamedTuple):
-    """How items are combined."""
+    """Parameters of a reduction."""
 
     combiner: int
-    """The address of a function of `kernels.combine`."""
+    """Address of a function of `kernels.combine`."""
     op: int
     scale: float
-    """Multiplies the result: 1/n for a mean."""
+    """Factor for the result: 1/n for a mean."""
     item_bytes: int
 
 
 class Order(NamedTuple):
-    """One call, as it is carried out."""
+    """One call for an engine."""
 
     call: CollectiveCall
     signature: int
     sequence: int
     timeout_s: float
     algorithm: str = ""
-    """The schedule to take; empty: the engine's own choice."""
+    """Name of the schedule; empty for the engine's own choice."""
 
 
 def copy(source: Area, target: Area) -> None:
-    """Copy memory, unless it is the same."""
+    """Copy memory between two different areas."""
     if source.num_bytes and source.address != target.address:
         ctypes.memmove(target.address, source.address, source.num_bytes)
 
 
 class Engine(ABC):
-    """Abstract: carries out the calls of one group."""
+    """Abstract: run the calls of one group."""
 
     @abstractmethod
     def barrier(self, order: Order) -> None:
-        """Return when every rank has called it."""
+        """Return when every rank has called this method."""
 
     @abstractmethod
     def all_reduce(self, order: Order, source: Area, target: Area, reduction: Reduction) -> None:
-        """Reduce `source` over all ranks into every `target`, which may be the same memory, exactly."""
+        """Reduce `source` over all ranks into every `target`, which may be exactly the same memory."""
 
     @abstractmethod
     def reduce(self, order: Order, source: Area, target: Area | None, reduction: Reduction, root: int) -> None:
@@ -66,28 +67,28 @@ class Engine(ABC):
 
     @abstractmethod
     def reduce_scatter(self, order: Order, sources: Sequence[Area], target: Area, reduction: Reduction) -> None:
-        """Reduce part r of the `sources` over all ranks into rank r's `target`; the parts lie one behind the other."""
+        """Reduce part r of the contiguous `sources` over all ranks into rank r's `target`."""
 
     @abstractmethod
     def broadcast(self, order: Order, area: Area, root: int) -> None:
-        """Copy the root's memory to all."""
+        """Copy the root's memory to all ranks."""
 
     @abstractmethod
     def all_gather(self, order: Order, source: Area, targets: Sequence[Area]) -> None:
-        """Copy rank r's `source` to everybody's target r."""
+        """Copy rank r's `source` to target r of every rank."""
 
     @abstractmethod
     def gather(self, order: Order, source: Area, targets: Sequence[Area], root: int) -> None:
-        """Copy rank r's `source` to the root's target r; the others have no targets."""
+        """Copy rank r's `source` to the root's target r; other ranks have no targets."""
 
     @abstractmethod
     def scatter(self, order: Order, sources: Sequence[Area], target: Area, root: int) -> None:
-        """Copy the root's source r to rank r's `target`; the others have no sources."""
+        """Copy the root's source r to rank r's `target`; other ranks have no sources."""
 
     @abstractmethod
     def all_to_all(self, order: Order, sources: Sequence[Area], targets: Sequence[Area], *, equal: bool) -> None:
-        """Copy source d of rank s to target s of rank d. `equal`: all areas are of one size, on all ranks."""
+        """Copy source d of rank s to target s of rank d. `equal`: all areas on all ranks have one size."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of everything; the other ranks notice. Idempotent."""
+        """Release all resources; the other ranks detect it. Idempotent."""

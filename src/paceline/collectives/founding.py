@@ -1,4 +1,4 @@
-"""How the ranks of a group agree, before its first call, on the memory that those of one host share."""
+"""Set up the shared memory of a group's ranks on one host, before the first call."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ _MEET = CollectiveCall("meet")
 
 
 class _Attached(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank says once it has opened the segment."""
+    """A rank's report after opening the segment."""
 
     failure: str
     cores: tuple[int, ...]
 
 
 class Founding:
-    """The ranks of a group, as they exchange values through the store. Raises RankLostError for who does not come."""
+    """Exchange values of a new group's ranks through the store. Raises RankLostError for missing ranks."""
 
     def __init__(self, world: World, layout: GroupLayout) -> None:
         self._world, self._layout = world, layout
         self._store = PrefixStore(world.store, f"group {layout.name}")
 
     def share(self, deadline: float) -> SharedMemory | None:
-        """Share memory with the ranks of this host; None if that is not possible, or there are none."""
+        """Share memory with the ranks of this host; return None if there are none or if it fails."""
         local = self._layout.local_ranks
         if len(local) < 2 or config.DISABLE_JIT:  # type: ignore[attr-defined]
             return None
@@ -52,11 +52,11 @@ class Founding:
             raise
 
     def _attach(self, segment: Segment | None, failure: str, deadline: float) -> SharedMemory | None:
-        """Go on together if every rank of this host has opened the segment."""
+        """Return the engine if every rank of this host has opened the segment."""
         local = self._layout.local_ranks
         own = _Attached(failure, tuple(usable_cores()))
         values = self._exchange(local, msgspec.msgpack.encode(own), deadline, "share memory")
-        attached = [read_meta(value, _Attached, "what a rank says of its memory") for value in values]
+        attached = [read_meta(value, _Attached, "a rank's report on its shared memory") for value in values]
         if segment is None or any(other.failure for other in attached):
             if segment is not None:
                 segment.close()
@@ -80,7 +80,7 @@ class Founding:
         return engine
 
     def agree_on_layers(self, shared: SharedMemory | None, deadline: float) -> bool:
-        """Return whether there are several hosts, some of several ranks, and memory is shared on all of these."""
+        """Return whether several hosts, some with several ranks, all share memory among their ranks."""
         if len(set(self._layout.hosts)) in (1, self._layout.size):
             return False
         alone = len(self._layout.local_ranks) == 1
@@ -88,7 +88,7 @@ class Founding:
         return b"no" not in self._exchange(range(self._layout.size), own, deadline, "agree on layers")
 
     def _exchange(self, members: Sequence[int], value: bytes, deadline: float, what: str) -> list[bytes]:
-        """Leave a value for these ranks of the group and return all of theirs."""
+        """Publish a value for these ranks of the group, and return the values of all of these ranks."""
         store = PrefixStore(self._store, f"from rank {members[0]}")
         own = members.index(self._layout.rank)
         try:
@@ -110,7 +110,7 @@ class Founding:
         self._world.look_after([self._layout.ranks[rank] for rank in members])
 
     def _absent(self, members: Sequence[int]) -> RankLostError:
-        """Return the error for ranks of the group, which are called by their numbers in the world."""
+        """Return the error for missing ranks, with their world ranks."""
         return absent(tuple(self._layout.ranks[rank] for rank in members), self._layout.name)
 
     def _open_segment(self, deadline: float) -> tuple[Segment | None, str]:

@@ -1,11 +1,11 @@
-"""A Cartesian grid of ranks that exchange the edges of their blocks: stencil computations. Talks to `group` only.
+"""Arrange ranks in a Cartesian grid for stencil computations, and exchange ghost layers.
 
-What MPI has as ``MPI_Cart_create``, ``MPI_Dims_create``, ``MPI_Cart_shift`` and ``MPI_Neighbor_alltoall`` (MPI 4.1,
-chapters 8.5 and 8.6), with the exchange of ghost layers itself, which MPI leaves to its users.
+Offers MPI's ``MPI_Cart_create``, ``MPI_Dims_create``, ``MPI_Cart_shift`` and ``MPI_Neighbor_alltoall`` (MPI 4.1,
+chapters 8.5 and 8.6), and the exchange of ghost layers, which MPI leaves to its users.
 
 >>> from paceline.collectives import init
 >>> grid = Grid(init(rank=0, world_size=1), [1, 1], periodic=True)
->>> block = np.zeros((4, 5))                    # 2 x 3 cells of its own, and one ghost layer all around
+>>> block = np.zeros((4, 5))                    # 2 x 3 own cells, and one ghost layer on each side
 >>> block[1:-1, 1:-1] = [[1, 2, 3], [4, 5, 6]]
 >>> grid.exchange_halos(block)
 >>> block[1].tolist()
@@ -30,7 +30,7 @@ from paceline.errors import GroupClosedError, UsageError
 _Array: TypeAlias = np.ndarray[Any, Any]
 
 _TAG: Final = 1 << 62
-"""The first tag of ours. Each axis has two, by the way a message goes: towards lower coordinates, and higher ones."""
+"""First tag of the grid. Each axis has two tags: towards lower coordinates, and towards higher ones."""
 _MAX_PLANS: Final = 256
 _LOW, _HIGH = -1, 1
 
@@ -38,44 +38,44 @@ _LOW, _HIGH = -1, 1
 class Grid:
     """The ranks of a group as the points of a grid, numbered row by row as in MPI.
 
-    Every rank makes the same grid, and its exchanges in the same order. The group's own calls, sends and receives may
-    go on in between; tags from 2^62 up are the grid's. All the grids of a group are for one thread at a time. When an
-    exchange fails (RankLostError, MismatchError) the grid refuses further ones with GroupClosedError.
+    Every rank creates the same grid and makes the same exchanges in the same order. The group's own calls, sends and
+    receives may run in between; tags from 2^62 up are reserved for the grid. Use all grids of a group in one thread at
+    a time. After a failed exchange (RankLostError, MismatchError) the grid raises GroupClosedError.
     """
 
     def __init__(
         self, group: Group, shape: Sequence[int] | None = None, *, periodic: Sequence[bool] | bool = False
     ) -> None:
-        """Lay the ranks out as `shape`: its product is the group's size. :func:`dims_create` fills zeros in it.
+        """Arrange the ranks as `shape`, whose product is the group's size. :func:`dims_create` replaces zeros.
 
-        ``None`` is two axes, as even as they can be. Axes that are `periodic` have no edge: the last is followed by the
-        first. Nothing is sent. Raises UsageError.
+        ``None`` means two axes of nearly equal length. On `periodic` axes the first point follows the last one. Sends
+        nothing. Raises UsageError.
         """
         self.group = group
         self.shape = dims_create(group.size, (0, 0) if shape is None else shape)
-        """The number of ranks along every axis."""
+        """Number of ranks along every axis."""
         wrapped = [periodic] * len(self.shape) if isinstance(periodic, (bool, np.bool_)) else list(periodic)
         if len(wrapped) != len(self.shape):
             raise UsageError(
-                f"got periodic for {len(wrapped)} axes, the grid {list(self.shape)} has {len(self.shape)}; give one "
-                "bool for each, or one for all"
+                f"got periodic for {len(wrapped)} axes, the grid {list(self.shape)} has {len(self.shape)}; pass one "
+                "bool for each axis, or one for all"
             )
         self.periodic = tuple(bool(each) for each in wrapped)
-        """Which axes have no edge."""
+        """Whether each axis is periodic."""
         self.coordinates = self.coordinates_of(group.rank)
-        """Where this rank is."""
+        """Coordinates of this rank."""
         self._plans: dict[tuple[Any, ...], list[list[_Side]]] = {}
         self._under_way: list[CollectiveTicket] = []
 
     def __repr__(self) -> str:
         return f"Grid({'x'.join(map(str, self.shape))} of {self.group!r}, at {self.coordinates})"
 
-    # who is where
+    # positions
 
     def coordinates_of(self, rank: int) -> tuple[int, ...]:
-        """Return where a rank of the group is."""
+        """Return the coordinates of a rank of the group."""
         if not 0 <= rank < self.group.size:
-            raise UsageError(f"got rank {rank}, expected one from 0 to {self.group.size - 1}")
+            raise UsageError(f"got rank {rank}, expected a rank from 0 to {self.group.size - 1}")
         found = []
         for count in reversed(self.shape):
             rank, coordinate = divmod(rank, count)
@@ -83,7 +83,7 @@ class Grid:
         return tuple(reversed(found))
 
     def rank_of(self, coordinates: Sequence[int]) -> int:
-        """Return the rank at these coordinates, which may run over on periodic axes (UsageError on others)."""
+        """Return the rank at these coordinates, modulo the shape on periodic axes; else raise UsageError."""
         rank = self._find(coordinates)
         if rank is None:
             raise UsageError(
@@ -93,21 +93,21 @@ class Grid:
         return rank
 
     def neighbour(self, axis: int, step: int) -> int | None:
-        """Return the rank `step` further along an axis (negative: back); None beyond an edge."""
+        """Return the rank `step` places along an axis (may be negative); None beyond an edge."""
         if not 0 <= axis < len(self.shape):
-            raise UsageError(f"got axis {axis}, expected one from 0 to {len(self.shape) - 1}")
+            raise UsageError(f"got axis {axis}, expected an axis from 0 to {len(self.shape) - 1}")
         there = list(self.coordinates)
         there[axis] += step
         return self._find(there)
 
     def shift(self, axis: int, step: int = 1) -> tuple[int | None, int | None]:
-        """Return whom to receive from and whom to send to when all send `step` further, as ``MPI_Cart_shift``."""
+        """Return the source and the target of a shift by `step`, like ``MPI_Cart_shift``."""
         return self.neighbour(axis, -step), self.neighbour(axis, step)
 
     def local_slice(self, global_shape: Sequence[int], *, rank: int | None = None) -> tuple[slice, ...]:
-        """Return which part of an array of `global_shape` this rank owns, or `rank` does, without ghost layers.
+        """Return the part of an array of `global_shape` that this rank, or `rank`, owns, without ghost layers.
 
-        The first axes are split over the grid's by :func:`split_evenly`, the axes behind them are whole.
+        :func:`split_evenly` divides the first axes over the grid's axes; the remaining axes are not divided.
         """
         if len(global_shape) < len(self.shape):
             raise UsageError(
@@ -123,15 +123,15 @@ class Grid:
     def exchange_halos(self, array: _Array, width: int = 1, *, corners: bool = False) -> None:
         """Fill the ghost layers of this rank's block from its neighbours' cells, in place.
 
-        `array` is a writable NumPy array; along each of its first axes, the grid's, it has `width` ghost layers on both
-        sides and at least `width` cells of its own between them. Axes behind these (components, say) go along whole.
+        `array` is a writable NumPy array. Its first axes are the grid's. Along each of these it has `width` ghost layers
+        on both sides, and at least `width` own cells between. Later axes (components, for instance) are sent whole.
 
-        Without `corners` all axes go at once, and ghost cells on more than one side (which a 5-point stencil does not
-        read) are left untouched. With them one axis follows another and takes along what came before, so that ranks
-        that touch at a corner need not talk. Ghost cells beyond an edge of the grid, corners included, are never
-        touched.
+        Without `corners`, all axes are exchanged at the same time, and ghost cells outside on several axes keep their
+        values; a 5-point stencil does not read these. With `corners`, the axes are exchanged one after another, and each
+        exchange includes the ghost cells of the previous axes. Ghost cells beyond an edge of the grid, corners included,
+        keep their values.
 
-        Raises UsageError before anything is sent, MismatchError when a neighbour's block does not fit this one, and
+        Raises UsageError before anything is sent, MismatchError for a neighbour's block of another shape or dtype, and
         RankLostError.
         """
         self._check(array, width)
@@ -156,11 +156,10 @@ class Grid:
                     array[side.taken] = side.incoming
 
     def neighbour_all_to_all(self, array: _Array, *, out: _Array | None = None) -> _Array:
-        """Send each neighbour a row of `array`, and return the rows that the neighbours sent here.
+        """Send each neighbour one row of `array`, and return the rows received from the neighbours.
 
-        Rows are in MPI's order: of the first axis the lower neighbour and the higher one, then of the second; so there
-        are twice as many as axes. Rows of neighbours that do not exist are not sent, and not written: zero in a fresh
-        array.
+        Rows are in MPI's order: the lower and the higher neighbour of the first axis, then of the second, and so on: two
+        rows for each axis. Rows of missing neighbours are neither sent nor written; they are zero in a new array.
         """
         rows = 2 * len(self.shape)
         if not array.ndim or array.shape[0] != rows:
@@ -171,8 +170,8 @@ class Grid:
             out = np.zeros(array.shape, array.dtype)
         if out.shape != array.shape or out.dtype != array.dtype or not (out.flags.writeable and out.flags.c_contiguous):
             raise UsageError(
-                f"got out of {out.dtype}{list(out.shape)}, expected a contiguous, writable one of "
-                f"{array.dtype}{list(array.shape)}; leave it out to get a fresh array"
+                f"got out of {out.dtype}{list(out.shape)}, expected a contiguous, writable array of "
+                f"{array.dtype}{list(array.shape)}; leave `out` out to get a new array"
             )
         sides, outgoing, incoming = [], [], []
         for axis in range(len(self.shape)):
@@ -186,15 +185,15 @@ class Grid:
         return out
 
     def neighbour_all_gather(self, array: _Array, *, out: _Array | None = None) -> _Array:
-        """Send all neighbours the same array, and return theirs as rows; see :meth:`neighbour_all_to_all`."""
+        """Send all neighbours the same array, and return their arrays as rows; see :meth:`neighbour_all_to_all`."""
         return self.neighbour_all_to_all(np.broadcast_to(array, (2 * len(self.shape), *array.shape)), out=out)
 
-    # within
+    # internals
 
     def _find(self, coordinates: Sequence[int]) -> int | None:
         if len(coordinates) != len(self.shape):
             raise UsageError(
-                f"got coordinates {list(coordinates)} for the grid {list(self.shape)}; give one for each axis"
+                f"got coordinates {list(coordinates)} for the grid {list(self.shape)}; pass one for each axis"
             )
         rank = 0
         for coordinate, count, periodic in zip(coordinates, self.shape, self.periodic, strict=True):
@@ -206,8 +205,8 @@ class Grid:
     def _check(self, array: _Array, width: int) -> None:
         if not isinstance(array, np.ndarray):
             raise UsageError(
-                f"got {type(array).__name__}, expected a NumPy array; of a tensor on the CPU give .numpy(), which "
-                "shares its memory"
+                f"got {type(array).__name__}, expected a NumPy array; for a CPU tensor pass .numpy(), which shares "
+                "its memory"
             )
         if width < 1:
             raise UsageError(f"got width {width}, expected at least 1 ghost layer")
@@ -219,21 +218,21 @@ class Grid:
         own = [length - 2 * width for length in array.shape[: len(self.shape)]]
         if min(own) < width:
             raise UsageError(
-                f"got a block of shape {list(array.shape)} with {width} ghost layers on both sides: {own} cells of its "
-                f"own, expected at least {width} along each of the first {len(own)} axes; take fewer ranks or layers"
+                f"got a block of shape {list(array.shape)} with {width} ghost layers on both sides: {own} own cells, "
+                f"expected at least {width} along each of the first {len(own)} axes; use fewer ranks or layers"
             )
         if not array.flags.writeable:
-            raise UsageError("got a read-only array, expected one whose ghost layers can be written")
+            raise UsageError("got a read-only array, expected an array with writable ghost layers")
 
     def _plan(self, array: _Array, width: int, corners: bool) -> list[list[_Side]]:
-        """Return whom to exchange what with, list after list; the buffers serve all arrays of this layout."""
+        """Return the phases of an exchange; their buffers serve all arrays of this layout."""
         phases: list[list[_Side]] = []
         for axis in range(len(self.shape)):
             length = array.shape[axis]
             cut = [
                 slice(width, array.shape[other] - width)
                 if not corners or other > axis
-                # Beyond the edge of the grid the ghost cells are not the neighbour's to give.
+                # The neighbour has no values for ghost cells beyond the edge of the grid.
                 else slice(
                     width if self.neighbour(other, _LOW) is None else 0,
                     array.shape[other] - (width if self.neighbour(other, _HIGH) is None else 0),
@@ -255,12 +254,12 @@ class Grid:
         return phases if corners else [[side for sides in phases for side in sides]]
 
     def _transfer(self, sides: Sequence[_Side], outgoing: Sequence[_Array], incoming: Sequence[_Array]) -> None:
-        """Send and receive contiguous arrays; receives are posted first, so that no message has to be kept."""
+        """Send and receive contiguous arrays; post receives first, so that no message must be buffered."""
         if self._under_way:
             raise GroupClosedError(
-                f"{self!r} refuses further exchanges since one has failed; make a new group and grid"
+                f"{self!r} refuses further exchanges because an earlier one failed; create a new group and grid"
             )
-        # Until all is done the buffers belong to the tickets: they stay here if anything fails.
+        # The tickets use the buffers until the exchange is complete, so both are kept after a failure.
         tickets = self._under_way
         try:
             for side, array in zip(sides, incoming, strict=True):
@@ -268,7 +267,7 @@ class Grid:
             for side, array in zip(sides, outgoing, strict=True):
                 tickets.append(self.group.send_async(_plain(array), side.neighbour, tag=side.send_tag))
         except GroupClosedError:
-            for ticket in tickets:  # whose errors say why
+            for ticket in tickets:  # their errors name the cause
                 ticket.wait()
             raise
         for ticket in tickets:
@@ -284,22 +283,22 @@ class _Side:
     send_tag: int
     receive_tag: int
     given: tuple[slice, ...] = ()
-    """The cells that it gets."""
+    """Cells to send."""
     taken: tuple[slice, ...] = ()
-    """The ghost cells that it fills."""
+    """Ghost cells to fill."""
     outgoing: _Array | None = None
-    """Through which the given cells go; ``None`` where they lie one after another in memory."""
+    """Buffer for the sent cells; ``None`` if they are contiguous in memory."""
     incoming: _Array | None = None
 
 
 def dims_create(size: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return `shape` with its zeros filled so that its product is `size`, as ``MPI_Dims_create``.
+    """Replace the zeros in `shape` so that its product is `size`, like ``MPI_Dims_create``.
 
-    What is filled does not increase from one axis to the next, and is as even as can be: the largest is as small as
-    possible, then the second, and so on. (Handing out prime factors greedily, as some MPIs do, makes 12 x 6 of 72, not
+    The new numbers do not increase from axis to axis, and are as even as possible: the largest number is minimal, then
+    the second, and so on. (A greedy distribution of prime factors, used by some MPIs, gives 12 x 6 for 72 instead of
     9 x 8: Träff and Lübbe, Specification Guideline Violations by MPI_Dims_create, EuroMPI 2015.)
 
-    Raises UsageError where nothing fits.
+    Raises UsageError if no shape fits.
 
     >>> dims_create(12, [0, 0]), dims_create(12, [0, 0, 0]), dims_create(12, [0, 3, 0])
     ((4, 3), (3, 2, 2), (2, 3, 2))
@@ -314,14 +313,14 @@ def dims_create(size: int, shape: Sequence[int]) -> tuple[int, ...]:
     if size % fixed or (not num_free and fixed != size):
         raise UsageError(
             f"got the shape {given} of {fixed} ranks for {size} ranks; "
-            + ("the ranks must be a multiple of it" if num_free else "both must be the same, or give 0 for some axis")
+            + ("the ranks must be a multiple of it" if num_free else "make both equal, or pass 0 for some axis")
         )
     filled = iter(_even_factors(size // fixed, num_free, size) or ())
     return tuple(count or next(filled) for count in given)
 
 
 def split_evenly(n: int, parts: int) -> list[slice]:
-    """Return `parts` slices that cover ``range(n)`` in order; the first ``n % parts`` are longer by one.
+    """Return `parts` slices that cover ``range(n)`` in order; the first ``n % parts`` have one item more.
 
     >>> split_evenly(7, 3)
     [slice(0, 3, None), slice(3, 5, None), slice(5, 7, None)]
@@ -334,7 +333,7 @@ def split_evenly(n: int, parts: int) -> list[slice]:
 
 
 def _even_factors(size: int, num_factors: int, most: int) -> tuple[int, ...] | None:
-    """Return the first of all non-increasing factorizations, in lexical order, with no factor above `most`."""
+    """Return the lexically first non-increasing factorization without a factor above `most`."""
     if not num_factors:
         return () if size == 1 else None
     for first in range(1, min(size, most) + 1):
@@ -346,18 +345,18 @@ def _even_factors(size: int, num_factors: int, most: int) -> tuple[int, ...] | N
 
 
 def _tag(axis: int, direction: int) -> int:
-    """Return the tag of what goes this way. Two ranks may be neighbours on both sides: the tag tells them apart."""
+    """Return the tag of an axis and direction. One rank may be the neighbour on both sides, so tags must differ."""
     return _TAG + 2 * axis + (direction == _HIGH)
 
 
 def _buffer(cells: _Array) -> _Array | None:
-    """Return a contiguous array for such cells, unless they are contiguous as they are."""
+    """Return a contiguous array for these cells; None if the cells are contiguous."""
     if cells.flags.c_contiguous and cells.dtype.isnative:
         return None
     return np.empty(cells.shape, cells.dtype.newbyteorder("="))
 
 
 def _plain(array: _Array) -> _Array:
-    """Return a contiguous array as a vector of a dtype that groups send: complex numbers as pairs."""
+    """Return a contiguous array as a vector of a sendable dtype: complex numbers as pairs."""
     flat = array.reshape(-1)
     return flat.view(flat.real.dtype) if flat.dtype.kind == "c" else flat

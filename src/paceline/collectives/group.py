@@ -1,4 +1,4 @@
-"""Groups: ranks that do collective operations together. The public face of this package."""
+"""Define groups: ranks that run collective operations together."""
 
 from __future__ import annotations
 
@@ -22,43 +22,43 @@ from paceline.collectives.world import World
 from paceline.errors import CollectiveError, GroupClosedError, RankLostError, UsageError
 
 _ABORTED: Final = "it was aborted on this rank"
-_FORKED: Final = "it belongs to the parent of this forked process, which has to meet the other ranks by itself"
+_FORKED: Final = "it belongs to the parent of this forked process; a forked process must create its own group"
 
 
 class Group(Closing):
     """Ranks 0 to ``size - 1`` that make the same calls in the same order.
 
-    Arrays are NumPy arrays or PyTorch tensors on the CPU, of float16, bfloat16, float32, float64, any integer or
-    bool; results are of the same kind. Reductions: ``sum``, ``mean`` (floats), ``product``, ``min``, ``max``, and for
-    integers and bool ``bitwise_and``, ``bitwise_or``, ``bitwise_xor``. On one host half precision is reduced in
-    float32. The result of an all-reduce is the same, bit by bit, on every rank (of hosts with one kind of processor).
+    Arrays are NumPy arrays or PyTorch CPU tensors of float16, bfloat16, float32, float64, any integer dtype or bool;
+    results are of the same kind. Reductions: ``sum``, ``mean`` (floats), ``product``, ``min``, ``max``, and for
+    integers and bool ``bitwise_and``, ``bitwise_or``, ``bitwise_xor``. On one host, half precision is reduced in
+    float32. An all-reduce gives the same bits on every rank (if all hosts have the same kind of processor).
 
-    Every call has a variant ``*_async`` that returns a :class:`CollectiveTicket`; calls of both kinds are carried out
-    in the order in which they are made. Every call waits at most :attr:`timeout`. Calls that differ between ranks
-    raise MismatchError on all of them; a rank that dies, stops or does not come raises RankLostError, which names it,
-    on all the others; after that the group refuses work with GroupClosedError.
+    Every call has a variant ``*_async`` that returns a :class:`CollectiveTicket`. All calls run in the order of their
+    submission. A call waits at most :attr:`timeout`. If the calls of the ranks differ, all ranks raise MismatchError.
+    If a rank dies, stops or is missing, the other ranks raise RankLostError, which names the rank. Later calls raise
+    GroupClosedError.
     """
 
     def __init__(
         self, world: World, ranks: Sequence[int], name: str, *, timeout: timedelta, algorithm: str | None = None
     ) -> None:
-        """Use :func:`init` and :meth:`subgroup`."""
+        """Not for users: call :func:`init` or :meth:`subgroup`."""
         check_algorithm(algorithm)
         self._timeout_s = timeout.total_seconds()
         self.name = name
         self._world = world
         self._connections = Connections(world, ranks, name, self._timeout_s, self._message_failed)
         self.rank = self._connections.layout.rank
-        """This process's number in the group."""
+        """This process's rank in the group."""
         self.size = self._connections.layout.size
         self.ranks = self._connections.layout.ranks
-        """The number in the world of every rank of the group."""
+        """World rank of every rank of the group."""
         self._tuner = Tuner(self._connections, self._timeout_s, algorithm)
         self._operations = Operations(self._connections, self._tuner, self._timeout_s)
         self._sequence = 0
         self._failure: str = ""
         self._unheard: CollectiveError | None = None
-        """An error that no call has raised yet: the next one does."""
+        """An error of a message, to be raised by the next call."""
         self._spreader: threading.Thread | None = None
         self._lock = threading.RLock()
         self._submitting = threading.Lock()
@@ -70,12 +70,12 @@ class Group(Closing):
 
     @property
     def timeout(self) -> timedelta:
-        """How long a call waits for the other ranks."""
+        """Longest time that a call waits for the other ranks."""
         return timedelta(seconds=self._timeout_s)
 
     @property
     def num_pending(self) -> int:
-        """How many asynchronous calls are not done; sends and receives do not count."""
+        """Number of unfinished asynchronous calls, without sends and receives."""
         return self._num_pending
 
     # collectives
@@ -89,7 +89,7 @@ class Group(Closing):
         return self._later(self._operations.barrier())
 
     def all_reduce(self, array: Any, op: str = "sum", *, out: Any = None) -> Any:
-        """Return the reduction of `array` over all ranks, on every rank; `out` may be `array` itself (in place)."""
+        """Return the reduction of `array` over all ranks; `out` may be `array` itself (in place)."""
         return self._now(self._operations.all_reduce(array, op, out))
 
     def all_reduce_async(self, array: Any, op: str = "sum", *, out: Any = None) -> CollectiveTicket:
@@ -97,7 +97,7 @@ class Group(Closing):
         return self._later(self._operations.all_reduce(array, op, out))
 
     def reduce(self, array: Any, op: str = "sum", *, root: int = 0, out: Any = None) -> Any:
-        """Return the reduction over all ranks on `root`, None elsewhere."""
+        """Return the reduction over all ranks on `root`, None on other ranks."""
         return self._now(self._operations.reduce(array, op, root, out))
 
     def reduce_async(self, array: Any, op: str = "sum", *, root: int = 0, out: Any = None) -> CollectiveTicket:
@@ -107,10 +107,10 @@ class Group(Closing):
     def reduce_scatter(
         self, array: Any, op: str = "sum", *, sizes: Sequence[int] | None = None, out: Any = None
     ) -> Any:
-        """Return this rank's part of the reduction; `array` is cut along its first axis.
+        """Return this rank's part of the reduction; `array` is divided along its first axis.
 
-        `sizes`: the rows of every rank's part, the same on all ranks; by default equal parts, for which the rows must
-        be a multiple of the group's size.
+        `sizes`: rows of every rank's part, equal on all ranks. Default: equal parts; the number of rows must then be a
+        multiple of the group's size.
         """
         return self._now(self._operations.reduce_scatter(array, op, sizes, out))
 
@@ -121,7 +121,7 @@ class Group(Closing):
         return self._later(self._operations.reduce_scatter(array, op, sizes, out))
 
     def broadcast(self, array: Any, *, root: int = 0) -> Any:
-        """Fill `array` with the root's, in place, and return it; its shape and dtype are the same everywhere."""
+        """Copy the root's `array` into `array` on all ranks and return it; shapes and dtypes must be equal."""
         return self._now(self._operations.broadcast(array, root))
 
     def broadcast_async(self, array: Any, *, root: int = 0) -> CollectiveTicket:
@@ -129,10 +129,9 @@ class Group(Closing):
         return self._later(self._operations.broadcast(array, root))
 
     def all_gather(self, array: Any, *, sizes: Sequence[int] | None = None, out: Any = None) -> Any:
-        """Return the arrays of all ranks, one behind the other along the first axis (0-d ones as a vector).
+        """Return the arrays of all ranks, concatenated along the first axis (0-d arrays as a vector).
 
-        `sizes`: the rows of every rank's array where they differ, the same on all ranks; :meth:`gather_sizes` finds
-        them.
+        `sizes`: rows of every rank's array if they differ, equal on all ranks; :meth:`gather_sizes` collects them.
         """
         return self._now(self._operations.all_gather(array, sizes, out))
 
@@ -141,13 +140,13 @@ class Group(Closing):
         return self._later(self._operations.all_gather(array, sizes, out))
 
     def gather_sizes(self, array: Any) -> list[int]:
-        """Return the rows of every rank's array."""
+        """Return the number of rows of every rank's array."""
         shape = as_array(array).shape
         rows = np.array([shape[0] if len(shape) else 1], np.int64)
         return [int(number) for number in self.all_gather(rows)]
 
     def gather(self, array: Any, *, root: int = 0, sizes: Sequence[int] | None = None, out: Any = None) -> Any:
-        """As :meth:`all_gather`, on `root`; None elsewhere."""
+        """Like :meth:`all_gather`, on `root`; other ranks get None."""
         return self._now(self._operations.gather(array, root, sizes, out))
 
     def gather_async(
@@ -157,9 +156,9 @@ class Group(Closing):
         return self._later(self._operations.gather(array, root, sizes, out))
 
     def scatter(self, array: Any, out: Any, *, root: int = 0, sizes: Sequence[int] | None = None) -> Any:
-        """Fill `out` with this rank's part of the root's `array`, cut along its first axis.
+        """Fill `out` with this rank's part of the root's `array`, divided along its first axis.
 
-        On the other ranks `array` is None.
+        On other ranks `array` is None.
         """
         return self._now(self._operations.scatter(array, out, root, sizes))
 
@@ -177,10 +176,10 @@ class Group(Closing):
         receive_sizes: Sequence[int] | None = None,
         out: Any = None,
     ) -> Any:
-        """Send part d of `array` (along its first axis) to rank d, and return what the ranks sent here, in rank order.
+        """Send part d of `array` (along its first axis) to rank d; return the received parts in rank order.
 
-        Without sizes all parts are equal; else `send_sizes` are the rows for every rank, and `receive_sizes` those from
-        every rank, which need not be given: the ranks tell one another in any case.
+        Without sizes all parts are equal. `send_sizes` are the rows for every rank. `receive_sizes`, the rows from every
+        rank, are optional, because the ranks exchange them.
         """
         return self._now(self._operations.all_to_all(array, send_sizes, receive_sizes, out))
 
@@ -198,15 +197,15 @@ class Group(Closing):
     # objects
 
     def broadcast_object(self, value: Any = None, *, root: int = 0) -> Any:
-        """Return the root's value on every rank: numbers, texts, bytes, lists and dicts; nothing is pickled."""
+        """Return the root's value: numbers, strings, bytes, lists and dicts. Nothing is pickled."""
         return _objects.broadcast(self, value, root)
 
     def all_gather_objects(self, value: Any) -> list[Any]:
-        """Return the values of all ranks; see :meth:`broadcast_object` for what they may be."""
+        """Return the values of all ranks; for their types see :meth:`broadcast_object`."""
         return _objects.all_gather(self, value)
 
     def gather_objects(self, value: Any, *, root: int = 0) -> list[Any] | None:
-        """Return the values of all ranks on `root`, None elsewhere."""
+        """Return the values of all ranks on `root`, None on other ranks."""
         return _objects.gather(self, value, root)
 
     # send and receive
@@ -214,7 +213,7 @@ class Group(Closing):
     def send(self, array: Any, to: int, *, tag: int = 0) -> None:
         """Send an array to a rank that calls :meth:`recv` with this tag and an array of the same dtype and size.
 
-        Tags are numbers below 2^62; those above are the library's own.
+        Tags are numbers below 2^62; higher ones are reserved.
         """
         self.send_async(array, to, tag=tag).wait()
 
@@ -227,7 +226,7 @@ class Group(Closing):
         return MessageTicket(pending, self.timeout, memory)
 
     def recv(self, out: Any, source: int | None = None, *, tag: int = 0) -> int:
-        """Fill `out` with a message of this tag, from `source` or from any rank; return the rank that sent it."""
+        """Fill `out` with a message of this tag, from `source` or any rank; return the sender's rank."""
         return int(self.recv_async(out, source, tag=tag).result())
 
     def recv_async(self, out: Any, source: int | None = None, *, tag: int = 0) -> CollectiveTicket:
@@ -241,9 +240,9 @@ class Group(Closing):
     # groups
 
     def subgroup(self, ranks: Iterable[int], *, timeout: timedelta | None = None) -> Group | None:
-        """Return the group of these ranks of this one, in their order; None on a rank that is not among them.
+        """Return the group of these ranks of this group, in this order; None on other ranks.
 
-        All its ranks must call it. Others may: it costs them nothing.
+        All ranks of the new group must call it. Other ranks may call it, without cost.
         """
         chosen = tuple(ranks)
         if len(set(chosen)) != len(chosen) or not all(0 <= rank < self.size for rank in chosen) or not chosen:
@@ -251,9 +250,9 @@ class Group(Closing):
         return self._make(tuple(self.ranks[rank] for rank in chosen), timeout)
 
     def split(self, color: int | None, key: int = 0) -> Group | None:
-        """Return the group of the ranks that give the same `color`, ordered by `key`, then rank; None for no color.
+        """Return the group of the ranks with the same `color`, ordered by `key`, then rank; None without a color.
 
-        A collective call: every rank of this group makes it.
+        A collective call: every rank of this group must make it.
         """
         try:
             own = np.array([[color is not None, color or 0, key]], np.int64)
@@ -267,36 +266,36 @@ class Group(Closing):
         return self._make(tuple(self.ranks[rank] for rank in same), label="split")
 
     def union(self, other: Group | Iterable[int]) -> Group | None:
-        """Return the group of the ranks of both, in the order of the world; `other` is a group, or ranks in the world.
+        """Return the group of the ranks of both, in the order of the world.
 
-        All its ranks must call it, on either of the two.
+        `other` is a group or a list of world ranks. All ranks of the new group must call it, on either group.
         """
         return self._make(tuple(sorted({*self.ranks, *_world_ranks(other)})))
 
     def intersection(self, other: Group | Iterable[int]) -> Group | None:
-        """Return the group of the ranks that are in both, in the order of the world; None if this rank is not."""
+        """Return the group of the ranks in both, in the order of the world; None on other ranks."""
         return self._make(tuple(sorted({*self.ranks} & {*_world_ranks(other)})))
 
     def difference(self, other: Group | Iterable[int]) -> Group | None:
-        """Return the group of this one's ranks that are not in `other`; None if this rank is not among them."""
+        """Return the group of this group's ranks that are not in `other`; None on other ranks."""
         return self._make(tuple(sorted({*self.ranks} - {*_world_ranks(other)})))
 
     def explain(self, nbytes: int, operation: str = "all_reduce") -> str:
-        """Return a table of the ways to do an operation: predicted and measured time, and the choice."""
+        """Return a table of the algorithms for an operation: predicted and measured times, and the choice."""
         return self._tuner.explain(operation, nbytes)
 
     def candidates(self, nbytes: int, operation: str = "all_reduce") -> list[Candidate]:
-        """Return what :meth:`explain` shows, as (name, predicted seconds, measured seconds), None where unknown."""
+        """Return the rows of :meth:`explain`: (name, predicted seconds, measured seconds); None if unknown."""
         return self._tuner.candidates(operation, nbytes)
 
     def close(self) -> None:
         """Leave the group; the other ranks' next call raises RankLostError. Idempotent.
 
-        The group of all takes those made of it along. In a forked child nothing happens: the group is the parent's.
+        Closing the group of all ranks closes its subgroups. In a forked child it has no effect.
         """
         if self._failure == _FORKED:
             return
-        with self._submitting:  # behind what is put here nothing can follow
+        with self._submitting:  # no call can be queued after the end marker
             self._failure = self._failure or "it was closed"
             thread, self._thread = self._thread, None
             if thread is not None:
@@ -312,10 +311,10 @@ class Group(Closing):
             self._world.close()
 
     def abort(self) -> None:
-        """End all work under way: this rank's calls, tickets and messages raise GroupClosedError, and so do later ones.
+        """End all work in progress: this rank's calls, tickets and messages raise GroupClosedError, also later ones.
 
-        The other ranks raise RankLostError that names this one, in the first call that cannot be finished without it.
-        Waits for nothing, may be called by any thread, and is idempotent; :meth:`close` is still to be called.
+        The other ranks raise RankLostError with this rank, in the first call that needs it. Returns immediately, may be
+        called by any thread, and is idempotent. :meth:`close` must still be called.
         """
         with self._submitting:
             self._failure = self._failure or _ABORTED
@@ -323,20 +322,20 @@ class Group(Closing):
             self._connections.cut()
 
     def disown(self) -> None:
-        """Leave the group to the parent of this process, which has been forked."""
+        """Leave the group to this forked process's parent."""
         self._failure = _FORKED
 
     def __repr__(self) -> str:
         return f"Group({self.name!r}, rank {self.rank} of {self.size})"
 
-    # carrying out
+    # execution
 
     def _check_alive(self) -> None:
         unheard, self._unheard = self._unheard, None
         if unheard is not None:
             raise unheard
         if self._failure:
-            raise GroupClosedError(f"group {self.name!r} refuses further work since {self._failure}")
+            raise GroupClosedError(f"group {self.name!r} refuses further work: {self._failure}")
 
     def _run(self, work: Work) -> Any:
         with self._lock:
@@ -350,13 +349,13 @@ class Group(Closing):
             except BaseException as error:
                 self._unheard = None
                 if self._failure == _ABORTED and isinstance(error, CollectiveError):
-                    raise GroupClosedError(f"group {self.name!r} ended this call since {_ABORTED}") from error
+                    raise GroupClosedError(f"group {self.name!r} ended this call: {_ABORTED}") from error
                 self._failure = self._failure or f"a call failed: {error}"
                 self._connections.abort(error, self._sequence)
                 raise
 
     def _message_failed(self, error: CollectiveError, is_heard: bool) -> None:
-        """Refuse further work, and end what is under way; see :class:`PointToPoint`."""
+        """Refuse further work and end the current call; see :class:`PointToPoint`."""
         if not self._failure:
             self._unheard = None if is_heard else error
             self._failure = f"a message failed: {error}"
@@ -365,7 +364,7 @@ class Group(Closing):
 
     def _spread(self, error: CollectiveError) -> None:
         self._connections.interrupt(error)
-        with self._lock:  # behind the call that this has ended
+        with self._lock:  # after the end of the interrupted call
             self._connections.abort(error, self._sequence)
 
     def _now(self, work: Work) -> Any:
@@ -388,7 +387,7 @@ class Group(Closing):
         return ticket
 
     def _serve(self) -> None:
-        """Carry out asynchronous calls, in a thread."""
+        """Run asynchronous calls, in a thread."""
         while (item := self._queue.get()) is not None:
             work, ticket = item
             result, error = None, None
@@ -401,10 +400,10 @@ class Group(Closing):
             ticket._finish(result, error)
             del item, work, ticket, result, error
 
-    # making groups
+    # subgroups
 
     def _make(self, world_ranks: tuple[int, ...], timeout: timedelta | None = None, label: str = "") -> Group | None:
-        """Return the group of these ranks of the world, if this one is among them."""
+        """Return the group of these world ranks; None if this rank is not included."""
         world = self._world
         if world.is_closed:
             raise GroupClosedError(f"no group can be made of {self.name!r}: all groups of this program were closed")
@@ -420,13 +419,13 @@ class Group(Closing):
             ):
                 return Group(world, world_ranks, name, timeout=timeout, algorithm=self._tuner.forced)
         except RankLostError as error:
-            # One that is late may come to the next attempt, except where all have agreed on it in a call.
+            # A late rank may join the next attempt, except where all ranks have agreed on the group in a call.
             if label or (isinstance(error, EndedError) and set(error.ranks) & set(self.ranks)):
                 self._part_failed(error)
             raise RankLostError(str(error), error.ranks) from error.__cause__
 
     def _part_failed(self, error: RankLostError) -> None:
-        """Refuse further work, and tell the other ranks: some are lost without which nothing of this group works."""
+        """Refuse further work and notify the other ranks: without the lost ranks this group is unusable."""
         with self._lock:
             self._failure = self._failure or f"a part of it could not be made: {error}"
             self._connections.abort(error, self._sequence)

@@ -1,12 +1,12 @@
-"""Names of groups: the ranks of one must call it alike, and otherwise than the groups that they made before.
+"""Agree on names of groups: equal on all ranks of a group, different from their earlier groups.
 
-A name ends in a number, of which every rank has its own count. A rank that has failed to make a group, since another
-did not come, is further on than that one. So the ranks tell one another their numbers and take the highest.
+A name ends in a number, and every rank has its own count. A rank that failed to create a group because another rank was
+missing has a higher count than that rank. Therefore the ranks exchange their counts and take the highest one.
 
-What a rank has told stays in the store until it tells the next number; only a rank that has failed takes it back. So
-what others find is of the present attempt, or of an earlier one that succeeded for that rank: then they were all in
-it, and are further on themselves. Hence all find the same highest number. A rank may also be further on than those
-that still look for its number: so it tells with which ones it has made groups before, and they take theirs of these.
+A count stays in the store until its rank publishes the next one; a rank whose attempt failed deletes its count. A stored
+count is therefore from the present attempt, or from an earlier one that succeeded for its rank. In the second case all
+ranks took part and have higher counts themselves. Hence all ranks find the same maximum. A rank may also be ahead of
+ranks that still wait for its count. For them it publishes the counts of its last groups as well.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ _NUM_AGREED: Final = 64
 
 
 class _Told(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank tells the others."""
+    """A rank's count, for the other ranks."""
 
     number: int
     agreed: list[int]
-    """The last of the numbers that it has made groups with: not of those that it tried in vain to make."""
+    """Counts of the last groups that were created; failed attempts are left out."""
 
     def number_for(self, number: int) -> int:
-        """Return its number in the attempt in which another rank's is ``number``."""
+        """Return this rank's count in the attempt in which another rank has ``number``."""
         return next((before for before in self.agreed if before >= number), self.number)
 
 
 class GroupNames:
-    """The names of one rank's groups."""
+    """Generator of the names of one rank's groups."""
 
     def __init__(self, store: Store, rank: int, program: str, look: Look) -> None:
-        """`rank`: of all of the program; `look` raises :class:`EndedError` for those who have ended."""
+        """`rank` is the rank in the program; `look` raises :class:`EndedError` for ranks that have ended."""
         self._store, self._rank, self._program, self._look = store, rank, program, look
         self._counts: dict[str, int] = {}
         self._agreed: dict[str, list[int]] = {}
 
     @contextlib.contextmanager
     def next(self, ranks: tuple[int, ...], label: str, timeout_s: float) -> Iterator[str]:
-        """Give the name of the next group of these ranks, which is to be made in the block.
+        """Yield the name of the next group of these ranks; the block must create the group.
 
-        Raises RankLostError that names those that do not come, and EndedError for those that never will.
+        Raises RankLostError with the missing ranks, and EndedError for ranks that have ended.
         """
         plain = f"{self._program}/{label}{','.join(map(str, ranks))}"
         number = self._counts[plain] = self._counts.get(plain, 0) + 1
@@ -79,12 +79,12 @@ class GroupNames:
                 raise
             except RankLostError as error:
                 raise absent(tuple(ranks[missing] for missing in error.ranks), plain) from None
-            others = [read_meta(value, _Told, "the number of a group") for value in numbers]
+            others = [read_meta(value, _Told, "a count of groups") for value in numbers]
             number = self._counts[plain] = max(other.number_for(number) for other in others)
             yield f"{plain}#{number}"
             agreed.append(number)
         except (ConnectionLostError, DeadlineError):
-            raise  # the store has gone
+            raise  # the store is lost
         except BaseException:
             with contextlib.suppress(Exception):
                 told.delete(f"number/rank {place}")
@@ -92,13 +92,13 @@ class GroupNames:
 
 
 class EndedError(RankLostError):
-    """Ranks, by their numbers in the world, have died or left, so that a group cannot be made."""
+    """A group cannot be created, because some of its ranks (world ranks) died or left."""
 
 
 def absent(ranks: tuple[int, ...], group: str) -> RankLostError:
-    """Return the error for ranks that did not come to make a group; they are called by their numbers in the world."""
+    """Return the error for ranks (world ranks) that did not take part in creating a group."""
     return RankLostError(
-        f"{name_ranks(ranks)} did not come to make group {group!r}; every rank of a group must make it, "
+        f"{name_ranks(ranks)} did not come to create group {group!r}; every rank of a group must create it, "
         "and all may try again",
         ranks,
     )

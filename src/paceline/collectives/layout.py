@@ -1,4 +1,4 @@
-"""Who the ranks of a group are, and on which hosts."""
+"""Describe the ranks of a group and their hosts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from paceline.collectives.rendezvous.node import NodeInfo
 
 
 class GroupLayout:
-    """The ranks of the group `name`: `ranks` are their numbers in the world, `rank` is this process's in the group."""
+    """The ranks of the group `name`: `ranks` are world ranks, `rank` is this process's rank in the group."""
 
     def __init__(self, name: str, ranks: Sequence[int], world_rank: int, world_infos: Sequence[NodeInfo]) -> None:
         self.name = name
@@ -18,7 +18,7 @@ class GroupLayout:
         self.infos = tuple(world_infos[rank] for rank in self.ranks)
         domains = [info.memory_domain for info in self.infos]
         self.hosts = tuple(sorted(set(domains), key=domains.index).index(domain) for domain in domains)
-        """The number of every rank's host; ranks of one host can share memory."""
+        """Host number of every rank; ranks of one host can share memory."""
         self.local_ranks = tuple(rank for rank in range(self.size) if self.hosts[rank] == self.hosts[self.rank])
 
     @property

@@ -1,4 +1,4 @@
-"""Collectives of objects: as arrays of the bytes that msgpack makes of them, of whose sizes the ranks tell first."""
+"""Send objects through collectives, encoded with msgpack; the ranks exchange the sizes first."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def broadcast(group: Group, value: Any, root: int) -> Any:
     data = _encode(value) if is_root else np.empty(0, np.uint8)
     size = group.broadcast(np.array([data.size], np.int64), root=root)
     if size[0] < 0:
-        raise ProtocolError(f"rank {root} said that its object has {size[0]} bytes")
+        raise ProtocolError(f"rank {root} sent {size[0]} as the size of its object in bytes")
     return _decode(group.broadcast(data if is_root else np.empty(int(size[0]), np.uint8), root=root))
 
 
@@ -45,7 +45,7 @@ def _encode(value: Any) -> Any:
         return np.frombuffer(bytearray(msgspec.msgpack.encode(value)), np.uint8)
     except (TypeError, msgspec.MsgspecError) as error:
         raise UsageError(
-            f"cannot send this object ({error}); give numbers, texts, bytes, lists and dicts of them"
+            f"cannot send this object ({error}); pass numbers, strings, bytes, or lists and dicts with such values"
         ) from None
 
 

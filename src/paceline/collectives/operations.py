@@ -1,4 +1,4 @@
-"""What a group's calls do: arguments are checked at once, on this rank; the work returned is done in its turn."""
+"""Implement a group's calls: check the arguments now, and return the work to run later."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.errors import MismatchError, UsageError
 from paceline.kernels import combine
 
 Work: TypeAlias = Callable[[int], Any]
-"""Does a call whose number in the group is given; returns its result."""
+"""Runs the call with this number in the group and returns its result."""
 
 _OPS: Final = {
     "sum": combine.SUM,
@@ -34,7 +34,7 @@ _MAX_KNOWN_CALLS: Final = 10_000
 
 
 class Operations:
-    """The operations of one rank of a group."""
+    """The operations of one rank in a group."""
 
     def __init__(self, connections: Connections, tuner: Tuner, timeout_s: float) -> None:
         self.rank, self.size = connections.layout.rank, connections.layout.size
@@ -199,7 +199,9 @@ class Operations:
                     f"{target.dtype}{list(target.shape)}"
                 )
         if sizes is not None and (len(sizes) != self.size or target.shape[:1] != (sizes[self.rank],)):
-            raise UsageError(f"got sizes {list(sizes)} and out of shape {list(target.shape)} on rank {self.rank}")
+            raise UsageError(
+                f"got sizes {list(sizes)} and out of shape {list(target.shape)} on rank {self.rank}; both must agree"
+            )
         told = target.shape if sizes is None else (*target.shape[1:], *(int(number) for number in sizes))
         call = self._call(_named("scatter", sizes), target.dtype, told, "", root)
 
@@ -221,7 +223,7 @@ class Operations:
         equal = sends is None and receives is None
         send_rows = self._rows(source.shape, sends, "all_to_all")
         expected = send_rows if equal else self._expected(receives, send_rows[self.rank])
-        target: ArrayMemory | None = None  # as long as it is not known how many rows come
+        target: ArrayMemory | None = None  # until the number of received rows is known
         if expected is not None:
             shape = (sum(expected), *source.shape[1:])
             out = empty_like(array, shape) if out is None else out
@@ -240,8 +242,8 @@ class Operations:
                 filled = ArrayMemory(result, target=True)
             elif sum(rows) != filled.shape[0]:
                 raise MismatchError(
-                    f"rank {self.rank} expects {filled.shape[0]} rows in all_to_all, those of out, but the ranks send "
-                    f"{rows}; give receive_sizes to find that out on one rank"
+                    f"rank {self.rank} expects {filled.shape[0]} rows in all_to_all, the rows of out, but the ranks send "
+                    f"{rows}; pass receive_sizes to find the difference on one rank"
                 )
             if self.size > 1:
                 engine, order = self._begin("all_to_all", source.num_bytes if equal else 0, call, sequence)
@@ -253,7 +255,7 @@ class Operations:
         return work
 
     def _expected(self, receives: Sequence[int] | None, own: int) -> list[int] | None:
-        """Return how many rows are to come from every rank, if that is given."""
+        """Check and return the expected rows from every rank."""
         if receives is None:
             return None
         rows = [int(number) for number in receives]
@@ -266,11 +268,11 @@ class Operations:
     def _exchange_sizes(
         self, call: tuple[CollectiveCall, int], sends: list[int], receives: list[int] | None, sequence: int
     ) -> list[int]:
-        """Return how many rows every rank sends to this one; they must be those that are expected, if any are.
+        """Return the rows that every rank sends to this one; raise MismatchError if others are expected.
 
-        It is a part of `call` and carries its signature: a rank that makes another call must not take these for data.
+        The exchange carries the signature of `call`, so that no rank mistakes the sizes for data of another call.
         """
-        numbers = np.array([sends, sends], np.int64)  # to give, and what comes
+        numbers = np.array([sends, sends], np.int64)  # sent and received
         if self.size > 1:
             given, taken = (_parts(ArrayMemory(row), [1] * self.size) for row in numbers)
             engine, order = self._begin("all_to_all", numbers[0].nbytes, call, sequence)
@@ -307,7 +309,7 @@ class Operations:
         if op not in _OPS:
             raise UsageError(f"got op {op!r}, expected one of {', '.join(_OPS)}")
         if op == "mean" and dtype not in _FLOATS:
-            raise UsageError(f"got op 'mean' for {dtype}, expected a float dtype; take 'sum' and divide as you like")
+            raise UsageError(f"got op 'mean' for {dtype}, expected a float dtype; use 'sum' and divide the result")
         if op.startswith("bitwise") and dtype in _FLOATS:
             raise UsageError(f"got op {op!r} for {dtype}, expected an integer dtype or bool")
         scale = 1.0 / self.size if op == "mean" else 1.0
@@ -319,32 +321,34 @@ class Operations:
 
     def _rows(self, shape: tuple[int, ...], sizes: Sequence[int] | None, operation: str) -> list[int]:
         if not shape:
-            raise UsageError(f"{operation} cuts its array along the first axis; got a 0-d one")
+            raise UsageError(
+                f"got a 0-d array for {operation}, which divides arrays along the first axis; pass at least one axis"
+            )
         if sizes is None:
             if shape[0] % self.size:
                 raise UsageError(
-                    f"{operation} cuts {shape[0]} rows into {self.size} equal parts; give a multiple of "
-                    f"{self.size}, or sizes"
+                    f"{operation} divides {shape[0]} rows into {self.size} equal parts; pass a multiple of "
+                    f"{self.size} rows, or sizes"
                 )
             return [shape[0] // self.size] * self.size
         rows = [int(number) for number in sizes]
         if len(rows) != self.size or min(rows) < 0 or sum(rows) != shape[0]:
             raise UsageError(
-                f"got sizes {rows} for {shape[0]} rows and {self.size} ranks; they must add up to the rows"
+                f"got sizes {rows} for {shape[0]} rows and {self.size} ranks; pass one size for each rank with the sum {shape[0]}"
             )
         return rows
 
     def _gathered(
         self, source: ArrayMemory, sizes: Sequence[int] | None
     ) -> tuple[list[int], tuple[int, ...], tuple[int, ...]]:
-        """Return the rows of every rank, the shape of the whole, and what must be the same on all ranks."""
+        """Return the rows of every rank, the shape of the result, and the sizes that must be equal on all ranks."""
         own = source.shape or (1,)
         if sizes is None:
             return [own[0]] * self.size, (own[0] * self.size, *own[1:]), source.shape
         rows = [int(number) for number in sizes]
         if len(rows) != self.size or min(rows) < 0 or rows[self.rank] != own[0]:
             raise UsageError(
-                f"got sizes {rows} for {self.size} ranks, and {own[0]} rows on rank {self.rank}; give every rank's rows"
+                f"got sizes {rows} for {self.size} ranks, and {own[0]} rows on rank {self.rank}; pass every rank's rows"
             )
         return rows, (sum(rows), *own[1:]), (*own[1:], *rows)
 
@@ -359,7 +363,7 @@ class Operations:
         return engine, order._replace(algorithm=algorithm) if algorithm != SHARED else order
 
     def finished(self) -> None:
-        """Take note of how long the work just done has taken."""
+        """Record the duration of the finished call."""
         if self._doing is not None:
             operation, algorithm, num_bytes, start = self._doing
             self._tuner.record(operation, algorithm, num_bytes, time.perf_counter() - start)
@@ -388,8 +392,8 @@ def _matching(out: Any, source: ArrayMemory, shape: tuple[int, ...]) -> ArrayMem
     target = ArrayMemory(out, target=True)
     if target.dtype != source.dtype or target.shape != tuple(shape):
         raise UsageError(
-            f"got out of {target.dtype}{list(target.shape)}, expected {source.dtype}{list(shape)}; leave it out to get "
-            "a fresh array"
+            f"got out of {target.dtype}{list(target.shape)}, expected {source.dtype}{list(shape)}; leave `out` out to get "
+            "a new array"
         )
     return target
 

@@ -1,4 +1,4 @@
-"""How a program's ranks become a group."""
+"""Create the group of all ranks of a program."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def init(
     algorithm: str | None = None,
     tls: TLS | None = None,
 ) -> Group:
-    """Meet the other ranks of this program and return the group of all.
+    """Connect the ranks of this program and return the group of all ranks.
 
-    What is not given comes from the environment, as PyTorch's launchers set it: ``RANK``, ``WORLD_SIZE``,
-    ``MASTER_ADDR``, ``MASTER_PORT`` (`address` is ``host:port``); also ``PACELINE_TOKEN``, the secret that all ranks
-    share (needed between hosts), and ``PACELINE_ALGORITHM``. `timeout` bounds the meeting, and every later call.
-    With `tls` (``PACELINE_TLS_CERT``, ``PACELINE_TLS_KEY``, ``PACELINE_TLS_CA``), whatever goes over TCP is encrypted.
+    Missing arguments come from the variables of PyTorch's launchers: ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
+    ``MASTER_PORT`` (`address` is ``host:port``). ``PACELINE_TOKEN`` is the secret of all ranks and is needed between
+    hosts; ``PACELINE_ALGORITHM`` is the default of `algorithm`. `timeout` limits the rendezvous and every later call.
+    With `tls` (``PACELINE_TLS_CERT``, ``PACELINE_TLS_KEY``, ``PACELINE_TLS_CA``) all TCP traffic is encrypted.
 
-    Raises UsageError, AddressError (the port is in use), AuthenticationError (another token), DeadlineError (nobody is
-    there), RankLostError (some ranks did not come) or MismatchError (ranks demand different algorithms).
+    Raises UsageError, AddressError (the port is in use), AuthenticationError (another token), DeadlineError (rank 0
+    does not answer), RankLostError (missing ranks) or MismatchError (different algorithms).
     """
     told = environment()
     check_algorithm(algorithm or told.algorithm)
@@ -67,7 +67,7 @@ def join(
     timeout: timedelta = DEFAULT_TIMEOUT,
     algorithm: str | None = None,
 ) -> Group:
-    """Meet the other ranks in a store that all of them have, and return the group of all."""
+    """Connect ranks that share a store, and return the group of all ranks."""
     check_algorithm(algorithm)
     timeout_s = timeout.total_seconds()
     world = World(

@@ -1,4 +1,4 @@
-"""An asynchronous collective, send or receive under way."""
+"""Define tickets: asynchronous collectives, sends and receives in progress."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class CollectiveTicket:
-    """What an asynchronous call returns. Its arrays must not be touched before it is done.
+    """The result of an asynchronous call. Do not use its arrays before the call is done.
 
     >>> ticket = group.all_reduce_async(gradient)       # doctest: +SKIP
     >>> other_work()                                    # doctest: +SKIP
@@ -30,7 +30,7 @@ class CollectiveTicket:
     __slots__ = ("_callbacks", "_error", "_finished", "_lock", "_result", "_worker")
 
     def __init__(self, worker: threading.Thread | None = None) -> None:
-        """`worker`: the thread that carries out the call, which therefore cannot wait for it."""
+        """`worker`: the thread that runs the call, and so must not wait for the ticket."""
         self._worker = worker
         self._finished = threading.Event()
         self._lock = threading.Lock()
@@ -39,37 +39,36 @@ class CollectiveTicket:
         self._callbacks: list[Callable[[CollectiveTicket], None]] = []
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Wait until it is done. Raises what the call raises; DeadlineError if ``timeout`` passes, and it goes on.
+        """Wait until the call is done, and raise its error.
 
-        Raises UsageError in a callback of the same group: that call comes after the callback.
+        Raises DeadlineError after ``timeout``; the call continues. Raises UsageError in a callback of the same group,
+        because the call can only run after the callback.
         """
         if not self._finished.is_set() and threading.current_thread() is self._worker:
             raise no_waiting_in_callbacks()
         if not self._finished.wait(None if timeout is None else timeout.total_seconds()):
             assert timeout is not None
-            raise DeadlineError(
-                f"the call is not done after {timeout.total_seconds():g} s; wait for it again, or longer"
-            )
+            raise DeadlineError(f"the call is not done after {timeout.total_seconds():g} s; wait again, or longer")
         if self._error is not None:
             raise self._error
 
     def done(self) -> bool:
-        """Return whether it is done, or has failed."""
+        """Return whether the call is done or has failed."""
         return self._finished.is_set()
 
     def result(self) -> Any:
-        """Wait, and return what the call returns."""
+        """Wait, and return the result of the call."""
         self.wait()
         return self._result
 
     def exception(self) -> BaseException | None:
-        """Return the error of a call that has failed; ``None`` as long as it is not done."""
+        """Return the error of a failed call; ``None`` before the end."""
         return self._error
 
     def add_done_callback(self, callback: Callable[[CollectiveTicket], None]) -> None:
-        """Call ``callback(ticket)`` when it is done: in the group's thread, or here and now if it already is.
+        """Call ``callback(ticket)`` at the end of the call, in the group's thread; immediately if it has ended.
 
-        The callback may make asynchronous calls of the group, but not wait for any.
+        The callback may make asynchronous calls of the group, but must not wait for them.
         """
         with self._lock:
             if not self._finished.is_set():
@@ -90,7 +89,7 @@ class CollectiveTicket:
 
 
 class MessageTicket(CollectiveTicket):
-    """A send or receive. Its result is the rank that sent the message."""
+    """A send or receive. Its result is the sender's rank."""
 
     __slots__ = ("_given_back", "_memory", "_pending", "_timeout")
 
@@ -103,13 +102,11 @@ class MessageTicket(CollectiveTicket):
 
     @override
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Without ``timeout`` the group's holds, and after it the message is given up."""
+        """Wait; without ``timeout``, wait for the group's timeout and then cancel the message."""
         if timeout is None:
             self._pending.wait(self._timeout.total_seconds())
         elif not self._pending.wait_for(timeout.total_seconds()):
-            raise DeadlineError(
-                f"the message is not through after {timeout.total_seconds():g} s; wait again, or longer"
-            )
+            raise DeadlineError(f"the message is not done after {timeout.total_seconds():g} s; wait again, or longer")
         self._give_back()
         if self._pending.error is not None:
             raise self._pending.error
@@ -128,7 +125,7 @@ class MessageTicket(CollectiveTicket):
         return False
 
     def result(self) -> int:
-        """Wait, and return the rank that sent the message."""
+        """Wait, and return the sender's rank."""
         self.wait()
         return self._pending.source
 
@@ -137,7 +134,7 @@ class MessageTicket(CollectiveTicket):
         return self._pending.error
 
     def add_done_callback(self, callback: Callable[[CollectiveTicket], None]) -> None:
-        """Call ``callback(ticket)`` when it is done, in a thread of its own."""
+        """Call ``callback(ticket)`` at the end, in a new thread."""
 
         def wait() -> None:
             try:
@@ -150,8 +147,8 @@ class MessageTicket(CollectiveTicket):
 
 
 def no_waiting_in_callbacks() -> UsageError:
-    """Return the error for a callback that would wait for what comes after it in the group's thread."""
+    """Return the error for a callback that waits for a later call of its group's thread."""
     return UsageError(
-        "a callback of a group's ticket waits for another call of that group, which the same thread carries out after "
-        "it; make the call asynchronous and do not wait for it, or wait in another thread"
+        "a callback of a group's ticket waits for another call of the group, which its own thread runs later; "
+        "make the call asynchronous without waiting, or wait in another thread"
     )

@@ -1,10 +1,9 @@
-"""Which way a group does an operation, and why.
+"""Choose the algorithm of each operation of a group, and explain the choice.
 
-On one host there are two: ``shared`` (through slots of a shared segment) and, for large all-reduces, ``direct``
-(reading the other ranks' arrays where they lie); which is faster depends on how far apart the cores are, so both are
-timed once. Between hosts a schedule is taken, the one with the least predicted time under the model α + nβ + nγ, whose
-constants are measured once per group, by all its ranks together: it takes some ten milliseconds to a second. All ranks
-agree on the slowest rank's figures, so they choose alike.
+On one host there are ``shared`` (slots of a shared segment) and, for large all-reduces, ``direct`` (reads from the
+other ranks' arrays). The distance of the cores decides which is faster, so both are timed once. Between hosts the tuner
+takes the schedule with the shortest predicted time in the model α + nβ + nγ. All ranks of a group measure the constants
+together, once, in 10 ms to 1 s. All ranks agree on the slowest rank's values, so their choices are equal.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ if TYPE_CHECKING:
 SHARED, DIRECT = "shared", "direct"
 _NAMES: Final = sorted({name for found in ALGORITHMS.values() for name in found} | {SHARED, DIRECT})
 _REPEATS: Final = {DIRECT_BYTES: 25, 1 << 20: 21, 1 << 22: 13, 1 << 24: 9, 1 << 26: 5}
-"""At these sizes both ways on one host are timed, so often."""
+"""Sizes at which both algorithms on one host are timed, and the number of repetitions."""
 _LIMITS: Final = {DIRECT_BYTES: 0.8, 1 << 24: 1.1, 1 << 26: 1.5}
-"""From these sizes on, ``direct`` is taken if it needs less than this part of the time of ``shared``.
+"""From each size on, ``direct`` is taken if its time is below this multiple of the time of ``shared``.
 
-Virtual cores move while a program runs. Where they are close, ``direct`` is up to three times slower for little data
-and level for much; where they are far, level for little and faster by half, or by four times, for much (2 and 4 ranks,
-1 to 100 MB). So what a moment's timing says counts the less the larger the data are.
+Virtual cores move while a program runs. On close cores ``direct`` is up to three times slower for small data and equal
+for large data. On distant cores it is equal for small data and 1.5 to 4 times faster for large data (2 and 4 ranks, 1 to
+100 MB). So the weight of a measurement decreases with the size.
 """
 _LEAST_S: Final = 0.05
 _MOST_BYTES: Final = 1 << 24
@@ -47,17 +46,17 @@ _KEPT: Final = 32
 
 
 class Model(NamedTuple):
-    """What moving and reducing data costs between the ranks of a group."""
+    """Cost of moving and reducing data between the ranks of a group."""
 
     alpha_s: float
-    """To start a message."""
+    """Start of a message."""
     beta_s_per_byte: float
     gamma_s_per_byte: float
-    """To reduce."""
+    """Reduction."""
 
 
 class Candidate(NamedTuple):
-    """One way to do an operation."""
+    """One algorithm for an operation, with its times if known."""
 
     name: str
     predicted_s: float | None
@@ -65,32 +64,32 @@ class Candidate(NamedTuple):
 
 
 def check_algorithm(name: str | None) -> None:
-    """Raise UsageError if there is no algorithm of this name."""
+    """Raise UsageError for an unknown algorithm."""
     if name is not None and name not in _NAMES:
         raise UsageError(f"got algorithm {name!r}, expected one of {', '.join(_NAMES)}")
 
 
 class Tuner:
-    """Chooses for one group."""
+    """Choose the algorithms of one group."""
 
     def __init__(self, connections: Connections, timeout_s: float, algorithm: str | None) -> None:
-        """`algorithm`: what is to be taken wherever it can be."""
+        """`algorithm` is used wherever it supports the operation."""
         self.forced = algorithm
         self.model: Model | None = None
-        """``None`` until the first operation between hosts has measured it."""
+        """``None`` before the first operation between hosts."""
         self._connections = connections
         self._timeout_s = timeout_s
         self._local: dict[int, dict[str, float]] = {}
         self._chosen: dict[tuple[str, int], str] = {}
         self._measured: dict[tuple[str, str, int], deque[float]] = {}
 
-    # choosing
+    # choice
 
     def choose(self, operation: str, num_bytes: int, order: Order) -> tuple[Engine, str]:
         """Return the engine and the algorithm for a call.
 
-        When it measures, it is a collective call itself, and meets in a barrier that stands for `order` first: so ranks
-        that disagree hear of that, and do not measure different things.
+        A measurement is a collective call. It begins with a barrier in the name of `order`, so that ranks with different
+        calls raise an error instead of measuring different things.
         """
         shared = self._shared()
         forced = self._forced_schedule(operation)
@@ -107,7 +106,7 @@ class Tuner:
         return network, forced or self._choose_schedule(operation, num_bytes)
 
     def record(self, operation: str, algorithm: str, num_bytes: int, seconds: float) -> None:
-        """Remember how long a call took."""
+        """Record the duration of a call."""
         key = (operation, algorithm, num_bytes.bit_length())
         kept = self._measured.get(key)
         if kept is None:
@@ -115,7 +114,7 @@ class Tuner:
         kept.append(seconds)
 
     def candidates(self, operation: str, num_bytes: int) -> list[Candidate]:
-        """Return the ways to do an operation, with what is known of them; no communication."""
+        """Return the algorithms for an operation with their known times, without communication."""
         found: list[Candidate] = []
         shared = self._shared()
         if shared is not None:
@@ -132,10 +131,9 @@ class Tuner:
         return found
 
     def explain(self, operation: str, num_bytes: int) -> str:
-        """Return the candidates as a table, and which is taken and why.
+        """Return a table of the candidates, with the choice and its reason.
 
-        `num_bytes` is what the operation's time depends on: of the whole result in an all_gather, of this rank's array
-        in all others.
+        `num_bytes` is the size of the whole result for all_gather, and of this rank's array for the other operations.
         """
         if operation not in ALGORITHMS:
             raise UsageError(f"got operation {operation!r}, expected one of {', '.join(ALGORITHMS)}")
@@ -149,7 +147,7 @@ class Tuner:
         return "\n".join(lines)
 
     def predict(self, operation: str, name: str, num_bytes: int) -> float:
-        """Return the seconds that an algorithm takes by the model."""
+        """Return an algorithm's time in seconds by the model."""
         assert self.model is not None
         size, algorithm = self._connections.layout.size, ALGORITHMS[operation][name]
         pieces = num_pieces(operation, name, num_bytes)
@@ -164,24 +162,24 @@ class Tuner:
 
     def _explain_choice(self, operation: str, num_bytes: int) -> tuple[str, str]:
         if self._connections.layout.size == 1:
-            return "nothing", "there is one rank"
+                return "nothing", "the group has one rank"
         shared = self._shared()
         forced = self._forced_schedule(operation)
         if forced is not None:
-            return forced, "as PACELINE_ALGORITHM or the caller demands"
+                return forced, "set by PACELINE_ALGORITHM or the caller"
         if shared is not None and self.forced in (None, SHARED, DIRECT):
             if not self._may_be_direct(shared, operation, num_bytes):
                 return SHARED, "all ranks are on one host"
             if self.forced is not None and self.forced in (SHARED, DIRECT):
-                return self.forced, "as PACELINE_ALGORITHM or the caller demands"
+                        return self.forced, "set by PACELINE_ALGORITHM or the caller"
             near = self._near(num_bytes)
             timed = self._local.get(near)
             if timed is None:
-                return SHARED, "all ranks are on one host; not yet timed against direct"
-            return _faster(timed, near), "timed the fastest on this host"
+                        return SHARED, "all ranks are on one host; not yet timed against direct"
+                return _faster(timed, near), "the fastest on this host, as timed"
         if self.model is None and len(self._names(operation)) > 1:
-            return "none yet", "the first call measures the links, then chooses"
-        return self._choose_schedule(operation, num_bytes), "the least predicted time"
+                return "none yet", "the first call measures the links, then chooses"
+        return self._choose_schedule(operation, num_bytes), "the shortest predicted time"
 
     def _forced_schedule(self, operation: str) -> str | None:
         known = ALGORITHMS[operation].get(self.forced or "")
@@ -245,7 +243,7 @@ class Tuner:
         return [name for name, known in ALGORITHMS[operation].items() if known.supports(self._connections.layout.size)]
 
     def measure(self) -> Model:
-        """Measure the model, together with all ranks: every rank sends to the next and receives from the one before."""
+        """Measure the model together with all ranks: each sends to its successor and receives from its predecessor."""
         network = self._connections.network(self._choose_schedule)
         alpha = self._time_shift(network, 8, 15)
         num_bytes, seconds = 1 << 16, 0.0
@@ -275,10 +273,10 @@ class Tuner:
         self._agree(network, median)
         return float(median[0])
 
-    # together
+    # agreement
 
     def _agree(self, engine: Engine, values: np.ndarray) -> None:
-        """Take the greatest of all ranks' values."""
+        """Replace the values by the maximum over all ranks."""
         area = Area(values.ctypes.data, values.nbytes)
         reduction = Reduction(combine.combiner("float64"), combine.MAX, 1.0, 8)
         engine.all_reduce(self._order("recursive-doubling"), area, area, reduction)
@@ -296,7 +294,7 @@ def _faster(timed: dict[str, float], num_bytes: int) -> str:
 
 
 def _time_combining() -> float:
-    """Return the seconds per byte that adding float32 takes."""
+    """Return the seconds per byte of a float32 addition."""
     array = np.ones(1 << 18, np.float32)
     other = np.ones(1 << 18, np.float32)
     table = (ctypes.c_uint64 * 2)(array.ctypes.data, other.ctypes.data)

@@ -1,4 +1,4 @@
-"""What the groups of one program share: where every rank is, and how a group's ranks get hold of one another."""
+"""Hold the shared state of a program's groups: addresses of all ranks, and connections between them."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ _MAX_LOOKED_AT = 16
 
 
 class JoinedGroup(Protocol):
-    """A group, as the world knows it."""
+    """The world's view of a group."""
 
     def close(self) -> None:
-        """Leave it. Idempotent."""
+        """Leave the group. Idempotent."""
 
     def disown(self) -> None:
-        """Use it no more, and leave everything to the parent of this forked process."""
+        """Stop using the group in a forked child; it belongs to the parent."""
 
 
 class World:
-    """All ranks of a program, as one of them sees them."""
+    """All ranks of a program, from the view of one rank."""
 
     def __init__(
         self,
@@ -57,9 +57,9 @@ class World:
         timeout_s: float,
         algorithm: str | None = None,
     ) -> None:
-        """Meet all ranks. Raises RankLostError that names those that did not come.
+        """Connect all ranks. Raises RankLostError with the missing ranks.
 
-        `algorithm` is what this rank demands; MismatchError on all ranks if they differ in that.
+        `algorithm` is this rank's demand; all ranks raise MismatchError if their demands differ.
         """
         if not 0 <= rank < size:
             raise UsageError(f"got rank {rank} of {size}, expected one from 0 to {size - 1}")
@@ -79,7 +79,7 @@ class World:
         _open_worlds.add(self)
 
     def _check_algorithms(self) -> None:
-        """Ranks that go different ways would wait for one another, or take one another's data for their own."""
+        """Ranks with different algorithms would wait for one another, or take data of one call for another's."""
         sides: dict[str, list[int]] = {}
         for rank, info in enumerate(self.infos):
             sides.setdefault(info.algorithm, []).append(rank)
@@ -89,39 +89,40 @@ class World:
                 for algorithm, ranks in sides.items()
             )
             raise MismatchError(
-                f"the ranks disagree about the algorithm: {told}; set PACELINE_ALGORITHM alike on all ranks"
+                f"the ranks disagree about the algorithm: {told}; set PACELINE_ALGORITHM to the same value on all ranks"
             )
 
     def look_after(self, ranks: Sequence[int]) -> None:
-        """Raise EndedError if some of these ranks have died or left: nobody listens any more where they did."""
+        """Raise EndedError if some of these ranks have died or left: their addresses refuse connections."""
         ended = tuple(rank for rank in ranks[:_MAX_LOOKED_AT] if not self.node.is_there(self.infos[rank]))
         if ended:
-            raise EndedError(f"{name_ranks(ended)} died or left before a group was made of it", ended)
+            raise EndedError(f"{name_ranks(ended)} died or left before its group was created", ended)
 
     @contextlib.contextmanager
     def in_ranks(self, what: str) -> Iterator[None]:
-        """Say of errors of the store which rank is lost with it."""
+        """Turn errors of the store into errors that name the rank of the store."""
         try:
             yield
         except (ConnectionLostError, AddressError, DeadlineError) as error:
             server = self.store.server_rank
             if server is None:
                 self.look_after(range(self.size))
-                raise CollectiveError(f"{what} could not be made: {error}") from error
+                raise CollectiveError(f"{what} could not be created: {error}") from error
             raise EndedError(
-                f"rank {server} died, left or stopped before {what} was made: it serves the store ({error})", (server,)
+                f"rank {server}, which serves the store, died, left or stopped before {what} was created ({error})",
+                (server,),
             ) from error
 
     def enter(self, group: JoinedGroup) -> None:
-        """Take note of a group, which is closed with the world."""
+        """Register a group, to close it with the world."""
         self._groups.add(group)
 
     def leave(self, group: JoinedGroup) -> None:
-        """Forget a group, which is closed."""
+        """Remove a closed group."""
         self._groups.discard(group)
 
     def close(self) -> None:
-        """Leave: the other ranks notice. Idempotent."""
+        """Leave the program; the other ranks detect it. Idempotent."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -133,19 +134,19 @@ class World:
         self.store.close()
 
     def disown(self) -> None:
-        """Leave everything to the parent of this process, which has been forked: it has no threads to serve it."""
+        """Leave everything to the parent of this forked process, which has no threads to serve it."""
         self.is_closed = True
         for group in self._groups:
             group.disown()
 
     def _clean_up_after_the_dead(self) -> None:
-        """Remove the sockets of processes on this host that were killed."""
+        """Remove the sockets of killed processes on this host."""
         for info in self.infos:
             there = info.memory_domain == self.node.info.memory_domain and info.endpoint.unix is not None
             if there and info.pid != os.getpid() and not is_alive(info.pid):
                 assert info.endpoint.unix is not None
                 folder = os.path.dirname(info.endpoint.unix.path)
-                if os.path.basename(folder).startswith("paceline-"):  # as bind_unix names them where they are files
+                if os.path.basename(folder).startswith("paceline-"):  # the name that bind_unix gives to files
                     with contextlib.suppress(OSError):
                         os.unlink(info.endpoint.unix.path)
                         os.rmdir(folder)
