@@ -123,13 +123,14 @@ class Grid:
     def exchange_halos(self, array: _Array, width: int = 1, *, corners: bool = False) -> None:
         """Fill the ghost layers of this rank's block from its neighbours' cells, in place.
 
-        `array` is a writable NumPy array. Its first axes are the grid's. Along each of these it has `width` ghost layers
-        on both sides, and at least `width` own cells between. Later axes (components, for instance) are sent whole.
+        `array` is a writable NumPy array. Its first axes are the grid's. Along each of these it has `width` ghost
+        layers on both sides, and at least `width` own cells between. Later axes (components, for instance) are sent
+        whole.
 
         Without `corners`, all axes are exchanged at the same time, and ghost cells outside on several axes keep their
-        values; a 5-point stencil does not read these. With `corners`, the axes are exchanged one after another, and each
-        exchange includes the ghost cells of the previous axes. Ghost cells beyond an edge of the grid, corners included,
-        keep their values.
+        values; a 5-point stencil does not read these. With `corners`, the axes are exchanged one after another, and
+        each exchange includes the ghost cells of the previous axes. Ghost cells beyond an edge of the grid always keep
+        their values.
 
         Raises UsageError before anything is sent, MismatchError for a neighbour's block of another shape or dtype, and
         RankLostError.
@@ -158,8 +159,8 @@ class Grid:
     def neighbour_all_to_all(self, array: _Array, *, out: _Array | None = None) -> _Array:
         """Send each neighbour one row of `array`, and return the rows received from the neighbours.
 
-        Rows are in MPI's order: the lower and the higher neighbour of the first axis, then of the second, and so on: two
-        rows for each axis. Rows of missing neighbours are neither sent nor written; they are zero in a new array.
+        Rows are in MPI's order, two for each axis: the lower neighbour of the first axis, the higher one, then the
+        next axis. Rows of missing neighbours are neither sent nor written; they are zero in a new array.
         """
         rows = 2 * len(self.shape)
         if not array.ndim or array.shape[0] != rows:

@@ -178,8 +178,8 @@ class Group(Closing):
     ) -> Any:
         """Send part d of `array` (along its first axis) to rank d; return the received parts in rank order.
 
-        Without sizes all parts are equal. `send_sizes` are the rows for every rank. `receive_sizes`, the rows from every
-        rank, are optional, because the ranks exchange them.
+        Without sizes all parts are equal. `send_sizes` are the rows for every rank. `receive_sizes`, the rows from
+        every rank, are optional, because the ranks exchange them.
         """
         return self._now(self._operations.all_to_all(array, send_sizes, receive_sizes, out))
 

@@ -3,10 +3,10 @@
 A name ends in a number, and every rank has its own count. A rank that failed to create a group because another rank was
 missing has a higher count than that rank. Therefore the ranks exchange their counts and take the highest one.
 
-A count stays in the store until its rank publishes the next one; a rank whose attempt failed deletes its count. A stored
-count is therefore from the present attempt, or from an earlier one that succeeded for its rank. In the second case all
-ranks took part and have higher counts themselves. Hence all ranks find the same maximum. A rank may also be ahead of
-ranks that still wait for its count. For them it publishes the counts of its last groups as well.
+A count stays in the store until its rank publishes the next one; a rank whose attempt failed deletes its count. A
+stored count is therefore from the present attempt, or from an earlier one that succeeded for its rank. In the second
+case all ranks took part and have higher counts themselves. Hence all ranks find the same maximum. A rank may also be
+ahead of ranks that still wait for its count. For them it publishes the counts of its last groups as well.
 """
 
 from __future__ import annotations

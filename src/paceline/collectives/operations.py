@@ -242,8 +242,8 @@ class Operations:
                 filled = ArrayMemory(result, target=True)
             elif sum(rows) != filled.shape[0]:
                 raise MismatchError(
-                    f"rank {self.rank} expects {filled.shape[0]} rows in all_to_all, the rows of out, but the ranks send "
-                    f"{rows}; pass receive_sizes to find the difference on one rank"
+                    f"rank {self.rank} expects {filled.shape[0]} rows in all_to_all, the rows of out, but the ranks "
+                    f"send {rows}; pass receive_sizes to find the difference on one rank"
                 )
             if self.size > 1:
                 engine, order = self._begin("all_to_all", source.num_bytes if equal else 0, call, sequence)
@@ -334,7 +334,7 @@ class Operations:
         rows = [int(number) for number in sizes]
         if len(rows) != self.size or min(rows) < 0 or sum(rows) != shape[0]:
             raise UsageError(
-                f"got sizes {rows} for {shape[0]} rows and {self.size} ranks; pass one size for each rank with the sum {shape[0]}"
+                f"got sizes {rows} for {shape[0]} rows and {self.size} ranks; pass one for each rank, and the right sum"
             )
         return rows
 
@@ -392,8 +392,8 @@ def _matching(out: Any, source: ArrayMemory, shape: tuple[int, ...]) -> ArrayMem
     target = ArrayMemory(out, target=True)
     if target.dtype != source.dtype or target.shape != tuple(shape):
         raise UsageError(
-            f"got out of {target.dtype}{list(target.shape)}, expected {source.dtype}{list(shape)}; leave `out` out to get "
-            "a new array"
+            f"got out of {target.dtype}{list(target.shape)}, expected {source.dtype}{list(shape)}; leave `out` out to "
+            "get a new array"
         )
     return target
 

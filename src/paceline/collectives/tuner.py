@@ -37,8 +37,8 @@ _LIMITS: Final = {DIRECT_BYTES: 0.8, 1 << 24: 1.1, 1 << 26: 1.5}
 """From each size on, ``direct`` is taken if its time is below this multiple of the time of ``shared``.
 
 Virtual cores move while a program runs. On close cores ``direct`` is up to three times slower for small data and equal
-for large data. On distant cores it is equal for small data and 1.5 to 4 times faster for large data (2 and 4 ranks, 1 to
-100 MB). So the weight of a measurement decreases with the size.
+for large data. On distant cores it is equal for small data and 1.5 to 4 times faster for large data (2 and 4 ranks,
+1 to 100 MB). So the weight of a measurement decreases with the size.
 """
 _LEAST_S: Final = 0.05
 _MOST_BYTES: Final = 1 << 24
@@ -88,8 +88,8 @@ class Tuner:
     def choose(self, operation: str, num_bytes: int, order: Order) -> tuple[Engine, str]:
         """Return the engine and the algorithm for a call.
 
-        A measurement is a collective call. It begins with a barrier in the name of `order`, so that ranks with different
-        calls raise an error instead of measuring different things.
+        A measurement is a collective call. It begins with a barrier in the name of `order`, so that ranks with
+        different calls raise an error instead of measuring different things.
         """
         shared = self._shared()
         forced = self._forced_schedule(operation)
@@ -162,23 +162,23 @@ class Tuner:
 
     def _explain_choice(self, operation: str, num_bytes: int) -> tuple[str, str]:
         if self._connections.layout.size == 1:
-                return "nothing", "the group has one rank"
+            return "nothing", "the group has one rank"
         shared = self._shared()
         forced = self._forced_schedule(operation)
         if forced is not None:
-                return forced, "set by PACELINE_ALGORITHM or the caller"
+            return forced, "set by PACELINE_ALGORITHM or the caller"
         if shared is not None and self.forced in (None, SHARED, DIRECT):
             if not self._may_be_direct(shared, operation, num_bytes):
                 return SHARED, "all ranks are on one host"
             if self.forced is not None and self.forced in (SHARED, DIRECT):
-                        return self.forced, "set by PACELINE_ALGORITHM or the caller"
+                return self.forced, "set by PACELINE_ALGORITHM or the caller"
             near = self._near(num_bytes)
             timed = self._local.get(near)
             if timed is None:
-                        return SHARED, "all ranks are on one host; not yet timed against direct"
-                return _faster(timed, near), "the fastest on this host, as timed"
+                return SHARED, "all ranks are on one host; not yet timed against direct"
+            return _faster(timed, near), "the fastest on this host, as timed"
         if self.model is None and len(self._names(operation)) > 1:
-                return "none yet", "the first call measures the links, then chooses"
+            return "none yet", "the first call measures the links, then chooses"
         return self._choose_schedule(operation, num_bytes), "the shortest predicted time"
 
     def _forced_schedule(self, operation: str) -> str | None:
