@@ -1,1 +1,1 @@
-"""How the ranks of a program find one another: stores, nodes, credentials."""
+"""Connect the ranks of a program: stores, nodes, credentials."""

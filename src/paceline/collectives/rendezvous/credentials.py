@@ -1,8 +1,8 @@
-"""What the ranks of one program know one another by: a token that they were given, or a key of this machine's user.
+"""Authenticate the ranks of one program: by a given token, or by a key of this machine's user.
 
-Without ``PACELINE_TOKEN``, ranks of one machine use a random key in a file that only their user can read. It is made
-by the first program that needs it and stays there, as a key of ssh does: a process of the same user could read the
-ranks' memory as well, one of another user finds nothing to guess.
+Without ``PACELINE_TOKEN``, ranks of one machine use a random key in a file that only their user can read. The first
+program that needs the key creates it, and it stays there, like a key of ssh. Processes of the same user could read the
+ranks' memory anyway; other users cannot guess the key.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ _KEY_BYTES: Final = 32
 
 
 def choose_secret(token: str | None, *, is_local: bool, where: str, runtime_dir: Path | None) -> str:
-    """Return the token, or where all ranks are on this machine and none was given, one made of the user's key.
+    """Return the token, or without one, a token from the user's key if all ranks are on this machine.
 
-    ``where`` names the place where the ranks meet, ``runtime_dir`` is ``XDG_RUNTIME_DIR``. Raises UsageError if other
-    machines may take part and there is no token, or if there is no folder for the key.
+    ``where`` names the place of the rendezvous, ``runtime_dir`` is ``XDG_RUNTIME_DIR``. Raises UsageError without a
+    token if other machines may take part, or without a folder for the key.
     """
     if token is not None:
         return check_token(token)
     if is_local:
         return derive_token(user_key(runtime_dir).hex(), "the ranks of one machine")
     raise UsageError(
-        f"the ranks meet at {where}, which other machines reach, and have no token to know one another by; set "
+        f"the ranks meet at {where}, which other machines can reach, and have no token for authentication; set "
         "PACELINE_TOKEN to the same secret on every rank"
     )
 
 
 def derive_token(secret: str, *context: str) -> str:
-    """Return a token that only holders of ``secret`` can make, another one for each context; 64 hex digits."""
+    """Return a token, 64 hex digits, that only holders of ``secret`` can compute; it depends on the context."""
     text = join_fields(b"paceline", *(part.encode() for part in context))
     return hmac.new(secret.encode(), text, hashlib.sha256).hexdigest()
 
 
 def user_key(runtime_dir: Path | None = None) -> bytes:
-    """Return the key of this machine's user, made if there is none yet. Raises UsageError if there is no place for it.
+    """Return the key of this machine's user; create it at first use. Raises UsageError without a folder for it.
 
-    The folder and the file must belong to this user and be closed to all others; a folder that is not is passed over,
-    so nobody else can put a key of his own there.
+    The folder and the file must belong to this user and be closed to all other users. Other folders are skipped, so
+    other users cannot plant a key.
     """
     for folder in folders(runtime_dir):
         try:
@@ -62,14 +62,14 @@ def user_key(runtime_dir: Path | None = None) -> bytes:
         except OSError:
             continue
     raise UsageError(
-        "the ranks have no token, and there is no folder in which this user could keep a key that nobody else can "
-        f"read (tried {', '.join(map(str, folders(runtime_dir)))}); set PACELINE_TOKEN to the same secret on every "
+        "the ranks have no token, and there is no folder for a private key of this user "
+        f"(tried {', '.join(map(str, folders(runtime_dir)))}); set PACELINE_TOKEN to the same secret on every "
         "rank"
     )
 
 
 def folders(runtime_dir: Path | None) -> Iterator[Path]:
-    """Yield the folders that may hold the key, the best first; all ranks of a machine try them in this order."""
+    """Yield the folders for the key, in the order in which all ranks of a machine try them."""
     user = os.getuid() if hasattr(os, "getuid") else 0
     if runtime_dir is not None:
         yield runtime_dir / "paceline"
@@ -90,7 +90,7 @@ def _is_private(found: os.stat_result) -> bool:
 
 
 def _read_or_make(folder: Path) -> bytes:
-    """Return what is in the file; the first process to come makes it, whole or not at all."""
+    """Return the content of the file; the first process creates it atomically."""
     path = folder / _FILE
     if not path.exists():
         fresh = folder / f"{_FILE}.{os.getpid()}.{secrets.token_hex(4)}"
@@ -98,14 +98,14 @@ def _read_or_make(folder: Path) -> bytes:
         try:
             with open(descriptor, "wb") as file:
                 file.write(secrets.token_bytes(_KEY_BYTES))
-            with contextlib.suppress(FileExistsError):  # another process was faster: its key counts
+            with contextlib.suppress(FileExistsError):  # another process was faster: its key is used
                 os.link(fresh, path)
         finally:
             fresh.unlink()
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0))
     with open(descriptor, "rb") as file:
         if not _is_private(os.fstat(descriptor)):
-            raise UsageError(f"the key {path} can be read by others, or is not of this user; remove it")
+            raise UsageError(f"the key {path} is readable by other users, or belongs to one; remove it")
         key = file.read(_KEY_BYTES + 1)
     if len(key) != _KEY_BYTES:
         raise UsageError(f"the key {path} has {len(key)} bytes, expected {_KEY_BYTES}; remove it")

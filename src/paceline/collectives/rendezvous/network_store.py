@@ -1,8 +1,8 @@
-"""The store that rank 0 serves to the others: one asyncio loop in a daemon thread, blocking clients.
+"""Serve rank 0's store to the other ranks: an asyncio loop in a daemon thread, and blocking clients.
 
-Every request is one frame (key in the meta, value in the body), answered by one frame. The answer to a get waits for
-its key, that to a collect for all of its keys, or tells after a given time which are set. A client takes a connection
-of its own for each call that is under way, so that a get that waits holds up nobody, and keeps it for the next.
+Every request is one frame (key in the meta, value in the body), with one frame as the answer. A get waits for its key.
+A collect waits for all its keys, or until a timeout, and returns the values that are set. A client uses one connection
+for each concurrent call, so a waiting get does not block other calls, and reuses it for later calls.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from paceline.transport.tls.contexts import TLS
 LIMITS = Limits(max_frame_bytes=1 << 26, max_meta_bytes=1 << 16)
 _LINGER_S = 2.0
 _ANSWER_S = 30.0
-"""How long an answer may take that waits for nothing."""
+"""Longest time for an answer without a wait."""
 _MAX_COLLECT_S: Final = 60.0
-"""For which a collect waits at a time."""
+"""Longest wait of one collect."""
 
 
 class StoreCall(IntEnum):
-    """What is asked of the store, and how it answers."""
+    """Kinds of requests and answers."""
 
     SET = FIRST_APPLICATION_KIND
     GET = FIRST_APPLICATION_KIND + 1
@@ -55,7 +55,7 @@ class StoreRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Wanted(msgspec.Struct, frozen=True, array_like=True):
-    """The body of a COLLECT."""
+    """Body of a COLLECT."""
 
     keys: tuple[str, ...]
     wait_s: Annotated[float, msgspec.Meta(ge=0.0, le=_MAX_COLLECT_S)]
@@ -67,7 +67,7 @@ _decode_values = reader(list[bytes | None], "an answer of the store")
 
 
 class _Collecting:
-    """A COLLECT that waits."""
+    """A waiting COLLECT."""
 
     def __init__(self, peer: Peer, keys: Sequence[str], missing: set[str]) -> None:
         self.peer, self.keys, self.missing = peer, keys, missing
@@ -75,16 +75,16 @@ class _Collecting:
 
 
 class ServedStore(Handler):
-    """The values, and who waits for which. In the loop's thread only."""
+    """The values, and the requests that wait for them. Used in the loop's thread only."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         self._waiting: dict[str, list[Peer]] = {}
         self._collecting: dict[str, list[_Collecting]] = {}
-        """By each key that is missing."""
+        """By missing key."""
 
     def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
-        """Answer a request, or keep it until its key is set."""
+        """Answer a request now or when its key is set."""
         request = decode_request(meta)
         key = request.key
         if header.kind == StoreCall.SET:
@@ -111,10 +111,10 @@ class ServedStore(Handler):
         elif header.kind == StoreCall.COLLECT:
             self._collect(peer, body)
         else:
-            raise ProtocolError(f"got a request of kind {header.kind} that the store does not know")
+            raise ProtocolError(f"got a request of the unknown kind {header.kind} for the store")
 
     def disconnected(self, peer: Peer, reason: Exception | None) -> None:
-        """Wait no longer for it."""
+        """Remove the client's waiting requests."""
         for key, peers in list(self._waiting.items()):
             self._waiting[key] = [other for other in peers if other is not peer]
             if not self._waiting[key]:
@@ -150,7 +150,7 @@ class ServedStore(Handler):
 
 
 class StoreServer:
-    """The store itself, served at one address until :meth:`close`. Raises AddressError if it cannot be had."""
+    """The store, served at one address until :meth:`close`. Raises AddressError if it cannot listen there."""
 
     def __init__(self, address: Address, token: str, hello: Hello, tls: TLS | None = None) -> None:
         self._ready: Future[Listener] = Future()
@@ -183,22 +183,22 @@ class StoreServer:
             await self._stop.wait()
             deadline = time.monotonic() + _LINGER_S
             while listener.num_connections and time.monotonic() < deadline:
-                await asyncio.sleep(0.005)  # the others may still read what they need
+                await asyncio.sleep(0.005)  # other ranks may still read values
         finally:
             await listener.close()
 
     def close(self) -> None:
-        """Stop serving, once the others have let go of the store or a moment has passed. Idempotent."""
+        """Stop serving when all clients have disconnected, or after two seconds. Idempotent."""
         if self._thread.is_alive() and self._loop is not None and self._stop is not None:
             try:
                 self._loop.call_soon_threadsafe(self._stop.set)
             except RuntimeError:
-                pass  # the loop has ended by itself
+                pass  # the loop has ended
         self._thread.join()
 
 
 class NetworkStore(Store):
-    """A client of the store that rank 0 serves; at rank 0 it closes the server too."""
+    """A client of the store at rank 0; at rank 0 it also closes the server."""
 
     server_rank = 0
 
@@ -213,9 +213,9 @@ class NetworkStore(Store):
         answer_s: float = _ANSWER_S,
         tls: TLS | None = None,
     ) -> None:
-        """Connect. Raises what :meth:`Transport.connect` does.
+        """Connect. Raises the errors of :meth:`Transport.connect`.
 
-        `answer_s`: how long an answer may take beyond the wait that it was asked for.
+        `answer_s`: longest time for an answer, in addition to the wait in the request.
         """
         self.address = address
         self._answer_s = min(answer_s, _ANSWER_S)
@@ -227,7 +227,7 @@ class NetworkStore(Store):
         self._busy: set[Channel] = set()
         first = self._transport.connect(address, hello, timeout_s=timeout_s)
         self.peer = first.peer
-        """What the server said of itself."""
+        """The server's Hello."""
         self._idle = [first]
 
     @override
@@ -258,7 +258,7 @@ class NetworkStore(Store):
             _, answer = self.call(StoreCall.COLLECT, StoreRequest(), wanted, left + self._answer_s)
             values: list[bytes | None] = _decode_values(answer)
             if len(values) != len(keys):
-                raise ProtocolError(f"got {len(values)} values of the store for {len(keys)} keys")
+                raise ProtocolError(f"got {len(values)} values from the store for {len(keys)} keys")
             if None not in values or time.monotonic() >= deadline:
                 return values
 
@@ -268,7 +268,7 @@ class NetworkStore(Store):
 
     @override
     def close(self) -> None:
-        """A call that waits in another thread raises GroupClosedError."""
+        """Close the connections; calls that wait in other threads raise GroupClosedError."""
         with self._lock:
             self._is_closed = True
             channels = [*self._idle, *self._busy]
@@ -279,7 +279,7 @@ class NetworkStore(Store):
             self._server.close()
 
     def call(self, kind: StoreCall, request: StoreRequest, value: bytes, timeout_s: float) -> tuple[int, bytes]:
-        """Ask the server, over a connection that no other thread uses meanwhile; return its answer's kind and body."""
+        """Send a request on a connection of its own; return the answer's kind and body."""
         channel = self._take(timeout_s)
         is_whole = False
         try:
@@ -288,7 +288,7 @@ class NetworkStore(Store):
             is_whole = True
             return answer.header.kind, bytes(answer.body)
         except PacelineError as error:
-            is_whole = isinstance(error, UsageError)  # the server's answer; what else there is broke the connection
+            is_whole = isinstance(error, UsageError)  # an answer of the server; other errors break the connection
             self._raise_if_closed()
             raise
         finally:
@@ -318,4 +318,4 @@ class NetworkStore(Store):
         if self._is_closed:
             if channel is not None:
                 channel.close()
-            raise GroupClosedError("the store was closed while it was in use") from None
+            raise GroupClosedError("the store was closed during a call") from None

@@ -1,9 +1,8 @@
-"""This process's presence among the ranks: it listens, tells who connects from who may not, and hands connections
-to the groups that wait for them.
+"""Accept and authenticate connections from other ranks, and pass them to the groups that wait for them.
 
-One acceptor thread takes every connection; each does its handshake in a short-lived thread of its own, so a client that
-is silent holds up nobody, and of too many of them the oldest is dropped. The client's Hello says which group, which
-rank of it and what for.
+One acceptor thread accepts every connection. Each handshake runs in a short-lived thread, so a silent client blocks no
+other one; if there are too many, the oldest is dropped. The client's Hello contains the group, the client's rank in the
+group, and the purpose.
 """
 
 from __future__ import annotations
@@ -51,54 +50,54 @@ Purpose: TypeAlias = Literal["collective", "p2p", "rpc", "ask"]
 _logger = logging.getLogger("paceline.collectives")
 _HANDSHAKE_S = 10.0
 _MAX_STRANGERS = 64
-"""Connections that have proved nothing yet."""
+"""Largest number of connections before authentication."""
 _NUM_ATTEMPTS = 4
-"""To connect: a node may drop a connection that it does not yet know, where too many come at once."""
+"""Attempts to connect: a node may drop connections before authentication if there are too many."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.03, 0.12
 _MAX_ANSWER_BYTES = 1 << 20
 _KEEPALIVE = (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4))
-"""A host that vanished without a word is noticed after 40 s."""
+"""Detects a host that vanished silently after 40 s."""
 
 
 class NodeInfo(msgspec.Struct, frozen=True):
-    """What others must know of a node to reach it."""
+    """Address and properties of a node, for the other ranks."""
 
     id: str
-    """Random; tells the node from one that has its address later."""
+    """Random; distinguishes the node from later ones with the same address."""
     endpoint: Endpoint
     pid: int
     memory_domain: str
-    """Equal for two nodes exactly if their processes can share memory."""
+    """Equal for two nodes if and only if their processes can share memory."""
     algorithm: str = ""
-    """The one that this rank demands, which must be the same everywhere; empty: the tuner's choice."""
+    """The algorithm that this rank demands, equal on all ranks; empty for the tuner's choice."""
 
     def encode(self) -> bytes:
-        """Return it as msgpack."""
+        """Return the msgpack encoding."""
         return msgspec.msgpack.encode(self)
 
     @classmethod
     def decode(cls, data: bytes) -> NodeInfo:
-        """Read what :meth:`encode` wrote; raise ProtocolError if it is something else."""
+        """Decode the result of :meth:`encode`; raise ProtocolError for other data."""
         info: NodeInfo = read_meta(data, cls, "a description of a node")
         return info
 
 
 class Taker(Protocol):
-    """Who takes every connection of one group and purpose; called in the acceptor's threads."""
+    """Receiver of all connections of one group and purpose; called in the acceptor's threads."""
 
     def coming(self, rank: int) -> None:
-        """Take note that a rank connects; ``arrived`` follows. The rank does not yet know that it may speak.
+        """Expect a connection from a rank; ``arrived`` follows. The rank has not been accepted yet.
 
-        Must not wait, nor call the node.
+        Must not wait or call the node.
         """
 
     def arrived(self, rank: int, connected: socket.socket | None) -> None:
-        """Take the connection (non-blocking); ``None`` if it broke after all."""
+        """Take over the non-blocking connection; ``None`` if the handshake failed."""
 
 
 def memory_domain() -> str:
-    """Return a string that is equal in two processes exactly if they can share memory: of one user on one host, with
-    the same process numbers and the same ``/dev/shm``.
+    """Return a string that is equal in two processes if and only if they can share memory: same host, user, process
+    namespace and ``/dev/shm``.
     """
     try:
         shared = f"shm:{os.stat('/dev/shm').st_dev}"
@@ -109,12 +108,12 @@ def memory_domain() -> str:
 
 
 class Node:
-    """Listens from construction to :meth:`close`. For several threads at once, but not for a forked child."""
+    """A listener from construction to :meth:`close`. Thread-safe, but not usable in a forked child."""
 
     def __init__(self, token: str, *, host: str = "127.0.0.1", tls: TLS | None = None) -> None:
         """Listen on a free port of ``host`` and on a Unix socket. Raises AddressError.
 
-        With ``tls`` it is spoken on all connections but those of Unix sockets. Raises UsageError for a bad file.
+        With ``tls``, TCP connections are encrypted. Raises UsageError for a bad file.
         """
         self._token = check_token(token)
         self._server_context = None if tls is None else tls.server_context()
@@ -127,7 +126,7 @@ class Node:
                 on_host, unix = bind_unix()
                 listening.append(on_host)
             except (AddressError, OSError) as error:
-                _logger.warning("without a Unix socket, TCP is used on this host too: %s", error)
+                _logger.warning("cannot create a Unix socket, so TCP is used on this host too: %s", error)
         number = secrets.token_hex(8)
         endpoint = Endpoint(Address("tcp", host, listening[0].getsockname()[1]), unix, host_identity(), number)
         self.info = NodeInfo(number, endpoint, os.getpid(), memory_domain())
@@ -136,7 +135,7 @@ class Node:
         self._parked: dict[tuple[str, int, str], deque[socket.socket]] = {}
         self._takers: dict[tuple[str, str], Taker] = {}
         self._answers: dict[str, Callable[[], bytes]] = {}
-        self._greeters: dict[threading.Thread, socket.socket | None] = {}  # with the connection that each greets
+        self._greeters: dict[threading.Thread, socket.socket | None] = {}  # with their connections
         self._strangers: Strangers[socket.socket] = Strangers(_MAX_STRANGERS)
         self._waker, self._wakened = socket.socketpair()
         self._thread = threading.Thread(
@@ -144,17 +143,17 @@ class Node:
         )
         self._thread.start()
 
-    # what groups call
+    # for groups
 
     def connect(self, info: NodeInfo, group: str, rank: int, purpose: Purpose, deadline: float) -> socket.socket:
-        """Connect to another node, for ``rank`` (the caller's own in the group); return a non-blocking socket.
+        """Connect to another node as rank ``rank`` of the group; return a non-blocking socket.
 
-        Raises AddressError (nobody listens there), DeadlineError, AuthenticationError or another PeerError.
+        Raises AddressError (no process listens there), DeadlineError, AuthenticationError or another PeerError.
         """
         return ready(self._open(info, group, rank, purpose, deadline))
 
     def accept(self, group: str, rank: int, purpose: Purpose, deadline: float) -> socket.socket:
-        """Wait for a rank of the group to connect; return a non-blocking socket. Raises DeadlineError."""
+        """Wait until a rank of the group connects; return a non-blocking socket. Raises DeadlineError."""
         key = (group, rank, purpose)
         with self._changed:
             arrived = self._changed.wait_for(
@@ -170,7 +169,7 @@ class Node:
             return connected
 
     def take(self, group: str, purpose: Purpose, taker: Taker) -> None:
-        """Give every connection of this group and purpose to ``taker``, those that wait already included."""
+        """Pass every connection of this group and purpose to ``taker``, waiting ones included."""
         with self._changed:
             self._takers[group, purpose] = taker
             waiting = [key for key in self._parked if key[0] == group and key[2] == purpose]
@@ -180,15 +179,15 @@ class Node:
             taker.arrived(rank, connected)
 
     def answer(self, group: str, answer: Callable[[], bytes]) -> None:
-        """Answer what others :meth:`ask` of this group; called in a thread of the node's, so it must not wait."""
+        """Set the answer to :meth:`ask` for this group; it runs in a thread of the node and must not wait."""
         with self._changed:
             self._answers[group] = answer
 
     def ask(self, info: NodeInfo, group: str, timeout_s: float) -> bytes | None:
-        """Return another node's answer for a group, empty if it has no such group.
+        """Return another node's answer for a group; empty if the node has no such group.
 
-        ``None``: no answer in time, so its process is stopped or its machine unreachable. Raises AddressError when
-        nobody listens there (its process has ended), and PeerError when the connection broke.
+        ``None``: no answer in time, so the process is stopped or its machine unreachable. Raises AddressError if the
+        process has ended, and PeerError if the connection broke.
         """
         deadline = time.monotonic() + timeout_s
         try:
@@ -207,7 +206,7 @@ class Node:
             raise PeerError(f"the node at {info.endpoint} broke the connection ({error})") from None
 
     def is_there(self, info: NodeInfo, timeout_s: float = 1.0) -> bool:
-        """Return whether somebody listens where that node does; a process that is stopped still does."""
+        """Return whether a process listens at the node's address; a stopped process does."""
         try:
             open_socket(info.endpoint.best(), timeout_s).close()
         except AddressError:
@@ -217,7 +216,7 @@ class Node:
         return True
 
     def forget(self, group: str) -> None:
-        """Close the connections of a group that nobody has taken, and answer for it no more."""
+        """Close the waiting connections of a group, and stop answering for it."""
         with self._changed:
             self._answers.pop(group, None)
             for taken in [key for key in self._takers if key[0] == group]:
@@ -227,7 +226,7 @@ class Node:
                     connected.close()
 
     def close(self) -> None:
-        """Listen no more, close what nobody has taken, remove the Unix socket. Idempotent."""
+        """Stop listening, close waiting connections and remove the Unix socket. Idempotent."""
         with self._changed:
             if self._is_closed:
                 return
@@ -240,7 +239,7 @@ class Node:
                 for connected in parked:
                     connected.close()
             self._parked.clear()
-        with contextlib.suppress(OSError):  # it has seen the flag by itself
+        with contextlib.suppress(OSError):  # the thread has seen the flag
             self._waker.send(b"\0")
         self._thread.join()
         for greeter in list(self._greeters):
@@ -261,7 +260,7 @@ class Node:
     def _introduce(self, info: NodeInfo, hello: Hello, deadline: float) -> socket.socket:
         left = deadline - time.monotonic()
         if left <= 0:
-            raise DeadlineError(f"there was no time left to connect to {info.endpoint}")
+            raise DeadlineError(f"no time was left to connect to {info.endpoint}")
         address = info.endpoint.best()
         try:
             return self._stream(address, hello, left, info)
@@ -275,7 +274,7 @@ class Node:
         context = self._client_context if address.scheme == "tcp" else None
         return connect_stream(address, self._token, hello, timeout_s, listener=info.id, context=context)[0]
 
-    # the acceptor's thread, and the greeters'
+    # in the threads of acceptor and greeters
 
     def _accept_all(self, listening: list[socket.socket]) -> None:
         with selectors.DefaultSelector() as selector:
@@ -295,7 +294,7 @@ class Node:
         except OSError as error:
             if not isinstance(error, (BlockingIOError, ConnectionError)):
                 _logger.warning("cannot accept a connection: %s", error)
-                time.sleep(0.05)  # most likely there are no descriptors left; others may be given back
+                time.sleep(0.05)  # probably out of descriptors; wait until some are released
             return
         if is_other_user(connected):
             connected.close()
@@ -309,8 +308,8 @@ class Node:
             dropped = self._strangers.enter(connected, peer[0] if isinstance(peer, tuple) else "")
             greeter.start()
         if dropped is not None:
-            _logger.debug("too many connections that prove nothing; the oldest is dropped")
-            # Only its greeter closes it: a number that is closed here may by now be another connection's there.
+            _logger.debug("too many connections before authentication; dropped the oldest")
+            # Only the greeter may close the socket: after a close, its descriptor could belong to another connection.
             with contextlib.suppress(OSError):
                 dropped.shutdown(socket.SHUT_RDWR)
 
@@ -348,7 +347,7 @@ class Node:
         except (PacelineError, OSError) as error:
             _logger.debug("a connection was refused: %s", error)
         except Exception:
-            _logger.exception("the answer to a question failed")
+            _logger.exception("cannot answer a request")
         finally:
             with self._changed:
                 self._greeters[threading.current_thread()] = None
@@ -361,7 +360,7 @@ class Node:
                     handed = None
                 elif not expected:
                     taker = self._takers.get((_group_of(hello), hello.role))
-                    if taker is not None:  # it has come in the meantime
+                    if taker is not None:  # registered in the meantime
                         expected.append((taker, hello.rank))
                         taker.coming(hello.rank)
                     else:
@@ -385,7 +384,7 @@ def _group_of(hello: Hello) -> str:
 
 
 def ready(connected: socket.socket) -> socket.socket:
-    """Make a connected socket fit for links: non-blocking, no delays, large Unix buffers, a lost host noticed."""
+    """Configure a socket for links: non-blocking, no delays, large Unix buffers, TCP keepalive."""
     if connected.family == getattr(socket, "AF_UNIX", None):
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             connected.setsockopt(socket.SOL_SOCKET, option, 1 << 22)

@@ -1,10 +1,10 @@
-"""How the ranks of a program find one another: rank 0 serves a store at a place that all know.
+"""Connect the ranks of a program: rank 0 serves a store at a known address.
 
-The place is ``MASTER_ADDR:MASTER_PORT``. Under torchrun that port is taken: its agent serves PyTorch's own store
-there (``TORCHELASTIC_USE_AGENT_STORE``). Then rank 0 takes the first free one of the eight ports that follow, and the
-others try them in turn until one answers that serves the same run (``TORCHELASTIC_RUN_ID`` and restart).
+The address is ``MASTER_ADDR:MASTER_PORT``. Under torchrun this port is in use, because its agent serves PyTorch's own
+store there (``TORCHELASTIC_USE_AGENT_STORE``). Then rank 0 takes the first free one of the following eight ports, and
+the other ranks try them in turn until one answers for the same run (``TORCHELASTIC_RUN_ID`` and restart).
 
-Trust: all ranks hold the same token (``PACELINE_TOKEN``). Where all of them are on one machine it may be missing: see
+Trust: all ranks hold the same token (``PACELINE_TOKEN``). On one machine it is optional: see
 :mod:`paceline.collectives.rendezvous.credentials`.
 """
 
@@ -39,30 +39,30 @@ from paceline.transport.tls.contexts import TLS
 _NUM_AGENT_PORTS = 8
 _ATTEMPT_S = 5.0
 _SHORT_ATTEMPT_S = 1.0
-"""Where there are several places to try, and what listens at one may be silent."""
+"""Timeout of an attempt if there are several addresses, because a listener may be silent."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.1
 _LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Meeting:
-    """What a rank knows once it has found the store of its program."""
+    """A rank's result of the rendezvous."""
 
     store: Store
     rank: int
     world_size: int
     local_rank: int | None = None
-    """``None`` where no launcher said."""
+    """``None`` without a launcher's value."""
     local_world_size: int | None = None
     address: Address | None = None
-    """Where the store is served; ``None`` if this is the only rank."""
+    """Address of the store; ``None`` for a single rank."""
     token: str = field(repr=False)
-    """What all ranks must prove to hold."""
+    """Secret of all ranks."""
     host: str = _LOOPBACK
-    """The address of this machine under which the other ranks reach it."""
+    """Address of this machine for the other ranks."""
 
     def close(self) -> None:
-        """Let go of the store; rank 0 waits a moment for the others to do so. Idempotent."""
+        """Close the store; rank 0 waits briefly for the other ranks. Idempotent."""
         self.store.close()
 
 
@@ -76,14 +76,14 @@ def rendezvous(
     told: Environment | None = None,
     tls: TLS | None = None,
 ) -> Meeting:
-    """Find the store of this program; what is not given is taken from the environment (``told``).
+    """Find the store of this program. Missing arguments come from the environment (``told``).
 
-    ``address`` is ``host:port``. Rank 0 serves the store there, the others connect, and try again until ``timeout_s``
-    has passed, so ranks may start in any order. Nobody waits for all the others: :func:`.store.exchange` does.
+    ``address`` is ``host:port``. Rank 0 serves the store there. The other ranks connect, and retry for ``timeout_s``
+    seconds, so ranks may start in any order. It does not wait for all ranks: see :func:`.store.exchange`.
 
-    Raises UsageError (numbers that cannot be, no address or token, two programs at one address), AddressError (rank 0
-    cannot listen there), AuthenticationError (another token), DeadlineError (nobody is there in time) or
-    ProtocolError (something else is).
+    Raises UsageError (invalid numbers, no address or token, two programs at one address), AddressError (rank 0
+    cannot listen there), AuthenticationError (another token), DeadlineError (no answer in time) or ProtocolError (the
+    answer of another program).
     """
     told = environment() if told is None else told
     rank, world_size = _numbers(rank, world_size, told)
@@ -101,7 +101,7 @@ def rendezvous(
     if rank == 0:
         server = _serve(places, token, hello, tls)
         try:
-            everywhere = _LOOPBACK if tls is None else own_host(places[0].host)  # which the certificate names
+            everywhere = _LOOPBACK if tls is None else own_host(places[0].host)  # named by the certificate
             reached = Address("tcp", everywhere if server.is_everywhere else server.address.host, server.address.port)
             store = NetworkStore(reached, token, hello, timeout_s=timeout_s, server=server, answer_s=timeout_s, tls=tls)
         except BaseException:
@@ -127,7 +127,7 @@ def rendezvous(
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host as it was written leads no further than this machine; names other than localhost do."""
+    """Return whether a host is a loopback address or ``localhost``; other names are not resolved."""
     if host == "localhost":
         return True
     try:
@@ -137,19 +137,19 @@ def is_loopback(host: str) -> bool:
 
 
 def own_host(rendezvous_host: str) -> str:
-    """Return the address of this machine from which the rendezvous is reached, and so the other ranks are."""
+    """Return the address of this machine on the route to the rendezvous, for the other ranks."""
     if is_loopback(rendezvous_host):
         return "::1" if ":" in rendezvous_host else _LOOPBACK
     try:
         family, _, _, _, place = socket.getaddrinfo(rendezvous_host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(place)  # sends nothing: only asks the routing table
+            probe.connect(place)  # sends nothing, only uses the routing table
             found = str(probe.getsockname()[0])
     except OSError as error:
         raise AddressError(
-            f"the rendezvous host {rendezvous_host!r} is not known or not reachable ({error}); check MASTER_ADDR"
+            f"the rendezvous host {rendezvous_host!r} is unknown or unreachable ({error}); check MASTER_ADDR"
         ) from None
-    # Debian lets a machine's own name stand for 127.0.1.1, which is no way to it for others.
+    # Debian maps a machine's own name to 127.0.1.1, which other machines cannot use.
     return announced_host("0.0.0.0") if is_loopback(found) else found
 
 
@@ -161,11 +161,11 @@ def _numbers(rank: int | None, world_size: int | None, told: Environment) -> tup
     if rank is None or world_size is None:
         given, missing = ("the world size", "the rank") if rank is None else ("the rank", "the world size")
         raise UsageError(
-            f"{given} is given and {missing} is not; give both, or set RANK and WORLD_SIZE as torchrun, mpirun and "
-            "srun do"
+            f"{given} is given and {missing} is missing; pass both, or set RANK and WORLD_SIZE like torchrun, mpirun "
+            "and srun"
         )
     if world_size < 1 or not 0 <= rank < world_size:
-        raise UsageError(f"rank {rank} of {world_size} was given, a rank from 0 to the world size - 1 was expected")
+        raise UsageError(f"got rank {rank} of {world_size}, expected a rank from 0 to the world size - 1")
     return rank, world_size
 
 
@@ -173,7 +173,7 @@ def _places(address: str | None, world_size: int, told: Environment) -> list[Add
     if address is not None:
         place = Address.parse(address)
         if place.scheme != "tcp" or not place.port:
-            raise UsageError(f"the rendezvous is {address!r}, host:port with a port from 1 up was expected")
+            raise UsageError(f"got the rendezvous {address!r}, expected host:port with a port from 1 up")
         return [place]
     host, port = told.master_addr, told.master_port
     if host is None and told.local_world_size == world_size:
@@ -184,7 +184,7 @@ def _places(address: str | None, world_size: int, told: Environment) -> list[Add
         )
         raise UsageError(
             f"{world_size} ranks need a place to meet: set {missing}, the same on every rank (the host of rank 0 and a "
-            "free port on it), or give the address as host:port"
+            "free port on it), or pass the address as host:port"
         )
     if not told.has_agent_store:
         return [Address("tcp", host, port)]
@@ -192,10 +192,10 @@ def _places(address: str | None, world_size: int, told: Environment) -> list[Add
 
 
 class _Server(StoreServer):
-    """The server, and whether it listens on every address of this machine."""
+    """A server with the property whether it listens on every address of this machine."""
 
     def __init__(self, place: Address, token: str, hello: Hello, tls: TLS | None) -> None:
-        # An address that is not this machine's own, or is so for itself only: the others come by another way.
+        # The address is foreign, or local to this machine only: other ranks connect through another address.
         self.is_everywhere = not is_loopback(place.host) and not _is_own(place.host)
         super().__init__(Address("tcp", "0.0.0.0", place.port) if self.is_everywhere else place, token, hello, tls)
 
@@ -219,8 +219,8 @@ def _serve(places: Sequence[Address], token: str, hello: Hello, tls: TLS | None)
                 raise AddressError(f"rank 0 cannot serve the rendezvous: {error}") from None
     if len(places) > 1:
         raise AddressError(
-            f"rank 0 cannot serve the rendezvous: torchrun's agent has MASTER_PORT, and all of the ports "
-            f"{places[0].port} to {places[-1].port} of {places[0].host} are in use; give torchrun another --master-port"
+            f"rank 0 cannot serve the rendezvous: torchrun's agent uses MASTER_PORT, and all ports from "
+            f"{places[0].port} to {places[-1].port} of {places[0].host} are in use; pass another --master-port to torchrun"
         )
     _look_for_another_program(places[0], token, hello, tls)
     raise AddressError(
@@ -230,7 +230,7 @@ def _serve(places: Sequence[Address], token: str, hello: Hello, tls: TLS | None)
 
 
 def _look_for_another_program(place: Address, token: str, hello: Hello, tls: TLS | None) -> None:
-    """Raise UsageError if it is a rendezvous of ours that is served where rank 0 would."""
+    """Raise UsageError if another Paceline program serves its rendezvous at this address."""
     try:
         other = NetworkStore(place, token, hello, timeout_s=1.0, tls=tls)
     except (PeerError, AddressError):
@@ -247,7 +247,7 @@ def _is_in_use(error: BaseException) -> bool:
 
 
 def _find(places: Sequence[Address], token: str, hello: Hello, timeout_s: float, tls: TLS | None) -> NetworkStore:
-    """Connect to the store, once it is there."""
+    """Connect to the store as soon as it is served."""
     start = time.monotonic()
     failure: Exception | None = None
     attempt_s = _ATTEMPT_S if len(places) == 1 else _SHORT_ATTEMPT_S
@@ -267,8 +267,8 @@ def _find(places: Sequence[Address], token: str, hello: Hello, timeout_s: float,
             except ProtocolError:
                 if len(places) == 1:
                     raise ProtocolError(
-                        f"what listens at {place.netloc} is no Paceline rendezvous: another program has the port; "
-                        "choose another MASTER_PORT, the same on every rank"
+                        f"another program than a Paceline rendezvous listens at {place.netloc}; choose another MASTER_PORT, "
+                        "the same on every rank"
                     ) from None
             else:
                 if len(places) == 1 or store.peer.extra.get("run") == hello.extra["run"]:
@@ -291,19 +291,19 @@ def _nobody(places: Sequence[Address], timeout_s: float, failure: Exception | No
 
 
 def _check_in(store: NetworkStore, rank: int, world_size: int) -> None:
-    """Take this rank's place, or raise UsageError."""
+    """Register this rank, or raise UsageError."""
     where = store.address.netloc
     other_size = store.peer.extra.get("world_size")
     if other_size != world_size:
         raise UsageError(
-            f"this program has {world_size} ranks, the one that meets at {where} has {other_size}: two programs use "
-            "the rendezvous; give each its own MASTER_PORT"
+            f"this program has {world_size} ranks, but the program at {where} has {other_size}: two programs use one "
+            "rendezvous; set another MASTER_PORT for one of the programs"
         )
     try:
         store.set(f"rank {rank}", secrets.token_bytes(16))
     except UsageError:
         raise UsageError(
-            f"rank {rank} of {world_size} is here already: this process has met the others before (make one strategy, "
-            f"or group of all ranks, and keep it), or two programs use the rendezvous {where}; give each its own "
-            "MASTER_PORT"
+            f"rank {rank} of {world_size} is registered already: this process has joined before (create one strategy, or "
+            f"group of all ranks, and keep it), or two programs use the rendezvous {where}; set another MASTER_PORT for "
+            "one of the programs"
         ) from None

@@ -1,6 +1,6 @@
-"""Where ranks leave word for one another before they are connected: keys and values, each written once.
+"""Exchange small values between unconnected ranks: keys and values, each written once.
 
-`rendezvous` finds the store that all ranks of a program share; `_network_store` is the one that rank 0 serves.
+`rendezvous` finds the store of a program; `network_store` contains rank 0's store.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from paceline.errors import AuthenticationError, DeadlineError, RankLostError, U
 _SEAL_BYTES: Final = 32
 _FIRST_LOOK_S: Final = 1.0
 _LOOK_S: Final = 3.0
-"""How often one who waits for others looks whether they still live."""
+"""Interval at which a waiting rank checks that the other ranks are alive."""
 
 
 class Store(ABC):
-    """A few small values under readable keys, seen by every rank. For several threads at once."""
+    """A few small values under readable keys, shared by all ranks. Thread-safe."""
 
     server_rank: int | None = None
-    """The rank that serves it, if it is one that does: when it ends the store is lost."""
+    """Rank of the store's server, if any: the store is lost when this rank ends."""
 
     @abstractmethod
     def set(self, key: str, value: bytes) -> None:
-        """Write a value, once. The same value may be set again; another one raises UsageError."""
+        """Write a value. The same value may be set again; a different value raises UsageError."""
 
     @abstractmethod
     def get(self, key: str, deadline: float) -> bytes:
         """Wait until a key is set and return its value.
 
-        ``deadline`` is by ``time.monotonic``; one that has passed asks without waiting. Raises DeadlineError.
+        ``deadline`` is a time of ``time.monotonic``; a past deadline does not wait. Raises DeadlineError.
         """
 
     def collect(self, keys: Sequence[str], deadline: float) -> list[bytes | None]:
-        """Wait until all these keys are set and return their values; ``None`` for those that are not set in time.
+        """Wait until all these keys are set and return their values; ``None`` for keys not set in time.
 
-        Stores that are asked over a network do so with a number of messages that does not grow with that of the keys.
+        Network stores use a constant number of messages.
         """
         values: list[bytes | None] = []
         for key in keys:
@@ -56,15 +56,15 @@ class Store(ABC):
 
     @abstractmethod
     def delete(self, key: str) -> None:
-        """Remove a key, if it is there."""
+        """Remove a key, if it exists."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the store. Idempotent."""
+        """Release the store. Idempotent."""
 
 
 class MemoryStore(Store):
-    """A store for the threads of one process. There is nothing to close: it lives as long as somebody holds it."""
+    """A store for the threads of one process; closing has no effect."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -92,11 +92,11 @@ class MemoryStore(Store):
 
     @override
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """Do nothing."""
 
 
 class PrefixStore(Store):
-    """The part of another store whose keys begin with ``prefix`` and a slash; closing it leaves the other open."""
+    """The keys of another store that begin with ``prefix`` and a slash; closing leaves the other store open."""
 
     def __init__(self, store: Store, prefix: str) -> None:
         self._store = store
@@ -121,14 +121,14 @@ class PrefixStore(Store):
 
     @override
     def close(self) -> None:
-        """The other store stays open."""
+        """Leave the other store open."""
 
 
 class SealedStore(Store):
-    """Another store whose values only holders of the program's token can write; closing it closes the other.
+    """A store that only holders of the program's token can write to; closing it closes the underlying store.
 
-    For stores that let everybody in. A value goes with its HMAC, which covers the key too. What is there can be read
-    and removed by all, so no secret may be put there.
+    For stores without authentication. Each value is stored with an HMAC over key and value. Everyone can read and
+    remove values, so store no secrets.
     """
 
     def __init__(self, store: Store, token: str) -> None:
@@ -142,7 +142,7 @@ class SealedStore(Store):
 
     @override
     def get(self, key: str, deadline: float) -> bytes:
-        """Raises AuthenticationError for what was not sealed with this token."""
+        """Raise AuthenticationError for values written without this token."""
         return self._opened(key, self._store.get(key, deadline))
 
     @override
@@ -162,8 +162,8 @@ class SealedStore(Store):
         seal, value = found[:_SEAL_BYTES], found[_SEAL_BYTES:]
         if not hmac.compare_digest(seal, self._seal(key, value)):
             raise AuthenticationError(
-                f"{key!r} in the store was written by a process that does not hold this program's token; set "
-                "PACELINE_TOKEN to the same secret on every rank, or on none if all are of one user on one machine"
+                f"{key!r} in the store was written by a process without this program's token; set PACELINE_TOKEN to the "
+                "same secret on every rank, or on none if all ranks are of one user on one machine"
             )
         return value
 
@@ -173,16 +173,16 @@ class SealedStore(Store):
 
 
 Look: TypeAlias = Callable[[Sequence[int]], None]
-"""Is told from time to time whom a rank waits for, and raises what is to end the wait: some of them have ended."""
+"""Periodic check of awaited ranks; raises an error to end the wait, for instance for ended ranks."""
 
 
 def exchange(
     store: Store, rank: int, size: int, value: bytes, deadline: float, *, what: str, look: Look | None = None
 ) -> list[bytes]:
-    """Leave this rank's value, and return those of all ranks, in rank order.
+    """Publish this rank's value, and return the values of all ranks, in rank order.
 
-    ``what`` says in words what the ranks come to; it is the key as well, so it must differ from exchange to exchange
-    of one store. Raises RankLostError that names the ranks that did not come.
+    ``what`` names the exchange in error messages. It is also the key, so it must be unique among the exchanges of a
+    store. Raises RankLostError with the missing ranks.
     """
     start = time.monotonic()
     keys = {other: f"{what}/rank {other}" for other in range(size)}
@@ -202,9 +202,9 @@ def exchange(
 def await_all(
     store: Store, keys: Mapping[int, str], deadline: float, look: Look | None
 ) -> tuple[dict[int, bytes], tuple[int, ...]]:
-    """Wait for a key of each of some ranks; return the values, and the ranks whose keys are not set in time.
+    """Wait for one key of each rank; return the values, and the ranks whose keys are not set in time.
 
-    A rank whose key was seen and is gone again is among these only if nobody else is: it had come, and gave up.
+    A rank whose key was seen and then deleted is only reported if all other ranks have come: it came and gave up.
     """
     seen: set[int] = set()
     looks_at = math.inf if look is None else time.monotonic() + _FIRST_LOOK_S
@@ -221,16 +221,16 @@ def await_all(
 
 
 def written_twice(key: str) -> UsageError:
-    """Return the error for another value under a key that is set."""
+    """Return the error for a second value under a key."""
     return UsageError(
-        f"{key!r} is set already, to another value; two ranks have the same number, or two programs the same rendezvous"
+        f"{key!r} is already set to another value; two ranks have the same number, or two programs the same rendezvous"
     )
 
 
 def never_set(key: str, where: str, waited_s: float) -> DeadlineError:
-    """Return the error for a key that nobody has set; ``where`` is the store's address, if it has one."""
+    """Return the error for a missing key; ``where`` is the store's address, if any."""
     at = f" in the store at {where}" if where else ""
     return DeadlineError(
-        f"nobody has set {key!r}{at} within {round(waited_s, 2):g} s: the rank that should was not started, waits "
-        "elsewhere or has ended"
+        f"{key!r}{at} was not set within {round(waited_s, 2):g} s; check that its rank was started, has not ended and "
+        "does not wait for another call"
     )

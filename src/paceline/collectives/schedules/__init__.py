@@ -1,7 +1,7 @@
-"""Every collective algorithm as data, a checker that proves them right, an evaluator that prices them.
+"""Describe collective algorithms as data, check them, and predict their times.
 
-``base`` says what a schedule is; each algorithm has its file, with its cost and source; ``registry`` is the table of
-them. Pure: the standard library and ``paceline.errors`` only, no I/O, no clock, no arrays.
+``base`` defines schedules. Each algorithm has a module with its cost and source, and ``registry`` is the table of all
+algorithms. Pure: imports only the standard library and ``paceline.errors``, without I/O, clocks or arrays.
 
 >>> schedules = ALGORITHMS["all_reduce"]["ring"].schedules(4)
 >>> check("all_reduce", schedules)

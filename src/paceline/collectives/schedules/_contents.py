@@ -1,7 +1,7 @@
-"""What the blocks of all ranks hold in the checker's symbolic run: how it begins, changes and must end.
+"""Track the blocks of all ranks in the checker's symbolic run: start, changes, expected end.
 
-A symbol is one integer, ``(block << size) | contributors``: the block that it is content of, and the set of ranks
-whose contributions are in it (or, where nothing is reduced, the one that it came from).
+A symbol is one integer, ``(block << size) | contributors``: the original block, and the set of ranks that contributed
+(without a reduction, the source rank).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ COLLECTIVES: Final = (
 )
 
 ROOTED: Final = frozenset({"broadcast", "gather", "reduce", "scatter"})
-"""The collectives in which one rank has a part of its own."""
+"""Collectives with a root."""
 
 _NOTHING: Final = -1
 _REDUCING: Final = frozenset({"all_reduce", "reduce", "reduce_scatter"})
 
 
 class Contents:
-    """The memories of all ranks, and the messages between them."""
+    """The memory of every rank, and the messages between the ranks."""
 
     def __init__(self, collective: str, size: int, num_blocks: Sequence[int], root: int) -> None:
         if collective not in COLLECTIVES:
@@ -46,22 +46,22 @@ class Contents:
         self._messages: Final = defaultdict[tuple[int, int], deque[list[int]]](deque)
         for rank, number in enumerate(num_blocks):
             if number != self._expected_num_blocks(num_blocks[0]):
-                raise ScheduleError(f"rank {rank} has {number} blocks, which is no {collective} of {size} ranks.")
+                raise ScheduleError(f"rank {rank} has {number} blocks, which do not fit {collective} of {size} ranks.")
         self._num_blocks: Final = num_blocks[0]
         self._memories: Final = [self._begin(rank) for rank in range(size)]
-        # A barrier has no blocks: its messages carry of whom the sender had heard when it sent.
+        # A barrier has no blocks. Its messages carry the ranks that have reached the barrier, as known to the sender.
         self._heard: Final = [1 << rank for rank in range(size)]
 
     def read(self, place: tuple[int, int], spans: Spans) -> list[int]:
-        """What these blocks of the rank hold now."""
+        """Return the symbols in these blocks of the rank."""
         memory = self._memories[place[0]]
         read = [symbol for start, stop in spans for symbol in memory[start:stop]]
         if _NOTHING in read:
-            raise self._fault(place, _block_at(spans, read.index(_NOTHING)), "is read, but holds nothing yet")
+            raise self._fault(place, _block_at(spans, read.index(_NOTHING)), "is read, but is still empty")
         return read
 
     def write(self, place: tuple[int, int], spans: Spans, symbols: Sequence[int], *, reduce: bool = False) -> None:
-        """Put symbols into these blocks of the rank, or combine them with what is there."""
+        """Write symbols into these blocks of the rank, or combine them with the present ones."""
         memory = self._memories[place[0]]
         blocks = (block for start, stop in spans for block in range(start, stop))
         for block, symbol in zip(blocks, symbols, strict=True):
@@ -71,19 +71,19 @@ class Contents:
                 memory[block] = symbol
                 continue
             if memory[block] == _NOTHING or self._collective not in _REDUCING:
-                raise self._fault(place, block, "is reduced into, but holds nothing to reduce")
+                raise self._fault(place, block, "is reduced into, but is empty or not reducible")
             twice = memory[block] & symbol & ((1 << self._size) - 1)
             if twice:
                 raise self._fault(place, block, f"counts ranks {_ranks(twice)} twice")
             memory[block] |= symbol
 
     def send(self, place: tuple[int, int], action: Send) -> None:
-        """Put a message on its way."""
+        """Enqueue a message."""
         symbols = self.read(place, action.spans) if self._collective != "barrier" else [self._heard[place[0]]]
         self._messages[place[0], action.peer].append(symbols)
 
     def receive(self, place: tuple[int, int], action: Receive) -> None:
-        """Take the oldest message from the peer; there is one."""
+        """Take the oldest message from the peer; one must exist."""
         symbols = self._messages[action.peer, place[0]].popleft()
         if self._collective == "barrier":
             self._heard[place[0]] |= symbols[0]
@@ -91,11 +91,11 @@ class Contents:
             self.write(place, action.spans, symbols, reduce=action.reduce)
 
     def check_end(self) -> None:
-        """Assert that each rank has what it is promised."""
+        """Raise ScheduleError unless each rank has the expected result."""
         for rank, memory in enumerate(self._memories):
             missing = ((1 << self._size) - 1) & ~self._heard[rank]
             if self._collective == "barrier" and missing:
-                raise ScheduleError(f"rank {rank} leaves the barrier without having heard of ranks {_ranks(missing)}.")
+                raise ScheduleError(f"rank {rank} leaves the barrier without a message from ranks {_ranks(missing)}.")
             for block, expected in self._end(rank):
                 if memory[block] != expected:
                     raise ScheduleError(
@@ -104,7 +104,7 @@ class Contents:
                     )
 
     def _expected_num_blocks(self, first: int) -> int:
-        """What each rank's ``num_blocks`` must be, if the first one's is ``first``."""
+        """Return the required ``num_blocks`` of each rank, if the first rank has ``first``."""
         if self._collective in ("all_reduce", "broadcast", "reduce"):
             return max(first, 1)
         return {"all_to_all": 3 * self._size, "barrier": 0}.get(self._collective, self._size)
@@ -124,7 +124,7 @@ class Contents:
         return mine
 
     def _end(self, rank: int) -> list[tuple[int, int]]:
-        """The blocks that matter at this rank, and what they must hold."""
+        """Return the blocks of the result at this rank, with the expected symbols."""
         blocks: Sequence[int] = range(self._num_blocks)
         if self._collective in ("gather", "reduce") and rank != self._root:
             blocks = ()
@@ -148,7 +148,7 @@ class Contents:
 
 
 def _block_at(spans: Spans, index: int) -> int:
-    """The block at this place of the message."""
+    """Return the block at this index of the message."""
     return [block for start, stop in spans for block in range(start, stop)][index]
 
 

@@ -1,10 +1,10 @@
-"""How an all-reduce for powers of two serves every size: the ranks too many are folded into their neighbours.
+"""Extend an all-reduce for powers of two to all sizes, by folding surplus ranks into their neighbours.
 
-With ``extra`` ranks above the power of two, each even rank below ``2 * extra`` gives its vector to the odd rank
-after it, which takes part for both and gives the result back: two more rounds, ``2 (α + n β) + n γ``.
+With ``extra`` ranks above the power of two, each even rank below ``2 * extra`` sends its vector to the next odd rank,
+which takes part for both and returns the result. This adds two rounds, ``2 (α + n β) + n γ``.
 
 Source: Thakur, Rabenseifner and Gropp 2005 "Optimization of collective communication operations in MPICH" (the
-section on all-reduce, non-power-of-two sizes). Rabenseifner 2004 lets both of a pair add up half of the vector:
+section on all-reduce, non-power-of-two sizes). In Rabenseifner 2004 both ranks of a pair add half of the vector:
 that saves ``n/2 γ`` and costs one more round.
 """
 
@@ -16,7 +16,7 @@ from paceline.collectives.schedules.base import Receive, Schedule, Send, largest
 
 
 def folded(rank: int, size: int, core_all_reduce: Callable[[int, int], Schedule]) -> Schedule:
-    """The schedule of ``rank``, where ``core_all_reduce(position, core_size)`` serves powers of two."""
+    """Return the schedule of ``rank``; ``core_all_reduce(position, core_size)`` handles powers of two."""
     core_size = largest_power_of_two(size)
     extra = size - core_size
     paired = rank < 2 * extra

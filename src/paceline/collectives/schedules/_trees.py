@@ -1,12 +1,11 @@
-"""Trees of ranks with a timetable, and the pipelines that run on them.
+"""Build trees of ranks with a timetable, and pipelines along them.
 
-A vector is cut in pieces that follow each other up the tree (reduce), down it (broadcast), or up and straight down
-again (all-reduce). Each edge has a step at which its first piece passes; piece k passes k steps later, and an
-action of any rank belongs to one step. A rank's rounds are its actions in the order of steps. Both ends of a message
-name the same step: so nobody deadlocks, even where a send waits for its receive, because the ranks at the smallest
-step can always finish it.
+A vector is divided into pieces that follow each other up the tree (reduce), down the tree (broadcast), or up and then
+down (all-reduce). Each edge has a step at which the first piece passes; piece k passes k steps later, and every action
+belongs to one step. A rank's rounds are its actions in the order of steps. Both ends of a message have the same step.
+So there is no deadlock, even if a send waits for its receive: the ranks at the smallest step can always finish it.
 
-Two children never pass the same piece to their parent at the same step: the parent adds one at a time.
+Two children never send the same piece to their parent at the same step: the parent adds one at a time.
 """
 
 from __future__ import annotations
@@ -21,34 +20,34 @@ from paceline.collectives.schedules.base import Action, Receive, Round, Send, Sp
 NO_RANK: Final = -1
 
 Timed: TypeAlias = tuple[int, Action]
-"""An action and the step that it belongs to."""
+"""A step and an action."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """A tree over ranks 0..p-1; make one with :func:`tree_of`."""
+    """A tree over ranks 0..p-1, built by :func:`tree_of`."""
 
     parents: tuple[int, ...]
-    """The parent of each rank; ``NO_RANK`` for the root."""
+    """Parent of each rank; ``NO_RANK`` for the root."""
     children: tuple[tuple[int, ...], ...]
-    """The children of each rank, the one with most ranks below it first: it has the longest way to go."""
+    """Children of each rank, the one with the largest subtree first, because it needs most time."""
     up_steps: tuple[int, ...]
-    """When each rank passes piece 0 up to its parent."""
+    """Step at which each rank sends piece 0 to its parent."""
     down_steps: tuple[int, ...]
-    """When each rank gets piece 0 from its parent, if the root passes it on at step 0."""
+    """Step at which each rank receives piece 0 from its parent, if the root sends it at step 0."""
     height: int
-    """The step at which the root has piece 0 complete."""
+    """Step at which piece 0 is complete at the root."""
 
 
 def tree_of(parents: Sequence[int]) -> Tree:
-    """The tree that is given by each rank's parent, ``NO_RANK`` at the root; its timetable is as early as can be."""
+    """Return the tree with these parents (``NO_RANK`` for the root), with the earliest timetable."""
     num_ranks = len(parents)
     children: list[list[int]] = [[] for _ in parents]
     for rank, parent in enumerate(parents):
         if parent != NO_RANK:
             children[parent].append(rank)
     order = [parents.index(NO_RANK)]
-    for rank in order:  # grows while we go: parents come before their children
+    for rank in order:  # the loop extends the list: parents come before their children
         order.extend(children[rank])
     assert len(order) == num_ranks, "the parents make no tree"
     weights, ready = [1] * num_ranks, [0] * num_ranks
@@ -67,7 +66,7 @@ def tree_of(parents: Sequence[int]) -> Tree:
 
 
 def passed_up(tree: Tree, rank: int, pieces: Sequence[Spans]) -> Iterator[Timed]:
-    """What ``rank`` does to reduce the pieces to the root."""
+    """Yield the actions of ``rank`` that reduce the pieces to the root."""
     for number, spans in enumerate(pieces):
         for child in tree.children[rank]:
             yield tree.up_steps[child] + number, Receive(child, spans, reduce=True)
@@ -76,7 +75,7 @@ def passed_up(tree: Tree, rank: int, pieces: Sequence[Spans]) -> Iterator[Timed]
 
 
 def passed_down(tree: Tree, rank: int, pieces: Sequence[Spans], start: int = 0) -> Iterator[Timed]:
-    """What ``rank`` does to broadcast the pieces from the root, which passes on the first at step ``start``."""
+    """Yield the actions of ``rank`` that broadcast the pieces; the root sends the first at step ``start``."""
     for number, spans in enumerate(pieces):
         if tree.parents[rank] != NO_RANK:
             yield start + tree.down_steps[rank] + number, Receive(tree.parents[rank], spans)
@@ -85,17 +84,17 @@ def passed_down(tree: Tree, rank: int, pieces: Sequence[Spans], start: int = 0) 
 
 
 def passed_up_and_down(tree: Tree, rank: int, pieces: Sequence[Spans]) -> Iterator[Timed]:
-    """What ``rank`` does to all-reduce: each piece goes down as soon as it is complete."""
+    """Yield the actions of ``rank`` for an all-reduce; each piece goes down as soon as it is complete."""
     yield from passed_up(tree, rank, pieces)
     yield from passed_down(tree, rank, pieces, start=tree.height)
 
 
 def in_rounds(timed: Iterable[Timed]) -> tuple[Round, ...]:
-    """The actions in the order of steps, those of one step in one round; steps without action fall out."""
+    """Return the actions as rounds, one for each step with actions."""
     ordered = sorted(timed, key=lambda entry: entry[0])
     return tuple(tuple(action for _, action in group) for _, group in groupby(ordered, key=lambda entry: entry[0]))
 
 
 def cut(start: int, count: int) -> tuple[Spans, ...]:
-    """``count`` pieces of one block each, from block ``start`` on."""
+    """Return ``count`` pieces of one block each, starting at block ``start``."""
     return tuple(((block, block + 1),) for block in range(start, start + count))

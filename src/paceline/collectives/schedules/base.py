@@ -1,23 +1,23 @@
-"""What a schedule is: the actions of one rank, as data.
+"""Define schedules: the actions of one rank, as data.
 
-An algorithm is a pure function ``(rank, size, ...) -> Schedule``. One executor runs schedules on channels, one
-checker proves them right, one evaluator prices them; none of them knows an algorithm.
+An algorithm is a pure function ``(rank, size, ...) -> Schedule``. One executor runs schedules on channels, one checker
+proves them correct, and one evaluator predicts their times. All three are independent of the algorithms.
 
-The rules that all of them keep:
+Common rules:
 
-- The working memory of a rank is one vector of ``num_blocks`` blocks, which may be of unequal size in bytes.
-- Rounds of one rank run in order. The actions of a round start together, and it ends when all of them are done.
+- The working memory of a rank is one vector of ``num_blocks`` blocks, which may have different sizes.
+- Rounds of one rank run in order. The actions of a round start together, and the round ends when all are done.
   There is no barrier between the rounds of different ranks.
-- What a round sends or copies is what was there when the round began, even where another action of the same
-  round writes those blocks.
-- Messages from one rank to another are matched in the order in which they were sent.
+- A round sends and copies the contents at the round's beginning, even if another action of the same round
+  writes these blocks.
+- Messages from one rank to another are matched in the order of sending.
 
-Where the blocks lie, by collective:
+Layout of the blocks:
 
-- all_reduce, reduce, broadcast: the vector, cut in as many blocks as the algorithm wants.
-- reduce_scatter, all_gather, gather, scatter: block r is that of rank r.
-- all_to_all: ``[0, size)`` is the input (block d goes to rank d; never written), ``[size, 2 * size)`` the output
-  (block size + s comes from rank s), ``[2 * size, 3 * size)`` scratch.
+- all_reduce, reduce, broadcast: the vector, divided into any number of blocks.
+- reduce_scatter, all_gather, gather, scatter: block r belongs to rank r.
+- all_to_all: ``[0, size)`` is the input (block d goes to rank d; read-only), ``[size, 2 * size)`` the output
+  (block size + s comes from rank s), ``[2 * size, 3 * size)`` scratch memory.
 - barrier: no blocks; its messages are empty.
 """
 
@@ -34,7 +34,7 @@ Spans: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class ScheduleError(PacelineError, AssertionError):
-    """Schedules do not do what their collective promises: a fault of the algorithm, never of a caller's data."""
+    """Schedules that do not implement their collective: an error in the algorithm, not in a caller's data."""
 
 
 class Send(NamedTuple):
@@ -45,7 +45,7 @@ class Send(NamedTuple):
 
 
 class Receive(NamedTuple):
-    """Receive these blocks from ``peer``: combined into what is there if ``reduce``, else written over it."""
+    """Receive these blocks from ``peer``; ``reduce`` combines them with the present ones."""
 
     peer: int
     spans: Spans
@@ -53,7 +53,7 @@ class Receive(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Copy blocks within this rank's memory."""
+    """Copy blocks inside this rank's memory."""
 
     source: Spans
     target: Spans
@@ -65,19 +65,19 @@ Round: TypeAlias = tuple[Action, ...]
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """All that one rank does."""
+    """The rounds of one rank."""
 
     num_blocks: int
     rounds: tuple[Round, ...]
 
 
 def count_blocks(spans: Spans) -> int:
-    """How many blocks the spans hold."""
+    """Return the number of blocks in the spans."""
     return sum(stop - start for start, stop in spans)
 
 
 def wrapped(start: int, count: int, size: int) -> Spans:
-    """``count`` blocks from ``start`` on, in a circle of ``size``: one span, or two where it goes over the end.
+    """Return ``count`` blocks from ``start`` modulo ``size``: one span, or two at the wrap.
 
     >>> wrapped(6, 3, 8)
     ((6, 8), (0, 1))
@@ -88,7 +88,7 @@ def wrapped(start: int, count: int, size: int) -> Spans:
 
 
 def merged(blocks: Iterable[int]) -> Spans:
-    """These blocks in this order, neighbours merged into one span.
+    """Return these blocks in this order, with neighbours merged into spans.
 
     >>> merged([1, 2, 3, 7, 6])
     ((1, 4), (7, 8), (6, 7))
@@ -103,7 +103,7 @@ def merged(blocks: Iterable[int]) -> Spans:
 
 
 def renamed(rounds: Iterable[Round], ranks: Sequence[int]) -> tuple[Round, ...]:
-    """The same rounds, where peer number i is now ``ranks[i]``: an algorithm run among some of the ranks."""
+    """Return the rounds with peer i replaced by ``ranks[i]``, to run an algorithm among some of the ranks."""
     return tuple(
         tuple(action if isinstance(action, Copy) else action._replace(peer=ranks[action.peer]) for action in actions)
         for actions in rounds
@@ -111,5 +111,5 @@ def renamed(rounds: Iterable[Round], ranks: Sequence[int]) -> tuple[Round, ...]:
 
 
 def largest_power_of_two(size: int) -> int:
-    """The largest power of two that is not above ``size``."""
+    """Return the largest power of two up to ``size``."""
     return 1 << (size.bit_length() - 1)

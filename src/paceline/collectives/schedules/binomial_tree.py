@@ -1,9 +1,9 @@
-"""Binomial tree: whoever has the data gives it to one more rank in each step, so log2(p) steps reach everybody.
+"""Binomial tree: every rank with data sends to one more rank in each step.
 
 Broadcast and reduce take ``ceil(log2 p) (α + n β)`` (and ``n γ`` per step); gather and scatter
 ``ceil(log2 p) α + (p - 1)/p n β``; all-reduce is reduce and broadcast. Good for short vectors, and for gather and
-scatter of short blocks. In ``pieces`` the steps of different pieces overlap, which helps long vectors, though not as
-much as the double binary tree: the root sends each piece log2(p) times.
+scatter of short blocks. With ``pieces`` the steps of different pieces overlap. This helps long vectors, but less than
+the double binary tree, because the root sends each piece log2(p) times.
 
 Source: Chan, Heimlich, Purkayastha and van de Geijn 2007 "Collective communication: theory, practice, and
 experience" (the section on minimum-spanning-tree algorithms); Thakur, Rabenseifner and Gropp 2005 "Optimization of
@@ -28,22 +28,22 @@ from paceline.collectives.schedules.base import Receive, Round, Schedule, Send, 
 
 
 def broadcast(rank: int, size: int, *, root: int = 0, pieces: int = 1) -> Schedule:
-    """In ``pieces`` blocks."""
+    """Broadcast in ``pieces`` blocks."""
     return Schedule(pieces, in_rounds(passed_down(_tree(size, root), rank, cut(0, pieces))))
 
 
 def reduce(rank: int, size: int, *, root: int = 0, pieces: int = 1) -> Schedule:
-    """In ``pieces`` blocks; a parent adds its nearest child first."""
+    """Reduce in ``pieces`` blocks; a parent adds its nearest child first."""
     return Schedule(pieces, in_rounds(passed_up(_tree(size, root), rank, cut(0, pieces))))
 
 
 def all_reduce(rank: int, size: int, *, pieces: int = 1) -> Schedule:
-    """Reduce to rank 0 and broadcast, each of the ``pieces`` for itself."""
+    """Reduce each of the ``pieces`` to rank 0, then broadcast it."""
     return Schedule(pieces, in_rounds(passed_up_and_down(_tree(size, 0), rank, cut(0, pieces))))
 
 
 def gather(rank: int, size: int, *, root: int = 0) -> Schedule:
-    """Each rank collects the blocks of its subtree, then gives them to its parent."""
+    """Collect the blocks of each rank's subtree, then send them to its parent."""
     tree = _tree(size, root)
     parent = tree.parents[rank]
     collect: Round = tuple(Receive(child, _subtree(child, size, root)) for child in tree.children[rank])
@@ -52,7 +52,7 @@ def gather(rank: int, size: int, *, root: int = 0) -> Schedule:
 
 
 def scatter(rank: int, size: int, *, root: int = 0) -> Schedule:
-    """Each rank gets the blocks of its subtree, and passes on those of its children's."""
+    """Receive the blocks of each rank's subtree, and send its children theirs."""
     tree = _tree(size, root)
     parent = tree.parents[rank]
     take: Round = () if parent == NO_RANK else (Receive(parent, _subtree(rank, size, root)),)
@@ -61,14 +61,14 @@ def scatter(rank: int, size: int, *, root: int = 0) -> Schedule:
 
 
 @lru_cache(maxsize=64)
-def _tree(size: int, root: int) -> Tree:
+"""Return the tree; the parent of v, counted from the root, is v without its lowest bit."""
     """Counted from the root, the parent of v is v without its lowest bit."""
     distances = [(rank - root) % size for rank in range(size)]
     return tree_of([((v & (v - 1)) + root) % size if v else NO_RANK for v in distances])
 
 
 def _subtree(rank: int, size: int, root: int) -> Spans:
-    """The blocks of ``rank`` and all below it. Counted from the root, they follow each other."""
+    """Return the blocks of the subtree of ``rank``, which are consecutive if counted from the root."""
     distance = (rank - root) % size
     reach = distance & -distance if distance else size
     return wrapped(rank, min(reach, size - distance), size)

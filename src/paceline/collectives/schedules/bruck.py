@@ -1,15 +1,15 @@
-"""Bruck's algorithms: a logarithm of rounds at every size, for all-gather and all-to-all.
+"""Bruck's algorithms: all-gather and all-to-all in a logarithmic number of rounds, at every size.
 
-All-gather: in round k each rank gets all that the rank 2^k after it has: ``ceil(log2 p) α + (p - 1)/p n β``, where n
-is the gathered vector. Good for short blocks, and as good in bytes as any.
+All-gather: in round k each rank receives all blocks that the rank 2^k after it has: ``ceil(log2 p) α + (p - 1)/p n β``,
+where n is the gathered vector. Good for short blocks, with the minimal number of bytes.
 
 All-to-all: the block for the rank at distance o makes a hop of 2^k for each bit k of o:
 ``ceil(log2 p) (α + n/2 β)``, where n is one rank's input. More bytes than pairwise, but far fewer messages: good for
-short blocks. Blocks must be of equal size, since ranks carry blocks that are not theirs.
+short blocks. Blocks must have equal sizes, because ranks forward blocks of other ranks.
 
 Source: Bruck, Ho, Kipnis, Upfal and Weathersby 1997 "Efficient algorithms for all-to-all communications in multiport
 message-passing systems" (the sections on the index and the concatenation operation). Their first and last step
-rotate the blocks in memory; here each block is sent from and received into its place, by spans that wrap.
+rotate the blocks in memory; here spans that wrap send and receive each block at its final index.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paceline.collectives.schedules.base import Copy, Receive, Round, Schedule, 
 
 
 def all_gather(rank: int, size: int) -> Schedule:
-    """Before round k a rank has the blocks of the 2^k ranks from itself on."""
+    """Send the blocks of the next 2^k ranks, this rank first, in round k."""
     rounds: list[Round] = []
     for hop in _hops(size):
         count = min(hop, size - hop)
@@ -30,7 +30,7 @@ def all_gather(rank: int, size: int) -> Schedule:
 
 
 def all_to_all(rank: int, size: int) -> Schedule:
-    """Between its hops the block at distance o waits in scratch block ``2 * size + o``."""
+    """Keep the block at distance o in scratch block ``2 * size + o`` between its hops."""
     mine = Copy(((rank, rank + 1),), ((size + rank, size + rank + 1),))
     rounds: list[Round] = [] if size > 1 else [(mine,)]
     for hop in _hops(size):
@@ -50,12 +50,12 @@ def _hops(size: int) -> Iterator[int]:
 
 
 def _departure(rank: int, size: int, distance: int, hop: int) -> int:
-    """Where the block lies before this hop: in the input before its first one."""
+    """Return the index of the block before this hop: in the input before its first one."""
     first = distance & (hop - 1) == 0
     return (rank + distance) % size if first else 2 * size + distance
 
 
 def _arrival(rank: int, size: int, distance: int, hop: int) -> int:
-    """Where the block lies after this hop: in the output after its last one."""
+    """Return the index of the block after this hop: in the output after its last one."""
     last = distance < 2 * hop
     return size + (rank - distance) % size if last else 2 * size + distance

@@ -1,9 +1,9 @@
-"""Central: everything goes through one rank, as in a parameter server.
+"""Central: all data goes through one rank, as in a parameter server.
 
-The root's port carries p - 1 messages, so all of these grow linearly: reduce takes about ``α + (p - 1) n β`` and
-``(p - 1) n γ`` beside it, broadcast ``α + (p - 1) n β``, all-reduce both; gather and scatter ``α + (p - 1)/p n β``,
-all-gather and reduce-scatter ``2 α`` and about ``p n β``. In ``pieces``, what comes and what goes overlap. Good for
-very few ranks, for gather and scatter of long blocks, and as the shape to compare with.
+The root's port carries p - 1 messages, so the times grow linearly: reduce takes about ``α + (p - 1) n β`` and
+``(p - 1) n γ``, broadcast ``α + (p - 1) n β``, all-reduce both; gather and scatter ``α + (p - 1)/p n β``,
+all-gather and reduce-scatter ``2 α`` and about ``p n β``. With ``pieces``, incoming and outgoing data overlap. Good for
+very few ranks, for gather and scatter of long blocks, and as a baseline.
 
 Source: Li et al. 2014 "Scaling Distributed Machine Learning with the Parameter Server" (OSDI'14); the
 linear algorithms of Chan, Heimlich, Purkayastha and van de Geijn 2007, "Collective communication: theory, practice,
@@ -28,22 +28,22 @@ from paceline.collectives.schedules.base import Receive, Round, Schedule, Send, 
 
 
 def broadcast(rank: int, size: int, *, root: int = 0, pieces: int = 1) -> Schedule:
-    """In ``pieces`` blocks."""
+    """Broadcast in ``pieces`` blocks."""
     return Schedule(pieces, in_rounds(passed_down(_star(size, root), rank, cut(0, pieces))))
 
 
 def reduce(rank: int, size: int, *, root: int = 0, pieces: int = 1) -> Schedule:
-    """In ``pieces`` blocks; the root adds in the order of ranks."""
+    """Reduce in ``pieces`` blocks; the root adds in the order of ranks."""
     return Schedule(pieces, in_rounds(passed_up(_star(size, root), rank, cut(0, pieces))))
 
 
 def all_reduce(rank: int, size: int, *, pieces: int = 1) -> Schedule:
-    """Reduce to rank 0 and broadcast, each of the ``pieces`` for itself."""
+    """Reduce each of the ``pieces`` to rank 0, then broadcast it."""
     return Schedule(pieces, in_rounds(passed_up_and_down(_star(size, 0), rank, cut(0, pieces))))
 
 
 def gather(rank: int, size: int, *, root: int = 0) -> Schedule:
-    """The root takes all blocks in one round."""
+    """Receive all blocks at the root in one round."""
     if size == 1:
         return Schedule(size, ())
     if rank != root:
@@ -52,7 +52,7 @@ def gather(rank: int, size: int, *, root: int = 0) -> Schedule:
 
 
 def scatter(rank: int, size: int, *, root: int = 0) -> Schedule:
-    """The root gives all blocks in one round."""
+    """Send all blocks from the root in one round."""
     if size == 1:
         return Schedule(size, ())
     if rank != root:
@@ -61,7 +61,7 @@ def scatter(rank: int, size: int, *, root: int = 0) -> Schedule:
 
 
 def all_gather(rank: int, size: int) -> Schedule:
-    """Gather to rank 0, which then gives everybody the blocks of the others."""
+    """Gather to rank 0, which sends each rank the blocks of the others."""
     if size == 1:
         return Schedule(size, ())
     spread: Round
@@ -73,7 +73,7 @@ def all_gather(rank: int, size: int) -> Schedule:
 
 
 def reduce_scatter(rank: int, size: int) -> Schedule:
-    """Rank 0 adds up all blocks of everybody, and gives each their own."""
+    """Add all blocks at rank 0, which sends each rank its block."""
     whole = ((0, size),)
     return Schedule(size, in_rounds(passed_up(_star(size, 0), rank, (whole,))) + scatter(rank, size).rounds)
 

@@ -1,12 +1,12 @@
-"""Proves that the schedules of all ranks do together what their collective promises, without a process or a number.
+"""Prove by a symbolic run that the schedules of all ranks implement their collective.
 
-A block's content is a symbol: which block it is, and the set of ranks that contributed. Combining adds the sets, and
-a rank that is in both has been counted twice. A schedule never looks at data, so one symbolic run of one size shows
+The symbol of a block consists of the block's number and the set of ranks that contributed. A combination unites two
+sets; a rank in both has been counted twice. Schedules do not depend on the data, so one symbolic run of a size covers
 all runs of that size.
 
-The run also shows that nobody can be stuck: here a round ends only when the round at the other end of each of its
-messages has begun, as if sends waited for their receives. What ends under that rule ends with any buffering, and
-since messages are matched in order, with the same data.
+The run also excludes deadlocks. A round ends only when the rounds at the other ends of its messages have begun, as if
+sends waited for their receives. If this succeeds, runs with any buffering succeed, with the same data, because messages
+are matched in order.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from paceline.collectives.schedules.base import (
 )
 
 _Place: TypeAlias = tuple[int, int]
-"""A rank, and the number of one of its rounds."""
+"""A rank and the number of one of its rounds."""
 
 
 def check(collective: str, schedules: Sequence[Schedule], *, root: int = 0) -> None:
-    """Assert that ``schedules`` (one per rank) are a right ``collective``.
+    """Check that ``schedules`` (one per rank) implement ``collective``.
 
-    Shown are: peers and blocks exist, nobody sends to itself, the actions of a round write different blocks; each
-    message is received, in the size that was sent; nothing is read that was never written; no contribution is
-    counted twice or ends in another block's place; the input of an all-to-all is kept; nobody waits for ever, even
-    if a send completes only once the round of its receive has begun; and each rank ends with what it is promised.
+    Checks: peers and blocks exist, no rank sends to itself, the actions of a round write different blocks; each
+    message is received with the size that was sent; every block is written before it is read; no contribution is
+    counted twice or written to another block; the input of an all-to-all is kept; there is no deadlock, even if a
+    send completes only after the round of its receive has begun; and each rank ends with the expected result.
 
     Raises:
-        ScheduleError: something of that is not so; the message names the rank, the round and the block.
-        UsageError: there is no such collective.
+        ScheduleError: a check failed; the message names the rank, the round and the block.
+        UsageError: the collective is unknown.
     """
     contents = Contents(collective, len(schedules), [schedule.num_blocks for schedule in schedules], root)
     for rank, schedule in enumerate(schedules):
@@ -52,7 +52,7 @@ def check(collective: str, schedules: Sequence[Schedule], *, root: int = 0) -> N
 
 
 def _check_round(collective: str, place: _Place, actions: Sequence[Action], size: int, num_blocks: int) -> None:
-    """What one round can be told by itself."""
+    """Check one round on its own."""
     rank = place[0]
     written = (1 << size) - 1 if collective == "all_to_all" else 0
     for action in actions:
@@ -81,7 +81,7 @@ def _write(place: _Place, spans: Spans, written: int) -> int:
 
 
 def _partners(schedules: Sequence[Schedule]) -> dict[_Place, list[_Place]]:
-    """For each round the rounds at the other ends of its messages."""
+    """Return for each round the rounds at the other ends of its messages."""
     sends: dict[tuple[int, int], list[tuple[_Place, int]]] = defaultdict(list)
     receives: dict[tuple[int, int], list[tuple[_Place, int]]] = defaultdict(list)
     for rank, schedule in enumerate(schedules):
@@ -100,15 +100,15 @@ def _partners(schedules: Sequence[Schedule]) -> dict[_Place, list[_Place]]:
             partners[source].append(target)
             partners[target].append(source)
         if len(sent) > len(received):
-            raise ScheduleError(f"{_at(sent[len(received)][0])} sends to rank {channel[1]}, who never receives it.")
+            raise ScheduleError(f"{_at(sent[len(received)][0])} sends to rank {channel[1]}, which never receives it.")
         if len(sent) < len(received):
             place = received[len(sent)][0]
-            raise ScheduleError(f"{_at(place)} receives from rank {channel[0]}, who never sends it.")
+            raise ScheduleError(f"{_at(place)} receives from rank {channel[0]}, which never sends it.")
     return partners
 
 
 def _run(schedules: Sequence[Schedule], contents: Contents, partners: dict[_Place, list[_Place]]) -> None:
-    """Let each rank begin its next round when its last one has ended, until all have ended."""
+    """Start each rank's next round when its last one has ended, until all rounds have ended."""
     begun = [-1] * len(schedules)
     current: list[_Round | None] = [None] * len(schedules)
     runnable = deque(range(len(schedules)))
@@ -136,7 +136,7 @@ def _run(schedules: Sequence[Schedule], contents: Contents, partners: dict[_Plac
 
 
 class _Round:
-    """A round that has begun: its messages are under way."""
+    """A round in progress, with its messages."""
 
     __slots__ = ("_actions", "_copies", "place")
 
@@ -151,7 +151,7 @@ class _Round:
                 self._copies.append(contents.read(place, action.source))
 
     def end(self, contents: Contents) -> None:
-        """Let what was received and copied take its place."""
+        """Write the received and the copied blocks."""
         for action in self._actions:
             if isinstance(action, Receive):
                 contents.receive(self.place, action)

@@ -1,7 +1,7 @@
-"""Dissemination barrier: in round k each rank tells the rank 2^k after it all that it has heard of.
+"""Dissemination barrier: in round k each rank sends to the rank 2^k after it.
 
-``ceil(log2 p) α`` at every size, with no root. After the last round everybody has heard, through somebody, of
-everybody.
+``ceil(log2 p) α`` at every size, without a root. After the last round every rank has, directly or indirectly, received
+a message from every other rank.
 
 Source: Hensgen, Finkel and Manber 1988 "Two algorithms for barrier synchronization", section 3.
 """
@@ -12,7 +12,7 @@ from paceline.collectives.schedules.base import Receive, Round, Schedule, Send
 
 
 def barrier(rank: int, size: int) -> Schedule:
-    """Messages without blocks."""
+    """Send messages without blocks."""
     rounds: list[Round] = []
     hop = 1
     while hop < size:

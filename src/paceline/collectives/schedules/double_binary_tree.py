@@ -1,10 +1,10 @@
-"""Double binary tree: two trees that each carry half of the vector; who is an inner rank of one is a leaf of the other.
+"""Double binary tree: two trees with half of the vector each; inner ranks of one are leaves of the other.
 
-In a single binary tree the leaves, half of all ranks, send nothing on. Here every rank passes on about as much as it
-gets, so broadcast and reduce approach ``n β``, and all-reduce ``2 n β``, in O(log p) steps of latency. With the two
-halves in ``pieces`` each, broadcast takes about ``(log2 p + pieces) α + (1 + log2(p)/pieces) n β``, reduce and
-all-reduce about twice the steps (a parent adds one child's piece at a time) and ``n γ``. Good for long vectors and
-many ranks; ``pieces`` near the square root of ``n β log2(p) / α`` is best.
+In a single binary tree the leaves, half of all ranks, send nothing. Here every rank sends about as much as it receives.
+So broadcast and reduce approach ``n β``, and all-reduce ``2 n β``, in O(log p) steps of latency. With ``pieces`` in
+each half, broadcast takes about ``(log2 p + pieces) α + (1 + log2(p)/pieces) n β``; reduce and all-reduce take about
+twice the steps (a parent adds one child's piece at a time) and ``n γ``. Good for long vectors and many ranks; the best
+``pieces`` is near the square root of ``n β log2(p) / α``.
 
 Source: Sanders, Speck and Träff 2009 "Two-tree algorithms for full bandwidth broadcast, reduction and scan" (the
 sections on broadcast and reduction). Their two-colouring of the edges orders the messages of ranks that can send
@@ -31,21 +31,21 @@ from paceline.collectives.schedules.base import Schedule
 
 
 def all_reduce(rank: int, size: int, *, pieces: int = 1) -> Schedule:
-    """In ``2 * pieces`` blocks: the first half of them goes by one tree, the second by the other."""
+    """All-reduce in ``2 * pieces`` blocks: the first half along one tree, the second along the other."""
     halves = zip(_trees(size), (cut(0, pieces), cut(pieces, pieces)), strict=True)
     timed = (passed_up_and_down(tree, rank, half) for tree, half in halves)
     return Schedule(2 * pieces, in_rounds(chain.from_iterable(timed)))
 
 
 def broadcast(rank: int, size: int, *, root: int = 0, pieces: int = 1) -> Schedule:
-    """In ``2 * pieces`` blocks; the root stands above both trees."""
+    """Broadcast in ``2 * pieces`` blocks; the root is above both trees."""
     halves = zip(_trees_below(size, root), (cut(0, pieces), cut(pieces, pieces)), strict=True)
     timed = (passed_down(tree, rank, half) for tree, half in halves)
     return Schedule(2 * pieces, in_rounds(chain.from_iterable(timed)))
 
 
 def reduce(rank: int, size: int, *, root: int = 0, pieces: int = 1) -> Schedule:
-    """In ``2 * pieces`` blocks; the root stands above both trees."""
+    """Reduce in ``2 * pieces`` blocks; the root is above both trees."""
     halves = zip(_trees_below(size, root), (cut(0, pieces), cut(pieces, pieces)), strict=True)
     timed = (passed_up(tree, rank, half) for tree, half in halves)
     return Schedule(2 * pieces, in_rounds(chain.from_iterable(timed)))
@@ -53,14 +53,14 @@ def reduce(rank: int, size: int, *, root: int = 0, pieces: int = 1) -> Schedule:
 
 @lru_cache(maxsize=64)
 def _trees(size: int) -> tuple[Tree, Tree]:
-    """Two trees over all ranks."""
+    """Return two trees over all ranks."""
     first, second = _parent_lists(size)
     return tree_of(first), tree_of(second)
 
 
 @lru_cache(maxsize=64)
 def _trees_below(size: int, root: int) -> tuple[Tree, Tree]:
-    """Two trees over all ranks but the root, which is the only parent of both their roots."""
+    """Return two trees over all ranks except the root, which is the parent of both their roots."""
     if size == 1:
         return _trees(1)
     ranks = [(root + 1 + place) % size for place in range(size - 1)]
@@ -69,7 +69,7 @@ def _trees_below(size: int, root: int) -> tuple[Tree, Tree]:
 
 
 def _placed(parents: Sequence[int], ranks: Sequence[int], root: int) -> list[int]:
-    """The tree of places as one of ranks: place i is ``ranks[i]``, and ``root`` above all."""
+    """Convert a tree of places to one of ranks: place i is ``ranks[i]``, below ``root``."""
     result = [NO_RANK] * (len(ranks) + 1)
     for place, parent in enumerate(parents):
         result[ranks[place]] = root if parent == NO_RANK else ranks[parent]
@@ -77,10 +77,10 @@ def _placed(parents: Sequence[int], ranks: Sequence[int], root: int) -> list[int
 
 
 def _parent_lists(size: int) -> tuple[list[int], list[int]]:
-    """The parent of each place in both trees: the second is the first, shifted by one place.
+    """Return the parent of each place in both trees: the second tree is the first, shifted by one place.
 
-    In the first the odd places are inner (as far as they have anyone below), the even ones leaves; in the second it
-    is the other way round.
+    In the first tree the odd places are inner nodes (if they have children) and the even ones leaves; in the second
+    tree it is the reverse.
     """
     first = [_in_order_parent(place + 1, size) - 1 for place in range(size)]
     shifted = [first[(place + 1) % size] for place in range(size)]
@@ -89,10 +89,10 @@ def _parent_lists(size: int) -> tuple[list[int], list[int]]:
 
 
 def _in_order_parent(number: int, size: int) -> int:
-    """The parent of ``number`` in the binary tree whose in-order walk is 1, 2, ..., size; 0 for its root.
+    """Return the parent of ``number`` in the binary tree with in-order walk 1, 2, ..., size; 0 for the root.
 
-    The level of a number is that of its lowest bit, so the odd ones are leaves. Where a parent is above ``size``,
-    the nearest ancestor within it takes its place.
+    The level of a number is the position of its lowest bit, so odd numbers are leaves. A parent above ``size`` is
+    replaced by its nearest ancestor within ``size``.
     """
     if number == 1 << (size.bit_length() - 1):
         return 0

@@ -1,10 +1,10 @@
-"""Prices schedules in the α-β-γ model: how long would this take on links like those.
+"""Predict the time of schedules in the α-β-γ model.
 
-A message of n bytes takes ``α + β n`` over a link, and ``γ n`` of the receiver's time if it is combined into what
-is there. Each rank has one port out and one in, which work at the same time: messages of one rank leave one after
-another, ``β n`` apart, and arrivals at one rank are taken in one after another. Where ranks share hosts, messages
-between hosts go through the one port of each host instead. A send is done when it has left; a message that arrives
-before its round has begun waits in a buffer. Local copies cost nothing.
+A message of n bytes takes ``α + β n`` over a link, and ``γ n`` of the receiver's time if it is combined with the
+receiver's data. Each rank has one output port and one input port, which work concurrently: the messages of one rank
+leave one after another, ``β n`` apart, and arrivals at one rank are received one after another. If several ranks share
+a host, messages between hosts use the single port of each host instead. A send is done when the message has left; a
+message that arrives before its round waits in a buffer. Local copies cost nothing.
 
 Source: Hockney 1994 "The communication challenge for MPP" (α and β); with γ, Thakur, Rabenseifner and Gropp 2005
 "Optimization of collective communication operations in MPICH" (the section on the cost model).
@@ -21,12 +21,12 @@ from paceline.collectives.schedules.base import Receive, Schedule, ScheduleError
 
 
 class LinkCost(NamedTuple):
-    """What it costs to get from one rank to another."""
+    """Cost of a message between two ranks."""
 
     alpha_s: float
-    """Seconds for a message without bytes."""
+    """Seconds for an empty message."""
     beta_s_per_byte: float
-    """Seconds for each byte more."""
+    """Seconds for each additional byte."""
 
 
 def predict(
@@ -37,23 +37,23 @@ def predict(
     gamma_s_per_byte: float = 0.0,
     hosts: Sequence[int] | None = None,
 ) -> float:
-    """The seconds until the last rank has finished, if all begin at once.
+    """Return the seconds until the last rank has finished, if all ranks start together.
 
     Args:
         schedules: one for each rank.
-        block_bytes: the size of each block, or one size for all.
-        link: from the first rank to the second, or one for all.
-        gamma_s_per_byte: what it costs to combine two bytes.
-        hosts: the number of each rank's host, whose port its ranks share; without it, each rank has a port alone.
+        block_bytes: size of each block, or one size for all blocks.
+        link: cost from the first rank to the second, or one cost for all links.
+        gamma_s_per_byte: seconds to combine one byte with another.
+        hosts: host number of each rank; ranks of a host share its port. Without it, each rank has a port.
 
     Raises:
-        ScheduleError: the ranks wait for each other for ever; :func:`~paceline.collectives.schedules.check` says why.
+        ScheduleError: the ranks deadlock; :func:`~paceline.collectives.schedules.check` names the cause.
     """
     return _Run(schedules, block_bytes, link, gamma_s_per_byte, hosts).until_all_finished()
 
 
 class _Run:
-    """One run of events in the order of time; those of one time in the order in which they were caused."""
+    """One run of events in the order of time; simultaneous events keep the order of their causes."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class _Run:
         self._combining_until_s: Final = [0.0] * size
         self._sending_until_s: Final = defaultdict[tuple[str, int], float](float)
         self._taking_until_s: Final = defaultdict[tuple[str, int], float](float)
-        # By (source, target): messages that came before their receive, and receives that came before their message.
+        # By (source, target): messages before their receive, and receives before their message.
         self._buffered: Final = defaultdict[tuple[int, int], int](int)
         self._posted: Final = defaultdict[tuple[int, int], deque[Receive]](deque)
         self._events: Final[list[tuple[float, int, Callable[[float], None]]]] = []
@@ -90,7 +90,7 @@ class _Run:
         for rank, rounds in enumerate(self._rounds):
             if self._awaited[rank]:
                 number = self._next_round[rank] - 1
-                raise ScheduleError(f"rank {rank} in round {number} of {len(rounds)} waits for ever for a message.")
+                raise ScheduleError(f"rank {rank} in round {number} of {len(rounds)} waits forever for a message.")
         return max(self._round_end_s, default=0.0)
 
     def _at(self, time_s: float, happen: Callable[[float], None]) -> None:
@@ -98,7 +98,7 @@ class _Run:
         self._num_events += 1
 
     def _begin_round(self, rank: int, now_s: float) -> None:
-        """Begin the next round, if there is one."""
+        """Begin the next round, if any."""
         if self._next_round[rank] == len(self._rounds[rank]):
             return
         actions = self._rounds[rank][self._next_round[rank]]
@@ -130,7 +130,7 @@ class _Run:
         self._round_end_s[rank] = max(self._round_end_s[rank], start_s + busy_s)
 
         def reach(now_s: float) -> None:
-            """The first byte is at the receiver's port."""
+            """Handle the arrival of the first byte at the receiver's port."""
             end_s = max(now_s, self._taking_until_s[peer_port]) + busy_s
             self._taking_until_s[peer_port] = end_s
             self._at(end_s, lambda now_s: self._arrive((rank, send.peer), now_s))
@@ -138,7 +138,7 @@ class _Run:
         self._at(start_s + link.alpha_s, reach)
 
     def _arrive(self, channel: tuple[int, int], now_s: float) -> None:
-        """The last byte is there."""
+        """Handle the arrival of the last byte."""
         if self._posted[channel]:
             self._take(channel[1], self._posted[channel].popleft(), now_s)
         else:
@@ -156,7 +156,7 @@ class _Run:
 
 
 def _sizes(block_bytes: Sequence[int] | int) -> Callable[[Spans], int]:
-    """How many bytes some spans are."""
+    """Return a function from spans to bytes."""
     if isinstance(block_bytes, int):
         return lambda spans: block_bytes * sum(stop - start for start, stop in spans)
     starts = [0]

@@ -1,10 +1,10 @@
-"""Halving-doubling (Rabenseifner's algorithm): a reduce-scatter by recursive halving, an all-gather by doubling.
+"""Halving-doubling (Rabenseifner's algorithm): reduce-scatter by recursive halving, all-gather by doubling.
 
-In each round of the first half a pair of ranks splits what it has in common and each reduces its part; the second
-half goes the same way back. The longest messages go to the nearest rank. For p a power of two:
-``2 log2(p) α + 2 (p - 1)/p n β + (p - 1)/p n γ``: the bytes of the ring in a logarithm of its rounds. Other sizes
-pay two more rounds with the whole vector (:mod:`paceline.collectives.schedules._fold`). Good for long vectors and
-many ranks.
+In each round of the first half, a pair of ranks splits its common blocks and each rank reduces its part; the second
+half reverses these steps. The longest messages go to the nearest rank. For p a power of two:
+``2 log2(p) α + 2 (p - 1)/p n β + (p - 1)/p n γ``: as many bytes as the ring, in a logarithmic number of rounds. Other
+sizes need two more rounds with the whole vector (:mod:`paceline.collectives.schedules._fold`). Good for long vectors
+and many ranks.
 
 Source: Rabenseifner 2004 "Optimization of collective reduction operations" (recursive vector halving, distance
 doubling); Thakur, Rabenseifner and Gropp 2005 "Optimization of collective communication operations in MPICH" (the
@@ -18,7 +18,7 @@ from paceline.collectives.schedules.base import Receive, Round, Schedule, Send
 
 
 def all_reduce(rank: int, size: int) -> Schedule:
-    """In as many blocks as the largest power of two within ``size``."""
+    """All-reduce; the number of blocks is the largest power of two up to ``size``."""
     return folded(rank, size, _power_of_two)
 
 

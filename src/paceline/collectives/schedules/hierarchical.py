@@ -1,10 +1,10 @@
-"""Hierarchical: ranks of one host meet first, then one leader of each host meets the others.
+"""Hierarchical: reduce within each host, then all-reduce between one leader per host.
 
-Reduce by a binomial tree within each host to its leader (its lowest rank), all-reduce among the leaders, broadcast
-within the host. Among h hosts of g ranks, with links inside that cost α', β':
-``2 log2(g) (α' + n β') + log2(g) n γ`` and the all-reduce of h ranks. Each host's network port carries that of one
-rank only. The leaders use halving-doubling if they are a power of two, the ring if not: these move the same bytes,
-and the first has fewer rounds, but must fold at other sizes. Good where links within a host are much faster.
+A binomial tree reduces within each host to its leader (the lowest rank), the leaders run an all-reduce, and each leader
+broadcasts within its host. For h hosts of g ranks, with links inside that cost α', β':
+``2 log2(g) (α' + n β') + log2(g) n γ`` and the all-reduce of h ranks. Each host's network port carries one rank's data
+only. The leaders use halving-doubling if their number is a power of two, else the ring. Both move the same bytes;
+halving-doubling has fewer rounds, but must fold at other sizes. Good if links within a host are much faster.
 
 Source: Karonis et al. 2000 "Exploiting hierarchy in parallel computer networks to optimize collective operation
 performance" (the sections on multilevel trees).
@@ -20,10 +20,10 @@ from paceline.errors import UsageError
 
 
 def all_reduce(rank: int, size: int, *, hosts: Sequence[int]) -> Schedule:
-    """``hosts[r]`` is the number of the host that rank r runs on; any numbers will do.
+    """All-reduce; ``hosts[r]`` is an arbitrary number for the host of rank r.
 
     Raises:
-        UsageError: ``hosts`` has not one number for each rank.
+        UsageError: ``hosts`` does not have one number for each rank.
     """
     if len(hosts) != size:
         raise UsageError(f"{len(hosts)} host numbers for {size} ranks: expected one for each rank.")
@@ -49,7 +49,7 @@ def all_reduce(rank: int, size: int, *, hosts: Sequence[int]) -> Schedule:
 
 
 def _widened(rounds: tuple[Round, ...], whole: Spans) -> tuple[Round, ...]:
-    """The same messages in one block, as messages of the whole vector."""
+    """Convert messages of one block to messages of the whole vector."""
     return tuple(tuple(_with_spans(action, whole) for action in actions) for actions in rounds)
 
 

@@ -1,9 +1,9 @@
 """Pairwise: in round i each rank sends to the rank i after it and receives from the rank i before it.
 
-Every block goes straight from where it is to where it belongs: ``(p - 1) α + (p - 1)/p n β``, and ``(p - 1)/p n γ`` for
-the reduce-scatter, where n is one rank's whole vector. The fewest bytes; p - 1 messages. Good for all-to-all of long
-blocks. All-gather and reduce-scatter cost what the ring costs, but no round depends on what the one before
-brought, and each block is added up in one place, in an order that is known.
+Every block is sent directly to its target: ``(p - 1) α + (p - 1)/p n β``, and ``(p - 1)/p n γ`` for the
+reduce-scatter, where n is one rank's whole vector. The fewest bytes, in p - 1 messages. Good for all-to-all of long
+blocks. All-gather and reduce-scatter cost as much as the ring, but no round depends on data of the previous one, and
+one rank adds each block, in a fixed order.
 
 Source: Thakur, Rabenseifner and Gropp 2005 "Optimization of collective communication operations in MPICH" (the
 sections on all-to-all and reduce-scatter).
@@ -15,7 +15,7 @@ from paceline.collectives.schedules.base import Copy, Receive, Round, Schedule, 
 
 
 def all_to_all(rank: int, size: int) -> Schedule:
-    """From input to output, with nothing between; the own block is copied in the first round."""
+    """Send from input to output without scratch memory; copy the own block in the first round."""
     mine = Copy(_one(rank), _one(size + rank))
     if size == 1:
         return Schedule(3, ((mine,),))
@@ -27,13 +27,13 @@ def all_to_all(rank: int, size: int) -> Schedule:
 
 
 def all_gather(rank: int, size: int) -> Schedule:
-    """Each rank gives its block to everybody."""
+    """Send each rank's block to all other ranks."""
     rounds = ((Send(after, _one(rank)), Receive(before, _one(before))) for after, before in _peers(rank, size))
     return Schedule(size, tuple(rounds))
 
 
 def reduce_scatter(rank: int, size: int) -> Schedule:
-    """Each rank adds up its own block of everybody."""
+    """Add up each rank's own block from all ranks."""
     rounds = (
         (Send(after, _one(after)), Receive(before, _one(rank), reduce=True)) for after, before in _peers(rank, size)
     )

@@ -1,9 +1,9 @@
-"""Recursive doubling: in round k each rank exchanges all it has with the rank whose number differs in bit k.
+"""Recursive doubling: in round k each rank exchanges its data with the rank that differs in bit k.
 
-All-reduce: ``log2(p) (α + n β + n γ)`` for p a power of two; other sizes pay two more rounds
-(:mod:`paceline.collectives.schedules._fold`). Fewest rounds of all, but the whole vector in each: good for short
-vectors. All-gather: ``log2(p) α + (p - 1)/p n β``, for powers of two only (Bruck's serves the other sizes at the
-same cost).
+All-reduce: ``log2(p) (α + n β + n γ)`` for p a power of two; other sizes need two more rounds
+(:mod:`paceline.collectives.schedules._fold`). The fewest rounds, but with the whole vector in each: good for short
+vectors. All-gather: ``log2(p) α + (p - 1)/p n β``, for powers of two only (Bruck's algorithm has the same cost at all
+sizes).
 
 Source: Thakur, Rabenseifner and Gropp 2005 "Optimization of collective communication operations in MPICH" (the
 sections on all-gather and all-reduce).
@@ -17,15 +17,15 @@ from paceline.errors import UsageError
 
 
 def all_reduce(rank: int, size: int) -> Schedule:
-    """In one block."""
+    """All-reduce in one block."""
     return folded(rank, size, _power_of_two)
 
 
 def all_gather(rank: int, size: int) -> Schedule:
-    """For powers of two.
+    """All-gather for powers of two.
 
     Raises:
-        UsageError: ``size`` is no power of two.
+        UsageError: ``size`` is not a power of two.
     """
     if size & (size - 1):
         raise UsageError(

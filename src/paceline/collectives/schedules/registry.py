@@ -1,7 +1,7 @@
-"""The table of all algorithms, and one way to call them.
+"""List all algorithms in one table with a common interface.
 
-To add an algorithm: write its file, add its line here. The checker's tests, the tuner and the benchmark go through
-this table.
+To add an algorithm, write its module and add a line here. The checker's tests, the tuner and the benchmark use this
+table.
 """
 
 from __future__ import annotations
@@ -28,45 +28,45 @@ from paceline.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
-class Algorithm:
+"""One algorithm for one collective."""
     """One way to do one collective."""
 
     name: str
     collective: str
     build: Callable[..., Schedule]
-    """The function of the algorithm's file, which takes only the options that it uses."""
+    """Function of the algorithm's module, which takes only the options that it uses."""
     pipelined: bool = False
-    """It cuts the vector in ``pieces`` (the double binary tree in two halves of them) that follow each other."""
+    """Divides the vector into ``pieces`` (the double binary tree into twice as many) that follow each other."""
     hierarchical: bool = False
-    """It must know which rank runs on which host."""
+    """Needs the host of each rank."""
     powers_of_two_only: bool = False
-    """It serves no other sizes."""
+    """Supports powers of two only."""
     equal_blocks_only: bool = False
-    """Ranks carry blocks that are not theirs and whose sizes they do not know: all must be equal."""
+    """Needs blocks of equal size, because ranks forward blocks of other ranks with unknown sizes."""
 
     @property
-    def rooted(self) -> bool:
+    """Whether the collective has a root."""
         """One rank has a part of its own."""
         return self.collective in ROOTED
 
     def supports(self, size: int) -> bool:
-        """Whether it serves groups of this size."""
+        """Whether the algorithm supports groups of this size."""
         return size >= 1 and not (self.powers_of_two_only and size & (size - 1))
 
     def schedule(
         self, rank: int, size: int, *, root: int = 0, pieces: int = 1, hosts: Sequence[int] | None = None
     ) -> Schedule:
-        """What ``rank`` of ``size`` does. Options that this algorithm has no use for are ignored.
+        """Return the schedule of ``rank``. Unused options are ignored.
 
         Args:
             rank: 0 to ``size - 1``.
-            size: how many ranks take part.
-            root: the rank with a part of its own, in rooted collectives.
-            pieces: how many pieces follow each other, if ``pipelined``.
-            hosts: the number of each rank's host, if ``hierarchical``.
+            size: number of ranks.
+            root: the root of a rooted collective.
+            pieces: number of pieces, if ``pipelined``.
+            hosts: host number of each rank, if ``hierarchical``.
 
         Raises:
-            UsageError: a number is out of range, the size is not served, or ``hosts`` are missing.
+            UsageError: a number is out of range, the size is not supported, or ``hosts`` are missing.
         """
         if not (0 <= rank < size and 0 <= root < size and pieces >= 1):
             raise UsageError(
@@ -80,14 +80,14 @@ class Algorithm:
             options["pieces"] = pieces
         if self.hierarchical:
             if hosts is None:
-                raise UsageError(f"{self.name} {self.collective} must know which rank runs on which host: pass hosts.")
+                raise UsageError(f"{self.name} {self.collective} needs the host of each rank: pass hosts.")
             options["hosts"] = hosts
         return self.build(rank, size, **options)
 
     def schedules(
         self, size: int, *, root: int = 0, pieces: int = 1, hosts: Sequence[int] | None = None
     ) -> tuple[Schedule, ...]:
-        """What each of the ``size`` ranks does."""
+        """Return the schedules of all ranks."""
         return tuple(self.schedule(rank, size, root=root, pieces=pieces, hosts=hosts) for rank in range(size))
 
 

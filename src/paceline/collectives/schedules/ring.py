@@ -1,8 +1,8 @@
-"""Ring: everybody sends to the next rank and receives from the one before.
+"""Ring: every rank sends to the next rank and receives from the previous one.
 
-Reduce-scatter takes p - 1 rounds of n/p bytes, all-gather the same, all-reduce is one after the other:
-``2 (p - 1) (α + n/p β) + (p - 1) n/p γ``. No algorithm moves fewer bytes, and each rank talks to two neighbours
-only; but the rounds grow with p. Good for long vectors and few ranks.
+Reduce-scatter takes p - 1 rounds of n/p bytes, all-gather the same, and all-reduce is both in sequence: ``2 (p - 1) (α
++ n/p β) + (p - 1) n/p γ``. No algorithm moves fewer bytes, and each rank has only two neighbours, but the number of
+rounds grows with p. Good for long vectors and few ranks.
 
 Source: Chan, Heimlich, Purkayastha and van de Geijn 2007 "Collective communication: theory, practice, and
 experience" (the section on bucket algorithms); Patarasuk and Yuan 2009 "Bandwidth optimal all-reduce algorithms
@@ -15,22 +15,22 @@ from paceline.collectives.schedules.base import Receive, Round, Schedule, Send, 
 
 
 def reduce_scatter(rank: int, size: int) -> Schedule:
-    """Block r is summed on its way round, from rank r + 1 to rank r."""
+    """Sum block r along the ring, from rank r + 1 to rank r."""
     return Schedule(size, _pass_on(rank, size, first=rank - 1, reduce=True))
 
 
 def all_gather(rank: int, size: int) -> Schedule:
-    """Each block goes round once."""
+    """Send each block once around the ring."""
     return Schedule(size, _pass_on(rank, size, first=rank, reduce=False))
 
 
 def all_reduce(rank: int, size: int) -> Schedule:
-    """Reduce-scatter, then all-gather, in ``size`` blocks."""
+    """Run reduce-scatter, then all-gather, in ``size`` blocks."""
     return Schedule(size, reduce_scatter(rank, size).rounds + all_gather(rank, size).rounds)
 
 
 def _pass_on(rank: int, size: int, *, first: int, reduce: bool) -> tuple[Round, ...]:
-    """Send block ``first``, and then always what was received last."""
+    """Send block ``first`` in the first round, then the block received last."""
     after, before = (rank + 1) % size, (rank - 1) % size
     return tuple(
         (

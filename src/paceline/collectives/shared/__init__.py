@@ -1,1 +1,1 @@
-"""The engine for ranks on one host: kernels on shared memory."""
+"""Run collectives of ranks on one host with kernels on shared memory."""

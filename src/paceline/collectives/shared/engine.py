@@ -1,8 +1,7 @@
-"""The engine for ranks on one host: kernels on a shared segment (`kernels.shared`), and what to do when one fails.
+"""Run collectives on one host with kernels on a shared segment (`kernels.shared`).
 
-A kernel returns here every few milliseconds while it waits; then the clock, the others' processes and signals are
-looked at. The first rank that gives up writes why into the segment's header; the others read it there and raise the
-same.
+A waiting kernel returns every few milliseconds; then the engine checks the clock, the other processes and signals. The
+first rank that fails writes the reason into the segment's header; the other ranks read it and raise the same error.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from paceline.errors import GroupClosedError
 from paceline.kernels import peer_memory, shared, steps
 
 _SPINS: Final = 300
-"""About 5 microseconds; then a waiting rank yields, which is nearly as quick and lets a rank on the same core work."""
+"""About 5 microseconds. After that a rank yields: nearly as fast, and a rank on the same core can run."""
 _YIELDS: Final = 300
 _CLOSE_S: Final = 2.0
 _SCRATCH_BYTES: Final = 1 << 18
@@ -39,11 +38,11 @@ _NOTHING_PUT: Final = np.zeros((0, 2), np.uint64)
 _NOTHING_TAKEN: Final = np.zeros((0, 4), np.uint64)
 
 DIRECT_BYTES: Final = 1 << 18
-"""Below this, reading other processes' memory is never the faster way."""
+"""Below this size, reading other processes' memory is always slower."""
 
 
 class SharedMemory(Engine):
-    """All ranks of a group on one host, in one segment."""
+    """The engine for all ranks of a group on one host, in one segment."""
 
     def __init__(
         self,
@@ -55,7 +54,7 @@ class SharedMemory(Engine):
         num_cores: int,
         members: Sequence[int] | None = None,
     ) -> None:
-        """`processes`: the process id of every rank; `members`: what errors call the ranks, if not by their numbers."""
+        """`processes`: process id of every rank; `members`: ranks in error messages, by default 0, 1, ..."""
         size = len(processes)
         self.rank, self.size, self.name = rank, size, name
         self._segment = segment
@@ -75,14 +74,14 @@ class SharedMemory(Engine):
         self.control = segment.address + steps.HEADER_BYTES + rank * steps.CONTROL_BYTES
         steps.publish_word(np.uint64(self.control + steps.PROCESS), np.uint64(os.getpid()))
         self.reads_peers = False
-        """Whether every rank can read every other's memory; see :meth:`find_out_about_peers`."""
+        """Whether every rank can read every other rank's memory; see :meth:`find_out_about_peers`."""
         self._in_use = threading.Lock()
         self._mapping = threading.Lock()
-        """Held, inside of `_in_use` if that is too, by who unmaps the segment or writes into it out of turn."""
+        """Guards the mapping against writes during unmapping. Acquire it after `_in_use`."""
         self._is_closing = False
 
     def find_out_about_peers(self, order: Order) -> None:
-        """Find out, together with the others, whether every rank can read every other's memory."""
+        """Test together with the other ranks whether every rank can read every other rank's memory."""
         if sys.platform != "linux":
             return
         _let_peers_read()
@@ -100,7 +99,7 @@ class SharedMemory(Engine):
         self.barrier(order)
         self.reads_peers = all(self._faults.word(rank, steps.READABLE) for rank in range(self.size))
 
-    # the calls
+    # calls
 
     @override
     def barrier(self, order: Order) -> None:
@@ -186,16 +185,16 @@ class SharedMemory(Engine):
                 return
             self._is_closing = True
         steps.publish_word(np.uint64(self.control + steps.LEFT), np.uint64(1))
-        if self._in_use.acquire(timeout=_CLOSE_S):  # a kernel that is still running looks up every few milliseconds
+        if self._in_use.acquire(timeout=_CLOSE_S):  # a running kernel returns every few milliseconds
             with self._mapping:
                 self._segment.close()
             self._faults.close()
             self._in_use.release()
 
-    # how much at once
+    # sizes
 
     def _block(self) -> int:
-        """Return the bytes of a slot's block where it has one for every rank."""
+        """Return the bytes of one block if a slot holds a block for every rank."""
         return steps.SLOT_BYTES // self.size // _LINE * _LINE
 
     def _others(self) -> list[int]:
@@ -204,7 +203,7 @@ class SharedMemory(Engine):
     def _without_own(self, areas: Sequence[Area]) -> list[Area]:
         return [Area(area.address, 0) if rank == self.rank else area for rank, area in enumerate(areas)]
 
-    # running a kernel to its end
+    # kernels
 
     def _move(
         self,
@@ -230,13 +229,13 @@ class SharedMemory(Engine):
                 self._go_on(code, order, kernel, arguments)
 
     def _go_on(self, code: int, order: Order, kernel: Callable[..., int], arguments: tuple[Any, ...]) -> None:
-        """Call a kernel again until it is done; leave the group for good if anything goes wrong."""
+        """Call a kernel again until it is done; on an error, end the group."""
         start = time.monotonic()
         spins = self._plan[steps.SPINS]
         try:
             while code == steps.ATTENTION:
                 if self._is_closing:
-                    raise GroupClosedError(f"group {self.name!r} was closed while {order.call} was under way")
+                    raise GroupClosedError(f"group {self.name!r} was closed during {order.call}")
                 self._faults.look_around(order, start)
                 self._plan[steps.SPINS] = 0
                 code = kernel(*arguments)
@@ -253,19 +252,19 @@ class SharedMemory(Engine):
             self._plan[steps.SPINS] = spins
 
     def abort(self, error: BaseException) -> None:
-        """Make every rank that waits in a call, or makes another one, raise what this one raises."""
+        """Make the other ranks raise this error in their current or next call."""
         with self._mapping:
             if not self._is_closing:
                 self._faults.tell(error)
 
 
 def _small_bytes(size: int) -> int:
-    """Up to here everybody reads everything: fewer waits, but every rank reads from all."""
+    """Return the largest size at which every rank reads all data: fewer waits, but more reads."""
     return 1 << 15 if size == 2 else (1 << 13 if size <= 8 else 1 << 10)
 
 
 def _part(num_bytes: int, size: int, most: int) -> int:
-    """Return the bytes, `most` at the most, of a chunk that one rank reduces: one chunk in all, if that is enough."""
+    """Return the bytes of a rank's part of a chunk, at most `most`; small arrays need one chunk."""
     return min(most, -(-num_bytes // size // _LINE) * _LINE + _LINE)
 
 
@@ -274,7 +273,7 @@ def _table(*rows: tuple[int, ...]) -> Any:
 
 
 def _let_peers_read() -> None:
-    """Where only a parent may read a process (Yama's scope 1), let this user's others do so too, as OpenMPI does."""
+    """Under Yama's scope 1, which restricts reads to parents, allow this user's processes to read, like OpenMPI."""
     try:
         scope = Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""What goes wrong among the ranks that share a segment: who is to blame, and how the others hear of it."""
+"""Detect failed ranks that share a segment, and report errors to the other ranks."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from paceline.transport import known
 
 _DESCRIBE_S: Final = 2.0
 _EARLY_S: Final = 0.1
-"""A rank gives up so long before the timeout, for the error to come within it."""
+"""Time before the timeout at which a rank fails, so that the error arrives in time."""
 DYING_S: Final = 1.0
 _STORY_BYTES: Final = 3000
 _MAX_BLAMED: Final = 100
 
 
 class Story(msgspec.Struct, frozen=True):
-    """Why a group is over."""
+    """The reason for the end of a group."""
 
     kind: str
     message: str
@@ -35,13 +35,13 @@ class Story(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, error: BaseException) -> Story:
-        """Return what others should know of an error."""
+        """Return the story of an error, for the other ranks."""
         if isinstance(error, MismatchError):
             return cls("mismatch", str(error))
         return cls("lost" if isinstance(error, RankLostError) else "error", str(error), getattr(error, "ranks", ()))
 
     def cut(self) -> Story:
-        """Return the same, short enough for the segment."""
+        """Return the story, truncated to fit into the segment."""
         text = self.message.encode()[:_STORY_BYTES].decode(errors="ignore")
         return Story(self.kind, text, self.ranks[:_MAX_BLAMED])
 
@@ -53,7 +53,7 @@ class Story(msgspec.Struct, frozen=True):
 
 
 class SharedFaults:
-    """What one rank knows and says of the faults of all; `state` is that of its kernels."""
+    """Fault detection and reports of one rank; `state` is its kernels' state."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class SharedFaults:
         name: str,
         members: Sequence[int] | None,
     ) -> None:
-        """`processes` and `members` as :class:`SharedMemory` has them."""
+        """For `processes` and `members` see :class:`SharedMemory`."""
         self._segment, self._rank, self._size, self._name = segment, rank, len(processes), name
         self._processes = tuple(processes)
         self._members = tuple(range(len(processes))) if members is None else tuple(members)
@@ -72,11 +72,11 @@ class SharedFaults:
         self._watch = Watch(dict(enumerate(processes)))
 
     def close(self) -> None:
-        """Watch the processes no more."""
+        """Stop watching the processes."""
         self._watch.close()
 
     def unreadable(self, order: Order, rank: int) -> RankLostError:
-        """Return the error for a rank whose memory cannot be read. It is gone shortly before its process is dead."""
+        """Return the error for a rank with unreadable memory; memory disappears shortly before its process ends."""
         until = time.monotonic() + min(DYING_S, order.timeout_s)
         while rank not in self._watch.dead() and time.monotonic() < until:
             time.sleep(0.001)
@@ -86,12 +86,12 @@ class SharedFaults:
             return error
         return RankLostError(
             f"cannot read the memory of {self._names((rank,))} in {order.call}, call {order.sequence} of group "
-            f"{self._name!r}: its process is protected, or has freed the array; PACELINE_ALGORITHM=shared does without",
+            f"{self._name!r}: its process is protected, or has freed the array; PACELINE_ALGORITHM=shared avoids the reads",
             self._called((rank,)),
         )
 
     def look_around(self, order: Order, start: float) -> None:
-        """Raise if somebody awaited is dead or has left, or if it has taken too long."""
+        """Raise RankLostError for awaited ranks that died or left, and after the timeout."""
         late = self._late()
         self._blame_dead(order, late)
         where = f"{order.call}, call {order.sequence} of group {self._name!r}"
@@ -120,17 +120,17 @@ class SharedFaults:
         return name_ranks(self._called(ranks))
 
     def _late(self) -> list[int]:
-        """Return the ranks that have not published the step that is awaited."""
+        """Return the ranks that have not published the awaited step."""
         step = int(self._state[steps.STEPS]) + 1
         return [rank for rank in range(self._size) if self.word(rank, steps.STEP) < step]
 
     def word(self, rank: int, offset: int) -> int:
-        """Return a word of what a rank has in the segment."""
+        """Return a word of a rank's control block in the segment."""
         control = self._segment.address + steps.HEADER_BYTES + rank * steps.CONTROL_BYTES
         return int(steps.read_word(np.uint64(control + offset)))
 
     def tell(self, error: BaseException) -> None:
-        """Make every rank that waits in a call, or makes another one, raise what this one raises."""
+        """Make the other ranks raise this error in their current or next call."""
         header = self._segment.address
         if not steps.claim(np.uint64(header + steps.CLAIMED)):
             return
@@ -143,11 +143,11 @@ class SharedFaults:
         steps.publish_word(np.uint64(header + steps.ABORT), np.uint64(1))
 
     def told(self) -> CollectiveError:
-        """Return the error that another rank has told of."""
+        """Return the error that another rank has reported."""
         return msgspec.msgpack.decode(self._read(steps.STORY), type=known(Story)).error()
 
     def describe(self, order: Order) -> CollectiveError:
-        """Tell the others what this rank called, and return the error that names all calls."""
+        """Publish this rank's call, and return the error that lists the calls of all ranks."""
         offset = steps.HEADER_BYTES + self._rank * steps.CONTROL_BYTES
         text = msgspec.msgpack.encode(order.call)
         assert len(text) <= steps.CONTROL_BYTES - steps.DESCRIPTION - 8

@@ -1,11 +1,10 @@
-"""A piece of memory that the ranks of one host share. It has no name that could outlive them.
+"""Share memory between the ranks of one host, without a name that could outlive them.
 
-On Linux it is an anonymous file (``memfd_create``) that the others open through ``/proc``; elsewhere a temporary file
-that is unlinked as soon as all have opened it. So nothing is left in ``/dev/shm`` or anywhere else, whoever is killed,
-and a small or full ``/dev/shm`` (64 MB in a container) does not matter.
+On Linux it is an anonymous file (``memfd_create``), which the other ranks open through ``/proc``. On other systems it
+is a temporary file, unlinked as soon as all ranks have opened it. So killed ranks leave nothing in ``/dev/shm`` or
+other folders, and a small or full ``/dev/shm`` (64 MB in a container) has no effect.
 
-Nobody can be led to map something else: what is opened must be such a file, of this user and of the process that it
-is said to be of.
+A rank checks a file before mapping it: it must be such a file, of this user, from the expected process.
 """
 
 from __future__ import annotations
@@ -27,24 +26,24 @@ _NAME: Final = "paceline"
 
 
 class SegmentError(CollectiveError):
-    """Memory could not be shared; the ranks talk over sockets instead."""
+    """Memory could not be shared; the ranks use sockets instead."""
 
 
 class Segment(Closing):
-    """Shared memory, mapped; :attr:`address` is where it begins in this process."""
+    """Mapped shared memory that starts at :attr:`address` in this process."""
 
     def __init__(self, descriptor: int, num_bytes: int, path: str) -> None:
         self._descriptor = descriptor
         self.num_bytes = num_bytes
         self.path = path
-        """Where the other ranks open it, until :meth:`hide`."""
+        """Path for the other ranks, until :meth:`hide`."""
         self._map = mmap.mmap(descriptor, num_bytes)
         self.bytes = np.frombuffer(self._map, np.uint8)
         self.address: int = self.bytes.ctypes.data
 
     @classmethod
     def create(cls, num_bytes: int) -> Segment:
-        """Make a segment of zeros. Raises CollectiveError if there is no memory for it."""
+        """Create a segment of zeros. Raises SegmentError if memory is short."""
         try:
             if hasattr(os, "memfd_create"):
                 descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
@@ -52,10 +51,10 @@ class Segment(Closing):
             else:
                 descriptor, path = tempfile.mkstemp(prefix=f"{_NAME}-")
         except OSError as error:
-            raise SegmentError(f"cannot make shared memory: {error.strerror}") from None
+            raise SegmentError(f"cannot create shared memory: {error.strerror}") from None
         try:
             if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(descriptor, 0, num_bytes)  # else a lack of memory would be a SIGBUS later
+                os.posix_fallocate(descriptor, 0, num_bytes)  # otherwise a lack of memory raises SIGBUS later
             else:
                 os.ftruncate(descriptor, num_bytes)
             return cls(descriptor, num_bytes, path)
@@ -63,15 +62,15 @@ class Segment(Closing):
             os.close(descriptor)
             _unlink(path)
             raise SegmentError(
-                f"cannot have {num_bytes >> 20} MB of shared memory ({error.strerror}); free some memory or use fewer "
-                "ranks on this host"
+                f"cannot allocate {num_bytes >> 20} MB of shared memory ({error.strerror}); free some memory or use "
+                "fewer ranks on this host"
             ) from None
 
     @classmethod
     def open(cls, path: str, num_bytes: int, *, pid: int) -> Segment:
-        """Open the segment of the process ``pid``, another rank. Raises SegmentError."""
+        """Open the segment of another rank's process ``pid``. Raises SegmentError."""
         if hasattr(os, "memfd_create") and not re.fullmatch(f"/proc/{pid}/fd/[0-9]+", path):
-            raise SegmentError(f"got {path!r} for the shared memory of another rank, expected one of process {pid}")
+            raise SegmentError(f"got {path!r} for another rank's shared memory, expected a path of process {pid}")
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | (0 if path.startswith("/proc/") else os.O_NOFOLLOW))
         except OSError as error:
@@ -87,7 +86,7 @@ class Segment(Closing):
             raise
 
     def hide(self) -> None:
-        """Make it impossible to open: all have it."""
+        """Prevent further opens, after all ranks have opened the segment."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -95,26 +94,26 @@ class Segment(Closing):
         self.path = ""
 
     def close(self) -> None:
-        """Unmap it. Idempotent."""
+        """Unmap the segment. Idempotent."""
         self.hide()
         self.bytes = np.zeros(0, np.uint8)
-        with contextlib.suppress(BufferError):  # somebody still has a view: it goes with the last
+        with contextlib.suppress(BufferError):  # remaining views keep the map until their end
             self._map.close()
 
 
 def _check(descriptor: int, path: str, num_bytes: int) -> None:
-    """Raise SegmentError if this is no file that :meth:`Segment.create` makes, of this user."""
+    """Raise SegmentError unless :meth:`Segment.create` of this user made this file."""
     found = os.fstat(descriptor)
     is_own = found.st_uid == os.getuid() and stat.S_ISREG(found.st_mode)
     if hasattr(os, "memfd_create"):
-        # No file with a name has no links and this one: memory that some process has made as create() does.
+        # Only a memfd has this link text and no links: some process created the memory in the same way.
         is_ours = found.st_nlink == 0 and os.readlink(f"/proc/self/fd/{descriptor}") == f"/memfd:{_NAME} (deleted)"
     else:
         is_ours = not found.st_mode & 0o077 and os.path.basename(path).startswith(f"{_NAME}-")
     if not (is_own and is_ours):
-        raise SegmentError(f"what another rank says is its shared memory, {path!r}, is something else: not mapped")
+        raise SegmentError(f"another rank's path {path!r} is not a shared memory segment; it was not mapped")
     if found.st_size != num_bytes:
-        raise SegmentError("the shared memory of another rank has another size")
+        raise SegmentError("another rank's shared memory has another size")
 
 
 def _unlink(path: str) -> None:

@@ -1,4 +1,4 @@
-"""Whether the processes of the ranks on this host live, and what they are doing."""
+"""Check whether the processes of the ranks on this host are alive or stopped."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import psutil
 
 
 class Watch:
-    """Watches processes: one that has ended is known at once, even if nobody has reaped it."""
+    """Watch processes: detect the end of a process immediately, even before it is reaped."""
 
     def __init__(self, processes: Mapping[int, int]) -> None:
-        """`processes`: rank to process id; this process itself is not watched."""
+        """`processes`: rank to process id; this process is left out."""
         self._processes = {rank: pid for rank, pid in processes.items() if pid != os.getpid()}
         self._descriptors: dict[int, int] = {}  # descriptor to rank
         self._poll = select.poll()
@@ -29,7 +29,7 @@ class Watch:
             except ProcessLookupError:
                 self._gone.add(rank)
                 return
-            except OSError:  # not in this kernel, or not allowed
+            except OSError:  # not supported by this kernel, or not allowed
                 return
             self._descriptors[descriptor] = rank
             self._poll.register(descriptor, select.POLLIN)
@@ -52,7 +52,7 @@ class Watch:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process runs, and has not only to be reaped."""
+    """Return whether a process runs; zombies do not."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
@@ -60,7 +60,7 @@ def is_alive(pid: int) -> bool:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a process was stopped (SIGSTOP, or by a debugger)."""
+    """Return whether a process is stopped (SIGSTOP or a debugger)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
     except (OSError, IndexError):
