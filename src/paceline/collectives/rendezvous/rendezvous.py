@@ -220,7 +220,7 @@ def _serve(places: Sequence[Address], token: str, hello: Hello, tls: TLS | None)
     if len(places) > 1:
         raise AddressError(
             f"rank 0 cannot serve the rendezvous: torchrun's agent uses MASTER_PORT, and all ports from "
-            f"{places[0].port} to {places[-1].port} of {places[0].host} are in use; pass another --master-port to torchrun"
+            f"{places[0].port} to {places[-1].port} of {places[0].host} are in use; pass torchrun another --master-port"
         )
     _look_for_another_program(places[0], token, hello, tls)
     raise AddressError(
@@ -267,8 +267,8 @@ def _find(places: Sequence[Address], token: str, hello: Hello, timeout_s: float,
             except ProtocolError:
                 if len(places) == 1:
                     raise ProtocolError(
-                        f"another program than a Paceline rendezvous listens at {place.netloc}; choose another MASTER_PORT, "
-                        "the same on every rank"
+                        f"the program that listens at {place.netloc} is no Paceline rendezvous; choose another "
+                        "MASTER_PORT, the same on every rank"
                     ) from None
             else:
                 if len(places) == 1 or store.peer.extra.get("run") == hello.extra["run"]:
@@ -303,7 +303,7 @@ def _check_in(store: NetworkStore, rank: int, world_size: int) -> None:
         store.set(f"rank {rank}", secrets.token_bytes(16))
     except UsageError:
         raise UsageError(
-            f"rank {rank} of {world_size} is registered already: this process has joined before (create one strategy, or "
-            f"group of all ranks, and keep it), or two programs use the rendezvous {where}; set another MASTER_PORT for "
-            "one of the programs"
+            f"rank {rank} of {world_size} is registered already: this process has joined before (create one strategy, "
+            f"or group of all ranks, and keep it), or two programs use the rendezvous {where}; set another MASTER_PORT "
+            "for one of the programs"
         ) from None

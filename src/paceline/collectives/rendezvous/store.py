@@ -162,8 +162,8 @@ class SealedStore(Store):
         seal, value = found[:_SEAL_BYTES], found[_SEAL_BYTES:]
         if not hmac.compare_digest(seal, self._seal(key, value)):
             raise AuthenticationError(
-                f"{key!r} in the store was written by a process without this program's token; set PACELINE_TOKEN to the "
-                "same secret on every rank, or on none if all ranks are of one user on one machine"
+                f"{key!r} in the store was written by a process without this program's token; set PACELINE_TOKEN to "
+                "the same secret on every rank, or on none if all ranks are of one user on one machine"
             )
         return value
 

@@ -61,8 +61,8 @@ def scatter(rank: int, size: int, *, root: int = 0) -> Schedule:
 
 
 @lru_cache(maxsize=64)
-"""Return the tree; the parent of v, counted from the root, is v without its lowest bit."""
-    """Counted from the root, the parent of v is v without its lowest bit."""
+def _tree(size: int, root: int) -> Tree:
+    """Return the tree; the parent of v, counted from the root, is v without its lowest bit."""
     distances = [(rank - root) % size for rank in range(size)]
     return tree_of([((v & (v - 1)) + root) % size if v else NO_RANK for v in distances])
 

@@ -28,8 +28,8 @@ from paceline.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
-"""One algorithm for one collective."""
-    """One way to do one collective."""
+class Algorithm:
+    """One algorithm for one collective."""
 
     name: str
     collective: str
@@ -45,8 +45,8 @@ from paceline.errors import UsageError
     """Needs blocks of equal size, because ranks forward blocks of other ranks with unknown sizes."""
 
     @property
-    """Whether the collective has a root."""
-        """One rank has a part of its own."""
+    def rooted(self) -> bool:
+        """Whether the collective has a root."""
         return self.collective in ROOTED
 
     def supports(self, size: int) -> bool:

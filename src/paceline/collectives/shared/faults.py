@@ -86,7 +86,7 @@ class SharedFaults:
             return error
         return RankLostError(
             f"cannot read the memory of {self._names((rank,))} in {order.call}, call {order.sequence} of group "
-            f"{self._name!r}: its process is protected, or has freed the array; PACELINE_ALGORITHM=shared avoids the reads",
+            f"{self._name!r}: its process is protected, or has freed the array; set PACELINE_ALGORITHM=shared",
             self._called((rank,)),
         )
 
