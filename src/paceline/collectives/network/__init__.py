@@ -1,1 +1,1 @@
-"""The engine that runs schedules over connections."""
+"""Run schedules over connections."""

@@ -1,6 +1,6 @@
-"""The working memory of a schedule: from block numbers to bytes, and which bytes are the same.
+"""Map the block numbers of a schedule to bytes, and detect overlaps.
 
-Two names for one piece of memory are possible (an input that is its own output), so overlap is judged by address.
+Overlap is judged by address, because input and output may be the same memory.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import numpy as np
 from paceline.collectives.schedules.base import Spans
 
 Ranges: TypeAlias = list[tuple[int, int]]
-"""Half-open ranges of addresses, in the order of a message, none of them empty."""
+"""Half-open ranges of addresses without empty ones, in the order of a message."""
 
 
 class Blocks:
     """The working memory of a schedule: block index to bytes.
 
-    Each part is a writable buffer of bytes and the sizes (in bytes) of the consecutive blocks that begin at its start;
-    the blocks are numbered through all parts. A part is one block space: the input, the output, scratch memory.
+    Each part is a writable buffer with the sizes (in bytes) of the consecutive blocks from its start. Block numbers
+    run through all parts. A part is one block space: the input, the output, scratch memory.
     """
 
     def __init__(self, parts: Sequence[tuple[memoryview, Sequence[int]]]) -> None:
         self._views = [view.cast("B") for view, _ in parts]
         self._addresses = [_address_of(view) for view in self._views]
-        # Offsets run through all parts, as if these lay one behind the other.
+        # Offsets run through all parts, as if the parts were contiguous.
         self._offsets = list(accumulate((size for _, sizes in parts for size in sizes), initial=0))
         self._starts = [0]
         num_blocks = 0
@@ -41,7 +41,7 @@ class Blocks:
 
     @classmethod
     def even(cls, buffer: memoryview, num_blocks: int, item_bytes: int) -> Blocks:
-        """Split one buffer as evenly as possible on item boundaries; the first blocks may be one item larger."""
+        """Split one buffer as evenly as possible at item boundaries; the first blocks may have one item more."""
         num_items, rest = divmod(buffer.nbytes, item_bytes)
         if rest:
             raise ValueError(f"a buffer of {buffer.nbytes} bytes does not hold whole items of {item_bytes} bytes")
@@ -53,11 +53,11 @@ class Blocks:
         return len(self._offsets) - 1
 
     def views(self, spans: Spans) -> list[memoryview]:
-        """Return the bytes of these blocks, in this order; neighbours are merged, empty ones left out."""
+        """Return the bytes of these blocks, in this order, with neighbours merged and without empty blocks."""
         return self.locate(spans)[0]
 
     def locate(self, spans: Spans) -> tuple[list[memoryview], Ranges]:
-        """Return the same, and where each of the views lies in memory."""
+        """Return the bytes, and the address range of each view."""
         offsets = self._offsets
         pieces: list[tuple[int, int]] = []
         for first, last in spans:
@@ -86,7 +86,7 @@ class Blocks:
 
 
 def collide(written: Iterable[tuple[int, int]], read: Iterable[tuple[int, int]]) -> bool:
-    """Tell whether memory is written twice, or both written and read."""
+    """Return whether memory is written twice, or both written and read."""
     reach_written = reach = 0
     for start, end, is_written in sorted([(*span, True) for span in written] + [(*span, False) for span in read]):
         if start < (reach if is_written else reach_written):
@@ -98,7 +98,7 @@ def collide(written: Iterable[tuple[int, int]], read: Iterable[tuple[int, int]])
 
 
 def rest_touches(ranges: Ranges, done: int, low: int, high: int) -> bool:
-    """Tell whether what is left of ``ranges`` after ``done`` bytes shares memory with low:high."""
+    """Return whether ``ranges`` without their first ``done`` bytes overlap low:high."""
     for start, end in ranges:
         if done >= end - start:
             done -= end - start
@@ -110,7 +110,7 @@ def rest_touches(ranges: Ranges, done: int, low: int, high: int) -> bool:
 
 
 def scatter(targets: Sequence[memoryview], source: memoryview) -> None:
-    """Write one piece of memory to several, one after the other."""
+    """Copy one piece of memory to several consecutive targets."""
     at = 0
     for target in targets:
         target[:] = source[at : at + len(target)]

@@ -1,8 +1,8 @@
-"""Who is to blame when a call does not finish in time: seldom the rank that is waited for, which may itself be waiting.
+"""Find the ranks to blame for a late call; often the awaited rank is waiting itself.
 
-All ranks are asked where they are. Guilty are those that do not answer; those that are in no collective and have not
-called this one; and if there are none, those that are behind. Of a message: those at the end of the chain of ranks that
-wait for one another's messages.
+All ranks are polled. To blame are ranks that do not answer, and ranks outside a collective that have not made this
+call; without such ranks, the ranks in an earlier call. For a message, the ends of the chain of waiting ranks are to
+blame.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ _SILENT: Final = "does not answer (its process is stopped or has died, or its ho
 
 
 class Status(msgspec.Struct, frozen=True, array_like=True):
-    """Where a rank is in the sequence of calls of its group."""
+    """Position of a rank in the sequence of its group's calls."""
 
     sequence: int
-    """The number of the call it is in, else of the last one it finished; -1 before the first."""
+    """Number of the current call, else of the last finished one; -1 before the first."""
     call: CollectiveCall | None
-    """The call it is in, if it is in one."""
+    """The current call, if any."""
     waiting_for: tuple[int, ...]
-    """The ranks it slept for last in this call; empty while it has everything it needs. In no call: those whose
-    messages it awaits, or that it sends to.
+    """Ranks that the last sleep in this call waited for; empty if nothing is missing. Between calls: ranks with
+    pending messages, in either direction.
     """
     given_up: Abort | None = None
-    """Why the group is over there, if it is."""
+    """Reason for the end of the group, if it has ended at this rank."""
 
 
 Ask: TypeAlias = Callable[[int], Status | None]
-"""Returns what a rank answers, or None if it has not answered within about a second."""
+"""Return a rank's answer; None without an answer within about a second."""
 
 
 class Search:
-    """Asks all ranks at once, in threads, while the call may still come to its end."""
+    """Poll all ranks concurrently in threads while the call continues."""
 
     def __init__(self, ask: Ask, ranks: Sequence[int]) -> None:
         self._ask = ask
@@ -51,7 +51,7 @@ class Search:
             threading.Thread(target=self._work, name="paceline-ask", daemon=True).start()
 
     def answers(self) -> dict[int, Status | None]:
-        """Return what has been answered so far; None for those that have not."""
+        """Return the answers received so far; None for missing ones."""
         with self._lock:
             return dict(self._answers)
 
@@ -63,14 +63,14 @@ class Search:
                 rank = self._left.pop()
             try:
                 status = self._ask(rank)
-            except Exception:  # whatever keeps a rank from answering, it has not answered
+            except Exception:  # any error means no answer
                 status = None
             with self._lock:
                 self._answers[rank] = status
 
 
 def given_up(answers: Mapping[int, Status | None]) -> Abort | None:
-    """Return why a rank has given up, if one of those that answer has."""
+    """Return the reason of the first answering rank that has given up, if any."""
     for status in answers.values():
         if status is not None and status.given_up is not None:
             return status.given_up
@@ -78,7 +78,7 @@ def given_up(answers: Mapping[int, Status | None]) -> Abort | None:
 
 
 def find_silent(answers: Mapping[int, Status | None], own: int, waiting_for: Sequence[int]) -> dict[int, str]:
-    """Return who keeps rank ``own`` waiting for a message, and what is said of each: who waits for whom is followed."""
+    """Return the ranks that delay a message for rank ``own``, with reasons, along the chain of waiting ranks."""
     seen = {own}
     guilty: dict[int, str] = {}
     left = list(waiting_for)
@@ -96,18 +96,18 @@ def find_silent(answers: Mapping[int, Status | None], own: int, waiting_for: Seq
             left += status.waiting_for
     if guilty:
         return dict(sorted(guilty.items()))
-    circle = sorted(seen - {own})  # all wait for one another
+    circle = sorted(seen - {own})  # a cycle of waiting ranks
     return {rank: f"waits for {name_ranks(answers[rank].waiting_for)}" for rank in circle}  # type: ignore[union-attr]
 
 
 def find_culprits(answers: Mapping[int, Status | None], sequence: int, waiting_for: Sequence[int]) -> dict[int, str]:
-    """Return the guilty ranks, each with what is said of it, for one that waits in call ``sequence``."""
+    """Return the ranks to blame, with reasons, for a rank that waits in call ``sequence``."""
     silent = {rank: "does not answer" for rank, status in answers.items() if status is None}
     behind = {rank: status for rank, status in answers.items() if status is not None and status.sequence < sequence}
     absent = {rank: status for rank, status in behind.items() if status.call is None and not status.waiting_for}
     if silent or absent:
         return {rank: _tell(answers.get(rank), sequence) for rank in sorted({*silent, *absent})}
-    # Behind, but in a call that they cannot finish: those who wait for another that is behind are not guilty of it.
+    # Ranks in an earlier unfinished call are not to blame if they wait for another such rank.
     first = {rank: status for rank, status in behind.items() if not set(status.waiting_for) & set(behind)}
     if first or behind:
         return {rank: _tell(status, sequence) for rank, status in sorted((first or behind).items())}
@@ -123,9 +123,9 @@ def _tell(status: Status | None, sequence: int) -> str:
     if status.call is not None and status.sequence < sequence:
         return f"has not called it (it is still in call {status.sequence}, {status.call}{waits})"
     if status.call is not None:
-        return f"is in call {status.sequence}, {status.call}{waits}, but what it sends does not come in time"
+        return f"is in call {status.sequence}, {status.call}{waits}, but its data does not arrive in time"
     if status.sequence >= sequence:
-        return f"has finished call {status.sequence}, but what it sent has not come"
+        return f"has finished call {status.sequence}, but its data has not arrived"
     if status.sequence < 0:
         return "has not called it (it has made no call yet)"
     return f"has not called it (it finished call {status.sequence} and is not in a collective)"

@@ -1,4 +1,4 @@
-"""The engine that runs schedules over connections: for groups on several hosts, or when an algorithm is asked for."""
+"""Run schedules over connections: for groups on several hosts, or for a requested algorithm."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _PIECE_BYTES: Final = 1 << 18
 _MAX_PIECES: Final = 64
 
 Choose = Callable[[str, int], str]
-"""From a collective and a number of bytes to the name of an algorithm."""
+"""Function from a collective and a number of bytes to the name of an algorithm."""
 
 
 class NetworkEngine(Engine):
-    """Ranks that are connected by links."""
+    """The engine for ranks connected by links."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class NetworkEngine(Engine):
         choose: Choose,
         layered: Layered | None = None,
     ) -> None:
-        """`hosts`: the number of the host of every rank; `layered`: does hierarchical all-reduces, if it is given."""
+        """`hosts`: host number of every rank; `layered`: runs hierarchical all-reduces, if given."""
         self.rank, self.size = links.rank, links.size
         self._links = links
         self._executor = executor
@@ -43,7 +43,7 @@ class NetworkEngine(Engine):
         self._layered = layered
         self._schedules: dict[tuple[str, str, int, int], Schedule] = {}
 
-    # the calls
+    # calls
 
     @override
     def barrier(self, order: Order) -> None:
@@ -72,7 +72,7 @@ class NetworkEngine(Engine):
     def reduce_scatter(self, order: Order, sources: Sequence[Area], target: Area, reduction: Reduction) -> None:
         sizes = [source.num_bytes for source in sources]
         start, total = sources[0].address, sum(sizes)
-        work = bytearray(view_bytes(start, total))  # the input must stay as it is
+        work = bytearray(view_bytes(start, total))  # the input must not change
         blocks = Blocks([(memoryview(work), sizes)])
         self.run(order, "reduce_scatter", blocks, total, reduction=reduction)
         own = sum(sizes[: self.rank])
@@ -120,10 +120,10 @@ class NetworkEngine(Engine):
     def close(self) -> None:
         self._links.close()
 
-    # running
+    # schedules
 
     def algorithm(self, order: Order, collective: str, num_bytes: int) -> str:
-        """Return the name of the algorithm to take: the one that was asked for if it can do this collective."""
+        """Return the requested algorithm if it supports the collective, else the tuner's choice."""
         known = ALGORITHMS[collective].get(order.algorithm)
         if known is not None and known.supports(self.size):
             return order.algorithm
@@ -140,7 +140,7 @@ class NetworkEngine(Engine):
         reduction: Reduction | None = None,
         algorithm: str = "",
     ) -> None:
-        """Run an algorithm whose number of blocks is that of `blocks`."""
+        """Run an algorithm with exactly these `blocks`."""
         name = algorithm or self.algorithm(order, collective, num_bytes)
         self.execute(order, self._schedule(collective, name, root, 1), blocks, reduction)
 
@@ -151,7 +151,7 @@ class NetworkEngine(Engine):
     def _run_even(
         self, order: Order, collective: str, area: Area, *, root: int = 0, reduction: Reduction | None = None
     ) -> None:
-        """Run an algorithm that cuts the vector as it likes."""
+        """Run an algorithm with blocks of equal sizes."""
         name = self.algorithm(order, collective, area.num_bytes)
         pieces = num_pieces(collective, name, area.num_bytes)
         schedule = self._schedule(collective, name, root, pieces)
@@ -167,7 +167,7 @@ class NetworkEngine(Engine):
         self.run(order, collective, blocks, total, root=root, algorithm=algorithm)
 
     def _agree(self, order: Order) -> None:
-        """Meet in a barrier first: where one rank only gives, it would else never hear of a mismatch."""
+        """Run a barrier first, because a rank that only sends would not detect a mismatch."""
         self.execute(order, self._schedule("barrier", "dissemination", 0, 1), Blocks([]), None)
 
     def _only(self, own: Area) -> list[Area]:
@@ -187,7 +187,7 @@ class NetworkEngine(Engine):
 
 
 def num_pieces(collective: str, algorithm: str, num_bytes: int) -> int:
-    """Return into how many pieces an algorithm cuts a vector, to send one while the next comes."""
+    """Return the number of pieces of a vector, for algorithms that overlap sends and receives."""
     if not ALGORITHMS[collective][algorithm].pipelined:
         return 1
     return min(_MAX_PIECES, max(1, num_bytes // _PIECE_BYTES))

@@ -1,4 +1,4 @@
-"""How an engine's call becomes a run of the executor: the arithmetic of reductions on bytes."""
+"""Translate an engine's call into a run of the executor, with reductions on bytes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from paceline.collectives.schedules import Schedule
 COMBINER: Final = ctypes.CFUNCTYPE(
     None, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_double
 )
-"""The functions of `kernels.combine`."""
+"""Type of the functions of `kernels.combine`."""
 
 
 def execute(
     executor: ScheduleExecutor, order: Order, schedule: Schedule, blocks: Blocks, reduction: Reduction | None
 ) -> None:
-    """Run this rank's part of a schedule. The result of a mean is yet to be scaled."""
+    """Run this rank's part of a schedule, without the final scaling of a mean."""
     executor.run(
         schedule,
         blocks,
@@ -31,7 +31,7 @@ def execute(
 
 
 def combine_with(reduction: Reduction) -> Combine:
-    """Return the function that reduces bytes into bytes."""
+    """Return a function that reduces bytes into bytes."""
     function = COMBINER(reduction.combiner)
     table = (ctypes.c_uint64 * 2)()
     place = ctypes.addressof(table)
@@ -45,7 +45,7 @@ def combine_with(reduction: Reduction) -> Combine:
 
 
 def scale(target: Area, reduction: Reduction) -> None:
-    """Multiply what was reduced by what makes a mean of it."""
+    """Multiply the result of a reduction by its scale."""
     if reduction.scale != 1.0:
         table = (ctypes.c_uint64 * 1)(target.address)
         count = target.num_bytes // reduction.item_bytes
@@ -53,5 +53,5 @@ def scale(target: Area, reduction: Reduction) -> None:
 
 
 def address_of(view: memoryview) -> int:
-    """Return where writable bytes lie."""
+    """Return the address of writable bytes."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view)) if view.nbytes else 0

@@ -1,7 +1,7 @@
-"""Runs one rank's part of a collective schedule on non-blocking links, and gives up together with the others.
+"""Run one rank's part of a schedule on non-blocking links, and end the group after an error.
 
-One thread runs calls, one at a time; :meth:`ScheduleExecutor.status` may be called from any. The loop is in
-``round_loop``, messages in ``sending`` and ``receiving``, the fault case in ``faults``, ``verdicts`` and ``culprits``.
+One thread runs calls, one at a time; any thread may call :meth:`ScheduleExecutor.status`. The loop is in
+``round_loop``, messages are in ``sending`` and ``receiving``, and errors in ``faults``, ``verdicts`` and ``culprits``.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from paceline.errors import CollectiveError, GroupClosedError, ProtocolError, Ra
 __all__ = ["Ask", "Blocks", "Combine", "ScheduleExecutor", "Status"]
 
 _LAST_WORDS_S: Final = 0.2
-"""How long an ABORT is looked for on a link that has broken, and sent when the time of the call is over."""
+"""Time to search a broken link for an ABORT, and to send one after the timeout."""
 _MAX_LINKED: Final = 1000
 _CONNECT_S: Final = 2.5
-"""How long a connection is awaited before the other links are looked at."""
+"""Time to wait for a connection before checking the other links."""
 
 
 class ScheduleExecutor:
-    """Runs the calls of one rank of a group, until one fails: then the group is over."""
+    """Run the calls of one rank of a group, until the first error ends the group."""
 
     def __init__(self, links: LinkSet, *, group: str, ask: Ask | None = None) -> None:
-        """``ask`` asks a rank where it is, for the case that a call does not finish in time."""
+        """``ask`` requests a rank's status, for calls that do not finish in time."""
         self._links = links
         self._group = group
         self._ask = ask
         self._peers: dict[int, PeerMessages] = {}
         self._linked: dict[int, Schedule] = {}
-        """By ``id``, the schedules whose links are made; they are kept, so that an ``id`` stays theirs."""
+        """Schedules with connected links, by ``id``; kept alive so that their ids stay unique."""
         self._loop = RoundLoop()
         self._scratch = Scratch()
         self._status = Status(-1, None, ())
@@ -53,7 +53,7 @@ class ScheduleExecutor:
         self._interruption: CollectiveError | None = None
 
     def status(self) -> Status:
-        """Return where this rank is. Any thread may call it."""
+        """Return this rank's status. Thread-safe."""
         return self._status
 
     def run(
@@ -67,16 +67,16 @@ class ScheduleExecutor:
         item_bytes: int,
         timeout_s: float,
     ) -> None:
-        """Run this rank's part of one call; all ranks must run theirs with an equal ``call`` and ``sequence``.
+        """Run this rank's part of one call; all ranks must use an equal ``call`` and ``sequence``.
 
-        ``combine`` is needed where the schedule reduces. Returns when this rank's part is done, not when all are.
-        Whatever is raised, the other ranks are told, the links are closed, and further runs raise GroupClosedError.
+        Schedules with a reduction need ``combine``. Returns when this rank's part is done, possibly before other ranks.
+        After any error the other ranks are notified, the links are closed, and further runs raise GroupClosedError.
 
-        Raises MismatchError if ranks made different calls; RankLostError, which names them, if ranks died, left or did
-        not come within ``timeout_s``; CollectiveError if another rank failed in any other way.
+        Raises MismatchError if ranks made different calls; RankLostError, with the ranks, if ranks died, left or did
+        not come within ``timeout_s``; CollectiveError for another error of another rank.
         """
         if self._failure:
-            raise GroupClosedError(f"group {self._group!r} refuses further work since a call failed: {self._failure}")
+            raise GroupClosedError(f"group {self._group!r} refuses further work: a call failed: {self._failure}")
         self._status = Status(sequence, call, ())
         place = CurrentCall(self._group, self._links.rank, call, sequence)
         patience = Patience(timeout_s, self._ask, self._links, self._wait_for, call, sequence, self._interrupted)
@@ -90,11 +90,11 @@ class ScheduleExecutor:
         self._status = Status(sequence, None, ())
 
     def interrupt(self, error: CollectiveError) -> None:
-        """End the call that is under way in another thread, soon, with this error; any thread may call it."""
+        """End the call in another thread soon, with this error. Thread-safe."""
         self._interruption = error
 
     def abort(self, call: CollectiveCall, sequence: int, error: BaseException) -> None:
-        """Give up a call outside :meth:`run`: the ranks linked to this one raise, as if it had failed in it."""
+        """Fail a call outside :meth:`run`: the linked ranks raise the error as if the call had failed here."""
         if not self._failure:
             place = CurrentCall(self._group, self._links.rank, call, sequence)
             self._give_up(_verdicts.of_error(place, error), (), time.monotonic() + GIVE_UP_S)
@@ -110,7 +110,7 @@ class ScheduleExecutor:
     ) -> None:
         assert schedule.num_blocks == len(blocks)
 
-        if id(schedule) not in self._linked:  # before the first round: all ranks then make their links in one order
+        if id(schedule) not in self._linked:  # before the first round, so that all ranks connect in one order
             self._connect(schedule, patience)
             if len(self._linked) >= _MAX_LINKED:
                 self._linked.clear()
@@ -124,10 +124,10 @@ class ScheduleExecutor:
             self._loop.finish(planner.begin(actions), patience.wake)
 
     def _connect(self, schedule: Schedule, patience: Patience) -> None:
-        """Make all links that a schedule needs.
+        """Create all links that a schedule needs.
 
-        All ranks make theirs in one order, that of the pairs of ranks: the first pair that is not yet linked is the
-        next on both its sides, so there is no circle of ranks that wait for one another.
+        All ranks connect in the order of the pairs of ranks. So the first unconnected pair is next on both of its
+        sides, and no cycle of waiting ranks is possible.
         """
         own = self._links.rank
         needed = {action.peer for actions in schedule.rounds for action in actions if not isinstance(action, Copy)}
@@ -145,7 +145,7 @@ class ScheduleExecutor:
         for peer in self._peers.values():
             try:
                 peer.peek()
-            except LinkBroken:  # it may have finished all its work; if we need it, we shall see
+            except LinkBroken:  # the rank may have finished its work; if not, a later step fails
                 pass
 
     def _fail(
@@ -176,7 +176,7 @@ class ScheduleExecutor:
         raise _verdicts.to_error(abort, self._group) from signal.__cause__
 
     def _explain(self, place: CurrentCall, peer: PeerMessages) -> tuple[Abort, Sequence[int]]:
-        """Read what came instead of what was awaited."""
+        """Read a message that differs from the expected one."""
         try:
             frame = read_frame(peer, time.monotonic() + GIVE_UP_S)
             if frame is None:
@@ -204,7 +204,7 @@ class ScheduleExecutor:
 
 
 class _LostError(Exception):
-    """A rank is gone before there was a link to it."""
+    """A rank ended before a link was established."""
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         super().__init__(ranks)

@@ -1,10 +1,9 @@
-"""Giving up together: what a rank reads from its links and writes to them once a call has failed.
+"""End a group together after an error: last reads and writes on a rank's links.
 
-The first to see a fault sends an ABORT on all its links; whoever gets one sends it on, once, on all of its own, back to
-where it came from too. So an ABORT reaches all that are connected, and the one that comes back says that nothing more
-will come on this link: only then is it closed, for to close a socket with unread bytes in it resets the connection,
-and the other end could lose the ABORT. Until then what comes is read and thrown away; nobody waits longer for that than
-a given time.
+The first rank that detects an error sends an ABORT on all its links. A rank that receives an ABORT forwards it once on
+all its links, also back to the sender. So the ABORT reaches all connected ranks, and the returned ABORT is the last
+message of a link. Only then is the link closed: closing a socket with unread bytes resets the connection, and the other
+end could lose the ABORT. Until then received bytes are discarded, for a limited time.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from paceline.errors import PacelineError, ProtocolError
 from paceline.transport.decoding import UNREADABLE, known
 
 _CHUNK_BYTES = 1 << 17
-_NUM_CHUNKS = 16  # from one link, before others get their turn
+_NUM_CHUNKS = 16  # from one link before the others' turn
 
 
 def read_frame(peer: PeerMessages, deadline: float) -> Head | None:
-    """Return the next message of a link without its body, or None if it ends or does not come.
+    """Return the next message of a link without its body; None at its end or after the deadline.
 
-    Raises ProtocolError on bytes that are no message.
+    Raises ProtocolError on invalid bytes.
     """
     scanner = peer.scan()
     buffer = memoryview(bytearray(_CHUNK_BYTES))
@@ -47,7 +46,7 @@ def read_frame(peer: PeerMessages, deadline: float) -> Head | None:
 
 
 def find_abort(peer: PeerMessages, deadline: float) -> Abort | None:
-    """Return the ABORT that a link whose other end has gone may still hold."""
+    """Return the ABORT in the unread bytes of a broken link, if any."""
     try:
         while (frame := read_frame(peer, deadline)) is not None:
             if frame.header.kind == MessageKind.ABORT:
@@ -58,17 +57,17 @@ def find_abort(peer: PeerMessages, deadline: float) -> Abort | None:
 
 
 def unpack_abort(frame: Head) -> Abort:
-    """Return the ABORT of a message; raise ProtocolError if it is none."""
+    """Decode the ABORT in a message; raise ProtocolError for other data."""
     try:
         return msgspec.msgpack.decode(frame.text, type=known(Abort))
     except UNREADABLE as error:
-        raise ProtocolError(f"got an ABORT that cannot be read: {error}") from None
+        raise ProtocolError(f"got an ABORT that cannot be decoded: {error}") from None
 
 
 def spread(abort: Abort, peers: Iterable[PeerMessages], *, has_come: Iterable[int], deadline: float) -> None:
-    """Send an ABORT on all links, and read them until theirs come back.
+    """Send an ABORT on all links, and read the links until their ABORTs come back.
 
-    From the ranks in ``has_come`` nothing more is awaited: theirs is here, or they are lost.
+    Links to ranks in ``has_come`` are not read: their ABORT has arrived, or the rank is lost.
     """
     frame = pack_abort(abort)
     poll = select.poll()
@@ -92,7 +91,7 @@ def spread(abort: Abort, peers: Iterable[PeerMessages], *, has_come: Iterable[in
 
 
 class _Leaving:
-    """One link in its last moments."""
+    """A link on which the ABORTs are exchanged."""
 
     def __init__(self, peer: PeerMessages, frame: bytes, awaits: bool) -> None:
         self._peer = peer
@@ -103,7 +102,7 @@ class _Leaving:
         self._chunk = memoryview(bytearray(_CHUNK_BYTES))
         try:
             self._scanner = peer.scan()
-        except ProtocolError:  # what has come is no message: nothing that follows it is one
+        except ProtocolError:  # after invalid bytes no message can follow
             self._awaits = self._is_readable = False
         self.advance()
 
@@ -118,7 +117,7 @@ class _Leaving:
     def advance(self) -> None:
         try:
             self._send()
-        except PacelineError:  # the other end is gone: what it sent may still be here, but it reads no more
+        except PacelineError:  # the other end is closed: it reads nothing, but its data may still arrive
             self._buffers = []
         try:
             self._receive()

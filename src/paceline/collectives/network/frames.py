@@ -1,14 +1,14 @@
-"""What a message of a collective looks like on a link. Pure: bytes in, values out.
+"""Define the messages of collectives on a link. Pure: bytes in, values out.
 
 A message is a header of 32 bytes, a text (msgpack) and the body (raw bytes of blocks)::
 
     0       2         3      4            8          16          24       32
     | magic | version | kind | text_bytes | sequence | signature | nbytes | text, padded to 16 | body |
 
-All fields are unsigned and little-endian. The text of DATA is the sender's call, so that whoever gets a message it did
-not expect can name both sides without asking; some 60 bytes in every message are the price, and in return a receiver
-knows the head it awaits before it comes: it compares 32 bytes instead of parsing them. The text of ABORT is an
-:class:`Abort`, it has no body, and it is the last message of a link. ``nbytes`` counts the body only.
+All fields are unsigned and little-endian. The text of DATA is the sender's call. It costs about 60 bytes per message,
+but the receiver of an unexpected message can report both sides without a request. The receiver predicts the header, so
+it compares 32 bytes instead of parsing them. The text of ABORT is an :class:`Abort`; it has no body and is the last
+message of a link. ``nbytes`` counts the body only.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ MAGIC: Final = 0x4350
 WIRE_VERSION: Final = 1
 MAX_TEXT_BYTES: Final = 1 << 20
 MAX_HEAD_BYTES: Final = 1 << 12
-"""The longest header and call together."""
+"""Largest size of header and call together."""
 _ALIGNMENT: Final = 16
 
 
 class MessageKind(IntEnum):
-    """What a message is."""
+    """Kind of a message."""
 
     DATA = 1
     ABORT = 2
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True):
-    """Why a rank gives up; told to all ranks, and by them to theirs."""
+    """The reason for the end of a group, forwarded to all ranks."""
 
     kind: Literal["mismatch", "lost", "error"]
     message: str
-    """The whole text of the error."""
+    """Text of the error."""
     ranks: tuple[int, ...]
-    """Whose fault it is: those lost, or the one that failed."""
+    """Lost ranks, or the rank that failed."""
     calls: dict[int, CollectiveCall]
-    """For a mismatch: what each rank called, as far as it is known, in the call number ``sequence``."""
+    """For a mismatch: the known calls of the ranks with the number ``sequence``."""
     sequence: int
 
 
@@ -74,7 +74,7 @@ class Head(NamedTuple):
 
 
 class Heads:
-    """The heads (header and text) of the messages of one call: they differ in the length of the body only."""
+    """Heads (header and text) of one call's messages, which differ in the length of the body only."""
 
     __slots__ = ("_heads", "_padded", "_sequence", "_signature", "_text_bytes", "head_bytes")
 
@@ -88,7 +88,7 @@ class Heads:
         assert self.head_bytes <= MAX_HEAD_BYTES
 
     def head(self, nbytes: int) -> bytes:
-        """Return the head of a message with a body of so many bytes."""
+        """Return the head of a message with a body of ``nbytes`` bytes."""
         head = self._heads.get(nbytes)
         if head is None:
             fields = (MAGIC, WIRE_VERSION, 1, self._text_bytes, self._sequence, self._signature, nbytes)
@@ -97,7 +97,7 @@ class Heads:
 
 
 class Scanner:
-    """Reads a link in the fault case: whole heads out, bodies skipped."""
+    """Read a link after an error: collect heads, skip bodies."""
 
     def __init__(self, skip: int = 0) -> None:
         self.frames: deque[Head] = deque()
@@ -105,7 +105,7 @@ class Scanner:
         self._held = bytearray()
 
     def feed(self, data: bytes | memoryview) -> None:
-        """Take the next bytes; what is complete is then in :attr:`frames`. Raises ProtocolError on what is no frame."""
+        """Process the next bytes; complete heads are in :attr:`frames`. Raises ProtocolError on invalid bytes."""
         used = min(self._skip, len(data))
         self._skip -= used
         held = self._held
@@ -122,7 +122,7 @@ class Scanner:
 
 
 def unpack_header(buffer: bytes | bytearray | memoryview) -> MessageHeader:
-    """Read a header; raise ProtocolError on one that is not ours."""
+    """Decode a header; raise ProtocolError for an invalid one."""
     header = MessageHeader._make(HEADER.unpack_from(buffer))
     if (
         header.magic != MAGIC
@@ -130,16 +130,18 @@ def unpack_header(buffer: bytes | bytearray | memoryview) -> MessageHeader:
         or header.kind not in (MessageKind.DATA, MessageKind.ABORT)
     ):
         raise ProtocolError(
-            f"got magic {header.magic:#06x}, version {header.version} and kind {header.kind} where a message of a "
-            f"collective (magic {MAGIC:#06x}, version {WIRE_VERSION}) should begin"
+            f"got magic {header.magic:#06x}, version {header.version} and kind {header.kind}, expected a message of a "
+            f"collective (magic {MAGIC:#06x}, version {WIRE_VERSION})"
         )
     if header.text_bytes > MAX_TEXT_BYTES:
-        raise ProtocolError(f"a message announces a text of {header.text_bytes} bytes, at most {MAX_TEXT_BYTES} may be")
+        raise ProtocolError(
+            f"got a message with a text of {header.text_bytes} bytes, expected at most {MAX_TEXT_BYTES}"
+        )
     return header
 
 
 def pack_abort(abort: Abort) -> bytes:
-    """Return the message."""
+    """Return the encoded message."""
     text = msgspec.msgpack.encode(abort)
     return HEADER.pack(MAGIC, WIRE_VERSION, MessageKind.ABORT, len(text), abort.sequence, 0, 0) + _pad(text)
 

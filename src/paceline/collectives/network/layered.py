@@ -1,7 +1,7 @@
-"""All-reduce for groups of several hosts with several ranks each: shared memory in a host, a schedule between hosts.
+"""All-reduce between hosts with several ranks each: shared memory in a host, a schedule between hosts.
 
-The first rank of every host is its leader. An all-reduce is a reduce to the leader, an all-reduce among the leaders,
-and a broadcast from the leader; only leaders use the network.
+The first rank of every host is its leader. The steps are a reduce to the leader, an all-reduce among the leaders, and a
+broadcast from the leader; only leaders use the network.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from paceline.collectives.shared.engine import SharedMemory
 
 
 class Layered:
-    """All-reduce for ranks on several hosts; other collectives are the network's."""
+    """All-reduce for ranks on several hosts; the network engine runs other collectives."""
 
     def __init__(
         self, executor: ScheduleExecutor, shared: SharedMemory | None, hosts: Sequence[int], rank: int
     ) -> None:
-        """`shared`: with the ranks of this host; None where there are none."""
+        """`shared`: engine for the ranks of this host; None if there is only one."""
         self._executor, self._shared = executor, shared
         self._leaders = [hosts.index(host) for host in sorted(set(hosts))]
         self._is_leader = rank in self._leaders
@@ -39,7 +39,7 @@ class Layered:
         """See :meth:`Engine.all_reduce`."""
         sums = reduction._replace(scale=1.0)
         try:
-            # All meet over the links first: else a host that finds a mismatch in its memory could not tell the others.
+            # A barrier over the links first, so that a host can report a mismatch that it finds in shared memory.
             execute(self._executor, order, self._barrier, Blocks([]), None)
             if self._shared is not None:
                 self._shared.reduce(order, source, target if self._is_leader else None, sums, 0)
@@ -51,7 +51,7 @@ class Layered:
                 scale(target, reduction)
             if self._shared is not None:
                 self._shared.broadcast(order, target, 0)
-        except BaseException as error:  # each layer must hear what went wrong in the other
+        except BaseException as error:  # both layers must report the error
             if self._shared is not None:
                 self._shared.abort(error)
             self._executor.abort(order.call, order.sequence, error)

@@ -1,4 +1,4 @@
-"""Connections between the ranks of one group, as the executor and send/recv see them: non-blocking, both ways."""
+"""Define non-blocking connections between the ranks of one group, for the executor and send/recv."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 
 class Link(ABC):
-    """A stream of bytes to one rank and back. One thread may send while another receives."""
+    """A bidirectional byte stream to one rank. One thread may send while another receives."""
 
     rank: int
-    """The rank in the group at the other end."""
+    """Rank in the group at the other end."""
 
     @abstractmethod
     def fileno(self) -> int:
@@ -18,40 +18,40 @@ class Link(ABC):
 
     @abstractmethod
     def send_some(self, buffers: Sequence[memoryview]) -> int:
-        """Send what the system takes at once of these; return the number of bytes (0: it would block).
+        """Send as many bytes as the system accepts without waiting; return their number (0: it would block).
 
-        Raises RankLostError when the connection is broken.
+        Raises RankLostError if the connection is broken.
         """
 
     @abstractmethod
     def receive_some(self, buffer: memoryview) -> int:
-        """Receive what is there, at most ``buffer``; return the number of bytes (0: it would block).
+        """Receive available bytes into ``buffer``; return their number (0: it would block).
 
-        Raises RankLostError when the connection is broken or its end has come.
+        Raises RankLostError if the connection is broken or closed.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Close the connection; the other end then finds its end. Idempotent."""
+        """Close the connection, which the other end detects. Idempotent."""
 
 
 class LinkSet(ABC):
-    """The links of one rank to the others of its group, each made when it is first asked for."""
+    """The links of one rank to the other ranks of its group, each created at first use."""
 
     rank: int
     size: int
 
     @abstractmethod
     def link(self, rank: int, deadline: float) -> Link:
-        """Return the link to a rank, connected before ``deadline`` (by ``time.monotonic``).
+        """Return the link to a rank, connected before ``deadline`` (a time of ``time.monotonic``).
 
-        Both ranks must ask for it. Raises RankLostError if the other is dead or does not come, AuthenticationError if
-        it holds another token.
+        Both ranks must call this method. Raises RankLostError if the other rank is dead or does not come,
+        AuthenticationError if it holds another token.
         """
 
     @abstractmethod
     def connected(self) -> Sequence[Link]:
-        """Return the links made so far."""
+        """Return the established links."""
 
     @abstractmethod
     def close(self) -> None:

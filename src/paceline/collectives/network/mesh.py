@@ -1,4 +1,4 @@
-"""The links of one group over sockets: Unix ones between ranks of one host, TCP ones between hosts."""
+"""Connect the ranks of one group by sockets: Unix sockets in a host, TCP between hosts."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from paceline.errors import (
 from paceline.transport.client import shut
 
 _MAX_BUFFERS = 64
-"""POSIX promises 16 in one call, Linux and macOS take 1024."""
+"""POSIX guarantees 16 in one call, Linux and macOS accept 1024."""
 _LOOK_S = 1.0
-"""How often one who waits for a connection looks whether the other is still there."""
+"""Interval at which a rank that waits for a connection checks that the other rank is alive."""
 
 
 class SocketLink(Link):
-    """A link on a connected non-blocking socket, which it owns."""
+    """A link that owns a connected non-blocking socket."""
 
     def __init__(self, rank: int, connected: socket.socket) -> None:
         self.rank = rank
@@ -37,7 +37,7 @@ class SocketLink(Link):
 
     @override
     def fileno(self) -> int:
-        """Return -1 once the link is closed."""
+        """Return -1 after the link is closed."""
         return self._socket.fileno()
 
     @override
@@ -67,17 +67,17 @@ class SocketLink(Link):
 
     @override
     def close(self) -> None:
-        """A thread that polls the link wakes."""
+        """Close the link and wake a thread that polls it."""
         shut(self._socket)
 
     def _broken(self, error: OSError | None) -> RankLostError | GroupClosedError:
         if self._socket.fileno() < 0:
-            return GroupClosedError(f"the link to rank {self.rank} was closed here while it was in use")
+            return GroupClosedError(f"the link to rank {self.rank} was closed on this rank during a call")
         return connection_closed(self.rank, error)
 
 
 def connection_closed(rank: int, error: OSError | None) -> RankLostError:
-    """Return the error for a connection that has come to its end, or broke."""
+    """Return the error for a connection that was closed or broke."""
     cause = "" if error is None or isinstance(error, ConnectionError) else f": {error.strerror or error}"
     return RankLostError(
         f"rank {rank} has closed its connection (its process ended or it left the group){cause}", (rank,)
@@ -85,12 +85,12 @@ def connection_closed(rank: int, error: OSError | None) -> RankLostError:
 
 
 class Mesh(LinkSet):
-    """The links of one rank. Of two ranks the lower connects and the higher accepts, when both first need to."""
+    """The links of one rank. The lower rank of a pair connects, the higher one accepts, at first use."""
 
     def __init__(
         self, node: Node, group: str, rank: int, infos: Sequence[NodeInfo], purpose: Purpose = "collective"
     ) -> None:
-        """``group`` must be the same on all its ranks, and no other group's; ``infos`` are the ranks' nodes."""
+        """``group`` must be equal on all its ranks and unique; ``infos`` are the ranks' nodes."""
         self.rank = rank
         self.size = len(infos)
         self.infos = infos
@@ -146,7 +146,7 @@ class Mesh(LinkSet):
         except DeadlineError as error:
             raise RankLostError(
                 f"rank {rank} did not connect to rank {self.rank} within {time.monotonic() - start:.3g} s ({error}); "
-                "its process is stopped, waits elsewhere or cannot reach this machine",
+                "its process is stopped, waits for another rank or cannot reach this machine",
                 (rank,),
             ) from None
         except (AddressError, PeerError) as error:
@@ -165,9 +165,9 @@ class Mesh(LinkSet):
             if self._is_closed:
                 raise GroupClosedError(f"group {self.group!r} was closed while it waited for rank {rank}")
             if not self._node.is_there(self.infos[rank]):
-                raise unreachable(rank, AddressError(f"nobody listens at {self.infos[rank].endpoint} any more"))
+                raise unreachable(rank, AddressError(f"no process listens at {self.infos[rank].endpoint}"))
 
 
 def unreachable(rank: int, error: Exception) -> RankLostError:
-    """Return the error for a rank that cannot be connected to."""
-    return RankLostError(f"rank {rank} cannot be reached, most likely its process has ended: {error}", (rank,))
+    """Return the error for an unreachable rank."""
+    return RankLostError(f"rank {rank} cannot be reached, its process has probably ended: {error}", (rank,))

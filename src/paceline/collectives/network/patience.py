@@ -1,4 +1,4 @@
-"""How long one call waits: when it asks where the others are, and when it gives up, early enough to say so in time."""
+"""Control the waits of one call: when to poll the other ranks, and when to raise a timeout error."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from paceline.collectives.network.links import LinkSet
 from paceline.collectives.network.rounds import Round
 
 GIVE_UP_S: Final = 1.0
-"""How long a failed rank stays, at most, to tell the others."""
+"""Longest time that a failed rank stays to notify the other ranks."""
 _MIN_ASKING_S: Final = 0.3
 _MAX_ASKING_S: Final = 1.5
 _NUDGE_S: Final = 0.25
-"""How soon a sleeping call hears that a message of its group has failed."""
+"""Interval at which a sleeping call checks for failed messages of its group."""
 _FIRST_LOOK_S: Final = 2.0
 _ANSWER_S: Final = 1.2
-"""Somewhat longer than a rank that does not answer is waited for."""
+"""Slightly longer than the timeout of a status request."""
 
 
 class TooLate(Exception):  # noqa: N818  (a signal to the executor, which raises the error)
-    """Time is up for these ranks, which were waited for."""
+    """The time for these awaited ranks is over."""
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         super().__init__(ranks)
@@ -32,7 +32,7 @@ class TooLate(Exception):  # noqa: N818  (a signal to the executor, which raises
 
 
 class Disagreement(Exception):  # noqa: N818
-    """Other ranks are in another call of the same number; ``calls`` are theirs, by rank."""
+    """Other ranks are in another call of the same number; ``calls`` are these calls, by rank."""
 
     def __init__(self, calls: dict[int, CollectiveCall]) -> None:
         super().__init__(calls)
@@ -40,7 +40,7 @@ class Disagreement(Exception):  # noqa: N818
 
 
 class GivenUp(Exception):  # noqa: N818
-    """The group is over: another rank has said why when asked, or this one has learnt it elsewhere."""
+    """The group has ended, as reported by another rank or by another part of this one."""
 
     def __init__(self, abort: Abort) -> None:
         super().__init__(abort)
@@ -50,8 +50,8 @@ class GivenUp(Exception):  # noqa: N818
 class Patience:
     """The waits of one call.
 
-    Ranks whose calls take different ways may wait for messages that nobody sends. So a wait that gets long is looked
-    into: all ranks are asked what they are in, after some seconds, again after several times as long, and at the end.
+    Ranks with different calls may wait for messages that will never be sent. Therefore a long wait polls all ranks for
+    their current call: after two seconds, then at intervals that grow by a factor of 4, and before the timeout.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Patience:
         sequence: int,
         interrupted: Callable[[], Abort | None] = lambda: None,
     ) -> None:
-        """``tell`` is told, before each wait, which ranks are waited for; ``interrupted`` says why to wait no more."""
+        """``tell`` receives the awaited ranks before each wait; ``interrupted`` returns a reason to stop."""
         self.timeout_s = timeout_s
         self._call = call
         self._sequence = sequence
@@ -86,9 +86,9 @@ class Patience:
         return min(self.wait_for(tuple(sorted({peer.rank for peer in peers}))), time.monotonic() + _NUDGE_S)
 
     def wait_for(self, ranks: tuple[int, ...]) -> float:
-        """Return until when (``time.monotonic``) these ranks may be waited for; raise TooLate when time is up.
+        """Return the time (of ``time.monotonic``) until which these ranks may be awaited; then raise TooLate.
 
-        Raises GivenUp and Disagreement too, as soon as it is known.
+        Raises GivenUp and Disagreement as soon as they are detected.
         """
         self._tell(ranks)
         abort = self._interrupted()
@@ -106,7 +106,7 @@ class Patience:
         return self._gives_up_at
 
     def _look(self, now: float) -> float:
-        """Ask what the others are in when it is time, and a second later compare; return when to come again."""
+        """Poll the other ranks when it is time, and compare their answers later; return the time of the next call."""
         if now >= self._looks_at:
             if self._first_search is None:
                 self._first_search = self._ask_all()
@@ -123,7 +123,7 @@ class Patience:
         return Search(self._ask, [rank for rank in range(self._links.size) if rank != self._links.rank])
 
     def _compare(self, search: Search | None) -> None:
-        """Raise GivenUp if somebody has, and Disagreement if somebody is in another call of this number."""
+        """Raise GivenUp if a rank has given up, Disagreement if one is in another call of this number."""
         answers = {} if search is None else search.answers()
         abort = given_up(answers)
         if abort is not None:
@@ -136,7 +136,7 @@ class Patience:
             raise Disagreement(there)
 
     def culprits(self, sequence: int, waiting_for: Sequence[int]) -> dict[int, str]:
-        """Return who is to blame, with what is said of each."""
+        """Return the ranks to blame, with reasons."""
         if self._search is None:
-            return dict.fromkeys(waiting_for, "was waited for in vain (nobody could be asked where it is)")
+            return dict.fromkeys(waiting_for, "did not send its data (ranks could not be polled)")
         return find_culprits(self._search.answers(), sequence, waiting_for)

@@ -1,4 +1,4 @@
-"""One link as the executor keeps it: the messages that are to go and to come on it, and where its streams stand."""
+"""Track the messages and the stream positions of one link for the executor."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from paceline.collectives.network.sending import OutgoingMessage
 
 SMALL_BYTES: Final = 1 << 13
-"""A body up to this size is received together with its head, by one system call."""
+"""Bodies up to this size are received together with the head, by one system call."""
 
 
 class UnexpectedMessage(Exception):  # noqa: N818  (a signal to the executor, which raises the error)
-    """A peer sent another head than the one awaited."""
+    """A peer sent another head than the expected one."""
 
     def __init__(self, peer: PeerMessages) -> None:
         super().__init__(peer.rank)
@@ -36,7 +36,7 @@ class LinkBroken(Exception):  # noqa: N818
 
 
 class PeerMessages:
-    """One link: the messages that are to go and to come on it, and the head that has come so far."""
+    """Pending messages of one link, and the received part of the next head."""
 
     __slots__ = ("got", "link", "rank", "receives", "scanner", "sends", "stage")
 
@@ -50,7 +50,7 @@ class PeerMessages:
         self.scanner: Scanner | None = None
 
     def push(self) -> bool:
-        """Send what the link takes; tell whether it took something."""
+        """Send the bytes that the link accepts; return whether any were sent."""
         moved = False
         sends = self.sends
         was_stuck = bool(sends) and sends[0].has_begun
@@ -67,7 +67,7 @@ class PeerMessages:
         return moved
 
     def pull(self) -> bool:
-        """Receive what is awaited and there; tell whether something came or found its place."""
+        """Receive available bytes of pending messages; return whether there was progress."""
         moved = False
         receives = self.receives
         try:
@@ -82,16 +82,16 @@ class PeerMessages:
 
     @property
     def wants_bytes(self) -> bool:
-        """Whether a receive is open that has not got everything."""
+        """Whether a pending receive lacks bytes."""
         return bool(self.receives) and self.receives[0].wants_bytes
 
     @property
     def has_next_head(self) -> bool:
-        """Whether a message that nobody awaits yet has begun to come."""
+        """Whether a message without a receive has begun to arrive."""
         return self.got >= HEADER_BYTES and not self.receives
 
     def peek(self) -> None:
-        """Look whether a link from which nothing is awaited has ended, or brings an ABORT; keep what came."""
+        """Check a link without a receive for its end or an ABORT; keep received bytes."""
         try:
             count = self.link.receive_some(self.stage[self.got : HEADER_BYTES]) if self.got < HEADER_BYTES else 0
         except RankLostError as error:
@@ -101,7 +101,7 @@ class PeerMessages:
             raise UnexpectedMessage(self)
 
     def scan(self) -> Scanner:
-        """Return what reads this link from now on, in the fault case."""
+        """Return the scanner that reads this link after an error."""
         if self.scanner is None:
             receive = self.receives[0] if self.receives else None
             if receive is not None and receive.is_headed:
@@ -112,11 +112,11 @@ class PeerMessages:
         return self.scanner
 
     def _look_back(self) -> None:
-        # One that gives up sends its ABORT before it takes, only to throw it away, what we could not send so far.
+        # A rank that gives up sends its ABORT before it reads and discards our remaining bytes.
         try:
             self.peek()
         except LinkBroken:
-            if self.sends:  # else it may have taken all, finished and closed
+            if self.sends:  # else it may have received everything, finished and closed
                 raise
 
     def _is_data(self) -> bool:

@@ -1,8 +1,8 @@
-"""Messages that are awaited: what of them has come, and when it may be put where it belongs.
+"""Receive messages, and decide when their bytes may be written.
 
-All sends of a round read the memory as it was at the round's beginning. So bytes that come may be written only where
-nothing is left to be sent; until then they wait in scratch memory, piece by piece. The same rule puts receives that
-write to the same memory in the order of their actions: floating-point sums come out the same on every run.
+All sends of a round read the memory as of the round's beginning. So received bytes may only be written where nothing
+remains to be sent; until then they wait in scratch memory, piece by piece. By the same rule, receives that write to the
+same memory run in the order of their actions: floating-point sums are equal in every run.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from paceline.collectives.network.peers import SMALL_BYTES, PeerMessages, Unexpe
 from paceline.collectives.network.sending import Blocker
 
 Combine: TypeAlias = Callable[[memoryview, memoryview, bool], None]
-"""Combine what came into the target, in place: ``(target, incoming, incoming_first)``, both bytes of whole items.
+"""Combine received bytes into the target, in place: ``(target, incoming, incoming_first)``, bytes of whole items.
 
-Of two ranks' values that of the lower rank is the first operand, on both of them: where both compute the same
-(recursive doubling), they must agree about the sign of min(-0, 0) and about which of two NaNs it is.
+The value of the lower rank is the first operand on both ranks. If both compute the same result (recursive doubling),
+they must agree on the sign of min(-0, 0) and on the choice between two NaNs.
 """
 
 PIECE_BYTES: Final = 1 << 17
-"""What is combined at once; meanwhile the next comes into the system's buffer. It should stay in the L2 cache."""
+"""Bytes per combination, while the next ones arrive in the system's buffer. Should fit into the L2 cache."""
 _KEPT_BYTES: Final = 1 << 24
-_MIN_IN_PLACE_BYTES: Final = 1 << 14  # per view; below, one system call per view costs more than a copy
-_NUM_RECEIVES: Final = 8  # before others get their turn
+_MIN_IN_PLACE_BYTES: Final = 1 << 14  # per view; for smaller ones a copy is cheaper than a system call per view
+_NUM_RECEIVES: Final = 8  # before the other links' turn
 
 
 class Scratch:
-    """Pieces of memory, used again; up to 16 MiB are kept between calls."""
+    """Reusable pieces of memory; keeps up to 16 MiB between calls."""
 
     def __init__(self) -> None:
         self._pieces: list[memoryview] = []
@@ -45,13 +45,13 @@ class Scratch:
         return np.empty(max(nbytes, PIECE_BYTES), np.uint8).data
 
     def give(self, piece: memoryview) -> None:
-        """Take back a piece."""
+        """Return a piece for reuse."""
         if len(piece) == PIECE_BYTES and len(self._pieces) < _KEPT_BYTES // PIECE_BYTES:
             self._pieces.append(piece)
 
 
 class IncomingMessage:
-    """One message that is awaited."""
+    """One pending message."""
 
     __slots__ = (
         "_applied",
@@ -90,7 +90,7 @@ class IncomingMessage:
         *,
         is_first: bool,
     ) -> None:
-        """`is_first`: whether what comes is the first operand."""
+        """`is_first`: whether the received value is the first operand."""
         self._peer = peer
         self._head = head
         self._views = views
@@ -107,16 +107,16 @@ class IncomingMessage:
         self.nbytes = nbytes
         self.blockers: list[Blocker] = []
         self.got = 0
-        """Bytes of the body that have come."""
+        """Received bytes of the body."""
         self.is_headed = self.is_done = False
 
     @property
     def wants_bytes(self) -> bool:
-        """Whether something of it has yet to come."""
+        """Whether bytes of the message are missing."""
         return not self.is_headed or self.got < self.nbytes
 
     def advance(self) -> bool:
-        """Receive what is there, write what may be written; tell whether either was something."""
+        """Receive available bytes and write permitted ones; return whether there was progress."""
         if not self.is_headed:
             return self._receive_head()
         moved = self._settle() if self._backlog else False
@@ -152,7 +152,7 @@ class IncomingMessage:
         return True
 
     def _check_head(self) -> None:
-        # The header has the call's signature: if it is the same, so is the text behind it.
+        # The header contains the call's signature: equal headers imply equal texts.
         if self._peer.stage[:HEADER_BYTES] != self._head[:HEADER_BYTES]:
             raise UnexpectedMessage(self._peer)
 
@@ -191,7 +191,7 @@ class IncomingMessage:
                 self._backlog.append((piece, piece[:limit]))
                 self._piece = None
                 self._settle()
-                if self._backlog or self.got == self.nbytes:  # let the sends go on that it waits for
+                if self._backlog or self.got == self.nbytes:  # continue the sends that it waits for
                     break
         return moved
 

@@ -1,4 +1,4 @@
-"""Runs a round to its end: tries what may go on, looks for a moment, then sleeps until a link is ready."""
+"""Run a round to its end: try all links, spin briefly, then sleep until a link is ready."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from paceline.transport.spinning import Spinner
 
 _IN = select.POLLIN
 _OUT = select.POLLOUT
-_MOVED = (-1, 0)  # instead of a descriptor: what was looked for has already been done
-_MAX_TRIED = 3  # links; to look at more, one poll costs less than a try of each
+_MOVED = (-1, 0)  # in place of a descriptor: the work was done during the check
+_MAX_TRIED = 3  # links; for more links one poll is cheaper than trying each
 
 
 class RoundLoop:
-    """The loop of one executor. What it watches stays registered from round to round."""
+    """The loop of one executor. Descriptors stay registered from round to round."""
 
     def __init__(self) -> None:
         self._poll = select.poll()
@@ -29,8 +29,8 @@ class RoundLoop:
     def finish(self, round_: Round, wake: Callable[[Round], float]) -> None:
         """Run a round until all its actions are done.
 
-        Before each sleep ``wake`` is told what is open; it returns by when (``time.monotonic``) it wants to be asked
-        again, or raises.
+        Before each sleep ``wake`` receives the open round; it returns the time (of ``time.monotonic``) for its next
+        call, or raises.
         """
         sending: Sequence[PeerMessages] = round_.sending
         receiving: Sequence[PeerMessages] = round_.receiving
@@ -69,14 +69,14 @@ class RoundLoop:
         return _ready(round_, events)
 
     def _watch(self, round_: Round) -> None:
-        """Let the poll know what is open: both ways also where we only send, for the other end may give up."""
+        """Register the open links, for reading also where this rank only sends, because the other end may abort."""
         wanted = {peer.link.fileno(): _IN for peer in round_.receiving if peer.wants_bytes}
         for peer in round_.sending:
             fd = peer.link.fileno()
             watches = wanted.get(fd, _IN if not (peer.receives or peer.has_next_head) else 0)
             wanted[fd] = watches | _OUT
         if -1 in wanted:
-            raise GroupClosedError("the group was closed while a call was under way")
+            raise GroupClosedError("the group was closed during a call")
         watched = self._watched
         if wanted == watched:
             return
@@ -104,12 +104,12 @@ def _advance(round_: Round, sending: Sequence[PeerMessages], receiving: Sequence
 
 
 def _ready(round_: Round, events: Sequence[tuple[int, int]]) -> tuple[Sequence[PeerMessages], Sequence[PeerMessages]]:
-    """Return the peers to be tried."""
+    """Return the peers to try."""
     happened = dict(events)
     sending = [peer for peer in round_.sending if happened.get(peer.link.fileno(), 0) & ~_IN]
     for peer in round_.sending:
         if happened.get(peer.link.fileno(), 0) & ~_OUT and not peer.receives:
             peer.peek()
-    if sending:  # what has gone may make room for what has come
+    if sending:  # sent bytes may make room for received ones
         return sending, round_.receiving
     return sending, [peer for peer in round_.receiving if peer.link.fileno() in happened]

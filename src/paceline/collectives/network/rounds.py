@@ -1,4 +1,4 @@
-"""One round of a schedule: its actions as messages on links, in an order that keeps what is still to be sent."""
+"""Turn one round of a schedule into messages, in an order that protects unsent data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Read: TypeAlias = list[tuple[Blocker, Ranges]]
 
 
 class Round:
-    """What is open of a round."""
+    """The open messages and copies of a round."""
 
     __slots__ = ("copies", "receiving", "sending")
 
@@ -28,11 +28,11 @@ class Round:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is open."""
+        """Whether the round has ended."""
         return not (self.sending or self.receiving or self.copies)
 
     def prune(self) -> None:
-        """Forget what is done."""
+        """Remove completed messages and copies."""
         self.sending = [peer for peer in self.sending if peer.sends]
         self.receiving = [peer for peer in self.receiving if peer.receives]
         if self.copies:
@@ -40,7 +40,7 @@ class Round:
 
 
 class RoundPlanner:
-    """Makes the rounds of one call."""
+    """Create the rounds of one call."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class RoundPlanner:
         self._peer = peer
 
     def begin(self, actions: Sequence[Action]) -> Round:
-        """Queue the messages of a round on their links; do the copies that can be done at once."""
+        """Enqueue the messages of a round on their links, and run copies without conflicts."""
         begun = Round()
         read: _Read = []
         written: _Written = []
@@ -121,7 +121,7 @@ class RoundPlanner:
 
 
 def _order(read: _Read, written: _Written) -> None:
-    """Give each write the sends, and the writes before it, that it must wait for. Usually there are none."""
+    """Set the sends and earlier writes that each write must wait for; usually none."""
     spans_written = [span for _, ranges in written for span in ranges]
     if not spans_written or not collide(spans_written, [span for _, ranges in read for span in ranges]):
         return
@@ -132,7 +132,7 @@ def _order(read: _Read, written: _Written) -> None:
 
 
 def _touch(ranges: Ranges, others: Ranges) -> bool:
-    # Two lists of writes: within one message nothing is written twice.
+    # Both are lists of writes; one message writes nothing twice.
     return collide(ranges, others)
 
 

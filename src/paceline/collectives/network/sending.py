@@ -1,4 +1,4 @@
-"""What leaves the memory of a rank in a round: messages that are sent, and copies that have to wait for them."""
+"""Send messages, and delay copies that conflict with them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Final, Protocol
 from paceline.collectives.network.blocks import Ranges, rest_touches, scatter
 from paceline.collectives.network.links import Link
 
-_MAX_BUFFERS: Final = 512  # in one sendmsg; IOV_MAX is 1024
+_MAX_BUFFERS: Final = 512  # per sendmsg; IOV_MAX is 1024
 
 
 class Blocker(Protocol):
-    """What must be over with a piece of memory before it may be written."""
+    """A use of memory that must end before the memory is written."""
 
     def holds(self, low: int, high: int) -> bool:
-        """Tell whether the addresses low:high are still needed as they are."""
+        """Return whether the addresses low:high must not change yet."""
 
 
 class OutgoingMessage:
-    """One message that is sent."""
+    """One message to send."""
 
     __slots__ = ("_buffers", "_head_bytes", "_num_left", "_ranges", "_total", "is_done")
 
@@ -31,7 +31,7 @@ class OutgoingMessage:
         self.is_done = False
 
     def advance(self, link: Link) -> bool:
-        """Send what the link takes at once."""
+        """Send the bytes that the link accepts; return whether any were sent."""
         buffers = self._buffers
         count = link.send_some(buffers if len(buffers) <= _MAX_BUFFERS else buffers[:_MAX_BUFFERS])
         if not count:
@@ -49,12 +49,12 @@ class OutgoingMessage:
 
     @property
     def has_begun(self) -> bool:
-        """Whether some of it has gone."""
+        """Whether some bytes were sent."""
         return self._num_left < self._total
 
     @property
     def rest(self) -> list[memoryview]:
-        """What is still to go of a message that has begun to go: without it, the link's next message is no message."""
+        """Unsent bytes of a partly sent message; the next message must follow them."""
         return [] if self.is_done or not self.has_begun else self._buffers
 
     def holds(self, low: int, high: int) -> bool:
@@ -64,7 +64,7 @@ class OutgoingMessage:
 
 
 class LateCopy:
-    """A copy inside this rank whose target is still being sent: the source is saved, the target written later."""
+    """A copy whose target is still being sent: the source is saved, and the target written later."""
 
     def __init__(self, sources: Sequence[memoryview], targets: Sequence[memoryview], ranges: Ranges) -> None:
         self._saved = memoryview(b"".join(sources))
@@ -74,7 +74,7 @@ class LateCopy:
         self.is_done = False
 
     def advance(self) -> bool:
-        """Write the target if nothing needs it any more."""
+        """Write the target if nothing needs its old contents."""
         if any(blocker.holds(low, high) for blocker in self.blockers for low, high in self._ranges):
             return False
         scatter(self._targets, self._saved)

@@ -1,7 +1,6 @@
-"""What is said when a call fails: the ABORT for the others, and the error that each rank raises. Pure.
+"""Create the ABORT message and the error of each rank for a failed call. Pure.
 
-Every rank raises the same kind of error with the same text, except that for a mismatch each adds its own call to those
-of which it was told.
+All ranks raise the same kind of error with the same text; for a mismatch, each rank adds its own call.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _SAME: Final = f"every rank must make the same calls in the same order with the 
 
 
 class CurrentCall(NamedTuple):
-    """A call as one rank is in it."""
+    """A call from one rank's view."""
 
     group: str
     rank: int
@@ -34,34 +33,34 @@ class CurrentCall(NamedTuple):
 
 
 def lost(place: CurrentCall, ranks: tuple[int, ...]) -> Abort:
-    """Some ranks died or left."""
+    """Return the ABORT for ranks that died or left."""
     text = f"{name_ranks(ranks)} died or left during {place}; {_REFUSES}"
     return Abort("lost", text, ranks, {}, place.sequence)
 
 
 def late(place: CurrentCall, culprits: Mapping[int, str], timeout_s: float) -> Abort:
-    """Some ranks kept a call from coming to its end in time."""
+    """Return the ABORT for ranks that delayed a call beyond its timeout."""
     told = "; ".join(f"rank {rank} {what}" for rank, what in culprits.items())
     text = f"{place} did not finish within {timeout_s:.3g} s: {told}; {_REFUSES}"
     return Abort("lost", text, tuple(culprits), {}, place.sequence)
 
 
 def failed(place: CurrentCall, error: BaseException) -> Abort:
-    """This rank itself failed."""
+    """Return the ABORT for an error of this rank."""
     what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     text = f"rank {place.rank} failed during {place}, with {what}; {_REFUSES}"
     return Abort("error", text[:_MAX_TEXT], (place.rank,), {}, place.sequence)
 
 
 def of_error(place: CurrentCall, error: BaseException) -> Abort:
-    """This rank gives up because of an error that others should hear of as it is, if it is one of a group's."""
+    """Return the ABORT for an error of this rank; errors of groups are forwarded unchanged."""
     if isinstance(error, CollectiveError):
         return msgspec.structs.replace(abort_of(error), sequence=place.sequence)
     return failed(place, error)
 
 
 def abort_of(error: CollectiveError) -> Abort:
-    """Return what others should hear of an error that has all to say in its text."""
+    """Return the ABORT for an error with a complete text."""
     text = str(error)[:_MAX_TEXT]
     if isinstance(error, RankLostError):
         return Abort("lost", text, error.ranks, {}, -1)
@@ -69,19 +68,19 @@ def abort_of(error: CollectiveError) -> Abort:
 
 
 def garbled(place: CurrentCall, rank: int, error: Exception) -> Abort:
-    """A rank sent bytes that are no message."""
-    text = f"what rank {rank} sent during {place} cannot be read ({error}); {_REFUSES}"
+    """Return the ABORT for a rank that sent invalid bytes."""
+    text = f"rank {rank} sent invalid bytes during {place} ({error}); {_REFUSES}"
     return Abort("error", text, (rank,), {}, place.sequence)
 
 
 def disagreement(place: CurrentCall, calls: Mapping[int, CollectiveCall]) -> Abort:
-    """Ranks are in different calls of one number."""
+    """Return the ABORT for ranks in different calls of one number."""
     told = {place.rank: place.call, **calls}
     return Abort("mismatch", str(describe_mismatch(told, place.group, place.sequence)), (), told, place.sequence)
 
 
 def unexpected(place: CurrentCall, rank: int, frame: Head) -> Abort:
-    """A rank sent a message of another call, or one of another length."""
+    """Return the ABORT for a message of another call or length."""
     header = frame.header
     try:
         theirs = msgspec.msgpack.decode(frame.text, type=known(CollectiveCall))
@@ -105,14 +104,14 @@ def unexpected(place: CurrentCall, rank: int, frame: Head) -> Abort:
 
 
 def received(place: CurrentCall, abort: Abort) -> Abort:
-    """Another rank told us; for a mismatch, our own call belongs to the picture."""
+    """Return the ABORT of another rank; for a mismatch, add this rank's call."""
     if abort.kind != "mismatch" or not abort.calls or abort.sequence != place.sequence:
         return abort
     return msgspec.structs.replace(abort, calls={**abort.calls, place.rank: place.call})
 
 
 def to_error(abort: Abort, group: str) -> CollectiveError:
-    """Return what a rank raises."""
+    """Return the error that a rank raises for an ABORT."""
     if abort.kind == "lost":
         return RankLostError(abort.message, abort.ranks)
     if abort.kind == "error":

@@ -1,4 +1,4 @@
-"""The connections of one rank to the others of its group: made at the first message, and left with last words."""
+"""Connect one rank to the other ranks of its group at the first message, and close with a reason."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LINGER_S = 1.0
 
 
 class Streams(Taker):
-    """One stream to each rank that something is sent to, and one from each that sends something."""
+    """One outgoing and one incoming stream for each other rank, created at first use."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Streams(Taker):
         self.outgoing: dict[int, Outgoing] = {}
         self.incoming: dict[int, Incoming] = {}
         self.last_words = b""
-        """What is said on every connection before it is closed, once the group is over."""
+        """Message with the reason, sent on every connection before it is closed after the group's end."""
         self._num_coming: dict[int, int] = {}
         self._connectors: set[threading.Thread] = set()
 
@@ -58,7 +58,7 @@ class Streams(Taker):
         return bool(self.last_words) or self._progress.is_closed
 
     def reach(self, to: int) -> Outgoing:
-        """Return the stream to a rank, which may yet have to be connected."""
+        """Return the stream to a rank, possibly not yet connected."""
         outgoing = self.outgoing.get(to)
         if outgoing is None:
             outgoing = self.outgoing[to] = Outgoing(to, self._progress, self._ends)
@@ -71,21 +71,21 @@ class Streams(Taker):
         return outgoing
 
     def may_bring(self, rank: int) -> bool:
-        """Return whether a message of this rank may yet come."""
+        """Return whether a message of this rank may still arrive."""
         return rank in self.incoming or self._num_coming.get(rank, 0) > 0
 
     def receiving(self) -> dict[int, Receiving]:
-        """Return the receives whose messages are arriving, by the rank that sends them."""
+        """Return the receives with arriving messages, by source."""
         found = {incoming.source: incoming.receive for incoming in self.incoming.values()}
         return {source: receive for source, receive in found.items() if receive is not None}
 
     def drop(self, incoming: Incoming) -> None:
-        """Close a stream that has ended."""
+        """Close a stream after its end."""
         self.incoming.pop(incoming.source, None)
         self._progress.unwatch(incoming)
         incoming.connected.close()
 
-    # the node's calls
+    # called by the node
 
     @override
     def coming(self, rank: int) -> None:
@@ -130,8 +130,8 @@ class Streams(Taker):
             self._connectors.discard(threading.current_thread())
 
     def leave(self) -> None:
-        """Say the last words on all connections, and close them; whoever hears them does so too."""
-        self._progress.close("given up")  # from here on nobody else uses them
+        """Send the last message on all connections, and close them; its receivers do the same."""
+        self._progress.close("given up")  # no other thread uses the connections from here
         words = memoryview(self.last_words)
         leaving = []
         with self._progress.lock:
@@ -146,12 +146,12 @@ class Streams(Taker):
         say_last_words(leaving, time.monotonic() + _LINGER_S)
 
     def _dismiss(self, connected: socket.socket) -> None:
-        """Close a connection for which it is too late, and say why."""
+        """Close a late connection, with the reason."""
         words = [memoryview(self.last_words)] if self.last_words else []
         say_last_words([Leaving(connected, words)], time.monotonic() + (_LINGER_S if words else 0.0))
 
     def close(self) -> None:
-        """Close every connection, now that the loop is closed."""
+        """Close every connection, after the loop."""
         with self._progress.lock:
             for outgoing in self.outgoing.values():
                 outgoing.fail(RankLostError(f"group {self._group!r} is closed"))
@@ -159,5 +159,5 @@ class Streams(Taker):
                 self.drop(incoming)
             connectors = list(self._connectors)
         deadline = time.monotonic() + _LINGER_S
-        for connector in connectors:  # one that waits for a stopped rank ends by itself, later
+        for connector in connectors:  # a connector that waits for a stopped rank ends later
             connector.join(max(deadline - time.monotonic(), 0.0))

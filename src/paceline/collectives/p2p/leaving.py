@@ -1,4 +1,4 @@
-"""Last words: a rank whose messages have failed says why on every connection, before it closes them."""
+"""Send the reason for a failure on every connection before closing it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _CHUNK_BYTES = 1 << 18
 
 
 class Leaving:
-    """One connection, of which nobody else reads or writes any more. What still comes on it is thrown away.
+    """One connection that other code does not use. Received bytes are discarded.
 
-    It is closed when its other end is, or a moment has passed: to close a socket with unread bytes in it resets the
-    connection, and the other end could lose what it was told.
+    It is closed when the other end has closed, or after a short time: closing a socket with unread bytes resets the
+    connection, and the other end could lose the message.
     """
 
     def __init__(self, connected: socket.socket, words: Sequence[memoryview]) -> None:
@@ -26,13 +26,13 @@ class Leaving:
 
     @property
     def events(self) -> int:
-        """What to poll for; 0 when there is nothing left to do."""
+        """Events to poll for; 0 at the end."""
         if not self._is_readable and not self._words:
             return 0
         return (select.POLLIN if self._is_readable else 0) | (select.POLLOUT if self._words else 0)
 
     def advance(self) -> None:
-        """Say, and hear, what can be without waiting."""
+        """Send and receive without waiting."""
         try:
             self._say()
         except BlockingIOError:
@@ -58,7 +58,7 @@ class Leaving:
 
 
 def say_last_words(leaving: Sequence[Leaving], deadline: float) -> None:
-    """Say them on all connections at once, and close these."""
+    """Send the messages on all connections concurrently, then close the connections."""
     open_ = {each.connected.fileno(): each for each in leaving}
     poll = select.poll()
     for fd, each in list(open_.items()):

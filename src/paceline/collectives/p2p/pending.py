@@ -1,4 +1,4 @@
-"""What send and receive return, and what goes before each message on the wire."""
+"""Define pending sends and receives, and the header of a message on the wire."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ HEADER: Final = struct.Struct("<2sBB4xqQ40s")
 MAGIC: Final = b"PM"
 MESSAGE: Final = 1
 ABORT: Final = 2
-"""Either way, the last of its connection: the group is over; what follows the header says why (:class:`Abort`)."""
+"""The last message of a connection in either direction; the reason follows (:class:`Abort`)."""
 MAX_ABORT_BYTES: Final = 1 << 20
 _WHAT_BYTES: Final = 40
 
 
 class Waiting(Protocol):
-    """Who a pending operation belongs to."""
+    """Owner of pending operations."""
 
     def wait(self, pending: Pending, timeout_s: float) -> None:
-        """Return when ``pending`` is finished, at the latest with an error after ``timeout_s``."""
+        """Return when ``pending`` is finished, with an error after ``timeout_s``."""
 
     def wait_for(self, pending: Pending, timeout_s: float) -> bool:
-        """Return whether ``pending`` is finished, after ``timeout_s`` at the latest; it goes on if not."""
+        """Return whether ``pending`` is finished, after at most ``timeout_s``; it continues otherwise."""
         ...
 
 
 class Pending(Waitable):
-    """A send or receive that is under way. Until it is done its buffer belongs to it."""
+    """A send or receive in progress, which owns its buffer until the end."""
 
     def __init__(self, owner: Waiting) -> None:
         self._owner = owner
@@ -45,19 +45,19 @@ class Pending(Waitable):
         self.error: CollectiveError | None = None
 
     def done(self) -> bool:
-        """Return whether it is done; raise as :meth:`wait` if it has failed."""
+        """Return whether it is done; raise the error if it has failed."""
         if self.error is not None:
             raise self.error
         return self.finished
 
     def wait(self, timeout_s: float) -> int:
-        """Wait until it is done; return the rank that sent the message.
+        """Wait until it is done; return the sender's rank.
 
-        Of a send: until the buffer may be written again, which does not mean that the message was received.
+        For a send: until the buffer may be written; the message may not have been received yet.
 
-        Raises RankLostError when the other rank is dead or ``timeout_s`` has passed, MismatchError when the two sides
-        differ in size or ``what``, what another rank's failure is told by, and GroupClosedError. All but the last end
-        the group: nothing else is sent or received, and no buffer is written any more.
+        Raises RankLostError if the other rank is dead or after ``timeout_s``, MismatchError if the two sides differ in
+        size or ``what``, another rank's error, and GroupClosedError. All but the last end the group: no messages are
+        transferred and no buffers written afterwards.
         """
         if not self.finished:
             self._owner.wait(self, timeout_s)
@@ -66,24 +66,24 @@ class Pending(Waitable):
         return self.source
 
     def wait_for(self, timeout_s: float) -> bool:
-        """Wait, but give nothing up; return whether it is done, or has failed."""
+        """Wait without a timeout error; return whether it is done or has failed."""
         return self.finished or self._owner.wait_for(self, timeout_s)
 
     def finish(self, source: int) -> None:
-        """Say that it is done (with the lock held)."""
+        """Mark as done (with the lock held)."""
         if not self.finished:
             self.source = source
             self.finished = True
 
     def fail(self, error: CollectiveError) -> None:
-        """Say that it has failed (with the lock held)."""
+        """Mark as failed (with the lock held)."""
         if not self.finished:
             self.error = error
             self.finished = True
 
 
 class Sending(Pending):
-    """A send, with what of it has not yet gone."""
+    """A send with its unsent parts."""
 
     def __init__(self, owner: Waiting, buffer: memoryview, to: int, tag: int, what: str) -> None:
         super().__init__(owner)
@@ -95,7 +95,7 @@ class Sending(Pending):
         self.has_begun = False
 
     def advance(self, sent: int) -> bool:
-        """Take away what has gone; return whether all has."""
+        """Remove sent bytes; return whether all are sent."""
         self.has_begun = self.has_begun or sent > 0
         while self.parts and sent >= len(self.parts[0]):
             sent -= len(self.parts.pop(0))
@@ -104,7 +104,7 @@ class Sending(Pending):
         return not self.parts
 
     def overdue(self, timeout_s: float, rank: int, answers: Mapping[int, Status | None]) -> RankLostError:
-        """Return the error for a message of `rank` that was not taken in time; `answers` say who waits for whom."""
+        """Return the timeout error for a message of `rank`; `answers` are the statuses of the ranks."""
         gone = self.nbytes - min(total(self.parts), self.nbytes)
         culprits, told = _blame(rank, (self.to,), answers)
         return RankLostError(
@@ -115,7 +115,7 @@ class Sending(Pending):
 
 
 class Receiving(Pending):
-    """A receive, as it waits for its message."""
+    """A receive that waits for its message."""
 
     def __init__(self, owner: Waiting, buffer: memoryview, source: int | None, tag: int, what: str) -> None:
         super().__init__(owner)
@@ -124,7 +124,7 @@ class Receiving(Pending):
     def overdue(
         self, timeout_s: float, rank: int, answers: Mapping[int, Status | None], begun: int | None, size: int
     ) -> RankLostError:
-        """Return the error for a message to `rank` that did not come in time; `begun`: whose has begun to come."""
+        """Return the timeout error for a message to `rank`; `begun`: source of a partly received message."""
         source = self.posted.source if begun is None else begun
         culprits, told = _blame(rank, range(size) if source is None else (source,), answers)
         what = "no message" if begun is None else "not the whole of a message"
@@ -137,7 +137,7 @@ class Receiving(Pending):
 
 
 def _blame(rank: int, waits_for: Sequence[int], answers: Mapping[int, Status | None]) -> tuple[tuple[int, ...], str]:
-    """Return who keeps a rank waiting, and what is said of them."""
+    """Return the ranks that delay a rank, and the reasons."""
     culprits = find_silent(answers, rank, waits_for) if answers else {}
     return tuple(culprits), "; ".join(f"rank {each} {what}" for each, what in culprits.items())
 
@@ -149,15 +149,15 @@ def pack(kind: int, tag: int, nbytes: int, what: str) -> bytes:
 
 
 def unpack(header: Any) -> tuple[int, int, int, str]:
-    """Return kind, tag, nbytes and ``what``; raise ProtocolError if it is no header, or announces too long a text."""
+    """Return kind, tag, nbytes and ``what``; raise ProtocolError for invalid bytes or too long a text."""
     magic, kind, length, tag, nbytes, text = HEADER.unpack(header)
     if magic != MAGIC or kind not in (MESSAGE, ABORT):
         raise ProtocolError(
-            f"got bytes that are no message: they begin with {magic!r} and kind {kind}, {MAGIC!r} and kind {MESSAGE} "
-            f"or {ABORT} was expected"
+            f"got bytes that are no message: they begin with {magic!r} and kind {kind}, expected {MAGIC!r} and kind "
+            f"{MESSAGE} or {ABORT}"
         )
     if kind == ABORT and nbytes > MAX_ABORT_BYTES:
-        raise ProtocolError(f"got an ABORT of {nbytes} bytes, at most {MAX_ABORT_BYTES} may be")
+        raise ProtocolError(f"got an ABORT of {nbytes} bytes, expected at most {MAX_ABORT_BYTES}")
     return kind, tag, nbytes, str(text[:length], "utf-8", "replace")
 
 
@@ -168,7 +168,7 @@ def pack_last(abort: Abort) -> bytes:
 
 
 def unpack_last(text: Any) -> Abort:
-    """Read what follows the header of an ABORT; raise ProtocolError if it is something else."""
+    """Decode the body of an ABORT; raise ProtocolError for other data."""
     abort: Abort = read_meta(text, Abort, "an ABORT")
     return abort
 
@@ -176,26 +176,26 @@ def unpack_last(text: Any) -> Abort:
 def check(buffer: memoryview, tag: int, what: str, *, writable: bool = False) -> memoryview:
     """Return the buffer as bytes, or raise UsageError."""
     if not buffer.c_contiguous:
-        raise UsageError("a buffer with gaps was given, a contiguous one was expected; copy it first")
+        raise UsageError("got a buffer with gaps, expected a contiguous one; copy it first")
     if writable and buffer.readonly:
-        raise UsageError("a read-only buffer was given to receive into")
+        raise UsageError("got a read-only buffer to receive into, expected a writable one")
     if not -(1 << 63) <= tag < 1 << 63:
-        raise UsageError(f"tag {tag} was given, one of 64 bits was expected")
+        raise UsageError(f"got tag {tag}, expected a number of 64 bits")
     if len(what.encode()) > _WHAT_BYTES:
-        raise UsageError(f"{what!r} was given to say what is sent, at most {_WHAT_BYTES} bytes were expected")
+        raise UsageError(f"got the description {what!r} of a message, expected at most {_WHAT_BYTES} bytes")
     return buffer.cast("B") if buffer.nbytes else memoryview(bytearray() if writable else b"")
 
 
 def mismatch(message: Message, posted: Posted, rank: int) -> MismatchError:
-    """Return the error for a receive that expected another message."""
+    """Return the error for a receive with a message of another size or type."""
     return MismatchError(
-        f"rank {message.source} sent {describe(message.nbytes, message.what)} with tag {message.tag}, rank {rank} "
-        f"receives {describe(posted.buffer.nbytes, posted.what)} with it; both must be the same"
+        f"rank {message.source} sent {describe(message.nbytes, message.what)} with tag {message.tag}, but rank {rank} "
+        f"receives {describe(posted.buffer.nbytes, posted.what)} with this tag; both must be equal"
     )
 
 
 def describe(nbytes: int, what: str) -> str:
-    """Return size and kind in words."""
+    """Return size and type as text."""
     return f"{nbytes} bytes ({what})" if what else f"{nbytes} bytes"
 
 

@@ -1,12 +1,12 @@
-"""Tagged send and receive between the ranks of one group.
+"""Send and receive tagged messages between the ranks of one group.
 
-Each pair of ranks that talks has one connection for each direction, made at the first send. Messages of one rank with
-one tag are received in the order sent. A message that no receive has asked for is kept, up to 64 MB from each rank;
-beyond that its sender waits, until a receive is posted that it may satisfy.
+Each pair of communicating ranks has one connection per direction, created at the first send. Messages of one rank with
+one tag are received in the order of sending. Messages without a receive are buffered, up to 64 MB from each rank.
+Beyond that the sender waits until a receive is posted that its message may satisfy.
 
-The first message that fails ends everything: each rank says why on all its connections, and whoever hears it does so
-too. A rank that only waits asks from time to time whether those it waits for have given up; and before its time is
-over it asks all ranks whom they wait for, to name the one who keeps everybody waiting and not its neighbour.
+The first failed message ends the group: each rank sends the reason on all its connections, and every receiver does the
+same. A waiting rank periodically checks whether the awaited ranks have given up. Before its timeout it polls all ranks
+for the ranks they wait for, to report the rank that causes the delay and not a neighbour.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from paceline.collectives.rendezvous.node import Node, NodeInfo
 from paceline.errors import CollectiveError, GroupClosedError, PeerError, RankLostError, UsageError
 
 _LOOK_S = 1.0
-"""After how long one who waits asks whether the other rank is still there; then after four times as long, and so on."""
+"""Time after which a waiting rank checks the other rank; grows by a factor of 4."""
 _ANSWER_S = 1.2
 _MIN_ASKING_S = 0.3
 _MAX_ASKING_S = 1.5
@@ -38,7 +38,7 @@ __all__ = ["Pending", "PointToPoint"]
 
 
 class PointToPoint(Ends):
-    """Send and receive of one rank. For several threads at once; what is under way moves on in the background."""
+    """Send and receive of one rank. Thread-safe; operations progress in the background."""
 
     def __init__(
         self,
@@ -52,11 +52,10 @@ class PointToPoint(Ends):
         ask: Ask | None = None,
         on_failure: Callable[[CollectiveError, bool], None] | None = None,
     ) -> None:
-        """``group`` must be the same on all its ranks, and no other group's; ``infos`` are the ranks' nodes.
+        """``group`` must be equal on all its ranks and unique; ``infos`` are the ranks' nodes.
 
-        ``ask`` asks a rank where it is. ``on_failure`` is told, once, that a message has failed and with it all others,
-        and whether one of this rank's did, so that its error is raised; by whichever thread finds out, with the lock
-        held: it must not wait.
+        ``ask`` requests a rank's status. ``on_failure`` is called once, with the first error and whether an operation
+        of this rank raises it. It runs in any thread with the lock held, so it must not wait.
         """
         self.rank = rank
         self.size = len(infos)
@@ -72,10 +71,10 @@ class PointToPoint(Ends):
         node.take(group, "p2p", self._streams)
 
     def send(self, buffer: memoryview, to: int, tag: int, what: str = "") -> Pending:
-        """Begin to send; the buffer must not be written until the send is done.
+        """Start a send; do not write to the buffer before its end.
 
-        ``what`` (at most 40 bytes) says what it is, as ``float32[1000]``; the receiver must expect the same. Raises
-        UsageError, RankLostError and GroupClosedError.
+        ``what`` (at most 40 bytes) describes the data, such as ``float32[1000]``; the receiver must expect the same.
+        Raises UsageError, RankLostError and GroupClosedError.
         """
         self._check_rank(to)
         sending = Sending(self, check(buffer, tag, what), to, tag, what)
@@ -99,9 +98,9 @@ class PointToPoint(Ends):
         return sending
 
     def receive(self, buffer: memoryview, source: int | None, tag: int, what: str = "") -> Pending:
-        """Begin to receive a message of exactly this size and ``what``; ``source`` None: from any rank.
+        """Start to receive a message of exactly this size and ``what``, from ``source`` or (None) from any rank.
 
-        Raises UsageError, GroupClosedError, and RankLostError when the rank is known to be dead.
+        Raises UsageError, GroupClosedError, and RankLostError if the rank is known to be dead.
         """
         if source is not None:
             self._check_rank(source)
@@ -119,7 +118,7 @@ class PointToPoint(Ends):
         return receiving
 
     def awaited(self) -> tuple[int, ...]:
-        """Return the ranks that messages are awaited from, or to be taken by."""
+        """Return the other ranks of all pending messages."""
         with self._progress.lock:
             ranks: set[int] = set()
             for posted in self._matching.posted():
@@ -129,22 +128,22 @@ class PointToPoint(Ends):
         return tuple(sorted(ranks - {self.rank}))
 
     def fail(self, error: CollectiveError) -> None:
-        """End everything, as a message that fails does."""
+        """End the group with an error, like a failed message."""
         with self._progress.lock:
             self._end(error)
 
     def close(self, how: str = "closed") -> None:
-        """Close every connection; what is under way raises GroupClosedError that says `how`. Idempotent."""
+        """Close every connection; pending operations raise GroupClosedError that mentions `how`. Idempotent."""
         with self._progress.lock:
             speaker = self._speaker
         if speaker is not None:
             speaker.join()
         self._progress.close(how)
         with self._progress.lock:
-            self._fail_all(GroupClosedError(f"group {self.group!r} was {how} while a message was under way"))
+            self._fail_all(GroupClosedError(f"group {self.group!r} was {how} while a message was pending"))
         self._streams.close()
 
-    # Pending's calls
+    # called by Pending
 
     def wait(self, pending: Pending, timeout_s: float) -> None:
         """See :meth:`Pending.wait`."""
@@ -187,11 +186,11 @@ class PointToPoint(Ends):
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.size:
-            raise UsageError(f"rank {rank} was given, group {self.group!r} has ranks 0 to {self.size - 1}")
+            raise UsageError(f"got rank {rank}, expected a rank of group {self.group!r} from 0 to {self.size - 1}")
 
     def _check_open(self) -> None:
         if self._error is not None:
-            raise GroupClosedError(f"group {self.group!r} refuses further work since a message failed: {self._error}")
+            raise GroupClosedError(f"group {self.group!r} refuses further work: a message failed: {self._error}")
         if self._progress.is_closed:
             raise GroupClosedError(f"group {self.group!r} is closed")
 
@@ -223,7 +222,7 @@ class PointToPoint(Ends):
         failure = lost_connection(outgoing.to, error)
         if outgoing.fail(failure):
             self._end(failure, is_heard=True)
-        # What the rank sent before it went may yet arrive; the end of that connection then says that it has gone.
+        # The rank's last messages may still arrive; then the end of that connection reports the loss.
         elif not self._streams.may_bring(outgoing.to):
             self._rank_lost(outgoing.to, failure)
 
@@ -234,7 +233,7 @@ class PointToPoint(Ends):
             self._fail_if_lost(posted.owner)
 
     def _fail_if_lost(self, receiving: Receiving) -> None:
-        """Fail a receive without a message if nobody is left who could send it."""
+        """Fail a receive without a message if no remaining rank could send it."""
         source = receiving.posted.source
         if source is not None:
             error = self._lost.get(source)
@@ -246,9 +245,9 @@ class PointToPoint(Ends):
             self._end(error)
 
     def _looks_after(self, pending: Pending, deadline: float) -> bool:
-        """See to it that the end of the awaited rank shows, though it has never connected; return whether all is over.
+        """Check the awaited rank even without a connection from it; return whether the operation has ended.
 
-        A rank whose process has ended cannot be connected to, and one that has given up says so when asked.
+        A rank whose process has ended refuses connections, and a rank that has given up reports it in its status.
         """
         awaited = pending.to if isinstance(pending, Sending) else None
         with self._progress.lock:
@@ -268,10 +267,10 @@ class PointToPoint(Ends):
                 self.told(abort)
         return abort is not None
 
-    # giving up
+    # the end of the group
 
     def _end(self, error: CollectiveError, *, is_heard: bool = False) -> None:
-        """Fail all that is under way, and begin to say why (with the lock held)."""
+        """Fail all pending operations, and start to report the reason (with the lock held)."""
         if self._error is not None or self._progress.is_closed:
             return
         self._error = error
@@ -283,7 +282,7 @@ class PointToPoint(Ends):
         self._speaker.start()
 
     def _fail_all(self, error: CollectiveError) -> bool:
-        """Fail all that is under way; return whether there was anything."""
+        """Fail all pending operations; return whether there were any."""
         under_way: list[Pending] = [each for out in self._streams.outgoing.values() for each in out.queue]
         for posted in self._matching.posted():
             assert isinstance(posted.owner, Receiving)

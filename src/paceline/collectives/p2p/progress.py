@@ -1,11 +1,11 @@
-"""Who moves the bytes of send and receive: the thread that waits for them, and in the background one that always can.
+"""Move the bytes of send and receive: in the waiting thread, else in a background thread.
 
-To wake another thread costs more than to move a small message. So whoever waits leads the selector loop itself (leader
-and followers, Schmidt et al. 2000), and the background thread steps in when nobody does. A receive that was posted
-ahead does not call for it: its message waits in the socket until its receiver waits, for a pipeline's ranks soon (a
-step of 16 messages of 16 KB: 10 ms, and 18 where the background thread takes them, each wait then takes the lead back).
-Round trip between two processes over Unix sockets on two cores, 8 bytes and 1 MB: 24 and 162 µs; 143 and 447 if the
-background thread leads always.
+Waking another thread costs more than moving a small message. Therefore a waiting thread runs the selector loop itself
+(leader and followers, Schmidt et al. 2000), and the background thread takes over without one. A receive posted ahead
+does not start the background thread: its message stays in the socket until the receiver waits. In pipelines this is
+soon (a step with 16 messages of 16 KB takes 10 ms, but 18 ms with the background thread, because each wait then takes
+the loop back). Round trips of 8 bytes and 1 MB between two processes over Unix sockets on two cores: 24 and 162 µs, but
+143 and 447 µs if the background thread always runs the loop.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ WRITE = selectors.EVENT_WRITE
 _Select: TypeAlias = Callable[[float | None], list[tuple[selectors.SelectorKey, int]]]
 _PARKED_S = 0.02
 _RECENT_S = 0.005
-"""The background thread keeps back for so long after a wait: the next is likely to follow."""
+"""The background thread stays idle for this time after a wait, because another wait is likely."""
 
 
 class Watched(ABC):
-    """A socket that the loop watches. Its methods are called with the lock held."""
+    """A socket watched by the loop. Its methods are called with the lock held."""
 
     connected: socket.socket
 
     @abstractmethod
     def ready(self, events: int) -> None:
-        """Move what can be moved without waiting. Must not raise."""
+        """Move bytes without waiting. Must not raise."""
 
 
 class Waitable:
-    """Something that comes to an end; only who holds the lock may say so."""
+    """An operation with an end, which only the holder of the lock may mark."""
 
     finished = False
 
 
 class ProgressLoop:
-    """One selector loop, led by one thread at a time. ``lock`` protects it and all that its users keep."""
+    """One selector loop, run by one thread at a time. ``lock`` protects it and the data of its users."""
 
     def __init__(self, is_sending: Callable[[], bool]) -> None:
-        """``is_sending`` (called with the lock held): has something not gone yet?"""
+        """``is_sending`` (called with the lock held) returns whether unsent bytes remain."""
         self.lock = threading.Lock()
         self.is_closed = False
         self._how = "closed"
@@ -76,13 +76,13 @@ class ProgressLoop:
     # with the lock held
 
     def start(self) -> None:
-        """Start the background thread, if it has not been."""
+        """Start the background thread once."""
         if self._thread is None and not self.is_closed:
             self._thread = threading.Thread(target=self._run, name="paceline-progress", daemon=True)
             self._thread.start()
 
     def watch(self, watched: Watched, events: int) -> None:
-        """Call ``watched.ready`` when one of these events has come; 0: no more, until the next ``watch``."""
+        """Call ``watched.ready`` on these events; 0 pauses until the next ``watch``."""
         if self._wanted.get(watched, 0) == events:
             return
         self._wanted[watched] = events
@@ -93,8 +93,8 @@ class ProgressLoop:
             self._apply()
 
     def unwatch(self, watched: Watched) -> None:
-        """Forget a socket, which may then be closed."""
-        # Other threads may do this while the leader selects: epoll and kqueue bear it, and what is not wanted is not
+        """Remove a socket, which may then be closed."""
+        # Other threads may do this while the leader selects: epoll and kqueue support it, and removed sockets are not
         # called.
         self._wanted.pop(watched, None)
         self._stale.discard(watched)
@@ -102,7 +102,7 @@ class ProgressLoop:
             self._selector.unregister(watched.connected)
 
     def kick(self) -> None:
-        """See to it that a change is soon seen, whoever leads."""
+        """Make the current or next leader notice a change soon."""
         if self._is_selecting:
             if not self._is_woken:
                 self._is_woken = True
@@ -111,7 +111,7 @@ class ProgressLoop:
             self._resume.set()
 
     def tell(self) -> None:
-        """Wake those who wait: something has finished, or failed, outside the loop."""
+        """Wake waiting threads after an operation has finished or failed outside the loop."""
         if self._num_waiting:
             self._changed.notify_all()
             self.kick()
@@ -127,7 +127,7 @@ class ProgressLoop:
             try:
                 while not awaited.finished:
                     if self.is_closed:
-                        raise GroupClosedError(f"the group was {self._how} while a message was under way")
+                        raise GroupClosedError(f"the group was {self._how} while a message was pending")
                     left = deadline - time.monotonic()
                     if left <= 0:
                         return False
@@ -143,7 +143,7 @@ class ProgressLoop:
         return True
 
     def close(self, how: str = "closed") -> None:
-        """Stop; those who wait raise GroupClosedError that says `how`. No socket is watched any more. Idempotent."""
+        """Stop; waiting threads raise GroupClosedError that mentions `how`. Idempotent."""
         with self.lock:
             if self.is_closed:
                 return
@@ -162,11 +162,11 @@ class ProgressLoop:
     # the loop
 
     def _look(self, timeout: float | None) -> list[tuple[selectors.SelectorKey, int]]:
-        # Not Spinner.wait: whether it pays here to look longer has not been measured.
+        # Not Spinner.wait: a benefit of longer spinning has not been measured here.
         return self._spinner.look(self._selector.select) or self._selector.select(timeout)
 
     def _lead(self, timeout: float | None, select: _Select) -> None:
-        """Do one round of the loop. The lock is held, except while there is nothing to do."""
+        """Run one round of the loop. The lock is held except during the select."""
         self._has_leader = True
         try:
             self._is_selecting = True

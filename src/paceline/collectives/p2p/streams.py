@@ -1,6 +1,6 @@
-"""The two ends of a connection that carries messages one way, from sender to receiver.
+"""Implement the two ends of a connection that carries messages from sender to receiver.
 
-Both are called with the lock of their :class:`ProgressLoop` held, by whichever thread leads.
+The thread that runs the :class:`ProgressLoop` calls both ends, with the loop's lock held.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from paceline.transport.client import shut
 from paceline.transport.receiving import allocate
 
 _AT_ONCE_BYTES = 1 << 22
-"""How much one connection may move before the others have their turn."""
+"""Bytes that one connection may move before the others' turn."""
 
 
 class Ends(Protocol):
-    """Whom the two ends tell what has become of them."""
+    """Receiver of the events of both ends."""
 
     def told(self, abort: Abort) -> None:
-        """Take note that another rank has given up."""
+        """Handle the failure of another rank."""
 
     def failed(self, error: CollectiveError) -> None:
-        """Take note that a message has failed, and everything with it."""
+        """Handle a failed message, which ends the group."""
 
     def incoming_lost(self, incoming: Incoming, error: OSError | PeerError | None) -> None:
-        """Take note that the connection has ended."""
+        """Handle the end of an incoming connection."""
 
     def outgoing_lost(self, outgoing: Outgoing, error: OSError | PeerError | None) -> None:
-        """Take note that the connection has ended, or could not be made (RankLostError)."""
+        """Handle the end of an outgoing connection, or its failure to connect (RankLostError)."""
 
 
 class Incoming(Watched):
-    """The receiver's end: each message into the buffer of the receive that takes it, without a copy in between."""
+    """The receiver's end: copies each message directly into the buffer of its receive."""
 
     def __init__(
         self, source: int, rank: int, connected: socket.socket, matching: Matching, progress: ProgressLoop, ends: Ends
@@ -60,12 +60,12 @@ class Incoming(Watched):
 
     @property
     def message(self) -> Message | None:
-        """The message that is arriving, or waits for room."""
+        """The message that is arriving or waits for space."""
         return self._message
 
     @property
     def receive(self) -> Receiving | None:
-        """The receive that takes the message that is arriving, if there is one."""
+        """The receive of the arriving message, if any."""
         if self._message is None or self._message.receive is None:
             return None
         assert isinstance(self._message.receive.owner, Receiving)
@@ -83,14 +83,14 @@ class Incoming(Watched):
                 moved += got
                 self._into = self._into[got:]
                 if not self._into and self._received():
-                    return  # most likely nothing has followed yet; the selector knows
+                    return  # probably nothing has followed yet; the selector reports it
         except BlockingIOError:
             pass
         except (OSError, PeerError) as error:
             self._ends.incoming_lost(self, error)
 
     def resume(self) -> None:
-        """Look again whether the message that waits has a receive, or room; one was posted."""
+        """Check again, after a post, whether the waiting message has a receive or space."""
         if self.is_paused:
             self.is_paused = False
             try:
@@ -104,12 +104,12 @@ class Incoming(Watched):
                     self._complete()
 
     def stop(self) -> None:
-        """Read no more."""
+        """Stop reading."""
         self.is_paused = True
         self._progress.watch(self, 0)
 
     def _received(self) -> bool:
-        """Take note that what was awaited has come; return whether a message is complete."""
+        """Process a complete header or body; return whether a message is complete."""
         if self._last_words is not None:
             self.stop()
             self._ends.told(unpack_last(self._last_words))
@@ -127,7 +127,7 @@ class Incoming(Watched):
         return True
 
     def _place(self) -> None:
-        """Decide where the message goes whose header has come."""
+        """Choose the buffer for a message whose header has arrived."""
         message = self._message
         assert message is not None
         self._into = memoryview(b"")
@@ -155,8 +155,8 @@ class Incoming(Watched):
             return memoryview(allocate(message.nbytes))
         except (MemoryError, OverflowError, ValueError):
             raise PeerError(
-                f"rank {self.source} announces a message of {message.nbytes} bytes that no receive has asked for, and "
-                "there is no memory for it"
+                f"rank {self.source} announces a message of {message.nbytes} bytes without a receive, and there is not "
+                "enough memory to buffer it"
             ) from None
 
     def _complete(self) -> None:
@@ -170,7 +170,7 @@ class Incoming(Watched):
 
 
 def deliver(message: Message, rank: int, ends: Ends) -> None:
-    """Finish the receive that takes a complete message; what was kept of the message is copied to it."""
+    """Finish the receive of a complete message; copy buffered bytes to it."""
     posted = message.receive
     assert posted is not None
     assert isinstance(posted.owner, Receiving)
@@ -183,7 +183,7 @@ def deliver(message: Message, rank: int, ends: Ends) -> None:
 
 
 def deliver_here(sending: Sending, rank: int, matching: Matching, ends: Ends) -> None:
-    """Give a rank's message to itself to the receive that takes it, or keep a copy."""
+    """Pass a rank's message to itself to its receive, or buffer a copy."""
     message = Message(rank, sending.tag, sending.what, sending.nbytes, sending.parts[1], is_complete=True)
     if matching.match(message):
         deliver(message, rank, ends)
@@ -193,7 +193,7 @@ def deliver_here(sending: Sending, rank: int, matching: Matching, ends: Ends) ->
 
 
 def refuse(message: Message, rank: int, ends: Ends) -> None:
-    """Fail a receive with a message that is not what it expects."""
+    """Fail a receive with a message of another size or type."""
     assert message.receive is not None
     assert isinstance(message.receive.owner, Receiving)
     error = mismatch(message, message.receive, rank)
@@ -202,7 +202,7 @@ def refuse(message: Message, rank: int, ends: Ends) -> None:
 
 
 class Outgoing(Watched):
-    """The sender's end: messages in the order sent. It may be given messages before it is connected."""
+    """The sender's end: messages in the order of sending, queued before the connection is made."""
 
     def __init__(self, to: int, progress: ProgressLoop, ends: Ends) -> None:
         self.to = to
@@ -215,14 +215,14 @@ class Outgoing(Watched):
         self._answer = bytearray()
 
     def attach(self, connected: socket.socket) -> None:
-        """Begin to send."""
+        """Start sending."""
         self.connected = connected
         self.is_connected = True
         self._progress.watch(self, READ)
         self.flush()
 
     def add(self, sending: Sending) -> None:
-        """Send a message, at once if the connection takes it."""
+        """Send a message, immediately if the connection accepts it."""
         self.queue.append(sending)
         if self.is_connected and len(self.queue) == 1:
             self.flush()
@@ -235,7 +235,7 @@ class Outgoing(Watched):
             self.flush()
 
     def flush(self) -> None:
-        """Send what the connection takes."""
+        """Send the bytes that the connection accepts."""
         try:
             moved = 0
             while self.queue and moved < _AT_ONCE_BYTES:
@@ -248,14 +248,14 @@ class Outgoing(Watched):
         except BlockingIOError:
             pass
         except OSError as error:
-            self._read()  # why, perhaps
+            self._read()  # may contain the reason
             if self.is_connected:
                 self._ends.outgoing_lost(self, error)
             return
         self._progress.watch(self, READ | WRITE if self.queue else READ)
 
     def fail(self, error: RankLostError) -> bool:
-        """Fail every message that has not gone, and all that will be sent; return whether there was any."""
+        """Fail all unsent and future messages; return whether there were unsent ones."""
         self.error = error
         had_any = bool(self.queue)
         while self.queue:
@@ -264,14 +264,14 @@ class Outgoing(Watched):
         return had_any
 
     def disconnect(self) -> None:
-        """Close the connection, if there is one."""
+        """Close the connection, if any."""
         if self.is_connected:
             self.is_connected = False
             self._progress.unwatch(self)
             shut(self.connected)
 
     def _read(self) -> None:
-        """Take what comes back, which is nothing, or why the other rank gives up."""
+        """Read returned bytes: only an ABORT is possible."""
         try:
             while got := self.connected.recv(1 << 16):
                 self._answer += got
