@@ -1,8 +1,8 @@
-"""The backend's name in ``torch.distributed``, without an import by the program: torch calls :func:`register` itself.
+"""Register the backend in ``torch.distributed`` without an import by the program.
 
-It does so at the end of ``import torch``, by the entry point ``torch.backends`` of the installed package, unless
-``TORCH_DEVICE_BACKEND_AUTOLOAD=0``. So this imports nothing that torch has not imported by then; what carries out the
-calls comes with the first group.
+``import torch`` calls :func:`register` at its end, through the entry point ``torch.backends`` of the installed package,
+unless ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``. Therefore this module imports only modules that torch has imported; the
+implementation is imported with the first group.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BACKEND: Final = "paceline"
 
 
 def register() -> None:
-    """Make the backend known to ``torch.distributed``; for all devices, of which CPU and CUDA are supported."""
+    """Register the backend for all devices; CPU and CUDA are supported."""
     import torch.distributed as dist
 
     if os.environ.get("PACELINE_STRATEGY") and os.environ.get("WORLD_SIZE", "1") != "1":

@@ -1,6 +1,6 @@
-"""What a process is told by its surroundings: environment variables, which no other module reads, and its cores.
+"""Read environment variables and the number of cores; no other module does this.
 
-Talks to nobody. The command line and the launchers call :func:`environment` and pass on what they need.
+The command line and the launchers call :func:`environment` and pass on the values. No I/O beyond local files.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 
 from paceline.errors import UsageError
 
-# Who starts several ranks, by the variables it sets: rank, world size, local rank, local world size. The first
-# launcher whose rank is set counts. mpirun under Slurm sets both: then its own are true, and Slurm's are not.
+# Launchers of several ranks, by their variables: rank, world size, local rank, local world size. The first launcher
+# with a rank is used. mpirun under Slurm sets both; then mpirun's are correct and Slurm's are not.
 _LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -23,55 +23,54 @@ _LAUNCHERS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Environment:
-    """What the process was told by its environment; a variable that is unset or empty is ``None``."""
+    """Values of environment variables; ``None`` for an unset or empty variable."""
 
     role: str | None = None
-    """``PACELINE_ROLE``: what this process is: ``scheduler``, ``server`` or ``worker``."""
+    """``PACELINE_ROLE``: role of this process: ``scheduler``, ``server`` or ``worker``."""
     scheduler: str | None = None
     """``PACELINE_SCHEDULER``: the scheduler's address, as ``tcp://host:port``."""
     token: str | None = None
     """``PACELINE_TOKEN``: the cluster's token."""
     tls_cert: Path | None = None
-    """``PACELINE_TLS_CERT``: this process's certificate (PEM); with one of these three, TLS is on."""
+    """``PACELINE_TLS_CERT``: this process's certificate (PEM); any of these three enables TLS."""
     tls_key: Path | None = None
     """``PACELINE_TLS_KEY``: the key of the certificate."""
     tls_ca: Path | None = None
-    """``PACELINE_TLS_CA``: the certificate that the others' are signed by."""
+    """``PACELINE_TLS_CA``: certificate of the authority that signed the other certificates."""
     runtime_dir: Path | None = None
-    """``XDG_RUNTIME_DIR``: a folder of this user alone, on this machine."""
+    """``XDG_RUNTIME_DIR``: a private folder of this user on this machine."""
     rank: int | None = None
-    """``RANK``, or what mpirun (``OMPI_COMM_WORLD_RANK``) or Slurm (``SLURM_PROCID``) set instead."""
+    """``RANK``, or the rank set by mpirun (``OMPI_COMM_WORLD_RANK``) or Slurm (``SLURM_PROCID``)."""
     world_size: int | None = None
-    """``WORLD_SIZE``, or of the same launcher as the rank."""
+    """``WORLD_SIZE``, or the variable of the same launcher as the rank."""
     local_rank: int | None = None
-    """``LOCAL_RANK``, or of the same launcher as the rank."""
+    """``LOCAL_RANK``, or the variable of the same launcher as the rank."""
     local_world_size: int | None = None
-    """``LOCAL_WORLD_SIZE``, or mpirun's; Slurm does not say."""
+    """``LOCAL_WORLD_SIZE``, or mpirun's variable; Slurm has none."""
     master_addr: str | None = None
     """``MASTER_ADDR``: the host of rank 0."""
     master_port: int | None = None
-    """``MASTER_PORT``: where rank 0 serves the rendezvous."""
+    """``MASTER_PORT``: port of the rendezvous on rank 0."""
     has_agent_store: bool = False
     """``TORCHELASTIC_USE_AGENT_STORE``: torchrun itself serves at ``MASTER_PORT``."""
     run_id: str | None = None
-    """``TORCHELASTIC_RUN_ID`` and the number of restarts: tells programs apart."""
+    """``TORCHELASTIC_RUN_ID`` and the number of restarts: distinguish programs."""
     job: str | None = None
-    """What mpirun (``PMIX_NAMESPACE``) or Slurm (``SLURM_JOB_ID``, ``SLURM_STEP_ID``) tell all ranks of one program."""
+    """Identifier of the program set by mpirun (``PMIX_NAMESPACE``) or Slurm (``SLURM_JOB_ID``, ``SLURM_STEP_ID``)."""
     algorithm: str | None = None
-    """``PACELINE_ALGORITHM``: the collective algorithm to take instead of the measured best."""
+    """``PACELINE_ALGORITHM``: collective algorithm in place of the tuner's choice."""
     strategy: str | None = None
-    """``PACELINE_STRATEGY``: how a training loop is spread, as ``paceline run --strategy`` spells it."""
+    """``PACELINE_STRATEGY``: strategy of a training loop, in the format of ``paceline run --strategy``."""
     replicas: int | None = None
     """``PACELINE_REPLICAS``: replicas of the model in one process."""
     filters: str | None = None
-    """``PACELINE_FILTERS``: filters for what processes exchange, as ``paceline run --filters`` spells it."""
+    """``PACELINE_FILTERS``: filters for messages between processes, in the format of ``paceline run --filters``."""
     pull_filters: str | None = None
-    """``PACELINE_PULL_FILTERS``: filters for rows pulled from servers, as ``--pull-filters`` spells it; may be empty.
-    """
+    """``PACELINE_PULL_FILTERS``: filters for pulled rows, in the format of ``--pull-filters``; may be empty."""
     pipeline: str | None = None
-    """``PACELINE_PIPELINE``: stages and schedule of the strategy ``pipeline``, as ``paceline run`` writes them."""
+    """``PACELINE_PIPELINE``: stages and schedule of the strategy ``pipeline``, written by ``paceline run``."""
     sharding: str | None = None
-    """``PACELINE_SHARDING``: units and shards of the strategy ``sharded``, as ``paceline run`` writes them."""
+    """``PACELINE_SHARDING``: units and shards of the strategy ``sharded``, written by ``paceline run``."""
 
     def __repr__(self) -> str:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -81,10 +80,10 @@ class Environment:
 
 
 def available_memory(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Return how many bytes of memory this process may still take: of the machine's, and of its control groups'.
+    """Return the bytes of memory available to this process, limited by the machine and its control groups.
 
-    `groups` is where control groups of version 2 are mounted, `own` the file that names this process's. What a group's
-    files take in the page cache counts as free.
+    `groups` is the mount point of control groups (version 2), `own` the file with the name of this process's group.
+    Inactive page cache of a group counts as free.
     """
     import psutil
 
@@ -103,12 +102,12 @@ def available_memory(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/p
             if limit != "max":
                 free = min(free, max(int(limit) - int(used) + int(cached.get("inactive_file", 0)), 0))
         except (OSError, ValueError):
-            continue  # the root has no such files
+            continue  # the root group has no such files
     return free
 
 
 def environment(variables: Mapping[str, str] | None = None) -> Environment:
-    """Read the environment; ``variables`` stands in for ``os.environ``."""
+    """Read the environment; ``variables`` replaces ``os.environ``."""
     found = os.environ if variables is None else variables
     runtime_dir = found.get("XDG_RUNTIME_DIR")
     launcher = next((names for names in _LAUNCHERS if found.get(names[0])), _LAUNCHERS[0])
@@ -143,14 +142,14 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
 
 
 def usable_cores() -> Sequence[int]:
-    """Return the numbers of the cores that this process may run on, as far as the system tells."""
+    """Return the numbers of the cores that this process may run on, if known, else of all cores."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return range(os.cpu_count() or 1)
 
 
 def num_cores() -> int:
-    """Return how many cores this process may run on."""
+    """Return the number of cores that this process may run on."""
     return len(usable_cores())
 
 
@@ -163,5 +162,5 @@ def _integer(found: Mapping[str, str], name: str) -> int | None:
     if not text:
         return None
     if not (text.isascii() and text.isdigit()):
-        raise UsageError(f"the environment variable {name} is {text!r}, a whole number from 0 up was expected")
+        raise UsageError(f"the environment variable {name} is {text!r}, expected a whole number from 0 up")
     return int(text)

@@ -1,17 +1,17 @@
-"""One tree of exceptions.
+"""Define the tree of exceptions.
 
-Everything that Paceline raises on purpose is a :class:`PacelineError`. The branches say whose fault it is: the
-caller's (:class:`UsageError` and its kinds, which are also ``ValueError``), the data's, a peer's, or the network's.
-Every message is one sentence or two that says what was got, what was expected, what follows and what to do.
-What others wrote goes into a message by :func:`printable` only.
+Every exception that Paceline raises intentionally is a :class:`PacelineError`. The branches separate errors of the
+caller (:class:`UsageError` and its subclasses, which are also ``ValueError``), the data, a peer, or the network. Every
+message is one or two sentences: the problem with the received value, the cause, and the remedy. Text from other
+processes or files passes through :func:`printable`.
 """
 
 from __future__ import annotations
 
 
 def printable(text: str, max_chars: int) -> str:
-    """Return a text of unknown origin as a message may show it: one line of at most ``max_chars``, and nothing in it
-    that a terminal obeys.
+    """Return a text of unknown origin in a safe form: one line of at most ``max_chars``, without control
+    characters.
     """
     text = text[: max_chars + 1]
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
@@ -19,55 +19,55 @@ def printable(text: str, max_chars: int) -> str:
 
 
 class PacelineError(Exception):
-    """The root of everything that Paceline raises on purpose."""
+    """Root of all exceptions that Paceline raises intentionally."""
 
 
 class UsageError(PacelineError, ValueError):
-    """The caller passed something that cannot work: wrong dtype, shape, option or combination of them."""
+    """The caller passed an invalid value: a wrong dtype, shape, option or combination."""
 
 
 class TableMismatchError(UsageError):
-    """A table was declared again with another kind, dim, size or update rule."""
+    """A table was declared again with a different kind, dim, size or update rule."""
 
 
 class NonFiniteError(UsageError):
-    """A push held NaN or Inf; it was refused whole and the table is untouched."""
+    """A push contained NaN or Inf; it was rejected as a whole, and the table is unchanged."""
 
 
 class DataError(PacelineError):
-    """A data file is missing, empty, cut off, malformed or of another format than said."""
+    """A data file is missing, empty, truncated, malformed or in another format than specified."""
 
 
 class ModelError(PacelineError):
-    """A saved model is missing, damaged, of another layout, or could not be written."""
+    """A saved model is missing, damaged or of another layout, or could not be written."""
 
 
 class PeerError(PacelineError):
-    """Another process of the cluster did something wrong or answered with an error."""
+    """Another process of the cluster failed or answered with an error."""
 
 
 class NoRoomError(PeerError):
-    """A server has no memory, or no room on its disk, for a request: it was refused whole and nothing has changed."""
+    """A server lacks memory or disk space for a request; it was rejected as a whole, and nothing has changed."""
 
 
 class ProtocolError(PeerError):
-    """A peer sent bytes that are no legal frame: wrong magic, version, kind or length."""
+    """A peer sent an invalid frame: wrong magic, version, kind or length."""
 
 
 class AuthenticationError(PeerError):
-    """A peer could not prove that it holds the cluster's token, or its TLS certificate is not trusted."""
+    """A peer does not hold the cluster's token, or its TLS certificate is not trusted."""
 
 
 class VersionError(PeerError):
-    """A peer runs a version of Paceline that does not speak this one's protocol."""
+    """A peer runs a version of Paceline with an incompatible protocol."""
 
 
 class ConnectionLostError(PeerError):
-    """The connection to a peer broke, and could not be made again within the time allowed."""
+    """The connection to a peer broke, and reconnection failed within the time allowed."""
 
 
 class ModelLostError(PeerError):
-    """More servers died than there were replicas of what they held; :attr:`resume_from` has its snapshots, if any."""
+    """More servers died than there were replicas; :attr:`resume_from` names the snapshots, if any."""
 
     def __init__(self, message: str, resume_from: str | None = None) -> None:
         super().__init__(message)
@@ -75,15 +75,15 @@ class ModelLostError(PeerError):
 
 
 class LostRowsError(PeerError):
-    """Workers died that held examples which others need: they must be read again."""
+    """Workers died that held examples of other workers: these must be read again."""
 
 
 class DeadlineError(PeerError):
-    """A wait ended without an answer; the message names who was awaited, for what and how long."""
+    """A wait timed out; the message names the awaited process, the purpose and the duration."""
 
 
 class StaleEpochError(PeerError):
-    """A request was made under an old map of the cluster; the client retries by itself with the new one."""
+    """A request used an old map of the cluster; the client retries automatically with the new one."""
 
 
 class CollectiveError(PeerError):
@@ -95,7 +95,7 @@ class MismatchError(CollectiveError, ValueError):
 
 
 class RankLostError(CollectiveError):
-    """A rank died, stopped or did not come in time; :attr:`ranks` says which."""
+    """Ranks died, stopped or did not come in time; :attr:`ranks` lists them."""
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
@@ -103,15 +103,15 @@ class RankLostError(CollectiveError):
 
 
 class StageError(PeerError):
-    """A stage of a pipeline raised, or its process is gone; the message names stage, layer, microbatch and reason."""
+    """A stage of a pipeline raised or its process ended; the message names stage, layer, microbatch and reason."""
 
 
 class GroupClosedError(CollectiveError):
-    """The group was closed, or an earlier operation on it failed; make a new one."""
+    """The group was closed, or an earlier operation on it failed; create a new one."""
 
 
 class AddressError(PacelineError):
-    """An address cannot be bound or reached: a port in use, an unknown host, a path that is too long."""
+    """An address cannot be bound or reached: a port in use, an unknown host, or too long a path."""
 
 
 def first_line(error: BaseException) -> str:

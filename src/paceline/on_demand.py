@@ -1,4 +1,4 @@
-"""Packages whose public names are imported when they are first used, so that a process loads what its role needs."""
+"""Import public names of packages at first use, so that a process loads only the modules of its role."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 
 def import_on_demand(package: str, modules: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """Return a package's ``__getattr__``: it imports a public name from its module, or one of these modules itself.
+    """Return a package's ``__getattr__``, which imports public names and the given modules at first use.
 
-    `modules` has the names by module; a module's name begins with a dot if it is one of the `package`.
+    `modules` maps each module to its names; names of modules inside the `package` begin with a dot.
     """
     module_of = {name: module for module, names in modules.items() for name in names}
     submodules = {module[1:]: module for module in modules if module.startswith(".")}

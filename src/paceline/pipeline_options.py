@@ -1,6 +1,6 @@
-"""What a pipeline is asked for: the options of ``--strategy pipeline``, and what follows from them. Pure.
+"""Define and check the options of ``--strategy pipeline``. Pure.
 
-Both the launcher, which knows no torch, and ``paceline.torch`` go by it.
+Used by the launcher, which does not import torch, and by ``paceline.torch``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class ScheduleKind:
 
     torch_name: str
     parts_per_rank: int
-    """Stages that each process runs."""
+    """Stages of each process."""
     meaning: str
 
 
@@ -33,12 +33,12 @@ SCHEDULES: dict[str, ScheduleKind] = {
     "zbv": ScheduleKind("ZBVZeroBubble", 2, "zero bubble: stages in a V, weights' gradients in the gaps"),
     "dualpipev": ScheduleKind("DualPipeV", 2, "DualPipe cut in half: stages in a V"),
 }
-"""Every schedule as ``--schedule`` spells it."""
+"""Every schedule in the format of ``--schedule``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineFlags:
-    """What was said, as it was said; None: nothing."""
+    """The given options, unchecked; None for missing ones."""
 
     stages: int | None = None
     data_parallel: int | None = None
@@ -48,18 +48,18 @@ class PipelineFlags:
     stage_memory: str | None = None
 
     def given(self) -> list[str]:
-        """Return the options that were given, as the command line spells them."""
+        """Return the given options in the format of the command line."""
         return [f"--{name.replace('_', '-')} {value}" for name, value in asdict(self).items() if value is not None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineOptions:
-    """A pipeline, checked. Make one with :func:`choose_pipeline`."""
+    """The valid options of a pipeline, created by :func:`choose_pipeline`."""
 
     stages: int
     """Processes of one pipeline."""
     data_parallel: int
-    """Pipelines side by side, each with its own part of the data."""
+    """Parallel pipelines, each with its own part of the data."""
     schedule: str
     """A key of :data:`SCHEDULES`, or ``auto``."""
     microbatches: int | None
@@ -67,7 +67,7 @@ class PipelineOptions:
     split: tuple[str, ...]
     """Modules that begin a stage; empty: chosen by prediction, or by ``pipe_split()``."""
     stage_memory: int | None
-    """Bytes that a process may take for parameters, optimizer state and activations; None: no limit."""
+    """Limit in bytes for a process's parameters, optimizer state and activations; None: no limit."""
 
     @property
     def num_processes(self) -> int:
@@ -75,23 +75,23 @@ class PipelineOptions:
         return self.stages * self.data_parallel
 
     def encode(self) -> str:
-        """Return it as text, for an environment variable."""
+        """Return the options as text, for an environment variable."""
         return json.dumps(asdict(self))
 
     @classmethod
     def decode(cls, text: str) -> PipelineOptions:
-        """Return what :meth:`encode` was called on. Raises UsageError."""
+        """Decode the result of :meth:`encode`. Raises UsageError."""
         try:
             found = json.loads(text)
             return cls(**{**found, "split": tuple(found["split"])})
         except (ValueError, TypeError, KeyError) as error:
-            raise UsageError(f"PACELINE_PIPELINE={text!r} is not what paceline run writes: {error}") from None
+            raise UsageError(f"PACELINE_PIPELINE={text!r} was not written by paceline run: {error}") from None
 
 
 def choose_pipeline(flags: PipelineFlags, processes: int | None) -> PipelineOptions:
-    """Check the options of a pipeline on `processes` (None: as many as it needs), and fill in what was not said.
+    """Check the options of a pipeline on `processes` (None: any number), and set the defaults.
 
-    Raises UsageError for numbers that do not fit together, and for an unknown schedule.
+    Raises UsageError for inconsistent numbers, and for an unknown schedule.
     """
     data_parallel = 1 if flags.data_parallel is None else flags.data_parallel
     if data_parallel < 1:
@@ -99,18 +99,18 @@ def choose_pipeline(flags: PipelineFlags, processes: int | None) -> PipelineOpti
     stages = flags.stages
     if stages is None:
         if processes is None:
-            raise UsageError("strategy pipeline: give --stages S, the processes that the model is cut over")
+            raise UsageError("strategy pipeline: pass --stages S, the number of processes for the model")
         stages, rest = divmod(processes, data_parallel)
         if rest:
             raise UsageError(
-                f"--data-parallel {data_parallel} does not divide {processes} processes: give a divisor, or --stages"
+                f"--data-parallel {data_parallel} does not divide {processes} processes: pass a divisor, or --stages"
             )
     if stages < 1:
         raise UsageError(f"--stages {stages}: expected 1 or more")
     if processes is not None and processes != stages * data_parallel:
         raise UsageError(
-            f"--stages {stages} x --data-parallel {data_parallel} is {stages * data_parallel} processes, {processes} "
-            "were asked for: leave --nproc-per-node out, or make them equal"
+            f"--stages {stages} x --data-parallel {data_parallel} is {stages * data_parallel} processes, but there are "
+            f"{processes}: leave --nproc-per-node out, or make them equal"
         )
     schedule = flags.schedule or AUTO
     if schedule != AUTO and schedule not in SCHEDULES:
@@ -157,5 +157,5 @@ def _check_split(options: PipelineOptions) -> None:
         expected = " or ".join(f"{count - 1} for {count}" for count in counts)
         raise UsageError(
             f"--split {','.join(split)} makes {len(split) + 1} stages: --stages {options.stages} with --schedule "
-            f"{options.schedule} takes as many names as there are cuts, {expected} stages"
+            f"{options.schedule} needs one name less than stages, {expected} stages"
         )

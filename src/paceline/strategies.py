@@ -1,6 +1,6 @@
-"""How a training loop is spread: the names of the strategies, and what each of them needs from its launcher.
+"""Define the names of the strategies and the requirements of each on its launcher.
 
-Both the launcher, which knows no torch, and ``paceline.torch`` go by it.
+Used by the launcher, which does not import torch, and by ``paceline.torch``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STRATEGIES: dict[str, str] = {
     "pipeline": "the model's layers over several processes, batches through them in microbatches",
     "sharded": "one process per device, each with a part of every parameter and of the optimizer's state",
 }
-"""Every strategy as the command line and ``PACELINE_STRATEGY`` spell it, with its meaning."""
+"""Every strategy in the format of the command line and ``PACELINE_STRATEGY``, with its meaning."""
 
 _ON_SERVERS = ("parameter-server", "hybrid")
 _IN_ONE_PROCESS = ("one-device", "mirrored", "central-storage")
@@ -30,18 +30,18 @@ _IN_ONE_PROCESS = ("one-device", "mirrored", "central-storage")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyChoice:
-    """A strategy and its surroundings, checked. Make one with :func:`choose_strategy`."""
+    """A valid strategy with its settings, created by :func:`choose_strategy`."""
 
     name: str
     """A key of :data:`STRATEGIES`."""
     servers: int
-    """Parameter servers to start; 0 where the strategy has none."""
+    """Number of parameter servers to start; 0 for strategies without servers."""
     consistency: Consistency | None
-    """The servers' consistency; None where there are no servers."""
+    """The servers' consistency; None without servers."""
     replicas: int | None
-    """Replicas of the model in one process; None: one per device that is there, or a strategy without any."""
+    """Replicas of the model in one process; None: one per device, or a strategy without replicas."""
     server_replicas: int
-    """How many servers more hold whatever a server holds; 0 where there are no servers."""
+    """Number of additional servers that store each server's data; 0 without servers."""
     pipeline: PipelineOptions | None = None
     """Stages and schedule of the strategy ``pipeline``."""
     sharding: ShardingOptions | None = None
@@ -49,24 +49,24 @@ class StrategyChoice:
 
 
 def needs_servers(name: str) -> bool:
-    """Whether a strategy keeps parameters on servers."""
+    """Return whether a strategy stores parameters on servers."""
     return name in _ON_SERVERS
 
 
 def is_one_process(name: str) -> bool:
-    """Whether a strategy runs in a single process, however many devices it uses."""
+    """Return whether a strategy runs in a single process, on any number of devices."""
     return name in _IN_ONE_PROCESS
 
 
 def default_strategy(*, has_servers: bool, num_ranks: int) -> str:
-    """The strategy where none was chosen: ``hybrid`` with servers, ``all-reduce`` for several ranks."""
+    """Return the default strategy: ``hybrid`` with servers, ``all-reduce`` for several ranks."""
     return "hybrid" if has_servers else "all-reduce" if num_ranks > 1 else "one-device"
 
 
 def check_strategy(name: str) -> str:
-    """Return the name of a strategy. Raises UsageError if there is none of this name."""
+    """Return the name of a strategy. Raises UsageError for an unknown name."""
     if name not in STRATEGIES:
-        raise UsageError(f"there is no strategy {name!r}: expected one of {', '.join(STRATEGIES)}")
+        raise UsageError(f"got strategy {name!r}: expected one of {', '.join(STRATEGIES)}")
     return name
 
 
@@ -80,21 +80,21 @@ def choose_strategy(
     pipeline: PipelineFlags | None = None,
     shard: str | None = None,
 ) -> StrategyChoice:
-    """Check a wish against what is there, and fill in what was not said.
+    """Check the settings of a strategy, and set the defaults of missing ones.
 
-    Without a `name` it is :func:`default_strategy`. `processes` is the number of ranks. The consistency is
-    ``sequential`` for ``parameter-server`` and ``bounded:4`` for ``hybrid`` unless it is given; sequential consistency
-    averages over the ranks, as all-reduce does. `replicas` are those of the model in one process, or, where there are
-    servers, of what the servers hold. `pipeline` is for the strategy of that name; its `data_parallel` and `shard` are
-    for ``sharded``.
+    The default of `name` is :func:`default_strategy`. `processes` is the number of ranks. The default consistency is
+    ``sequential`` for ``parameter-server`` and ``bounded:4`` for ``hybrid``; sequential consistency averages over the
+    ranks, like all-reduce. `replicas` is the number of replicas of the model in one process, or, for strategies with
+    servers, of the servers' data. `pipeline` is for the strategy ``pipeline``; its `data_parallel` and `shard` are for
+    ``sharded``.
 
-    Raises UsageError for a name that is unknown and for settings that the strategy has no use for.
+    Raises UsageError for an unknown name and for settings that the strategy does not use.
     """
     name = default_strategy(has_servers=bool(servers), num_ranks=processes) if name is None else check_strategy(name)
     if is_one_process(name) and processes > 1:
         raise UsageError(
-            f"strategy {name} is one process, {processes} were asked for: choose all-reduce, parameter-server or "
-            "hybrid for several"
+            f"strategy {name} is one process, got {processes} processes: choose all-reduce, parameter-server or hybrid "
+            "for several"
         )
     flags = pipeline or PipelineFlags()
     sharding: ShardingOptions | None = None
@@ -104,7 +104,7 @@ def choose_strategy(
     elif shard is not None:
         raise UsageError(f"strategy {name} shards no parameters: leave --shard {shard} out, or choose sharded")
     if name != "pipeline" and flags.given():
-        raise UsageError(f"strategy {name} cuts no model into stages: leave {' '.join(flags.given())} out")
+        raise UsageError(f"strategy {name} has no pipeline stages: leave {' '.join(flags.given())} out")
     if replicas is not None:
         if name in ("one-device", "all-reduce", "pipeline", "sharded"):
             raise UsageError(
@@ -112,10 +112,10 @@ def choose_strategy(
             )
         least = 0 if needs_servers(name) else 1
         if replicas < least:
-            raise UsageError(f"strategy {name}: {replicas} replicas were asked for: expected {least} or more")
+            raise UsageError(f"strategy {name}: got {replicas} replicas, expected {least} or more")
     if not needs_servers(name):
         if servers:
-            raise UsageError(f"strategy {name} has no servers, {servers} were asked for: leave --servers out")
+            raise UsageError(f"strategy {name} has no servers, got {servers}: leave --servers out")
         if consistency is not None:
             raise UsageError(f"strategy {name} has no servers: leave --consistency {consistency} out")
         return StrategyChoice(
@@ -128,7 +128,7 @@ def choose_strategy(
             sharding=sharding,
         )
     if servers is not None and servers < 1:
-        raise UsageError(f"strategy {name} keeps parameters on servers, {servers} were asked for: expected 1 or more")
+        raise UsageError(f"strategy {name} stores parameters on servers, got {servers} servers: expected 1 or more")
     parsed = parse_consistency(consistency or ("sequential" if name == "parameter-server" else "bounded:4"))
     if isinstance(parsed, Sequential) and consistency in (None, "sequential"):
         parsed = Sequential(aggregate="mean")

@@ -1,8 +1,8 @@
-"""Temporary folders that do not outlast the process that made them, however it ends.
+"""Create temporary folders that are removed even if their process is killed.
 
-A folder is removed when it is closed, when nobody refers to it any more, or when the interpreter ends. A process that
-is killed does none of that: so a folder is locked (``flock``) as long as its process lives, and whoever makes the next
-one removes those of the same user that nobody has locked.
+A folder is removed on close, at its garbage collection, or at the interpreter's exit. For killed processes, each
+process locks its folders (``flock``) during its life, and the next process of the same user that creates a folder
+removes the unlocked ones.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SUFFIX: Final = ".tmp"
 
 
 def pattern_of(kind: str = "[a-z]+") -> str:
-    """Return the regular expression of the names of folders of a kind, or of any."""
+    """Return the regular expression for names of folders of one kind, or of any kind."""
     return rf"{_prefix(kind)}\w+{re.escape(_SUFFIX)}"
 
 
@@ -38,7 +38,7 @@ _NAME: Final = re.compile(pattern_of())
 
 
 class _Lock(enum.Enum):
-    """Who holds the lock of a folder."""
+    """Holder of a folder's lock."""
 
     OWN = enum.auto()
     OF_ANOTHER = enum.auto()
@@ -47,18 +47,18 @@ class _Lock(enum.Enum):
 
 
 class TemporaryFolder(Closing):
-    """A folder that only this user can enter. Use it as a context manager, or close it."""
+    """A private folder of this user. Use as a context manager, or close it."""
 
     def __init__(self, path: Path, lock: int) -> None:
-        """Take over a folder that is there, locked by this descriptor; :meth:`make` makes one."""
+        """Own an existing folder, locked by this descriptor; use :meth:`make` to create one."""
         self.path = path
         self._removal = weakref.finalize(self, _remove, path, lock, os.getpid())
 
     @classmethod
     def make(cls, kind: str, parent: Path | None = None) -> TemporaryFolder:
-        """Make one in `parent`, or where temporary files are; `kind` is the word for its content in its name.
+        """Create a folder in `parent` (default: the folder for temporary files), with `kind` in its name.
 
-        Folders that killed processes have left there are removed. Raises OSError.
+        Removes folders of killed processes there. Raises OSError.
         """
         parent = Path(tempfile.gettempdir()) if parent is None else parent
         remove_abandoned(parent)
@@ -66,27 +66,27 @@ class TemporaryFolder(Closing):
             path = Path(tempfile.mkdtemp(prefix=_prefix(kind), suffix=_SUFFIX, dir=parent))
             lock = _open(path)
             if lock is None:
-                continue  # another process took it for one that was left, before it was locked
+                continue  # another process removed the folder as abandoned before it was locked
             if _lock(lock) is not _Lock.OF_ANOTHER and is_at(path, lock):
                 return cls(path, lock)
-            os.close(lock)  # that process is about to remove it, or has done so
+            os.close(lock)  # another process removes the folder as abandoned
 
     @override
     def close(self) -> None:
-        """Remove it with all that is in it. Idempotent."""
+        """Remove the folder and its contents. Idempotent."""
         self._removal()
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Remove the folders in `parent` whose processes are gone."""
-    with contextlib.suppress(OSError):  # nothing depends on it
+    """Remove the folders in `parent` whose processes have ended."""
+    with contextlib.suppress(OSError):  # best effort
         for entry in os.scandir(parent):
             if _NAME.fullmatch(entry.name) and entry.stat(follow_symlinks=False).st_uid == os.getuid():
                 _remove_if_abandoned(Path(entry.path))
 
 
 def is_at(path: Path, number: int) -> bool:
-    """Return whether what a descriptor is of still lies at a path."""
+    """Return whether a path still refers to the file of a descriptor."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.stat(path), os.fstat(number))
     return False
@@ -111,7 +111,7 @@ def _open(path: Path) -> int | None:
 
 
 def _lock(number: int) -> _Lock:
-    """Lock the folder for this process, if no other has."""
+    """Lock the folder unless another process holds the lock."""
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -122,7 +122,7 @@ def _lock(number: int) -> _Lock:
 
 
 def _remove(path: Path, lock: int, pid: int) -> None:
-    if os.getpid() == pid:  # and not in a fork, which has a copy of this object
+    if os.getpid() == pid:  # not in a fork with a copy of this object
         shutil.rmtree(path, ignore_errors=True)
     with contextlib.suppress(OSError):
         os.close(lock)

@@ -1,3 +1,3 @@
-"""The version, where everybody may read it without importing anything else."""
+"""Define the version, without any imports."""
 
 __version__ = "0.1.0"

@@ -1,1 +1,1 @@
-"""What ``paceline bench`` and the programs of ``benchmarks/`` share."""
+"""Share code between ``paceline bench`` and the programs of ``benchmarks/``."""

@@ -1,4 +1,4 @@
-"""The arrays that a collective benchmark works on: of known values for the check, of zeros for the clock."""
+"""Prepare the arrays of a collective benchmark: known values for the check, zeros for the timing."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 from paceline.bench.plan import ITEM_BYTES
 
 _PERIOD = 251
-"""A prime: a block that lands in another's place is seen."""
+"""A prime, so that a misplaced block is detected."""
 
 
 class Buffers:
-    """What one rank gives and takes in one operation. All peers get the same memory, so none has the luckier pages."""
+    """One rank's arrays for one operation. All peers use the same memory, for equal conditions."""
 
     def __init__(self, op: str, num_bytes: int, dtype: str, rank: int, num_ranks: int) -> None:
         self._op, self.rank, self._num_ranks = op, rank, num_ranks
@@ -21,16 +21,16 @@ class Buffers:
         part = whole // num_ranks
         self.given: np.ndarray[Any, Any] = np.zeros(part if op == "all_gather" else whole, dtype)
         self.taken = self.given
-        """The same array where the operation is done in place."""
+        """The same array as `given` for an in-place operation."""
         if op in ("all_gather", "all_to_all"):
             self.taken = np.zeros(whole, dtype)
         elif op == "reduce_scatter":
             self.taken = np.zeros(part, dtype)
         self.root = num_ranks - 1
-        """Of a broadcast. Not rank 0, which holds the clock: a root may be done before anybody has the data."""
+        """Root of a broadcast. Not rank 0, which measures: a root may finish before other ranks have the data."""
 
     def fill(self) -> None:
-        """Put this rank's known values in."""
+        """Set this rank's known values."""
         self.taken[...] = 0
         if self._op == "broadcast" and self.rank != self.root:
             return
@@ -38,7 +38,7 @@ class Buffers:
         self.given *= self.rank + 1
 
     def is_right(self) -> bool:
-        """Return whether the operation has made of all ranks' known values what it should."""
+        """Return whether the operation on the known values of all ranks gave the expected result."""
         ranks, rank, taken = self._num_ranks, self.rank, self.taken
         if self._op == "barrier":
             return True
@@ -55,7 +55,7 @@ class Buffers:
         return all(np.array_equal(taken[i * part :][:part], sent * (i + 1)) for i in range(ranks))
 
     def clear(self) -> None:
-        """Make all zeros: a sum of them stays finite however often it is done in place."""
+        """Set all values to zero, because repeated in-place sums of zeros stay finite."""
         self.given[...] = 0
         self.taken[...] = 0
 

@@ -1,9 +1,8 @@
-"""What collective operations cost on this machine, beside Gloo and Open MPI where they are installed, in the same run.
+"""Measure collective operations on this machine, with Gloo and Open MPI in the same run if installed.
 
-Every rank process takes part in all peers. For every size there are several rounds, in each of which every peer has its
-turn at a batch of calls, so what else the machine does meets all alike. The arrays are the same memory for all. Each
-peer's result is checked once for every size, on known values; then the arrays are zeros. The clock is rank 0's, around
-each call, with no barrier between calls.
+Every rank process takes part in all peers. Each size is measured in several rounds, and in each round every peer runs a
+batch of calls, so disturbances affect all peers equally. All peers use the same arrays. Each peer's result is checked
+once for every size, on known values; then the arrays are zeros. Rank 0 measures each call, without barriers between.
 """
 
 from __future__ import annotations
@@ -56,17 +55,17 @@ __all__ = [
 ]
 
 Absent: TypeAlias = dict[str, str]
-"""By peer, why it is not measured."""
+"""By peer, the reason why it is not measured."""
 _COPIES = 4
-"""Of an array, on one rank: what is given, taken and compared, and a peer's own buffer."""
+"""Copies of an array on one rank: given, taken, expected, and a peer's buffer."""
 _PROCESS_BYTES = 64 << 20
-"""Of one rank with no arrays and no other peers, at least: so many that nothing fits are refused, and not tried."""
+"""Minimal memory of a rank without arrays and other peers, used to reject too many ranks before the start."""
 
 
 def choose_peers(wanted: list[str] | None) -> tuple[tuple[str, ...], Absent]:
-    """Return the peers to measure, ours first, and those that are not here.
+    """Return the peers to measure, Paceline first, and the missing peers.
 
-    Raises UsageError if one that is wanted by name is unknown or not here.
+    Raises UsageError if a requested peer is unknown or missing.
     """
     for name in wanted or ():
         if name not in PEERS:
@@ -85,11 +84,11 @@ def bench_collectives(
     say: Callable[[str], None] = lambda text: None,
     on_absent: Callable[[str, str], None] | None = None,
 ) -> Iterator[list[Measurement]]:
-    """Measure; yield the figures of all peers for each size, ours first, as they come.
+    """Measure, and yield the figures of all peers for each size, Paceline first.
 
-    `say` is told what is being done, `on_absent` which peer cannot be measured after all, and why.
+    `say` receives the current step, `on_absent` a peer that cannot be measured, with the reason.
 
-    Raises UsageError (no such algorithm, no memory for the sizes) or PeerError (a rank died, a result was wrong).
+    Raises UsageError (unknown algorithm, not enough memory for the sizes) or PeerError (a rank died, a wrong result).
     """
     _check_memory(plan)
     prepare_kernels()
@@ -111,6 +110,6 @@ def _check_memory(plan: BenchPlan) -> None:
     free = psutil.virtual_memory().available
     if needed > free:
         raise UsageError(
-            f"{plan.ranks} ranks need about {needed / 2**30:.1f} GiB of memory for {format_size(max(plan.sizes))}, of "
-            f"which {free / 2**30:.1f} are free; give smaller --sizes or fewer --ranks"
+            f"{plan.ranks} ranks need about {needed / 2**30:.1f} GiB of memory for {format_size(max(plan.sizes))}, but "
+            f"{free / 2**30:.1f} GiB are free; pass smaller --sizes or fewer --ranks"
         )

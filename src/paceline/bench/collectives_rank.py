@@ -1,8 +1,8 @@
-"""One rank of ``bench collectives``: ``python -m paceline.bench.collectives_rank PLAN HOST:PORT FOLDER``.
+"""Run one rank of ``bench collectives``: ``python -m paceline.bench.collectives_rank PLAN HOST:PORT FOLDER``.
 
-It takes part in all peers, in turns. Rank 0 holds the clock and reports on standard output, a JSON object a line:
-``{"absent": …, "why": …}``, ``{"size": …}`` when it begins with a size, ``{"measured": [ … ]}`` when it is done with
-it, and at last ``{"done": true}``. Any rank reports an ``{"error": …}``, and then ends at once.
+It takes part in all peers in turn. Rank 0 measures and reports on standard output, one JSON object per line:
+``{"absent": …, "why": …}``, ``{"size": …}`` at the beginning of a size, ``{"measured": [ … ]}`` at its end, and finally
+``{"done": true}``. Any rank reports ``{"error": …}`` and then ends immediately.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from paceline.launch.supervisor import watch_parent
 from paceline.transport import known
 
 _BUDGET_S = 0.7
-"""For one size and peer, over all rounds."""
+"""Time for one size and peer, over all rounds."""
 _MOST_REPETITIONS = 2000
-"""In one round."""
+"""Limit for one round."""
 _MOST_WARM_UPS = 50
 _NUM_TRIED = 3
 
 
 def main() -> int:
-    """Run the plan in the first argument with the ranks that meet at the second; return the exit status.
+    """Run the plan in the first argument with the ranks at the address in the second; return the exit status.
 
-    The third is the folder of temporary files: whoever made it removes it, or is gone.
+    The third argument is the folder of temporary files. Its creator removes it, unless it was killed.
     """
     told = environment()
     plan = msgspec.json.decode(sys.argv[1], type=known(BenchPlan))
-    # mpirun hands its standard input to rank 0 only, and ends the others when that one ends.
+    # mpirun passes its standard input to rank 0 only, and ends the other ranks after rank 0.
     if "mpi" not in plan.peers or told.rank == 0:
         watch_parent(_end_orphaned)
     try:
         with init(address=sys.argv[2], timeout=TIMEOUT, algorithm=plan.algorithm) as group:
             _measure_all(plan, group)
-    except Exception as error:  # whatever a peer raises: the command says it in one sentence
+    except Exception as error:  # any error of a peer: the command reports it in one sentence
         text = str(error) if isinstance(error, PacelineError) else f"rank {told.rank}: {first_line(error)}"
         _tell({"error": text, "usage": isinstance(error, UsageError)})
-        # Not a return: the peers' own clean-up waits for ranks that are in the middle of something else.
+        # No return: the peers' own clean-up would wait for ranks that are in other calls.
         os._exit(1)
     return 0
 
@@ -80,7 +80,7 @@ def _measure_all(plan: BenchPlan, group: Group) -> None:
 
 
 def _join_peers(plan: BenchPlan, group: Group) -> list[Library]:
-    """Connect to all peers; one that fails on some rank is left out on all."""
+    """Connect to all peers; omit on all ranks a peer that fails on some rank."""
     peers: list[Library] = [Ours(group)]
     for name in plan.peers:
         if name == OURS:
@@ -88,7 +88,7 @@ def _join_peers(plan: BenchPlan, group: Group) -> list[Library]:
         peer, why = None, "another rank could not join"
         try:
             peer = MAKERS[name](group)
-        except Exception as error:  # whatever keeps it from running here is told, and the others are measured
+        except Exception as error:  # report any reason, and measure the other peers
             why = first_line(error)
         if group.all_reduce(np.array([peer is not None]), "min")[0]:
             assert peer is not None
@@ -108,7 +108,7 @@ def _measure(plan: BenchPlan, size: int, peers: list[Library], group: Group) -> 
     times: list[list[float]] = [[] for _ in peers]
     for number in range(ROUNDS):
         for turn in range(len(peers)):
-            # Another one begins each round, so none always follows the same.
+            # Each round begins with another peer, so that their order varies.
             i = (turn + number) % len(peers)
             times[i] += _time_batch(calls[i], repetitions[i], group)
     algorithm = _algorithm(plan.op, size, group)
@@ -121,7 +121,7 @@ def _measure(plan: BenchPlan, size: int, peers: list[Library], group: Group) -> 
 def _check(
     plan: BenchPlan, size: int, peer: Library, call: Callable[[], object], buffers: Buffers, group: Group
 ) -> None:
-    """Do the operation on known values. Raises PeerError if the result is wrong on this rank."""
+    """Run the operation on known values. Raises PeerError for a wrong result on this rank."""
     buffers.fill()
     group.barrier()
     call()
@@ -131,14 +131,14 @@ def _check(
 
 
 def _choose_repetitions(call: Callable[[], object], group: Group) -> int:
-    """Return how often to call in a round; rank 0 decides."""
+    """Return the number of calls per round; rank 0 decides."""
     tried = _time_batch(call, _NUM_TRIED, group)
     wanted = int(_BUDGET_S / ROUNDS / float(np.median(tried)))
     return int(group.broadcast(np.array([min(max(wanted, 1), _MOST_REPETITIONS)], np.int64))[0])
 
 
 def _time_batch(call: Callable[[], object], repetitions: int, group: Group) -> list[float]:
-    """Return the seconds of each call. The ranks begin together, and a few calls go before that do not count."""
+    """Return the seconds of each call. The ranks start together, after a few uncounted calls."""
     group.barrier()
     for _ in range(min(repetitions // 10 + 1, _MOST_WARM_UPS)):
         call()

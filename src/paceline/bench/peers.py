@@ -1,4 +1,4 @@
-"""The libraries that ``bench collectives`` measures, each behind the same small face; imported only where wanted."""
+"""Provide the libraries for ``bench collectives`` with one interface; import them only if requested."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Library(ABC):
 
     @abstractmethod
     def prepare(self, op: str, buffers: Buffers) -> Callable[[], object]:
-        """Return the call that does an operation on these buffers."""
+        """Return a function that runs an operation on these buffers."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
 
 
 class Ours(Library):
@@ -59,11 +59,11 @@ class Ours(Library):
 
     @override
     def close(self) -> None:
-        """There is nothing to do: whoever made the group closes it."""
+        """Do nothing: the creator of the group closes it."""
 
 
 class Gloo(Library):
-    """PyTorch's, over its own sockets; one thread of computation per rank."""
+    """PyTorch's Gloo, over its own sockets, with one compute thread per rank."""
 
     name = "gloo"
 
@@ -73,7 +73,7 @@ class Gloo(Library):
         self._distributed = importlib.import_module("torch.distributed")
         rank, size = group.rank, group.size
         make_store = self._distributed.TCPStore
-        # Rank 0 listens at any free port and tells the others, over our group.
+        # Rank 0 listens on any free port and sends the port to the other ranks, through Paceline's group.
         store = make_store("127.0.0.1", 0, size, True, TIMEOUT, wait_for_workers=False) if rank == 0 else None
         port = int(group.broadcast(np.array([store.port if store is not None else 0], np.int64))[0])
         store = store or make_store("127.0.0.1", port, size, False, TIMEOUT)
@@ -99,7 +99,7 @@ class Gloo(Library):
 
 
 class MPI(Library):
-    """What mpirun started these ranks under."""
+    """The MPI of the mpirun that started these ranks."""
 
     name = "mpi"
 
@@ -107,7 +107,7 @@ class MPI(Library):
         self._mpi: Any = importlib.import_module("mpi4py.MPI")
         self._world = self._mpi.COMM_WORLD
         if (self._world.rank, self._world.size) != (group.rank, group.size):
-            raise RuntimeError("mpi4py uses another MPI than mpirun does")
+            raise RuntimeError("mpi4py was built for another MPI than mpirun; install both from the same MPI")
 
     @override
     def prepare(self, op: str, buffers: Buffers) -> Callable[[], object]:
@@ -124,14 +124,14 @@ class MPI(Library):
 
     @override
     def close(self) -> None:
-        """There is nothing to do: mpi4py does it when Python ends."""
+        """Do nothing: mpi4py closes MPI at Python's exit."""
 
 
 MAKERS: Final[dict[str, Callable[[Group], Library]]] = {OURS: Ours, "gloo": Gloo, "mpi": MPI}
 
 
 def find_absent() -> dict[str, str]:
-    """Return the peers that are not installed, and how to have them."""
+    """Return the missing peers, with instructions to install them."""
     absent = {}
     if importlib.util.find_spec("torch") is None:
         absent["gloo"] = "not installed: pip install torch"
@@ -140,5 +140,5 @@ def find_absent() -> dict[str, str]:
     else:
         told = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False)
         if "Open MPI" not in told.stdout:
-            absent["mpi"] = f"the mpirun found here is not Open MPI's: {_INSTALL_MPI}"
+            absent["mpi"] = f"mpirun on this machine is not Open MPI's: {_INSTALL_MPI}"
     return absent

@@ -1,4 +1,4 @@
-"""What ``bench collectives`` is asked to measure, and what it answers. Known to the command and to its ranks."""
+"""Describe the plan and the results of ``bench collectives``, for the command and its ranks."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from paceline.tables.memory.limit import SIZE_UNITS, parse_size
 
 OPS: Final = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 ITEM_BYTES: Final = {"float32": 4, "float64": 8, "int32": 4, "int64": 8}
-"""The dtypes that all peers reduce."""
+"""The dtypes that all peers can reduce."""
 OURS: Final = "paceline"
 PEERS: Final = (OURS, "gloo", "mpi")
 ROUNDS: Final = 9
-"""In every round each peer has its turn at a batch of repetitions."""
+"""In every round each peer runs one batch of repetitions."""
 DEFAULT_SIZES: Final = "4,1K,16K,64K,256K,1M,4M,16M,100M"
 _CUT: Final = ("all_gather", "reduce_scatter", "all_to_all")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchPlan:
-    """One run. Raises UsageError if it cannot be."""
+    """One run of the benchmark. Raises UsageError for invalid values."""
 
     op: str = "all_reduce"
     ranks: int = 2
     sizes: tuple[int, ...]
-    """Bytes of the array: for all_gather the gathered one, for reduce_scatter the one that is reduced."""
+    """Bytes of the array: for all_gather the gathered one, for reduce_scatter the reduced one."""
     peers: tuple[str, ...] = PEERS
     algorithm: str | None = None
-    """Which of ours to take; None: the tuner's choice."""
+    """Paceline's algorithm; None: the tuner's choice."""
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
@@ -46,14 +46,14 @@ class BenchPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One peer's figures for one size, in microseconds."""
+    """One peer's results for one size, in microseconds."""
 
     op: str
     bytes: int
     ranks: int
     peer: str
     algorithm: str
-    """Empty where it is not known."""
+    """Empty if unknown."""
     median_us: float
     low_us: float
     """The lower quartile."""
@@ -62,22 +62,22 @@ class Measurement:
 
     @property
     def gb_per_s(self) -> float:
-        """The algorithmic bandwidth: the bytes of the array by the time, whatever was moved for it."""
+        """The algorithmic bandwidth: bytes of the array per time, regardless of the bytes moved."""
         return self.bytes / self.median_us / 1e3
 
     @property
     def spread(self) -> float:
-        """Half the distance between the quartiles, as a part of the median."""
+        """Half the distance between the quartiles, relative to the median."""
         return (self.high_us - self.low_us) / 2 / self.median_us
 
     def as_json(self) -> dict[str, Any]:
-        """What ``--json`` prints."""
+        """Return the object for ``--json``."""
         names = ("op", "bytes", "ranks", "peer", "algorithm", "median_us")
         return {name: getattr(self, name) for name in names}
 
 
 def plan_sizes(text: str | None, *, op: str, ranks: int, dtype: str) -> tuple[int, ...]:
-    """Return the sizes that an option asks for, each once; what is cut into equal parts is rounded up to fit."""
+    """Return the sizes of an option without duplicates; round up sizes that are divided into equal parts."""
     if op == "barrier":
         if text is not None:
             raise UsageError("--sizes: a barrier moves no data; leave it out")
@@ -86,7 +86,7 @@ def plan_sizes(text: str | None, *, op: str, ranks: int, dtype: str) -> tuple[in
     sizes = parse_sizes(text or DEFAULT_SIZES)
     for size in sizes:
         if size % item_bytes and text is not None:
-            raise UsageError(f"--sizes {text}: {size} bytes are no whole number of {dtype}, which take {item_bytes}")
+            raise UsageError(f"--sizes {text}: {size} bytes is not a multiple of {item_bytes}, the size of {dtype}")
     unit = item_bytes * ranks if op in _CUT else item_bytes
     return tuple(dict.fromkeys(-(-size // unit) * unit for size in sizes))
 

@@ -1,4 +1,4 @@
-"""What a benchmark is at, on standard error: one line that changes, where that is a terminal; else nothing."""
+"""Show the step of a benchmark on standard error: one changing line on a terminal, else nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.text import Text
 
 
 class BenchProgress:
-    """The line. It is written when something is said, and never by a thread, which would disturb the clock."""
+    """The line. It is written on each update and not by a thread, which would disturb the timing."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)
@@ -23,13 +23,13 @@ class BenchProgress:
         self._text = Text()
 
     def say(self, text: str) -> None:
-        """Show this until something else is said."""
+        """Show this text until the next call."""
         self._text = Text(text, no_wrap=True, overflow="crop")
         if self._live is not None:
             self._live.update(self._text, refresh=True)
 
     def aside(self, write: Callable[[], None]) -> None:
-        """Write to standard output, which may be the same terminal, above the line."""
+        """Write to standard output, possibly the same terminal, above the line."""
         if self._live is None:
             write()
             return

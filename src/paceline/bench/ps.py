@@ -1,9 +1,9 @@
-"""What a push and a pull cost on this machine: one server process, one client process, a real sparse store.
+"""Measure pushes and pulls on this machine: one server process, one client process, a real sparse store.
 
-Every request is for keys drawn anew from the 10^7 in the store. Beside each figure stands its floor: a bare blocking
-echo of as many bytes there and back between two processes, over the same kind of socket, in the same run. Where the
-system can, the client is kept on one core and the server on another: left alone, both may end up on one for a whole
-run, which doubles its figures. (The echo, which sleeps where our ends spin, is quickest on one core, and may go there.)
+Every request uses a new random sample of the 10^7 keys in the store. The floor of each figure is a bare blocking echo
+of equal sizes between two processes, over the same kind of socket, in the same run. If possible, the client runs on one
+core and the server on another: unpinned, both may share a core for a whole run, which doubles the times. (The echo
+sleeps where Paceline's ends spin. It is fastest on one core, and is not pinned.)
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ while connected.recv_into(head, 16, socket.MSG_WAITALL) == 16:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One line of the benchmark. Times in microseconds."""
+    """One line of the benchmark, with times in microseconds."""
 
     work: str
     keys: int
@@ -60,7 +60,7 @@ class Result:
 
 
 class _Echo:
-    """The floor: a process that answers so many bytes with so many."""
+    """The floor: an echo process with requests and answers of given sizes."""
 
     def __init__(self) -> None:
         self._folder = TemporaryFolder.make("bench")

@@ -1,4 +1,4 @@
-"""The rank processes of ``bench collectives``: started by mpirun where it is to be measured, else by ourselves."""
+"""Start the rank processes of ``bench collectives``: by mpirun if it is measured, else directly."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from paceline.transport import make_token
 
 _END_S: Final = 5.0
 _NOTICE_S: Final = 0.3
-"""A rank sees that another's connection is gone before the system says that its process is."""
+"""Time after a lost connection until the system reports the end of the process."""
 _TOLD_BY_LAUNCHERS: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Ours may run under a launcher of its own, whose ranks these are not."""
+"""Variables to remove: Paceline may run under a launcher, whose ranks are unrelated."""
 
 
 class BenchRanks(Closing):
-    """The ranks of a plan. Use it as a context manager; at its end every process has ended.
+    """The ranks of a plan. Use as a context manager; at its end every process has ended.
 
-    If this process is killed they end by themselves, as their standard input does.
+    If this process is killed, the ranks end at the end of their standard input.
     """
 
     def __init__(self, *, mpirun: bool) -> None:
@@ -62,14 +62,14 @@ class BenchRanks(Closing):
             for rank in range(plan.ranks):
                 told = {"RANK": str(rank), "WORLD_SIZE": str(plan.ranks)}
                 self._supervisor.start(f"rank {rank}", partial(launch, command, told))
-        self._close_theirs()  # so that there is an end when the last of them has ended
+        self._close_theirs()  # so that reading ends after the last rank
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """Yield what the ranks report, to the end. Raises UsageError or PeerError if they fail."""
+        """Yield the ranks' reports. Raises UsageError or PeerError if they fail."""
         with open(self._out, encoding="utf-8", errors="replace", closefd=False) as lines:
             for line in lines:
                 if not line.startswith("{"):
-                    continue  # some library's remark
+                    continue  # output of some library
                 message: dict[str, Any] = json.loads(line)
                 if "error" in message:
                     if message["usage"]:
@@ -79,11 +79,11 @@ class BenchRanks(Closing):
                     self._done = True
                     return
                 yield message
-        raise PeerError(f"the ranks ended before they were done{self._last_words()}")
+        raise PeerError(f"the ranks ended before the benchmark was complete{self._last_words()}")
 
     def close(self) -> None:
         """End every process. Idempotent."""
-        # mpirun cleans up after its ranks; our own have nothing to clean.
+        # mpirun cleans up its ranks; directly started ranks have nothing to clean up.
         ask = None if self._done else signal.SIGTERM if self._mpirun else signal.SIGKILL
         self._supervisor.close(_END_S, ask)
         if not self._err.closed:
@@ -94,24 +94,24 @@ class BenchRanks(Closing):
             self._scratch.close()
 
     def _close_theirs(self) -> None:
-        """Close the ends of the pipes that are the ranks'."""
+        """Close the ranks' ends of the pipes."""
         for end in (self._line, self._stdout):
             if end >= 0:
                 os.close(end)
         self._line = self._stdout = -1
 
     def _killed(self) -> str:
-        """Say which of the ranks that we started was killed; that tells more than what the others make of it."""
+        """Return which directly started rank was killed; this is more useful than the other ranks' errors."""
         deadline = time.monotonic() + _NOTICE_S
         while not self._mpirun and time.monotonic() < deadline:
             for name, status in self._supervisor.ended():
                 if status < 0:
-                    return f"{name} {describe_status(status)}; the others cannot go on without it"
+                    return f"{name} {describe_status(status)}; the other ranks cannot continue without it"
             time.sleep(0.01)
         return ""
 
     def _last_words(self) -> str:
-        """Say how the first that failed has ended, and what was said last."""
+        """Return the exit status of the first failed rank, and the last line of output."""
         told = ""
         for child in self._supervisor.children:
             status = child.process.wait()
@@ -120,7 +120,7 @@ class BenchRanks(Closing):
         self._err.seek(0)
         lines = self._err.read().decode(errors="replace").splitlines()
         said = [line.strip() for line in lines if line.strip(" -*=")]
-        return f"{told}; the last that was said: {said[-1]}" if said else told
+        return f"{told}; the last output: {said[-1]}" if said else told
 
 
 def _mpirun(num_ranks: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""The table of ``bench collectives``, line by line, as the sizes are measured."""
+"""Format the table of ``bench collectives`` line by line, as the sizes are measured."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _PEER_NAMES = {"gloo": "Gloo", "mpi": "Open MPI"}
 
 
 def format_header(peers: Sequence[str]) -> str:
-    """Return the line above the figures; `peers` without ours."""
+    """Return the header line; `peers` without Paceline."""
     ours = f"{'size':>8} {'paceline µs':>12} {'±':>4} {'GB/s':>6}  {'algorithm':10}"
     return (ours + "".join(f" {f'{peer} µs':>11} {'±':>4} {'ratio':>6}" for peer in peers)).rstrip()
 
 
 def format_row(measured: Sequence[Measurement], peers: Sequence[str]) -> str:
-    """Return the line of one size; a peer that was not measured has dashes."""
+    """Return the line of one size, with dashes for missing peers."""
     found = {each.peer: each for each in measured}
     ours = found[OURS]
     bandwidth = f"{ours.gb_per_s:6.2f}" if ours.bytes else f"{'-':>6}"
@@ -32,7 +32,7 @@ def format_row(measured: Sequence[Measurement], peers: Sequence[str]) -> str:
 
 
 def format_footer(plan: BenchPlan, others: float) -> str:
-    """Return what was measured, and how; `others`: the part of the cores' time that went to other processes."""
+    """Return the description of the measurement; `others`: share of core time of other processes."""
     what = plan.op if plan.op == "barrier" else f"{plan.op} of {plan.dtype}"
     if plan.op == "all_reduce":
         what += ", in place"
@@ -40,12 +40,12 @@ def format_footer(plan: BenchPlan, others: float) -> str:
         f"{what}; {plan.ranks} ranks on {num_cores()} cores of this machine. Medians over {ROUNDS} interleaved "
         "rounds,\neach call timed on rank 0. ± is half the distance between the quartiles; GB/s are the array's\n"
         "bytes by the time; ratio is the peer's time by ours; 1K is 1024 bytes.\n"
-        f"Others took {others:.0%} of the cores' time meanwhile."
+        f"Other processes used {others:.0%} of the cores' time."
     )
 
 
 def format_absent(peer: str, why: str) -> str:
-    """Return why a peer is not in the table."""
+    """Return the reason for a missing peer."""
     return f"{_PEER_NAMES[peer]} is not in the table: {why}"
 
 

@@ -1,7 +1,7 @@
-"""What a person sees while training runs and when it ends: the progress line, rates, tables of results.
+"""Show the progress and the results of training: progress line, rates, tables.
 
-The only package that knows rich. It imports nothing of Paceline's machinery: whoever trains makes a
-:class:`ProgressSnapshot` now and then and hands it over.
+The only package that uses rich. It imports no other part of Paceline except its errors: the caller creates a
+:class:`ProgressSnapshot` from time to time and passes it.
 """
 
 from paceline.observe.passes_plot import draw_passes

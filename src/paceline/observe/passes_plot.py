@@ -1,4 +1,4 @@
-"""A drawing of a solver's passes: how far the objective is from its last value, and how many columns are active."""
+"""Draw a solver's passes: distance of the objective from its minimum, and share of active columns."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _ACTIVE: Final = "#c0504d"
 
 
 def draw_passes(objectives: Sequence[float], active: Sequence[float]) -> str:
-    """Return an SVG: by pass, the objective's distance from the least one, relative, and the share of active columns.
+    """Return an SVG with the relative distance of the objective from its minimum, and the active columns, by pass.
 
-    The distance is on a logarithmic scale to the left, the share on one from 0 to 1 to the right. Where the objective
-    is the least one there is no point.
+    The left axis, of the distance, is logarithmic. The right axis, of the share of active columns, goes from 0 to 1.
+    Passes at the minimum have no point.
     """
     least = min(objectives)
     gaps = [(each - least) / max(abs(least), 1e-300) for each in objectives]

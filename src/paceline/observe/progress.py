@@ -1,4 +1,4 @@
-"""The line that shows how training goes: live on a terminal, a plain line every few seconds elsewhere."""
+"""Show the progress of training: live on a terminal, else as plain lines at intervals."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ _SAMPLES_A_WINDOW = 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgressSnapshot:
-    """How far training is and how it goes, at one moment."""
+    """State of a training at one moment."""
 
     examples: int
-    """So many were trained on (or what else the phase does) so far, by all workers."""
+    """Examples of this phase processed so far by all workers."""
     examples_per_s: float
     done_fraction: float | None = None
-    """From 0 to 1; None takes `examples` of the total, if there is a total."""
+    """From 0 to 1; None: `examples` relative to the total, if known."""
     loss: float | None = None
-    """A running mean over the last examples, each judged before it was trained on."""
+    """Running mean over the last examples, each evaluated before training on it."""
     loss_name: str = "log loss"
     staleness_mean: float | None = None
-    """In pushes, as servers count it."""
+    """In pushes, as counted by the servers."""
     staleness_max: int | None = None
     bytes_per_s: float = 0.0
-    """What went over the wire, both ways."""
+    """Network traffic in both directions."""
     workers: int = 1
     epoch: str | None = None
-    """Such as ``2/4``."""
+    """For example ``2/4``."""
     phase: str | None = None
-    """What is done, where it is not training: such as ``evaluating``."""
+    """Name of a phase other than training, such as ``evaluating``."""
 
 
 class RateMeter:
-    """A rate over the last few seconds, from samples of a count that rises; asks no clock itself.
+    """Rate over the last few seconds, from samples of an increasing count; the caller passes the time.
 
-    Holds some fifty samples, however many come.
+    Keeps about fifty samples, regardless of their rate.
     """
 
     def __init__(self, window: timedelta = timedelta(seconds=5)) -> None:
@@ -59,20 +59,20 @@ class RateMeter:
         self.samples: deque[tuple[float, float]] = deque()
 
     def add(self, now_s: float, count: float) -> None:
-        """Say what the count was at a time; a count below the last one starts anew, as after a restart."""
+        """Add a sample; a lower count than the last one resets the meter, as after a restart."""
         samples = self.samples
         if samples and (count < samples[-1][1] or now_s < samples[-1][0]):
             samples.clear()
         if len(samples) > 1 and now_s - samples[-2][0] < self._window_s / _SAMPLES_A_WINDOW:
             samples.pop()
         samples.append((now_s, count))
-        # The second oldest stays inside: a rate over less than the window would jump about.
+        # Keep the second oldest sample: a rate over less than the window would be unsteady.
         while len(samples) > 2 and samples[1][0] <= now_s - self._window_s:
             samples.popleft()
 
     @property
     def per_s(self) -> float:
-        """The rate per second over the window; 0 before there are two samples at different times."""
+        """Rate per second over the window; 0 before two samples at different times."""
         if len(self.samples) < 2:
             return 0.0
         (first_s, first), (last_s, last) = self.samples[0], self.samples[-1]
@@ -80,11 +80,11 @@ class RateMeter:
 
 
 class TrainingProgress:
-    """Shows snapshots of training while its ``with`` block runs; any thread may update it.
+    """Show snapshots of training during its ``with`` block; any thread may update it.
 
-    On a terminal one line is redrawn in place, cut to the width there is. Elsewhere (a file, a pipe, a dumb
-    terminal) a plain line comes every `plain_every`, so that what is over before leaves none. With
-    `enabled` False nothing is ever written. The cursor comes back however the block ends.
+    On a terminal one line is redrawn in place, truncated to the width. Otherwise (a file, a pipe, a dumb terminal) a
+    plain line is printed every `plain_every`, so short trainings print none. With `enabled` False nothing is
+    written. The cursor is always restored.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class TrainingProgress:
         plain_every: timedelta = timedelta(minutes=1),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`console` None is standard error; `total_examples` None means that the end is not known."""
+        """`console` None is standard error; `total_examples` None means an unknown total."""
         self._console = Console(stderr=True) if console is None else console
         self._total = total_examples
         self._enabled = enabled
@@ -114,7 +114,7 @@ class TrainingProgress:
                 _Line(self),
                 console=self._console,
                 refresh_per_second=4,
-                # What is printed to a terminal goes above the line; what is printed to a file stays there.
+                # Output for a terminal goes above the line; redirected output stays in its file.
                 redirect_stdout=sys.stdout.isatty(),
             )
             self._live.start(refresh=True)
@@ -129,7 +129,7 @@ class TrainingProgress:
             self._live.stop()
 
     def update(self, snapshot: ProgressSnapshot) -> None:
-        """Show this from now on; costs next to nothing, so call it as often as there is news."""
+        """Show a snapshot; cheap enough for frequent calls."""
         with self._lock:
             self._snapshot = snapshot
             if not self._enabled or self._live is not None:
@@ -139,7 +139,7 @@ class TrainingProgress:
                 self._console.out(_GAP.join(part for _, part in self._parts(snapshot)).strip(), highlight=False)
 
     def _parts(self, snapshot: ProgressSnapshot | None) -> list[tuple[int, str]]:
-        """What the line says, in order, each with its rank; where there is no room, high ranks go first."""
+        """Return the parts of the line, in order, each with its rank; high ranks are dropped first."""
         elapsed = format_duration(self._clock() - self._start_s)
         if snapshot is None:
             return [(0, "waiting for the first examples"), (1, elapsed)]
@@ -173,7 +173,7 @@ class TrainingProgress:
 
 
 class _Line:
-    """The live line, made anew at each refresh to fit the terminal as it is then."""
+    """The live line, fitted to the terminal's current width at each refresh."""
 
     def __init__(self, progress: TrainingProgress) -> None:
         self._progress = progress

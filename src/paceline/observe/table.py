@@ -1,4 +1,4 @@
-"""Tables of results, and how numbers are written for people: three digits, decimal units."""
+"""Format tables of results, and numbers with three digits and decimal units."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ _HEADERS = {"log loss": "log\nloss", "best AUC": "best\nAUC", "staleness": "stal
 
 
 def format_rate(per_s: float, unit: str = "") -> str:
-    """A rate in three digits: ``312k/s``, ``4.07/s``; `unit` is put before the stroke."""
+    """Return a rate in three digits: ``312k/s``, ``4.07/s``; `unit` precedes the slash."""
     number, prefix = _three_digits(per_s, whole=False)
     return f"{number}{prefix}{unit}/s"
 
 
 def format_bytes(num_bytes: float) -> str:
-    """A size in three digits and decimal units, as networks and disks have them: ``512 B``, ``1.50 MB``."""
+    """Return a size in three digits and decimal units, as for networks and disks: ``512 B``, ``1.50 MB``."""
     number, prefix = _three_digits(num_bytes, whole=True)
     return f"{number} {prefix}B"
 
 
 def format_count(count: int) -> str:
-    """A count in three digits: ``999``, ``1.05M``."""
+    """Return a count in three digits: ``999``, ``1.05M``."""
     return "".join(_three_digits(count, whole=True))
 
 
 def format_duration(seconds: float) -> str:
-    """Whole seconds as a clock shows them: ``0:07``, ``12:34``, ``1:02:03``."""
+    """Return whole seconds as a clock: ``0:07``, ``12:34``, ``1:02:03``."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _three_digits(value: float, whole: bool) -> tuple[str, str]:
-    """The number and its prefix; `whole` says that without a prefix there is no fraction."""
+    """Return the number and its prefix; `whole` means no fraction without a prefix."""
     if not math.isfinite(value):
         return (_NONE if math.isnan(value) else f"{value}"), ""
     size = abs(value)
@@ -57,7 +57,7 @@ def _three_digits(value: float, whole: bool) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultRow:
-    """One training run in a comparison; None for what was not measured or has no meaning there."""
+    """One training run in a comparison; None for unmeasured or meaningless values."""
 
     consistency: str
     seconds: float | None = None
@@ -65,13 +65,13 @@ class ResultRow:
     log_loss: float | None = None
     auc: float | None = None
     best_auc: float | None = None
-    """What the model that drew the labels reaches, where it is known."""
+    """AUC of the model that drew the labels, if known."""
     staleness_mean: float | None = None
     staleness_max: int | None = None
 
 
 def results_table(rows: Iterable[ResultRow], title: str | None = None) -> Table:
-    """A table for a rich console, one line a run. Columns in which no run has anything are left out."""
+    """Return a table for a rich console, one line per run, without empty columns."""
     runs = list(rows)
     cells = {
         "consistency": [run.consistency for run in runs],
@@ -88,10 +88,10 @@ def results_table(rows: Iterable[ResultRow], title: str | None = None) -> Table:
 
 
 def strategies_table(results: Mapping[str, Mapping[str, float]], title: str | None = None) -> Table:
-    """A table for a rich console, one line a strategy.
+    """Return a table for a rich console, one line per strategy.
 
-    `results` has, by the strategy's name, what a script says at its end with ``--json``: ``seconds`` of training,
-    ``examples_per_s`` and ``accuracy`` from 0 to 1; what is not there is left out.
+    `results` maps a strategy's name to the output of a script with ``--json``: ``seconds`` of training,
+    ``examples_per_s`` and ``accuracy`` from 0 to 1; missing columns are omitted.
     """
     runs = [(name, results[name].get) for name in results]
     rates = [(name, get("examples_per_s")) for name, get in runs]
@@ -105,12 +105,12 @@ def strategies_table(results: Mapping[str, Mapping[str, float]], title: str | No
 
 
 def _make_table(cells: dict[str, list[str]], title: str | None) -> Table:
-    """Names in the first column, figures in the others; those without any are left out."""
+    """Return a table with names in the first column and numbers in the others, without empty columns."""
     shown = {name: column for name, column in cells.items() if any(cell != _NONE for cell in column)}
     table = Table(title=title, box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     first = next(iter(cells))
     for name in shown or cells:
-        # On a narrow terminal the names are folded, and no figure loses a digit.
+        # On a narrow terminal names are folded; numbers keep all digits.
         if name == first:
             table.add_column(name, overflow="fold")
         else:

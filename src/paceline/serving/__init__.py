@@ -1,1 +1,1 @@
-"""Predictions over HTTP: ``paceline serve`` (the extra ``paceline[serve]``)."""
+"""Serve predictions over HTTP: ``paceline serve`` (the extra ``paceline[serve]``)."""

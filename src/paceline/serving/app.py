@@ -1,4 +1,4 @@
-"""The application: rows in, predictions out, as JSON."""
+"""Define the HTTP application: rows to predictions, as JSON."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from paceline.serving.source import ModelSource
 from paceline.transport import known
 
 MAX_BODY_BYTES = 16 << 20
-_AT_ONCE_BYTES = 32 << 10  # larger requests are predicted in a thread, and the others do not wait for them
+_AT_ONCE_BYTES = 32 << 10  # larger requests are predicted in a thread, so that other requests do not wait
 _JSON = "application/json"
 _NUMBERED = msgspec.json.Decoder(known(list[dict[int, float]]))
 _NAMED = msgspec.json.Decoder(known(list[dict[str, Any]]))
 
 
 class PredictionService:
-    """Answers requests by a source's newest model, for which it looks every `poll_s` seconds."""
+    """Answer requests with a source's newest model; check for a newer one every `poll_s` seconds."""
 
     def __init__(self, source: ModelSource, poll_s: float) -> None:
         self._source = source
@@ -36,7 +36,7 @@ class PredictionService:
 
     @contextlib.asynccontextmanager
     async def follow(self, app: Starlette) -> AsyncIterator[None]:
-        """Look for newer models while the application runs."""
+        """Check for newer models while the application runs."""
         task = asyncio.create_task(self._look())
         try:
             yield
@@ -49,7 +49,7 @@ class PredictionService:
             await asyncio.to_thread(self._source.refresh)
 
     async def predict(self, request: Request) -> Response:
-        """Answer ``{"predictions": [...]}``, one for each row; ``{"error": ...}`` with status 400 for unfit rows."""
+        """Return ``{"predictions": [...]}``, one per row, or ``{"error": ...}`` with status 400 for invalid rows."""
         start = time.perf_counter()
         rows = 0
         try:
@@ -65,8 +65,8 @@ class PredictionService:
             response = _refuse(500, error)
         except PacelineError as error:
             response = _refuse(400, error)
-        except asyncio.CancelledError:  # the server has waited for it, and ends
-            response = _refuse(503, UsageError("the server ends: ask again when there is another one"))
+        except asyncio.CancelledError:  # the server's grace period is over
+            response = _refuse(503, UsageError("the server is shutting down: retry with another one"))
         self._metrics.add(response.status_code, rows, time.perf_counter() - start)
         return response
 
@@ -76,12 +76,12 @@ class PredictionService:
             rows: list[Any] = (_NUMBERED if model.format == "libsvm" else _NAMED).decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             expected = '{"17": 0.5}' if model.format == "libsvm" else '{"column": "value"}'
-            raise UsageError(f"the body is no JSON list of rows such as [{expected}]: {error}") from None
+            raise UsageError(f"the body is not a JSON list of rows such as [{expected}]: {error}") from None
         predictions = model.predict(rows).tolist() if rows else []
         return msgspec.json.encode({"predictions": predictions}), len(rows)
 
     async def tell_health(self, request: Request) -> Response:
-        """Answer what is served."""
+        """Return the served model's properties."""
         model = self._source.model
         content = {
             "status": "ok",
@@ -93,7 +93,7 @@ class PredictionService:
         return Response(msgspec.json.encode(content), media_type=_JSON)
 
     async def tell_metrics(self, request: Request) -> Response:
-        """Answer in Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         source = self._source
         features = source.model.num_features
         text = self._metrics.as_text(reloads=source.reloads, failures=source.failures, features=features)
@@ -112,7 +112,7 @@ def make_app(source: ModelSource, poll_s: float = 1.0) -> Starlette:
 
 
 class _TooLargeError(UsageError):
-    """More than a body may have."""
+    """A request body above the limit."""
 
 
 async def _read_body(request: Request) -> bytes:
@@ -125,7 +125,7 @@ async def _read_body(request: Request) -> bytes:
                 raise _TooLargeError(f"the body has more than {MAX_BODY_BYTES >> 20} MiB: send fewer rows at a time")
             pieces.append(piece)
     except ClientDisconnect:
-        raise UsageError("the connection was closed before the body had come") from None
+        raise UsageError("the connection was closed before the whole body had arrived") from None
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 

@@ -1,4 +1,4 @@
-"""What was served, in Prometheus' text format (version 0.0.4)."""
+"""Collect statistics of requests in Prometheus' text format (version 0.0.4)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 
 
 class RequestMetrics:
-    """Counts of requests to predict, by status, and how long they took."""
+    """Counts of prediction requests by status, and their durations."""
 
     def __init__(self) -> None:
         self.rows = 0
@@ -25,18 +25,18 @@ class RequestMetrics:
         self._by_bound[bisect_left(_BOUNDS_S, seconds)] += 1
 
     def as_text(self, *, reloads: int, failures: int, features: int) -> str:
-        """Return all there is to tell."""
-        lines = ["# HELP paceline_requests_total Requests to predict.", "# TYPE paceline_requests_total counter"]
+        """Return all metrics as text."""
+        lines = ["# HELP paceline_requests_total Prediction requests.", "# TYPE paceline_requests_total counter"]
         lines += [f'paceline_requests_total{{code="{code}"}} {n}' for code, n in sorted(self._by_status.items())]
         for name, kind, help_text, value in (
-            ("paceline_rows_total", "counter", "Rows that were predicted.", self.rows),
+            ("paceline_rows_total", "counter", "Predicted rows.", self.rows),
             ("paceline_model_reloads_total", "counter", "Newer models that were loaded.", reloads),
             ("paceline_model_reload_failures_total", "counter", "Newer models that could not be loaded.", failures),
-            ("paceline_model_features", "gauge", "Features that the model knows.", features),
+            ("paceline_model_features", "gauge", "Features of the model.", features),
         ):
             lines += [f"# HELP {name} {help_text}", f"# TYPE {name} {kind}", f"{name} {value}"]
         name = "paceline_request_seconds"
-        lines += [f"# HELP {name} How long requests to predict took.", f"# TYPE {name} histogram"]
+        lines += [f"# HELP {name} Duration of prediction requests.", f"# TYPE {name} histogram"]
         total = 0
         for bound, count in zip((*_BOUNDS_S, "+Inf"), self._by_bound, strict=True):
             total += count

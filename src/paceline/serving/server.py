@@ -1,4 +1,4 @@
-"""The server: one process that answers on one port until it is told to end."""
+"""Run the HTTP server: one process on one port, until a signal."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def serve(
     poll_s: float = 1.0,
     on_ready: Callable[[str], None] = lambda address: None,
 ) -> None:
-    """Serve a model until SIGINT, SIGTERM or SIGHUP, which it raises again when all requests are answered.
+    """Serve a model until SIGINT, SIGTERM or SIGHUP; re-raise the signal after all requests are answered.
 
-    Port 0 is any that is free; `on_ready` is told the address. Raises ModelError if there is no model, AddressError if
-    the port cannot be had, UsageError if the extra is not installed.
+    Port 0 is any free port; `on_ready` receives the address. Raises ModelError without a model, AddressError if the
+    port is not available, UsageError if the extra is not installed.
     """
     try:
         import uvicorn
@@ -38,7 +38,7 @@ def serve(
         ) from None
     with _listen(host, port) as listener:
         source = ModelSource(directory)
-        # What is loaded stays: a collection that goes through it would hold requests up.
+        # Exclude the loaded objects from garbage collections, which would delay requests.
         gc.collect()
         gc.freeze()
         bound = listener.getsockname()
@@ -52,7 +52,7 @@ def serve(
             threading.current_thread() is threading.main_thread()
             and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
         ):
-            signal.signal(signal.SIGHUP, server.handle_exit)  # as it does with the others
+            signal.signal(signal.SIGHUP, server.handle_exit)  # uvicorn handles the other signals
         server.run(sockets=[listener])
 
 
@@ -63,5 +63,5 @@ def _listen(host: str, port: int) -> socket.socket:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address[:2], family=family, backlog=1024)
     except OSError as error:
-        reason = (error.strerror or str(error)).partition(" (")[0]  # behind it stands the address again
+        reason = (error.strerror or str(error)).partition(" (")[0]  # the remainder repeats the address
         raise AddressError(f"cannot serve on {host}:{port}: {reason}; choose another --host or --port") from None

@@ -1,4 +1,4 @@
-"""The public test kit: conformance suites, faults on purpose, servers in a thread."""
+"""The public test kit: conformance suites, fault injection, servers in a thread."""
 
 from paceline.testing.collectives import COLLECTIVE_CHECKS, check_collectives
 from paceline.testing.ranks import nothing_left, run_ranks

@@ -1,7 +1,7 @@
-"""What every :class:`~paceline.collectives.Group` must do, checked against NumPy.
+"""Check the behaviour of a :class:`~paceline.collectives.Group` against NumPy.
 
-``COLLECTIVE_CHECKS`` has the checks by name, for a test each: every one is called on every rank with its group, and
-computes from the rank's number what the others give, so it needs no other way between them than the group itself.
+``COLLECTIVE_CHECKS`` contains the checks by name, for one test each. A check is called on every rank with its group. It
+computes the other ranks' inputs from their numbers, so the ranks need no other channel than the group.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ Check = Callable[[Group], None]
 
 
 class RunRanks(Protocol):
-    """Calls a function on every rank of a fresh group, closes the groups, and returns what it returned, by rank."""
+    """Call a function on every rank of a new group, close the groups, and return the results by rank."""
 
     def __call__(self, function: Callable[[Group], _T], /) -> list[_T]:
-        """Raise AssertionError if the function raises anywhere."""
+        """Raise AssertionError if the function raises on some rank."""
 
 
 def check_collectives(run: RunRanks, *, only: str | None = None) -> None:
-    """Check that groups keep the promises of `paceline.collectives`; AssertionError if they do not.
+    """Check that groups behave as `paceline.collectives` documents; raise AssertionError otherwise.
 
-    ``run`` calls a function on every rank of a fresh group; ``only`` names one check of ``COLLECTIVE_CHECKS``.
+    ``run`` calls a function on every rank of a new group; ``only`` selects one check of ``COLLECTIVE_CHECKS``.
     """
     for name, check in COLLECTIVE_CHECKS.items():
         if only is None or name == only:

@@ -1,4 +1,4 @@
-"""What the checks of groups are made of: arrays that every rank can compute for every other, and comparisons."""
+"""Create arrays for the checks of groups, computable on every rank, and compare results."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ OPS: Final[Mapping[str, Any]] = {
     "bitwise_xor": np.bitwise_xor,
 }
 SIZES: Final = (0, 1, 7, 1000, 4097, 70_000)
-"""In items; in float32 they lie on both sides of every size at which a group changes its way, up to 256 KB."""
+"""Numbers of items; in float32 they surround every size up to 256 KB at which a group changes its algorithm."""
 
 
 def sample(rank: int, shape: int | tuple[int, ...], dtype: str = "float32", seed: int = 0) -> Array:
-    """Return a rank's array: small whole numbers, of which every dtype holds every sum exactly, in any order."""
+    """Return a rank's array: small whole numbers whose sums are exact in every dtype and order."""
     low, stop = (0, 2) if dtype == "bool" else (-3 if dtype.startswith(("f", "int")) else 0, 4)
     return _numbers(rank, shape, low, stop, seed).astype(dtype)
 
 
 @functools.lru_cache(maxsize=64)
 def _numbers(rank: int, shape: int | tuple[int, ...], low: int, stop: int, seed: int) -> npt.NDArray[np.int8]:
-    """Return random numbers (int8), once for the ranks of a process."""
+    """Return random numbers (int8), generated once per process."""
     return np.random.default_rng((seed, rank)).integers(low, stop, shape, np.int8)
 
 
 def reduced(group: Group, op: str, shape: int | tuple[int, ...], dtype: str = "float32", seed: int = 0) -> Array:
-    """Return the reduction of every rank's sample."""
+    """Return the reduction of the samples of all ranks."""
     arrays = [sample(rank, shape, dtype, seed) for rank in range(group.size)]
     if op == "mean":
         total = np.sum([array.astype(np.float64) for array in arrays], axis=0)
@@ -53,7 +53,7 @@ def reduced(group: Group, op: str, shape: int | tuple[int, ...], dtype: str = "f
 
 
 def ops_of(dtype: str) -> Iterator[str]:
-    """Yield the reductions that a dtype has."""
+    """Yield the reductions of a dtype."""
     yield from ("sum", "product", "min", "max")
     if dtype.startswith("float"):
         yield "mean"
@@ -62,7 +62,7 @@ def ops_of(dtype: str) -> Iterator[str]:
 
 
 def same(got: Any, expected: Array, what: object = "") -> None:
-    """Check that an array is exactly as expected."""
+    """Check that an array is exactly equal to the expected one."""
     assert isinstance(got, np.ndarray), (what, type(got))
     assert (got.dtype, got.shape) == (expected.dtype, expected.shape), (what, got.dtype, got.shape, expected.shape)
     if not np.array_equal(got, expected, equal_nan=got.dtype.kind == "f"):
@@ -71,36 +71,36 @@ def same(got: Any, expected: Array, what: object = "") -> None:
 
 
 def near(got: Any, expected: Array, what: object = "") -> None:
-    """Check that an array is as expected up to rounding."""
+    """Check that an array is equal to the expected one up to rounding."""
     assert (got.dtype, got.shape) == (expected.dtype, expected.shape), (what, got.dtype, got.shape, expected.shape)
     tolerance = 8 * float(np.finfo(expected.dtype).eps)
     np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance, err_msg=str(what))
 
 
 def same_everywhere(group: Group, array: Array) -> None:
-    """Check that every rank holds the same bytes."""
+    """Check that the bytes are equal on every rank."""
     digest = np.frombuffer(hashlib.blake2b(array.tobytes(), digest_size=8).digest(), np.int64)
     told = group.all_gather(digest)
     assert (told == told[0]).all(), f"ranks have different bits: {told}"
 
 
 def expect(kind: type[Exception], call: Callable[[], object]) -> None:
-    """Check that a call raises an error of this kind."""
+    """Check that a call raises an error of this type."""
     try:
         call()
     except kind:
         return
-    raise AssertionError(f"{kind.__name__} was expected, nothing was raised")
+    raise AssertionError(f"expected {kind.__name__}, but nothing was raised")
 
 
 def uneven(group: Group, seed: int = 0, most: int = 40) -> list[int]:
-    """Return rows for every rank, the same on all; one of them has none."""
+    """Return the number of rows of every rank, equal on all ranks, with one zero."""
     sizes = [int(rows) for rows in np.random.default_rng(seed).integers(1, most, group.size)]
     sizes[seed % group.size] = 0
     return sizes
 
 
 def cut(array: Array, sizes: Sequence[int], part: int) -> Array:
-    """Return one part of an array cut by sizes."""
+    """Return one part of an array divided by sizes."""
     start = sum(sizes[:part])
     return array[start : start + sizes[part]]

@@ -1,4 +1,4 @@
-"""Checks of messages, tickets, groups and wrong use; see `collectives`."""
+"""Check messages, tickets, groups and invalid calls; see `collectives`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.testing.group_arrays import SIZES, Array, expect, same, sample
 
 
 def check_objects(group: Group) -> None:
-    """Numbers, texts, bytes, lists and dicts go to all, of different size on every rank."""
+    """Numbers, strings, bytes, lists and dicts of different sizes reach all ranks."""
     values = [
         {"rank": rank, "text": "ü" * rank, "data": bytes(5000 * rank), "of": [None, 1.5]} for rank in range(group.size)
     ]
@@ -28,7 +28,7 @@ def check_objects(group: Group) -> None:
 
 
 def check_send_receive(group: Group) -> None:
-    """Messages arrive by tag and source, in order, whoever comes first; also to oneself."""
+    """Messages are matched by tag and source, in order, regardless of arrival; also to the own rank."""
     rank, size = group.rank, group.size
     after, before = (rank + 1) % size, (rank - 1) % size
     for number in SIZES:
@@ -64,7 +64,7 @@ def check_send_receive(group: Group) -> None:
 
 
 def check_dropped_tickets(group: Group) -> None:
-    """A message whose ticket and array nobody keeps is sent all the same."""
+    """A message is sent even if its ticket and array are dropped."""
     after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     for turn in range(10):
         group.send_async(np.full(100_000, float(turn)), after)
@@ -76,7 +76,7 @@ def check_dropped_tickets(group: Group) -> None:
 
 
 def check_async(group: Group) -> None:
-    """Calls are carried out in the order in which they are made, synchronous ones among them."""
+    """Calls run in the order of submission, synchronous ones included."""
     finished: list[int] = []
     tickets: list[tuple[CollectiveTicket, Array]] = []
     for turn in range(40):
@@ -107,7 +107,7 @@ def check_async(group: Group) -> None:
 
 
 def check_async_does_not_wait(group: Group) -> None:
-    """Asynchronous calls return at once, though those before them wait for other ranks."""
+    """Asynchronous calls return immediately, even if earlier calls wait for other ranks."""
     if group.rank == 0:
         tickets = [group.all_reduce_async(np.ones(5)) for _ in range(3)]
         assert not tickets[0].done()  # rank 1 has not called
@@ -123,7 +123,7 @@ def check_async_does_not_wait(group: Group) -> None:
 
 
 def check_programs(group: Group) -> None:
-    """A long random program, the same on all ranks: no call leaves anything behind that the next one stumbles over."""
+    """A long random program, equal on all ranks: no call leaves state that breaks the next one."""
     random = np.random.default_rng(42)
     for turn in range(100):
         size = int(random.choice([0, 1, 5, 900, 9000, 33_000, 70_000]))
@@ -154,7 +154,7 @@ def check_programs(group: Group) -> None:
 
 
 def check_subgroups(group: Group) -> None:
-    """Parts of the group work as groups, also while the whole one does."""
+    """Subgroups work as groups, also concurrently with the whole group."""
     size, rank = group.size, group.rank
     backwards = group.subgroup(reversed(range(size)))
     assert backwards is not None
@@ -197,7 +197,7 @@ def check_subgroups(group: Group) -> None:
 
 
 def check_union(group: Group) -> None:
-    """Two groups become one though no rank is in both."""
+    """Two groups without a common rank form a union."""
     half = group.split(int(group.rank >= group.size // 2))
     assert half is not None
     others = [rank for rank in group.ranks if rank not in half.ranks]
@@ -212,7 +212,7 @@ def check_union(group: Group) -> None:
 
 
 def check_threads(group: Group) -> None:
-    """Several groups of the same ranks are used at once, from a thread each."""
+    """Several groups of the same ranks work concurrently, each in its own thread."""
     made = [group.subgroup(range(group.size)) for _ in range(3)]
     errors: list[BaseException] = []
 
@@ -245,7 +245,7 @@ def check_threads(group: Group) -> None:
 
 
 def check_wrong_use(group: Group) -> None:
-    """What one rank can see to be wrong raises UsageError before anything is sent; the group goes on."""
+    """Errors that one rank can detect raise UsageError before anything is sent; the group stays usable."""
     size, rank = group.size, group.rank
     ones = np.ones(size)
     read_only = np.ones(3)
@@ -288,12 +288,12 @@ def check_wrong_use(group: Group) -> None:
             call()
         except UsageError:
             continue
-        raise AssertionError(f"call {number} of those that are wrong raised nothing")
+        raise AssertionError(f"invalid call {number} raised nothing")
     same(group.all_reduce(ones), np.full(size, float(size)))
 
 
 def check_explain(group: Group) -> None:
-    """The group says how it does things, before and after it has done them."""
+    """The group explains its choices before and after an operation."""
     for operation in ("all_reduce", "broadcast", "all_to_all", "barrier"):
         for num_bytes in (0, 1000, 10_000_000):
             text = group.explain(num_bytes, operation)

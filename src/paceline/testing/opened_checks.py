@@ -1,4 +1,4 @@
-"""What every transport must do for the connections that an event loop opens."""
+"""Check a transport's connections that an event loop opens."""
 
 from __future__ import annotations
 
@@ -26,36 +26,36 @@ _HELLO = Hello(role="worker", rank=3, incarnation=8)
 
 
 class Inbox(Handler):
-    """Keeps every frame that comes, and every end; for one event loop's thread."""
+    """Record every frame and every end of a connection, in one event loop's thread."""
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []
         self.peers: list[Peer] = []
-        """Which peer each frame came from."""
+        """The peer of each frame."""
         self.ends: list[tuple[Peer, Exception | None]] = []
         self._changed = asyncio.Event()
 
     def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
-        """Keep a copy."""
+        """Record a copy."""
         self.frames.append(Frame(header, bytes(meta), memoryview(bytearray(body))))
         self.peers.append(peer)
         self._changed.set()
 
     def disconnected(self, peer: Peer, reason: Exception | None) -> None:
-        """Keep the reason."""
+        """Record the reason."""
         self.ends.append((peer, reason))
         self._changed.set()
 
     async def wait_frames(self, number: int) -> list[Frame]:
-        """Wait for so many frames, and take them all."""
+        """Wait for this number of frames, and return all recorded ones."""
         await self._wait(lambda: len(self.frames) >= number)
         frames, self.frames = self.frames, []
         return frames
 
     async def wait_end(self) -> Exception | None:
-        """Wait for the one end of the one connection, and return its reason."""
+        """Wait for the single end of the single connection, and return its reason."""
         await self._wait(lambda: bool(self.ends))
-        await asyncio.sleep(0.02)  # in which it could be told again
+        await asyncio.sleep(0.02)  # time for an incorrect second report
         assert len(self.ends) == 1
         return self.ends[0][1]
 
@@ -66,29 +66,30 @@ class Inbox(Handler):
 
 
 def check_opened_echo(setting: Setting) -> None:
-    """Frames of every size come back in order and as they were, in a loop of its own and in the server's."""
+    """Frames of every size return in order and unchanged, in a separate loop and in the server's."""
     asyncio.run(_check_opened_echo(setting))
     _run_beside_server(setting, _check_opened_echo(setting))
 
 
 def check_opened_both_ways(setting: Setting) -> None:
-    """Large frames that both ends send at once do not wait for each other."""
+    """Large frames that both ends send concurrently do not wait for each other."""
     asyncio.run(_check_opened_both_ways(setting))
     _run_beside_server(setting, _check_opened_both_ways(setting))
 
 
 def check_opened_errors(setting: Setting) -> None:
-    """What the server's handler raises comes as an ERROR frame with the request's header; the connection lives on."""
+    """An exception of the server's handler arrives as an ERROR frame with the request's header; the connection
+    stays."""
     asyncio.run(_check_opened_errors(setting))
 
 
 def check_opened_closing(setting: Setting) -> None:
-    """Whoever closes, each end is told once; what was sent before goes out."""
+    """After a close by either end, each end is notified once; earlier frames are still sent."""
     asyncio.run(_check_opened_closing(setting))
 
 
 def check_opened_refusals(setting: Setting) -> None:
-    """A wrong token and a place where nobody listens are told apart; the handler hears nothing of either."""
+    """A wrong token and a closed port raise different errors; the handler is not called."""
     with serve_in_thread(EchoHandler(), setting.transport) as other:
         gone = other.endpoint.tcp
     asyncio.run(_check_opened_refusals(setting, gone))
@@ -103,7 +104,7 @@ async def _open(setting: Setting, inbox: Inbox) -> Peer:
 
 
 def _served_peer(setting: Setting) -> Peer:
-    """Return the newest of the server's peers, which may notice it a moment after we do."""
+    """Return the newest of the server's peers, which the server may register slightly later."""
     setting.handler.wait_until(lambda: bool(setting.handler.peers))
     return setting.handler.peers[-1]
 
@@ -185,7 +186,7 @@ async def _check_opened_closing(setting: Setting) -> None:
     peer.send(*frame_parts(CLOSE))
     await inbox.wait_end()
     assert inbox.ends[0][0] is peer
-    peer.send(*frame_parts(SILENT))  # to nobody
+    peer.send(*frame_parts(SILENT))  # the other end is closed
     peer.close()
     assert len(inbox.ends) == 1
 
@@ -232,7 +233,7 @@ async def _failure(opening: Coroutine[None, None, Peer]) -> PacelineError:
         await opening
     except PacelineError as error:
         return error
-    raise AssertionError("opening was to fail, and did not")
+    raise AssertionError("expected opening to fail, but it succeeded")
 
 
 OPENED_CHECKS: tuple[Callable[[Setting], None], ...] = (

@@ -1,4 +1,4 @@
-"""Checks of single operations against NumPy; see `collectives`."""
+"""Check single operations against NumPy; see `collectives`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from paceline.testing.group_arrays import (
 
 
 def check_barrier(group: Group) -> None:
-    """Barriers end, alone and among other calls."""
+    """Barriers end, alone and between other calls."""
     for number in range(50):
         group.barrier()
         if number % 10 == 0:
@@ -32,7 +32,7 @@ def check_barrier(group: Group) -> None:
 
 
 def check_all_reduce_dtypes(group: Group) -> None:
-    """Every dtype with every operation; integers wrap around."""
+    """Every dtype works with every operation; integers wrap around."""
     for dtype in DTYPES:
         for op in ops_of(dtype):
             for size in (7, 1000):
@@ -46,7 +46,7 @@ def check_all_reduce_dtypes(group: Group) -> None:
 
 
 def check_all_reduce_sizes(group: Group) -> None:
-    """Every size, into a fresh array, a given one and in place; the source stays as it was."""
+    """Every size works, into a new array, a given one and in place; the source does not change."""
     for size in (*SIZES, 300_000):
         for op, dtype in (("sum", "float32"), ("max", "float64"), ("min", "int16")):
             given = sample(group.rank, size, dtype, size)
@@ -61,7 +61,7 @@ def check_all_reduce_sizes(group: Group) -> None:
 
 
 def check_all_reduce_large(group: Group) -> None:
-    """12 MB, in place and not, several times; random floats are near NumPy's and the same bit by bit on all ranks."""
+    """12 MB, in place and not, several times; random floats are close to NumPy's and equal to the bit on all ranks."""
     for turn, size in enumerate((3_000_000, 1_000_003)):
         given = sample(group.rank, size, seed=turn)
         expected = reduced(group, "sum", size, seed=turn)
@@ -71,7 +71,7 @@ def check_all_reduce_large(group: Group) -> None:
 
 
 def check_bits(group: Group) -> None:
-    """The result of a reduction of random floats is the same bit by bit on every rank."""
+    """A reduction of random floats is equal to the bit on every rank."""
     for dtype in ("float16", "float32", "float64"):
         for size in (5, 3000, 40_001, 400_000):
             arrays = [np.random.default_rng((size, rank)).random(size).astype(dtype) for rank in range(group.size)]
@@ -85,7 +85,7 @@ def check_bits(group: Group) -> None:
 
 
 def check_not_finite(group: Group) -> None:
-    """Infinities and NaNs come through: a NaN of any rank makes sums, minima and maxima NaN."""
+    """Infinities and NaNs are kept: a NaN of any rank makes sums, minima and maxima NaN."""
     for special in range(group.size):
         values = np.array([np.inf, np.nan, 1.0, -np.inf, 0.0])
         given = values if group.rank == special else np.zeros(5)
@@ -95,7 +95,7 @@ def check_not_finite(group: Group) -> None:
 
 
 def check_layouts(group: Group) -> None:
-    """0-d and many axes, gaps, Fortran order, read-only sources, lists and numbers, as sources and as results."""
+    """0-d and many axes, gaps, Fortran order, read-only sources, lists and numbers work as sources and results."""
     size, rank = group.size, group.rank
     total = size * (size + 1) // 2
     for value in (rank + 1, float(rank + 1), np.float32(rank + 1), np.array(rank + 1), [[rank + 1]], (rank + 1,)):
@@ -128,7 +128,7 @@ def check_layouts(group: Group) -> None:
 
 
 def check_reduce(group: Group) -> None:
-    """Every root gets the reduction, the others None; their arrays stay as they were."""
+    """Every root gets the reduction, other ranks None; their arrays do not change."""
     for root in range(group.size):
         for size, op, dtype in zip(SIZES, ("sum", "max", "mean", "product", "min", "sum"), DTYPES * 2, strict=False):
             op = "sum" if op == "mean" and not dtype.startswith("f") else op
@@ -150,7 +150,7 @@ def check_reduce(group: Group) -> None:
 
 
 def check_reduce_scatter(group: Group) -> None:
-    """Every rank gets its part of the reduction, in equal parts and uneven ones."""
+    """Every rank gets its part of the reduction, with equal and uneven parts."""
     for rows in (0, 1, 7, 1000, 70_000):
         sizes = [rows] * group.size
         for shape in ((rows * group.size,), (rows * group.size, 3)):
@@ -170,7 +170,7 @@ def check_reduce_scatter(group: Group) -> None:
 
 
 def check_broadcast(group: Group) -> None:
-    """Every root's array comes to all, of every dtype and size."""
+    """Every root's array reaches all ranks, in every dtype and size."""
     for root in range(group.size):
         for size, dtype in [*((size, "float32") for size in (*SIZES, 300_000)), *((9, dtype) for dtype in DTYPES)]:
             array = sample(group.rank, size, dtype, root)
@@ -179,7 +179,7 @@ def check_broadcast(group: Group) -> None:
 
 
 def check_all_gather(group: Group) -> None:
-    """The arrays of all ranks lie one behind the other, of one size or of several."""
+    """The arrays of all ranks are concatenated, with equal or different sizes."""
     for size in (*SIZES, 300_000):
         got = group.all_gather(sample(group.rank, size))
         same(got, np.concatenate([sample(rank, size) for rank in range(group.size)]), size)
@@ -202,7 +202,7 @@ def check_all_gather(group: Group) -> None:
 
 
 def check_gather(group: Group) -> None:
-    """Every root gets the arrays of all; the others None."""
+    """Every root gets the arrays of all ranks; other ranks get None."""
     for root in range(group.size):
         for size in SIZES:
             got = group.gather(sample(group.rank, size), root=root)
@@ -234,7 +234,7 @@ def check_scatter(group: Group) -> None:
 
 
 def check_all_to_all(group: Group) -> None:
-    """Part d of rank s is part s of rank d, in equal parts and uneven ones."""
+    """Part d of rank s is part s of rank d, with equal and uneven parts."""
     ranks, rank = range(group.size), group.rank
     for size in SIZES:
         for shape in ((size,), (size, 2)):

@@ -1,4 +1,4 @@
-"""The ranks of a group as threads of one process, and a watch over what they leave behind."""
+"""Run the ranks of a group as threads of one process, and detect leaked resources."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def run_ranks(
     within: timedelta = timedelta(seconds=60),
     **join_options: Any,
 ) -> list[_T]:
-    """Join ``size`` ranks, threads of this process, call ``function(group)`` on each, close; return what it returns.
+    """Join ``size`` ranks, threads of this process, call ``function(group)`` on each, and return the results.
 
-    ``hosts``: the number of every rank's make-believe host; ranks of different ones share no memory and meet over TCP.
-    ``join_options`` are those of :func:`paceline.collectives.join`. Raises AssertionError that names the ranks if one
-    raises, with the first error as its cause, or if one has not ended ``within`` that time: then it says where it is.
+    ``hosts``: the number of every rank's simulated host; ranks of different hosts share no memory and use TCP.
+    ``join_options`` are those of :func:`paceline.collectives.join`. Raises AssertionError with the ranks if some raise
+    (the first error is its cause), or if some have not ended ``within`` that time (with their stacks).
     """
     store = MemoryStore()
     results: list[Any] = [None] * size
@@ -68,7 +68,7 @@ def run_ranks(
 
 @contextmanager
 def nothing_left() -> Iterator[None]:
-    """Raise AssertionError if threads or open files are left, some seconds after, that were not there before."""
+    """Raise AssertionError if new threads or open files remain after some seconds."""
     threads, files = set(threading.enumerate()), _open_files()
     yield
     deadline = time.monotonic() + _LEAVING_S
@@ -76,7 +76,7 @@ def nothing_left() -> Iterator[None]:
         thread.join(max(deadline - time.monotonic(), 0.0))
     left = sorted(thread.name for thread in set(threading.enumerate()) - threads)
     assert not left, f"threads are left: {left}"
-    gc.collect()  # an error's traceback may hold what was mapped
+    gc.collect()  # an error's traceback may keep a mapping alive
     while (opened := _open_files() - files) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not opened, f"files are left open: {opened}"
@@ -89,7 +89,7 @@ def _open_files() -> set[str]:
         try:
             found.add(f"{number.name} {number.readlink()}")
         except OSError:
-            pass  # the one of the listing itself
+            pass  # the descriptor of the listing
     return found
 
 
@@ -99,7 +99,7 @@ def _stack(thread: threading.Thread) -> str:
 
 
 class StoreOfOneHost(Store):
-    """Makes a rank believe that the ranks of other hosts share no memory with it, and have no Unix socket."""
+    """Simulate hosts: ranks of different hosts share no memory and use no Unix sockets."""
 
     def __init__(self, store: Store, rank: int, hosts: Sequence[int]) -> None:
         self._store, self._rank, self._hosts = store, rank, hosts
@@ -128,7 +128,7 @@ class StoreOfOneHost(Store):
 
     @override
     def close(self) -> None:
-        """The other store stays open."""
+        """Leave the other store open."""
 
 
-# what the ranks give, and what must come of it
+# inputs of the ranks, and the expected results

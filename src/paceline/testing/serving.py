@@ -1,4 +1,4 @@
-"""A server's event loop in a thread of the test's process."""
+"""Run a server's event loop in a thread of the test's process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Served:
     loop: asyncio.AbstractEventLoop
 
     def call(self, function: Callable[[], _T]) -> _T:
-        """Run ``function`` in the loop's thread, as the handler's methods are; return what it does."""
+        """Run ``function`` in the loop's thread, like the handler's methods; return its result."""
 
         async def run() -> _T:
             return function()
@@ -42,9 +42,9 @@ def serve_in_thread(
     address: Address | str | None = None,
     unix: bool = True,
 ) -> Iterator[Served]:
-    """Serve ``handler`` while the context lasts; then close everything and join the thread.
+    """Serve ``handler`` during the context; then close everything and join the thread.
 
-    Raises what ``transport.serve`` raises, in the caller's thread.
+    Raises the errors of ``transport.serve`` in the caller's thread.
     """
     ready: Future[Served] = Future()
     stop = asyncio.Event()

@@ -1,4 +1,4 @@
-"""What the checks of transports talk to: an echo, and clients of it."""
+"""Provide the server and the clients for the checks of transports."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from paceline.testing.serving import Served
 from paceline.transport import Channel, Handler, Header, Hello, Peer, Transport, frame_parts
 
 MakeTransport = Callable[[str], Transport]
-"""Makes a transport with the token given; those with equal tokens must reach each other."""
+"""Create a transport with the given token; transports with equal tokens must be able to connect."""
 
 ECHO, SILENT, FAIL, FAIL_INTERNALLY, CLOSE = range(16, 21)
-"""The kinds of frame that :class:`EchoHandler` understands."""
+"""Kinds of frame that :class:`EchoHandler` handles."""
 ANSWER = 32
 
 TIMEOUT_S = 10.0
 
 
 class EchoHandler(Handler):
-    """Sends every frame back as it came; or, by its kind, nothing, an error, or closes."""
+    """Return every frame to its sender; other kinds cause silence, an error or a close."""
 
     def __init__(self) -> None:
         self.peers: list[Peer] = []
@@ -31,13 +31,13 @@ class EchoHandler(Handler):
         self.changed = threading.Condition()
 
     def connected(self, peer: Peer) -> None:
-        """Keep the peer."""
+        """Record the peer."""
         with self.changed:
             self.peers.append(peer)
             self.changed.notify_all()
 
     def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
-        """Do what the kind says."""
+        """Act on the kind of the frame."""
         with self.changed:
             self.num_frames += 1
             self.changed.notify_all()
@@ -64,20 +64,20 @@ class EchoHandler(Handler):
             peer.close()
 
     def disconnected(self, peer: Peer, reason: Exception | None) -> None:
-        """Keep the reason."""
+        """Record the reason."""
         with self.changed:
             self.peers.remove(peer)
             self.reasons.append(reason)
             self.changed.notify_all()
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait for a condition on what is kept here."""
+        """Wait for a condition on the recorded values."""
         with self.changed:
             assert self.changed.wait_for(condition, TIMEOUT_S), "waited too long"
 
 
 class Setting:
-    """A served echo handler and clients of it."""
+    """A served echo handler and its clients."""
 
     def __init__(self, make: MakeTransport, transport: Transport, handler: EchoHandler, served: Served) -> None:
         self.make = make
@@ -95,6 +95,6 @@ class Setting:
         return channel
 
     def close(self) -> None:
-        """Close what was connected."""
+        """Close all connections."""
         for channel in self._channels:
             channel.close()

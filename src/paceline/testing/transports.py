@@ -1,7 +1,6 @@
-"""What every transport must do, in the manner of trio's ``check_one_way_stream``.
+"""Check the behaviour of a transport, in the manner of trio's ``check_one_way_stream``.
 
-:func:`check_transport` runs all checks on a fresh transport each; ``CHECKS`` has them by name, for a
-test each.
+:func:`check_transport` runs all checks, each on a new transport; ``CHECKS`` contains them by name, for one test each.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _TOKEN = "the-token-of-the-conformance-suite"
 
 
 def check_echo(setting: Setting) -> None:
-    """Bodies of every size and alignment come back, with all fields of the header, at an aligned place."""
+    """Bodies of every size and alignment return, with all fields of the header, at an aligned address."""
     channel = setting.connect()
     random = np.random.default_rng(0)
     for size in (0, 1, 7, 8, 64, 4056, 4057, 12_288, 65_537, 262_104, 262_105, 1_200_003, 6_400_000):
@@ -71,7 +70,7 @@ def check_echo(setting: Setting) -> None:
 
 
 def check_unexpected_answers(setting: Setting) -> None:
-    """Shorter bodies, metas and several parts are received right; longer ones are refused."""
+    """Shorter bodies, metas and several parts are received correctly; longer ones are rejected."""
     channel = setting.connect()
     into = np.zeros(100_000, np.uint8)
     for size, meta in ((10, b""), (99_999, b"m"), (100_000, b"meta"), (0, b"12345678"), (100_000, b"")):
@@ -95,7 +94,7 @@ def check_unexpected_answers(setting: Setting) -> None:
 
 
 def check_pipelining(setting: Setting) -> None:
-    """Many frames under way are answered in order."""
+    """Many frames in flight are answered in order."""
     channel = setting.connect()
     sizes = [(7919 * number) % 3000 for number in range(300)] + [300_000, 5, 700_000, 0]
     for number, size in enumerate(sizes):
@@ -107,7 +106,7 @@ def check_pipelining(setting: Setting) -> None:
 
 
 def check_many_clients(setting: Setting) -> None:
-    """Clients do not notice each other; the server knows who is who."""
+    """Clients are independent of each other; the server distinguishes them."""
     channels = [setting.connect(rank) for rank in range(20)]
     for rank, channel in enumerate(channels):
         channel.send(*frame_parts(ECHO, request=rank, body=np.full(1000 * rank, rank, np.uint8)))
@@ -125,7 +124,7 @@ def check_many_clients(setting: Setting) -> None:
 
 
 def check_over_long(setting: Setting) -> None:
-    """A frame that claims 2^60 bytes costs its sender the connection, and nobody memory."""
+    """A frame that claims 2^60 bytes closes its sender's connection without allocating memory."""
     for lengths in ({"body_bytes": 1 << 60}, {"meta_bytes": (1 << 32) - 1}, {"body_bytes": (1 << 64) - 1}):
         bystander = setting.connect(1)
         channel = setting.connect()
@@ -135,7 +134,7 @@ def check_over_long(setting: Setting) -> None:
 
 
 def check_garbage(setting: Setting) -> None:
-    """Bytes that are no frame, and kinds that are the transport's own, close that connection only."""
+    """Invalid bytes and reserved kinds of frame close only the connection that sent them."""
     random = np.random.default_rng(1)
     http = b"GET / HTTP/1.1\r\nHost: example.org\r\nAccept: */*\r\n\r\n"
     for garbage in (http, random.bytes(5000), pack_header(2)):
@@ -150,7 +149,7 @@ def check_garbage(setting: Setting) -> None:
 
 
 def check_closing(setting: Setting) -> None:
-    """Each end notices that the other has closed, between frames and within one."""
+    """Each end detects that the other has closed, between frames and inside one."""
     handler = setting.handler
     channel = setting.connect()
     _check_alive(channel)
@@ -179,7 +178,7 @@ def check_closing(setting: Setting) -> None:
 
 
 def check_closing_wakes(setting: Setting) -> None:
-    """A thread that waits on a channel wakes when another closes it."""
+    """A thread that waits on a channel wakes when another thread closes it."""
     channel = setting.connect()
     errors: list[Exception] = []
 
@@ -199,7 +198,7 @@ def check_closing_wakes(setting: Setting) -> None:
 
 
 def check_deadlines(setting: Setting) -> None:
-    """A wait ends when it should; the channel goes on if no frame had begun."""
+    """A wait ends at its timeout; the channel stays usable if no frame had begun."""
     channel = setting.connect()
     into = np.zeros(64, np.uint8)
     waits: tuple[Callable[[], object], ...] = (
@@ -217,7 +216,7 @@ def check_deadlines(setting: Setting) -> None:
 
 
 def check_errors(setting: Setting) -> None:
-    """What the handler raises is raised at the client, and the connection lives on."""
+    """An exception of the handler is raised at the client, and the connection stays open."""
     channel = setting.connect()
     into = np.zeros(50_000, np.uint8)
     receives: tuple[Callable[[], object], ...] = (
@@ -241,7 +240,7 @@ def check_errors(setting: Setting) -> None:
 
 
 def check_refusals(setting: Setting) -> None:
-    """A wrong token and a place where nobody listens are told apart; others go on."""
+    """A wrong token and a closed port raise different errors; other clients continue."""
     bystander = setting.connect()
     intruder = setting.make("another token for tests")
     endpoint = setting.served.endpoint
@@ -275,9 +274,9 @@ CHECKS: Mapping[str, Callable[[Setting], None]] = {
 
 
 def check_transport(make: MakeTransport, *, only: str | None = None, unix: bool = True) -> None:
-    """Check that a transport keeps the promises of `paceline.transport.base`; AssertionError if it does not.
+    """Check that a transport behaves as `paceline.transport.base` documents; raise AssertionError otherwise.
 
-    ``only`` names one check of ``CHECKS``; ``unix=False`` leaves the Unix socket out, where there is one.
+    ``only`` selects one check of ``CHECKS``; ``unix=False`` excludes Unix sockets.
     """
     for name, check in CHECKS.items():
         if only is not None and name != only:
@@ -299,7 +298,7 @@ def _check_alive(channel: Channel) -> None:
 
 
 def _check_refused(channel: Channel) -> None:
-    # The server says why, but its word may be lost when it closes while more was on the way.
+    # The server sends the reason, but closing with unread bytes may discard it.
     _expect((ProtocolError, ConnectionLostError), lambda: channel.receive_header(TIMEOUT_S))
 
 
@@ -308,4 +307,4 @@ def _expect(kind: type[Exception] | tuple[type[Exception], ...], call: Callable[
         call()
     except kind as error:
         return error
-    raise AssertionError(f"{kind} was expected, nothing was raised")
+    raise AssertionError(f"expected {kind}, but nothing was raised")

@@ -60,7 +60,7 @@ def test_a_folder_of_another_user_is_passed_over(tmp_path: Path) -> None:
 def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
     user_key(tmp_path)
     (tmp_path / "paceline" / "key").chmod(0o644)
-    with pytest.raises(UsageError, match="can be read by others"):
+    with pytest.raises(UsageError, match="readable by other users"):
         user_key(tmp_path)
 
 
@@ -82,7 +82,7 @@ def test_a_token_comes_before_the_key_and_is_needed_between_hosts(tmp_path: Path
     given = "a token that was given"
     assert choose_secret(given, is_local=True, where="127.0.0.1:1", runtime_dir=tmp_path) == given
     assert choose_secret(given, is_local=False, where="10.0.0.1:1", runtime_dir=tmp_path) == given
-    with pytest.raises(UsageError, match=r"meet at 10\.0\.0\.1:1, which other machines reach"):
+    with pytest.raises(UsageError, match=r"10\.0\.0\.1:1, which other machines can reach"):
         choose_secret(None, is_local=False, where="10.0.0.1:1", runtime_dir=tmp_path)
     assert not list(tmp_path.iterdir())
 

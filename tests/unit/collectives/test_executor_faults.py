@@ -191,7 +191,7 @@ def test_without_anybody_to_ask_the_awaited_rank_is_named() -> None:
     schedules = all_reduces("ring", 2)
     with open_meshes(2) as meshes:
         executor = ScheduleExecutor(meshes[0], group="world")
-        with pytest.raises(RankLostError, match="rank 1 was waited for in vain") as caught:
+        with pytest.raises(RankLostError, match="rank 1 did not send") as caught:
             run(executor, schedules[0], 4000, timeout_s=0.3)
         assert caught.value.ranks == (1,)
 
@@ -292,8 +292,7 @@ def test_bytes_that_are_no_message_are_reported_to_all() -> None:
         results = in_ranks(lambda rank: run(executors[rank], schedules[rank], 4000), range(3))
     for error in results.values():
         assert isinstance(error, CollectiveError), error
-    assert "what rank 2 sent" in str(results[0])
-    assert "cannot be read" in str(results[0])
+    assert "rank 2 sent invalid bytes" in str(results[0])
 
 
 def test_the_status_tells_who_is_waited_for() -> None:

@@ -173,12 +173,12 @@ def test_a_part_that_could_not_be_made_can_be_tried_again(hosts: tuple[int, ...]
         first.barrier()
         if group.rank != 1:
             for _ in range(2):
-                with pytest.raises(RankLostError, match="rank 1 did not come to make group") as lost:
+                with pytest.raises(RankLostError, match="rank 1 did not come") as lost:
                     group.subgroup(range(3), timeout=timedelta(seconds=0.5))
                 assert lost.value.ranks == (1,)
         have_failed.wait()
         if group.rank == 1:
-            with pytest.raises(RankLostError, match="ranks 0 and 2 did not come to make group"):
+            with pytest.raises(RankLostError, match="ranks 0 and 2 did not come"):
                 group.subgroup(range(3), timeout=timedelta(seconds=0.2))
         has_failed.wait()
         for _ in range(2):
@@ -214,7 +214,7 @@ def test_a_wrong_target_of_an_uneven_all_to_all_leaves_the_group_alive(options: 
 
 def test_what_out_has_no_room_for_is_a_mismatch() -> None:
     def call(group: Group) -> None:
-        with pytest.raises(MismatchError, match=r"rank 1 expects 3 rows in all_to_all, those of out, but"):
+        with pytest.raises(MismatchError, match=r"rank 1 expects 3 rows in all_to_all"):
             group.all_to_all(np.ones(2), send_sizes=[1, 1], out=np.ones(2 + group.rank))
 
     run_ranks(2, call)

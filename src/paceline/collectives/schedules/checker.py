@@ -130,7 +130,7 @@ def _run(schedules: Sequence[Schedule], contents: Contents, partners: dict[_Plac
     if stuck:
         waits = (peer for peer in partners[stuck[0]] if begun[peer[0]] < peer[1])
         raise ScheduleError(
-            f"{_at(stuck[0])} waits for ever for {' and '.join(map(_at, waits))} to begin: "
+            f"{_at(stuck[0])} waits forever for {' and '.join(map(_at, waits))} to begin: "
             f"stuck ranks are {[rank for rank, _ in stuck]}."
         )
 

@@ -150,10 +150,10 @@ def test_two_programs_at_one_rendezvous() -> None:
     with met(2, port):
         for rank in range(2):
             with pytest.raises(
-                UsageError, match=f"rank {rank} of 2 is here already: .* two programs use the rendezvous"
+                UsageError, match=f"rank {rank} of 2 is registered already: .* two programs use the rendezvous"
             ):
                 meet(rank, 2, port)
-            with pytest.raises(UsageError, match=r"this program has 4 ranks, the one that meets at .* has 2"):
+            with pytest.raises(UsageError, match=r"this program has 4 ranks.* has 2"):
                 meet(rank, 4, port)
 
 
@@ -180,7 +180,7 @@ def test_something_else_is_there() -> None:
 
         speaker = threading.Thread(target=speak)
         speaker.start()
-        with pytest.raises(ProtocolError, match="is no Paceline rendezvous: another program has the port"):
+        with pytest.raises(ProtocolError, match=r"is no Paceline rendezvous.*MASTER_PORT"):
             meet(1, 2, other.getsockname()[1])
         speaker.join()
 

@@ -142,20 +142,20 @@ def test_counting_twice_is_found() -> None:
 def test_a_barrier_that_does_not_wait_for_everybody_is_found() -> None:
     schedules = ALGORITHMS["barrier"]["dissemination"].schedules(5)
     shorter = [replace(schedule, rounds=schedule.rounds[:-1]) for schedule in schedules]
-    with pytest.raises(ScheduleError, match=r"rank 0 leaves the barrier without having heard of ranks \[1\]"):
+    with pytest.raises(ScheduleError, match=r"rank 0 leaves the barrier without .*ranks \[1\]"):
         check("barrier", shorter)
 
 
 def test_a_deadlock_of_waiting_sends_is_found() -> None:
     # With buffers this would end, and with the right result: it must not rely on them.
     rounds: list[list[Round]] = [[(Send(peer, ALL),), (Receive(peer, ALL, reduce=True),)] for peer in (1, 0)]
-    with pytest.raises(ScheduleError, match=r"rank 0 in round 0 waits for ever for rank 1 in round 1.*\[0, 1\]"):
+    with pytest.raises(ScheduleError, match=r"rank 0 in round 0 waits forever for rank 1 in round 1.*\[0, 1\]"):
         check("all_reduce", two_ranks(rounds[0], rounds[1]))
 
 
 def test_a_deadlock_of_receives_is_found() -> None:
     rounds: list[list[Round]] = [[(Receive(peer, ALL, reduce=True),), (Send(peer, ALL),)] for peer in (1, 0)]
-    with pytest.raises(ScheduleError, match="waits for ever"):
+    with pytest.raises(ScheduleError, match="waits forever"):
         check("all_reduce", two_ranks(rounds[0], rounds[1]))
 
 
@@ -177,8 +177,8 @@ def test_a_round_sends_what_was_there_when_it_began() -> None:
         ((Receive(1, ((0, 1), (0, 1))),), "block 0 twice"),
         ((Receive(1, ((1, 2),)), Copy(ALL, ((1, 2),))), "block 1 twice"),
         ((Copy(((0, 2),), ALL),), "spans of different length"),
-        ((Send(1, ALL),), "rank 0 in round 0 sends to rank 1, who never receives"),
-        ((Receive(1, ALL),), "rank 0 in round 0 receives from rank 1, who never sends"),
+        ((Send(1, ALL),), "rank 0 in round 0 sends to rank 1, which never receives"),
+        ((Receive(1, ALL),), "rank 0 in round 0 receives from rank 1, which never sends"),
         ((Copy(ALL, ((1, 2),)),), r"rank 0 in round 0: block 1 gets block 0 of ranks \[0\]"),
     ],
 )
@@ -195,13 +195,13 @@ def test_messages_of_two_lengths_are_found() -> None:
 
 def test_reading_what_was_never_written_is_found() -> None:
     schedules = two_ranks([(Receive(1, ALL),)], [(Send(0, ALL),)])
-    with pytest.raises(ScheduleError, match="rank 1 in round 0: block 0 is read, but holds nothing"):
+    with pytest.raises(ScheduleError, match="rank 1 in round 0: block 0 is read, but is still empty"):
         check("broadcast", schedules)
 
 
 def test_reducing_into_nothing_is_found() -> None:
     schedules = two_ranks([(Send(1, ALL),)], [(Receive(0, ALL, reduce=True),)])
-    with pytest.raises(ScheduleError, match="rank 1 in round 0: block 0 is reduced into, but holds nothing"):
+    with pytest.raises(ScheduleError, match="rank 1 in round 0: block 0 is reduced into, but is empty"):
         check("broadcast", schedules)
 
 
@@ -214,7 +214,7 @@ def test_the_input_of_an_all_to_all_is_kept() -> None:
 
 @pytest.mark.parametrize(("collective", "wrong"), [("all_gather", 3), ("all_to_all", 4), ("barrier", 1), ("reduce", 0)])
 def test_the_number_of_blocks_is_the_collective_s(collective: str, wrong: int) -> None:
-    with pytest.raises(ScheduleError, match=f"rank 0 has {wrong} blocks, which is no {collective}"):
+    with pytest.raises(ScheduleError, match=f"rank 0 has {wrong} blocks.* {collective}"):
         check(collective, two_ranks([], [], num_blocks=wrong))
 
 

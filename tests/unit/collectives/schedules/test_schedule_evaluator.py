@@ -199,7 +199,7 @@ def test_copies_cost_nothing_and_empty_rounds_neither() -> None:
 
 
 def test_ranks_that_wait_for_ever_are_told() -> None:
-    with pytest.raises(ScheduleError, match="rank 1 in round 0 of 2 waits for ever"):
+    with pytest.raises(ScheduleError, match="rank 1 in round 0 of 2 waits forever"):
         run([], [(Receive(0, ONE),), ()])
 
 
