@@ -32,7 +32,7 @@ class Environment:
     token: str | None = None
     """``PACELINE_TOKEN``: the cluster's token."""
     tls_cert: Path | None = None
-    """``PACELINE_TLS_CERT``: this process's certificate (PEM); any of these three enables TLS."""
+    """``PACELINE_TLS_CERT``: this process's certificate (PEM); any of the three variables enables TLS."""
     tls_key: Path | None = None
     """``PACELINE_TLS_KEY``: the key of the certificate."""
     tls_ca: Path | None = None

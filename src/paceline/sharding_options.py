@@ -44,8 +44,8 @@ def choose_sharding(shard: str | None, data_parallel: int | None, processes: int
     num_groups = 1 if data_parallel is None else data_parallel
     if num_groups < 1 or processes % num_groups:
         raise UsageError(
-            f"--data-parallel {num_groups}: expected a divisor of the {processes} processes, because each of the groups "
-            "shards the model among its own processes"
+            f"--data-parallel {num_groups}: expected a divisor of the {processes} processes, because each group "
+            "of processes shards the model among its own processes"
         )
     units = () if shard is None else tuple(name.strip() for name in shard.split(","))
     if "" in units or len(set(units)) < len(units):

@@ -151,7 +151,7 @@ def _time_batch(call: Callable[[], object], repetitions: int, group: Group) -> l
 
 
 def _algorithm(op: str, size: int, group: Group) -> str:
-    """Return what our tuner takes: the marked line of what it explains."""
+    """Return the tuner's choice, which the explanation marks with a star."""
     if op == "barrier":
         return ""
     found = re.search(r"^\* (\S+)", group.explain(size, op), re.MULTILINE)

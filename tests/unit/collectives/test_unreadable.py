@@ -26,11 +26,11 @@ DEEP = b"\x91" * 100_000
 @pytest.mark.parametrize("data", [NO_TEXT, DEEP, b"\xdd\xff\xff\xff\xff"], ids=["no text", "deep", "huge count"])
 def test_text_that_is_none(data: bytes) -> None:
     header = unpack_header(HEADER.pack(MAGIC, WIRE_VERSION, MessageKind.ABORT, len(data), 3, 0, 0))
-    with pytest.raises(ProtocolError, match="ABORT"):
+    with pytest.raises(ProtocolError, match="cannot be read"):
         unpack_abort(Head(header, data))
-    with pytest.raises(ProtocolError, match="ABORT"):
+    with pytest.raises(ProtocolError, match="cannot be read"):
         NodeInfo.decode(data)
-    with pytest.raises(ProtocolError, match="ABORT"):
+    with pytest.raises(ProtocolError, match="cannot be read"):
         decode_request(data)
     abort = unexpected(CurrentCall("g", 0, CollectiveCall("barrier"), 3), 1, Head(header, data))
     assert "rank 1 sent invalid bytes during barrier(), call 3 of group 'g'" in abort.message

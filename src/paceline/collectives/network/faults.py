@@ -61,7 +61,7 @@ def unpack_abort(frame: Head) -> Abort:
     try:
         return msgspec.msgpack.decode(frame.text, type=known(Abort))
     except UNREADABLE as error:
-        raise ProtocolError(f"got an ABORT that cannot be decoded: {error}") from None
+        raise ProtocolError(f"got an ABORT that cannot be read: {error}") from None
 
 
 def spread(abort: Abort, peers: Iterable[PeerMessages], *, has_come: Iterable[int], deadline: float) -> None:
