@@ -25,7 +25,7 @@ def test_every_strategy_by_its_name(name: str) -> None:
     assert choice.name == name
     assert (choice.servers, choice.consistency is not None) == ((1, True) if needs_servers(name) else (0, False))
     if is_one_process(name):
-        with pytest.raises(UsageError, match=f"strategy {name} is one process, 2 were asked for"):
+        with pytest.raises(UsageError, match=f"strategy {name} is one process, got 2"):
             choose_strategy(name, processes=2)
     else:
         assert choose_strategy(name, processes=2).name == name
@@ -45,13 +45,13 @@ def test_consistency() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"name": "nothing"}, "there is no strategy 'nothing': expected one of one-device, mirrored"),
-        ({"name": "all-reduce", "servers": 1}, "has no servers, 1 were asked for"),
+        ({"name": "nothing"}, "strategy 'nothing': expected one of one-device, mirrored"),
+        ({"name": "all-reduce", "servers": 1}, "has no servers, got 1"),
         ({"name": "all-reduce", "consistency": "eventual"}, "leave --consistency eventual out"),
         ({"name": "all-reduce", "replicas": 2}, "leave --replicas 2 out"),
         ({"name": None, "replicas": 2}, "strategy one-device has neither servers nor replicas in one process"),
-        ({"name": "mirrored", "replicas": 0}, "0 replicas were asked for: expected 1 or more"),
-        ({"name": "hybrid", "replicas": -1}, "-1 replicas were asked for: expected 0 or more"),
+        ({"name": "mirrored", "replicas": 0}, "0 replicas, expected 1 or more"),
+        ({"name": "hybrid", "replicas": -1}, "-1 replicas, expected 0 or more"),
         ({"name": "hybrid", "servers": 0}, "expected 1 or more"),
         ({"name": "parameter-server", "servers": -1}, "expected 1 or more"),
         ({"name": "parameter-server", "consistency": "soon"}, "'soon'"),

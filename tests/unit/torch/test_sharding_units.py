@@ -92,7 +92,7 @@ def test_options() -> None:
     assert ShardingOptions.decode(options.encode()) == options
     assert choose_sharding(None, None, 3) == ShardingOptions(units=(), shards=3, data_parallel=1)
     assert choose_strategy("sharded", processes=2, shard="head").sharding == choose_sharding("head", None, 2)
-    with pytest.raises(UsageError, match="PACELINE_SHARDING='no' is not what paceline run writes"):
+    with pytest.raises(UsageError, match="PACELINE_SHARDING='no' was not written by paceline run"):
         ShardingOptions.decode("no")
 
 
@@ -101,7 +101,7 @@ def test_options() -> None:
     [
         ("sharded", {"pipeline": {"data_parallel": 2}}, "--data-parallel 2: expected a divisor of the 3 processes"),
         ("sharded", {"pipeline": {"data_parallel": 0}}, "--data-parallel 0: expected"),
-        ("sharded", {"pipeline": {"stages": 3}}, "sharded cuts no model into stages: leave --stages 3 out"),
+        ("sharded", {"pipeline": {"stages": 3}}, "sharded has no pipeline stages: leave --stages 3 out"),
         ("sharded", {"shard": "a,,b"}, "--shard a,,b: expected different module names"),
         ("sharded", {"shard": "a,a"}, "--shard a,a: expected different"),
         ("sharded", {"replicas": 2}, "leave --replicas 2 out"),

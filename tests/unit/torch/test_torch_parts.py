@@ -60,7 +60,7 @@ def test_store_is_set_once_and_waits_to_its_deadline(tmp_path: Path) -> None:
         store.set("empty", b"")
         assert store.get("key", time.monotonic()) == b"\x00\xff"
         assert store.get("empty", time.monotonic() + 1) == b""
-        with pytest.raises(UsageError, match="set already"):
+        with pytest.raises(UsageError, match="already set"):
             store.set("key", b"\x01")
         start = time.monotonic()
         with pytest.raises(DeadlineError, match="'key' was not set"):

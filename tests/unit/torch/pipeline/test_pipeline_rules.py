@@ -149,7 +149,7 @@ def test_options_are_checked_and_travel_as_text() -> None:
     assert PipelineOptions.decode(options.encode()) == options
     assert choose_pipeline(PipelineFlags(data_parallel=2), 6).stages == 3
     for flags, message in (
-        ({}, "give --stages"),
+        ({}, "pass --stages"),
         ({"stages": 0}, "expected 1 or more"),
         ({"stages": 2, "schedule": "2f2b"}, "expected one of gpipe"),
         ({"stages": 2, "microbatches": "many"}, "whole number"),
@@ -160,7 +160,7 @@ def test_options_are_checked_and_travel_as_text() -> None:
     ):
         with pytest.raises(UsageError, match=message):
             options_of(**flags)
-    with pytest.raises(UsageError, match=r"4 processes, 3 were asked for"):
+    with pytest.raises(UsageError, match=r"4 processes, but there are 3"):
         choose_pipeline(PipelineFlags(stages=4), 3)
     with pytest.raises(UsageError, match="leave --stages 2 out"):
         choose_strategy("all-reduce", processes=2, pipeline=PipelineFlags(stages=2))
