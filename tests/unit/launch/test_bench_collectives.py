@@ -80,7 +80,7 @@ def test_wrong_plans_are_refused() -> None:
         choose_peers(["nccl"])
     with pytest.raises(UsageError, match="of memory for 1024T"):
         next(bench_collectives(BenchPlan(sizes=(1 << 50,), peers=("paceline",))))
-    with pytest.raises(UsageError, match=r"^1000000 ranks need about 62500\.0 GiB of memory for 4, of which"):
+    with pytest.raises(UsageError, match=r"^1000000 ranks need about 62500\.0 GiB of memory for 4"):
         next(bench_collectives(BenchPlan(ranks=1_000_000, sizes=(4,), peers=("paceline",))))
 
 

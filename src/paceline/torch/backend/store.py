@@ -57,7 +57,7 @@ class TorchStore(Store):
         except RuntimeError as error:
             if time.monotonic() < deadline - _SLACK_S:
                 raise _lost(key, error) from error
-            raise never_set(key, "of torch.distributed", time.monotonic() - start) from None
+            raise never_set(key, "torch.distributed", time.monotonic() - start) from None
 
     @override
     def collect(self, keys: Sequence[str], deadline: float) -> list[bytes | None]:
