@@ -349,6 +349,57 @@ def check_metrics_and_printing(rank: int, size: int) -> None:
         strategy.barrier()
 
 
+def check_a_gradient_that_is_not_finite_is_reported_once_by_its_rank(rank: int, size: int) -> None:
+    told = io.StringIO()
+    with AllReduce() as strategy, contextlib.redirect_stderr(told):
+        model, optimizer = strategy.prepare(model := _model(), torch.optim.SGD(model.parameters(), lr=0.1))
+        for number in range(6):
+            inputs = torch.ones(_ROWS, 6) * (float("nan") if rank == 1 and number == 2 else 1.0)
+            optimizer.zero_grad()
+            torch.autograd.backward(model(inputs).square().mean())
+            optimizer.step()
+    said = [line for line in told.getvalue().splitlines() if "gradient" in line]
+    assert len(said) == (rank == 1), said
+    assert not said or "rank 1: the gradient of '2.bias' contains nan" in said[0], said
+
+
+def check_gradients_with_a_graph_are_refused(rank: int, size: int) -> None:
+    with AllReduce() as strategy:
+        model, _ = strategy.prepare(model := _model(), torch.optim.SGD(model.parameters(), lr=0.1))
+        loss = model(torch.ones(_ROWS, 6)).square().mean()
+        _refused(strategy, lambda: torch.autograd.backward(loss, create_graph=True), "create_graph=True")
+
+
+def check_rank_0_evaluates_alone_and_buffers_may_be_transposed(rank: int, size: int) -> None:
+    class Places(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.places: Tensor
+            self.register_buffer("places", torch.rand(5, 6)[None].transpose(0, 1))
+            self.layers = _model()
+
+        def forward(self, inputs: Tensor) -> Any:
+            return self.layers(inputs + self.places[:1, 0])
+
+    class Expanded(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(_model(), nn.BatchNorm1d(1))
+            self.register_buffer("ones", torch.ones(1).expand(4))
+
+    for make in (Places, Expanded):
+        with AllReduce() as strategy:
+            model, optimizer = strategy.prepare(model := make(), torch.optim.SGD(model.parameters(), lr=0.1))
+            for _ in range(3):
+                model.train()
+                optimizer.zero_grad()
+                torch.autograd.backward(model(torch.randn(_ROWS, 6)).square().mean())
+                optimizer.step()
+                if strategy.is_main:
+                    model.eval()
+                    model(torch.ones(_ROWS, 6))
+            assert _is_alike(strategy, _flat(strategy))
+
+
 def last_killed(rank: int, size: int) -> None:
     with AllReduce() as strategy:
         model = _model()

@@ -313,6 +313,51 @@ def check_a_model_with_its_loss(rank: int, size: int) -> None:
     expect_equal_steps(LossWithin, step)
 
 
+def check_targets_that_are_all_ignored(rank: int, size: int) -> None:
+    def step(model: nn.Module, rows: int) -> list[Any]:
+        ((x, _),) = batches_of([rows])
+        nothing, some = torch.full_like(x, -1), x.clone()
+        some[: rows // 2] = -1  # all of a microbatch's
+        logits, loss = model(x, nothing)
+        assert loss.isnan()
+        outside = F.cross_entropy(model(x)[0].reshape(-1, logits.shape[-1]), nothing.reshape(-1), ignore_index=-1)
+        torch.autograd.backward(outside)
+        assert outside.isnan()
+        norms = [each.grad.norm() for each in model.parameters() if each.grad is not None]
+        return [model(x, some)[1], torch.stack(norms).sum()]
+
+    expect_equal_steps(LossWithin, step)
+
+
+def check_gradients_that_stages_do_not_have(rank: int, size: int) -> None:
+    class Result:
+        def __init__(self, value: Tensor) -> None:
+            self.value = value
+
+    class Wrapped(nn.Sequential):
+        def forward(self, x: Tensor) -> Any:
+            return Result(super().forward(x))
+
+    x = torch.randn(8, 4)
+    requests: list[Callable[[Any, Tensor], Any]] = [
+        lambda model, loss: torch.autograd.grad(loss, list(model.parameters()), create_graph=True),
+        lambda model, loss: torch.autograd.backward(loss, inputs=list(model.parameters())),
+        lambda model, loss: torch.autograd.backward(loss, create_graph=True),
+    ]
+    for number, request in enumerate(requests):
+        meet_again()
+        with Pipeline(stages=2, microbatches=2) as strategy:
+            model = strategy.prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
+            with pytest.raises(UsageError, match="gradients through a pipeline were requested"):
+                request(model, model(x).square().mean())
+        assert number < 3
+    meet_again()
+    with Pipeline(stages=2, microbatches=2) as strategy:
+        model = strategy.prepare(Wrapped(nn.Linear(4, 4), nn.Linear(4, 1)))
+        with pytest.raises(UsageError, match="returns an object of the class Result"):
+            model(x)
+
+
 def check_a_model_that_returns_a_class_of_its_own(rank: int, size: int) -> None:
     def step(model: nn.Module, rows: int) -> list[Any]:
         ((x, _),) = batches_of([rows])

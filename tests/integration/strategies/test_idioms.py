@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from tests.integration.strategies import idiom_variants
 from tests.warm.processes import WarmProcess
 
 import paceline
@@ -19,7 +20,7 @@ from paceline.torch.testing import STRATEGIES, conformance, run_all
 @pytest.fixture(scope="module")
 def cells() -> dict[str, dict[str, str]]:
     def start(command: list[str], env: dict[str, str]) -> WarmProcess:
-        return WarmProcess(command[1:], kind="torch", env=env)
+        return WarmProcess([idiom_variants.__file__, *command[3:]], kind="torch", env=env)
 
     with (
         pytest.MonkeyPatch.context() as patch,
@@ -29,7 +30,7 @@ def cells() -> dict[str, dict[str, str]]:
         return run_all(str(cluster.scheduler), cluster.token)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(480)
 @pytest.mark.xdist_group("idioms")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_idiom_is_as_on_one_device_or_refused_with_a_sentence(
@@ -48,4 +49,5 @@ def test_the_table_of_the_docs_says_what_is(cells: dict[str, dict[str, str]]) ->
         if line.startswith("| ") and not line.startswith("| idiom"):
             idiom, *kinds = line.strip("| ").split(" | ")
             told[idiom] = [kind.partition(" ")[0] for kind in kinds]
-    assert told == {idiom: [cell.partition(":")[0] for cell in row.values()] for idiom, row in cells.items()}
+    found = {idiom: [cell.partition(":")[0] for cell in row.values()] for idiom, row in cells.items()}
+    assert told == {idiom: kinds for idiom, kinds in found.items() if idiom not in idiom_variants.VARIANTS}

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 import paceline  # noqa: E402
 from paceline.collectives import Group  # noqa: E402
-from paceline.errors import ConnectionLostError, UsageError  # noqa: E402
+from paceline.errors import ConnectionLostError, PeerError, UsageError  # noqa: E402
 from paceline.launch.local import LocalCluster  # noqa: E402
 from paceline.protocol import BoundedDelay, Consistency, Eventual, Sequential  # noqa: E402
 from paceline.ps import messages  # noqa: E402
@@ -443,6 +443,25 @@ def test_a_server_that_dies_is_named(cluster: LocalCluster) -> None:
             backward(loss_of(prepared, INPUTS[0, rank], TARGETS[0, rank]))
             with pytest.raises(ConnectionLostError, match=rf"rank {rank}: server 0 died"):
                 optimizer.step()
+
+    run(check)
+
+
+def test_a_rank_that_ends_by_an_exception_is_named_by_the_others(cluster: LocalCluster) -> None:
+    ended = threading.Event()
+
+    def check(rank: int) -> None:
+        if rank == 1:
+            strategy = ParameterServer()
+            strategy.prepare(copy.deepcopy(NET))
+            strategy.__exit__(ZeroDivisionError, ZeroDivisionError("nothing to divide by"), None)
+            ended.set()
+            return
+        strategy = ParameterServer()
+        strategy.prepare(copy.deepcopy(NET))
+        ended.wait()
+        with pytest.raises(PeerError, match="rank 1 has ended by ZeroDivisionError: nothing to divide by"):
+            strategy.close()
 
     run(check)
 

@@ -163,6 +163,8 @@ class Strategy(Closing, ABC):
         if self.deferred is not None and not self.fills_in_parts:
             self.deferred.fill()
         joined.to(self.storage)
+        if self.deferred is None:
+            give_own_memory(joined)
         before = self.models
         self.module = as_one([*before, *models])
         for number, model in enumerate(models, len(before)):
@@ -360,6 +362,20 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.numel():
             yield name, parameter
+
+
+def give_own_memory(model: nn.Module) -> None:
+    """Give each parameter and buffer the strides of its shape, and an expanded one memory.
+
+    Torch refuses to copy into others, as ranks do that share values.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.layout is not torch.strided:
+            continue
+        if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
+        elif tensor.is_contiguous() and tensor.stride() != torch.empty(tensor.shape, device="meta").stride():
+            tensor.data = tensor.data.view(-1).view(tensor.shape)
 
 
 def check_dense(model: nn.Module, told_by: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 import zlib
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,10 +14,11 @@ from torch._C._distributed_c10d import HashStore
 
 from paceline.collectives import Group, init
 from paceline.environment import Environment, environment
-from paceline.errors import UsageError
+from paceline.errors import PacelineError, UsageError, first_line
 from paceline.torch.backend.registration import join_through
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
+_FAILURE = "failure of a rank"
 _FIRST_PORT, _NUM_PORTS = 20000, 10000  # below those that systems give out by themselves
 
 
@@ -98,6 +101,20 @@ class Ranks:
         for rank, theirs in enumerate(values):
             if theirs != values[0]:
                 raise UsageError(describe(rank, theirs, values[0]))
+
+    def report_failure(self, error: BaseException) -> None:
+        """Leave word for the other ranks that this one ends by an exception."""
+        if self.group is not None:
+            text = f"rank {self.rank} has ended by {first_line(error)}"
+            with contextlib.suppress(PacelineError):  # another rank was first, or serves the store and has ended
+                self.group._world.store.set(f"{_FAILURE} {self.group._world.name}", text.encode())
+
+    def failure(self) -> str | None:
+        """Return the report of a rank that has ended by an exception; None if there is none."""
+        if self.group is not None:
+            with contextlib.suppress(PacelineError):
+                return self.group._world.store.get(f"{_FAILURE} {self.group._world.name}", time.monotonic()).decode()
+        return None
 
     def close(self) -> None:
         """Leave the group, and ``torch.distributed`` if it was initialized here. Idempotent."""

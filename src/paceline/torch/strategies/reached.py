@@ -6,6 +6,7 @@ gradients that come in another way. What it leaves out is averaged here, or refu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +17,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.collectives import Group
 from paceline.errors import UsageError
+from paceline.torch.strategies.base import warn
 
 _AT_ONCE = 1 << 20  # elements
+_NUM_CHECKED = 256  # elements of each gradient: one that is not finite spreads through the layers
 
 
 class Reached:
@@ -31,6 +34,8 @@ class Reached:
         self._parameters: list[nn.Parameter] = []
         self._hooks: list[Any] = []
         self._since_step: set[nn.Parameter] = set()
+        self._sums: dict[nn.Parameter, Tensor] = {}  # of the first elements of this rank's own gradients
+        self._has_warned = False
         self._is_averaged = False  # by DistributedDataParallel, in the next backward
         self._is_held = False
         self._backward = -1  # the number that torch gives to the one whose end is awaited
@@ -51,6 +56,7 @@ class Reached:
     def forward(self, *, syncs: bool) -> None:
         """Know that a forward has begun, whose backward averages gradients, or (in ``no_sync``) holds them."""
         self._is_averaged, self._is_held = syncs, not syncs
+        self._sums.clear()
 
     def has_reached(self, parameter: nn.Parameter) -> bool:
         """Whether backward has left a gradient in a parameter since the last step."""
@@ -65,12 +71,35 @@ class Reached:
                 "own: call backward() on the loss instead of setting them by hand"
             )
 
+    def warn_of_non_finite(self) -> None:
+        """Report once a gradient of this rank that is not finite, and that the optimizer's step takes."""
+        if not self._sums or self._has_warned or math.isfinite(sum(map(Tensor.item, self._sums.values()))):
+            return
+        self._has_warned = True
+        found, value = next((each, value.item()) for each, value in self._sums.items() if not value.isfinite())
+        if not found.detach().isfinite().all():
+            return  # the fault is an earlier one, perhaps of another rank
+        name = next(name for name, each in self.prepared.items() if each is found)
+        warn(
+            f"rank {self._rank}: the gradient of {name!r} contains {value}, and so does the mean over the ranks that "
+            "each step takes: look for a diverging loss or for such values in this rank's batch (reported once)"
+        )
+
     def stepped(self, parameters: set[nn.Parameter]) -> None:
         """Know that the optimizer of `parameters` has made its step."""
         self._since_step -= parameters
 
     def _reach(self, parameter: nn.Parameter) -> None:
         self._since_step.add(parameter)
+        grad = parameter.grad
+        if torch.is_grad_enabled():
+            raise UsageError(
+                f"rank {self._rank}: backward(create_graph=True) leaves gradients with a graph, which the ranks cannot "
+                "average: compute them by torch.autograd.grad(loss, parameters, create_graph=True), and call "
+                "backward() once, on the whole loss"
+            )
+        if grad is not None and grad.is_cpu and grad.is_floating_point() and grad.layout is torch.strided:
+            self._sums[parameter] = (grad if grad.numel() <= _NUM_CHECKED else grad.reshape(-1)[:_NUM_CHECKED]).sum()
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
             self._backward = backward

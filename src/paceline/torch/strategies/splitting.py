@@ -69,9 +69,10 @@ def check_outputs(parts: Sequence[Sequence[Any]], sizes: Sequence[int | None]) -
         elif not all(isinstance(leaf, type(first)) for leaf in column) or not (
             first is None or (isinstance(first, (bool, int, float, str)) and all(leaf == first for leaf in column))
         ):
+            found = _listed([_kind(leaf) for leaf in column])
             raise UsageError(
-                f"the parts of a batch led to {_listed(column)}, which cannot be put together: return tensors, alone "
-                "or in tuples, lists and dictionaries"
+                f"the parts of a batch led to {found}, which cannot be put together: "
+                "return tensors, alone or in tuples, lists and dictionaries"
             )
 
 
@@ -123,7 +124,10 @@ def _check_rows(column: Sequence[torch.Tensor], sizes: Sequence[int | None]) -> 
 
 
 def _kind(leaf: Any) -> str:
-    return f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+    if isinstance(leaf, torch.Tensor):
+        return f"a tensor of shape {tuple(leaf.shape)}"
+    is_plain = leaf is None or isinstance(leaf, (bool, int, float, str))
+    return str(leaf) if is_plain else f"an object of the class {type(leaf).__name__}"
 
 
 def _listed(found: Sequence[Any]) -> str:

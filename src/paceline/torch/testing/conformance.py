@@ -141,7 +141,8 @@ def as_table(cells: dict[str, dict[str, str]]) -> str:
     return "\n".join([*lines, "", *(f"{number}. {sentence}." for number, sentence in enumerate(sentences, 1))])
 
 
-def _be_rank(folder: Path, strategies: list[str], idioms: list[str]) -> None:
+def be_rank(folder: Path, strategies: list[str], idioms: list[str]) -> None:
+    """Carry out idioms under strategies as the rank that the environment names; write the outcomes to `folder`."""
     torch.set_num_threads(1)
     outcomes: dict[str, Outcome] = {}
     for name in strategies:
@@ -153,4 +154,4 @@ def _be_rank(folder: Path, strategies: list[str], idioms: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    _be_rank(Path(sys.argv[1]), *json.loads(sys.argv[2]))
+    be_rank(Path(sys.argv[1]), *json.loads(sys.argv[2]))

@@ -48,6 +48,11 @@ NUMBERS: dict[str, tuple[Callable[[Tensor, Any], Any], Tensor]] = {
     "shifted": (lambda x, y: 2 * F.cross_entropy(x[:, :-1].reshape(-1, 1).expand(-1, 4), y[:, 1:].reshape(-1)), WORDS),
     "smoothed": (lambda x, y: 0.5 * F.cross_entropy(x, y, label_smoothing=0.1) + 1, CLASSES),
     "masked": (lambda x, y: (x.mean(1) * (y > 0).float()).sum() / (y > 0).float().sum(), CLASSES),
+    "two losses by class": (lambda x, y: (F.cross_entropy(x, y) + F.cross_entropy(x[:, [1, 2, 3, 0]], y)) / 2, CLASSES),
+    "ignored after a size": (
+        lambda x, y: F.cross_entropy(x, y.clamp(0, x.size(1)), ignore_index=x.size(1)),
+        CLASSES + 2,
+    ),
     "two means": (lambda x, y: F.l1_loss(x, y) + 0.1 * x.square().mean(), X),
 }
 
@@ -73,7 +78,6 @@ def test_parts_make_up_the_batch(name: str, exports: bool) -> None:
         lambda x, y: x.max(),
         lambda x, y: x.mean() * x.mean(),
         lambda x, y: F.cross_entropy(x, x.argmax(1)),
-        lambda x, y: F.cross_entropy(x, y) + x.mean(),
         lambda x, y: x.square().mean(0).sum(),
         lambda x, y: x.softmax(-1).mean(0).square().sum(),
         lambda x, y: x.std(0).mean(),
@@ -100,3 +104,13 @@ def test_numbers_of_which_it_is_not_known(number: Callable[[Tensor, Any], Any]) 
     shapes = RowShapes(graph, {"x": X, "y": CLASSES})
     with pytest.raises(UsageError, match=r"returns a number \(.*\) of which it is not known"):
         rule_of(shapes.output_node(0), graph, shapes)
+
+
+def test_a_sum_of_losses_is_refused_where_their_weights_differ() -> None:
+    model = Scored(lambda x, y: F.cross_entropy(x, y) + x.mean(), exports=False)
+    graph = trace(model, bind(model, (X, CLASSES), {}))
+    shapes = RowShapes(graph, {"x": X, "y": CLASSES})
+    rule = rule_of(shapes.output_node(0), graph, shapes)
+    arguments = [dict(part) for part in cut_rows({"x": X, "y": CLASSES}, ROWS, PARTS)]
+    with pytest.raises(UsageError, match=r"returns a sum of losses.*return the losses one by one"):
+        rule.weights(graph, arguments, [3, 2, 2])

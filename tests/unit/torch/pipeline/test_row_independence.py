@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,7 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from paceline.errors import UsageError
 from paceline.torch.strategies.pipeline.calls import bind
-from paceline.torch.strategies.pipeline.row_independence import check_rows_independent
+from paceline.torch.strategies.pipeline.row_independence import check_repeatable, check_rows_independent
 
 
 class Recurrent(nn.Module):
@@ -84,3 +86,56 @@ def test_a_batch_in_another_dimension_is_refused_by_the_name_of_its_argument(mod
 def test_the_argument_that_rows_share_is_named() -> None:
     with pytest.raises(UsageError, match=r"rows of keys \[8, 6\] depends on other rows"):
         check(Contrast(), X[:, 0], keys=X[:, 1])
+
+
+def test_a_batch_beside_itself_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"rows of x \[8, 30\] depends on other rows"):
+        check(Own(lambda x: x @ x.T), X.flatten(1))
+
+
+class Counting(nn.Module):
+    """Counts its calls, and multiplies by the count."""
+
+    def __init__(self, attribute: str) -> None:
+        super().__init__()
+        self.attribute = attribute
+        self.calls = 0
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.attribute == "calls":
+            self.calls += 1
+        self.seen.append(len(x))
+        return x * (len(self.seen) if self.attribute == "seen" else 1)
+
+
+class Skipping(nn.Module):
+    """Leaves a layer out at random, in training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1 if self.training and random.random() < 0.5 else x
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (Own(lambda x: x * random.random()), "draws from Python's or NumPy's random numbers"),
+        (Own(lambda x: x * float(np.random.rand())), "draws from Python's or NumPy's random numbers"),
+        (nn.Sequential(nn.Identity(), Counting("calls")), "counts its calls in 1.calls"),
+        (Counting("seen"), "has another result in each call"),
+        (Skipping().eval(), "draws from Python's"),
+    ],
+)
+def test_a_forward_that_python_changes_is_refused(model: nn.Module, words: str) -> None:
+    with pytest.raises(UsageError, match=f"the forward of .*{words}.*: .*; a pipeline calls it"):
+        check_repeatable(model, bind(model, (X,), {}))
+
+
+@pytest.mark.parametrize(
+    "model", [Noisy(), nn.Sequential(nn.Flatten(), nn.BatchNorm1d(30), nn.Dropout(0.5)), Counting("")]
+)
+def test_a_forward_that_draws_by_torch_stays_as_it_was(model: nn.Module) -> None:
+    state, before = torch.get_rng_state(), {name: each.clone() for name, each in model.state_dict().items()}
+    check_repeatable(model, bind(model, (X,), {}))
+    assert state.equal(torch.get_rng_state())
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())

@@ -86,10 +86,11 @@ class OutputForm:
         return self.build(iter([value_of(node) if isinstance(node, fx.Node) else node for node in self.nodes]))
 
 
-def unfold(value: Any) -> tuple[list[Any], Callable[[Iterator[Any]], Any]]:
+def unfold(value: Any, *, is_whole: bool = True) -> tuple[list[Any], Callable[[Iterator[Any]], Any]]:
     """Return the values in a forward's result, and how to build it with others in their place.
 
-    Objects that are no structures, as a cache of keys and values, are None in what is built.
+    Objects within it that are no structures, as a cache of keys and values, are None in what is built. Raises
+    UsageError if the whole result is such an object.
     """
     if isinstance(value, (Tensor, fx.Proxy, torch.SymInt, torch.SymFloat, torch.SymBool)):
         return [value], next
@@ -104,13 +105,18 @@ def unfold(value: Any) -> tuple[list[Any], Callable[[Iterator[Any]], Any]]:
             lambda parts: type(value)(**dict(zip(names, parts, strict=True))),
         )
     is_plain = isinstance(value, (bool, int, float, str, torch.dtype, torch.device))
+    if is_whole and not is_plain and value is not None:
+        raise UsageError(
+            f"the model returns an object of the class {type(value).__name__}, whose tensors a pipeline cannot find: "
+            "return tensors, alone or in tuples, lists, dictionaries and dataclasses"
+        )
     return [], lambda _: value if is_plain else None
 
 
 def _unfolded(
     parts: Sequence[Any], build: Callable[[list[Any]], Any]
 ) -> tuple[list[Any], Callable[[Iterator[Any]], Any]]:
-    found = [unfold(part) for part in parts]
+    found = [unfold(part, is_whole=False) for part in parts]
     leaves = [leaf for its, _ in found for leaf in its]
     return leaves, lambda values: build([each(values) for _, each in found])
 

@@ -118,7 +118,8 @@ class ReturnedLoss:
 
     def part(self, output: Tensor, rows: int, parts: int, number: int) -> Tensor:
         """Return microbatch `number`'s part of the loss, without `scale`."""
-        return output * self.weights(self.leaf)[number]
+        weight = self.weights(self.leaf)[number]
+        return output * weight if weight else output.nan_to_num() * 0.0  # a mean of no target is NaN
 
     def times(self, factor: float | Tensor) -> ReturnedLoss:
         """Return the term multiplied."""
@@ -189,7 +190,9 @@ def as_term(
             return None
         count = count_targets(target, options["ignore_index"], options.get("weight"))
     options["reduction"] = "sum"
-    norm = 1.0 / count if reduction == "mean" else 1.0
+    norm = (
+        (1.0 / count if count else float("inf")) if reduction == "mean" else 1.0
+    )  # as torch: the mean of no target is NaN
     return OutputLoss(leaf, operations, function, target, options, norm, next(_numbers))
 
 

@@ -8,7 +8,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 from typing_extensions import override
 
 from paceline.errors import UsageError
@@ -24,6 +24,8 @@ NumberWeights = Callable[[int], Sequence[float]]
 
 class StepRunner(Protocol):
     """What runs the steps of a pipelined model on one rank."""
+
+    module: nn.Module
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what the model returns."""
@@ -173,7 +175,9 @@ class ModelCall:
             self._output, found = self._runner.share_output(self._step, self.rows, self._output, self.number_weights)
             if self._grads and not self._is_done:
                 anchor = torch.zeros((), requires_grad=True)
-                found = list(_Joined.apply(self, anchor, *found))  # type: ignore[no-untyped-call]
+                # torch.autograd.grad() meets the parameters in the graph, and is refused in a sentence.
+                own = [each for each in self._runner.module.parameters() if not each._backward_hooks]
+                found = list(_Joined.apply(self, anchor, len(own), *own, *found))  # type: ignore[no-untyped-call]
             self._joined = found
         return self._joined
 
@@ -255,18 +259,25 @@ class _Joined(torch.autograd.Function):
     """The output's tensors in the loop's graph; what comes back goes through the stages."""
 
     @staticmethod
-    def forward(ctx: Any, call: ModelCall, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.call = call
-        found = tuple(tensor.view_as(tensor) for tensor in tensors)
+    def forward(ctx: Any, call: ModelCall, anchor: Tensor, num_parameters: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.call, ctx.num_parameters = call, num_parameters
+        ctx.anchor = get_gradient_edge(anchor)
+        found = tuple(tensor.view_as(tensor) for tensor in tensors[num_parameters:])
         ctx.mark_non_differentiable(*(each for each in found if not each.is_floating_point()))
         ctx.set_materialize_grads(False)
         return found
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        if torch.is_grad_enabled() or not torch._C._will_engine_execute_node(ctx.anchor.node):
+            raise UsageError(
+                "gradients through a pipeline were requested by torch.autograd.grad(), backward(inputs=...) or "
+                "backward(create_graph=True), and a pipeline has only those that loss.backward() leaves on each stage: "
+                "call loss.backward(), or use another strategy"
+            )
         ctx.call.backward(grads)
-        return (None, None, *(None for _ in grads))
+        count: int = 3 + ctx.num_parameters + len(grads)
+        return (None,) * count
 
 
 def joined_output(

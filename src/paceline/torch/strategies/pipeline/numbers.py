@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 import torch
 from torch import fx
 
 from paceline.errors import UsageError
-from paceline.torch.graph_rules import name_of
+from paceline.torch.graph_rules import changes_in_place, draws, name_of
 from paceline.torch.strategies.pipeline.graph import LayerGraph
 from paceline.torch.strategies.pipeline.losses import BY_CLASS, ELEMENTWISE, count_targets
 from paceline.torch.strategies.pipeline.partition import attribute
@@ -39,12 +39,24 @@ class NumberRule:
     """The target that does not count."""
     by_class: fx.Node | None = None
     """What each class counts."""
+    plain: Mapping[fx.Node, Any] = field(default_factory=dict, compare=False)
+    """Numbers that are the same in all batches."""
+    terms: tuple[NumberRule, ...] = ()
+    """Instead: the rules of the terms of a sum, which must agree on the weights."""
 
     def weights(self, graph: LayerGraph, arguments: Sequence[Mapping[str, Any]], rows: Sequence[int]) -> list[float]:
         """Return what each microbatch's number is multiplied by, before all are added.
 
         `arguments` are the model's, and `rows` the number of rows, by microbatch.
         """
+        if self.terms:
+            first, second = (each.weights(graph, arguments, rows) for each in self.terms)
+            if first != second:
+                raise UsageError(
+                    "the model returns a sum of losses, and the examples or targets that count are not shared out over "
+                    "the microbatches alike in each: return the losses one by one, and add them in the training loop"
+                )
+            return first
         if self.kind == "sum":
             return [1.0] * len(rows)
         counts = [float(each) for each in rows]
@@ -55,10 +67,10 @@ class NumberRule:
 
     def _count(self, graph: LayerGraph, arguments: Mapping[str, Any]) -> float:
         assert self.counted is not None
-        found = _evaluate(self.counted, graph, arguments)
+        found = _evaluate(self.counted, graph, arguments, self.plain)
         if self.ignored is None:
             return float(found)
-        by_class = None if self.by_class is None else _evaluate(self.by_class, graph, arguments)
+        by_class = None if self.by_class is None else _evaluate(self.by_class, graph, arguments, self.plain)
         return float(count_targets(found, self.ignored, by_class))
 
 
@@ -98,7 +110,9 @@ def _combined(name: str, node: fx.Node, a: NumberRule, b: NumberRule, graph: Lay
             return a
         constants = [each.kind == "constant" for each in (a, b)]
         other = b if constants[0] else a
-        return other if any(constants) and other.kind != "sum" else None
+        if any(constants):
+            return other if other.kind != "sum" else None
+        return None if "sum" in (a.kind, b.kind) else NumberRule(a.kind, terms=(a, b))
     if name in ("mul", "imul", "mul_"):
         return b if a.kind == "constant" else a if b.kind == "constant" else None
     if name in ("div", "truediv", "true_divide", "div_"):
@@ -133,11 +147,13 @@ def _of_loss(name: str, options: Mapping[str, Any], graph: LayerGraph, shapes: R
         return None
     if reduction == "sum":
         return NumberRule("sum")
-    if target.op != "placeholder" and target not in graph.free:
+    ignored = options.get("ignore_index", -100)
+    plain = shapes.plain_values()
+    if not _is_known(target, graph, plain) or (isinstance(ignored, fx.Node) and ignored not in plain):
         return None
     if by_class is not None and by_class.op != "get_attr":
         return None
-    return NumberRule("mean over targets", target, int(options.get("ignore_index", -100)), by_class)
+    return NumberRule("mean over targets", target, int(plain.get(ignored, ignored)), by_class, plain)
 
 
 def _named(node: fx.Node) -> dict[str, Any]:
@@ -149,13 +165,25 @@ def _named(node: fx.Node) -> dict[str, Any]:
     return dict(inspect.signature(function).bind(*node.args, **node.kwargs).arguments)
 
 
-def _evaluate(node: fx.Node, graph: LayerGraph, arguments: Mapping[str, Any]) -> Any:
-    """Return the value of a node that depends on the arguments alone."""
+def _is_known(node: fx.Node, graph: LayerGraph, plain: Mapping[fx.Node, Any]) -> bool:
+    """Return whether a node depends on the arguments and on numbers that all batches share."""
+    if node.op == "placeholder" or node in graph.free or node in plain:
+        return True
+    is_call = node.op in ("call_function", "call_method") and not changes_in_place(node, graph.root)
+    return (
+        is_call and not draws(node, graph.root) and all(_is_known(each, graph, plain) for each in node.all_input_nodes)
+    )
+
+
+def _evaluate(node: fx.Node, graph: LayerGraph, arguments: Mapping[str, Any], plain: Mapping[fx.Node, Any]) -> Any:
+    """Return the value of a node of which :func:`_is_known` holds."""
+    if node in plain:
+        return plain[node]
     if node.op == "placeholder":
         return arguments[str(node.target)]
     if node.op == "get_attr":
         return attribute(graph.root, str(node.target))
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: _evaluate(arg, graph, arguments))
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: _evaluate(arg, graph, arguments, plain))
     with torch.no_grad():
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)

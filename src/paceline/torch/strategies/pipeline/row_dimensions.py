@@ -57,6 +57,11 @@ class RowShapes:
         """Return what a node's value has of the rows; "mixed" if it is not known."""
         return self._roles[node]
 
+    def plain_values(self) -> dict[fx.Node, Any]:
+        """Return the numbers in the graph that are the same for every batch."""
+        constants = [node for node, role in self._roles.items() if role == "constant" and node in self._values[0]]
+        return {node: self._values[0][node] for node in constants if isinstance(self._values[0][node], (int, float))}
+
     @property
     def has_plain_of_rows(self) -> bool:
         """Whether the model returns a number that is no tensor and depends on the batch."""

@@ -1,4 +1,4 @@
-"""Whether a model computes each row of a batch by itself, tried on values: else microbatches would give another result.
+"""Whether a model computes each row by itself, and the same in each call, tried on values: else results would differ.
 
 A tensor whose batch is in another dimension than the first (``batch_first=False``) has as many rows as any, and shapes
 alone do not tell. So in the first call the rows of two microbatches go through the model together and apart.
@@ -6,10 +6,12 @@ alone do not tell. So in the first call the rows of two microbatches go through 
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -21,6 +23,61 @@ from paceline.torch.strategies.pipeline.plan.measuring import undone
 _TOLERANCE: Final = {torch.float32: 1e-3, torch.float64: 1e-6}
 """Of the largest value; what rows together and apart differ by in rounding is a hundredth of it."""
 _COARSE: Final = 0.05  # of shorter numbers
+
+
+def check_repeatable(module: nn.Module, called: CallArguments) -> None:
+    """Raise UsageError if a second call of a model on the same batch differs from the first one.
+
+    A pipeline traces a forward once and calls its layers for each microbatch, so state of Python does not follow.
+    """
+    modes = [(each, each.training) for each in module.modules()]
+    args, kwargs = called.fill(list(called.values.values()))
+    for trains in (False, True):
+        if trains and all(mode for _, mode in modes):
+            return  # as in the first turn
+        states, outputs = [_state_of_python(module)], []
+        try:
+            for each, mode in modes:
+                each.training = mode or trains
+            for _ in range(2):
+                with undone(module), torch.no_grad(), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    outputs.append([each for each in unfold(module(*args, **kwargs))[0] if isinstance(each, Tensor)])
+                states.append(_state_of_python(module))
+        except UsageError:
+            raise
+        except Exception:  # the trace reports it
+            return
+        finally:
+            for each, mode in modes:
+                each.training = mode
+        _, (later_numbers, drawn, drawn_by_numpy), (last_numbers, *_) = states
+        counts = [name for name, value in last_numbers.items() if later_numbers.get(name) not in (None, value)]
+        cause = ""
+        if (drawn, drawn_by_numpy) != states[0][1:]:
+            cause = "draws from Python's or NumPy's random numbers: draw by torch.rand()"
+        elif counts:
+            cause = f"counts its calls in {counts[0]}: count in the training loop, and give the model the number"
+        elif any(
+            a.shape != b.shape or (a.is_floating_point() and _is_other(a, b)) for a, b in zip(*outputs, strict=True)
+        ):
+            cause = "has another result in each call on one batch: make the result depend on arguments and buffers only"
+        if cause:
+            raise UsageError(
+                f"the forward of {type(module).__name__} {cause}; a pipeline calls it another number of times than one "
+                "process does"
+            )
+
+
+def _state_of_python(module: nn.Module) -> tuple[dict[str, Any], Any, Any]:
+    """Return the numbers among the modules' attributes, and what Python and NumPy draw from."""
+    named = [
+        (f"{path}.{name}".lstrip("."), value)
+        for path, each in module.named_modules()
+        for name, value in vars(each).items()
+    ]
+    numbers = {name: value for name, value in named if type(value) in (int, float)}
+    return numbers, random.getstate(), str(np.random.get_state(legacy=False))
 
 
 def check_rows_independent(module: nn.Module, called: CallArguments, rows: int, part: int) -> None:
@@ -78,7 +135,9 @@ def _differ(together: Sequence[Tensor], apart: Sequence[Sequence[Tensor]]) -> bo
 def _are_other(whole: Tensor, parts: Sequence[Tensor]) -> bool:
     shape, of_part = list(whole.shape), list(parts[0].shape)
     grown = [k for k, (a, b) in enumerate(zip(shape, of_part, strict=False)) if a != b]
-    if not whole.is_floating_point() or len(grown) != 1 or shape[grown[0]] != 2 * of_part[grown[0]]:
+    if len(grown) > 1:  # each row beside each other one, as a contrastive model has it
+        return True
+    if not whole.is_floating_point() or not grown or shape[grown[0]] != 2 * of_part[grown[0]]:
         return False
     return _is_other(whole, torch.cat(list(parts), grown[0]))
 

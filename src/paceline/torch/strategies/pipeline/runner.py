@@ -49,7 +49,7 @@ from paceline.torch.strategies.pipeline.plan.orders import (
     place_stages,
     split_backwards,
 )
-from paceline.torch.strategies.pipeline.row_independence import check_rows_independent
+from paceline.torch.strategies.pipeline.row_independence import check_repeatable, check_rows_independent
 from paceline.torch.strategies.pipeline.stage import Stage
 from paceline.torch.strategies.pipeline.tracing import trace
 from paceline.torch.strategies.pipeline.values import batch_size, cut_rows, describe_cut, put_together, tensors_of
@@ -275,6 +275,8 @@ class Runner:
     # The plan.
 
     def _make_plan(self, called: CallArguments, rows: int) -> None:
+        if self._deferred is None:
+            check_repeatable(self.module, called)
         graph = trace(self.module, called)
         self._broadcast_values()
         if self._deferred is None:

@@ -36,6 +36,8 @@ def trace(module: nn.Module, arguments: CallArguments) -> LayerGraph:
         failure = error.reason
     try:
         exported, form = _export(module, arguments)
+    except UsageError:
+        raise
     except Exception as error:  # whatever the model's code raises that is run with stand-ins for its arguments
         if found is not None:
             return _layers_of(found, module, f"; torch.export says: {first_line(error)}")
@@ -79,6 +81,8 @@ def _trace_modules(module: nn.Module, arguments: CallArguments) -> _Traced:
         try:
             with tracer.marking():
                 graph = tracer.trace(module)
+        except UsageError:
+            raise
         except Exception as error:
             if tracer.culprit and tracer.culprit not in whole:
                 whole[tracer.culprit] = first_line(error)

@@ -182,5 +182,7 @@ def join_rows(parts: Sequence[Tensor]) -> Tensor:
 
 def add_numbers(parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """Return the sum of the microbatches' numbers, each times its weight."""
-    total = sum(part * weight for part, weight in zip(parts, weights, strict=True))
+    total = sum(
+        part * weight for part, weight in zip(parts, weights, strict=True) if weight
+    )  # a mean of nothing is NaN
     return torch.as_tensor(total, dtype=parts[0].dtype)

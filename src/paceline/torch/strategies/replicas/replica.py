@@ -53,6 +53,10 @@ class Replica(DistributedDataParallel):
             text = describe_unused(torch.distributed.get_rank(), list(without_gradient(self.module)))
         raise UsageError(text)
 
+    def will_sync_module_buffers(self) -> bool:
+        """Return whether a forward begins with rank 0's buffers: in evaluation ranks may call the model alone."""
+        return self.module.training and bool(super().will_sync_module_buffers())  # type: ignore[no-untyped-call]
+
     def _wrap_again(self) -> None:
         """Have other parameters averaged than before; every rank does so at once."""
         syncs, hooks = self.require_backward_grad_sync, self._comm_hooks
@@ -129,6 +133,7 @@ def check_steps(
             if own.isdisjoint(reached.prepared.values()):
                 continue
             reached.check(own)
+            reached.warn_of_non_finite()
             for parameter in [] if may_be_unused else reached.prepared.values():
                 if parameter in others or not parameter.requires_grad:
                     continue

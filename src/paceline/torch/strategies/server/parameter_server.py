@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import functools
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -25,13 +26,13 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import PacelineError, PeerError, UsageError
 from paceline.filters import Filter
 from paceline.protocol import Consistency, Sequential
 from paceline.ps.client.filtered import filters_of_dense_tables
 from paceline.torch.embeddings import ClusterTables, RowTables
 from paceline.torch.gradient_filters import row_filters
-from paceline.torch.strategies.base import Strategy, named_parameters
+from paceline.torch.strategies.base import Strategy, named_parameters, warn
 from paceline.torch.strategies.ranks import DEFAULT_TIMEOUT, Ranks
 from paceline.torch.strategies.reached import refuse_steps_in_backward
 from paceline.torch.strategies.server.cluster import check_cluster, check_is_first, connect_workers
@@ -123,7 +124,7 @@ class ParameterServer(Strategy):
         self.dense: DenseParameters | None = None
         """What the servers have of the model besides embeddings' rows, if anything; it comes with :meth:`prepare`."""
         self._trained: set[nn.Parameter] = set()
-        atexit.register(self._end, at_once=True)
+        atexit.register(self._exit)
 
     # Getting ready.
 
@@ -330,24 +331,43 @@ class ParameterServer(Strategy):
     @override
     def close(self) -> None:
         """Values that are on their way arrive first."""
-        self._end(at_once=False)
+        failure = self._end(at_once=False)
+        if failure is not None:
+            raise PeerError(failure)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end(at_once=kind is not None)
+        if error is None:
+            self.close()
+        else:
+            self._end(at_once=True, error=error)
 
-    def _end(self, *, at_once: bool) -> None:
-        atexit.unregister(self._end)
+    def _exit(self) -> None:
+        """End with the process; one that another rank's exception leaves alone ends with status 1."""
+        failure = self._end(at_once=True, error=getattr(sys, "last_value", None))
+        if failure is not None:
+            warn(f"rank {self.rank}: {failure}; the training is not complete")
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            os._exit(1)
+
+    def _end(self, *, at_once: bool, error: BaseException | None = None) -> str | None:
+        """Close; return another rank's report that it has ended by an exception, unless this one has too."""
+        atexit.unregister(self._exit)
         dense, self.dense = self.dense, None
+        if error is not None:
+            self._ranks.report_failure(error)
         try:
             if dense is not None:
                 dense.close(at_once=at_once)
         finally:
+            failure = None if error is not None else self._ranks.failure()
             try:
                 super().close()
             finally:
                 self.client.close()
+        return failure
 
 
 def refuse_gradients(model: nn.Module, rank: int, trained: set[nn.Parameter]) -> None:

@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from paceline.torch.testing.idioms.trial import STEPS, Result, Trial, idiom, without_overlap
+from paceline.torch.testing.idioms.trial import IDIOMS, STEPS, Result, Trial, idiom, without_overlap
 
 
-@idiom
-def accumulate(trial: Trial) -> Result:
-    """Two backwards a step."""
+def _accumulate(trial: Trial, *, clips: bool = True, holds: bool = False) -> Result:
     for step in trial.prepare().zeroed():
         for part in range(2):
-            torch.autograd.backward(trial.loss(2 * step + part) / 2)
-    return trial.values()
-
-
-@idiom
-def accumulate_clip(trial: Trial) -> Result:
-    """Two backwards a step, then clipping."""
-    for step in trial.prepare().zeroed():
-        for part in range(2):
-            torch.autograd.backward(trial.loss(2 * step + part) / 2)
-        nn.utils.clip_grad_norm_(trial.model.parameters(), 0.5)
-    return trial.values()
-
-
-@idiom
-def accumulate_by_strategy(trial: Trial) -> Result:
-    """Two backwards a step in `strategy.accumulate`, then clipping."""
-    for step in trial.prepare().zeroed():
-        for part in range(2):
-            with trial.strategy.accumulate(is_last=part == 1):
+            with trial.strategy.accumulate(is_last=part == 1 or not holds):
                 torch.autograd.backward(trial.loss(2 * step + part) / 2)
-        nn.utils.clip_grad_norm_(trial.model.parameters(), 0.5)
+        if clips:
+            nn.utils.clip_grad_norm_(trial.model.parameters(), 0.5)
     return trial.values()
+
+
+IDIOMS["Two backwards a step"] = lambda trial: _accumulate(trial, clips=False)
+IDIOMS["Two backwards a step, then clipping"] = _accumulate
+IDIOMS["Two backwards a step in `strategy.accumulate`, then clipping"] = lambda trial: _accumulate(trial, holds=True)
 
 
 @without_overlap
@@ -58,38 +46,21 @@ def never_zero(trial: Trial) -> Result:
     return trial.values()
 
 
-@idiom
-def zero_in_place(trial: Trial) -> Result:
-    """`zero_grad(set_to_none=False)`."""
-    trial.prepare()
-    for step in range(STEPS):
-        trial.optimizer.zero_grad(set_to_none=False)
-        trial.backward(step)
-        trial.optimizer.step()
-    return trial.values()
+def _zero(name: str, act: Callable[[Trial], Any]) -> None:
+    def run(trial: Trial) -> Result:
+        trial.prepare()
+        for step in range(STEPS):
+            act(trial)
+            trial.backward(step)
+            trial.optimizer.step()
+        return trial.values()
+
+    IDIOMS[name] = run
 
 
-@idiom
-def zero_by_model(trial: Trial) -> Result:
-    """`model.zero_grad()`."""
-    trial.prepare()
-    for step in range(STEPS):
-        trial.model.zero_grad()
-        trial.backward(step)
-        trial.optimizer.step()
-    return trial.values()
-
-
-@idiom
-def zero_by_hand(trial: Trial) -> Result:
-    """`p.grad.zero_()` after the step."""
-    trial.prepare()
-    for step in range(STEPS):
-        trial.backward(step)
-        trial.optimizer.step()
-        for grad in trial.grads:
-            grad.zero_()
-    return trial.values()
+_zero("`zero_grad(set_to_none=False)`", lambda trial: trial.optimizer.zero_grad(set_to_none=False))
+_zero("`model.zero_grad()`", lambda trial: trial.model.zero_grad())
+_zero("`p.grad.zero_()` after the step", lambda trial: [grad.zero_() for grad in trial.grads])
 
 
 @idiom
@@ -115,29 +86,25 @@ def input_penalty(trial: Trial) -> Result:
     return trial.values()
 
 
-@idiom
-def set_gradients(trial: Trial) -> Result:
-    """Gradients of `torch.autograd.grad`, set by hand."""
-    trial.prepare()
-    for step in range(STEPS):
-        found = torch.autograd.grad(trial.loss(step), trial.parameters)
-        for each, grad in zip(trial.parameters, found, strict=True):
-            each.grad = grad
-        trial.optimizer.step()
-    return trial.values()
+def _set_gradients(name: str, act: Callable[[Trial], Any]) -> None:
+    def run(trial: Trial) -> Result:
+        trial.prepare()
+        for step in range(STEPS):
+            found = torch.autograd.grad(trial.loss(step), trial.parameters)
+            for each, grad in zip(trial.parameters, found, strict=True):
+                each.grad = grad
+            act(trial)
+            trial.optimizer.step()
+        return trial.values()
+
+    IDIOMS[name] = run
 
 
-@idiom
-def set_and_clip(trial: Trial) -> Result:
-    """Gradients of `torch.autograd.grad`, set by hand and clipped."""
-    trial.prepare()
-    for step in range(STEPS):
-        found = torch.autograd.grad(trial.loss(step), trial.parameters)
-        for each, grad in zip(trial.parameters, found, strict=True):
-            each.grad = grad
-        nn.utils.clip_grad_norm_(trial.parameters, 0.5)
-        trial.optimizer.step()
-    return trial.values()
+_set_gradients("Gradients of `torch.autograd.grad`, set by hand", lambda trial: None)
+_set_gradients(
+    "Gradients of `torch.autograd.grad`, set by hand and clipped",
+    lambda trial: nn.utils.clip_grad_norm_(trial.parameters, 0.5),
+)
 
 
 @idiom

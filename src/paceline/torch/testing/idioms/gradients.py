@@ -2,48 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 
-from paceline.torch.testing.idioms.trial import STEPS, Result, Trial, idiom, with_unused, without_overlap
+from paceline.torch.testing.idioms.trial import STEPS, Result, Trial, between, idiom, with_unused, without_overlap
 
 
 @idiom
 def plain(trial: Trial) -> Result:
     """The plain loop."""
     return trial.prepare().train().values()
-
-
-@idiom
-def clip_norm(trial: Trial) -> Result:
-    """`clip_grad_norm_` of torch."""
-    for _ in trial.prepare().steps():
-        nn.utils.clip_grad_norm_(trial.model.parameters(), 0.5)
-    return trial.values()
-
-
-@idiom
-def clip_largest(trial: Trial) -> Result:
-    """`clip_grad_norm_` of torch, the largest element."""
-    for _ in trial.prepare().steps():
-        nn.utils.clip_grad_norm_(trial.model.parameters(), 0.5, norm_type=float("inf"))
-    return trial.values()
-
-
-@idiom
-def clip_values(trial: Trial) -> Result:
-    """`clip_grad_value_` of torch."""
-    for _ in trial.prepare().steps():
-        nn.utils.clip_grad_value_(trial.model.parameters(), 0.1)
-    return trial.values()
-
-
-@idiom
-def clip_by_strategy(trial: Trial) -> Result:
-    """`strategy.clip_grad_norm_`."""
-    for _ in trial.prepare().steps():
-        trial.strategy.clip_grad_norm_(0.5)
-    return trial.values()
 
 
 @without_overlap
@@ -68,49 +39,12 @@ def clip_if_large(trial: Trial) -> Result:
 
 
 @idiom
-def scale(trial: Trial) -> Result:
-    """Gradients scaled in place."""
-    for _ in trial.prepare().steps():
-        for each in trial.parameters:
-            if each.grad is not None:
-                each.grad *= 0.5
-    return trial.values()
-
-
-@idiom
-def clamp_data(trial: Trial) -> Result:
-    """`p.grad.data.clamp_`."""
-    for _ in trial.prepare().steps():
-        for grad in trial.grads:
-            grad.data.clamp_(-0.1, 0.1)
-    return trial.values()
-
-
-@idiom
 def sign(trial: Trial) -> Result:
     """`p.grad = p.grad.sign()`."""
     for _ in trial.prepare().steps():
         for each in trial.parameters:
             if each.grad is not None:
                 each.grad = each.grad.sign()
-    return trial.values()
-
-
-@idiom
-def centralize(trial: Trial) -> Result:
-    """Gradients centralized (their mean subtracted)."""
-    for _ in trial.prepare().steps():
-        for each in trial.parameters:
-            if each.grad is not None and each.ndim > 1:
-                each.grad.sub_(each.grad.mean(1, keepdim=True))
-    return trial.values()
-
-
-@idiom
-def mask_rows(trial: Trial) -> Result:
-    """A row of a gradient set to zero."""
-    for _ in trial.prepare().steps():
-        trial.bare[0].weight.grad[0] = 0
     return trial.values()
 
 
@@ -143,32 +77,33 @@ def look(trial: Trial) -> Result:
     return trial.values()
 
 
-@idiom
-def scaler(trial: Trial) -> Result:
-    """`GradScaler`."""
+def _scale(trial: Trial, act: Callable[[torch.amp.GradScaler], Any]) -> Result:
     trial.prepare()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for step in range(STEPS):
         trial.optimizer.zero_grad()
         torch.autograd.backward(scaler.scale(trial.loss(step)))
+        act(scaler)
         scaler.step(trial.optimizer)
         scaler.update()
     return trial.values()
+
+
+@idiom
+def scaler(trial: Trial) -> Result:
+    """`GradScaler`."""
+    return _scale(trial, lambda scaler: None)
 
 
 @idiom
 def scaler_clip(trial: Trial) -> Result:
     """`GradScaler`, `unscale_` and clipping."""
-    trial.prepare()
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for step in range(STEPS):
-        trial.optimizer.zero_grad()
-        torch.autograd.backward(scaler.scale(trial.loss(step)))
+
+    def clip(scaler: torch.amp.GradScaler) -> None:
         scaler.unscale_(trial.optimizer)
         nn.utils.clip_grad_norm_(trial.model.parameters(), 0.5)
-        scaler.step(trial.optimizer)
-        scaler.update()
-    return trial.values()
+
+    return _scale(trial, clip)
 
 
 @idiom
@@ -215,3 +150,21 @@ def skip_late(trial: Trial) -> Result:
         if step != 5:
             trial.optimizer.step()
     return trial.values()
+
+
+between(
+    {
+        "`clip_grad_norm_` of torch": lambda trial: nn.utils.clip_grad_norm_(trial.model.parameters(), 0.5),
+        "`clip_grad_norm_` of torch, the largest element": lambda trial: nn.utils.clip_grad_norm_(
+            trial.model.parameters(), 0.5, norm_type=float("inf")
+        ),
+        "`clip_grad_value_` of torch": lambda trial: nn.utils.clip_grad_value_(trial.model.parameters(), 0.1),
+        "`strategy.clip_grad_norm_`": lambda trial: trial.strategy.clip_grad_norm_(0.5),
+        "Gradients scaled in place": lambda trial: [grad.mul_(0.5) for grad in trial.grads],
+        "`p.grad.data.clamp_`": lambda trial: [grad.data.clamp_(-0.1, 0.1) for grad in trial.grads],
+        "Gradients centralized (their mean subtracted)": lambda trial: [
+            grad.sub_(grad.mean(1, keepdim=True)) for grad in trial.grads if grad.ndim > 1
+        ],
+        "A row of a gradient set to zero": lambda trial: trial.bare[0].weight.grad[0].zero_(),
+    }
+)

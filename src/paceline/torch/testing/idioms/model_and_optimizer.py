@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
 
-from paceline.torch.testing.idioms.trial import STEPS, Result, Trial, idiom, with_unused
-
-
-@idiom
-def schedule(trial: Trial) -> Result:
-    """A scheduler in every step."""
-    trial.prepare()
-    schedule = torch.optim.lr_scheduler.ExponentialLR(trial.optimizer, 0.8)
-    for _ in trial.trained():
-        schedule.step()
-    return trial.values()
+from paceline.torch.testing.idioms.trial import IDIOMS, STEPS, Result, Trial, idiom, with_unused
 
 
-@idiom
-def one_cycle(trial: Trial) -> Result:
-    """`OneCycleLR`, which changes the momentum too."""
-    trial.prepare()
-    schedule = torch.optim.lr_scheduler.OneCycleLR(trial.optimizer, 0.1, total_steps=STEPS + 1)
-    for _ in trial.trained():
-        schedule.step()
-    return trial.values()
+def _schedule(name: str, make: Callable[[Any], Any]) -> None:
+    def run(trial: Trial) -> Result:
+        trial.prepare()
+        schedule = make(trial.optimizer)
+        for _ in trial.trained():
+            schedule.step()
+        return trial.values()
+
+    IDIOMS[name] = run
+
+
+_schedule("A scheduler in every step", lambda each: lr_scheduler.ExponentialLR(each, 0.8))
+_schedule(
+    "`OneCycleLR`, which changes the momentum too",
+    lambda each: lr_scheduler.OneCycleLR(each, 0.1, total_steps=STEPS + 1),
+)
 
 
 @idiom

@@ -4,22 +4,38 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from paceline.torch.testing.idioms.trial import STEPS, Result, Trial, idiom
+from paceline.torch.testing.idioms.trial import IDIOMS, STEPS, Result, Trial, idiom
 
 
-@idiom
-def clamp_weights(trial: Trial) -> Result:
-    """Weights clamped after the step."""
-    for _ in trial.prepare().trained():
-        with torch.no_grad():
-            for each in trial.model.parameters():
-                each.clamp_(-0.3, 0.3)
-    return trial.train(STEPS, STEPS + 1).values()
+def _after_steps(name: str, act: Callable[[Trial], Any], *, adam: bool = False) -> None:
+    def run(trial: Trial) -> Result:
+        for _ in (trial.adam() if adam else trial).prepare().trained():
+            with torch.no_grad():
+                act(trial)
+        return trial.train(STEPS, STEPS + 1).values()
+
+    IDIOMS[name] = run
+
+
+def _clamp(trial: Trial) -> None:
+    for each in trial.model.parameters():
+        each.clamp_(-0.3, 0.3)
+
+
+_after_steps("Weights clamped after the step", _clamp)
+_after_steps("Weights clamped after a step of Adam, whose state stays", _clamp, adam=True)
+_after_steps("Weight decay by hand", lambda trial: [each.mul_(0.99) for each in trial.parameters])
+_after_steps(
+    "Rows renormalized after the step",
+    lambda trial: trial.bare[0].weight.copy_(torch.renorm(trial.bare[0].weight, 2, 0, 0.5)),
+)
 
 
 @idiom
@@ -55,13 +71,6 @@ def clamp_weights_by_aliases(trial: Trial) -> Result:
             np.clip(array, -0.3, 0.3, out=array)
             tensor.mul_(0.9)
     return trial.train(STEPS, STEPS + 1).values()
-
-
-@idiom
-def clamp_weights_adam(trial: Trial) -> Result:
-    """Weights clamped after a step of Adam, whose state stays."""
-    trial.adam()
-    return clamp_weights(trial)
 
 
 @idiom
@@ -114,26 +123,6 @@ def replace_data(trial: Trial) -> Result:
     for each in trial.parameters:
         each.data = each.data * 0.5
     return trial.train(4).values()
-
-
-@idiom
-def decay_by_hand(trial: Trial) -> Result:
-    """Weight decay by hand."""
-    for _ in trial.prepare().trained():
-        with torch.no_grad():
-            for each in trial.parameters:
-                each.mul_(0.99)
-    return trial.train(STEPS, STEPS + 1).values()
-
-
-@idiom
-def max_norm(trial: Trial) -> Result:
-    """Rows renormalized after the step."""
-    for _ in trial.prepare().trained():
-        with torch.no_grad():
-            weight = trial.bare[0].weight
-            weight.copy_(torch.renorm(weight, 2, 0, 0.5))
-    return trial.train(STEPS, STEPS + 1).values()
 
 
 @idiom

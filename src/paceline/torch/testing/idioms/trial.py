@@ -118,6 +118,21 @@ def idiom(function: Idiom) -> Idiom:
     return function
 
 
+def between(actions: dict[str, Callable[[Trial], Any]]) -> None:
+    """Add plain loops, by name, that do something between backward and the optimizer's step."""
+
+    def add(name: str, act: Callable[[Trial], Any]) -> None:
+        def run(trial: Trial) -> Result:
+            for _ in trial.prepare().steps():
+                act(trial)
+            return trial.values()
+
+        IDIOMS[name] = run
+
+    for name, act in actions.items():
+        add(name, act)
+
+
 def with_options(said: str, **options: dict[str, Any]) -> Callable[[Idiom], Idiom]:
     """Add an idiom once more, with `options` of strategies (``all_reduce={...}``) that allow it; `said` names them."""
 
