@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -122,11 +123,15 @@ def _train(
     trial.prepare()
     for step in range(STEPS):
         trial.optimizer.zero_grad()
-        found = loss(trial, *trial.share(step))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, of create_graph=True
+            found = loss(trial, *trial.share(step))
         if found is not None:
             torch.autograd.backward(found)
         trial.optimizer.step()
-        after(trial, step)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own schedules step out of turn
+            after(trial, step)
     return [torch.view_as_real(each) if each.is_complex() else each for each in trial.values()]
 
 
@@ -136,7 +141,8 @@ def _schedule(make: Callable[[Any], Any]) -> Callable[[Trial, int], None]:
     def step(trial: Trial, number: int) -> None:
         if not number:
             found[:] = [make(trial.optimizer)]
-        found[0].step()
+        else:
+            found[0].step()
 
     return step
 

@@ -320,7 +320,7 @@ def check_targets_that_are_all_ignored(rank: int, size: int) -> None:
         some[: rows // 2] = -1  # all of a microbatch's
         logits, loss = model(x, nothing)
         assert loss.isnan()
-        outside = F.cross_entropy(model(x)[0].reshape(-1, logits.shape[-1]), nothing.reshape(-1), ignore_index=-1)
+        outside = F.cross_entropy(model(x, x)[0].reshape(-1, logits.shape[-1]), nothing.reshape(-1), ignore_index=-1)
         torch.autograd.backward(outside)
         assert outside.isnan()
         norms = [each.grad.norm() for each in model.parameters() if each.grad is not None]
