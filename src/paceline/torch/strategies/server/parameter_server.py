@@ -124,7 +124,7 @@ class ParameterServer(Strategy):
         self.dense: DenseParameters | None = None
         """What the servers have of the model besides embeddings' rows, if anything; it comes with :meth:`prepare`."""
         self._trained: set[nn.Parameter] = set()
-        atexit.register(self._exit)
+        atexit.register(self._end, at_once=True, with_process=True)
 
     # Getting ready.
 
@@ -343,18 +343,13 @@ class ParameterServer(Strategy):
         else:
             self._end(at_once=True, error=error)
 
-    def _exit(self) -> None:
-        """End with the process; one that another rank's exception leaves alone ends with status 1."""
-        failure = self._end(at_once=True, error=getattr(sys, "last_value", None))
-        if failure is not None:
-            warn(f"rank {self.rank}: {failure}; the training is not complete")
-            atexit._run_exitfuncs()
-            sys.stdout.flush()
-            os._exit(1)
+    def _end(self, *, at_once: bool, error: BaseException | None = None, with_process: bool = False) -> str | None:
+        """Close; return another rank's report that it has ended by an exception, unless this one has too.
 
-    def _end(self, *, at_once: bool, error: BaseException | None = None) -> str | None:
-        """Close; return another rank's report that it has ended by an exception, unless this one has too."""
-        atexit.unregister(self._exit)
+        `with_process`: at the end of the process, whose status is 1 after such a report.
+        """
+        atexit.unregister(self._end)
+        error = getattr(sys, "last_value", None) if with_process else error
         dense, self.dense = self.dense, None
         if error is not None:
             self._ranks.report_failure(error)
@@ -367,6 +362,11 @@ class ParameterServer(Strategy):
                 super().close()
             finally:
                 self.client.close()
+        if with_process and failure is not None:
+            warn(f"rank {self.rank}: {failure}; the training is not complete")
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            os._exit(1)
         return failure
 
 
