@@ -36,13 +36,6 @@ DENSE = messages.TableSpec(
 )
 
 
-def _as_version_1(table: dict[str, Any]) -> dict[str, Any]:
-    """Return a table of a model's manifest as 0.1 wrote it."""
-    parts = [use["part"] for use in table["uses"]]
-    old = [{**{key: part[key] for key in ("file", "num_bytes", "sha256")}, "rows": sum(part["rows"])} for part in parts]
-    return {"spec": table["spec"], "rows": table["rows"], "parts": old}
-
-
 class FilesEpisode(Episode):
     """What a process reads that loads a model, resumes from a snapshot, or has a cache."""
 
@@ -61,7 +54,6 @@ class FilesEpisode(Episode):
         pieces: Any = [(SPARSE, [(keys, np.ones((3, 4), np.float32))]), (DENSE, [(keys, np.ones((3, 1), np.float32))])]
         save_model(self.model, pieces, {"model": "lr"}, {"optimizer": b"\0" * 8})
         self.manifest = json.loads((self.model / MANIFEST).read_bytes())
-        self.old_manifest = {**self.manifest, "version": 1, "tables": [*map(_as_version_1, self.manifest["tables"])]}
         self.part = self.model / self.manifest["tables"][0]["uses"][0]["part"]["file"]
         self.part_data = self.part.read_bytes()
 
@@ -125,13 +117,12 @@ class FilesEpisode(Episode):
         return frame.body
 
     def _read_model(self) -> None:
-        is_old = self.random.random() < 0.3
-        manifest, data = self.old_manifest if is_old else self.manifest, self.part_data
+        manifest, data = self.manifest, self.part_data
         if self.random.random() < 0.4:
             data = self._bytes(data)
             manifest = json.loads(json.dumps(manifest))
             table = manifest["tables"][0]
-            part = table["parts"][0] if is_old else table["uses"][0]["part"]
+            part = table["uses"][0]["part"]
             part["num_bytes"], part["sha256"] = len(data), hashlib.sha256(data).hexdigest()
         else:
             manifest = self._altered(manifest)

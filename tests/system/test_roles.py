@@ -68,6 +68,9 @@ def test_a_cluster_by_hand(paceline: Commands, click_log: tuple[Path, Path], tmp
         "train", click_log[0], "--epochs", "100000", "--progressive", *joining, "--save", "unfinished"
     )
     long.wait_trains()
+    second = paceline.run("train", click_log[0], *joining, "-q")
+    assert second.status == 2
+    assert "another training uses this cluster" in second.err
     ports = [address, *(found.group(1) for found in listening if found is not None)]
     assert len(ports) == 3
     for port in ports:  # whoever is no peer is shown out, and nobody else notices

@@ -17,7 +17,7 @@ from paceline.launch.warm_parent import serve
 
 MODULES = {
     "plain": ["paceline.cli.app", "paceline.cli.train", "paceline.launch.train.training_run", "paceline.collectives"],
-    "torch": ["torch._dynamo", "paceline.torch.strategies", "paceline.torch.testing.conformance"],
+    "torch": ["torch._dynamo", "paceline.torch.strategies", "tests.conformance.conformance"],
     "workers": [],
 }
 

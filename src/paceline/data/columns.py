@@ -355,9 +355,10 @@ class Converter:
         return lengths, keys
 
     def _hash_words(self, column: Any, seed: np.uint64) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
-        """How many words the texts of a column have, and the keys of them all."""
+        """Return the number of words in each text of a column, and the keys of all words."""
         data, offsets = self._buffers(self._text(column))
-        lengths, words = np.empty(len(column), np.int64), np.empty(len(data) // 2 + 1, np.uint64)
+        most = (len(data) + len(column)) // 2  # a text of n bytes has at most (n + 1) / 2 words
+        lengths, words = np.empty(len(column), np.int64), np.empty(most, np.uint64)
         return lengths, words[: self._kernels.split_strings(data, offsets, seed, words, lengths)]
 
     def _text(self, column: Any) -> Any:

@@ -21,7 +21,6 @@ from paceline.tables.spec import TableSpec
 from paceline.version import __version__
 
 VERSION: Final = 2
-"""Version 1 of Paceline 0.1 can be read too: its snapshots are the same, its models are in :mod:`.version_1`."""
 
 FileName: TypeAlias = Annotated[str, Meta(pattern=r"^(snapshot-\d{6,19}/)?\w[\w.-]{0,200}\Z")]
 """A file in a model's directory, or in a snapshot's folder within a directory of snapshots."""

@@ -5,19 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from paceline.errors import ModelError
 from paceline.storage.checked_files import read_manifest_text
 from paceline.storage.durable_io import replace_synced, sync_directory
-from paceline.storage.format import VERSION, Manifest, ModelManifest
-from paceline.storage.version_1 import ModelManifest1
+from paceline.storage.format import VERSION, Manifest
 from paceline.transport import known
 
 MANIFEST: Final = "manifest.json"
-_READABLE = (1, VERSION)
 _Manifest = TypeVar("_Manifest", bound=Manifest)
 
 
@@ -38,14 +36,12 @@ def read_manifest(folder: Path, kind: type[_Manifest]) -> _Manifest:
     path = folder / MANIFEST
     fields = read_fields(folder, kind)
     version, digest = fields.get("version"), fields.pop("sha256", None)
-    if version not in _READABLE:
+    if version != VERSION:
         raise ModelError(
-            f"{path} has format version {version}, this Paceline reads {' and '.join(map(str, _READABLE))}: "
+            f"{path} has format version {version}, this Paceline reads {VERSION}: "
             f"use Paceline {fields.get('paceline')}, which wrote it"
         )
     try:
-        if version == 1 and kind is ModelManifest:  # it has no checksum
-            return cast(_Manifest, msgspec.convert(fields, known(ModelManifest1)).upgrade())
         manifest = msgspec.convert(fields, known(kind))
         found = digest_of(fields)
     except (ValueError, RecursionError, msgspec.MsgspecError) as error:

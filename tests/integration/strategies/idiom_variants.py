@@ -2,7 +2,7 @@
 
     python idiom_variants.py FOLDER TOLD
 
-The arguments are those of ``paceline.torch.testing.conformance``.
+The arguments are those of ``tests.conformance.conformance``.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.conformance.conformance import be_rank
+from tests.conformance.idioms.trial import IDIOMS, STEPS, Result, Trial
 from torch import Tensor, nn, optim
 from torch.nn import functional
 from torch.nn.utils import parameters_to_vector, parametrizations, prune, vector_to_parameters
 from torch.optim import lr_scheduler
-
-from paceline.torch.testing.conformance import be_rank
-from paceline.torch.testing.idioms.trial import IDIOMS, STEPS, Result, Trial
 
 mse = functional.mse_loss
 _Pair = namedtuple("_Pair", "output loss")

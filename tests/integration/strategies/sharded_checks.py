@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from tests.conformance import Trial
+from tests.conformance.idioms import several_models
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
@@ -25,8 +27,6 @@ from torch.nn import functional as F  # noqa: N812
 import paceline.torch
 from paceline.errors import PacelineError, UsageError
 from paceline.torch.strategies import AllReduce, Sharded, Strategy
-from paceline.torch.testing import Trial
-from paceline.torch.testing.idioms import several_models
 
 CHECKPOINT = "SHARDED_CHECKPOINT"
 """The environment variable with the folder that the parent looks into."""

@@ -9,12 +9,12 @@ import pytest
 
 pytest.importorskip("torch")
 
+from tests.conformance import STRATEGIES, conformance, run_all
 from tests.integration.strategies import idiom_variants
 from tests.warm.processes import WarmProcess
 
 import paceline
 from paceline.protocol import Sequential
-from paceline.torch.testing import STRATEGIES, conformance, run_all
 
 
 @pytest.fixture(scope="module")

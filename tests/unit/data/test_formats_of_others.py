@@ -294,6 +294,17 @@ def test_text_of_parquet_has_the_features_of_csv(tmp_path: Path) -> None:
         np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
 
 
+def test_texts_of_one_letter_in_parquet(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    table = pyarrow.table({"y": [0, 1] * 500, "grade": ["a", "b"] * 500})
+    parquet.write_table(table, tmp_path / "x.parquet")
+    found = read(tmp_path / "x.parquet", Columns("y", text=("grade",)))
+    seed = name_seed("grade")
+    assert found.keys.tolist() == [hash_bytes(b"a", seed), hash_bytes(b"b", seed)] * 500
+
+
 @settings(deadline=None)
 @given(st.lists(st.one_of(st.binary(max_size=30), st.text(max_size=30).map(str.encode)), max_size=8))
 def test_the_kernel_of_words_is_its_twin(texts: list[bytes]) -> None:

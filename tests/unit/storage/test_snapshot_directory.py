@@ -121,7 +121,7 @@ def test_a_manifest_comes_back(tmp_path: Path) -> None:
         (text.replace('"number": 4', '"number": 5'), "its SHA-256 is"),
         (text[:-20], "is damaged"),
         ("[]", "not a manifest of a snapshot"),
-        (text.replace('"version": 2', '"version": 99'), "version 99, this Paceline reads 1 and 2: use Paceline 0"),
+        (text.replace('"version": 2', '"version": 99'), "version 99, this Paceline reads 2: use Paceline 0"),
     ):
         path.write_text(wrong)
         with pytest.raises(ModelError, match=message):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable
 
 from paceline.data import Columns, Dataset, have_same_features, source_format
-from paceline.errors import DataError, UsageError
+from paceline.errors import DataError, PeerError, UsageError
 from paceline.launch.train.options import TrainOptions
 from paceline.models.base import SparseModel, open_tables
 from paceline.models.clicks import for_classes
@@ -15,7 +16,8 @@ from paceline.models.registry import read_model_settings
 from paceline.models.stored import StoredModel, read_stored_model
 from paceline.models.tuning import L1
 from paceline.models.update import rule_of
-from paceline.ps import FTRL, Client, SparseTable, UpdateRule, read_records, write_records
+from paceline.protocol.jobs import JobState
+from paceline.ps import FTRL, Client, SparseTable, UpdateRule, messages, read_records, write_records
 from paceline.ps.client.client import make_spec
 from paceline.tables.settings import to_fields
 
@@ -64,8 +66,11 @@ class InitialModel:
 def clear_tables(client: Client, model: SparseModel, update: UpdateRule, check: Callable[[], None]) -> None:
     """Erase the rows of an earlier training on this cluster, and set the hyperparameters of this one.
 
-    `check` is called between requests, and may raise. Raises UsageError if a table has another size or update rule.
+    `check` is called between requests, and may raise. Raises UsageError if another training uses the cluster, or if a
+    table has another size or update rule.
     """
+    with contextlib.suppress(PeerError):  # there is no job 0
+        client.link.call(messages.JobStatus(job=0), JobState)
     known = {spec.name: spec for spec in client.tables()}
     for table in model.tables:
         spec, rule = known.get(table.name), table.update or update

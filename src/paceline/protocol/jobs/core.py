@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Final
 
-from paceline.errors import PeerError
+from paceline.errors import PeerError, UsageError
 from paceline.protocol.jobs import events
 from paceline.protocol.jobs.events import Answer, Asked
 from paceline.protocol.jobs.ledger import JobLedger, Remembered
@@ -78,6 +78,8 @@ class JobCore:
                 job.take_lease(call, _worker(asked, membership).rank, wait=wait, now_s=now_s)
                 return []
             case events.StatusRequested(job=number):
+                if number == 0 and self._poster not in (None, asked.peer):
+                    raise UsageError("another training uses this cluster: wait for its end, or start another cluster")
                 job = self._current(number)
                 state = job.state(len(membership.of(Role.WORKER)), now_s)
                 return [Answer(call, replace(state, awaited=self._at_another(job, membership)))]
@@ -158,6 +160,7 @@ class JobCore:
         self._seekers.pop(peer, None)
         if self.ledger is not None and peer is not None and peer is self._poster:
             self.ledger.fail("PeerError", "whoever posted the job is gone")
+            self._poster = None
         return self._answers()
 
     def take_news(self) -> JobRecord | None:

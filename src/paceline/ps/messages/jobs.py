@@ -70,7 +70,7 @@ class JobFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Ask for a job's state; answered by JobState."""
+    """Ask for a job's state; answered by JobState. 0 is an error: UsageError if another process has posted a job."""
 
     job: int
 

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from tests.conformance.idioms.trial import STEPS, Result, Trial, between, idiom, with_unused, without_overlap
 from torch import nn
-
-from paceline.torch.testing.idioms.trial import STEPS, Result, Trial, between, idiom, with_unused, without_overlap
 
 
 @idiom

@@ -1,4 +1,4 @@
-"""Every idiom of :mod:`paceline.torch.testing.idioms` under every strategy, beside one device: the table of the docs.
+"""Every idiom of :mod:`tests.conformance.idioms` under every strategy, beside one device: the table of the docs.
 
 Two processes serve all strategies that have several, with one cluster of parameter servers, which the caller starts.
 """
@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.conformance.idioms import IDIOMS, OPTIONS, Trial
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from paceline.errors import UsageError
 from paceline.temporary import TemporaryFolder
 from paceline.torch.strategies import strategy
 from paceline.torch.strategies.sharded.parameters import as_whole
-from paceline.torch.testing.idioms import IDIOMS, OPTIONS, Trial
 
 ONE_PROCESS: dict[str, dict[str, Any]] = {"mirrored": {"replicas": 2}, "central-storage": {"replicas": 2}}
 SEVERAL: dict[str, dict[str, Any]] = {"all-reduce": {}, "parameter-server": {}, "sharded": {}}
@@ -71,7 +71,7 @@ def run_ranks(
             "TORCHELASTIC_RUN_ID": "idioms",
         }
         told = json.dumps([list(strategies), list(idioms)])
-        command = [sys.executable, "-m", "paceline.torch.testing.conformance", str(folder), told]
+        command = [sys.executable, "-m", "tests.conformance.conformance", str(folder), told]
         ranks = [
             subprocess.Popen(command, env={**surroundings, "RANK": str(rank), "LOCAL_RANK": str(rank)})
             for rank in range(_SIZE)

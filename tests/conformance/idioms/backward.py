@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from tests.conformance.idioms.trial import IDIOMS, STEPS, Result, Trial, idiom, without_overlap
 from torch import Tensor, nn
-
-from paceline.torch.testing.idioms.trial import IDIOMS, STEPS, Result, Trial, idiom, without_overlap
 
 
 def _accumulate(trial: Trial, *, clips: bool = True, holds: bool = False) -> Result:
@@ -162,7 +161,7 @@ def step_in_backward(trial: Trial) -> Result:
         optimizers[parameter].zero_grad()  # type: ignore[index]
 
     for each in trial.parameters:
-        each.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]
+        each.register_post_accumulate_grad_hook(update)
     for step in range(STEPS):
         trial.backward(step)
     return trial.values()

@@ -1,6 +1,6 @@
 """The conformance suite of strategies: what scripts do in and around a step, beside one device."""
 
-from paceline.torch.testing.conformance import STRATEGIES, as_table, run_all
-from paceline.torch.testing.idioms import IDIOMS, Trial, idiom
+from tests.conformance.conformance import STRATEGIES, as_table, run_all
+from tests.conformance.idioms import IDIOMS, Trial, idiom
 
 __all__ = ["IDIOMS", "STRATEGIES", "Trial", "as_table", "idiom", "run_all"]

@@ -8,10 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from tests.conformance.idioms.trial import IDIOMS, STEPS, Result, Trial, idiom, with_unused
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
-
-from paceline.torch.testing.idioms.trial import IDIOMS, STEPS, Result, Trial, idiom, with_unused
 
 
 def _schedule(name: str, make: Callable[[Any], Any]) -> None:

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from tests.conformance.idioms.trial import IDIOMS, STEPS, Result, Trial, idiom
 from torch import nn
-
-from paceline.torch.testing.idioms.trial import IDIOMS, STEPS, Result, Trial, idiom
 
 
 def _after_steps(name: str, act: Callable[[Trial], Any], *, adam: bool = False) -> None:

@@ -6,7 +6,7 @@ sentence.
 """
 
 # In the order of the table in the docs.
-from paceline.torch.testing.idioms import gradients, backward, parameters, model_and_optimizer, several_models  # noqa: F401, I001
-from paceline.torch.testing.idioms.trial import IDIOMS, OPTIONS, Trial, idiom
+from tests.conformance.idioms import gradients, backward, parameters, model_and_optimizer, several_models  # noqa: F401, I001
+from tests.conformance.idioms.trial import IDIOMS, OPTIONS, Trial, idiom
 
 __all__ = ["IDIOMS", "OPTIONS", "Trial", "idiom"]

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from tests.conformance.idioms.trial import STEPS, Result, Trial, idiom
 from torch import nn
 from torch.nn import functional
-
-from paceline.torch.testing.idioms.trial import STEPS, Result, Trial, idiom
 
 
 def _sgd(*models: nn.Module) -> torch.optim.Optimizer:
