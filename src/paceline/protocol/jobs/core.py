@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Final
 
-from paceline.errors import PeerError, UsageError
+from paceline.errors import PeerError
 from paceline.protocol.jobs import events
 from paceline.protocol.jobs.events import Answer, Asked
 from paceline.protocol.jobs.ledger import JobLedger, Remembered
@@ -78,8 +78,6 @@ class JobCore:
                 job.take_lease(call, _worker(asked, membership).rank, wait=wait, now_s=now_s)
                 return []
             case events.StatusRequested(job=number):
-                if number == 0 and self._poster not in (None, asked.peer):
-                    raise UsageError("another training uses this cluster: wait for its end, or start another cluster")
                 job = self._current(number)
                 state = job.state(len(membership.of(Role.WORKER)), now_s)
                 return [Answer(call, replace(state, awaited=self._at_another(job, membership)))]
@@ -174,6 +172,10 @@ class JobCore:
     def concerns(self, peer: object) -> bool:
         """Whether a process has posted the latest job."""
         return peer is self._poster
+
+    def has_other_poster(self, peer: object) -> bool:
+        """Return whether another process than `peer` has posted the latest job, and may still return."""
+        return self._poster not in (None, peer)
 
     # Beginning and end.
 
