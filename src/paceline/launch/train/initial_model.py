@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
+import time
 from collections.abc import Callable
 
 from paceline.data import Columns, Dataset, have_same_features, source_format
@@ -20,6 +20,8 @@ from paceline.protocol.jobs import JobState
 from paceline.ps import FTRL, Client, SparseTable, UpdateRule, messages, read_records, write_records
 from paceline.ps.client.client import make_spec
 from paceline.tables.settings import to_fields
+
+_PATIENCE_S = 5.0
 
 
 class InitialModel:
@@ -63,14 +65,28 @@ class InitialModel:
                 write_records(client, handle.spec, keys, records)
 
 
+def _wait_until_free(client: Client, check: Callable[[], None]) -> None:
+    """Wait a moment for a training that has just ended. Raises UsageError if another training uses the cluster."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        check()
+        try:
+            client.link.call(messages.JobStatus(job=0), JobState)
+        except UsageError:
+            if time.monotonic() > deadline:
+                raise
+        except PeerError:  # there is no job 0
+            return
+        time.sleep(0.1)
+
+
 def clear_tables(client: Client, model: SparseModel, update: UpdateRule, check: Callable[[], None]) -> None:
     """Erase the rows of an earlier training on this cluster, and set the hyperparameters of this one.
 
     `check` is called between requests, and may raise. Raises UsageError if another training uses the cluster, or if a
     table has another size or update rule.
     """
-    with contextlib.suppress(PeerError):  # there is no job 0
-        client.link.call(messages.JobStatus(job=0), JobState)
+    _wait_until_free(client, check)
     known = {spec.name: spec for spec in client.tables()}
     for table in model.tables:
         spec, rule = known.get(table.name), table.update or update
