@@ -49,7 +49,7 @@ Categorical = Annotated[
         help="csv, parquet, jsonl: categorical columns, separated by commas; those without an option are guessed."
     ),
 ]
-Numeric = Annotated[str | None, typer.Option(help="csv, parquet: numeric columns, separated by commas.")]
+Numeric = Annotated[str | None, typer.Option(help="csv, parquet, jsonl: numeric columns, separated by commas.")]
 Text = Annotated[
     str | None,
     typer.Option(help="csv, parquet: columns of text, separated by commas; each word is a feature."),

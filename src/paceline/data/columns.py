@@ -48,7 +48,7 @@ class Columns:
     header: str = "auto"
     """Whether the first row of csv files has the names of the columns: yes, no, or auto."""
     trims: bool = True
-    """Whether blanks around categories do not count; models before version 0.2 count them."""
+    """Whether blanks around categories do not count; stored columns without this value count them."""
 
     def __post_init__(self) -> None:
         assert len(self.scales) in (0, len(self.numeric))
@@ -96,6 +96,12 @@ class Columns:
     def names(self) -> list[str]:
         """All the columns, in the order in which they are read."""
         return [self.label, *self.categorical, *self.numeric, *self.text, *([self.weight] if self.weight else [])]
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        """The kind of each column."""
+        kinds = {self.weight: "weight", self.label: "label"} | dict.fromkeys(self.categorical, "categorical")
+        return kinds | dict.fromkeys(self.numeric, "numeric") | dict.fromkeys(self.text, "text")
 
     def describe_fault(self, name: str, *, is_missing: bool) -> str:
         """Say what ails a row whose cell in column `name` is no number, or `is_missing`."""

@@ -147,7 +147,8 @@ def guess_dialect(text: str, wanted: Sequence[str] = (), header: str = "auto") -
         has_header = {*wanted} <= {*first}
     else:
         has_header = any(cell in known for cell in first) or _is_header(first, rest)
-    has_names = has_header and not (header == "yes" and wanted and all(map(PLACE.fullmatch, wanted)))
+    are_places = header == "yes" and wanted and all(map(PLACE.fullmatch, wanted)) and known.keys().isdisjoint(first)
+    has_names = has_header and not are_places
     names = tuple((known.get(first[at], first[at]) if has_names else "") or f"c{at + 1}" for at in range(width))
     return Dialect(separator, names, has_header)
 

@@ -92,20 +92,31 @@ class ReadOptions:
         names = ("label", "categorical", "numeric", "text", "ignore", "header")
         return [f"--{name}" for name in names if getattr(self, name) != getattr(default, name)]
 
-    def fit(self, columns: Columns) -> bool:
-        """Return whether the given columns are those of `columns`."""
-        kinds = ("categorical", "numeric", "text")
-        fitting = ({*getattr(self, kind)} <= {*getattr(columns, kind)} for kind in kinds)
-        return self.label in (None, columns.label) and all(fitting) and not {*self.ignore} & {*columns.names}
+    @property
+    def names(self) -> list[str]:
+        """The given columns, by name or place."""
+        given = (self.label, *self.categorical, *self.numeric, *self.text, *self.ignore)
+        return [name for name in given if name and name != "*"]
 
-    def kinds(self, path: str, names: Sequence[str]) -> dict[str, str]:
-        """Return the kind of each given column but the label. Raises UsageError for columns that are not there."""
+    def fit(self, path: str, columns: Columns, names: Sequence[str]) -> bool:
+        """Return whether files with columns `names`, converted with `columns`, have what the options select."""
+        label = columns.label if self.label is None else resolve_label(path, names, self.label)
+        given, known = self.kinds(path, names, label), columns.kinds
+        is_rest_left_out = "*" not in given or {*columns.names} <= {*given, columns.label, columns.weight}
+        default = "numeric" if columns.is_open else "ignore"
+        fitting = (known.get(name, default) == kind for name, kind in given.items())
+        return label == columns.label and self.header in ("auto", columns.header) and is_rest_left_out and all(fitting)
+
+    def kinds(self, path: str, names: Sequence[str], label: str) -> dict[str, str]:
+        """Return the kind of each given column. Raises UsageError for unknown ones, two kinds and `label`."""
         found: dict[str, str] = {}
         for kind in ("categorical", "numeric", "text", "ignore"):
             for name in getattr(self, kind):
                 resolved = name if name == "*" and kind == "ignore" else resolve_label(path, names, name)
                 if found.setdefault(resolved, kind) != kind:
                     raise UsageError(f"--{kind} {name}: --{found[resolved]} names that column too: leave one out")
+        if label in found:
+            raise UsageError(f"--{found[label]} {label}: that column is the label: leave it out, or change --label")
         return found
 
 
@@ -123,9 +134,7 @@ def guess_columns(
     label = find_label(path, sample.names) if label is None else resolve_label(path, sample.names, label)
     guesses = []
     check_distinct(path, sample.names)
-    given = options.kinds(path, sample.names)
-    if label in given:
-        raise UsageError(f"--{given[label]} {label}: that column is the label: leave it out, or name another --label")
+    given = options.kinds(path, sample.names, label)
     others = "ignore" if "*" in given else None
     _check_commas(path, sample, [name for name in sample.names if given.get(name, others) in (None, "numeric")])
     sample = _without_copies(sample)
@@ -182,9 +191,7 @@ def describe_named(sample: Sample, columns: Columns) -> Guesses:
     """The same of columns that were named; the words that labels are are found too."""
     if not columns.classes:
         columns = replace(columns, classes=sample.classes(columns.label))
-    kinds = {columns.weight: "weight", columns.label: "label"} | dict.fromkeys(columns.categorical, "categorical")
-    kinds |= dict.fromkeys(columns.numeric, "numeric") | dict.fromkeys(columns.text, "text")
-    guesses = []
+    guesses, kinds = [], columns.kinds
     for name, type in zip(sample.names, sample.types, strict=True):
         reason = "not named" if name not in kinds else IN_LISTS if type == "list" else ""
         guesses.append(_describe(name, kinds.get(name, "left out"), reason, sample.counts(name)))
@@ -350,13 +357,15 @@ def find_json_columns(
     if found is None:
         what = f"no field '{label}'" if label is not None else f"no field named {', '.join(LABEL_NAMES)}"
         raise UsageError(f"{path} has {what} in the rows looked at, so say with --label which it is: it has {shown}")
-    if weight and weight not in names:
-        raise UsageError(f"{path} has no field '{weight}' in the rows looked at: it has {shown}")
-    given = dict.fromkeys(options.categorical, True) | dict.fromkeys(options.numeric, False)
+    for name in (weight, *options.categorical, *options.numeric):
+        if name not in ("", *names):
+            raise UsageError(f"{path} has no field '{name}' in the rows looked at: it has {shown}")
+    given = options.kinds(path, names, found)
     codes = tuple(
         name
-        for name in dict.fromkeys((*options.categorical, *names))
-        if name not in (found, weight) and (given[name] if name in given else _are_numbers_codes(name, values[name]))
+        for name in names
+        if name not in (found, weight)
+        and (given[name] == "categorical" if name in given else _are_numbers_codes(name, values[name]))
     )
     return Columns(found, codes, weight=weight, is_open=True, classes=find_classes(json_cells(objects, found)))
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from paceline.data.binary.arrays import ArrayFile
 from paceline.data.binary.converted import describe_converted
 from paceline.data.columns import Columns, import_arrow, is_list
-from paceline.data.dialect import PREAMBLE, parse_rows, read_dialect
+from paceline.data.dialect import PREAMBLE, Dialect, parse_rows, read_dialect
 from paceline.data.formats import CONVERTED, TEXT_FORMATS
 from paceline.data.labels import count_labels, find_classes, read_label
 from paceline.data.streams import ByteStream, open_stream, stat_file, text_size
@@ -46,6 +46,8 @@ class Sample:
     names: tuple[str, ...]
     types: tuple[str, ...]
     rows: list[list[str]]
+    has_header: bool = True
+    """Whether the first file has the names; else they are places."""
     _places: dict[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -87,7 +89,7 @@ def sample_rows(files: Sequence[str], format: str, wanted: Sequence[str] = (), h
         return _sample_parquet(files)
     names: tuple[str, ...] = ()
     rows: list[list[str]] = []
-    dialects = {}
+    dialects: dict[int, Dialect] = {}
     for file, start, lines in text_pieces(files):
         if file not in dialects:
             dialects[file] = read_dialect(files[file], wanted, header)
@@ -99,7 +101,7 @@ def sample_rows(files: Sequence[str], format: str, wanted: Sequence[str] = (), h
         for row in found[1:] if start == 0 and dialect.has_header else found:
             if len(row) == len(dialect.names):
                 rows.append([row[at] if at >= 0 else "" for at in places])
-    return Sample(names, ("",) * len(names), rows)
+    return Sample(names, ("",) * len(names), rows, next((each.has_header for each in dialects.values()), True))
 
 
 def _sample_parquet(files: Sequence[str]) -> Sample:

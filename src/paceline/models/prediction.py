@@ -93,7 +93,7 @@ class Predictor:
         if columns is None and found in COLUMN_FORMATS:
             columns = self._guess_columns(str(paths[0]), found)
         if header != "auto":
-            if columns is None or found not in COLUMN_FORMATS:
+            if columns is None or found != "csv":
                 raise UsageError(f"--header {header}: data of format {found} has no header: leave it out")
             columns = replace(columns, header=ReadOptions(header=header).header)
         try:

@@ -13,7 +13,6 @@ from paceline.kernels.text.reference import MISSING_LABEL, REASONS
 
 _NUM_NAMED = 5
 _LARGE_SHARE, _FEW = 0.1, 10
-_NO_LABEL = f": {REASONS[MISSING_LABEL]}: "
 
 
 @dataclass(frozen=True)
@@ -22,6 +21,8 @@ class BadData:
 
     count: int
     first: list[str]
+    are_unlabelled: bool = False
+    """Whether all the lines known in full lack a label and nothing else."""
 
     def sentence(self, num_good: int | None = None) -> str:
         """Return a warning, with the first few on lines of their own.
@@ -30,14 +31,14 @@ class BadData:
         """
         share = 0.0 if num_good is None else self.count / max(self.count + num_good, 1)
         of_all = f", {share:.0%} of all," if share > _LARGE_SHARE else ""
-        kind = "unlabelled" if self.first and all(_NO_LABEL in line for line in self.first) else "malformed"
+        kind = "unlabelled" if self.are_unlabelled else "malformed"
         skipped = f"1 {kind} line{of_all} was" if self.count == 1 else f"{self.count:,} {kind} lines{of_all} were"
         listed = "".join(f"\n  {line}" for line in self.first)
         return f"{skipped} skipped (--strict stops at the first):{listed}"
 
-    def check(self, num_good: int | None, limit: float) -> None:
+    def check(self, num_good: int | None, limit: float, format: str | None) -> None:
         """Raise DataError if a larger share than `limit` is malformed; lines of vw may have no label."""
-        if not num_good or self.count <= _FEW or any(_NO_LABEL in line for line in self.first):
+        if not num_good or self.count <= _FEW or (format == "vw" and self.are_unlabelled):
             return
         share = self.count / (self.count + num_good)
         if share > limit:
@@ -65,7 +66,8 @@ def describe_bad_lines(
     for _, (file, offset, row, text, reason) in sorted(lines.items())[:_NUM_NAMED]:
         where = f"line {line_number(file, offset):,}" if offset is not None else f"row {row:,}"
         described.append(f"{name_for_people(file)}, {where}: {reason}: '{text}'")
-    return BadData(sum(counts.values()), described)
+    are_unlabelled = bool(lines) and all(line[4] == REASONS[MISSING_LABEL] for line in lines.values())
+    return BadData(sum(counts.values()), described, are_unlabelled)
 
 
 def find_bad_lines(dataset: Dataset) -> BadData:

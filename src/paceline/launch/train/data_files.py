@@ -36,7 +36,7 @@ from paceline.data import (
     sample_rows,
     source_format,
 )
-from paceline.data.dialect import PLACE, is_number
+from paceline.data.dialect import is_number
 from paceline.data.example_sampling import sample_examples
 from paceline.data.guessing import ReadOptions, describe_json, find_json_columns
 from paceline.data.labels import CLICKS, MOST_CLASSES, describe_no_numbers, find_label_words, read_as
@@ -87,7 +87,7 @@ class DataLook:
     @property
     def header_news(self) -> str | None:
         """A line that the csv files have no header; None if they have one, or are of another format."""
-        if self.format != "csv" or self.sample is None or not all(map(PLACE.fullmatch, self.sample.names)):
+        if self.format != "csv" or self.sample is None or self.sample.has_header:
             return None
         last = self.sample.names[-1]
         return (
@@ -145,11 +145,13 @@ def look_at(
             if not labels and format == "vw":
                 raise DataError(f"{first} has no label in the lines looked at: begin each line with one, '1 | a b'")
             return DataLook(format, None, labels, None, False, fields=fields)
+    if format == "parquet" and options.header != "auto":
+        raise UsageError(f"--header {options.header}: {first} is parquet, which has no header: leave the option out")
     if columns is not None:
         open_dataset(data, format, columns).close()
         wanted: Sequence[str] = columns.names
     else:
-        wanted = () if label is None or is_number(label) else (label,)  # a number is a place
+        wanted = [name for name in (*options.names, weight) if name and not is_number(name)]  # a number is a place
     sample = sample_rows([str(file) for file in data], format, wanted, columns.header if columns else options.header)
     if columns is None:
         guesses = guess_columns(first, sample, label, weight or "", options)
@@ -209,7 +211,8 @@ def _look_at_converted(
     known = tuple(map(describe_converted, files))
     first = known[0].description
     stored = first.columns
-    if options.given and (stored is None or not options.fit(stored)):
+    names = [each.name for each in first.guesses]
+    if options.given and (stored is None or not options.fit(files[0], stored, names or stored.names)):
         given = ", ".join(options.given)
         raise UsageError(f"{files[0]} is converted with other columns: leave {given} out, or convert its sources again")
     if weight is not None and (stored is None or weight != stored.weight):

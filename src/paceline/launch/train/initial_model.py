@@ -7,7 +7,15 @@ import os
 import time
 from collections.abc import Callable
 
-from paceline.data import Columns, Dataset, have_same_features, source_format
+from paceline.data import (
+    COLUMN_FORMATS,
+    Columns,
+    Dataset,
+    column_names,
+    detect_format,
+    have_same_features,
+    source_format,
+)
 from paceline.errors import DataError, PeerError, UsageError
 from paceline.launch.train.options import TrainOptions
 from paceline.models.base import SparseModel, open_tables
@@ -121,9 +129,12 @@ def continue_from(options: TrainOptions) -> TrainOptions:
     columns = stored.described.get("columns")
     classes = () if columns is None else Columns.from_fields(columns).classes
     options = dataclasses.replace(options, model=for_classes(options.model, classes))
-    if columns is not None and _names_no_others(options, Columns.from_fields(columns)):
+    if columns is not None:
         known = dataclasses.replace(Columns.from_fields(columns), weight=options.weights.column or "")
-        options = dataclasses.replace(options, columns=known, numeric_scale="none")
+        if options.reading.header != "auto":
+            known = dataclasses.replace(known, header=options.reading.header)
+        if _names_no_others(options, known):
+            options = dataclasses.replace(options, columns=known, numeric_scale="none")
     options = dataclasses.replace(options, model=_continue_model(stored, options.model))
     InitialModel(stored, options.model, rule_of(options.update, FTRL().alpha, L1))
     return options
@@ -138,7 +149,11 @@ def _names_no_others(options: TrainOptions, known: Columns) -> bool:
         known.numeric,
     ):
         return False
-    return options.reading.fit(known)
+    path = str(options.data[0])
+    format = options.format or detect_format(path)
+    is_table = format in COLUMN_FORMATS
+    names = column_names(path, format, known.names, known.header) if is_table else known.names + options.reading.names
+    return options.reading.fit(path, known, names)
 
 
 def _continue_model(stored: StoredModel, wanted: SparseModel) -> SparseModel:

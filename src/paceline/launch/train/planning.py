@@ -83,7 +83,7 @@ def _sample(options: TrainOptions) -> tuple[ExampleSample, str]:
         bad = describe_bad_lines([([(0, 0, lines.count)], plain_bad_lines(lines))])
         if not sample.batch.num_examples:
             raise no_line_left(options.data[0], "trained on", bad)
-        bad.check(sample.num_read, options.reading.max_malformed)
+        bad.check(sample.num_read, options.reading.max_malformed, options.format)
         format = dataset.source_format
     return dataclasses.replace(sample, batch=weighting_of(options).weighted(sample.batch)), format
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.data import Dataset
+from paceline.data import Columns, Dataset
 from paceline.data.files_in_use import stat_source
 from paceline.errors import DataError, PacelineError, UsageError
 from paceline.launch.train.options import SnapshotPlan
@@ -207,7 +207,8 @@ class Resumption:
                     f"{name_now} of {size_now:,} bytes now: resume with the same files in the same order"
                 )
         ours, theirs = dataset.spec(), self._training["dataset"]
-        for name in ("format", "label", "categorical", "numeric", "weight", "shard_bytes"):
+        of_columns = (each.name for each in dataclasses.fields(Columns) if each.name != "scales")
+        for name in ("format", *of_columns, "shard_bytes"):
             if ours.get(name) != theirs.get(name):
                 raise DataError(
                     f"{self.snapshot} is of a training that read the data with {name} {theirs.get(name)!r}, and it is "

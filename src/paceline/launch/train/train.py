@@ -117,7 +117,7 @@ class Training:
                     passes = plan.epochs if self._best is None else self._best.losses.last_pass
                     num_rows = None if before else examples // max(passes, 1)
                     bad_data = self._report_bad_data(finished.reports, num_rows)
-                    bad_data.check(num_rows, options.reading.max_malformed)
+                    bad_data.check(num_rows, options.reading.max_malformed, options.format)
                 except (KeyboardInterrupt, PacelineError) as error:
                     if not isinstance(error, KeyboardInterrupt | ModelLostError):
                         self._runner.check_gone()  # which may be what is behind it
