@@ -13,7 +13,6 @@ from paceline.data.dialect import guess_dialect
 from paceline.data.guessing import ReadOptions, find_json_columns
 from paceline.errors import DataError, UsageError
 from paceline.launch.train.bad_data import BadData, describe_bad_lines
-from paceline.launch.train.converting import convert_data, look_at_sources
 from paceline.launch.train.data_files import DataLook, look_at
 from paceline.launch.train.snapshots import Resumption
 
@@ -64,30 +63,24 @@ def test_fields_of_json_are_checked_as_columns_are(options: dict[str, Any], prob
         find_json_columns("x", OBJECTS, ReadOptions(**options))
 
 
-def test_options_for_converted_data_fit_its_columns_or_are_refused(tmp_path: Path) -> None:
-    source, out = tmp_path / "x.csv", tmp_path / "x.paceline"
-    source.write_text("city,click,age,size\n" + "Rome,1,20,3.5\nOslo,0,30,2.5\n" * 40)
-    sources = look_at_sources([source], options=ReadOptions(label="click", ignore=("size",)))
-    convert_data([source], out, sources)
-    fitting: list[dict[str, Any]] = [
-        {"label": "1", "ignore": ("3",)},
-        {"label": "-3", "categorical": ("0",)},
-        {"categorical": ("city",), "numeric": ("age",), "ignore": ("*",)},
-    ]
-    for options in fitting:
-        assert look_at([out], numeric_scale="none", options=ReadOptions(**options)).columns is not None
-    others: list[dict[str, Any]] = [
-        {"label": "0"},
-        {"header": "no"},
-        {"numeric": ("size",)},
-        {"ignore": ("age",)},
-        {"categorical": ("city",), "ignore": ("*",)},
-    ]
-    for options in others:
-        with pytest.raises(UsageError, match="is converted with other columns"):
-            look_at([out], numeric_scale="none", options=ReadOptions(**options))
+@pytest.mark.parametrize(
+    ("options", "fits"),
+    [
+        ({"label": "1", "ignore": ("3",)}, True),
+        ({"label": "-3", "categorical": ("0",)}, True),
+        ({"categorical": ("city",), "numeric": ("age",), "ignore": ("*",)}, True),
+        ({"label": "0"}, False),
+        ({"header": "no"}, False),
+        ({"numeric": ("size",)}, False),
+        ({"ignore": ("age",)}, False),
+        ({"categorical": ("city",), "ignore": ("*",)}, False),
+    ],
+)
+def test_options_for_converted_data_fit_its_columns_or_not(options: dict[str, Any], fits: bool) -> None:
+    columns, names = Columns("click", ("city",), ("age",)), ["city", "click", "age", "size"]
+    assert ReadOptions(**options).fit("x", columns, names) == fits
     with pytest.raises(UsageError, match="has no column 'typo'"):
-        look_at([out], numeric_scale="none", options=ReadOptions(ignore=("typo",)))
+        ReadOptions(**options | {"text": ("typo",)}).fit("x", columns, names)
 
 
 def test_places_count_in_the_file_and_not_in_the_columns_of_a_model() -> None:
