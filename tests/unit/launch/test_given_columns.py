@@ -39,7 +39,7 @@ def test_names_that_look_like_places_are_names_if_the_header_has_them(tmp_path: 
     assert dialect is not None
     assert dialect.names == ("c3", "c1", "c2")
     found = look(tmp_path / "x.csv", "c3,c1,c2\n" + "7,1,5.5\n8,0,6.5\n" * 40, label="c1", header="yes")
-    assert (found.labels.keys(), found.header_news) == ({0.0, 1.0}, None)
+    assert ({*found.labels}, found.header_news) == ({0.0, 1.0}, None)
     assert look(tmp_path / "x.csv", ROWS, label="c1").header_news is not None
 
 
