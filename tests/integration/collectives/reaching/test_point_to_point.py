@@ -182,7 +182,7 @@ def test_a_mismatch_is_told_to_both_sides(posted_first: bool, size: int, what: s
         pending = ends[1].receive(empty(size), 0, 4, what)
         if posted_first:
             send(ends[0], b"12345678", 1, 4, "int8[8]")
-        told = f"rank 0 sent 8 bytes (int8[8]) with tag 4, rank 1 receives {size} bytes"
+        told = f"rank 0 sent 8 bytes (int8[8]) with tag 4, but rank 1 receives {size} bytes"
         for each in (pending, waiting):
             with pytest.raises(MismatchError, match=re.escape(told)):
                 each.wait(PATIENCE_S)
@@ -203,7 +203,7 @@ def test_a_failure_fails_all_messages_of_all_ranks_that_talk() -> None:
             ends[0].receive(empty(1), None, 4),
             ends[1].receive(empty(8), 0, 1),
         ]
-        told = "rank 0 sent 31457280 bytes with tag 1, rank 1 receives 8 bytes"
+        told = "rank 0 sent 31457280 bytes with tag 1, but rank 1 receives 8 bytes"
         with suppress(MismatchError):  # it may have left as a whole before rank 1 says so
             ends[0].send(memoryview(bytes(30 << 20)), 1, 1).wait(PATIENCE_S)
         for each in pending:

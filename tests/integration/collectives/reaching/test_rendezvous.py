@@ -118,8 +118,8 @@ def test_under_torchrun_two_programs_find_their_own() -> None:
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        (Environment(rank=0), "the world size is not"),
-        (Environment(world_size=2), "the rank is not"),
+        (Environment(rank=0), "the world size is missing"),
+        (Environment(world_size=2), "the rank is missing"),
         (Environment(rank=2, world_size=2), "rank 2 of 2"),
         (Environment(rank=0, world_size=0), "rank 0 of 0"),
         (Environment(rank=0, world_size=2), "MASTER_ADDR and MASTER_PORT"),
