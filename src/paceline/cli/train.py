@@ -91,9 +91,9 @@ def train(
         int | None, typer.Option(min=1, help="Passes over the data; default: found by trial on a sample.")
     ] = None,
     order: Annotated[
-        str,
-        typer.Option(help="Order of the examples in all passes but the last: shuffle, or file as they stand there."),
-    ] = "shuffle",
+        str | None,
+        typer.Option(help="Order of the examples in all passes but the last: shuffle (default), or that of the file."),
+    ] = None,
     validation: Annotated[
         list[str] | None,
         typer.Option(
@@ -321,7 +321,7 @@ def train(
             weights=ExampleWeights(column=weight, classes=class_weights, keep_negatives=keep_negatives),
             filters=TrafficFilters(pushed=filters, pulled=pull_filters),
             passes=PassOptions(
-                order=cast("Literal['shuffle', 'file']", order),
+                order=cast("Literal['shuffle', 'file'] | None", order),
                 stopping=_choose_stopping(validation, patience, min_delta),
                 rates=RatePlan(schedule=parse_schedule(schedule), warmup=warmup),
                 blocks=blocks,

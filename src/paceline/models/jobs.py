@@ -55,11 +55,17 @@ class WorkerTask(msgspec.Struct, frozen=True, kw_only=True):
     """Whether examples come in random order."""
     epochs: int = 1
     """How often the whole training reads the data."""
+    reordered: tuple[int, ...] = ()
+    """Passes in the opposite order, because an earlier run began them with other options."""
     filters: str = ""
     pull_filters: str | None = None
     solve: SolveTask | None = None
     rates: JobRates | None = None
     """None: rates stay as they are."""
+
+    def shuffles(self, epoch: int) -> bool:
+        """Return whether a pass, from 0 up, is shuffled."""
+        return (self.is_shuffled and epoch < self.epochs - 1) != (epoch in self.reordered)
 
     def filter_chains(self, *, exact: bool = False) -> tuple[Sequence[Filter], Sequence[Filter] | None]:
         """Return the filters, and those of what is pulled; with `exact`, those that change nothing.

@@ -16,6 +16,7 @@ from paceline.models.metrics import Evaluation, sum_pieces
 from paceline.models.rate_drift import example_counts
 from paceline.tables.types import Doubles, Floats
 
+_LEAST_CORRECTION = 1e-3  # predictions of 0 would have infinite losses
 _MOST_MARGIN = 30.0  # above the mean: exp() of it, squared, is a float32 still
 
 
@@ -70,7 +71,7 @@ class PoissonRegression(LinearModel):
         off = float(missing.sum()) / expected
         variance = len(missing) * float(missing.var()) / expected**2 if len(missing) else 0.0
         share = max(1 - variance / max(off * off, 1e-30), 0.0) if math.isfinite(off) else 0.0
-        return dataclasses.replace(self, mean=self.mean * (1 + share * off)) if share else self
+        return dataclasses.replace(self, mean=self.mean * max(1 + share * off, _LEAST_CORRECTION)) if share else self
 
     @override
     def outcome(self, margins: Doubles) -> Doubles:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from paceline.launch.train.describing import describe_data
 from paceline.launch.train.numeric_scales import choose_key_scaling
 from paceline.models.fm import FactorModel
 from paceline.models.registry import make_model
-from paceline.models.tuning import best_scaling, is_worse_for_factors
+from paceline.models.tuning import best_scaling, is_worse_for_factors, scale_trial
+from paceline.models.tuning.trial import Split, held_out_splits
 
 RANDOM = np.random.default_rng(7)
 
@@ -142,3 +143,18 @@ def test_a_factorization_machine_has_numbers_where_pairs_say_more_than_bins() ->
     found = choose_key_scaling(sample, "auto", absent_is_zero=True, model=model)
     assert found is not None
     assert found.edges
+
+
+def test_scales_are_tried_on_examples_from_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial of scales holds out the same kind of examples as that of rates."""
+    x, labels = bent()
+    held_out: list[bool] = []
+
+    def split(batch: Batch, *, is_mixed: bool) -> Iterator[Split]:
+        held_out.append(is_mixed)
+        return held_out_splits(batch, is_mixed=is_mixed)
+
+    monkeypatch.setattr(scale_trial, "held_out_splits", split)
+    best_scaling(sample_batch(examples(x, labels)), [None, None])
+    best_scaling(sample_batch(examples(np.sort(x, axis=0), np.sort(labels))), [None, None])
+    assert held_out == [True, True]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from paceline.errors import DataError, UsageError
-from paceline.launch.train.options import TrainOptions
+from paceline.launch.train.options import PassOptions, TrainOptions
 from paceline.launch.train.planning import plan_training
 from paceline.launch.train.train import train_locally
 from paceline.models.registry import make_model
@@ -97,3 +97,10 @@ def test_going_on_takes_the_former_rule_but_for_what_is_given(data: Path, tmp_pa
 
 def test_values_may_be_left_as_they_are(data: Path) -> None:
     assert plan_training(TrainOptions(data=[data], numeric_scale="none")).scaling is None
+
+
+def test_a_sorted_file_keeps_its_order_on_request(data: Path) -> None:
+    data.write_text("\n".join(sorted(data.read_text().splitlines())) + "\n")
+    assert plan_training(TrainOptions(data=[data])).shards_at_once > 1
+    plan = plan_training(TrainOptions(data=[data], passes=PassOptions(order="file")))
+    assert (plan.shards_at_once, plan.order) == (1, "file")

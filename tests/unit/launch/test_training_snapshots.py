@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import pytest
 
 from paceline.data import open_dataset
 from paceline.errors import DataError, UsageError
-from paceline.launch.train.options import TrainOptions
+from paceline.launch.train.options import PassOptions, TrainOptions
+from paceline.launch.train.plan import TrainingPlan
 from paceline.launch.train.planning import plan_training
 from paceline.launch.train.snapshots import Resumption, describe_training, parse_every
 from paceline.models.registry import make_model
@@ -84,3 +87,65 @@ def test_the_data_must_be_the_same(tmp_path: Path) -> None:
         Resumption(Snapshot(tmp_path, SnapshotManifest(
             number=7, full=True, iteration=None, tables=(),
         )))  # fmt: skip
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> tuple[TrainOptions, SnapshotManifest]:
+    """Options that resume a training of 2 passes, in the middle of its last one, and its snapshot."""
+    file = tmp_path / "a.libsvm"
+    file.write_text("1 3:1 5:1\n0 4:1\n" * 50)
+    options = TrainOptions(data=[file], epochs=2)
+    with open_dataset([file], shard_bytes=100) as dataset:
+        manifest = SnapshotManifest(
+            number=1, full=True, iteration=None, tables=(),
+            account=JobAccount(files=(8,), done=tuple(
+                DoneShards(epoch=epoch, file=0, shards=shards) for epoch, shards in enumerate((b"\xff", b"\x03"))
+            )),
+            training=describe_training(dataset, plan_training(options), "sequential"),
+        )  # fmt: skip
+    return dataclasses.replace(options, epochs=None, resume=tmp_path), manifest
+
+
+def resume(
+    options: TrainOptions,
+    manifest: SnapshotManifest,
+    monkeypatch: pytest.MonkeyPatch,
+    order: Literal["shuffle", "file"] | None = None,
+    epochs: int | None = None,
+) -> TrainingPlan:
+    """Return the plan of a resumed training."""
+    snapshot = Snapshot(Path(str(options.resume)), manifest)
+    monkeypatch.setattr(Resumption, "find", lambda directory, warn: Resumption(snapshot))
+    return plan_training(dataclasses.replace(options, passes=PassOptions(order=order), epochs=epochs))
+
+
+def reordered(plan: TrainingPlan) -> tuple[int, ...]:
+    assert plan.resumed is not None
+    return Resumption(plan.resumed).reordered(plan)
+
+
+def test_a_begun_pass_keeps_its_order_with_more_passes(
+    begun: tuple[TrainOptions, SnapshotManifest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pass that was the last one stays in the order of the file, also after a second resumption."""
+    options, manifest = begun
+    assert reordered(resume(options, manifest, monkeypatch)) == ()
+    longer = resume(options, manifest, monkeypatch, epochs=4)
+    assert (longer.order, longer.epochs, reordered(longer)) == ("shuffle", 4, (1,))
+    assert reordered(resume(options, manifest, monkeypatch, "file")) == (0,)
+    again = msgspec.structs.replace(manifest, training={**manifest.training, "epochs": 4, "reordered": [1]})
+    assert reordered(resume(options, again, monkeypatch)) == (1,)
+    assert reordered(resume(options, again, monkeypatch, epochs=2)) == ()
+
+
+def test_a_resumed_training_keeps_its_order(
+    begun: tuple[TrainOptions, SnapshotManifest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options, manifest = begun
+    in_order = msgspec.structs.replace(manifest, training={**manifest.training, "order": "file"})
+    plan = resume(options, in_order, monkeypatch, epochs=3)
+    assert (plan.order, reordered(plan)) == ("file", ())
+    assert reordered(resume(options, in_order, monkeypatch, "shuffle")) == (0,)
+    mixed = msgspec.structs.replace(manifest, training={**manifest.training, "shards_at_once": 8})
+    with pytest.raises(UsageError, match=r"--order file: .* mixes shards; resume it without"):
+        resume(options, mixed, monkeypatch, "file")

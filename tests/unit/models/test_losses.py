@@ -149,3 +149,12 @@ def test_expected_counts_are_right_in_sum() -> None:
     weights = np.where(counts > 3, 2, 1).astype(np.float32)
     heavier = model.calibrated(counts, np.full(5000, 6.0, np.float32), weights)
     assert heavier.mean / model.mean == pytest.approx(np.average(counts, weights=weights) / 6, rel=1e-3)
+
+
+def test_counts_of_zero_leave_finite_losses() -> None:
+    zeros = np.zeros(100, np.float32)
+    model = PoissonRegression().calibrated(zeros, np.full(100, 0.2, np.float32))
+    assert 0 < model.mean < 0.01
+    assert np.isfinite(model.losses_of(np.ones(1, np.float32), model.outcome(np.zeros(1)).astype(np.float32))).all()
+    deviance = model.evaluate(np.ones(5, np.float32), model.outcome(np.zeros(5)).astype(np.float32)).deviance
+    assert deviance < 20

@@ -150,3 +150,15 @@ def test_shuffled_minibatches_stand_for_all_rows(log: Log, keep: float) -> None:
         ]
         counts.append(sum(found))
     assert counts == [1500, 1500]
+
+
+@pytest.mark.parametrize("reordered", [(1,), (2,)])
+def test_a_begun_pass_keeps_its_order(log: Log, reordered: tuple[int, ...]) -> None:
+    """A pass of the opposite order is not taken from the minibatches that are kept."""
+    model = make_model("lr")
+    in_order = read_pass(PreparedShards(), log, 0, make_job(log), model)
+    shuffled = read_pass(PreparedShards(), log, 0, make_job(log, is_shuffled=True), model)
+    shards, job = PreparedShards(), make_job(log, is_shuffled=True, reordered=reordered)
+    passes = [read_pass(shards, log, epoch, job, model) for epoch in range(EPOCHS)]
+    expected = [shuffled, in_order, in_order] if reordered == (1,) else [shuffled] * 3
+    assert passes == expected

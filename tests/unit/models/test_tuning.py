@@ -16,6 +16,7 @@ from paceline.models.tuning import (
     suggested_alpha,
     suggested_batch_size,
     suggested_l2,
+    suits_mixing,
     tune,
     wants_sparsity,
 )
@@ -26,6 +27,7 @@ from paceline.models.tuning.trial import (
     copies_of,
     has_drifting_loss,
     held_out_splits,
+    num_folds,
 )
 from paceline.ps import FTRL
 from paceline.tables.logistic_pass import ROW_WORDS, logistic_pass
@@ -364,3 +366,24 @@ def test_the_first_rule_wins_unless_another_is_better_by_more_than_chance() -> N
         assert found[0] is first or found[0].losses.is_below(first.losses)
         chances += found[0] is first and min(each.losses.mean for each in found) < first.losses.mean
     assert chances
+
+
+def test_held_out_examples_come_from_everywhere_unless_something_drifts() -> None:
+    sample = make_sample(12_000)
+    assert suits_mixing(sample, 0.0, 64)
+    drifting, labels = make_sample(12_000), sample.batch.labels
+    drifting.batch.labels = np.append(labels[:10_500], 1 - labels[10_500:]).astype(np.float32)
+    assert not suits_mixing(drifting, 0.0, 64)
+    is_raised = (np.arange(12_000) > 9_000) & (np.random.default_rng(0).random(12_000) < 0.4)
+    drifting.batch.labels = np.maximum(labels, is_raised).astype(np.float32)
+    assert not suits_mixing(drifting, 0.0, 64)
+    drifting.batch.labels = np.sort(labels)
+    assert suits_mixing(drifting, 0.0, 64)
+
+
+def test_one_part_is_held_out_of_labels_that_are_no_classes() -> None:
+    batch = make_sample(12_000).batch
+    batch.labels = np.random.default_rng(0).gamma(2.0, 2.0, 12_000).astype(np.float32)
+    assert num_folds(batch) == 1
+    batch.labels = np.ones(12_000, np.float32)
+    assert num_folds(batch) == 1

@@ -115,8 +115,8 @@ class EarlyStopping:
 class PassOptions:
     """How passes over the data differ, and when they end."""
 
-    order: Literal["shuffle", "file"] = "shuffle"
-    """The order of the examples in all but the last pass, which is in the file's. Raises UsageError."""
+    order: Literal["shuffle", "file"] | None = None
+    """Of the examples in all passes except the last; None: shuffle, or as before `resume`. Raises UsageError."""
     stopping: EarlyStopping | None = None
     """Whether the training ends when passes make nothing better; `epochs` are its most passes then."""
     rates: RatePlan = field(default_factory=RatePlan)
@@ -129,7 +129,7 @@ class PassOptions:
     unless it is 1 to 62."""
 
     def __post_init__(self) -> None:
-        if self.order not in ("shuffle", "file"):
+        if self.order not in ("shuffle", "file", None):
             raise UsageError(f"--order {self.order}: there is no such order; choose shuffle or file")
         if self.expire_after is not None and not 1 <= self.expire_after <= MAX_PASSES:
             raise UsageError(f"--expire-after {self.expire_after}: expected 1 to {MAX_PASSES} passes")

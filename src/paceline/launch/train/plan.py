@@ -27,6 +27,8 @@ class TrainingPlan:
     """How values are changed as they are read (of formats without columns: libsvm, vw, jsonl, numpy)."""
     shards_at_once: int = 1
     """Of how many shards a worker mixes the examples: more than 1 where labels stand in runs."""
+    order: str = "shuffle"
+    """Of the examples, as :class:`PassOptions` has it."""
     optimism: Optimism | None = None
     """What a trial has shown of predictions for new examples; where there is none, they are not corrected."""
     rates: tuple[float, float] | None = None

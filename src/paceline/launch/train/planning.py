@@ -29,19 +29,18 @@ from paceline.models.tuning import (
     L1,
     LINEAR_RATES,
     RATES,
-    SMALL,
     SPARSE,
     WIDE_L1,
     WIDE_RATES,
     FactorSearch,
     TriedRule,
     TunedModel,
-    has_drifting_loss,
     is_sorted_by_label,
     passes_for_all,
     suggested_alpha,
     suggested_batch_size,
     suggested_l2,
+    suits_mixing,
     tune,
     tune_linear,
     wants_sparsity,
@@ -107,10 +106,9 @@ def plan_on_sample(options: TrainOptions, sample: ExampleSample, scaling: KeySca
         rates = changed_rates(sample.batch.labels, sample.batch.weights)
     crossed = dataclasses.replace(sample, batch=model.crossed(sample.batch))
     batch_size = options.batch_size or suggested_batch_size(sample.num_examples, options.model.least_batch_size)
-    is_mixed, is_open = is_sorted or rates is None, not is_sorted and options.epochs is None
-    if isinstance(model, ClickProbabilityModel) and is_mixed and is_open and sample.num_examples > SMALL:
-        rule = FTRL(alpha=suggested_alpha(crossed), l1=L1)
-        is_mixed = not has_drifting_loss(crossed.batch, model.offset, batch_size, rule)
+    is_mixed = is_sorted or rates is None
+    if isinstance(model, ClickProbabilityModel) and options.epochs is None:
+        is_mixed = suits_mixing(crossed, model.offset, batch_size)
     found = _find_settings(options, model, crossed, batch_size, is_mixed=is_mixed)
     return TrainingPlan(
         model=found.model,
@@ -119,7 +117,8 @@ def plan_on_sample(options: TrainOptions, sample: ExampleSample, scaling: KeySca
         update=found.rule,
         note=found.note,
         scaling=scaling,
-        shards_at_once=_SHARDS_AT_ONCE if is_sorted else 1,
+        shards_at_once=_SHARDS_AT_ONCE if is_sorted and options.passes.order != "file" else 1,
+        order=options.passes.order or "shuffle",
         optimism=found.optimism if sample.is_whole and found.optimism is not None else _OPTIMISM_OF_MANY,
         rates=rates,
         recent=_recent(sample, is_sorted=is_sorted),
@@ -140,7 +139,7 @@ def _plan_of_model(options: TrainOptions, stored: StoredModel) -> TrainingPlan:
         plan,
         num_examples=sample.num_examples,
         batch_size=options.batch_size or suggested_batch_size(sample.num_examples, options.model.least_batch_size),
-        shards_at_once=_SHARDS_AT_ONCE if is_sorted else 1,
+        shards_at_once=_SHARDS_AT_ONCE if is_sorted and options.passes.order != "file" else 1,
         chosen_on=sample.batch.num_examples,
     )
 
@@ -155,6 +154,7 @@ def _fixed_plan(options: TrainOptions) -> TrainingPlan:
         epochs=options.epochs or _EPOCHS,
         batch_size=options.batch_size or _BATCH_SIZE,
         update=rule_of(options.update, FTRL().alpha, L1),
+        order=options.passes.order or "shuffle",
     )
 
 
@@ -242,17 +242,20 @@ def _plan_of_snapshot(options: TrainOptions, resumption: Resumption) -> Training
     known = training.get("update")
     former = FTRL(l1=L1) if known is None else from_fields(RULES, known)  # 0.1 did not say
     shards_at_once, scaling = int(training.get("shards_at_once", 1)), read_key_scaling(training["dataset"])
-    optimism = training.get("optimism")
+    optimism, order = training.get("optimism"), options.passes.order or str(training.get("order", "file"))
+    if shards_at_once > 1 and options.passes.order == "file":
+        raise UsageError(f"--order file: the training of {resumption.snapshot} mixes shards; resume it without --order")
     sample = None if optimism is None else _scaled(_sample(options)[0], scaling)
     return TrainingPlan(
         model=options.model.continued_from(resumption.model).settled(),
         epochs=options.epochs or int(training["epochs"]),
+        order=order,
         batch_size=options.batch_size or int(training["batch_size"]),
         update=_rule_after(former, options),
         scaling=scaling,
         shards_at_once=shards_at_once,
         optimism=None if optimism is None else Optimism(*map(float, optimism)),
-        recent=None if sample is None else _recent(sample, is_sorted=shards_at_once > 1),
+        recent=None if sample is None else _recent(sample, is_sorted=is_sorted_by_label(sample)),
         num_examples=int(training.get("num_examples", 0)),
         resumed=resumption.snapshot,
         **({"run": training["run"]} if "run" in training else {}),  # 0.1 gave it none

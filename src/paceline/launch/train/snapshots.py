@@ -116,6 +116,8 @@ def describe_training(dataset: Dataset, plan: TrainingPlan, consistency: str) ->
         "batch_size": plan.batch_size,
         "update": to_fields(plan.update),
         "shards_at_once": plan.shards_at_once,
+        "order": plan.order,
+        "reordered": [] if plan.resumed is None else list(Resumption(plan.resumed).reordered(plan)),
         "num_examples": plan.num_examples,
         **({"optimism": list(plan.optimism)} if plan.optimism is not None else {}),
         "consistency": consistency,
@@ -167,6 +169,13 @@ class Resumption:
         ):
             num_done += 1
         return num_done
+
+    def reordered(self, plan: TrainingPlan) -> tuple[int, ...]:
+        """Return the begun passes that a plan would put into another order, in which they would lose shards."""
+        num_shuffled, former = (plan.epochs - 1) * (plan.order == "shuffle"), self._training
+        num_before = (former["epochs"] - 1) * (former.get("order") == "shuffle")  # older versions shuffled none
+        changed = set(range(*sorted((num_before, num_shuffled)))) ^ set(former.get("reordered", ()))
+        return tuple(sorted(changed & {epoch for epoch, _, _ in shards_in(self.account.done)}))
 
     @property
     def training(self) -> Mapping[str, Any]:

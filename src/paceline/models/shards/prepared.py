@@ -67,10 +67,10 @@ class PreparedShards:
         Raises DataError as :meth:`Dataset.read` does; of a shard that was kept, if its file has changed.
         """
         is_first_pass = lease.epoch == 0
-        if _is_shuffled(job, lease) and lease.num_shards and dataset.can_enter(lease.file):
+        if job.shuffles(lease.epoch) and lease.num_shards and dataset.can_enter(lease.file):
             lease = dataclasses.replace(lease, shard=leaping(lease.shard, lease.num_shards, 0))
         kept = self._kept.get((lease.file, lease.shard, dataset.in_use.check(lease.file)))
-        kept = kept if _is_shuffled(job, lease) == job.is_shuffled else None
+        kept = kept if job.shuffles(lease.epoch) == job.is_shuffled else None
         for each in self._prepare(job, model, dataset, lease, scratch) if kept is None else kept:
             minibatch = model.training_minibatch(each.batch, each.rows, scratch, is_first_pass=is_first_pass)
             yield minibatch, each.num_read
@@ -83,6 +83,7 @@ class PreparedShards:
         is_kept = (
             job.epochs - job.is_shuffled > lease.epoch + 1 and job.weighting.keep_negatives == 1 and not self._is_full
         )
+        is_kept = is_kept and job.shuffles(lease.epoch) == job.is_shuffled
         kept: list[_Prepared] = []
         num_bytes = 0
         for batch, num_read in _batches(job, dataset, lease):
@@ -100,13 +101,9 @@ class PreparedShards:
             self._left_bytes -= num_bytes
 
 
-def _is_shuffled(job: WorkerTask, lease: Lease) -> bool:
-    return job.is_shuffled and lease.epoch < job.epochs - 1
-
-
 def _batches(job: WorkerTask, dataset: Dataset, lease: Lease) -> Iterator[tuple[Batch, int]]:
     """Yield the minibatches of a shard, its rows shuffled if the job is, with the number of examples of each."""
-    if not _is_shuffled(job, lease):
+    if not job.shuffles(lease.epoch):
         yield from job.weighting.read(dataset, lease, job.batch_size)
         return
     for rows, num_read in job.weighting.read(dataset, lease, _WHOLE):  # one batch

@@ -13,6 +13,7 @@ from paceline.models.tuning.choices import (
     suggested_alpha,
     suggested_batch_size,
     suggested_l2,
+    suits_mixing,
     tune,
     wants_sparsity,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "suggested_alpha",
     "suggested_batch_size",
     "suggested_l2",
+    "suits_mixing",
     "tune",
     "tune_linear",
     "wants_sparsity",

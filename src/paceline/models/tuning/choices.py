@@ -27,7 +27,8 @@ import numpy as np
 from paceline.data.example_sampling import ExampleSample
 from paceline.data.key_scaling import distinct_keys
 from paceline.environment import num_cores
-from paceline.models.tuning.trial import SMALL, SampleTrial, TriedRule, held_out_splits, num_folds
+from paceline.models.rate_drift import changed_rates
+from paceline.models.tuning.trial import SMALL, SampleTrial, TriedRule, has_drifting_loss, held_out_splits, num_folds
 from paceline.tables.rules import FTRL
 
 RATE = 0.35
@@ -134,6 +135,14 @@ def _is_fastest_best(tried: Sequence[TriedRule]) -> bool:
 
 def _score(tried: TriedRule) -> float:
     return tried.score
+
+
+def suits_mixing(sample: ExampleSample, offset: float, batch_size: int) -> bool:
+    """Return whether a trial holds out examples from everywhere: neither the rate of clicks nor the loss drifts."""
+    if is_sorted_by_label(sample) or changed_rates(sample.batch.labels, sample.batch.weights) is not None:
+        return is_sorted_by_label(sample)
+    rule = FTRL(alpha=suggested_alpha(sample), l1=L1)
+    return sample.num_examples <= SMALL or not has_drifting_loss(sample.batch, offset, batch_size, rule)
 
 
 def passes_for_all(passes: int, sample: ExampleSample) -> int:

@@ -18,7 +18,7 @@ from paceline.data.example_sampling import ExampleSample, sample_batch
 from paceline.data.key_scaling import KeyScaling
 from paceline.environment import num_cores
 from paceline.models.fm import FactorModel
-from paceline.models.tuning.choices import L1, is_sorted_by_label, suggested_alpha, suggested_batch_size
+from paceline.models.tuning.choices import L1, suggested_alpha, suggested_batch_size, suits_mixing
 from paceline.models.tuning.model_trial import ModelTrial
 from paceline.models.tuning.search import FACTORS
 from paceline.models.tuning.trial import MAX_PASSES, SMALL, HeldOutLosses, SampleTrial, Split, held_out_splits
@@ -38,7 +38,8 @@ def best_scaling(sample: ExampleSample, scalings: Sequence[KeyScaling | None]) -
     part = sample_batch(sample.batch, max_pairs=_MAX_PAIRS)
     rate = float(np.clip(part.batch.labels.mean(dtype=np.float64), 1e-6, 1 - 1e-6))
     offset = math.log(rate / (1 - rate))
-    splits = list(held_out_splits(part.batch, is_mixed=is_sorted_by_label(sample)))
+    is_mixed = suits_mixing(_scaled(part, scalings[0]), offset, suggested_batch_size(part.num_examples))
+    splits = list(held_out_splits(part.batch, is_mixed=is_mixed))
     pool = ThreadPoolExecutor(num_cores())
     try:
         tried = list(pool.map(lambda scaling: _try(part, scaling, offset, splits), scalings))
@@ -58,17 +59,20 @@ def is_worse_for_factors(
     """
     batch_size = suggested_batch_size(sample.num_examples, model.least_batch_size)
     model = model.starting_from(sample.batch.labels, sample.batch.weights).settled(FACTORS[2])
-    losses = []
+    is_mixed, losses = suits_mixing(_scaled(sample, bent), model.offset, batch_size), []
     for scaling in (bent, plain):
-        part = sample if scaling is None else dataclasses.replace(sample, batch=scaling.apply(sample.batch))
-        trial = ModelTrial(model, part, batch_size, is_mixed=is_sorted_by_label(sample))
+        part = _scaled(sample, scaling)
+        trial = ModelTrial(model, part, batch_size, is_mixed=is_mixed)
         losses.append(trial.run(model, FTRL(alpha=suggested_alpha(part, _RATE), l1=L1)).losses)
     return len(losses[0].losses) == len(losses[1].losses) and losses[1].is_below(losses[0])
 
 
+def _scaled(sample: ExampleSample, scaling: KeyScaling | None) -> ExampleSample:
+    return sample if scaling is None else dataclasses.replace(sample, batch=scaling.apply(sample.batch))
+
+
 def _try(part: ExampleSample, scaling: KeyScaling | None, offset: float, splits: Sequence[Split]) -> HeldOutLosses:
-    if scaling is not None:
-        part = dataclasses.replace(part, batch=scaling.apply(part.batch))
+    part = _scaled(part, scaling)
     batch_size = suggested_batch_size(part.num_examples)
     rule = FTRL(alpha=suggested_alpha(part, _RATE), l1=L1)
     affordable = _MAX_PAIR_VISITS // max(len(part.batch.keys) * len(splits), 1)

@@ -209,11 +209,11 @@ class SampleTrial:
 
 
 def num_folds(batch: Batch) -> int:
-    """Return the number of parts that are held out in turn: of more than 5,000 examples by those of the rarer class."""
-    n, positives = batch.num_examples, int(np.count_nonzero(batch.labels > 0))
+    """Return the number of parts that are held out in turn: of more than 5,000 examples by the rarer of two classes."""
+    n, classes = batch.num_examples, np.unique(batch.labels, return_counts=True)[1]
     if n <= SMALL:
         return min(_FOLDS, n)
-    wanted = _ENOUGH_RARE * _HELD_OUT // max(min(positives, n - positives), 1) + 1
+    wanted = _ENOUGH_RARE * _HELD_OUT // int(classes.min()) + 1 if len(classes) == 2 else 1
     return max(min(wanted, _FOLDS, _MOST_FOLD_PAIRS // max(len(batch.keys), 1)), 1)
 
 
