@@ -536,4 +536,4 @@ def test_predictions_are_right_in_the_mean() -> None:
     y = (random.random(12_000) < 1 / (1 + np.exp(-margins))).astype(int)
     model = LogisticRegression(random_state=0).fit(X[:6000], y[:6000])
     for part in (slice(6000), slice(6000, None)):
-        assert model.predict_proba(X[part])[:, 1].mean() == pytest.approx(y[part].mean(), rel=0.03)
+        assert model.predict_proba(X[part])[:, 1].mean() == pytest.approx(y[part].mean(), rel=0.05)
