@@ -325,7 +325,7 @@ def test_training_behind_filters(paceline: Commands, click_log: tuple[Path, Path
     """Exact ones change no bit; others cost little; what is none is refused before anything starts."""
     arguments: list[str | Path] = [
         "train", click_log[0], "--eval", click_log[1], "--epochs", "3", "--consistency", "sequential", "--servers", "2",
-        "--workers", "1", "--json", "-q",
+        "--workers", "1", "--order", "file", "--json", "-q",
     ]  # fmt: skip
     chains = {"plain": "", "exact": "key-caching,compress", "lossy": "key-caching,quantize:8,compress"}
     found = {name: paceline.succeed(*arguments, "--filters", chains[name], "--save", name).json for name in chains}
