@@ -16,6 +16,7 @@ import numpy.typing as npt
 from paceline.data.key_scaling import read_key_scaling
 from paceline.errors import ModelError, UsageError
 from paceline.inference.weights import LINEAR_MODELS, Weights, read_weights, split_bias
+from paceline.models.base import SparseModel
 from paceline.models.deep.base import DeepModel, load_networks
 from paceline.models.fm import FactorModel
 from paceline.models.registry import MODELS, read_model_settings
@@ -63,12 +64,11 @@ def export_model(directory: str | os.PathLike[str], file: Path, format: str | No
 
 def _export_network(stored: StoredModel, file: Path) -> int:
     """Write the network of a deep model; return how many weights it has."""
-    kind = stored.described.get("kind")
-    model = read_model_settings(stored.described) if kind in MODELS else None
+    model = _read_settings(stored)
     if not isinstance(model, DeepModel) or model.layout is None:
         raise UsageError(
-            f"the model in {stored.directory} is of kind {kind!r}, which has no network to write as onnx: export it "
-            "--to npz"
+            f"the model in {stored.directory} is of kind {stored.described.get('kind')!r}, which has no network to "
+            "write as onnx: export it --to npz"
         )
     layers = []
     for layer in model.layers:
@@ -117,9 +117,14 @@ def _scaling_arrays(stored: StoredModel) -> dict[str, npt.NDArray[Any]]:
     return {f"scaling.{name}": array for name, array in arrays.items()}
 
 
+def _read_settings(stored: StoredModel) -> SparseModel | None:
+    """Return the settings of a model of ``paceline train``; None for other tables."""
+    return read_model_settings(stored.described) if stored.described.get("kind") in MODELS else None
+
+
 def _add_initial_factors(stored: StoredModel, weights: dict[str, Weights]) -> None:
     """Add the initial factors of features that are frequent enough but never received a gradient, as predictions do."""
-    model = read_model_settings(stored.described) if stored.described.get("kind") in MODELS else None
+    model = _read_settings(stored)
     if not isinstance(model, FactorModel):
         return
     first, factors, counts = (weights[table.name] for table in model.parameter_tables[:3])

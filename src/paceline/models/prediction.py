@@ -23,7 +23,7 @@ from paceline.data import (
     open_dataset,
     source_format,
 )
-from paceline.data.guessing import ReadOptions
+from paceline.data.dialect import check_header
 from paceline.data.key_scaling import read_key_scaling
 from paceline.errors import DataError, ModelError, UsageError
 from paceline.kernels.text.reference import name_seed
@@ -95,7 +95,8 @@ class Predictor:
         if header != "auto":
             if columns is None or found != "csv":
                 raise UsageError(f"--header {header}: data of format {found} has no header: leave it out")
-            columns = replace(columns, header=ReadOptions(header=header).header)
+            check_header(header)
+            columns = replace(columns, header=header)
         try:
             return open_dataset(
                 paths, found, columns, strict=strict, labels=self.model.read_labels_as, needs_labels=False

@@ -35,12 +35,12 @@ from paceline.models.tuning import (
     FactorSearch,
     TriedRule,
     TunedModel,
+    has_steady_loss,
     is_sorted_by_label,
     passes_for_all,
     suggested_alpha,
     suggested_batch_size,
     suggested_l2,
-    suits_mixing,
     tune,
     tune_linear,
     wants_sparsity,
@@ -101,14 +101,13 @@ def plan_on_sample(options: TrainOptions, sample: ExampleSample, scaling: KeySca
     model = options.model
     if model.labels == "clicks":  # what others must know of the labels, they know by now
         model = model.starting_from(sample.batch.labels, sample.batch.weights)
-    rates = None
-    if isinstance(model, ClickProbabilityModel) and not is_sorted:
-        rates = changed_rates(sample.batch.labels, sample.batch.weights)
+    clicks = model if isinstance(model, ClickProbabilityModel) and not is_sorted else None
+    rates = None if clicks is None else changed_rates(sample.batch.labels, sample.batch.weights)
     crossed = dataclasses.replace(sample, batch=model.crossed(sample.batch))
     batch_size = options.batch_size or suggested_batch_size(sample.num_examples, options.model.least_batch_size)
-    is_mixed = is_sorted or rates is None
-    if isinstance(model, ClickProbabilityModel) and options.epochs is None:
-        is_mixed = suits_mixing(crossed, model.offset, batch_size)
+    is_mixed = rates is None
+    if clicks is not None and is_mixed and options.epochs is None:
+        is_mixed = has_steady_loss(crossed, clicks.offset, batch_size)
     found = _find_settings(options, model, crossed, batch_size, is_mixed=is_mixed)
     return TrainingPlan(
         model=found.model,

@@ -139,8 +139,14 @@ def _score(tried: TriedRule) -> float:
 
 def suits_mixing(sample: ExampleSample, offset: float, batch_size: int) -> bool:
     """Return whether a trial holds out examples from everywhere: neither the rate of clicks nor the loss drifts."""
-    if is_sorted_by_label(sample) or changed_rates(sample.batch.labels, sample.batch.weights) is not None:
-        return is_sorted_by_label(sample)
+    if is_sorted_by_label(sample):
+        return True
+    is_drifting = changed_rates(sample.batch.labels, sample.batch.weights) is not None
+    return not is_drifting and has_steady_loss(sample, offset, batch_size)
+
+
+def has_steady_loss(sample: ExampleSample, offset: float, batch_size: int) -> bool:
+    """Return whether the newest examples are predicted as well as others, tried on more than 5,000 examples."""
     rule = FTRL(alpha=suggested_alpha(sample), l1=L1)
     return sample.num_examples <= SMALL or not has_drifting_loss(sample.batch, offset, batch_size, rule)
 

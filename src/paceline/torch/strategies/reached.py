@@ -98,12 +98,16 @@ class Reached:
                 "average: compute them by torch.autograd.grad(loss, parameters, create_graph=True), and call "
                 "backward() once, on the whole loss"
             )
-        if grad is not None and grad.is_cpu and grad.is_floating_point() and grad.layout is torch.strided:
-            self._sums[parameter] = (grad if grad.numel() <= _NUM_CHECKED else grad.reshape(-1)[:_NUM_CHECKED]).sum()
+        if not self._has_warned and grad is not None:
+            self._note_sum(parameter, grad)
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
             self._backward = backward
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+
+    def _note_sum(self, parameter: nn.Parameter, grad: Tensor) -> None:
+        if grad.is_cpu and grad.is_floating_point() and grad.layout is torch.strided:
+            self._sums[parameter] = (grad if grad.numel() <= _NUM_CHECKED else grad.reshape(-1)[:_NUM_CHECKED]).sum()
 
     def _backward_ended(self) -> None:
         if not self._is_averaged and not self._is_held:

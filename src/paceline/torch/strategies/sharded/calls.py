@@ -66,13 +66,10 @@ def _call(cls: type[DTensor], function: Any, _: Any, args: Any = (), kwargs: Any
             return function(*args, **kwargs)
         target = args[0] if args else kwargs.get("tensor")
         _check(name, target, args, kwargs)
-        if (
-            "foreach" in name
-        ):  # of gradients or parameters, of which those that are not in shards are the same everywhere
-            args = (
-                (sorted(target, key=lambda each: not isinstance(each, DTensor)), *args[1:]) if "amp" in name else args
-            )
-            with implicit_replication():
+        if "foreach" in name:
+            if "amp" in name:  # PyTorch takes the mesh of the first tensor
+                args = (sorted(target, key=lambda each: not isinstance(each, DTensor)), *args[1:])
+            with implicit_replication():  # tensors that are not in shards are equal on all processes
                 return function(*args, **kwargs)
         if name == "__set__":
             value = as_shard(args[1], target)
