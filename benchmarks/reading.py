@@ -108,7 +108,7 @@ def read(path: Path) -> float:
 
 
 def convert(text: Path, out: Path) -> float:
-    look = look_at_sources([str(text)], out, format=None, columns=None, label=None, weight=None)
+    look = look_at_sources([str(text)], out, format=None)
     done = convert_data([str(text)], out, look)
     return done.num_examples / done.seconds
 

@@ -53,8 +53,8 @@ def convert(
     if len(sources) < 2:
         raise UsageError(f"which file is to be written? paceline convert {sources[0]} OUT")
     *data, out = sources
-    reading = options.choose_columns(label, categorical, numeric, text, ignore, header)
-    look = look_at_sources(data, Path(out), format=format, columns=None, label=None, weight=weight, options=reading)
+    reading = options.choose_reading(label, categorical, numeric, text, ignore, header)
+    look = look_at_sources(data, Path(out), format=format, weight=weight, reading=reading)
     console = Console(stderr=True)
     if look.guessed and not quiet:
         show_columns(console, look)

@@ -30,8 +30,10 @@ def describe(
 
     from paceline.launch.train.describing import describe_data, show_description
 
-    reading = options.choose_columns(label, categorical, numeric, text, ignore, header)
-    found = describe_data(data, format, None, None, numeric_scale, options.find_positive(positive), reading)
+    reading = options.choose_reading(label, categorical, numeric, text, ignore, header)
+    found = describe_data(
+        *(data, format), numeric_scale=numeric_scale, positive=options.find_positive(positive), reading=reading
+    )
     if json:
         typer.echo(json_module.dumps(found))
     else:

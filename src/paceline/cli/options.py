@@ -171,21 +171,25 @@ def split_names(text: str | None) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip()) if text else ()
 
 
-def choose_columns(
+def choose_reading(
     label: str | None,
     categorical: str | None,
     numeric: str | None,
     text: str | None,
     ignore: str | None,
     header: str,
-    max_malformed: float = 0.05,
 ) -> ReadOptions:
     """Return how the data is read."""
     from paceline.data.guessing import ReadOptions
 
-    kinds = {"categorical": categorical, "numeric": numeric, "text": text, "ignore": ignore}
-    names = {kind: split_names(given) for kind, given in kinds.items()}
-    return ReadOptions(label=label, **names, header=header, max_malformed=max_malformed)
+    return ReadOptions(
+        label=label,
+        categorical=split_names(categorical),
+        numeric=split_names(numeric),
+        text=split_names(text),
+        ignore=split_names(ignore),
+        header=header,
+    )
 
 
 def find_positive(text: str | None) -> float | str | None:

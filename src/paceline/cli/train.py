@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, cast
 
@@ -312,7 +313,9 @@ def train(
             ),
             evaluation=evaluation or (),
             format=format,
-            reading=options.choose_columns(label, categorical, numeric, text, ignore, header, max_malformed),
+            reading=replace(
+                options.choose_reading(label, categorical, numeric, text, ignore, header), max_malformed=max_malformed
+            ),
             numeric_scale=numeric_scale,
             epochs=epochs if blocks is None else 1,  # the data is read once
             batch_size=batch_size,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -55,7 +55,7 @@ class Columns:
         names = self.names
         if len(names) - bool(self.weight) < 2 and not self.is_open:
             raise UsageError("columns name a label but no feature: name a categorical, numeric or text column too")
-        double = next((name for name, count in Counter(names).items() if count > 1), None)
+        double = find_double(names)
         if double is not None:
             raise UsageError(
                 f"column '{double}' is named twice: a column is label, weight, categorical, numeric or text"
@@ -173,9 +173,14 @@ def shown_names(names: Sequence[str]) -> str:
     return ", ".join(map(shorten, names[:_MOST_NAMES])) + more
 
 
+def find_double(names: Iterable[Any]) -> Any:
+    """Return the first name that occurs twice, None if there is none."""
+    return next((name for name, count in Counter(list(names)).items() if count > 1), None)
+
+
 def check_distinct(path: str, names: Sequence[str]) -> None:
     """Raise :exc:`UsageError` where two columns of a file have one name."""
-    double = next((name for name, count in Counter(names).items() if count > 1), None)
+    double = find_double(names)
     if double is not None:
         raise UsageError(f"{path} has more than one column '{shorten(double)}' in its header: rename all but one")
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from paceline.data.bad_lines import shorten
 from paceline.data.streams import read_head
-from paceline.errors import DataError
+from paceline.errors import DataError, UsageError
 from paceline.kernels.text.reference import MISSING
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -35,6 +35,12 @@ NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _ROWS, _BLANKS_SHARE = 200, 0.9
 PLACE = re.compile(r"c[1-9][0-9]*")
 """What a column is called that has no name: by its place."""
+
+
+def check_header(header: str) -> None:
+    """Raise UsageError unless this is a value of ``--header``."""
+    if header not in HEADERS:
+        raise UsageError(f"--header {header}: expected one of {', '.join(HEADERS)}")
 
 
 @dataclass(frozen=True, slots=True)

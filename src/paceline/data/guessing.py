@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,7 @@ from paceline.data.columns import (
     shown_names,
     usual_label,
 )
-from paceline.data.dialect import HEADERS, LABEL_NAMES, PLACE, is_missing, is_number
+from paceline.data.dialect import LABEL_NAMES, PLACE, check_header, is_missing, is_number
 from paceline.data.labels import find_classes
 from paceline.data.sampling import Sample, json_cells, json_text, walk_fields
 from paceline.data.scales.one_column import line_loss, table_loss
@@ -80,8 +80,7 @@ class ReadOptions:
     """The largest share of malformed rows with which a training ends well."""
 
     def __post_init__(self) -> None:
-        if self.header not in HEADERS:
-            raise UsageError(f"--header {self.header}: expected one of {', '.join(HEADERS)}")
+        check_header(self.header)
         if not 0 <= self.max_malformed <= 1:
             raise UsageError(f"--max-malformed {self.max_malformed:g}: expected a share from 0 to 1")
 
@@ -120,17 +119,17 @@ class ReadOptions:
         return found
 
 
-_NO_OPTIONS = ReadOptions()
+NO_OPTIONS: Final = ReadOptions()
+"""All columns are guessed."""
 
 
-def guess_columns(
-    path: str, sample: Sample, label: str | None = None, weight: str = "", options: ReadOptions = _NO_OPTIONS
-) -> Guesses:
-    """Take the columns of `sample` for what they look like; `label` is the name or the place of the label's column.
+def guess_columns(path: str, sample: Sample, options: ReadOptions = NO_OPTIONS, weight: str = "") -> Guesses:
+    """Guess the kinds of the columns of `sample` that `options` do not name.
 
-    `weight` is the name of that of the examples' weights, if any; columns that `options` name are what these say.
-    `path` names the files in messages. Raises UsageError if there is no label, or nothing else.
+    `weight` is the name of the column of the examples' weights, if any. `path` names the files in messages. Raises
+    UsageError if there is no label, or no other column.
     """
+    label = options.label
     label = find_label(path, sample.names) if label is None else resolve_label(path, sample.names, label)
     guesses = []
     check_distinct(path, sample.names)
@@ -339,7 +338,7 @@ def _are_codes(values: Sequence[int]) -> bool:
 
 
 def find_json_columns(
-    path: str, objects: Sequence[Mapping[str, Any]], options: ReadOptions = _NO_OPTIONS, weight: str = ""
+    path: str, objects: Sequence[Mapping[str, Any]], options: ReadOptions = NO_OPTIONS, weight: str = ""
 ) -> Columns:
     """The columns of JSON lines whose label, and weight, have these names; raise UsageError if there is no such field.
 

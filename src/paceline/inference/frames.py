@@ -10,7 +10,6 @@ import json
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
@@ -21,7 +20,7 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from paceline.data import Batch, Columns
-from paceline.data.columns import Converter, are_whole, import_arrow, is_list
+from paceline.data.columns import Converter, are_whole, find_double, import_arrow, is_list
 from paceline.data.feature_names import CRITEO_NAMES
 from paceline.data.text import criteo_parser, json_parser
 from paceline.errors import UsageError, printable
@@ -43,7 +42,7 @@ def is_frame(X: Any) -> bool:
 def names_of(frame: Any) -> list[Any]:
     """Return the names of the columns of a frame or a dict of columns. Raises UsageError for one that occurs twice."""
     names = getattr(frame, "column_names", None) or (frame if isinstance(frame, Mapping) else frame.columns)
-    double = next((name for name, count in Counter(list(names)).items() if count > 1), None)
+    double = find_double(names)
     if double is not None:
         raise UsageError(f"the frame has more than one column {double!r}: rename all but one of them")
     return list(names)

@@ -122,9 +122,7 @@ def test_readers_and_frames_make_the_same_bins(tmp_path: Path) -> None:
     convert_data(
         [str(tmp_path / "x.csv")],
         tmp_path / "x.out",
-        look_at_sources(
-            [str(tmp_path / "x.csv")], tmp_path / "x.out", format=None, columns=named, label=None, weight=None
-        ),
+        look_at_sources([str(tmp_path / "x.csv")], tmp_path / "x.out", format=None, columns=named),
     )
     assert look_at([tmp_path / "x.csv"], columns=named).columns == look_at([tmp_path / "x.out"]).columns
     for how in ("auto", "log-bins", "quantile:10"):
@@ -155,6 +153,6 @@ def test_readers_and_frames_make_the_same_bins(tmp_path: Path) -> None:
         fitted = look_at([tmp_path / "x.out"], columns=named, numeric_scale=how).columns
         assert fitted is not None
         assert fitted.scales[0].edges == pytest.approx(columns.scales[0].edges)
-    described = describe_data([str(tmp_path / "x.csv")], None, named, None)
+    described = describe_data([str(tmp_path / "x.csv")], columns=named)
     assert "bins" in next(each["scale"] for each in described["columns"] if each["name"] == "size")
     assert any((each["column"] or "").startswith("time") for each in described["first_row"]["features"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.data import Columns, Sample, describe_named, guess_columns, open_dataset, sample_rows
-from paceline.data.guessing import judge_column
+from paceline.data.guessing import ReadOptions, judge_column
 from paceline.data.labels import CLICKS
 from paceline.errors import UsageError
 from paceline.launch.train.data_files import look_at
@@ -88,7 +88,7 @@ def test_the_label_alone_is_enough(tmp_path: Path) -> None:
     path.write_text("id,won,site,age\n" + "".join(f"{10**19 + i},{i % 2},s{i % 9},{i * i % 97}\n" for i in range(600)))
     sample = sample_rows([str(path)], "csv", ["won"])
     for label in ("won", "1", "-3"):
-        found = guess_columns("x.csv", sample, label)
+        found = guess_columns("x.csv", sample, ReadOptions(label=label))
         assert found.columns == Columns("won", ("site",), ("age",))
     assert found.num_rows == 600
     left_out, label_guess, site, _ = found.guesses
@@ -97,7 +97,7 @@ def test_the_label_alone_is_enough(tmp_path: Path) -> None:
     assert (site.kind, site.num_distinct, site.examples) == ("categorical", 9, ("s0", "s1", "s2"))
     for label in ("lost", "4", "-5"):
         with pytest.raises(UsageError, match=f"no column '{label}': its columns are id, won, site, age"):
-            guess_columns("x.csv", sample, label)
+            guess_columns("x.csv", sample, ReadOptions(label=label))
     with pytest.raises(UsageError, match="no column named label"):
         guess_columns("x.csv", sample)
 
@@ -121,7 +121,7 @@ def test_columns_that_were_named_are_described_too() -> None:
 
 def test_a_number_as_the_label_is_a_place_and_tells_no_header(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("0.25,0,1\n" + "".join(f"{i / 7},{i % 2},{i % 3}\n" for i in range(200)))
-    look = look_at([tmp_path / "x.csv"], label="1")
+    look = look_at([tmp_path / "x.csv"], reading=ReadOptions(label="1"))
     assert look.columns is not None
     assert look.columns.label == "c2"
     assert sum(look.labels.values()) == 201
@@ -130,11 +130,11 @@ def test_a_number_as_the_label_is_a_place_and_tells_no_header(tmp_path: Path) ->
 def test_copies_of_rows_do_not_hide_what_identifies_rows(tmp_path: Path) -> None:
     rows = [f"{i % 2},{10**9 + 7919 * i},{'ab'[i % 3 == 0]},{i % 37}\n" for i in range(500)]
     (tmp_path / "x.csv").write_text("bought,user_id,site,age\n" + "".join(rows + rows[:100]))
-    look = look_at([tmp_path / "x.csv"], label="bought")
+    look = look_at([tmp_path / "x.csv"], reading=ReadOptions(label="bought"))
     assert look.columns is not None
     assert "user_id" not in look.columns.names
     (tmp_path / "few.csv").write_text("y,c,d\n" + "".join(f"{i % 2},{i % 5},{i % 3}\n" for i in range(300)))
-    few = look_at([tmp_path / "few.csv"], label="y")
+    few = look_at([tmp_path / "few.csv"], reading=ReadOptions(label="y"))
     assert few.columns is not None
     assert few.columns.names == ["y", "c", "d"]
 
@@ -149,7 +149,7 @@ def write_column(path: Path, cells: list[str]) -> Path:
 def test_numbers_with_a_mark_where_they_are_missing_are_numbers(tmp_path: Path, missing: str) -> None:
     """As in the files of UCI and of SAS: looked at, and read."""
     path = write_column(tmp_path / "x.csv", [missing if row % 5 == 0 else f"{row / 8}" for row in range(100)])
-    columns = look_at([path], label="y").columns
+    columns = look_at([path], reading=ReadOptions(label="y")).columns
     assert columns is not None
     assert columns.numeric == ("x",)
     with open_dataset([path], "csv", columns) as dataset:
@@ -169,13 +169,13 @@ def test_the_one_word_among_numbers_is_named() -> None:
 def test_signs_of_currencies_and_percent_are_refused(tmp_path: Path, cell: str) -> None:
     path = write_column(tmp_path / "x.csv", [f'"{cell}"'] * 60)
     with pytest.raises(UsageError, match="signs of currencies or percent"):
-        look_at([path], label="y")
+        look_at([path], reading=ReadOptions(label="y"))
 
 
 def test_blanks_around_names_do_not_hide_the_label(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_text("x, y\n" + "".join(f"{row / 8}, {row % 2}\n" for row in range(60)))
-    columns = look_at([path], label="y").columns
+    columns = look_at([path], reading=ReadOptions(label="y")).columns
     assert columns is not None
     assert (columns.label, columns.numeric) == ("y", ("x",))
 
@@ -184,8 +184,8 @@ def test_labels_that_are_all_alike_and_text_that_is_not_utf8_are_told(tmp_path: 
     path = tmp_path / "x.csv"
     rows = "".join(f"{'rougé' if row % 2 else 'bleu'},{row / 8},1\n" for row in range(60))
     path.write_bytes(f"colour,x,y\n{rows}".encode("latin-1"))
-    one_label, encoding = find_warnings(look_at([path], label="y"), CLICKS)
+    one_label, encoding = find_warnings(look_at([path], reading=ReadOptions(label="y")), CLICKS)
     assert "all labels in the rows looked at are 1" in one_label
     assert "is not UTF-8" in encoding
     path.write_text("colour,x,y\n" + rows.replace(",1\n", ",0\n", 1))
-    assert find_warnings(look_at([path], label="y"), CLICKS) == []
+    assert find_warnings(look_at([path], reading=ReadOptions(label="y")), CLICKS) == []

@@ -147,7 +147,7 @@ def test_numbers_that_lie_close_together_and_far_from_0(tmp_path: Path) -> None:
             path = tmp_path / name
             if how == "standard" and name.endswith("paceline"):
                 source = [str(tmp_path / ("x.csv" if name[0] == "a" else "x.parquet"))]
-                look = look_at_sources(source, path, format=None, columns=named, label=None, weight=None)
+                look = look_at_sources(source, path, format=None, columns=named)
                 convert_data(source, path, look)
             columns = look_at([path], columns=None if name.endswith("paceline") else named, numeric_scale=how).columns
             with open_dataset(path, columns=columns) as dataset:

@@ -120,11 +120,11 @@ def test_malformed_rows_are_described(tmp_path: Path, name: str) -> None:
     content = ("site,price,click\n" + "a,1.5,0\nb,2,1\n,3\n" * 20).encode()
     path = tmp_path / name
     path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-    found = describe_data([str(path)], None, None, None)
+    found = describe_data([str(path)])
     first = f"{path}, line 4: it has 2 cells where the first row has 3: ',3'"
     assert found["malformed"] == {"rows_read": 60, "count": 20, "first": first}
     convert_data([str(path)], tmp_path / "out", look_at([path]))
-    again = describe_data([str(tmp_path / "out")], None, None, None)["malformed"]
+    again = describe_data([str(tmp_path / "out")])["malformed"]
     assert again == {"rows_read": 60, "count": 20, "first": f"{path}: it has 2 cells where the first row has 3: ',3'"}
 
 
@@ -133,7 +133,7 @@ def test_what_is_shown_of_json_lines(tmp_path: Path) -> None:
     path.write_text(
         '{"click": 0, "site": "", "price": 0.30000000000000004}\n{"click": 1, "site": "a", "price": 2}\n{\n'
     )
-    found = describe_data([str(path)], None, None, None)
+    found = describe_data([str(path)])
     assert [each["column"] for each in found["first_row"]["features"]] == ["site=", "price"]
     console = Console(width=120, file=io.StringIO())
     show_description(console, found)

@@ -34,7 +34,7 @@ def read(path: Path, columns: Columns | None = None, *, needs_labels: bool = Tru
 
 def look_at_text(path: Path, content: str, **options: object) -> DataLook:
     path.write_text(content)
-    return look_at([path], options=ReadOptions(**options))  # type: ignore[arg-type]
+    return look_at([path], reading=ReadOptions(**options))  # type: ignore[arg-type]
 
 
 def plain(text: bytes) -> bytes:
@@ -68,8 +68,8 @@ def test_a_format_is_read_whatever_the_file_is_packed_or_ends_lines_with(
     second.write_bytes(written(text.encode()))
     assert detect_format(first) == detect_format(second) == format
     label = "-1" if text.startswith("  ") else None
-    columns = look_at([first], label=label).columns
-    assert columns == look_at([second], label=label).columns
+    columns = look_at([first], reading=ReadOptions(label=label)).columns
+    assert columns == look_at([second], reading=ReadOptions(label=label)).columns
     one, other = read(first, columns), read(second, columns)
     assert len(one.keys)
     np.testing.assert_array_equal(one.keys, other.keys)

@@ -11,6 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from paceline.data import Columns, open_dataset, open_spec
+from paceline.data.guessing import ReadOptions
 from paceline.errors import PacelineError
 from paceline.launch.train.converting import convert_data, look_at_sources
 from paceline.launch.train.data_files import look_at
@@ -35,7 +36,7 @@ def write_rows(path: Path, format: str, rows: list[tuple[str, float]]) -> Path:
 @pytest.mark.parametrize("format", _FORMATS)
 def test_two_words_are_0_and_1(tmp_path: Path, format: str) -> None:
     path = write_rows(tmp_path / "x", format, _ROWS)
-    look = look_at([path], label="class")
+    look = look_at([path], reading=ReadOptions(label="class"))
     assert look.columns is not None
     assert look.columns.classes == ("benign", "malignant")
     assert look.labels == {1.0: 100, 0.0: 100}
@@ -53,7 +54,7 @@ def test_two_words_are_0_and_1(tmp_path: Path, format: str) -> None:
 @pytest.mark.parametrize("format", _FORMATS)
 def test_a_third_word_that_comes_later_is_malformed(tmp_path: Path, format: str) -> None:
     path = write_rows(tmp_path / "x", format, _ROWS)
-    columns = look_at([path], label="class").columns
+    columns = look_at([path], reading=ReadOptions(label="class")).columns
     write_rows(path, format, [*_ROWS, ("unknown", 1.0), ("benign", 1.0)])
     with open_dataset(path, format, columns) as dataset:
         labels = np.concatenate([batch.labels for batch in dataset.blocks()])
@@ -68,7 +69,7 @@ def test_named_columns_and_converted_data_have_classes_too(tmp_path: Path) -> No
     assert named is not None
     assert named.classes == ("benign", "malignant")
     out = tmp_path / "x.paceline"
-    look = look_at_sources([str(path)], out, format=None, columns=None, label="class", weight=None)
+    look = look_at_sources([str(path)], out, format=None, reading=ReadOptions(label="class"))
     convert_data([str(path)], out, look)
     look = look_at([out])
     assert look.columns is not None
@@ -77,17 +78,17 @@ def test_named_columns_and_converted_data_have_classes_too(tmp_path: Path) -> No
 
 def test_what_is_told_of_words(tmp_path: Path) -> None:
     path = str(write_rows(tmp_path / "x.csv", "csv", _ROWS))
-    found = describe_data([path], None, None, "class")
+    found = describe_data([path], reading=ReadOptions(label="class"))
     assert (found["labels"], found["positive"], found["warning"]) == (
         {"benign": 100, "malignant": 100},
         "malignant",
         None,
     )
-    assert describe_data([path], None, None, "class", positive="benign")["positive"] == "benign"
+    assert describe_data([path], reading=ReadOptions(label="class"), positive="benign")["positive"] == "benign"
     with pytest.raises(PacelineError, match=r"--positive won: no label is that .* they are benign and malignant"):
-        describe_data([path], None, None, "class", positive="won")
+        describe_data([path], reading=ReadOptions(label="class"), positive="won")
     write_rows(Path(path), "csv", [*_ROWS, ("unknown", 1.0)])
-    found = describe_data([path], None, None, "class")
+    found = describe_data([path], reading=ReadOptions(label="class"))
     assert found["positive"] is None
     assert "labels are benign, malignant and unknown, expected two: --positive says" in found["warning"]
-    assert describe_data([path], None, None, "class", positive="benign")["warning"] is None
+    assert describe_data([path], reading=ReadOptions(label="class"), positive="benign")["warning"] is None

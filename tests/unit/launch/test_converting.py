@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from paceline.data import Batch, Columns, Dataset, describe_converted, detect_format, open_dataset, open_spec
 from paceline.data.binary.blocks import TRAILER, BlockFile
 from paceline.data.feature_names import find_feature_names
+from paceline.data.guessing import ReadOptions
 from paceline.errors import DataError, UsageError
 from paceline.launch.train.converting import Conversion, convert_data, look_at_sources
 from paceline.launch.train.data_files import format_of_evaluation, look_at, settle_files
@@ -59,7 +60,7 @@ SOURCES = {
 
 
 def convert(source: Path, out: Path, columns: Columns | None = None, **options: Any) -> Conversion:
-    look = look_at_sources([str(source)], out, format=None, columns=columns, label=None, weight=None)
+    look = look_at_sources([str(source)], out, format=None, columns=columns)
     return convert_data([str(source)], out, look, **options)
 
 
@@ -203,7 +204,7 @@ def test_a_file_of_damaged_blocks_alone_is_said_to_be_damaged(out: Path) -> None
         with pytest.raises(DataError, match=f"out has no line that can be trained on{damage}"):
             plan_training(settle_files(TrainOptions(data=[str(out)], strict=strict))[0])
     with pytest.raises(DataError, match=f"out has no row that can be read{damage}"):
-        describe_data([str(out)], None, None, None)
+        describe_data([str(out)])
 
 
 @pytest.mark.parametrize(
@@ -274,9 +275,7 @@ def test_names_of_features_are_kept_on_request(source: Path, out: Path) -> None:
 
 
 def test_it_is_described_as_its_sources_were(source: Path, out: Path) -> None:
-    found, before = (
-        describe_data([str(path)], None, columns, None) for path, columns in ((out, None), (source, COLUMNS))
-    )
+    found, before = (describe_data([str(path)], columns=columns) for path, columns in ((out, None), (source, COLUMNS)))
     assert found["format"] == "paceline"
     assert found["converted"] == {"format": "csv", "examples": 3000, "positives": 1425, "sources": [str(source)]}
     assert {**found, "format": 0, "files": 0, "bytes": 0, "labels": 0, "converted": 0} == {
@@ -304,7 +303,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence(source: Path, out: Path, tmp
     with pytest.raises(DataError, match="without weights: convert its sources with --weight importance"):
         open_dataset(out, columns=Columns("click", ("site",), ("age", "price"), weight="importance"))
     with pytest.raises(UsageError, match="is converted with other columns: leave --label out"):
-        look_at([out], label="age")
+        look_at([out], reading=ReadOptions(label="age"))
     for place, told in (
         (tmp_path, "is a folder: name the file"),
         (source, "is a source too"),

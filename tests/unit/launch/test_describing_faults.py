@@ -14,7 +14,7 @@ from paceline.launch.train.describing import describe_data
 
 
 def describe(path: Path) -> dict[str, Any]:
-    return describe_data([str(path)], None, None, None)
+    return describe_data([str(path)])
 
 
 def column(found: dict[str, Any], name: str) -> dict[str, Any]:

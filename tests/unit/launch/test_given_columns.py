@@ -22,7 +22,7 @@ OBJECTS = [{"click": k % 2, "user": k, "age": 20 + k} for k in range(80)]
 
 def look(path: Path, text: str, weight: str | None = None, **options: Any) -> DataLook:
     path.write_text(text)
-    return look_at([path], numeric_scale="none", weight=weight, options=ReadOptions(**options))
+    return look_at([path], numeric_scale="none", weight=weight, reading=ReadOptions(**options))
 
 
 @pytest.mark.parametrize("kind", ["categorical", "ignore", "weight"])
@@ -45,7 +45,7 @@ def test_names_that_look_like_places_are_names_if_the_header_has_them(tmp_path: 
 
 def test_parquet_has_no_option_for_a_header(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--header no: .*x\.parquet is parquet, which has no header"):
-        look_at([tmp_path / "x.parquet"], "parquet", options=ReadOptions(label="a", header="no"))
+        look_at([tmp_path / "x.parquet"], "parquet", reading=ReadOptions(label="a", header="no"))
 
 
 @pytest.mark.parametrize(

@@ -125,9 +125,9 @@ def test_equal_numbers_are_cut_into_equal_bins_in_every_format(tmp_path: Path) -
     assert columns is not None
     assert [len(scale.edges) > 6 for scale in columns.scales] == [True, False]
     for path, name in ((vw, "n^a"), (jsonl, "n.a")):
-        (found,) = describe_data([path], None, None, None)["bent_features"]
+        (found,) = describe_data([path])["bent_features"]
         assert (found["name"], found["scale"]) == (name, columns.scales[0].describe())
-        assert describe_data([path], None, None, None, "none")["bent_features"] == []
+        assert describe_data([path], numeric_scale="none")["bent_features"] == []
 
 
 def test_a_factorization_machine_has_numbers_where_pairs_say_more_than_bins() -> None:

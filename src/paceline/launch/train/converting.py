@@ -26,7 +26,7 @@ from paceline.data import (
 )
 from paceline.data.batch import cut_by_bytes
 from paceline.data.feature_names import find_feature_names
-from paceline.data.guessing import ReadOptions
+from paceline.data.guessing import NO_OPTIONS, ReadOptions
 from paceline.errors import DataError, UsageError
 from paceline.launch.kernels import prepare_kernels
 from paceline.launch.train.bad_data import BadData, find_bad_lines, no_line_left
@@ -74,14 +74,13 @@ def look_at_sources(
     out: Path,
     *,
     format: str | None,
-    columns: Columns | None,
-    label: str | None,
-    weight: str | None,
-    options: ReadOptions | None = None,
+    columns: Columns | None = None,
+    weight: str | None = None,
+    reading: ReadOptions = NO_OPTIONS,
 ) -> DataLook:
     """Look at files before they are converted to `out`. Raises what is wrong with them, or with that place."""
     _check_place(sources, out)
-    look = look_at(sources, format, columns, label, "none", weight, options=options)
+    look = look_at(sources, format, columns, "none", weight, reading)
     if look.format == CONVERTED:
         raise UsageError(f"{sources[0]} is converted already: name the files that it was made from")
     return look

@@ -38,7 +38,7 @@ from paceline.data import (
 )
 from paceline.data.dialect import is_number
 from paceline.data.example_sampling import sample_examples
-from paceline.data.guessing import ReadOptions, describe_json, find_json_columns
+from paceline.data.guessing import NO_OPTIONS, ReadOptions, describe_json, find_json_columns
 from paceline.data.labels import CLICKS, MOST_CLASSES, describe_no_numbers, find_label_words, read_as
 from paceline.data.sampling import json_cells, sample_namespaces, walk_fields
 from paceline.data.streams import is_packed, stat_file
@@ -112,16 +112,12 @@ def look_at(
     data: Sequence[str | Path],
     format: str | None = None,
     columns: Columns | None = None,
-    label: str | None = None,
     numeric_scale: str = "auto",
     weight: str | None = None,
-    *,
-    options: ReadOptions | None = None,
+    reading: ReadOptions = NO_OPTIONS,
 ) -> DataLook:
     """Look at files; arguments as :class:`TrainOptions` has them. Raises what is wrong with the files."""
     check_numeric_scale(numeric_scale)
-    options = ReadOptions(label=label) if options is None else options
-    label = options.label
     first = str(data[0])
     format = format or detect_format(first)
     if numeric_scale not in _ANY_FORMAT and source_format(first, format) == "criteo":
@@ -130,11 +126,11 @@ def look_at(
             "categories: leave it out"
         )
     if format == CONVERTED:
-        return _look_at_converted([str(file) for file in data], columns, options, numeric_scale, weight)
+        return _look_at_converted([str(file) for file in data], columns, reading, numeric_scale, weight)
     if format == "jsonl":
-        return _look_at_json([str(file) for file in data], columns, options, weight)
+        return _look_at_json([str(file) for file in data], columns, reading, weight)
     if format not in COLUMN_FORMATS:
-        given = [*options.given, *(["--weight"] if weight is not None else [])]
+        given = [*reading.given, *(["--weight"] if weight is not None else [])]
         if given and columns is None:
             raise UsageError(
                 f"{format} has no columns to choose: leave {given[0]} out, or pass --format csv, parquet or jsonl"
@@ -145,16 +141,16 @@ def look_at(
             if not labels and format == "vw":
                 raise DataError(f"{first} has no label in the lines looked at: begin each line with one, '1 | a b'")
             return DataLook(format, None, labels, None, False, fields=fields)
-    if format == "parquet" and options.header != "auto":
-        raise UsageError(f"--header {options.header}: {first} is parquet, which has no header: leave the option out")
+    if format == "parquet" and reading.header != "auto":
+        raise UsageError(f"--header {reading.header}: {first} is parquet, which has no header: leave the option out")
     if columns is not None:
         open_dataset(data, format, columns).close()
         wanted: Sequence[str] = columns.names
     else:
-        wanted = [name for name in (*options.names, weight) if name and not is_number(name)]  # a number is a place
-    sample = sample_rows([str(file) for file in data], format, wanted, columns.header if columns else options.header)
+        wanted = [name for name in (*reading.names, weight) if name and not is_number(name)]  # a number is a place
+    sample = sample_rows([str(file) for file in data], format, wanted, columns.header if columns else reading.header)
     if columns is None:
-        guesses = guess_columns(first, sample, label, weight or "", options)
+        guesses = guess_columns(first, sample, reading, weight or "")
     else:
         guesses = describe_named(sample, columns)
     taken = guesses.columns
@@ -169,9 +165,9 @@ def look_at(
     return look
 
 
-def _look_at_json(files: Sequence[str], columns: Columns | None, options: ReadOptions, weight: str | None) -> DataLook:
+def _look_at_json(files: Sequence[str], columns: Columns | None, reading: ReadOptions, weight: str | None) -> DataLook:
     objects = sample_objects(files)
-    found = find_json_columns(files[0], objects, ReadOptions(label=columns.label) if columns else options, weight or "")
+    found = find_json_columns(files[0], objects, ReadOptions(label=columns.label) if columns else reading, weight or "")
     if columns is not None:
         found = dataclasses.replace(columns, is_open=True, classes=columns.classes or found.classes)
     _check_numbers(files[0], found, *(json_cells(objects, name) for name in (found.label, found.weight)))
@@ -206,14 +202,14 @@ def _check_numbers(path: str, columns: Columns, labels: Sequence[str], weights: 
 
 
 def _look_at_converted(
-    files: Sequence[str], columns: Columns | None, options: ReadOptions, numeric_scale: str, weight: str | None
+    files: Sequence[str], columns: Columns | None, reading: ReadOptions, numeric_scale: str, weight: str | None
 ) -> DataLook:
     known = tuple(map(describe_converted, files))
     first = known[0].description
     stored = first.columns
     names = [each.name for each in first.guesses]
-    if options.given and (stored is None or not options.fit(files[0], stored, names or stored.names)):
-        given = ", ".join(options.given)
+    if reading.given and (stored is None or not reading.fit(files[0], stored, names or stored.names)):
+        given = ", ".join(reading.given)
         raise UsageError(f"{files[0]} is converted with other columns: leave {given} out, or convert its sources again")
     if weight is not None and (stored is None or weight != stored.weight):
         raise UsageError(f"{files[0]} is converted, without --weight {weight}: convert the sources with it")
@@ -252,8 +248,8 @@ def settle_files(options: TrainOptions) -> tuple[TrainOptions, DataLook]:
     """
     options = continue_from(options)
     look = look_at(
-        *(options.data, options.format, options.columns, None, options.numeric_scale, options.weights.column),
-        options=options.reading,
+        *(options.data, options.format, options.columns, options.numeric_scale, options.weights.column),
+        reading=options.reading,
     )
     _check_names(options, look)
     classes = look.columns.classes if look.columns is not None else ()

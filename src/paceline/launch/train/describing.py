@@ -16,7 +16,7 @@ from paceline.data.bad_lines import shorten
 from paceline.data.dialect import is_number
 from paceline.data.example_sampling import sample_examples
 from paceline.data.feature_names import find_feature_names
-from paceline.data.guessing import ReadOptions
+from paceline.data.guessing import NO_OPTIONS, ReadOptions
 from paceline.data.labels import CLICKS, clicks_where, describe_label_words, describe_one_label, resolve_positive
 from paceline.data.sampling import spread
 from paceline.data.scales.bins import bin_names
@@ -36,18 +36,17 @@ _ROWS, _BATCHES = 4096, 8  # of a shard, at most; of lines of text it has fewer
 
 def describe_data(
     data: Sequence[str],
-    format: str | None,
-    columns: Columns | None,
-    label: str | None,
+    format: str | None = None,
+    columns: Columns | None = None,
     numeric_scale: str = "auto",
     positive: float | str | None = None,
-    options: ReadOptions | None = None,
+    reading: ReadOptions = NO_OPTIONS,
 ) -> dict[str, Any]:
     """Return what was understood of the files, fit for JSON: the object of ``paceline describe --json``.
 
     Arguments as :class:`TrainOptions` and models of clicks have them. Raises what is wrong with the files.
     """
-    look = look_at(data, format, columns, label, numeric_scale, options=options)
+    look = look_at(data, format, columns, numeric_scale, reading=reading)
     prepare_kernels()
     classes = look.columns.classes if look.columns is not None else ()
     labels = clicks_where(resolve_positive(positive, classes))

@@ -16,7 +16,7 @@ from paceline.data import (
     have_same_features,
     source_format,
 )
-from paceline.errors import DataError, PeerError, UsageError
+from paceline.errors import DataError, UsageError
 from paceline.launch.train.options import TrainOptions
 from paceline.models.base import SparseModel, open_tables
 from paceline.models.clicks import for_classes
@@ -24,12 +24,11 @@ from paceline.models.registry import read_model_settings
 from paceline.models.stored import StoredModel, read_stored_model
 from paceline.models.tuning import L1
 from paceline.models.update import rule_of
-from paceline.protocol.jobs import JobState
 from paceline.ps import FTRL, Client, SparseTable, UpdateRule, messages, read_records, write_records
 from paceline.ps.client.client import make_spec
 from paceline.tables.settings import to_fields
 
-_PATIENCE_S = 5.0
+_PATIENCE_S, _PAUSE_S = 5.0, 0.1
 
 
 class InitialModel:
@@ -76,16 +75,11 @@ class InitialModel:
 def _wait_until_free(client: Client, check: Callable[[], None]) -> None:
     """Wait a moment for a training that has just ended. Raises UsageError if another training uses the cluster."""
     deadline = time.monotonic() + _PATIENCE_S
-    while True:
+    while client.link.call(messages.HasOtherPoster(), bool):
         check()
-        try:
-            client.link.call(messages.JobStatus(job=0), JobState)
-        except UsageError:
-            if time.monotonic() > deadline:
-                raise
-        except PeerError:  # there is no job 0
-            return
-        time.sleep(0.1)
+        if time.monotonic() > deadline:
+            raise UsageError("another training uses this cluster: wait for its end, or start another cluster")
+        time.sleep(_PAUSE_S)
 
 
 def clear_tables(client: Client, model: SparseModel, update: UpdateRule, check: Callable[[], None]) -> None:

@@ -51,6 +51,7 @@ from paceline.ps.messages.jobs import (
     FileEnded,
     GetAccount,
     GetJob,
+    HasOtherPoster,
     JobFailed,
     JobNews,
     JobStatus,
@@ -149,6 +150,7 @@ __all__ = [
     "GetSettings",
     "GetStatistics",
     "GroupInfo",
+    "HasOtherPoster",
     "Heartbeat",
     "JobFailed",
     "JobNews",
@@ -216,7 +218,7 @@ __all__ = [
 ToScheduler = (
     GetMap | GetSettings | Register | Rejoin | Heartbeat | Leave | DeclareTable | NoteUpdate | ListTables | PostJob
     | GetJob | TakeLease | LeaseDone | FileEnded | Report | JobFailed | JobStatus | TakeReports
-    | EndCluster | GetAccount | Filled | Drain | Prepared | Promised
+    | HasOtherPoster | EndCluster | GetAccount | Filled | Drain | Prepared | Promised
 )  # fmt: skip
 ToServer = (
     CheckFilters | CreateTable | JoinClock | Retire | ReadBucket | WriteRecords | SetUpdate | Erase | GetStatistics

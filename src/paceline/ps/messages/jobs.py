@@ -70,9 +70,13 @@ class JobFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Ask for a job's state; answered by JobState. 0 is an error: UsageError if another process has posted a job."""
+    """Ask for a job's state; answered by JobState."""
 
     job: int
+
+
+class HasOtherPoster(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Ask whether another process has posted the latest job, and may still return; answered by bool."""
 
 
 class GetAccount(msgspec.Struct, frozen=True, kw_only=True, tag=True):

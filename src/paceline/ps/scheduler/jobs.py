@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from paceline.errors import UsageError
 from paceline.protocol import Membership
 from paceline.protocol.jobs import JobCore, Remembered, events
 from paceline.protocol.membership import Member
@@ -23,9 +22,7 @@ class Jobs:
         self.core = JobCore(num_workers)
 
     def serve(self, call: PendingCall, request: Any, body: memoryview, membership: Membership) -> None:
-        """Carry out a request. Raises PeerError; UsageError for job 0 if another process has posted a job."""
-        if isinstance(request, messages.JobStatus) and request.job == 0 and self.core.has_other_poster(call.session):
-            raise UsageError("another training uses this cluster: wait for its end, or start another cluster")
+        """Carry out a request. Raises PeerError."""
         event = job_event(request, bytes(body) if isinstance(request, messages.Report) else None)
         assert event is not None
         asked = events.Asked(call, call.session, call.session.incarnation or 0, event)
