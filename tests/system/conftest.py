@@ -34,7 +34,9 @@ def session() -> Iterator[_Session]:
     yield session
     wait_until(lambda: not our_processes(session.mark), "processes are left")
     assert os.listdir(session.temporary) == []
-    assert set(threading.enumerate()) <= threads
+    # The progress bars of other libraries (transformers, in the tests of its Trainer) keep a thread of their own.
+    left = {thread for thread in threading.enumerate() if thread.name != "tqdm_monitor"}
+    assert left <= threads
     shutil.rmtree(session.temporary)
 
 

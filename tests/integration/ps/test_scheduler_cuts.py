@@ -47,6 +47,7 @@ def test_all_connections_break_and_nothing_has_happened(replicas: int) -> None:
         before = clients[0].link.call(messages.GetMap(), messages.ClusterMap)
         for step in range(20):
             if step % 5 == 2:
+                wait_until(lambda: cluster.served.call(lambda: len(cluster.scheduler.sessions.connected)) >= 5)
                 assert cut_all(cluster) >= 5
             for table in tables:
                 table.push(keys, ones, tick=True)
