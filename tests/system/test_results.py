@@ -34,7 +34,7 @@ def test_criteo(paceline: Commands, criteo: tuple[Path, Path], consistency: str)
         "train", criteo[0], "--eval", criteo[1], "--servers", "2", "--workers", "2",
         "--consistency", consistency, "--json", "-q",
     ).json  # fmt: skip
-    assert result["auc"] >= 0.7592
+    assert result["auc"] >= 0.7591
     assert result["log_loss"] <= 0.4840
     assert result["examples"] == result["settings"]["epochs"] * _TRAIN_ROWS
     assert 260_000 < result["num_features"] < 320_000
