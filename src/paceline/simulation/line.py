@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from paceline.protocol.jobs import JobMemory, MemberLedger, events
+from paceline.protocol.jobs import Counters, JobMemory, MemberLedger, messages
 from paceline.protocol.scheduler.line import MemberEnd, SentMessage
 from paceline.simulation.messages import EndWork, NewsFrame, Reply, Say
 from paceline.simulation.network import SimulatedConnection
@@ -32,17 +32,22 @@ class Line:
         self._then: dict[int, Callable[[Any], None]] = {}
         self._is_connected = False
 
-    def ask(self, request: events.Request | EndWork, then: Callable[[Any], None] = lambda answer: None) -> None:
+    def ask(self, request: messages.Request | EndWork, then: Callable[[Any], None] = lambda answer: None) -> None:
         """Ask the scheduler, and do something with the answer, which is an error where the request was refused."""
         content = request if isinstance(request, EndWork) else self._ledger.sent(request)
         message = self._end.add(content, is_call=True)
         self._then[message.number] = then
         self._send(message)
 
-    def tell(self, request: events.Request) -> None:
-        """Tell the scheduler something that wants no answer."""
-        supersedes = events.CountersReceived if isinstance(request, events.CountersReceived) else None
-        self._send(self._end.add(self._ledger.sent(request), supersedes=supersedes))
+    def tell(self, request: messages.Request) -> None:
+        """Send the scheduler a request without waiting for its answer."""
+        self._send(self._end.add(self._ledger.sent(request)))
+
+    def send_counters(self, counters: Counters) -> None:
+        """Send the scheduler this worker's counters, which replace those that are still to be sent."""
+        self._ledger.counted(counters)
+        message = messages.CountersReceived(counters=counters)
+        self._send(self._end.add(message, supersedes=messages.CountersReceived))
 
     def rejoins(self) -> JobMemory | None:
         """Return what to tell a scheduler that knows nothing."""
@@ -52,7 +57,7 @@ class Line:
     def welcomed(self, incarnation: int, received: int) -> None:
         """Say again what the scheduler may lack."""
         self._ledger.incarnation, self._is_connected = incarnation, True
-        for report in self._ledger.again() if received < 0 else ():
+        for report, _ in self._ledger.again() if received < 0 else ():
             self._node.tell(Say(0, 0, self._end.lowest, report))
         for message in self._end.since(received):
             self._send(message)

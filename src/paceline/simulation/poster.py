@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from paceline.protocol.jobs import JobAccount, JobSpec, JobState, TakenReport, events
+from paceline.protocol.jobs import JobAccount, JobSpec, JobState, TakenReport, messages
 from paceline.protocol.membership import Role
 from paceline.protocol.scheduler import View
 from paceline.simulation.messages import EndWork
@@ -51,28 +51,28 @@ class Poster(SimulatedNode):
             progress={} if account is None else account.progress,
         )
         self.cluster.oracle.posted(spec.done)
-        self.line.ask(events.JobPosted(spec=spec), self._posted)
+        self.line.ask(messages.PostJob(spec=spec), self._posted)
 
     def _posted(self, number: int) -> None:
         self._job = number
         self._poll()
 
     def _poll(self) -> None:
-        self.line.ask(events.StatusRequested(job=self._job), self._on_state)
+        self.line.ask(messages.JobStatus(job=self._job), self._on_state)
 
     def _on_state(self, state: JobState | Exception) -> None:
         if not isinstance(state, JobState) or state.failed:  # it was taken for gone, or came too late to a scheduler
             self._post()
             return
         if state.num_reports:
-            self.line.ask(events.ReportRequested(job=self._job), self._on_report)
+            self.line.ask(messages.TakeReports(job=self._job), self._on_report)
         elif state.finished:
             self.cluster.oracle.finished(state, self.cluster.expected, self.cluster.with_reports)
             self.cluster.is_done = True
             self._end()
         else:
             if not self.cluster.has_reports:
-                self.line.ask(events.AccountRequested(job=self._job), self._on_account)
+                self.line.ask(messages.GetAccount(job=self._job), self._on_account)
             self.later(_POLL_S, self._poll)
 
     def _on_account(self, account: JobAccount | Exception) -> None:

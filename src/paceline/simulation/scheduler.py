@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from paceline.errors import PeerError
 from paceline.protocol.jobs import JobCore, JobMemory, JobRecord, Remembered
-from paceline.protocol.jobs.events import Answer, Asked
+from paceline.protocol.jobs.messages import Answer, Asked
 from paceline.protocol.membership import Member, Role
 from paceline.protocol.scheduler import Phase, Returned, SchedulerCore, View, events
 from paceline.protocol.scheduler.line import SchedulerEnd

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from paceline.protocol.buckets import bucket_set
 from paceline.protocol.client import Request
-from paceline.protocol.jobs import ALL_DONE, NOTHING_NOW, Job, Key, Lease, events
+from paceline.protocol.jobs import ALL_DONE, NOTHING_NOW, Job, Key, Lease, messages
 from paceline.protocol.scheduler import View
 from paceline.simulation.client import SimulatedClient
 from paceline.simulation.messages import AnswerFrame, Going, Value
@@ -70,7 +70,7 @@ class SimulatedWorker(SimulatedClient):
             self.tell(Going(self.incarnation))
 
     def _seek(self) -> None:
-        self.line.ask(events.JobRequested(after=self._job), self._on_job)
+        self.line.ask(messages.GetJob(after=self._job), self._on_job)
 
     def _on_job(self, job: Job | Exception) -> None:
         if self.is_leaving or not isinstance(job, Job):
@@ -89,7 +89,7 @@ class SimulatedWorker(SimulatedClient):
             self._ask_for_lease(wait=False)
 
     def _ask_for_lease(self, *, wait: bool) -> None:
-        self.line.ask(events.LeaseRequested(job=self._job, wait=wait), self._on_lease)
+        self.line.ask(messages.TakeLease(job=self._job, wait=wait), self._on_lease)
 
     def _on_lease(self, lease: Lease | Exception) -> None:
         if self.is_leaving:  # a lease goes back when its worker goes
@@ -105,9 +105,7 @@ class SimulatedWorker(SimulatedClient):
             self._iterations_left = self.cluster.random.choice(self.cluster.settings.iterations_per_shard)
             if lease.shard >= self.cluster.settings.num_shards:
                 self._iterations_left = 0
-                self.line.tell(
-                    events.ShardCountReported(job=self._job, file=0, num_shards=self.cluster.settings.num_shards)
-                )
+                self.line.tell(messages.FileEnded(job=self._job, file=0, num_shards=self.cluster.settings.num_shards))
             self._wake()
 
     def _wake(self) -> None:
@@ -140,9 +138,7 @@ class SimulatedWorker(SimulatedClient):
     def _rested(self, then: Callable[[], None]) -> None:
         self._report_done()
         if self.is_leaving:
-            self.line.ask(
-                events.StatusRequested(job=self._job), lambda _: self._go()
-            )  # what was said before has come then
+            self.line.ask(messages.JobStatus(job=self._job), lambda _: self._go())  # what was said before has come then
         else:
             then()
 
@@ -150,7 +146,7 @@ class SimulatedWorker(SimulatedClient):
         first = self._unsafe[0].iteration if self._unsafe else self.finished_clock
         while self._over and first >= self._over[0][1]:
             lease, _, examples = self._over.pop(0)
-            self.line.tell(events.LeaseFinished(job=self._job, lease=lease.lease, progress=self._counters(examples)))
+            self.line.tell(messages.LeaseDone(job=self._job, lease=lease.lease, progress=self._counters(examples)))
 
     def _counters(self, examples: float) -> dict[str, float]:
         return {"job": self._job, "examples": examples}
@@ -210,7 +206,7 @@ class SimulatedWorker(SimulatedClient):
             self._unsafe.append(_UnsafePush(iteration, tuple(values), self.push(tuple(values))))
         self.tick()
         self._iterations_left -= 1
-        self.line.tell(events.CountersReceived(counters=self._counters(self._examples + 0.5)))  # some of the shard
+        self.line.send_counters(self._counters(self._examples + 0.5))  # some of the shard
         if self._iterations_left:
             self._begin()
         else:
@@ -221,7 +217,7 @@ class SimulatedWorker(SimulatedClient):
         assert lease is not None
         self._examples += self.cluster.expected.get(lease.key, 0)
         if lease.key in self.cluster.with_reports:
-            self.line.ask(events.ReportReceived(job=self._job, fields={"shard": lease.key}, shard=lease.key))
+            self.line.ask(messages.Report(job=self._job, fields={"shard": lease.key}, shard=lease.key))
         self._over.append((lease, self.core.clock, self._examples))
         self._report_done()
         self._go_on_with_job()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-import random
+from random import SystemRandom
+
+_random = SystemRandom()  # a program's own random numbers do not depend on when connections break
 
 
 class Backoff:
@@ -19,7 +21,7 @@ class Backoff:
 
     def next_s(self, left_s: float = math.inf) -> float:
         """Return the next pause, limited to the remaining time."""
-        pause_s = self._pause_s * random.uniform(1.0 - self._spread, 1.0)
+        pause_s = self._pause_s * _random.uniform(1.0 - self._spread, 1.0)
         self._pause_s = min(2.0 * self._pause_s, self._longest_s)
         return max(min(pause_s, left_s), 0.0)
 

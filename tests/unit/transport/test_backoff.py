@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 from paceline.transport.backoff import Backoff
 
 
@@ -23,3 +25,9 @@ def test_pauses_are_spread() -> None:
     pauses = [Backoff(1.0, 1.0, spread=0.5).next_s() for _ in range(100)]
     assert all(0.5 <= pause <= 1.0 for pause in pauses)
     assert max(pauses) - min(pauses) > 0.1
+
+
+def test_the_random_numbers_of_the_program_stay_as_they_are() -> None:
+    before = random.getstate()
+    Backoff(1.0, 1.0, spread=0.5).next_s()
+    assert random.getstate() == before

@@ -3,7 +3,7 @@
 A job is of one scheduler's :class:`JobLedger`; its members keep what it takes to restore that under the next scheduler.
 """
 
-from paceline.protocol.jobs import events, shards
+from paceline.protocol.jobs import messages, shards
 from paceline.protocol.jobs.core import JobCore
 from paceline.protocol.jobs.ledger import JobLedger, Remembered
 from paceline.protocol.jobs.member import MemberLedger
@@ -53,7 +53,7 @@ __all__ = [
     "Shards",
     "TakenReport",
     "done_shards",
-    "events",
+    "messages",
     "shards",
     "shards_in",
 ]

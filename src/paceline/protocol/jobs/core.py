@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Final
 
 from paceline.errors import PeerError
-from paceline.protocol.jobs import events
-from paceline.protocol.jobs.events import Answer, Asked
+from paceline.protocol.jobs import messages
 from paceline.protocol.jobs.ledger import JobLedger, Remembered
+from paceline.protocol.jobs.messages import Answer, Asked
 from paceline.protocol.jobs.records import ALL_DONE, Job, JobFacts, JobRecord, Lease
 from paceline.protocol.membership import Member, Membership, Role
 
@@ -67,26 +67,28 @@ class JobCore:
         if self.ledger is not None and asked.peer is self._poster:
             self.ledger.report_came()
         match asked.request:
-            case events.JobPosted():
+            case messages.PostJob():
                 return self._post(asked, asked.request, membership)
-            case events.JobRequested(after=after):
+            case messages.GetJob(after=after):
                 return self._get(asked, after, membership, now_s)
-            case events.LeaseRequested(job=number, wait=wait):
+            case messages.TakeLease(job=number, wait=wait):
                 job = self._unless_over(number)
                 if job is None:
                     return [Answer(call, Lease(lease=ALL_DONE))]
                 job.take_lease(call, _worker(asked, membership).rank, wait=wait, now_s=now_s)
                 return []
-            case events.StatusRequested(job=number):
+            case messages.JobStatus(job=number):
                 job = self._current(number)
                 state = job.state(len(membership.of(Role.WORKER)), now_s)
                 return [Answer(call, replace(state, awaited=self._at_another(job, membership)))]
-            case events.AccountRequested(job=number):
+            case messages.GetAccount(job=number):
                 return [Answer(call, self._current(number).account())]
-            case events.ReportRequested(job=number):
+            case messages.TakeReports(job=number):
                 taken = self._current(number).take_report()
                 return [Answer(call, None) if taken is None else Answer(call, *taken)]
-            case events.CountersReceived(counters=counters):
+            case messages.HasOtherPoster():
+                return [Answer(call, self._poster not in (None, asked.peer))]
+            case messages.CountersReceived(counters=counters):
                 if self.ledger is not None and membership.find(asked.incarnation) is not None:
                     self.ledger.results.note_progress(asked.incarnation, counters)
                 return []
@@ -96,23 +98,21 @@ class JobCore:
     def _note(self, asked: Asked, membership: Membership) -> None:
         """Note what a worker says of its job; of one that is over it concerns nobody."""
         request = asked.request
-        assert isinstance(
-            request, events.LeaseFinished | events.ShardCountReported | events.ReportReceived | events.FailureFound
-        )
+        assert isinstance(request, messages.LeaseDone | messages.FileEnded | messages.Report | messages.JobFailed)
         job = self._unless_over(request.job)
         if job is None:
             return
         match request:
-            case events.LeaseFinished():
+            case messages.LeaseDone():
                 job.lease_done(_worker(asked, membership), request)
-            case events.ShardCountReported(file=file, num_shards=num_shards):
+            case messages.FileEnded(file=file, num_shards=num_shards):
                 job.file_ended(file, num_shards)
-            case events.ReportReceived():
-                job.results.add_report(_worker(asked, membership).incarnation, request)
-            case events.FailureFound(error=error, message=message):
+            case messages.Report():
+                job.results.add_report(_worker(asked, membership).incarnation, request, asked.body)
+            case messages.JobFailed(error=error, message=message):
                 job.fail(error, message)
 
-    def _post(self, asked: Asked, request: events.JobPosted, membership: Membership) -> list[Answer]:
+    def _post(self, asked: Asked, request: messages.PostJob, membership: Membership) -> list[Answer]:
         self.last_number = number = self.last_number + 1
         answers = [Answer(asked.call, number)]
         if self.ledger is not None:
@@ -172,10 +172,6 @@ class JobCore:
     def concerns(self, peer: object) -> bool:
         """Whether a process has posted the latest job."""
         return peer is self._poster
-
-    def has_other_poster(self, peer: object) -> bool:
-        """Return whether another process than `peer` has posted the latest job, and may still return."""
-        return self._poster not in (None, peer)
 
     # Beginning and end.
 

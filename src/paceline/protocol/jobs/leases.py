@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from paceline.protocol.jobs import shards
-from paceline.protocol.jobs.events import Answer
+from paceline.protocol.jobs.messages import Answer
 from paceline.protocol.jobs.records import ALL_DONE, NOTHING_NOW, Key, Lease
 from paceline.protocol.jobs.shards import Shards
 

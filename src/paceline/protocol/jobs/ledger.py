@@ -10,8 +10,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from paceline.protocol.jobs import shards
-from paceline.protocol.jobs.events import Answer, LeaseFinished
 from paceline.protocol.jobs.leases import Leases
+from paceline.protocol.jobs.messages import Answer, LeaseDone
 from paceline.protocol.jobs.records import (
     Counters,
     JobAccount,
@@ -138,7 +138,7 @@ class JobLedger:
         """Answer a worker that wants a shard; with `wait`, when there is one."""
         self._leases.take(call, rank, wait=wait, now_s=now_s)
 
-    def lease_done(self, worker: Member, request: LeaseFinished) -> None:
+    def lease_done(self, worker: Member, request: LeaseDone) -> None:
         """Note that a worker has done a shard."""
         key = self._leases.done(worker.rank, request.lease)
         self.results.note_progress(worker.incarnation, request.progress)

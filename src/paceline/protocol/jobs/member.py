@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from paceline.protocol.jobs import events
+import msgspec
+
+from paceline.protocol.jobs import messages
 from paceline.protocol.jobs.records import (
     Counters,
     Job,
@@ -36,40 +37,42 @@ class MemberLedger:
         self._leases: dict[int, Lease] = {}
         self._last_lease = -1
         self._progress: Counters = {}
-        self._reports: dict[int, events.ReportReceived] = {}
+        self._reports: dict[int, tuple[messages.Report, Any]] = {}  # with their bodies
         self._reported: set[Key] = set()  # the shards of reports
-        self._unknown: dict[int, events.LeaseFinished] = {}  # lease → that it is done, and its poster may not know
+        self._unknown: dict[int, messages.LeaseDone] = {}  # lease → that it is done, and its poster may not know
         self._num_reports = 0
         self._posted: JobSpec | None = None
         self._seconds = 0.0
         self._heard_s: float | None = None  # when, and that the job ran then
         self._taken: set[tuple[int, int]] = set()
 
-    def sent(self, request: events.Request) -> events.Request:
-        """Note a request before it is sent; return it as it is to be sent."""
+    def counted(self, counters: Counters) -> None:
+        """Note this worker's counters before they are sent."""
+        self._progress = counters
+
+    def sent(self, request: messages.Request, body: Any = ()) -> messages.Request:
+        """Note a request, and a report's body, before it is sent; return it as it is to be sent."""
         facts = self._facts
         match request:
-            case events.ReportReceived(shard=shard):
+            case messages.Report(shard=shard):
                 self._num_reports += 1
-                request = replace(request, number=self._num_reports)
-                self._reports[request.number] = request
+                request = msgspec.structs.replace(request, number=self._num_reports)
+                self._reports[request.number] = request, body
                 if shard is not None:
                     self._reported.add(shard)
-            case events.LeaseFinished(job=job) if job == self._working:
+            case messages.LeaseDone(job=job) if job == self._working:
                 self._done(request)
-            case events.ShardCountReported(job=job, file=file, num_shards=num_shards) if job == facts.number:
+            case messages.FileEnded(job=job, file=file, num_shards=num_shards) if job == facts.number:
                 facts.ended[file] = num_shards
-            case events.CountersReceived(counters=counters):
-                self._progress = counters
-            case events.JobRequested():
+            case messages.GetJob():
                 self._is_busy = False
-            case events.FailureFound(job=job, error=error, message=message) if job == facts.number:
+            case messages.JobFailed(job=job, error=error, message=message) if job == facts.number:
                 facts.failed = facts.failed or (error, message)
             case _:
                 pass
         return request
 
-    def _done(self, request: events.LeaseFinished) -> None:
+    def _done(self, request: messages.LeaseDone) -> None:
         self._progress = request.progress or self._progress
         lease = self._leases.get(request.lease)
         if lease is None:
@@ -82,29 +85,29 @@ class MemberLedger:
             self._facts.add_done(lease.key)
             self._facts.settle(self.incarnation, request.progress)
 
-    def answered(self, request: events.Request, answer: Any, now_s: float) -> None:
+    def answered(self, request: messages.Request, answer: Any, now_s: float) -> None:
         """Note the answer to a request."""
         facts = self._facts
         match request, answer:
-            case events.LeaseRequested(job=job), Lease(lease=number) if job == self._working and number >= 0:
+            case messages.TakeLease(job=job), Lease(lease=number) if job == self._working and number >= 0:
                 self._leases[number] = answer
                 self._last_lease = max(self._last_lease, number)
-            case events.JobRequested(), Job(number=number) if number <= self._working:
+            case messages.GetJob(), Job(number=number) if number <= self._working:
                 self._is_busy = number > 0  # shards of it came back
-            case events.JobRequested(), Job(number=number):
+            case messages.GetJob(), Job(number=number):
                 self._is_busy = True
                 self._begin(number)
                 self._working, self._leases, self._last_lease = number, {}, -1
                 self._progress, self._reports, self._reported, self._unknown = {}, {}, set(), {}
-            case events.JobPosted(spec=spec), int():
+            case messages.PostJob(spec=spec), int():
                 self._begin(answer)
                 self._posted, self._taken = spec, set()
                 self._seconds, self._heard_s = 0.0, None
-            case events.StatusRequested(job=job), JobState() if job == facts.number:
+            case messages.JobStatus(job=job), JobState() if job == facts.number:
                 facts.lost = max(facts.lost, answer.lost_workers)
                 self._seconds = answer.seconds
                 self._heard_s = now_s if answer.seconds and not answer.finished else None
-            case events.ReportRequested(job=job), TakenReport() if job == facts.number:
+            case messages.TakeReports(job=job), TakenReport() if job == facts.number:
                 self._taken.add((answer.incarnation, answer.number))
                 for key in answer.done:
                     facts.add_done(key)
@@ -134,9 +137,9 @@ class MemberLedger:
             taken=tuple(sorted(self._taken)),
         )
 
-    def again(self) -> list[events.Request]:
-        """What to say to another scheduler: what this worker has reported, and then of what it is done."""
-        return [*self._reports.values(), *self._unknown.values()]
+    def again(self) -> list[tuple[messages.Report | messages.LeaseDone, Any]]:
+        """Return what to repeat to another scheduler, with bodies: this worker's reports, then its finished shards."""
+        return [*self._reports.values(), *((done, ()) for done in self._unknown.values())]
 
     def _begin(self, number: int) -> None:
         """Turn to a later job."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from paceline.protocol.jobs.events import ReportReceived
+from paceline.protocol.jobs.messages import Report
 from paceline.protocol.jobs.records import Counters, JobRecord, Key, TakenReport, later
 
 _BEFORE = -1  # in place of an incarnation: what was done before this job, as a snapshot has it
@@ -16,7 +16,8 @@ class KeptReport:
     """A report; the shards that are done when its poster has it; its worker's counters then."""
 
     incarnation: int
-    report: ReportReceived
+    report: Report
+    body: object
     done: list[Key] = field(default_factory=list)
     settled: Counters = field(default_factory=dict)
     num_told: int = 0
@@ -76,13 +77,13 @@ class Results:
         last.settled = counters
         return False
 
-    def add_report(self, incarnation: int, report: ReportReceived) -> None:
+    def add_report(self, incarnation: int, report: Report, body: object) -> None:
         """Keep a report for the poster; one of a shard, until that is done."""
         if report.number:
             if (incarnation, report.number) in self._seen:
                 return  # its worker could not know that it had come
             self._seen.add((incarnation, report.number))
-        finding = KeptReport(incarnation, report)
+        finding = KeptReport(incarnation, report, body)
         if report.shard is None:
             self._reports.append(finding)
         else:
@@ -101,7 +102,7 @@ class Results:
             done=tuple(finding.done),
             settled=finding.settled,
         )
-        return report, finding.report.body
+        return report, finding.body
 
     def report_came(self) -> KeptReport | None:
         """Note that the poster has what it took last; return that if others may know of more that is done now."""

@@ -9,6 +9,20 @@ from __future__ import annotations
 
 import msgspec
 
+from paceline.protocol.jobs.messages import (
+    FileEnded,
+    GetAccount,
+    GetJob,
+    HasOtherPoster,
+    JobFailed,
+    JobNews,
+    JobStatus,
+    LeaseDone,
+    PostJob,
+    Report,
+    TakeLease,
+    TakeReports,
+)
 from paceline.ps.messages import snapshots
 from paceline.ps.messages.between_servers import (
     CheckInfo,
@@ -46,21 +60,6 @@ from paceline.ps.messages.cluster import (
     Rejoin,
     Settings,
     Welcome,
-)
-from paceline.ps.messages.jobs import (
-    FileEnded,
-    GetAccount,
-    GetJob,
-    HasOtherPoster,
-    JobFailed,
-    JobNews,
-    JobStatus,
-    LeaseDone,
-    PostJob,
-    Report,
-    TakeLease,
-    TakeReports,
-    job_event,
 )
 from paceline.ps.messages.kinds import (
     ACK,
@@ -212,7 +211,6 @@ __all__ = [
     "decode_to_scheduler",
     "decode_to_server",
     "encode",
-    "job_event",
 ]
 
 ToScheduler = (

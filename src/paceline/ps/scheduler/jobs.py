@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from paceline.protocol import Membership
-from paceline.protocol.jobs import JobCore, Remembered, events
+from paceline.protocol.jobs import JobCore, Remembered
+from paceline.protocol.jobs.messages import Answer, Asked, CountersReceived
 from paceline.protocol.membership import Member
 from paceline.protocol.scheduler.events import Removed
 from paceline.ps import messages
-from paceline.ps.messages import job_event
 from paceline.ps.scheduler.sessions import PendingCall, ProcessSession
 
 
@@ -23,14 +23,12 @@ class Jobs:
 
     def serve(self, call: PendingCall, request: Any, body: memoryview, membership: Membership) -> None:
         """Carry out a request. Raises PeerError."""
-        event = job_event(request, bytes(body) if isinstance(request, messages.Report) else None)
-        assert event is not None
-        asked = events.Asked(call, call.session, call.session.incarnation or 0, event)
+        asked = Asked(call, call.session, call.session.incarnation or 0, request, bytes(body))
         _answer(self.core.handle(asked, membership, time.monotonic()))
 
     def note_progress(self, session: ProcessSession, progress: dict[str, float], membership: Membership) -> None:
         """Take note of a worker's counters."""
-        asked = events.Asked(None, session, session.incarnation or 0, events.CountersReceived(counters=progress))
+        asked = Asked(None, session, session.incarnation or 0, CountersReceived(counters=progress))
         _answer(self.core.handle(asked, membership, time.monotonic()))
 
     def removed(self, removed: Removed, session: ProcessSession | None) -> None:
@@ -68,7 +66,7 @@ class Jobs:
         _answer(self.core.end())
 
 
-def _answer(answers: Iterable[events.Answer]) -> None:
+def _answer(answers: Iterable[Answer]) -> None:
     for answer in answers:
         assert isinstance(answer.call, PendingCall)
         answer.call.answer(answer.content, (answer.body,) if answer.body else ())

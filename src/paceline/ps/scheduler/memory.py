@@ -13,9 +13,10 @@ from typing import Any, Final
 
 import msgspec
 
-from paceline.protocol.jobs import Job, JobMemory, JobRecord, JobState, Lease, MemberLedger, TakenReport, events
+from paceline.protocol.jobs import Job, JobMemory, JobRecord, JobState, Lease, MemberLedger, TakenReport
+from paceline.protocol.jobs.messages import Request
 from paceline.ps import messages
-from paceline.ps.messages import KnownTable, job_event
+from paceline.ps.messages import KnownTable
 from paceline.tables.bounds import TableNumber
 from paceline.transport import read_meta
 
@@ -48,20 +49,14 @@ class Memory:
     def sent(self, message: msgspec.Struct, body: Iterable[Any] = ()) -> msgspec.Struct:
         """Note a message before it is sent; return it as it is to be sent."""
         match message:
-            case messages.Report():
-                with self._lock:
-                    report = self._ledger.sent(
-                        events.ReportReceived(**msgspec.structs.asdict(message), body=tuple(body))
-                    )
-                return _message(report)
             case messages.Heartbeat(progress=progress) if progress:
                 with self._lock:
-                    self._ledger.sent(events.CountersReceived(counters=progress))
+                    self._ledger.counted(progress)
+            case Request():
+                with self._lock:
+                    return self._ledger.sent(message, tuple(body))
             case _:
-                event = job_event(message)
-                if event is not None:
-                    with self._lock:
-                        self._ledger.sent(event)
+                pass
         return message
 
     def answered(self, message: msgspec.Struct, meta: bytes) -> None:
@@ -71,12 +66,10 @@ class Memory:
             with self._lock:
                 known = KnownTable(number=number, declared=message.spec, spec=message.spec)
                 self._tables.setdefault(number, known)
-        elif type(message) in _ANSWERS:
-            event = job_event(message)
-            assert event is not None
+        elif isinstance(message, Request) and type(message) in _ANSWERS:
             answer = _decode(meta, _ANSWERS[type(message)])
             with self._lock:
-                self._ledger.answered(event, answer, time.monotonic())
+                self._ledger.answered(message, answer, time.monotonic())
 
     def told(self, news: JobRecord) -> None:
         """Note the scheduler's news."""
@@ -96,11 +89,4 @@ class Memory:
     def again(self) -> list[tuple[msgspec.Struct, tuple[Any, ...]]]:
         """What to say to another scheduler of this worker's job, and the bodies."""
         with self._lock:
-            return [(_message(each), getattr(each, "body", ())) for each in self._ledger.again()]
-
-
-def _message(request: events.Request) -> messages.Report | messages.LeaseDone:
-    if isinstance(request, events.LeaseFinished):
-        return messages.LeaseDone(job=request.job, lease=request.lease, progress=request.progress)
-    assert isinstance(request, events.ReportReceived)
-    return messages.Report(job=request.job, fields=request.fields, number=request.number, shard=request.shard)
+            return list(self._ledger.again())

@@ -196,8 +196,6 @@ class Scheduler(Handler):
                 call.answer(self._tables.note_update(table, update))
             case messages.ListTables():
                 call.answer(self._tables.specs)
-            case messages.HasOtherPoster():
-                call.answer(self.jobs.core.has_other_poster(call.session))
             case messages.EndCluster():
                 self.end("the cluster was told to end")
                 call.answer(None)

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from paceline.errors import PeerError
-from paceline.protocol.jobs import Job, JobCore, JobMemory, JobRecord, JobSpec, JobState, Remembered, events
-from paceline.protocol.jobs.events import Asked
+from paceline.protocol.jobs import Job, JobCore, JobMemory, JobRecord, JobSpec, JobState, Remembered, messages
+from paceline.protocol.jobs.messages import Asked
 from paceline.protocol.membership import Member, Membership, Role
 
 SPEC = JobSpec(description=b"", files=(2,), epochs=1, assignment="first-come")
@@ -23,13 +23,15 @@ class Cluster:
         self.membership = Membership(0)
         self.workers = [self.membership.register(f"w{rank}", Role.WORKER, 0.0) for rank in range(num_workers)]
 
-    def ask(self, incarnation: int, request: events.Request) -> list[tuple[object, object]]:
+    def ask(
+        self, incarnation: int, request: messages.Request | messages.CountersReceived
+    ) -> list[tuple[object, object]]:
         """Return who is answered what."""
         asked = Asked(incarnation, incarnation, incarnation, request)
         return [(each.call, each.content) for each in self.core.handle(asked, self.membership, 1.0)]
 
     def post(self) -> list[tuple[object, object]]:
-        return self.ask(9, events.JobPosted(spec=SPEC))
+        return self.ask(9, messages.PostJob(spec=SPEC))
 
 
 def test_the_next_job_waits_for_workers_that_are_at_the_one_before() -> None:
@@ -37,14 +39,14 @@ def test_the_next_job_waits_for_workers_that_are_at_the_one_before() -> None:
     cluster = Cluster(2)
     first, second = (each.incarnation for each in cluster.workers)
     cluster.post()
-    assert cluster.ask(first, events.JobRequested(after=0)) == [(first, Job(number=1))]
-    assert cluster.ask(second, events.JobRequested(after=0)) == [(second, Job(number=1))]
+    assert cluster.ask(first, messages.GetJob(after=0)) == [(first, Job(number=1))]
+    assert cluster.ask(second, messages.GetJob(after=0)) == [(second, Job(number=1))]
     assert cluster.post() == [(9, 2)]
-    assert cluster.ask(first, events.JobRequested(after=1)) == []
-    ((_, state),) = cluster.ask(9, events.StatusRequested(job=2))
+    assert cluster.ask(first, messages.GetJob(after=1)) == []
+    ((_, state),) = cluster.ask(9, messages.JobStatus(job=2))
     assert isinstance(state, JobState)
     assert state.awaited == (1,)
-    assert cluster.ask(second, events.JobRequested(after=1)) == [(first, Job(number=2)), (second, Job(number=2))]
+    assert cluster.ask(second, messages.GetJob(after=1)) == [(first, Job(number=2)), (second, Job(number=2))]
 
 
 def test_nobody_waits_for_a_worker_that_is_gone() -> None:
@@ -52,9 +54,9 @@ def test_nobody_waits_for_a_worker_that_is_gone() -> None:
     first, second = cluster.workers
     cluster.post()
     for each in cluster.workers:
-        cluster.ask(each.incarnation, events.JobRequested(after=0))
+        cluster.ask(each.incarnation, messages.GetJob(after=0))
     cluster.post()
-    cluster.ask(first.incarnation, events.JobRequested(after=1))
+    cluster.ask(first.incarnation, messages.GetJob(after=1))
     answers = cluster.core.removed(second, second.incarnation, is_lost=True, now_s=1.0)
     assert [(each.call, each.content) for each in answers] == [(first.incarnation, Job(number=2))]
 
@@ -71,7 +73,7 @@ def test_a_worker_that_is_through_is_given_a_job_again_when_shards_came_back() -
     poster = Member("poster", Role.OBSERVER, 0, 9, None, None)
     cluster.core.restore([remembered(poster, posted=SPEC), remembered(worker, working=True)], [], 1.0, term=7)
     me = worker.incarnation
-    assert cluster.ask(me, events.JobRequested(after=1)) == [(me, Job(number=1))]
+    assert cluster.ask(me, messages.GetJob(after=1)) == [(me, Job(number=1))]
 
 
 def test_the_next_scheduler_knows_who_is_at_work() -> None:
@@ -79,8 +81,8 @@ def test_the_next_scheduler_knows_who_is_at_work() -> None:
     busy, idle = cluster.workers
     cluster.core.restore([remembered(busy, working=True, is_busy=True), remembered(idle)], [], 1.0, term=7)
     cluster.post()
-    assert cluster.ask(idle.incarnation, events.JobRequested(after=1)) == []
-    assert len(cluster.ask(busy.incarnation, events.JobRequested(after=1))) == 2
+    assert cluster.ask(idle.incarnation, messages.GetJob(after=1)) == []
+    assert len(cluster.ask(busy.incarnation, messages.GetJob(after=1))) == 2
 
 
 def test_a_number_is_not_given_again_though_nobody_has_told_of_its_job() -> None:
@@ -103,25 +105,25 @@ def test_who_is_gone_is_given_no_job_and_counts_nothing() -> None:
     cluster.membership.remove(gone.incarnation)
     cluster.core.removed(gone, gone.incarnation, is_lost=True, now_s=1.0)
     with pytest.raises(PeerError, match="no worker of the cluster"):
-        cluster.ask(gone.incarnation, events.JobRequested(after=0))
-    cluster.ask(gone.incarnation, events.CountersReceived(counters={"job": 1.0, "examples": 9.0}))
-    ((_, state),) = cluster.ask(9, events.StatusRequested(job=1))
+        cluster.ask(gone.incarnation, messages.GetJob(after=0))
+    cluster.ask(gone.incarnation, messages.CountersReceived(counters={"job": 1.0, "examples": 9.0}))
+    ((_, state),) = cluster.ask(9, messages.JobStatus(job=1))
     assert isinstance(state, JobState)
     assert state.progress == {}
     cluster.post()
-    assert cluster.ask(lives.incarnation, events.JobRequested(after=1)) == [(lives.incarnation, Job(number=2))]
+    assert cluster.ask(lives.incarnation, messages.GetJob(after=1)) == [(lives.incarnation, Job(number=2))]
 
 
 def test_many_workers_end_a_strided_job_in_no_time() -> None:
     """Each of them asked each stride whether there was anything for each of them."""
     num_workers = 300
     cluster = Cluster(num_workers)
-    cluster.ask(10**6, events.JobPosted(spec=replace(SPEC, files=(num_workers,), assignment="strided")))
+    cluster.ask(10**6, messages.PostJob(spec=replace(SPEC, files=(num_workers,), assignment="strided")))
     began_s = time.process_time()
-    for event in (events.JobRequested(after=0), events.LeaseRequested(job=1, wait=False)):
+    for event in (messages.GetJob(after=0), messages.TakeLease(job=1, wait=False)):
         for worker in cluster.workers:
             cluster.ask(worker.incarnation, event)
     for lease, worker in enumerate(cluster.workers):
-        cluster.ask(worker.incarnation, events.LeaseFinished(job=1, lease=lease, progress={}))
-        cluster.ask(worker.incarnation, events.JobRequested(after=1))
+        cluster.ask(worker.incarnation, messages.LeaseDone(job=1, lease=lease, progress={}))
+        cluster.ask(worker.incarnation, messages.GetJob(after=1))
     assert time.process_time() - began_s < 1.0  # 0.1 s

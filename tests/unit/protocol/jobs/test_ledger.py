@@ -17,7 +17,7 @@ from paceline.protocol.jobs import (
     JobSpec,
     Lease,
     Remembered,
-    events,
+    messages,
     shards_in,
 )
 
@@ -49,11 +49,11 @@ class Worker:
 
     def done(self, ledger: JobLedger, lease: Lease, examples: float = 1.0) -> None:
         progress = {"job": 1.0, "examples": examples}
-        ledger.lease_done(self.member, events.LeaseFinished(job=1, lease=lease.lease, progress=progress))
+        ledger.lease_done(self.member, messages.LeaseDone(job=1, lease=lease.lease, progress=progress))
 
     def predict(self, ledger: JobLedger, number: int, lease: Lease) -> None:
-        report = events.ReportReceived(job=1, fields={}, body=b"scores", number=number, shard=lease.key)
-        ledger.results.add_report(self.member.incarnation, report)
+        report = messages.Report(job=1, fields={}, number=number, shard=lease.key)
+        ledger.results.add_report(self.member.incarnation, report, b"scores")
 
     def remembers(self, memory: JobMemory | None) -> Remembered:
         return Remembered(self, self.member, memory)

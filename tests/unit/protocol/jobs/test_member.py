@@ -14,17 +14,17 @@ from paceline.protocol.jobs import (
     Lease,
     MemberLedger,
     TakenReport,
-    events,
+    messages,
     shards_in,
 )
 
 
 def give_job(ledger: MemberLedger, number: int) -> None:
-    ledger.answered(events.JobRequested(after=0), Job(number=number), 1.0)
+    ledger.answered(messages.GetJob(after=0), Job(number=number), 1.0)
 
 
 def give_lease(ledger: MemberLedger, job: int, lease: int, shard: int) -> None:
-    ledger.answered(events.LeaseRequested(job=job, wait=False), Lease(lease=lease, shard=shard), 1.0)
+    ledger.answered(messages.TakeLease(job=job, wait=False), Lease(lease=lease, shard=shard), 1.0)
 
 
 def memory_of(ledger: MemberLedger, now_s: float = 1.0) -> JobMemory:
@@ -41,10 +41,10 @@ def test_a_worker_remembers_what_it_holds_and_what_it_has_done() -> None:
     for lease in range(3):
         give_lease(ledger, 3, lease, 10 + lease)
     give_lease(ledger, 3, NOTHING_NOW, 0)
-    ledger.sent(events.LeaseFinished(job=3, lease=1, progress={"job": 3, "examples": 7.0}))
-    ledger.sent(events.LeaseFinished(job=2, lease=2))  # of a job that is over
-    ledger.sent(events.CountersReceived(counters={"job": 3, "examples": 9.0}))
-    ledger.sent(events.ShardCountReported(job=3, file=4, num_shards=2))
+    ledger.sent(messages.LeaseDone(job=3, lease=1, progress={"job": 3, "examples": 7.0}))
+    ledger.sent(messages.LeaseDone(job=2, lease=2))  # of a job that is over
+    ledger.counted({"job": 3, "examples": 9.0})
+    ledger.sent(messages.FileEnded(job=3, file=4, num_shards=2))
     memory = memory_of(ledger)
     assert (memory.number, memory.working, memory.last_lease) == (3, True, 2)
     assert [(lease.lease, lease.shard) for lease in memory.leases] == [(0, 10), (2, 12)]
@@ -61,13 +61,17 @@ def test_reports_are_counted_and_kept_until_the_next_job() -> None:
     give_job(ledger, 1)
     for shard in (0, 1):
         give_lease(ledger, 1, shard, shard)
-        ledger.sent(events.ReportReceived(job=1, fields={}, body=(b"body",), shard=(0, 0, shard)))
-    done = events.LeaseFinished(job=1, lease=1)
+        ledger.sent(messages.Report(job=1, fields={}, shard=(0, 0, shard)), (b"body",))
+    done = messages.LeaseDone(job=1, lease=1)
     ledger.sent(done)
-    ledger.sent(events.ReportReceived(job=1, fields={}))
+    ledger.sent(messages.Report(job=1, fields={}))
     *reports, last = ledger.again()
-    assert [each.number for each in reports if isinstance(each, events.ReportReceived)] == [1, 2, 3]
-    assert (last, [lease.lease for lease in memory_of(ledger).leases]) == (done, [0, 1])
+    assert [(each.number, body) for each, body in reports if isinstance(each, messages.Report)] == [
+        (1, (b"body",)),
+        (2, (b"body",)),
+        (3, ()),
+    ]
+    assert (last[0], [lease.lease for lease in memory_of(ledger).leases]) == (done, [0, 1])
     give_job(ledger, 2)
     assert ledger.again() == []
 
@@ -76,7 +80,7 @@ def test_a_worker_is_at_work_until_it_asks_for_the_next_job() -> None:
     ledger = MemberLedger()
     give_job(ledger, 1)
     assert memory_of(ledger).is_busy
-    ledger.sent(events.JobRequested(after=1))
+    ledger.sent(messages.GetJob(after=1))
     assert not memory_of(ledger).is_busy
     give_job(ledger, 1)  # shards of it came back
     assert memory_of(ledger).is_busy
@@ -86,12 +90,12 @@ def test_a_poster_remembers_its_job_and_what_it_has_taken() -> None:
     ledger = MemberLedger()
     spec = JobSpec(description=b"work", files=(2,), epochs=1, assignment="strided")
     ledger.told(JobRecord(number=1, num_workers=4))
-    ledger.answered(events.JobPosted(spec=spec), 1, 1.0)
+    ledger.answered(messages.PostJob(spec=spec), 1, 1.0)
     done = (DoneShards(epoch=0, file=0, shards=b"\2"),)
     ledger.told(JobRecord(number=1, num_workers=4, done=done, settled={2: {"examples": 3.0}}, lost=1))
     report = TakenReport(fields={}, incarnation=2, number=9, done=((1, 0, 0),), settled={"examples": 4.0})
-    ledger.answered(events.ReportRequested(job=1), report, 1.0)
-    ledger.answered(events.ReportRequested(job=1), None, 1.0)
+    ledger.answered(messages.TakeReports(job=1), report, 1.0)
+    ledger.answered(messages.TakeReports(job=1), None, 1.0)
     memory = memory_of(ledger)
     assert (memory.posted, memory.taken, memory.working) == (spec, ((2, 9),), False)
     assert (memory.record.num_workers, memory.record.lost) == (4, 1)
@@ -106,7 +110,7 @@ def test_a_poster_remembers_its_job_and_what_it_has_taken() -> None:
 def test_a_poster_knows_how_long_its_job_has_run() -> None:
     ledger = MemberLedger()
     spec = JobSpec(description=b"work", files=(2,), epochs=1, assignment="first-come")
-    ledger.answered(events.JobPosted(spec=spec), 1, 1.0)
+    ledger.answered(messages.PostJob(spec=spec), 1, 1.0)
     runs = JobState(
         done=1,
         total=2,
@@ -118,7 +122,7 @@ def test_a_poster_knows_how_long_its_job_has_run() -> None:
         lost_workers=2,
         num_reports=0,
     )
-    ledger.answered(events.StatusRequested(job=1), runs, 10.0)
+    ledger.answered(messages.JobStatus(job=1), runs, 10.0)
     assert (memory_of(ledger, 12.0).seconds, memory_of(ledger).record.lost) == (5.0, 2)
 
 
