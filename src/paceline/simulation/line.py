@@ -32,14 +32,14 @@ class Line:
         self._then: dict[int, Callable[[Any], None]] = {}
         self._is_connected = False
 
-    def ask(self, request: messages.Request | EndWork, then: Callable[[Any], None] = lambda answer: None) -> None:
+    def ask(self, request: messages.JobRequest | EndWork, then: Callable[[Any], None] = lambda answer: None) -> None:
         """Ask the scheduler, and do something with the answer, which is an error where the request was refused."""
         content = request if isinstance(request, EndWork) else self._ledger.sent(request)
         message = self._end.add(content, is_call=True)
         self._then[message.number] = then
         self._send(message)
 
-    def tell(self, request: messages.Request) -> None:
+    def tell(self, request: messages.JobRequest) -> None:
         """Send the scheduler a request without waiting for its answer."""
         self._send(self._end.add(self._ledger.sent(request)))
 

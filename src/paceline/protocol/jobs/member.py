@@ -50,7 +50,7 @@ class MemberLedger:
         """Note this worker's counters before they are sent."""
         self._progress = counters
 
-    def sent(self, request: messages.Request, body: Any = ()) -> messages.Request:
+    def sent(self, request: messages.JobRequest, body: Any = ()) -> messages.JobRequest:
         """Note a request, and a report's body, before it is sent; return it as it is to be sent."""
         facts = self._facts
         match request:
@@ -85,7 +85,7 @@ class MemberLedger:
             self._facts.add_done(lease.key)
             self._facts.settle(self.incarnation, request.progress)
 
-    def answered(self, request: messages.Request, answer: Any, now_s: float) -> None:
+    def answered(self, request: messages.JobRequest, answer: Any, now_s: float) -> None:
         """Note the answer to a request."""
         facts = self._facts
         match request, answer:

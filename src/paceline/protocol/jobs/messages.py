@@ -13,17 +13,17 @@ import msgspec
 from paceline.protocol.jobs.records import MAX_SHARDS, Counters, JobRecord, JobSpec, Key
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class JobRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A request about jobs."""
 
 
-class PostJob(Request, frozen=True, kw_only=True, tag=True):
+class PostJob(JobRequest, frozen=True, kw_only=True, tag=True):
     """Post work for the workers. Posting another job ends the one before. Answered by the job's number."""
 
     spec: JobSpec
 
 
-class GetJob(Request, frozen=True, kw_only=True, tag=True):
+class GetJob(JobRequest, frozen=True, kw_only=True, tag=True):
     """A worker that has finished its part of job `after` asks for the next job, or for more of that one.
 
     Answered by Job, as soon as there is one and no worker is at another job any more.
@@ -32,14 +32,14 @@ class GetJob(Request, frozen=True, kw_only=True, tag=True):
     after: int
 
 
-class TakeLease(Request, frozen=True, kw_only=True, tag=True):
+class TakeLease(JobRequest, frozen=True, kw_only=True, tag=True):
     """A worker asks for a shard. Answered by Lease at once, or, with `wait`, when there is one."""
 
     job: int
     wait: bool
 
 
-class LeaseDone(Request, frozen=True, kw_only=True, tag=True):
+class LeaseDone(JobRequest, frozen=True, kw_only=True, tag=True):
     """A worker has finished the shard of a lease: the servers have acknowledged all its pushes.
 
     The counters include this shard, and no unfinished one.
@@ -50,7 +50,7 @@ class LeaseDone(Request, frozen=True, kw_only=True, tag=True):
     progress: Counters = {}
 
 
-class FileEnded(Request, frozen=True, kw_only=True, tag=True):
+class FileEnded(JobRequest, frozen=True, kw_only=True, tag=True):
     """Reading has shown how many shards a file has."""
 
     job: int
@@ -58,7 +58,7 @@ class FileEnded(Request, frozen=True, kw_only=True, tag=True):
     num_shards: Annotated[int, msgspec.Meta(le=MAX_SHARDS)]
 
 
-class Report(Request, frozen=True, kw_only=True, tag=True):
+class Report(JobRequest, frozen=True, kw_only=True, tag=True):
     """A worker's findings for the process that posted the job; the frame's body belongs to them."""
 
     job: int
@@ -69,7 +69,7 @@ class Report(Request, frozen=True, kw_only=True, tag=True):
     """The shard of the findings: they count once this worker has finished it. None: they count at once."""
 
 
-class JobFailed(Request, frozen=True, kw_only=True, tag=True):
+class JobFailed(JobRequest, frozen=True, kw_only=True, tag=True):
     """A worker found that no worker can do the job: the data is bad, for example."""
 
     job: int
@@ -77,23 +77,23 @@ class JobFailed(Request, frozen=True, kw_only=True, tag=True):
     message: str
 
 
-class JobStatus(Request, frozen=True, kw_only=True, tag=True):
+class JobStatus(JobRequest, frozen=True, kw_only=True, tag=True):
     """Ask for a job's state. Answered by JobState."""
 
     job: int
 
 
-class HasOtherPoster(Request, frozen=True, kw_only=True, tag=True):
+class HasOtherPoster(JobRequest, frozen=True, kw_only=True, tag=True):
     """Ask whether another process has posted the latest job and may still return. Answered by bool."""
 
 
-class GetAccount(Request, frozen=True, kw_only=True, tag=True):
+class GetAccount(JobRequest, frozen=True, kw_only=True, tag=True):
     """Ask which shards of a job are done. Answered by JobAccount."""
 
     job: int
 
 
-class TakeReports(Request, frozen=True, kw_only=True, tag=True):
+class TakeReports(JobRequest, frozen=True, kw_only=True, tag=True):
     """Take the next report of a job. Answered by TakenReport, with the report's body, or by None."""
 
     job: int
@@ -120,7 +120,7 @@ class Asked:
     peer: object
     incarnation: int
     """The member's; 0 for a process that is no member."""
-    request: Request | CountersReceived
+    request: JobRequest | CountersReceived
     body: Any = b""
     """The body of the request's frame."""
 

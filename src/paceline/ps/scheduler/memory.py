@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from paceline.protocol.jobs import Job, JobMemory, JobRecord, JobState, Lease, MemberLedger, TakenReport
-from paceline.protocol.jobs.messages import Request
+from paceline.protocol.jobs.messages import JobRequest
 from paceline.ps import messages
 from paceline.ps.messages import KnownTable
 from paceline.tables.bounds import TableNumber
@@ -52,7 +52,7 @@ class Memory:
             case messages.Heartbeat(progress=progress) if progress:
                 with self._lock:
                     self._ledger.counted(progress)
-            case Request():
+            case JobRequest():
                 with self._lock:
                     return self._ledger.sent(message, tuple(body))
             case _:
@@ -66,7 +66,7 @@ class Memory:
             with self._lock:
                 known = KnownTable(number=number, declared=message.spec, spec=message.spec)
                 self._tables.setdefault(number, known)
-        elif isinstance(message, Request) and type(message) in _ANSWERS:
+        elif isinstance(message, JobRequest) and type(message) in _ANSWERS:
             answer = _decode(meta, _ANSWERS[type(message)])
             with self._lock:
                 self._ledger.answered(message, answer, time.monotonic())

@@ -24,7 +24,7 @@ class Cluster:
         self.workers = [self.membership.register(f"w{rank}", Role.WORKER, 0.0) for rank in range(num_workers)]
 
     def ask(
-        self, incarnation: int, request: messages.Request | messages.CountersReceived
+        self, incarnation: int, request: messages.JobRequest | messages.CountersReceived
     ) -> list[tuple[object, object]]:
         """Return who is answered what."""
         asked = Asked(incarnation, incarnation, incarnation, request)
