@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
+from paceline.command_options import option
 from paceline.errors import UsageError
-from paceline.tables.memory.limit import parse_size
 
 AUTO = "auto"
 
@@ -40,12 +40,20 @@ SCHEDULES: dict[str, ScheduleKind] = {
 class PipelineFlags:
     """The given options, unchecked; None for missing ones."""
 
-    stages: int | None = None
-    data_parallel: int | None = None
-    schedule: str | None = None
-    microbatches: str | None = None
-    split: str | None = None
-    stage_memory: str | None = None
+    stages: int | None = option("pipeline: processes that the model's layers are cut over, one or two stages each.")
+    data_parallel: int | None = option(
+        "pipeline, sharded: pipelines, or groups that shard the model, side by side, each with its part of "
+        "the data; default 1."
+    )
+    schedule: str | None = option(
+        "pipeline: gpipe, 1f1b, interleaved, looped-bfs, interleaved-zero-bubble, zbv, dualpipev or auto "
+        "(default: what is predicted to be fastest)."
+    )
+    microbatches: str | None = option("pipeline: parts that a batch is cut into, or auto (default).")
+    split: str | None = option("pipeline: modules that begin a stage: layers.4,layers.8; default: by measured times.")
+    stage_memory: str | None = option(
+        "pipeline: what a process may take for parameters, optimizer and activations: 4G, 500M."
+    )
 
     def given(self) -> list[str]:
         """Return the given options in the format of the command line."""
@@ -139,6 +147,8 @@ def _count(text: str | None) -> int | None:
 def _size(text: str | None) -> int | None:
     if text is None:
         return None
+    from paceline.tables.memory.limit import parse_size
+
     num_bytes = parse_size(text)
     if num_bytes is None:
         raise UsageError(f"--stage-memory {text}: expected a number of bytes such as 500M or 4G")

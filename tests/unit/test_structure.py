@@ -29,7 +29,7 @@ LARGE_CLASSES = {
     "collectives/network/receiving.py:IncomingMessage": (12, 21),
     "collectives/p2p/progress.py:ProgressLoop": (12, 19),
     "environment.py:Environment": (1, 23),
-    "launch/run/run.py:RunOptions": (0, 28),
+    "launch/run/options.py:RunOptions": (0, 27),
     "launch/train/options.py:TrainOptions": (0, 21),
     "ps/client/servers.py:Servers": (19, 16),
     "simulation/cluster.py:Cluster": (28, 20),

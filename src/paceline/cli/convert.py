@@ -11,9 +11,12 @@ import typer
 
 from . import options
 from .data_arguments import find_sources
+from .parameters import expand_flags
 
 
+@expand_flags
 def convert(
+    *,
     sources: Annotated[
         list[str],
         typer.Argument(
@@ -24,18 +27,14 @@ def convert(
     ],
     format: options.Format = None,
     label: options.Label = None,
-    categorical: options.Categorical = None,
-    numeric: options.Numeric = None,
-    text: options.Text = None,
-    ignore: options.Ignore = None,
-    header: options.Header = "auto",
+    columns: options.ColumnFlags,
     weight: options.Weight = None,
     feature_names: Annotated[
         bool, typer.Option("--feature-names", help="Keep the names of features, for which the data is read twice.")
     ] = False,
     strict: options.Strict = False,
     json: options.Json = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress line.")] = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Write data files as one that is read without parsing: paceline convert DATA... OUT.
 
@@ -53,7 +52,7 @@ def convert(
     if len(sources) < 2:
         raise UsageError(f"which file is to be written? paceline convert {sources[0]} OUT")
     *data, out = sources
-    reading = options.choose_reading(label, categorical, numeric, text, ignore, header)
+    reading = columns.parse(label)
     look = look_at_sources(data, Path(out), format=format, weight=weight, reading=reading)
     console = Console(stderr=True)
     if look.guessed and not quiet:

@@ -7,17 +7,16 @@ import json as json_module
 import typer
 
 from . import options
+from .parameters import expand_flags
 
 
+@expand_flags
 def describe(
+    *,
     data: options.Data,
     format: options.Format = None,
     label: options.Label = None,
-    categorical: options.Categorical = None,
-    numeric: options.Numeric = None,
-    text: options.Text = None,
-    ignore: options.Ignore = None,
-    header: options.Header = "auto",
+    columns: options.ColumnFlags,
     numeric_scale: options.NumericScale = "auto",
     positive: options.Positive = None,
     json: options.Json = False,
@@ -30,7 +29,7 @@ def describe(
 
     from paceline.launch.train.describing import describe_data, show_description
 
-    reading = options.choose_reading(label, categorical, numeric, text, ignore, header)
+    reading = columns.parse(label)
     found = describe_data(
         *(data, format), numeric_scale=numeric_scale, positive=options.find_positive(positive), reading=reading
     )

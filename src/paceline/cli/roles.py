@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.command_options import option
+from paceline.launch.flags import FilterModuleFlags, MemoryFlags, PushFlags, TLSFlags
+
 from . import options
+from .parameters import expand_flags
 
 if TYPE_CHECKING:
     from paceline.launch import Joining
@@ -20,15 +25,25 @@ Wait = Annotated[
 _WAIT_S = 60.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class ClusterFlags:
+    """The cluster of a scheduler."""
+
+    servers: int = option("Servers that the cluster will have.", default=1, min=1)
+    workers: int = option("Workers that iterations wait for at the start.", default=1, min=1)
+    consistency: str = option("sequential, bounded:N or eventual.", default="bounded:4")
+    stale: str = option("Stale gradients: accept, drop:N or compensate:STRENGTH.", default="accept")
+    replicas: int = option("How many servers may die without loss: copies of every row.", default=0, min=0)
+    pushes: PushFlags
+    heartbeat_timeout: float = option(
+        "A process that gives no sign of life for so many seconds counts as dead.", default=10.0, min=0.5
+    )
+
+
+@expand_flags
 def scheduler(
-    servers: Annotated[int, typer.Option(min=1, help="Servers that the cluster will have.")] = 1,
-    workers: Annotated[int, typer.Option(min=1, help="Workers that iterations wait for at the start.")] = 1,
-    consistency: Annotated[str, typer.Option(help="sequential, bounded:N or eventual.")] = "bounded:4",
-    stale: Annotated[str, typer.Option(help="Stale gradients: accept, drop:N or compensate:STRENGTH.")] = "accept",
-    replicas: options.Replicas = 0,
-    min_replicas: options.OptionalMinReplicas = None,
-    non_finite: options.NonFinite = None,
-    heartbeat_timeout: options.HeartbeatTimeout = 10.0,
+    *,
+    cluster: ClusterFlags,
     host: Host = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free one.")] = 7337,
     replaces: Annotated[
@@ -44,9 +59,7 @@ def scheduler(
     token_file: Annotated[
         Path | None, typer.Option(help="The cluster's token; made (mode 0600) if there is no such file.")
     ] = None,
-    tls_cert: options.TLSCert = None,
-    tls_key: options.TLSKey = None,
-    tls_ca: options.TLSCa = None,
+    tls: TLSFlags,
 ) -> None:
     """Run a cluster's scheduler; start it first, end the cluster by ending it (Ctrl-C).
 
@@ -58,15 +71,15 @@ def scheduler(
     run_scheduler(
         token=options.find_token(token_file, create=True),
         address=_address(host, port),
-        tls=options.find_tls(tls_cert, tls_key, tls_ca),
-        num_servers=servers,
-        num_workers=workers,
-        consistency=parse_consistency(consistency),
-        stale=parse_stale_policy(stale),
-        replicas=replicas,
-        min_replicas=min_replicas or 0,
-        non_finite=non_finite or "refuse",
-        heartbeat_timeout_s=heartbeat_timeout,
+        tls=tls.load(),
+        num_servers=cluster.servers,
+        num_workers=cluster.workers,
+        consistency=parse_consistency(cluster.consistency),
+        stale=parse_stale_policy(cluster.stale),
+        replicas=cluster.replicas,
+        min_replicas=cluster.pushes.min_replicas or 0,
+        non_finite=cluster.pushes.non_finite or "refuse",
+        heartbeat_timeout_s=cluster.heartbeat_timeout,
         on_ready=lambda endpoint: typer.echo(f"paceline scheduler: listening on {endpoint}"),
         on_note=_note,
         on_loss=_note,
@@ -75,20 +88,19 @@ def scheduler(
     )
 
 
+@expand_flags
 def server(
+    *,
     scheduler: options.Scheduler = None,
     token_file: options.TokenFile = None,
     host: Host = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free one.")] = 0,
     rank: Annotated[int | None, typer.Option(min=0, help="This server's rank; the next free one if not given.")] = None,
     join: Annotated[bool, typer.Option("--join", help="Join a running cluster that has all its servers.")] = False,
-    memory_limit: options.MemoryLimitSize = None,
-    spill_dir: options.SpillDir = None,
+    memory: MemoryFlags,
     wait: Wait = _WAIT_S,
-    filter_module: options.FilterModules = None,
-    tls_cert: options.TLSCert = None,
-    tls_key: options.TLSKey = None,
-    tls_ca: options.TLSCa = None,
+    filter_modules: FilterModuleFlags,
+    tls: TLSFlags,
 ) -> None:
     """Run a parameter server until the cluster ends.
 
@@ -96,15 +108,13 @@ def server(
 
     Example: paceline server --scheduler 127.0.0.1:7337 --token-file token
     """
-    from paceline.filters.modules import import_filter_modules
     from paceline.launch import run_server
-    from paceline.tables.memory.limit import MemoryLimit
 
-    import_filter_modules(filter_module or ())
-    limit = MemoryLimit.parse(memory_limit, spill_dir)
+    filter_modules.load()
+    limit = memory.parse()
     if limit is not None and limit.warning is not None:
         typer.echo(f"paceline server: {limit.warning}", err=True)
-    joining = _prepare_to_join("server", scheduler, token_file, options.find_tls(tls_cert, tls_key, tls_ca), wait)
+    joining = _prepare_to_join("server", scheduler, token_file, tls.load(), wait)
     run_server(
         joining,
         address=_address(host, port),
@@ -118,25 +128,24 @@ def server(
     )
 
 
+@expand_flags
 def worker(
+    *,
     scheduler: options.Scheduler = None,
     token_file: options.TokenFile = None,
     rank: Annotated[int | None, typer.Option(min=0, help="This worker's rank; the next free one if not given.")] = None,
     wait: Wait = _WAIT_S,
-    filter_module: options.FilterModules = None,
-    tls_cert: options.TLSCert = None,
-    tls_key: options.TLSKey = None,
-    tls_ca: options.TLSCa = None,
+    filter_modules: FilterModuleFlags,
+    tls: TLSFlags,
 ) -> None:
     """Run a worker, which takes the jobs that 'paceline train --scheduler …' posts, until the cluster ends.
 
     Example: paceline worker --scheduler 127.0.0.1:7337 --token-file token
     """
-    from paceline.filters.modules import import_filter_modules
     from paceline.models.worker import run_worker
 
-    import_filter_modules(filter_module or ())
-    joining = _prepare_to_join("worker", scheduler, token_file, options.find_tls(tls_cert, tls_key, tls_ca), wait)
+    filter_modules.load()
+    joining = _prepare_to_join("worker", scheduler, token_file, tls.load(), wait)
     run_worker(
         joining.transport(),
         joining.scheduler,

@@ -3,39 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
 from paceline.errors import UsageError
 
+from .train_flags import MINIBATCHES, TrainFlags
+
 if TYPE_CHECKING:
     from paceline.models.proximal.rules import ProximalBlocks
     from paceline.models.proximal.solver import BlockPass
 
-MINIBATCHES: Final = "minibatches"
-PROXIMAL_BLOCKS: Final = "proximal-blocks"
 
-Solver = Annotated[
-    str,
-    typer.Option(
-        help="minibatches, or proximal-blocks: logistic regression to the optimum of its loss with --l1 and --l2, by "
-        "blocks of columns (delayed block proximal gradient); holds the data in workers' memory.",
-    ),
-]
-MaxDelay = Annotated[
-    int | None,
-    typer.Option(min=0, help="proximal-blocks: so many blocks may be under way when the next one begins; default 0."),
-]
-BlockRatio = Annotated[float | None, typer.Option(help="proximal-blocks: blocks per value of a mean row; default 4.")]
-Tolerance = Annotated[
-    float | None,
-    typer.Option(help="proximal-blocks: relative change of the objective below which it is done; default 1e-9."),
-]
-Plot = Annotated[
-    Path | None,
-    typer.Option(help="proximal-blocks: file (SVG) for a plot of the objective and the active columns by pass."),
-]
+PROXIMAL_BLOCKS: Final = "proximal-blocks"
 
 OF_BLOCKS: Final = ("max_delay", "block_ratio", "tolerance", "plot")
 OF_MINIBATCHES: Final = {
@@ -67,22 +48,9 @@ OF_MINIBATCHES: Final = {
 """Options that proximal-blocks does not take, and why."""
 
 
-def choose_blocks(
-    context: typer.Context,
-    solver: str,
-    *,
-    model: str,
-    consistency: str | None,
-    filters: str,
-    epochs: int | None,
-    l1: float | None,
-    l2: float | None,
-    max_delay: int | None,
-    block_ratio: float | None,
-    tolerance: float | None,
-    plot: Path | None,
-) -> ProximalBlocks | None:
-    """Return what the solver by blocks is asked to do; None if it is another one. Raises UsageError."""
+def choose_blocks(context: typer.Context, flags: TrainFlags) -> ProximalBlocks | None:
+    """Return the options of the solver by blocks, None for the other solver. Raises UsageError."""
+    solver, model, consistency = flags.solver.solver, flags.model.model, flags.cluster.consistency
     given = [name for name in context.params if _is_given(context, name)]
     if solver == MINIBATCHES:
         of_blocks = [_option(name) for name in given if name in OF_BLOCKS]
@@ -104,23 +72,24 @@ def choose_blocks(
     from paceline.filters import parse_filters
     from paceline.models.proximal.rules import ProximalBlocks
 
-    lossy = [str(each.name) for each in parse_filters(filters).filters if each.preserves != "exact"]
+    lossy = [str(each.name) for each in parse_filters(flags.filters.filters or "").filters if each.preserves != "exact"]
     if lossy:
         raise UsageError(
             f"--filters {', '.join(lossy)}: --solver {PROXIMAL_BLOCKS} needs values as they are; take key-caching, "
             "key-numbers or compress"
         )
+    plot = flags.solver.plot
     if plot is not None and not plot.absolute().parent.is_dir():
         raise UsageError(f"--plot {plot}: there is no directory {plot.absolute().parent}")
-    usual = ProximalBlocks()
-    return ProximalBlocks(
-        l1=usual.l1 if l1 is None else l1,
-        l2=usual.l2 if l2 is None else l2,
-        max_delay=usual.max_delay if max_delay is None else max_delay,
-        block_ratio=usual.block_ratio if block_ratio is None else block_ratio,
-        tolerance=usual.tolerance if tolerance is None else tolerance,
-        max_passes=usual.max_passes if epochs is None else epochs,
-    )
+    settings: dict[str, Any] = {
+        "l1": flags.update.l1,
+        "l2": flags.update.l2,
+        "max_delay": flags.solver.max_delay,
+        "block_ratio": flags.solver.block_ratio,
+        "tolerance": flags.solver.tolerance,
+        "max_passes": flags.passes.epochs,
+    }
+    return ProximalBlocks(**{name: value for name, value in settings.items() if value is not None})
 
 
 def write_plot(file: Path, passes: list[BlockPass]) -> None:

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from .kernels import load_kernels, prepare_kernels
     from .local import LocalCluster, MemoryLimit, local_cluster
     from .roles import Joining, run_scheduler, run_server
-    from .run.run import RunOptions, run_script
+    from .run.options import RunOptions
+    from .run.run import run_script
     from .supervisor import watch_parent
 
 __all__ = [
@@ -36,7 +37,8 @@ __getattr__ = import_on_demand(
         ".kernels": ("load_kernels", "prepare_kernels"),
         ".local": ("LocalCluster", "MemoryLimit", "local_cluster"),
         ".roles": ("Joining", "run_scheduler", "run_server"),
-        ".run.run": ("RunOptions", "run_script"),
+        ".run.options": ("RunOptions",),
+        ".run.run": ("run_script",),
         ".supervisor": ("watch_parent",),
     },
 )

@@ -12,9 +12,11 @@ import pytest
 from paceline.environment import environment
 from paceline.errors import UsageError
 from paceline.filters import FILTERS
+from paceline.launch.flags import FilterModuleFlags
 from paceline.launch.run.cluster_file import parse_cluster
+from paceline.launch.run.options import RunOptions
 from paceline.launch.run.plan import lay_out_node, lay_out_worker, plan_ranks, servers_of_node
-from paceline.launch.run.run import RunOptions, run_script
+from paceline.launch.run.run import run_script
 from paceline.strategies import choose_strategy
 
 _ALL_REDUCE = choose_strategy("all-reduce", processes=6)
@@ -117,8 +119,8 @@ def test_filters_are_told_so_that_ranks_can_import_them(
     script.write_text("import os; open('told', 'w').write(str(os.environ.get('PACELINE_FILTERS')))")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    modules = [] if given == "none" else ["told_signs"]
-    options = RunOptions(script=str(script), strategy=strategy, filters=given, filter_modules=modules)
+    flags = FilterModuleFlags(filter_module=[] if given == "none" else ["told_signs"])
+    options = RunOptions(script=str(script), strategy=strategy, filters=given, filter_modules=flags)
     try:
         assert run_script(options) == 0
     finally:

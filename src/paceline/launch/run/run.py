@@ -9,8 +9,7 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.collectives.rendezvous.rendezvous import is_loopback, own_host
@@ -18,12 +17,13 @@ from paceline.environment import environment, num_cores
 from paceline.errors import AddressError, UsageError
 from paceline.filters import parse_filters
 from paceline.filters.gradients import gradient_filters
-from paceline.filters.modules import import_filter_modules, modules_named_in, with_modules
+from paceline.filters.modules import with_modules
 from paceline.launch.local import Share, wait_cluster
 from paceline.launch.roles import check_replicas
 from paceline.launch.run.blame import Tracebacks
 from paceline.launch.run.cluster_file import ClusterFile, read_cluster_file
 from paceline.launch.run.loop import RunLoop, Signals
+from paceline.launch.run.options import RunOptions
 from paceline.launch.run.plan import (
     Layout,
     command_of,
@@ -35,7 +35,7 @@ from paceline.launch.run.plan import (
 from paceline.launch.run.processes import RankProcesses
 from paceline.launch.run.servers import RunServers
 from paceline.launch.run.streams import Screen, check_log_dir
-from paceline.pipeline_options import PipelineFlags, choose_pipeline
+from paceline.pipeline_options import choose_pipeline
 from paceline.protocol import Accept, check_stale_policy, parse_stale_policy
 from paceline.ps.client.filtered import filters_of_dense_tables
 from paceline.strategies import StrategyChoice, choose_strategy
@@ -47,46 +47,6 @@ from paceline.transport.security.authentication import MAKE_TOKEN, check_token
 _PATIENCE_S = 300.0
 _HEARTBEAT_TIMEOUT_S = 30.0
 """Who is killed is noticed by its connections; this is for who is stopped or cut off. A rank may be busy for long."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions:
-    """What ``paceline run`` is asked for; names and meanings are the command line's."""
-
-    script: str | None
-    arguments: tuple[str, ...] = ()
-    is_module: bool = False
-    nproc_per_node: int | None = None
-    nnodes: int | None = None
-    node_rank: int | None = None
-    master_addr: str | None = None
-    master_port: int | None = None
-    strategy: str | None = None
-    servers: int | None = None
-    pipeline: PipelineFlags = field(default_factory=PipelineFlags)
-    """Of the strategy of this name; its `data_parallel` is for ``sharded`` too."""
-    shard: str | None = None
-    consistency: str | None = None
-    stale: str | None = None
-    replicas: int | None = None
-    min_replicas: int | None = None
-    non_finite: str | None = None
-    memory_limit: MemoryLimit | None = None
-    heartbeat_timeout_s: float | None = None
-    threads: int | None = None
-    log_dir: Path | None = None
-    cluster: Path | None = None
-    job: str | None = None
-    index: int | None = None
-    filter_modules: Sequence[str] = ()
-    """Modules of users' own filters, which servers import, and ranks those whose filters are in `filters`."""
-    filters: str | None = None
-    """What goes to other ranks, or to servers and back, is behind; None or ``none``: nothing."""
-    pull_filters: str | None = None
-    """What rows of embeddings are behind that servers return; None: `filters`, as far as they are for values and bytes.
-    """
-    tls: TLS | None = None
-    """Of the servers, and of what ranks send one another between machines; None: what the environment says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +69,7 @@ def run_script(options: RunOptions) -> int:
 
     Raises UsageError, before anything is started, for what cannot work, and PeerError if servers do not start.
     """
+    memory_limit = options.memory.parse()
     _check_script(options)
     if options.threads is not None and options.threads < 1:
         raise UsageError(f"--threads {options.threads}: expected 1 or more")
@@ -118,11 +79,11 @@ def run_script(options: RunOptions) -> int:
     filters, pull_filters = _find_filters(options, choice.name)
     if choice.consistency is not None:
         check_stale_policy(choice.consistency, stale)
-        check_replicas(choice.server_replicas, choice.servers, options.min_replicas or 0)
+        check_replicas(choice.server_replicas, choice.servers, options.pushes.min_replicas or 0)
     else:
-        _check_no_servers(options, choice.name)
-    if options.memory_limit is not None and options.memory_limit.warning is not None:
-        print(f"paceline run: {options.memory_limit.warning}", file=sys.stderr)
+        _check_no_servers(options, memory_limit, choice.name)
+    if memory_limit is not None and memory_limit.warning is not None:
+        print(f"paceline run: {memory_limit.warning}", file=sys.stderr)
     if options.log_dir is not None:
         check_log_dir(options.log_dir)
     with contextlib.ExitStack() as stack:
@@ -140,14 +101,14 @@ def run_script(options: RunOptions) -> int:
                         consistency=choice.consistency,
                         stale=stale,
                         replicas=choice.server_replicas,
-                        min_replicas=options.min_replicas or 0,
-                        non_finite=options.non_finite or "refuse",
-                        memory_limit=options.memory_limit,
+                        min_replicas=options.pushes.min_replicas or 0,
+                        non_finite=options.pushes.non_finite or "refuse",
+                        memory_limit=memory_limit,
                         token=setup.token,
                         tls=setup.tls,
                         share=setup.share,
-                        heartbeat_timeout_s=options.heartbeat_timeout_s or _HEARTBEAT_TIMEOUT_S,
-                        filter_modules=[*options.filter_modules, *_modules_of(options)],
+                        heartbeat_timeout_s=options.heartbeat_timeout or _HEARTBEAT_TIMEOUT_S,
+                        filter_modules=options.filter_modules.names(options.filters, options.pull_filters),
                     )
                 )
                 scheduler = servers.scheduler
@@ -169,7 +130,7 @@ def _find_filters(options: RunOptions, strategy: str) -> tuple[str | None, str |
     None: none. Raises UsageError for those that are not for the strategy.
     """
     pushed, pulled = options.filters or "", options.pull_filters
-    import_filter_modules([*options.filter_modules, *_modules_of(options)])
+    options.filter_modules.load(options.filters, options.pull_filters)
     chain = parse_filters(pushed)
     if pulled is not None:
         parse_filters(pulled)
@@ -183,10 +144,6 @@ def _find_filters(options: RunOptions, strategy: str) -> tuple[str | None, str |
         why = "it exchanges none for filters" if strategy in ("pipeline", "sharded") else f"{strategy} has one"
         raise UsageError(f"--filters {pushed}: for gradients that processes exchange; {why}")
     return with_modules(pushed) if chain else None, None if pulled is None else with_modules(pulled)
-
-
-def _modules_of(options: RunOptions) -> list[str]:
-    return [module for text in (options.filters, options.pull_filters) for module in modules_named_in(text or "")]
 
 
 def _run_ranks(
@@ -211,7 +168,7 @@ def _run_ranks(
         threads=options.threads,
         cores=num_cores(),
     )
-    command = command_of(sys.executable, options.script, options.arguments, is_module=options.is_module)
+    command = command_of(sys.executable, options.script, options.arguments or (), is_module=options.module)
     is_alone = layout.world_size == 1
     screen, tracebacks = Screen(labelled=not is_alone), Tracebacks()
     with contextlib.ExitStack() as stack:
@@ -245,7 +202,7 @@ def _check_script(options: RunOptions) -> None:
         raise UsageError("which script? give its path: paceline run [options] SCRIPT [arguments of the script]")
     if options.job == "server":
         raise UsageError(f"--job server runs no script: leave {script} out")
-    if options.is_module:
+    if options.module:
         _check_module(script)
     elif not Path(script).exists():
         raise UsageError(f"there is no script {script}; options of 'paceline run' stand before it, its own behind it")
@@ -253,13 +210,13 @@ def _check_script(options: RunOptions) -> None:
         raise UsageError(f"{script} is a folder without a __main__.py, and no script")
 
 
-def _check_no_servers(options: RunOptions, strategy: str) -> None:
+def _check_no_servers(options: RunOptions, memory_limit: MemoryLimit | None, strategy: str) -> None:
     given = {
         "--stale": options.stale,
-        "--min-replicas": options.min_replicas,
-        "--non-finite": options.non_finite,
-        "--memory-limit": None if options.memory_limit is None else options.memory_limit.num_bytes,
-        "--heartbeat-timeout": options.heartbeat_timeout_s,
+        "--min-replicas": options.pushes.min_replicas,
+        "--non-finite": options.pushes.non_finite,
+        "--memory-limit": None if memory_limit is None else memory_limit.num_bytes,
+        "--heartbeat-timeout": options.heartbeat_timeout,
     }
     for name, value in given.items():
         if value is not None:
@@ -407,7 +364,7 @@ def _bindable(place: Address) -> Address:
 def _find_tls(options: RunOptions) -> TLS | None:
     """Return what is asked for, or what the environment says. Raises UsageError if it cannot be used."""
     told = environment()
-    tls = options.tls or TLS.of_files(told.tls_cert, told.tls_key, told.tls_ca)
+    tls = options.tls.load() or TLS.of_files(told.tls_cert, told.tls_key, told.tls_ca)
     if tls is not None:
         tls.server_context()
         tls.client_context()

@@ -1,0 +1,338 @@
+"""The options of ``paceline train``, as given on the command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal, cast
+
+from paceline.command_options import option
+from paceline.errors import UsageError
+from paceline.launch.flags import FilterModuleFlags, MemoryFlags, PushFlags, TLSFlags
+
+from . import options
+from .data_arguments import find_data
+
+if TYPE_CHECKING:
+    from paceline.launch.train.options import (
+        EarlyStopping,
+        ExampleWeights,
+        PassOptions,
+        SnapshotPlan,
+        TrafficFilters,
+    )
+    from paceline.models.base import SparseModel
+    from paceline.models.proximal.rules import ProximalBlocks
+    from paceline.models.schedules import RatePlan
+    from paceline.models.update import RuleChoice
+    from paceline.ps import UpdateRule
+
+MINIBATCHES: Final = "minibatches"
+"""The default solver."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFlags:
+    """The model and its hyperparameters."""
+
+    model: str = option(
+        "lr: logistic regression; fm, ffm: (field-aware) factorization machine; deepfm, dcn: with a network "
+        "over columns (PyTorch); regression: squared loss; poisson: counts; softmax: several classes.",
+        default="lr",
+    )
+    dim: int | None = option("fm, deepfm, dcn: factors of a feature (8); ffm: for each column (4).")
+    factor_lr: float | None = option("Models with factors: learning rate of the factors; default: found by trial.")
+    factor_l1: float | None = option("Models with factors: L1 penalty of the factors; default 0.")
+    factor_l2: float | None = option("Models with factors: L2 penalty of the factors; default: found by trial.")
+    factor_min_count: int | None = option(
+        "Models with factors: how often a feature must have occurred to have some; default: found by trial."
+    )
+    hidden: str | None = option("deepfm, dcn: units of each hidden layer, as in 128,64; default 64,32.")
+    cross_layers: int | None = option("dcn: layers that cross columns; default 2.")
+    tower_lr: float | None = option("deepfm, dcn: learning rate of the layers (Adam); default: found by trial.")
+    tower_l1: float | None = option("deepfm, dcn: L1 penalty of the layers; default 0.")
+    tower_l2: float | None = option("deepfm, dcn: L2 penalty of the layers; default: found by trial.")
+    classes: str | None = option(
+        "softmax: how many classes (10: 0 to 9), or all as in 1,2,5; default: those in a sample."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadFlags:
+    """How the data is read, and its features."""
+
+    format: options.Format = None
+    label: options.Label = None
+    positive: options.Positive = None
+    columns: options.ColumnFlags
+    numeric_scale: options.NumericScale = "auto"
+    interactions: str | None = option(
+        "Columns whose values are features together: C1:C2,C3:*,C4:C5:C6; * is every column."
+    )
+    min_count: int | None = option("How often a feature must occur in the first pass to be learned; default 1.")
+    count_cells: int | None = option("Cells of the sketch that counts features; default 2^24.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassFlags:
+    """Passes over the data."""
+
+    epochs: int | None = option("Passes over the data; default: found by trial on a sample.", min=1)
+    order: str | None = option(
+        "Order of the examples in all passes but the last: shuffle (default), or that of the file."
+    )
+    validation: list[str] | None = option(
+        "File whose loss ends the training when it falls no more; the best pass's model is kept.", callback=find_data
+    )
+    patience: int | None = option("Passes without progress on --validation before the end; default 2.")
+    min_delta: float | None = option("By how much that loss must fall to be progress; default 0.")
+    expire_after: int | None = option("After each pass, drop features that were not seen for so many passes (1 to 62).")
+    batch_size: int | None = option("Examples per minibatch of one worker; default: 8 to 256, by their number.", min=1)
+    tune: bool = option("Try a few learning rates and L1 penalties on a sample first.", "--tune", default=False)
+
+    def parse(self, rates: RatePlan, blocks: ProximalBlocks | None) -> PassOptions:
+        """Return the options of passes. Raises UsageError."""
+        from paceline.launch.train.options import PassOptions
+
+        return PassOptions(
+            order=cast("Literal['shuffle', 'file'] | None", self.order),
+            stopping=self._parse_stopping(),
+            rates=rates,
+            blocks=blocks,
+            expire_after=self.expire_after,
+        )
+
+    def _parse_stopping(self) -> EarlyStopping | None:
+        from paceline.launch.train.options import EarlyStopping
+
+        if self.validation is None:
+            for name, value in (("--patience", self.patience), ("--min-delta", self.min_delta)):
+                if value is not None:
+                    raise UsageError(
+                        f"{name} is for a validation file: give one with --validation, or leave {name} out"
+                    )
+            return None
+        patience = 2 if self.patience is None else self.patience
+        return EarlyStopping(validation=self.validation, patience=patience, min_delta=self.min_delta or 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnClusterFlags:
+    """The cluster that the command starts."""
+
+    servers: int | None = option("Server processes, which hold the parameters; default 1.", min=1)
+    workers: int | None = option("Worker processes, which read the data; default: cores less servers.", min=1)
+    consistency: str | None = option(
+        "sequential (as one process, reproducible), bounded:N or eventual; default bounded:4."
+    )
+    stale: str | None = option("Stale gradients: accept (default), drop:N or compensate:STRENGTH.")
+    replicas: int | None = option("How many servers may die without loss: copies of every row; default 0.", min=0)
+    pushes: PushFlags
+    memory: MemoryFlags
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateFlags:
+    """The update rule and the schedule of its learning rate."""
+
+    update: str = option("ftrl, sgd, momentum, adagrad, rmsprop, adam or adamw.", default="ftrl")
+    lr: float | None = option("Learning rate (FTRL: alpha); default: by the data (FTRL), or by --update.")
+    beta: float | None = option("FTRL's beta; default 1.")
+    l1: float | None = option("FTRL's L1 penalty; default 1.")
+    l2: float | None = option("L2 penalty (weight decay for rules other than ftrl).")
+    schedule: str = option(
+        "How the learning rate falls: constant, linear, cosine, inverse-sqrt, exponential[:FACTOR], "
+        "step[:PASSES[:FACTOR]]; not for --update ftrl.",
+        default="constant",
+    )
+    warmup: float = option("Passes, or the part of the first, in which the learning rate rises from 0.", default=0.0)
+
+    def parse_rule(self) -> UpdateRule | RuleChoice:
+        """Return the update rule. FTRL's is a function of the rate and the penalties that suit the data."""
+        from paceline.models.update import UPDATE_NAMES, make_update
+
+        rule = make_update(self.update, lr=self.lr, l1=self.l1, l2=self.l2, beta=self.beta)
+        if self.update != UPDATE_NAMES[0]:
+            return rule
+        return lambda lr, l1, l2: make_update(
+            self.update,
+            lr=lr if self.lr is None else self.lr,
+            l1=l1 if self.l1 is None else self.l1,
+            l2=l2 if self.l2 is None else self.l2,
+            beta=self.beta,
+        )
+
+    def parse_rates(self) -> RatePlan:
+        """Return the plan of learning rates. Raises UsageError."""
+        from paceline.models.schedules import RatePlan, parse_schedule
+
+        return RatePlan(schedule=parse_schedule(self.schedule), warmup=self.warmup)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SolverFlags:
+    """The solver and its settings."""
+
+    solver: str = option(
+        "minibatches, or proximal-blocks: logistic regression to the optimum of its loss with --l1 and --l2, by "
+        "blocks of columns (delayed block proximal gradient); holds the data in workers' memory.",
+        default=MINIBATCHES,
+    )
+    max_delay: int | None = option(
+        "proximal-blocks: so many blocks may be under way when the next one begins; default 0.", min=0
+    )
+    block_ratio: float | None = option("proximal-blocks: blocks per value of a mean row; default 4.")
+    tolerance: float | None = option(
+        "proximal-blocks: relative change of the objective below which it is done; default 1e-9."
+    )
+    plot: Path | None = option(
+        "proximal-blocks: file (SVG) for a plot of the objective and the active columns by pass."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightFlags:
+    """How often examples count."""
+
+    weight: options.Weight = None
+    class_weight: str | None = option(
+        "How often examples of a label count: 0:1,1:5; balanced: all labels as much together."
+    )
+    keep_negatives: float = option(
+        "Share of the negatives to train on; each then counts as often as makes up for it.", default=1.0
+    )
+
+    def parse(self) -> ExampleWeights:
+        """Return the weights of examples. Raises UsageError."""
+        from paceline.launch.train.options import ExampleWeights
+        from paceline.models.weighting import parse_class_weights
+
+        classes = None if self.class_weight is None else parse_class_weights(self.class_weight)
+        return ExampleWeights(column=self.weight, classes=classes, keep_negatives=self.keep_negatives)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilterFlags:
+    """Filters for pushes and pulls."""
+
+    filters: str | None = option(
+        "What pushes and pulls go behind: key-caching,quantize:8,compress for example; MODULE:CLASS is a "
+        "filter of your own; none. Default: key-caching where servers are on other machines."
+    )
+    pull_filters: str | None = option("What pulled values go behind; default: as --filters.")
+    modules: FilterModuleFlags
+
+    def parse(self) -> TrafficFilters:
+        """Return the filters. Raises UsageError."""
+        from paceline.launch.train.options import TrafficFilters
+
+        return TrafficFilters(pushed=self.filters, pulled=self.pull_filters)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveFlags:
+    """The files that the training writes, and the model that it begins with."""
+
+    save: Path | None = option("Directory to save the model in.")
+    feature_names: bool = option("Keep the names of features beside the model.", "--feature-names", default=False)
+    cache: Path | None = option("Directory to keep parsed data in, for later passes and later runs.")
+    snapshot_every: str | None = option(
+        "Take snapshots of the cluster while it trains: every 30s, 5m, 1h, or so many examples."
+    )
+    snapshot_dir: Path | None = option(
+        "Directory for snapshots, which all servers share; default: --resume's, or SAVE-snapshots."
+    )
+    snapshots: int | None = option("Snapshots to keep; default 3.", min=1)
+    resume: Path | None = option("Go on from the newest whole snapshot in this directory, with the same data.")
+    init_from: Path | None = option("Train this model further: a directory that --save wrote, or one of snapshots.")
+    auto_resume: bool = option(
+        "If more servers die than replicas, go on from the newest snapshot.", "--auto-resume", default=False
+    )
+
+    def parse_snapshots(self) -> SnapshotPlan | None:
+        """Return the plan of snapshots, None for no snapshots. Raises UsageError."""
+        from paceline.launch.train.options import SnapshotPlan
+        from paceline.launch.train.snapshots import parse_every
+
+        if self.snapshot_every is None:
+            for name, value in (("--snapshot-dir", self.snapshot_dir), ("--snapshots", self.snapshots)):
+                if value is not None:
+                    raise UsageError(f"{name} is for snapshots: say when with --snapshot-every, or leave {name} out")
+            return None
+        seconds, examples = parse_every(self.snapshot_every)
+        directory = self.snapshot_dir or self.resume
+        if directory is None:
+            if self.save is None:
+                raise UsageError(
+                    "--snapshot-every: where? give --snapshot-dir DIR, or --save MODEL for MODEL-snapshots"
+                )
+            directory = self.save.with_name(f"{self.save.name}-snapshots")
+        return SnapshotPlan(directory=directory, seconds=seconds, examples=examples, keep=self.snapshots or 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputFlags:
+    """Malformed lines, and the output of the command."""
+
+    max_malformed: float = option(
+        "Share of malformed lines beyond which the training fails, if there are more than 10.", default=0.05
+    )
+    strict: options.Strict = False
+    json: options.Json = False
+    quiet: options.Quiet = False
+    progressive: bool = option(
+        "Print the losses before learning (first pass), at doubling rows.", "--progressive", default=False
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectionFlags:
+    """The connections to the cluster's processes."""
+
+    heartbeat_timeout: float | None = option(
+        "A process that gives no sign of life for so many seconds counts as dead; default 10.", min=0.5
+    )
+    scheduler: options.Scheduler = None
+    token_file: options.TokenFile = None
+    tls: TLSFlags
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainFlags:
+    """All options of the command, in the order of its help."""
+
+    data: options.Data
+    evaluation: list[str] | None = option(
+        "File to evaluate on after training; may be given several times.", "--eval", callback=find_data
+    )
+    model: ModelFlags
+    reading: ReadFlags
+    passes: PassFlags
+    cluster: OwnClusterFlags
+    update: UpdateFlags
+    solver: SolverFlags
+    weights: WeightFlags
+    filters: FilterFlags
+    saving: SaveFlags
+    output: OutputFlags
+    connection: ConnectionFlags
+
+    def parse_model(self) -> SparseModel:
+        """Return the model. Raises UsageError."""
+        from paceline.models.deep.layers import parse_hidden
+        from paceline.models.features.interactions import Interactions
+        from paceline.models.registry import make_model
+        from paceline.models.softmax import parse_classes
+
+        reading, settings = self.reading, dict(vars(self.model))
+        name, hidden, classes = (settings.pop(each) for each in ("model", "hidden", "classes"))
+        return make_model(
+            name,
+            **settings,
+            hidden=None if hidden is None else parse_hidden(hidden),
+            classes=None if classes is None else parse_classes(classes),
+            positive=options.find_positive(reading.positive),
+            min_count=reading.min_count,
+            count_cells=reading.count_cells,
+            interactions=None if reading.interactions is None else Interactions(text=reading.interactions),
+        )

@@ -1,0 +1,85 @@
+"""Options that several commands share, as given on the command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.command_options import option
+
+if TYPE_CHECKING:
+    from paceline.tables.memory.limit import MemoryLimit
+    from paceline.transport import TLS
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushFlags:
+    """When servers acknowledge pushes, and when they reject them."""
+
+    min_replicas: int | None = option(
+        "Acknowledge a push only when so many replicas have it: while a server that died is not replaced, pushes "
+        "wait instead of being on fewer servers; default 0.",
+        min=0,
+    )
+    non_finite: str | None = option(
+        "Pushes, writes and loads that would leave infinities or NaN in a table: refuse them, or let them in and "
+        "count; default refuse."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryFlags:
+    """The memory limit of each server."""
+
+    memory_limit: str | None = option(
+        "Memory that the rows of sparse tables take on each server, as 512M or 8G; beyond it they lie in files "
+        "without a name in --spill-dir, which is slower; default: no limit."
+    )
+    spill_dir: Path | None = option(
+        "Folder for rows beyond --memory-limit, on a disk; default: that of temporary files."
+    )
+
+    def parse(self) -> MemoryLimit | None:
+        """Return the memory limit, None without one. Raises UsageError."""
+        from paceline.tables.memory.limit import MemoryLimit
+
+        return MemoryLimit.parse(self.memory_limit, self.spill_dir)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilterModuleFlags:
+    """Modules of the user's own filters."""
+
+    filter_module: list[str] | None = option(
+        "Module with filters of your own, which servers and workers import; may be given several times.",
+        "--filter-module",
+        metavar="MODULE",
+    )
+
+    def names(self, *filters: str | None) -> list[str]:
+        """Return the names of the modules, and of those in the texts of `filters`."""
+        from paceline.filters.modules import modules_named_in
+
+        return [*(self.filter_module or ()), *(name for text in filters for name in modules_named_in(text or ""))]
+
+    def load(self, *filters: str | None) -> None:
+        """Import the modules, and those in the texts of `filters`. Raises UsageError."""
+        from paceline.filters.modules import import_filter_modules
+
+        import_filter_modules(self.names(*filters))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TLSFlags:
+    """The files of a process's TLS identity."""
+
+    tls_cert: Path | None = option("This process's certificate (PEM); turns TLS on.")
+    tls_key: Path | None = option("Key of --tls-cert (PEM).")
+    tls_ca: Path | None = option("Certificate that the others' are signed by (PEM).")
+
+    def load(self) -> TLS | None:
+        """Return the TLS settings, None if no option is given. Raises UsageError."""
+        from paceline.transport import TLS
+
+        return TLS.of_files(self.tls_cert, self.tls_key, self.tls_ca)
