@@ -48,7 +48,7 @@ thorough: .venv/.dev
 
 bench: .venv/.dev .venv/.bench
 	$(BIN)/paceline bench ps
-	$(BIN)/python benchmarks/kernels.py
+	$(BIN)/python -m benchmarks.kernels
 	$(BIN)/python benchmarks/vowpal_wabbit.py
 
 # On a machine with a CUDA device. GPU_PYTHON is a Python that has what is needed already, its own torch above all; then

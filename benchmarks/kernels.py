@@ -1,6 +1,6 @@
 """Times of every kernel beside its NumPy reference, on the cases of the tests.
 
-    python benchmarks/kernels.py [--json] [--only WORD] [--rounds N]
+    python -m benchmarks.kernels [--json] [--only WORD] [--rounds N]
 
 Each line is one case: the median time of the kernel and of its twin, and the kernel's time per item (a key,
 an element, a stored pair). One thread; memory is warm; what a call changes is not put back between calls.
@@ -17,11 +17,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 import numpy as np
+from tests.reference import filter_cases, rule_cases
+from tests.reference.kernel_cases import ARRAY_CASES
+from tests.reference.rule_cases import SPARSE_CASES, SparseCase
 
-from paceline.filters import cases as filter_cases
-from paceline.kernels.cases import ARRAY_CASES
-from paceline.tables import cases as table_cases
-from paceline.tables.cases import SPARSE_CASES, SparseCase
 from paceline.tables.compile import compile_kernels, is_compiled
 
 _BUDGET_S = 0.2  # per measurement, after the first round
@@ -56,7 +55,7 @@ def make_result(
 
 
 def array_results(only: str, rounds: int) -> Iterator[Result]:
-    for case in (*ARRAY_CASES, *table_cases.ARRAY_CASES, *filter_cases.ARRAY_CASES):
+    for case in (*ARRAY_CASES, *rule_cases.ARRAY_CASES, *filter_cases.ARRAY_CASES):
         if only in case.label:
             ours, theirs = case.arguments(), case.arguments()
             yield make_result(

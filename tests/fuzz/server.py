@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
+from tests.reference import kernels as reference
 
-from paceline.kernels import reference
 from paceline.protocol import Accept, BoundedDelay, Consistency, DelayCompensate, Eventual, Sequential, StalePolicy
 from paceline.protocol.buckets import bucket_set, to_bytes
 from paceline.ps import SGD, Adagrad, Adam, Server, UpdateRule, Zeros, messages

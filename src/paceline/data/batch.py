@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from paceline.kernels.text.reference import field_of
+from paceline.kernels.hashing import field_of
 
 
 @dataclass(slots=True, eq=False)
@@ -18,7 +18,7 @@ class Batch:
     `labels` float32 [n], each 0 or 1 unless numbers were asked for; `indptr` int64 [n+1]: row i has the pairs
     ``indptr[i]`` to ``indptr[i+1]``, and ``indptr[0]`` is 0; `keys` uint64 [pairs]; `values` float32 [pairs], or None
     where every value is 1; `weights` float32 [n], how often each row counts, or None where all count once; `fields`
-    uint32 [pairs], the field of each pair (:func:`paceline.kernels.text.reference.field_of` its name), or None where
+    uint32 [pairs], the field of each pair (:func:`paceline.kernels.hashing.field_of` its name), or None where
     the place in the row tells it, or nothing has fields.
     """
 

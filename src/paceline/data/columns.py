@@ -17,7 +17,8 @@ from paceline.data.dialect import LABEL_NAMES, is_missing
 from paceline.data.scales.bins import ColumnBins
 from paceline.data.scales.scaling import Scale
 from paceline.errors import UsageError
-from paceline.kernels.text.reference import LABEL_WORDS, MAX_FLOAT32, MISSING, field_of, name_seed, powers_of_ten
+from paceline.kernels.hashing import field_of, name_seed
+from paceline.kernels.text.values import LABEL_WORDS, MAX_FLOAT32, MISSING, powers_of_ten
 
 _MOST_NAMES, _MOST_CLASSES_SHOWN = 30, 5
 _PLACE = re.compile(r"-?[0-9]{1,9}")

@@ -34,16 +34,10 @@ def csv_parser(dialect: Dialect, columns: Columns, *, needs_label: bool) -> Pars
 
     Unless it `needs_label` a label that is missing is NaN.
     """
+    from paceline.kernels.hashing import name_seed
     from paceline.kernels.text import csv as kernels
-    from paceline.kernels.text.reference import (
-        LABEL_SLOT,
-        OPTIONAL_LABEL_SLOT,
-        SKIPPED_SLOT,
-        TEXT_SLOT,
-        WEIGHT_SLOT,
-        name_seed,
-        powers_of_ten,
-    )
+    from paceline.kernels.text.codes import LABEL_SLOT, OPTIONAL_LABEL_SLOT, SKIPPED_SLOT, TEXT_SLOT, WEIGHT_SLOT
+    from paceline.kernels.text.values import powers_of_ten
 
     features = [*columns.categorical, *columns.numeric]
     places = {name: slot for slot, name in enumerate(features)}
@@ -103,16 +97,16 @@ def csv_parser(dialect: Dialect, columns: Columns, *, needs_label: bool) -> Pars
 
 def describe_bad_row(why: int, dialect: Dialect, columns: Columns, line: str = "") -> str:
     """Say what ails a row, which begins with `line`, by what the kernel says of it."""
-    from paceline.kernels.text import reference
+    from paceline.kernels.text.codes import BAD_QUOTE, BAD_WIDTH, DETAIL, NO_LABEL, NO_WEIGHT
 
-    detail, kind = divmod(why, reference.DETAIL)
-    if kind == reference.BAD_QUOTE:
+    detail, kind = divmod(why, DETAIL)
+    if kind == BAD_QUOTE:
         return "a quote is opened and not closed"
-    if kind == reference.BAD_WIDTH:
+    if kind == BAD_WIDTH:
         reason = f"it has {detail} cell{'s' * (detail != 1)} where the first row has {len(dialect.names)}"
         is_quoted = any(cell.startswith("'") for cell in line.split(dialect.separator))
         return reason + ("; ' is no quote in csv, but \" is" if is_quoted else "")
-    return columns.describe_fault(dialect.names[detail], is_missing=kind in (reference.NO_LABEL, reference.NO_WEIGHT))
+    return columns.describe_fault(dialect.names[detail], is_missing=kind in (NO_LABEL, NO_WEIGHT))
 
 
 class CsvReader:

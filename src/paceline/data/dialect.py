@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from paceline.data.bad_lines import shorten
 from paceline.data.streams import read_head
 from paceline.errors import DataError, UsageError
-from paceline.kernels.text.reference import MISSING
+from paceline.kernels.text.values import MISSING
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 HEAD_BYTES = 1 << 16

@@ -26,18 +26,15 @@ from paceline.data.sampling import json_text, walk_fields
 from paceline.data.scales.bins import bin_names
 from paceline.data.streams import ByteStream, open_stream
 from paceline.errors import ModelError
-from paceline.kernels.text.reference import (
+from paceline.kernels.hashing import hash_bytes, name_seed
+from paceline.kernels.text.criteo import (
     CRITEO_CATEGORIES,
     CRITEO_INTEGERS,
-    category_text,
     field_seed,
-    hash_bytes,
     integer_category,
     log_thresholds,
-    name_seed,
-    number_text,
-    split_words,
 )
+from paceline.kernels.text.values import category_text, number_text, split_words
 from paceline.storage.durable_io import replacing
 
 CRITEO_NAMES = (

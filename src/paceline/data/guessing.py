@@ -34,7 +34,7 @@ from paceline.data.sampling import Sample, json_cells, json_text, walk_fields
 from paceline.data.scales.one_column import line_loss, table_loss
 from paceline.data.scales.scaling import signed_logs
 from paceline.errors import UsageError
-from paceline.kernels.text.reference import split_words
+from paceline.kernels.text.values import split_words
 
 NUM_EXAMPLES = 3
 IN_LISTS = "in lists"

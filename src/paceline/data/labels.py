@@ -16,7 +16,7 @@ import numpy.typing as npt
 from paceline.data.bad_lines import shorten
 from paceline.data.dialect import is_missing, is_number
 from paceline.errors import UsageError
-from paceline.kernels.text.reference import LABEL_WORDS, MAX_FLOAT32
+from paceline.kernels.text.values import LABEL_WORDS, MAX_FLOAT32
 
 NUMBERS, CLICKS = "numbers", "clicks"
 MOST_CLASSES = 100

@@ -24,7 +24,7 @@ from paceline.data.dialect import PREAMBLE, Dialect, parse_rows, read_dialect
 from paceline.data.formats import CONVERTED, TEXT_FORMATS
 from paceline.data.labels import count_labels, find_classes, read_label
 from paceline.data.streams import ByteStream, open_stream, stat_file, text_size
-from paceline.kernels.text.reference import number_text
+from paceline.kernels.text.values import number_text
 
 _PIECES = 64
 _PIECE_BYTES = 32 << 10

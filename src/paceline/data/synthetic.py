@@ -24,8 +24,14 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.errors import DataError, UsageError
-from paceline.kernels.text import reference
-from paceline.kernels.text.reference import CRITEO_CATEGORIES, CRITEO_FEATURES, CRITEO_INTEGERS
+from paceline.kernels.hashing import LENGTH_MULTIPLIER, MASK, hash_bytes, hash_end, hash_word
+from paceline.kernels.text.criteo import (
+    CRITEO_CATEGORIES,
+    CRITEO_FEATURES,
+    CRITEO_INTEGERS,
+    field_seed,
+    integer_category,
+)
 from paceline.storage.durable_io import replacing
 
 Words = npt.NDArray[np.uint64]
@@ -329,14 +335,14 @@ def _integer_field(shape: _IntegerShape, seed: int, number: int) -> _Field:
             number_of_medians *= step
     assert len(str(integers[-1])) <= 8
     text = np.array([str(x).encode() for x in integers] + [b""], dtype="S8").view("<u8")
-    categories = np.array([reference.integer_category(x) & reference.MASK for x in integers], dtype=np.uint64)
+    categories = np.array([integer_category(x) & MASK for x in integers], dtype=np.uint64)
     return _Field(*_segments(shares, shape.missing), text, _weights(categories, seed, number))
 
 
 def _category_field(shape: _CategoryShape, seed: int, number: int) -> _Field:
     """Categories of eight hexadecimal digits, no two alike."""
     ranks = np.arange(shape.vocabulary)
-    names = ranks.astype(np.uint64) + np.uint64(reference.hash_bytes(bytes([number]), seed) & 0xFFFFFFFF)
+    names = ranks.astype(np.uint64) + np.uint64(hash_bytes(bytes([number]), seed) & 0xFFFFFFFF)
     names = (names * np.uint64(0x9E3779B1)) & np.uint64(0xFFFFFFFF)  # a bijection of 32 bits, and the next too
     names ^= names >> np.uint64(15)
     nibbles = (names[:, None] >> np.arange(28, -4, -4).astype(np.uint64)) & np.uint64(15)
@@ -350,12 +356,12 @@ def _category_field(shape: _CategoryShape, seed: int, number: int) -> _Field:
 
 def _weights(words: Words, seed: int, number: int) -> npt.NDArray[np.int32]:
     """Raw weights of the values of eight bytes each, and of the missing one: each a function of its key."""
-    field = reference.field_seed(number)
-    hash_word: Any = reference.hash_word  # they work on arrays as they do on integers
-    hash_end: Any = reference.hash_end
-    start = np.uint64(field ^ (8 * reference.LENGTH_MULTIPLIER & reference.MASK))
-    keys = np.append(hash_end(hash_word(start, words)), np.uint64(reference.hash_bytes(b"", field)))
-    random: Words = hash_end(hash_word(np.uint64(seed), keys))
+    field = field_seed(number)
+    add_word: Any = hash_word  # the hash works on arrays as on integers
+    finish: Any = hash_end
+    start = np.uint64(field ^ (8 * LENGTH_MULTIPLIER & MASK))
+    keys = np.append(finish(add_word(start, words)), np.uint64(hash_bytes(b"", field)))
+    random: Words = finish(add_word(np.uint64(seed), keys))
     parts = [(random >> np.uint64(shift)) & np.uint64(0xFFFF) for shift in (0, 16, 32, 48)]
     return (sum(parts, np.zeros(len(keys), np.uint64)).astype(np.int64) - 0x1FFFE).astype(np.int32)
 

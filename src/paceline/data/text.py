@@ -21,7 +21,7 @@ from paceline.data.reader import BLOCK_BYTES, Report
 from paceline.data.streams import text_size
 from paceline.data.window import MAX_LINE_BYTES, TextWindow
 from paceline.errors import DataError
-from paceline.kernels.text.reference import MISSING_LABEL
+from paceline.kernels.text.codes import MISSING_LABEL
 
 _SCRATCH_BYTES = 128
 
@@ -131,7 +131,7 @@ Parse = Callable[[npt.NDArray[np.uint8], int, int], Parsed]
 def criteo_parser(*, has_label: bool = True) -> Parse:
     """A function that parses ``text[start:stop]`` as Criteo rows, as many as it made room for; without labels NaN."""
     from paceline.kernels.text import lines as kernels
-    from paceline.kernels.text.reference import CRITEO_FEATURES, criteo_tables
+    from paceline.kernels.text.criteo import CRITEO_FEATURES, criteo_tables
 
     tables = criteo_tables()
 
@@ -155,7 +155,7 @@ def libsvm_parser(*, needs_label: bool = True) -> Parse:
     Unless it `needs_label` rows may have none, which is then NaN.
     """
     from paceline.kernels.text import lines as kernels
-    from paceline.kernels.text.reference import powers_of_ten
+    from paceline.kernels.text.values import powers_of_ten
 
     powers = powers_of_ten()
 
@@ -180,7 +180,7 @@ def vw_parser(*, needs_label: bool, is_ffm: bool = False) -> Parse:
     if allowed.
     """
     from paceline.kernels.text import vw as kernels
-    from paceline.kernels.text.reference import powers_of_ten
+    from paceline.kernels.text.values import powers_of_ten
 
     powers = powers_of_ten()
 
@@ -199,9 +199,10 @@ def vw_parser(*, needs_label: bool, is_ffm: bool = False) -> Parse:
 
 def json_parser(columns: Columns, *, needs_label: bool) -> Parse:
     """A function that parses ``text[start:stop]`` as JSON lines; labels may be missing (NaN) if allowed."""
+    from paceline.kernels.hashing import name_seed
     from paceline.kernels.text import json_lines as kernels
     from paceline.kernels.text.lines import NUM_COUNTS
-    from paceline.kernels.text.reference import name_seed, powers_of_ten
+    from paceline.kernels.text.values import powers_of_ten
 
     powers = powers_of_ten()
     label, weight = np.uint64(name_seed(columns.label)), np.uint64(name_seed(columns.weight) if columns.weight else 0)
@@ -323,7 +324,7 @@ class TextReader:
                 yield parsed.batch
 
     def _describe(self, block: Block, at: int, why: int) -> BadLine:
-        from paceline.kernels.text.reference import REASONS
+        from paceline.kernels.text.codes import REASONS
 
         line = bytes(block.buffer[at : block.buffer.find(b"\n", at)][:1000])
         return BadLine(self._path, block.base + at, None, shorten(line), REASONS[why])

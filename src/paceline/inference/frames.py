@@ -24,7 +24,7 @@ from paceline.data.columns import Converter, are_whole, find_double, import_arro
 from paceline.data.feature_names import CRITEO_NAMES
 from paceline.data.text import criteo_parser, json_parser
 from paceline.errors import UsageError, printable
-from paceline.kernels.text.reference import REASONS
+from paceline.kernels.text.codes import REASONS
 
 _ROWS = 32768
 _LOOKED_AT = 256

@@ -1,1 +1,1 @@
-"""Numba loops on raw arrays, each beside its NumPy reference (see :mod:`paceline.kernels.reference`)."""
+"""Numba loops on raw arrays. Their references in NumPy are in ``tests/reference``."""

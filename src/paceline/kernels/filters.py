@@ -1,6 +1,6 @@
 """What filters of messages do to arrays: digests of key lists, differences of sorted keys, few bits per value.
 
-Twins in :mod:`paceline.filters.reference`.
+Their references are in ``tests/reference/filters.py``.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from paceline.data import (
 from paceline.data.dialect import check_header
 from paceline.data.key_scaling import read_key_scaling
 from paceline.errors import DataError, ModelError, UsageError
-from paceline.kernels.text.reference import name_seed
+from paceline.kernels.hashing import name_seed
 from paceline.models.base import KeyScratch
 from paceline.models.registry import MODELS, read_model_settings
 from paceline.models.stored import read_stored_model

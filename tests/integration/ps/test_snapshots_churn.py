@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.kernels import reference
+from paceline.kernels.hashing import mix
 from paceline.protocol import Consistency, Eventual, Sequential
 from paceline.protocol.buckets import bucket_set
 from paceline.ps import SGD
@@ -24,7 +24,7 @@ from .harness import Cluster, ServerNode, random_keys, wait_until
 from .test_replication import drain, is_whole
 
 KEYS = random_keys(np.random.default_rng(5), 5_000)
-NUM_BUCKETS = len(np.unique(reference.mix(KEYS) >> np.uint64(55)))
+NUM_BUCKETS = len(np.unique(mix(KEYS) >> np.uint64(55)))
 CHANGES = ("join", "death", "join", "drain", "join", "death")
 
 

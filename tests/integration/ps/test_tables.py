@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tests.reference import kernels as reference
 
 from paceline.errors import TableMismatchError, UsageError
-from paceline.kernels import reference
 from paceline.ps import (
     FTRL,
     SGD,

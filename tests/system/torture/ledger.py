@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from tests.reference.rules import update_record
 
 import paceline
 from paceline.kernels.parameters import NUM_PARAMETERS
-from paceline.tables.rules.reference import update_record
 
 MOST_WORKERS = 48
 MOST_PUSHES = 5_000

@@ -14,7 +14,8 @@ from paceline.data.feature_names import find_feature_names
 from paceline.data.scales.bins import ColumnBins, Doubles, bin_key, bin_names, bins_of, log_edges, quantile_edges
 from paceline.errors import UsageError
 from paceline.inference.frames import ColumnReader
-from paceline.kernels.text.reference import field_of, integer_category, name_seed
+from paceline.kernels.hashing import field_of, name_seed
+from paceline.kernels.text.criteo import integer_category
 from paceline.launch.train.converting import convert_data, look_at_sources
 from paceline.launch.train.data_files import look_at
 from paceline.launch.train.describing import describe_data

@@ -16,7 +16,7 @@ import pytest
 
 from paceline.data import Batch, Columns, Dataset, describe_not_binary, open_dataset, sample_labels
 from paceline.errors import DataError, UsageError
-from paceline.kernels.text.reference import hash_bytes, name_seed
+from paceline.kernels.hashing import hash_bytes, name_seed
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'paceline[parquet]'")
 pq = pytest.importorskip("pyarrow.parquet")

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.reference import text as reference
 
 from paceline.data import Batch, detect_format, open_dataset
 from paceline.kernels.text import lines as kernels
-from paceline.kernels.text import reference
 
 
 def test_criteo(real_data: Path) -> None:

@@ -19,9 +19,9 @@ from paceline.data.guessing import ReadOptions
 from paceline.data.sampling import sample_namespaces
 from paceline.data.text import vw_parser
 from paceline.errors import DataError, UsageError
+from paceline.kernels.hashing import field_of, hash_bytes, name_seed
 from paceline.kernels.text import lines as kernels
-from paceline.kernels.text import reference
-from paceline.kernels.text.reference import field_of, hash_bytes, name_seed, split_words
+from paceline.kernels.text.values import split_words
 from paceline.launch.train.data_files import DataLook, look_at
 
 WORDS = [("cheap", "pills", "offer"), ("meeting", "agenda", "notes")]
@@ -312,7 +312,7 @@ def test_the_kernel_of_words_is_its_twin(texts: list[bytes]) -> None:
     data = np.frombuffer(b"".join(texts), np.uint8)
     words, lengths = np.empty(len(data) + 1, np.uint64), np.empty(len(texts), np.int64)
     count = kernels.split_strings(kernels.read_only(data), kernels.read_only(offsets), np.uint64(5), words, lengths)
-    expected = [reference.split_words(text) for text in texts]
+    expected = [split_words(text) for text in texts]
     assert lengths.tolist() == list(map(len, expected))
     assert words[:count].tolist() == [hash_bytes(word, 5) for each in expected for word in each]
 

@@ -25,7 +25,7 @@ from paceline.data.labels import (
     resolve_positive,
 )
 from paceline.errors import UsageError
-from paceline.kernels.text.reference import LABEL_WORDS
+from paceline.kernels.text.values import LABEL_WORDS
 from paceline.launch.train.data_files import look_at
 from paceline.models.registry import make_model, read_model_settings
 

@@ -14,7 +14,8 @@ import pytest
 
 from paceline.data import ClickLogSpec, open_dataset, synthetic, write_click_log
 from paceline.errors import DataError, UsageError
-from paceline.kernels.text import reference
+from paceline.kernels.hashing import MASK, hash_bytes
+from paceline.kernels.text.criteo import field_seed, integer_category
 from paceline.models.metrics import auc, log_loss
 
 Array = npt.NDArray[Any]
@@ -43,8 +44,8 @@ def true_probabilities(model: synthetic.ClickModel, path: Path) -> Array:
         for text, weight in zip(field.text.tolist(), field.weight.tolist(), strict=True):
             value = text.to_bytes(8, "little").rstrip(b"\0")
             if number <= 13 and value:
-                value = (reference.integer_category(int(value)) & reference.MASK).to_bytes(8, "little")
-            key = reference.hash_bytes(value, reference.field_seed(number))
+                value = (integer_category(int(value)) & MASK).to_bytes(8, "little")
+            key = hash_bytes(value, field_seed(number))
             assert weight_of.setdefault(key, weight) == weight  # the weight is a function of the key
     _, keys = read(path)
     logits = np.array([[weight_of[key] for key in row] for row in keys.tolist()]).sum(axis=1) + model.intercept
@@ -103,10 +104,7 @@ def test_vocabularies_run_from_tens_to_a_hundred_thousand_and_follow_a_power_law
     assert all(6 <= count < 250 for count in distinct[:13])
     counts = np.sort(np.unique(keys[:, 15], return_counts=True)[1])[::-1]
     assert counts[0] > 4 * counts[9] > 16 * counts[99]
-    missing = [
-        np.mean(keys[:, field] == np.uint64(reference.hash_bytes(b"", reference.field_seed(field + 1))))
-        for field in range(39)
-    ]
+    missing = [np.mean(keys[:, field] == np.uint64(hash_bytes(b"", field_seed(field + 1)))) for field in range(39)]
     assert missing[13] == 0
     assert missing[0] == pytest.approx(0.45, abs=0.01)
     assert missing[34] == pytest.approx(0.763, abs=0.01)
@@ -132,7 +130,7 @@ def test_another_seed_is_another_model(tmp_path: Path) -> None:
     write_click_log(tmp_path / "a.tsv", ClickLogSpec(rows=2000, seed=1))
     write_click_log(tmp_path / "b.tsv", ClickLogSpec(rows=2000, seed=2))
     a, b = read(tmp_path / "a.tsv")[1], read(tmp_path / "b.tsv")[1]
-    assert not set(a[:, 15].tolist()) & set(b[:, 15].tolist()) - {reference.hash_bytes(b"", reference.field_seed(16))}
+    assert not set(a[:, 15].tolist()) & set(b[:, 15].tolist()) - {hash_bytes(b"", field_seed(16))}
 
 
 def test_the_share_of_clicks_can_be_chosen(tmp_path: Path) -> None:

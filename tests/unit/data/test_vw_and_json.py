@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.reference.json_lines import json_line
+from tests.reference.text import vw_line
 
 from paceline.data import Batch, Columns, detect_format, guessing, open_dataset
 from paceline.data.feature_names import find_feature_names
@@ -20,8 +22,8 @@ from paceline.data.guessing import describe_json, find_json_columns
 from paceline.data.sampling import sample_labels, sample_objects, walk_fields
 from paceline.data.text import Parse, json_parser, vw_parser
 from paceline.errors import DataError, UsageError
-from paceline.kernels.text.json_reference import json_line
-from paceline.kernels.text.reference import (
+from paceline.kernels.hashing import field_of, hash_bytes, name_seed
+from paceline.kernels.text.codes import (
     BAD_JSON,
     BAD_JSON_CLASS,
     BAD_JSON_LABEL,
@@ -35,12 +37,8 @@ from paceline.kernels.text.reference import (
     MISSING_WEIGHT,
     NO_BAR,
     TOO_DEEP,
-    field_of,
-    hash_bytes,
-    name_seed,
-    number_text,
-    vw_line,
 )
+from paceline.kernels.text.values import number_text
 
 COLUMNS = Columns("y", ("id",), weight="w", is_open=True)
 Row = tuple[float | None, float, list[int], list[float], list[int]]

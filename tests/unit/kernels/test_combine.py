@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from tests.reference.combine import reference
 
 from paceline.kernels import combine
-from paceline.kernels.combine import BITWISE_AND, DTYPES, MAX, MIN, PRODUCT, SUM, combiner, reference
+from paceline.kernels.combine import BITWISE_AND, DTYPES, MAX, MIN, PRODUCT, SUM, combiner
 
 Array = npt.NDArray[Any]
 

@@ -9,15 +9,30 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.reference import text as reference
 
+from paceline.kernels.hashing import name_seed
 from paceline.kernels.text import csv as kernels
-from paceline.kernels.text import reference
-from paceline.kernels.text.reference import LABEL_SLOT, OPTIONAL_LABEL_SLOT, SKIPPED_SLOT, WEIGHT_SLOT
+from paceline.kernels.text.codes import (
+    BAD_QUOTE,
+    BAD_WIDTH,
+    DETAIL,
+    LABEL_SLOT,
+    NO_LABEL,
+    NO_LABEL_NUMBER,
+    NO_NUMBER,
+    NO_WEIGHT,
+    NO_WEIGHT_NUMBER,
+    OPTIONAL_LABEL_SLOT,
+    SKIPPED_SLOT,
+    WEIGHT_SLOT,
+)
+from paceline.kernels.text.values import powers_of_ten
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # without the JIT
 
 SLOTS = [1, LABEL_SLOT, 3, SKIPPED_SLOT, 0, 2, WEIGHT_SLOT]
-SEEDS = [reference.name_seed(name) for name in "abcd"]
+SEEDS = [name_seed(name) for name in "abcd"]
 NUM_NUMERIC = 2
 CELLS = st.one_of(
     st.sampled_from(["", "1", "0", "-2.5", " 7 ", "NA", "nan", "True", "x", '"', '""', '"a', 'a"b', "1e5", "12345678"]),
@@ -55,9 +70,9 @@ def parse(
     bad_at, bad_why, counts = np.empty(50, np.int64), np.empty(50, np.int64), np.empty(kernels.NUM_COUNTS, np.int64)
     kernels.parse_csv(
         *(array, start, len(text), limit, int(last), ord(separator), int(trims)),
-        *(np.array(slots), np.array(SEEDS, np.uint64), np.zeros((4, NUM_NUMERIC)), reference.powers_of_ten()),
+        *(np.array(slots), np.array(SEEDS, np.uint64), np.zeros((4, NUM_NUMERIC)), powers_of_ten()),
         *(
-            np.array([reference.name_seed(word) for word in classes], np.uint64),
+            np.array([name_seed(word) for word in classes], np.uint64),
             np.array(SEEDS[:2], np.uint64),
             np.empty(len(array), np.uint8),
             labels,
@@ -121,7 +136,7 @@ def test_what_python_writes_is_read_as_python_reads_it(
 def test_whatever_python_reads_is_read_alike(text: str) -> None:
     """But for a quote that is open at the end, which Python closes."""
     found, bad, _ = parse(text.encode() + b"\n", ",")
-    if bad and bad[-1] == reference.BAD_QUOTE:
+    if bad and bad[-1] == BAD_QUOTE:
         bad.pop()
         rows, faults = expect(text.encode(), ",")
         assert len(rows) + len(faults) == len(found) + len(bad) + 1
@@ -169,15 +184,15 @@ def test_faults_have_names_and_places() -> None:
     bad = [b"a,1,2,,b,c,1", b"a,,2,,b,3,1", b"a,x,2,,b,3,1", b"a,1,2,,b,3,", b"a,1,2,,b,3,-1"]
     bad += [b"a,1", b"a,1,2,,b,3,4,5", b'"a,1,2,,b,3']
     _, why, _ = parse(b"\n".join(bad) + b"\n", ",")
-    assert [divmod(each, reference.DETAIL) for each in why] == [
-        (5, reference.NO_NUMBER),
-        (1, reference.NO_LABEL),
-        (1, reference.NO_LABEL_NUMBER),
-        (6, reference.NO_WEIGHT),
-        (6, reference.NO_WEIGHT_NUMBER),
-        (2, reference.BAD_WIDTH),
-        (8, reference.BAD_WIDTH),
-        (0, reference.BAD_QUOTE),
+    assert [divmod(each, DETAIL) for each in why] == [
+        (5, NO_NUMBER),
+        (1, NO_LABEL),
+        (1, NO_LABEL_NUMBER),
+        (6, NO_WEIGHT),
+        (6, NO_WEIGHT_NUMBER),
+        (2, BAD_WIDTH),
+        (8, BAD_WIDTH),
+        (0, BAD_QUOTE),
     ]
 
 

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from tests.reference import kernels as reference
+from tests.reference.kernel_cases import random_keys
 
-from paceline.kernels import csr, dedup, reference
-from paceline.kernels.cases import random_keys
+from paceline.kernels import csr, dedup
 from paceline.kernels.sparse import largest
 
 pytestmark = [  # without the JIT

@@ -5,17 +5,15 @@ from __future__ import annotations
 import numba
 import numpy as np
 import pytest
+from tests.reference import filter_cases, kernel_cases, rule_cases
+from tests.reference.kernel_cases import ArrayCase
+from tests.reference.rule_cases import SPARSE_CASES, SparseCase
 
-from paceline.filters import cases as filter_cases
-from paceline.kernels import cases
-from paceline.kernels.cases import ArrayCase
-from paceline.tables import cases as table_cases
-from paceline.tables.cases import SPARSE_CASES, SparseCase
 from paceline.tables.compile import KERNELS
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value")  # without the JIT
 
-ARRAY_CASES = (*cases.ARRAY_CASES, *table_cases.ARRAY_CASES, *filter_cases.ARRAY_CASES)
+ARRAY_CASES = (*kernel_cases.ARRAY_CASES, *rule_cases.ARRAY_CASES, *filter_cases.ARRAY_CASES)
 _MOST_ITEMS = 200 if numba.config.DISABLE_JIT else 1_000_000  # type: ignore[attr-defined]
 
 

@@ -12,15 +12,14 @@ import numba
 import numpy as np
 import psutil
 import pytest
+from tests.reference import filter_cases, rule_cases
+from tests.reference.kernel_cases import ARRAY_CASES
 
-from paceline.filters import cases as filter_cases
 from paceline.kernels import dedup, jit
-from paceline.kernels.cases import ARRAY_CASES
 from paceline.kernels.sparse import largest
 from paceline.launch import prepare_kernels
 from paceline.protocol import ALL
 from paceline.ps.messages import TableSpec
-from paceline.tables import cases as table_cases
 from paceline.tables import compile
 from paceline.tables.compile import KERNELS, compile_kernels, is_compiled
 from paceline.tables.initializers import Normal
@@ -66,7 +65,7 @@ def test_real_use_adds_no_signatures() -> None:
         part.drop(ALL >> 100)
         part.hold(ALL)
 
-    record, array = np.zeros(40, np.float32), table_cases.parameters(Adam(lr=0.1))
+    record, array = np.zeros(40, np.float32), rule_cases.parameters(Adam(lr=0.1))
     grads = np.ones(10, np.float32)
     kernels.dense_start(Adam.code, record, 10, 0, 10, 0, 2, np.uint64(2**64 - 1), array)
     kernels.dense_push(Adam.code, record, 10, 2, 9, grads, 1, array)
@@ -74,7 +73,7 @@ def test_real_use_adds_no_signatures() -> None:
     assert largest(grads) < np.inf
     scratch = np.empty(dedup.scratch_size(len(keys)), np.int32)
     dedup.dedup(keys, scratch, np.empty_like(keys), np.empty(len(keys), np.int32))
-    for case in (*ARRAY_CASES, *table_cases.ARRAY_CASES, *filter_cases.ARRAY_CASES):
+    for case in (*ARRAY_CASES, *rule_cases.ARRAY_CASES, *filter_cases.ARRAY_CASES):
         if case.num_items <= 100:
             case.kernel(*case.arguments())
     assert signatures() == before

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
+from tests.reference import kernels as reference
+from tests.reference.kernel_cases import random_keys
+from tests.reference.rule_cases import parameters
 
-from paceline.kernels import reference
-from paceline.kernels.cases import random_keys
 from paceline.kernels.initializers import CONSTANT, NORMAL, UNIFORM, ZEROS
-from paceline.tables.cases import parameters
 from paceline.tables.initializers import Constant, Initializer, Normal, Uniform, Zeros
 from paceline.tables.rules import SGD, Adagrad, kernels
 from paceline.tables.sparse_store import SparseStore

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from tests.reference.rule_cases import parameters
 
 from paceline.kernels.initializers import CONSTANT, ZEROS
-from paceline.tables.cases import parameters
 from paceline.tables.initializers import Constant
 from paceline.tables.rules import (
     ASGD,

@@ -10,9 +10,12 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.reference import text as reference
 
+from paceline.kernels.hashing import hash_bytes, name_seed
 from paceline.kernels.text import lines as kernels
-from paceline.kernels.text import reference
+from paceline.kernels.text.criteo import criteo_tables, field_seed, integer_category, log_thresholds
+from paceline.kernels.text.values import powers_of_ten
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # without the JIT
 
@@ -27,7 +30,7 @@ def padded(text: bytes) -> npt.NDArray[np.uint8]:
 def run_criteo(text: bytes, capacity: int = 50, start: int = 0) -> tuple[Criteo, list[int]]:
     labels, keys = np.full(capacity, -1, np.float32), np.zeros(capacity * 39, np.uint64)
     bad_at, bad_why, counts = np.zeros(20, np.int64), np.zeros(20, np.int64), np.zeros(5, np.int64)
-    tables = reference.criteo_tables()
+    tables = criteo_tables()
     kernels.parse_criteo(padded(text), start, len(text), 1, *tables, labels, keys, bad_at, bad_why, counts)
     rows, bad = int(counts[0]), int(counts[1])
     table: list[list[int]] = keys[: rows * 39].reshape(rows, 39).tolist()
@@ -52,7 +55,7 @@ def run_libsvm(text: bytes, rows_room: int = 50, pairs_room: int = 500) -> tuple
     labels, indptr = np.full(rows_room, -1, np.float32), np.zeros(rows_room + 1, np.int64)
     keys, values = np.zeros(pairs_room, np.uint64), np.zeros(pairs_room, np.float32)
     bad_at, bad_why, counts = np.zeros(20, np.int64), np.zeros(20, np.int64), np.zeros(5, np.int64)
-    powers = reference.powers_of_ten()
+    powers = powers_of_ten()
     kernels.parse_libsvm(padded(text), 0, len(text), 1, powers, labels, indptr, keys, values, bad_at, bad_why, counts)
     rows, bad = int(counts[0]), int(counts[1])
     spans = [slice(int(indptr[i]), int(indptr[i + 1])) for i in range(rows)]
@@ -96,10 +99,10 @@ GOLDEN = {
 
 
 def test_the_hash_of_a_string_never_changes() -> None:
-    keys = {string: reference.hash_bytes(string, 1) for string in GOLDEN}
+    keys = {string: hash_bytes(string, 1) for string in GOLDEN}
     assert keys == GOLDEN
-    assert reference.name_seed("site") == 0x70470CB9346DE738
-    assert [reference.field_seed(field) for field in (1, 39)] == [0xBA90995B8A5688A9, 0xC3761FF8E99371AC]
+    assert name_seed("site") == 0x70470CB9346DE738
+    assert [field_seed(field) for field in (1, 39)] == [0xBA90995B8A5688A9, 0xC3761FF8E99371AC]
 
 
 def test_the_keys_of_a_row_never_change() -> None:
@@ -121,7 +124,7 @@ def test_hashes_spread_over_all_bits() -> None:
 def test_log_thresholds_are_where_the_squared_logarithm_passes_an_integer() -> None:
     with localcontext() as context:
         context.prec = 40
-        thresholds = reference.log_thresholds()
+        thresholds = log_thresholds()
         exact = [Decimal(k).sqrt().exp() for k in range(1, len(thresholds) + 2)]
         assert thresholds == tuple(math.ceil(each) for each in exact[:-1])
         assert exact[-1] > 10**18
@@ -129,7 +132,7 @@ def test_log_thresholds_are_where_the_squared_logarithm_passes_an_integer() -> N
             square = k * 37 + 1
             assert Decimal(threshold).ln() ** 2 >= square
             assert Decimal(threshold - 1).ln() ** 2 < square
-    assert [reference.integer_category(x) for x in (-5, 0, 1, 2, 3, 8, 23255, 10**18 - 1)] == [
+    assert [integer_category(x) for x in (-5, 0, 1, 2, 3, 8, 23255, 10**18 - 1)] == [
         -5, 0, 1, 2, 11, 14, 111, 1727,
     ]  # fmt: skip
 
@@ -272,7 +275,7 @@ def test_hash_strings(strings: list[bytes], seed: int) -> None:
 def test_parse_floats(texts: list[str]) -> None:
     numbers, status = np.zeros(len(texts)), np.zeros(len(texts), np.uint8)
     data, offsets = arrow([text.encode() for text in texts])
-    kernels.parse_floats(data, offsets, reference.powers_of_ten(), numbers, status)
+    kernels.parse_floats(data, offsets, powers_of_ten(), numbers, status)
     for text, number, code in zip(texts, numbers.tolist(), status.tolist(), strict=True):
         expected = reference.parse_float(text.strip(" \r").encode())
         missing = not text.strip(" \r")
@@ -298,7 +301,7 @@ def test_numbers_of_up_to_15_digits_are_as_python_reads_them(parts: list[tuple[s
         texts.append(f"{sign}{text}" + (f"e{exponent}" if exponent else ""))
     texts = [text for text in texts if abs(float(text)) < 3e38 and any(map(str.isdigit, text.split("e")[0]))]
     numbers, status = np.zeros(len(texts)), np.zeros(len(texts), np.uint8)
-    kernels.parse_floats(*arrow([text.encode() for text in texts]), reference.powers_of_ten(), numbers, status)
+    kernels.parse_floats(*arrow([text.encode() for text in texts]), powers_of_ten(), numbers, status)
     assert (status == kernels.FLOAT_OK).all()
     for text, number in zip(texts, numbers.tolist(), strict=True):
         assert number.hex() == float(text).hex(), text

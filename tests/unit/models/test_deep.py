@@ -17,7 +17,7 @@ from tests.unit.models.training import train
 
 from paceline.data import Batch, Columns
 from paceline.errors import UsageError
-from paceline.kernels.text.reference import name_seed
+from paceline.kernels.hashing import name_seed
 from paceline.models import deep
 from paceline.models.base import KeyScratch
 from paceline.models.deep.base import DeepModel

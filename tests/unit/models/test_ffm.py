@@ -10,7 +10,7 @@ from tests.unit.models.training import train
 
 from paceline.data import Batch, Columns
 from paceline.errors import DataError, UsageError
-from paceline.kernels.text.reference import field_of, name_seed
+from paceline.kernels.hashing import field_of, name_seed
 from paceline.models.base import KeyScratch
 from paceline.models.features.interactions import Interactions
 from paceline.models.features.layout import RowLayout

@@ -11,7 +11,7 @@ import pytest
 from paceline.data import Batch, Columns
 from paceline.errors import DataError, UsageError
 from paceline.kernels.features.interactions import cross_keys
-from paceline.kernels.text.reference import field_of, name_seed
+from paceline.kernels.hashing import field_of, name_seed
 from paceline.models.base import KeyScratch
 from paceline.models.features.interactions import Interactions
 from paceline.models.registry import make_model, read_model_settings

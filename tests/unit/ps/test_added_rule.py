@@ -13,7 +13,7 @@ import sign_sgd
 import numpy as np
 import paceline
 from paceline.protocol import ALL
-from paceline.tables.cases import ARRAY_CASES, SPARSE_CASES
+from tests.reference.rule_cases import ARRAY_CASES, SPARSE_CASES
 from paceline.tables.rules import RULES
 from paceline.tables.settings import from_fields, to_fields
 from paceline.tables.sparse_part import Selection, make_part

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.reference import kernels as reference
+from tests.reference.kernel_cases import random_keys
 
-from paceline.kernels import reference
-from paceline.kernels.cases import random_keys
 from paceline.protocol import ALL, Buckets, bucket_set, buckets_in
 from paceline.tables.bucket_arrays import buckets_of_keys, from_flags, to_flags, to_words
 

@@ -7,10 +7,10 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.reference import kernels as reference
+from tests.reference.kernel_cases import random_keys
 
 from paceline.errors import UsageError
-from paceline.kernels import reference
-from paceline.kernels.cases import random_keys
 from paceline.protocol import ALL, Buckets, bucket_set, buckets_in
 from paceline.ps.messages import TableSpec
 from paceline.tables.initializers import Constant

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.reference.rule_cases import RULE_CASES
 
 from paceline.protocol import ALL, NUM_BUCKETS
 from paceline.ps.messages import TableSpec
-from paceline.tables.cases import RULE_CASES
 from paceline.tables.initializers import Constant, Initializer, Normal, Zeros
 from paceline.tables.rules import FTRL, RULES, SGD, Adagrad, Adam, AdamW, Momentum, NAdam, RMSprop, Rprop, UpdateRule
 from paceline.tables.rules.growth import Bounds

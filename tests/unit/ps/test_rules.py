@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.reference.rule_cases import RULE_CASES
 
 import paceline
 import paceline.ps
@@ -15,7 +16,6 @@ from paceline.errors import UsageError
 from paceline.kernels import initializers as kernel_initializers
 from paceline.kernels.parameters import NUM_HYPER
 from paceline.tables import rules
-from paceline.tables.cases import RULE_CASES
 from paceline.tables.initializers import INITIALIZERS, Constant, Initializer, Normal, Uniform, Zeros
 from paceline.tables.rules import FTRL, RULES, SGD, Adagrad, Adam, AdamW, Momentum, RMSprop, Rprop, UpdateRule
 from paceline.tables.settings import from_fields, to_fields

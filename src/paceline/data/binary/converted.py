@@ -29,7 +29,7 @@ from paceline.data.reader import Report
 from paceline.data.scales.scaling import Scale
 from paceline.data.streams import check_local
 from paceline.errors import DataError
-from paceline.kernels.text.reference import hash_bytes, name_seed
+from paceline.kernels.hashing import hash_bytes, name_seed
 
 _KIND = "data"
 _MOST_LABELS = 1000

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.data.batch import Batch
-from paceline.kernels.text.reference import field_of, hash_bytes, name_seed
+from paceline.kernels.hashing import field_of, hash_bytes, name_seed
 
 MAX_BINS = 1024
 

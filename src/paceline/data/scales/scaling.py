@@ -19,7 +19,7 @@ from paceline.data.dialect import is_missing, is_number
 from paceline.data.scales.bins import MAX_BINS, bins_of, log_edges, quantile_edges
 from paceline.data.scales.one_column import Doubles, line_loss, table_loss
 from paceline.errors import UsageError
-from paceline.kernels.text.reference import MAX_FLOAT32
+from paceline.kernels.text.values import MAX_FLOAT32
 
 NUMERIC_SCALES = ("auto", "standard", "log", "log-bins", "none")
 """The ways that need no number; ``quantile:N`` is another."""

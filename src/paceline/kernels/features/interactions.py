@@ -6,7 +6,9 @@ import numpy as np
 
 from paceline.kernels.index import mix
 from paceline.kernels.jit import njit
-from paceline.kernels.reference import MAX_ORDER
+
+MAX_ORDER = 3
+"""The maximum number of columns in a cross."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 

@@ -1,1 +1,1 @@
-"""Numba kernels that parse text, a module for each kind of format, and their twins in :mod:`.reference`."""
+"""Numba kernels that parse text, a module for each kind of format, and the values and codes of text."""

@@ -4,7 +4,7 @@
 `has_control` says whether one of them is below 32. `repeat_byte` makes a word of one byte; `first_match` finds it in
 another word, `first_ending` it or a byte below 32: the number of bytes before, 8 if there is none. `first_bytes` keeps
 one to eight bytes; `digits_of` reads them as a number, -1 if one is no digit. The hash of
-:mod:`paceline.kernels.text.reference` is `hash_start`, `hash_step` for each word (`as_bits` of a number), and
+:mod:`paceline.kernels.hashing` is `hash_start`, `hash_step` for each word (`as_bits` of a number), and
 `hash_finish`; `hash_span` is all of it. `skip_blanks` passes over spaces, tabs and carriage returns. Words are
 little-endian, as on every platform that Numba supports.
 """
@@ -19,8 +19,16 @@ import numpy as np
 from numba import config, types
 from numba.extending import intrinsic
 
+from paceline.kernels.hashing import (
+    FIRST_FINAL_MULTIPLIER,
+    LAST_FINAL_MULTIPLIER,
+    LENGTH_MULTIPLIER,
+    MASK,
+    WORD_MULTIPLIER,
+    hash_end,
+    hash_word,
+)
 from paceline.kernels.jit import uncounted
-from paceline.kernels.text import reference
 
 _TAB, _RETURN, _SPACE = 9, 13, 32
 _ONES, _TOPS, _ZEROS = 0x0101010101010101, 0x8080808080808080, 0x3030303030303030
@@ -58,12 +66,12 @@ if config.DISABLE_JIT:  # type: ignore[attr-defined]  # for coverage: the same l
         return next((k for k, byte in enumerate(word.to_bytes(8, "little")) if byte == wanted or byte < 32), 8)
 
     def as_bits(x: int) -> int:
-        return int(x) & reference.MASK
+        return int(x) & MASK
 
     def hash_start(seed: int, length: int) -> int:
-        return int(seed) ^ (int(length) * reference.LENGTH_MULTIPLIER & reference.MASK)
+        return int(seed) ^ (int(length) * LENGTH_MULTIPLIER & MASK)
 
-    hash_step, hash_finish = reference.hash_word, reference.hash_end
+    hash_step, hash_finish = hash_word, hash_end
 
 else:
 
@@ -151,18 +159,18 @@ else:
 
     @uncounted()
     def hash_start(seed, length):  # type: ignore[no-untyped-def]
-        return seed ^ (np.uint64(length) * np.uint64(reference.LENGTH_MULTIPLIER))
+        return seed ^ (np.uint64(length) * np.uint64(LENGTH_MULTIPLIER))
 
     @uncounted()
     def hash_step(h, word):  # type: ignore[no-untyped-def]
-        h = (h ^ word) * np.uint64(reference.WORD_MULTIPLIER)
+        h = (h ^ word) * np.uint64(WORD_MULTIPLIER)
         return h ^ (h >> np.uint64(32))
 
     @uncounted()
     def hash_finish(h):  # type: ignore[no-untyped-def]
-        h *= np.uint64(reference.FIRST_FINAL_MULTIPLIER)
+        h *= np.uint64(FIRST_FINAL_MULTIPLIER)
         h ^= h >> np.uint64(29)
-        h *= np.uint64(reference.LAST_FINAL_MULTIPLIER)
+        h *= np.uint64(LAST_FINAL_MULTIPLIER)
         return h ^ (h >> np.uint64(32))
 
 
@@ -205,7 +213,7 @@ def class_of(text, at, stop, classes):  # type: ignore[no-untyped-def]
 
 @uncounted()
 def category_end(text, start, stop):  # type: ignore[no-untyped-def]
-    """Where the category ``text[start:stop]`` ends, as :func:`paceline.kernels.text.reference.category_text` has it."""
+    """Where the category ``text[start:stop]`` ends, as :func:`~paceline.kernels.text.values.category_text` has it."""
     if stop - start < 3 or byte_at(text, stop - 1) != 48 or byte_at(text, stop - 2) != 46:
         return stop
     first = start + 1 if byte_at(text, start) == 45 else start

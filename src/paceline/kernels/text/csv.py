@@ -2,8 +2,8 @@
 
 Cells are split as RFC 4180 has it, and as Python's `csv` module and Arrow do: a quote counts at the beginning of a
 cell alone, a doubled one inside quotes stands for itself, what follows the closing quote belongs to the cell; a row
-ends with a newline, a carriage return, or both; empty lines are no rows. The twin is
-:func:`paceline.kernels.text.reference.csv_row`; what cells mean is in :mod:`.csv_cells`.
+ends with a newline, a carriage return, or both; empty lines are no rows. The reference is
+``csv_row`` of ``tests/reference/text.py``; :mod:`.csv_cells` defines the meaning of cells.
 
 The parsers read ``text[start:end]``, and may load (never use) eight bytes behind `end`. ``text[end]`` must be a
 newline: a row that ends there is unfinished.
@@ -25,8 +25,7 @@ from paceline.kernels.text.bytes import (
     repeat_byte,
     word_at,
 )
-from paceline.kernels.text.csv_cells import POINT_ZERO, hash_short, plain_category, put_number, short_number, take_cell
-from paceline.kernels.text.reference import (
+from paceline.kernels.text.codes import (
     BAD_QUOTE,
     BAD_WIDTH,
     DETAIL,
@@ -34,8 +33,9 @@ from paceline.kernels.text.reference import (
     OPTIONAL_LABEL_SLOT,
     SKIPPED_SLOT,
     TEXT_SLOT,
-    powers_of_ten,
 )
+from paceline.kernels.text.csv_cells import POINT_ZERO, hash_short, plain_category, put_number, short_number, take_cell
+from paceline.kernels.text.values import powers_of_ten
 
 ROWS, BAD, POSITION, PAIRS = range(4)
 """What `counts` says: good rows and bad ones, where the parser stopped, pairs."""

@@ -1,6 +1,7 @@
 """What the cells of csv mean: kernels that turn one into a number, a label, a weight or a category's key.
 
-A part of :mod:`.csv`, which finds where cells begin and end; the twin is :func:`.reference.csv_row`.
+A part of :mod:`.csv`, which finds where cells begin and end; the reference is ``csv_row`` of
+``tests/reference/text.py``.
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ from paceline.kernels.text.bytes import (
     trim_blanks,
     word_at,
 )
-from paceline.kernels.text.lines import FLOAT_BAD, FLOAT_MISSING, FLOAT_OK, read_float
-from paceline.kernels.text.reference import (
+from paceline.kernels.text.codes import (
     LABEL_SLOT,
     NO_LABEL,
     NO_LABEL_NUMBER,
@@ -35,6 +35,7 @@ from paceline.kernels.text.reference import (
     OPTIONAL_LABEL_SLOT,
     WEIGHT_SLOT,
 )
+from paceline.kernels.text.lines import FLOAT_BAD, FLOAT_MISSING, FLOAT_OK, read_float
 
 _TAB, _NEWLINE, _RETURN, _SPACE, _QUOTE = 9, 10, 13, 32, 34
 _MINUS, _POINT = 45, 46

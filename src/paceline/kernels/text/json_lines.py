@@ -2,9 +2,9 @@
 
 What stands under a name is a feature: a number as it is, under the hash of the name; a text, `true` and `false` as a
 category, hashed under that as the seed; `null` and `NaN` are missing. In lists numbers are categories too, by how
-:func:`paceline.kernels.text.reference.number_text` writes them. The names of nested objects are joined by dots; an
-object in a list has the list's name. What stands in the row under one name, however deep, is one field. The twin is
-:func:`paceline.kernels.text.reference.json_line`; how text is read is said in :mod:`.lines`.
+:func:`paceline.kernels.text.values.number_text` writes them. The names of nested objects are joined by dots; an
+object in a list has the list's name. What stands in the row under one name, however deep, is one field. The reference
+is ``json_line`` of ``tests/reference/json_lines.py``; :mod:`.lines` defines how text is read.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ import numpy as np
 
 from paceline.kernels.jit import njit, uncounted
 from paceline.kernels.text.bytes import byte_at, category_end, class_of, hash_span, skip_blanks
-from paceline.kernels.text.json_numbers import canonical_number, number_end
-from paceline.kernels.text.lines import ALL_ONES, BAD, NONZEROS, NUM_COUNTS, POSITION, ROWS, read_float
-from paceline.kernels.text.reference import (
+from paceline.kernels.text.codes import (
     BAD_JSON,
     BAD_JSON_CLASS,
     BAD_JSON_LABEL,
@@ -25,8 +23,10 @@ from paceline.kernels.text.reference import (
     MISSING_LABEL,
     MISSING_WEIGHT,
     TOO_DEEP,
-    powers_of_ten,
 )
+from paceline.kernels.text.json_numbers import canonical_number, number_end
+from paceline.kernels.text.lines import ALL_ONES, BAD, NONZEROS, NUM_COUNTS, POSITION, ROWS, read_float
+from paceline.kernels.text.values import powers_of_ten
 
 _TAB, _NEWLINE, _RETURN, _SPACE = 9, 10, 13, 32
 _QUOTE, _COMMA, _MINUS, _DOT, _COLON, _BACKSLASH = 34, 44, 45, 46, 58, 92

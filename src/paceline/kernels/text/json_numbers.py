@@ -64,7 +64,7 @@ def _put_digits(text, at, stop, skipped, count, scratch, to):  # type: ignore[no
 def canonical_number(text, first, stop, scratch, to):  # type: ignore[no-untyped-def]
     """The number ``text[first:stop]`` as categories are written: (first, stop, whether in `scratch`, from `to` on).
 
-    The twin is :func:`paceline.kernels.text.reference.number_text`.
+    The reference is :func:`paceline.kernels.text.values.number_text`.
     """
     start = first + 1 if byte_at(text, first) == _MINUS else first
     end, point, zeros, digits, shown, exponent = start, -1, 0, 0, 0, 0

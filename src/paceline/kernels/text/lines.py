@@ -1,7 +1,7 @@
 """Numba kernels that turn text into keys and values: Criteo rows, LIBSVM rows, and Arrow columns.
 
-Each has its twin in :mod:`paceline.kernels.text.reference`, which also defines the hash. The parsers read
-``text[start:end]``, whole lines of which the last ends in a newline, and may load (never use) eight bytes
+Each has its reference in ``tests/reference/text.py``. :mod:`paceline.kernels.hashing` defines the hash. The parsers
+read ``text[start:end]``, whole lines of which the last ends in a newline, and may load (never use) eight bytes
 behind ``end``: ``text`` must be that much longer.
 """
 
@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from paceline.kernels.jit import njit, uncounted
-from paceline.kernels.text import reference
 from paceline.kernels.text.bytes import (
     as_bits,
     byte_at,
@@ -28,7 +27,7 @@ from paceline.kernels.text.bytes import (
     skip_blanks,
     word_at,
 )
-from paceline.kernels.text.reference import (
+from paceline.kernels.text.codes import (
     BAD_BYTE,
     BAD_CRITEO_LABEL,
     BAD_FIELDS,
@@ -36,10 +35,9 @@ from paceline.kernels.text.reference import (
     BAD_INTEGER,
     BAD_LABEL,
     BAD_VALUE,
-    CRITEO_FEATURES,
-    CRITEO_INTEGERS,
-    SMALL_INTEGERS,
 )
+from paceline.kernels.text.criteo import CRITEO_FEATURES, CRITEO_INTEGERS, SMALL_INTEGERS, criteo_tables
+from paceline.kernels.text.values import MAX_FLOAT32, powers_of_ten
 
 ROWS, BAD, POSITION, NONZEROS, ALL_ONES = range(5)
 """What `counts` says: rows and bad lines found, where the parser stopped, pairs, were all values 1."""
@@ -234,7 +232,7 @@ def read_float(text, at, stop, powers):  # type: ignore[no-untyped-def]
         if exponent > 38:
             return 0.0, -1
         value = mantissa * powers[exponent] if exponent >= 0 else mantissa / powers[-exponent]
-        if value > reference.MAX_FLOAT32:
+        if value > MAX_FLOAT32:
             return 0.0, -1
     return (-value if negative else value), at
 
@@ -424,8 +422,8 @@ def compile_kernels() -> None:
     labels, values = np.empty(1, np.float32), np.empty(1, np.float32)
     keys, indptr = np.empty(CRITEO_FEATURES, np.uint64), np.empty(2, np.int64)
     bad_at, bad_why, counts = np.empty(1, np.int64), np.empty(1, np.int64), np.empty(NUM_COUNTS, np.int64)
-    powers = reference.powers_of_ten()
-    parse_criteo(text, 0, 1, 1, *reference.criteo_tables(), labels, keys, bad_at, bad_why, counts)
+    powers = powers_of_ten()
+    parse_criteo(text, 0, 1, 1, *criteo_tables(), labels, keys, bad_at, bad_why, counts)
     parse_libsvm(text, 0, 1, 1, powers, labels, indptr, keys, values, bad_at, bad_why, counts)
     data, offsets = read_only(text), read_only(np.zeros(2, np.int64))
     hash_strings(data, offsets, np.uint64(0), keys, 0, 1)

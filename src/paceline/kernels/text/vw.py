@@ -4,8 +4,8 @@
 name under the seed that is the hash of its namespace's name, and its value is multiplied by the namespace's. A
 namespace is a field of its features. Features without a name are called by their number among those of the namespace,
 from 0 up. libffm's ``label field:feature:value ...`` is read as ``label |field feature:value ...``. As in Vowpal
-Wabbit, a word that begins with a quote or stands at the first bar without a blank between is a tag. The twin is
-:func:`paceline.kernels.text.reference.vw_line`; how text is read is said in :mod:`.lines`.
+Wabbit, a word that begins with a quote or stands at the first bar without a blank between is a tag. The reference
+is ``vw_line`` of ``tests/reference/text.py``; :mod:`.lines` defines how text is read.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ import numpy as np
 
 from paceline.kernels.jit import njit, uncounted
 from paceline.kernels.text.bytes import as_bits, byte_at, hash_finish, hash_span, hash_start, hash_step, skip_blanks
-from paceline.kernels.text.lines import ALL_ONES, BAD, NONZEROS, NUM_COUNTS, POSITION, ROWS, read_float
-from paceline.kernels.text.reference import (
+from paceline.kernels.text.codes import (
     BAD_LABEL,
     BAD_TRIPLE,
     BAD_VALUE,
     BAD_VW_BASE,
     BAD_VW_HEAD,
     BAD_VW_WEIGHT,
-    MAX_FLOAT32,
     MISSING_LABEL,
     NO_BAR,
-    powers_of_ten,
 )
+from paceline.kernels.text.lines import ALL_ONES, BAD, NONZEROS, NUM_COUNTS, POSITION, ROWS, read_float
+from paceline.kernels.text.values import MAX_FLOAT32, powers_of_ten
 
 UNWEIGHTED = NUM_COUNTS
 """The place in `counts` that says whether all weights are 1."""

@@ -9,7 +9,7 @@ from typing import Any
 from paceline.data import BadLines, Dataset, line_number
 from paceline.data.streams.standard_input import name_for_people
 from paceline.errors import DataError
-from paceline.kernels.text.reference import MISSING_LABEL, REASONS
+from paceline.kernels.text.codes import MISSING_LABEL, REASONS
 
 _NUM_NAMED = 5
 _LARGE_SHARE, _FEW = 0.1, 10

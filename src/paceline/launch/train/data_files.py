@@ -43,7 +43,7 @@ from paceline.data.labels import CLICKS, MOST_CLASSES, describe_no_numbers, find
 from paceline.data.sampling import json_cells, sample_namespaces, walk_fields
 from paceline.data.streams import is_packed, stat_file
 from paceline.errors import DataError, ModelError, UsageError
-from paceline.kernels.text.reference import name_seed
+from paceline.kernels.hashing import name_seed
 from paceline.launch.train.initial_model import continue_from
 from paceline.launch.train.numeric_scales import choose_column_scales
 from paceline.launch.train.options import TrainOptions

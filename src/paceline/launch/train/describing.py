@@ -22,7 +22,7 @@ from paceline.data.sampling import spread
 from paceline.data.scales.bins import bin_names
 from paceline.data.streams import stat_file
 from paceline.errors import DataError, printable
-from paceline.kernels.text.reference import field_of, name_seed
+from paceline.kernels.hashing import field_of, name_seed
 from paceline.launch.kernels import prepare_kernels
 from paceline.launch.train.bad_data import BadData, find_bad_lines
 from paceline.launch.train.data_files import DataLook, look_at

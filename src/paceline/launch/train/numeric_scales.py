@@ -12,7 +12,7 @@ from paceline.data.example_sampling import ExampleSample, sample_examples
 from paceline.data.key_scaling import KeyScaling, find_key_scaling, scaling_of_columns, with_scales
 from paceline.data.scales.candidates import candidate_scales, explain_features, known_labels
 from paceline.data.scales.numeric_features import find_numeric_features, numbers_of
-from paceline.kernels.text.reference import name_seed
+from paceline.kernels.hashing import name_seed
 from paceline.launch.kernels import prepare_kernels
 from paceline.models.base import SparseModel
 from paceline.models.fm import FactorModel

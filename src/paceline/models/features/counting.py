@@ -21,7 +21,7 @@ import numpy.typing as npt
 from paceline.data.key_scaling import distinct_keys
 from paceline.errors import UsageError
 from paceline.kernels.features.sketch import BLOCK, add_counts, least_counts, note_frequent, place_features
-from paceline.kernels.reference import mix
+from paceline.kernels.hashing import mix
 from paceline.tables.types import Floats, Keys
 
 MOST_COUNTED: Final = 1 << 23  # a float32 counts so far exactly

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from paceline.data import Batch, Columns
 from paceline.errors import DataError, UsageError
-from paceline.kernels.reference import MAX_ORDER
+from paceline.kernels.features.interactions import MAX_ORDER
 from paceline.models.features.layout import RowLayout
 
 MAX_CROSSES: Final = 10_000

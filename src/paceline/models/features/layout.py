@@ -13,7 +13,7 @@ import numpy.typing as npt
 from paceline.data import Batch, Columns
 from paceline.data.feature_names import CRITEO_NAMES
 from paceline.errors import DataError, UsageError
-from paceline.kernels.text.reference import field_of, name_seed
+from paceline.kernels.hashing import field_of, name_seed
 
 _SEVERAL: Final = (
     "a row has several values of a category, or none, as columns of lists do, and does not say which: convert such "

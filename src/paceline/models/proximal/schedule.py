@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from paceline.kernels.reference import mix
+from paceline.kernels.hashing import mix
 from paceline.tables.types import Keys
 
 _SALT: Final = np.uint64(0x626C_6F63_6B73)  # so that a block's keys are on all servers, which have them by their hash

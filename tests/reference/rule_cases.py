@@ -1,4 +1,4 @@
-"""Cases of the kernels that apply update rules: tests run each against its twin, the benchmark times both.
+"""The cases of the update rules' kernels: tests compare each with its reference, the benchmark times both.
 
 The settings are the rules' own (:meth:`~paceline.tables.rules.UpdateRule.cases`); the tables and batches are here.
 """
@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+from tests.reference import rules as reference
+from tests.reference.kernel_cases import MIDDLE, ArrayCase, floats, generator_of, random_keys
+from tests.reference.kernels import Doubles, Floats, Keys
 
-from paceline.kernels.cases import MIDDLE, ArrayCase, floats, generator_of, random_keys
-from paceline.kernels.reference import Doubles, Floats, Keys
 from paceline.tables.initializers import INITIALIZERS, Initializer, Normal, Zeros
-from paceline.tables.rules import FTRL, RULES, UpdateRule, kernels, reference
+from paceline.tables.rules import FTRL, RULES, UpdateRule, kernels
 from paceline.tables.rules.base import RuleCase
 from paceline.tables.sparse_store import SparseStore
 

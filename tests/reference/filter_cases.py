@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import numpy as np
+from tests.reference import filters as reference
+from tests.reference.kernel_cases import LARGE, MIDDLE, SMALL, ArrayCase, floats, random_keys
 
-from paceline.filters import reference
 from paceline.kernels import filters
-from paceline.kernels.cases import LARGE, MIDDLE, SMALL, ArrayCase, floats, random_keys
 
 _HALVES: Final = {8: np.float32(127), 4: np.float32(7), 2: np.float32(1), 1: np.float32(0.5)}
 

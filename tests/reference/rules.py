@@ -1,7 +1,7 @@
-"""The twins of the kernels that apply update rules, in NumPy: what they must compute, readable and slow.
+"""References of the kernels that apply update rules, in NumPy: readable and slow.
 
-A twin takes its kernel's arguments. The kernels of a sparse table work on raw memory; their twin is
-:class:`ReferenceTable`, a dictionary. What a rule does is in the rule's own file.
+A reference takes its kernel's arguments. The kernels of a sparse table work on raw memory; their reference is
+:class:`ReferenceTable`, a dictionary. The arithmetic of a rule is in the rule's own file.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+from tests.reference.kernels import Doubles, Floats, Integers, Keys, bucket_of, initial_values
 
 from paceline.kernels.index import NUM_BUCKETS
 from paceline.kernels.initializers import ZEROS
 from paceline.kernels.parameters import COUNT_PLANE, INITIAL_A, INITIAL_B, MAXIMIZE, NUM_PARAMETERS
-from paceline.kernels.reference import Doubles, Floats, Integers, Keys, bucket_of, initial_values
 from paceline.tables.rules.base import RULES, UpdateRule
 
 

@@ -1,6 +1,6 @@
-"""One table of cases for the kernels: the tests run each against its twin, the benchmark times both.
+"""The cases of the kernels: tests compare each kernel with its reference, the benchmark times both.
 
-Nothing here is random between runs: a case is made from its own name.
+The cases are the same in every run, because the seed of a case is made from its name.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+from tests.reference import kernels as reference
+from tests.reference.kernels import Floats, Keys
 
-from . import columns, csr, dedup, dense, index, reference, sparse
-from .reference import Floats, Keys
+from paceline.kernels import columns, csr, dedup, dense, index, sparse
+from paceline.kernels.hashing import mix
 
 SMALL, MIDDLE, LARGE = 100, 10_000, 160_000
 
@@ -50,7 +52,7 @@ def generator_of(name: str) -> np.random.Generator:
 def random_keys(generator: np.random.Generator, count: int, distinct: int = 1 << 64) -> Keys:
     """Return keys (uint64 [count]), spread over all 64 bits; `distinct` bounds how many differ."""
     high = min(distinct, 1 << 63)
-    return reference.mix(generator.integers(0, high, count, dtype=np.uint64))
+    return mix(generator.integers(0, high, count, dtype=np.uint64))
 
 
 def floats(generator: np.random.Generator, count: int) -> Floats:

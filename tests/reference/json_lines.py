@@ -1,4 +1,4 @@
-"""The twin of :mod:`.json_lines` in plain Python."""
+"""The reference of :mod:`paceline.kernels.text.json_lines` in plain Python."""
 
 from __future__ import annotations
 
@@ -6,25 +6,20 @@ import json
 from typing import Any
 
 import numpy as np
+from tests.reference.text import class_number, parse_float
 
-from paceline.kernels.text.reference import (
+from paceline.kernels.hashing import field_of, hash_bytes, name_seed
+from paceline.kernels.text.codes import (
     BAD_JSON,
     BAD_JSON_CLASS,
     BAD_JSON_LABEL,
     BAD_JSON_NUMBER,
     BAD_JSON_WEIGHT,
-    LABEL_WORDS,
     MAX_DEPTH,
     MISSING_WEIGHT,
     TOO_DEEP,
-    category_text,
-    class_number,
-    field_of,
-    hash_bytes,
-    name_seed,
-    number_text,
-    parse_float,
 )
+from paceline.kernels.text.values import LABEL_WORDS, category_text, number_text
 
 
 class _Number(str):

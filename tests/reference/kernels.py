@@ -1,8 +1,8 @@
-"""The kernels' twins in NumPy and plain Python: what they must compute, readable and slow.
+"""References of the kernels in NumPy and plain Python: readable and slow.
 
-A twin takes its kernel's arguments and writes the same outputs, so that tests and the benchmark can hand both
-the same case (see :mod:`paceline.kernels.cases`). Those of the kernels that apply update rules are in
-:mod:`paceline.tables.rules.reference`.
+A reference takes its kernel's arguments and writes the same outputs, so that tests and the benchmark can pass the same
+case to both (see :mod:`tests.reference.kernel_cases`). The references of the update rules' kernels are in
+:mod:`tests.reference.rules`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from itertools import combinations, pairwise
 import numpy as np
 import numpy.typing as npt
 
-from .index import NUM_BUCKETS
-from .initializers import CONSTANT, UNIFORM, ZEROS
+from paceline.kernels.hashing import FIRST_FINAL_MULTIPLIER, MASK, WORD_MULTIPLIER, mix
+from paceline.kernels.index import NUM_BUCKETS
+from paceline.kernels.initializers import CONSTANT, UNIFORM, ZEROS
 
 Keys = npt.NDArray[np.uint64]
 Floats = npt.NDArray[np.float32]
@@ -22,41 +23,24 @@ Doubles = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.int32]
 
-MAX_ORDER = 3
-"""So many columns are crossed at most (see :mod:`paceline.kernels.features.interactions`)."""
 
-MASK = (1 << 64) - 1
-_M1, _M2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _GOLDEN = 0x9E3779B97F4A7C15
-
-
-def _word(value: int) -> np.uint64:
-    return np.uint64(value & MASK)
-
-
-def mix(keys: npt.ArrayLike) -> Keys:
-    """Return the hash of each key: splitmix64's finalizer."""
-    h: Keys = np.atleast_1d(np.asarray(keys, np.uint64)).copy()
-    h = (h ^ (h >> _word(30))) * _word(_M1)
-    h = (h ^ (h >> _word(27))) * _word(_M2)
-    h ^= h >> _word(31)
-    return h
 
 
 def unmix(hashes: npt.ArrayLike) -> Keys:
     """Return the keys that have these hashes: the inverse of :func:`mix`, to make keys that collide."""
     h: Keys = np.atleast_1d(np.asarray(hashes, np.uint64)).copy()
-    h = h ^ (h >> _word(31)) ^ (h >> _word(62))
-    h = h * _word(pow(_M2, -1, 1 << 64))
-    h = h ^ (h >> _word(27)) ^ (h >> _word(54))
-    h = h * _word(pow(_M1, -1, 1 << 64))
-    h ^= (h >> _word(30)) ^ (h >> _word(60))
+    h = h ^ (h >> np.uint64(31)) ^ (h >> np.uint64(62))
+    h = h * np.uint64(pow(FIRST_FINAL_MULTIPLIER, -1, 1 << 64))
+    h = h ^ (h >> np.uint64(27)) ^ (h >> np.uint64(54))
+    h = h * np.uint64(pow(WORD_MULTIPLIER, -1, 1 << 64))
+    h ^= (h >> np.uint64(30)) ^ (h >> np.uint64(60))
     return h
 
 
 def bucket_of(keys: npt.ArrayLike) -> npt.NDArray[np.uint16]:
     """Return the bucket of each key."""
-    return (mix(keys) >> _word(55)).astype(np.uint16)
+    return (mix(keys) >> np.uint64(55)).astype(np.uint16)
 
 
 def buckets_of(keys: Keys, out: npt.NDArray[np.uint16]) -> None:
@@ -82,14 +66,14 @@ def initial_values(kind: int, seed: int, keys: Keys, dim: int, a: float, b: floa
         return (a + (b - a) * _uniform(seed, keys[:, None], 2 * np.arange(dim, dtype=np.uint64))).astype(np.float32)
     pairs = np.arange(0, dim, 2, dtype=np.uint64)
     radius = b * np.sqrt(-2.0 * np.log(_uniform(seed, keys[:, None], pairs)))
-    angle = 2.0 * np.pi * _uniform(seed, keys[:, None], pairs + _word(1))
+    angle = 2.0 * np.pi * _uniform(seed, keys[:, None], pairs + np.uint64(1))
     both = np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=2).reshape(len(keys), -1)
     return (a + both[:, :dim]).astype(np.float32)
 
 
 def _uniform(seed: int, keys: Keys, counters: Keys) -> Doubles:
-    rows = mix(keys ^ mix(_word(seed + _GOLDEN)))
-    bits = mix(rows + counters * _word(_GOLDEN)) >> _word(11)
+    rows = mix(keys ^ mix(np.uint64(seed + _GOLDEN & MASK)))
+    bits = mix(rows + counters * np.uint64(_GOLDEN)) >> np.uint64(11)
     result: Doubles = (bits.astype(np.float64) + 0.5) * 2.0**-53
     return result
 

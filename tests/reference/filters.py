@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from tests.reference.kernels import Integers
 
 from paceline.filters.base import Bytes
 from paceline.kernels.filters import BLOCK
-from paceline.kernels.reference import MASK, Integers, mix
+from paceline.kernels.hashing import MASK, mix
 from paceline.tables.types import Floats, Keys
 
 _GOLDEN, _SALT = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03

@@ -1,0 +1,67 @@
+"""Values in text: numbers, missing values, labels, categories and words."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+MISSING = frozenset({"", "na", "n/a", "nan", "null", "none", "?", "."})
+"""Spellings of a missing number, in any case."""
+
+LABEL_WORDS = {**dict.fromkeys(("true", "t", "yes", "y"), 1.0), **dict.fromkeys(("false", "f", "no", "n"), 0.0)}
+"""Words that a file may use for the labels 1 and 0, in any case."""
+
+MAX_FLOAT32 = 3.4028235677973362e38
+"""The largest double that rounds to a finite float32."""
+
+_WHOLE = re.compile(rb"-?[0-9]+\.0")
+_DECIMAL = re.compile(r"(-?)([0-9]+)(?:\.([0-9]*))?(?:[eE]([+-]?[0-9]+))?")
+_WORD = re.compile(rb"(?:[A-Za-z]|(?!\xe2\x80)[\xc3-\xff][\x80-\xbf]*)+")
+
+
+def category_text(text: bytes) -> bytes:
+    """Return the bytes of a category that are hashed: a whole number without ``.0`` at its end.
+
+    Programs write ``.0`` after the integers of a column in which other numbers are missing.
+    """
+    return text[:-2] if _WHOLE.fullmatch(text) else text
+
+
+def split_words(text: bytes) -> list[bytes]:
+    """Return the words of a text: runs of letters, with those of ASCII in lower case.
+
+    Other characters above U+00BF are letters too, except the punctuation from U+2000 to U+203F.
+    """
+    return [word.lower() for word in _WORD.findall(text)]
+
+
+def number_text(text: str) -> str:
+    """Return one text for all spellings of a JSON number, such as ``1000``, ``1000.0`` and ``1e3``.
+
+    A category's key is made of it. Whole numbers without a point and an exponent do not change. Others are written as
+    Arrow writes the numbers of a column: an exponent from 10^18 up and below 10^-6, no zeros at the end, and no point
+    after whole numbers.
+    """
+    found = _DECIMAL.fullmatch(text)
+    if found is None or (found[3] is None and found[4] is None):
+        return text
+    sign, whole, fraction = found[1], found[2], found[3] or ""
+    digits = (whole + fraction).lstrip("0")
+    place = len(digits) - len(fraction) + int(found[4] or 0)  # of the point, after the first nonzero digit
+    digits = digits.rstrip("0")
+    if not digits:
+        return "0"
+    if not -5 <= place <= 18:
+        return f"{sign}{digits[0]}{'.' * (len(digits) > 1)}{digits[1:]}e{place - 1:+d}"
+    if place <= 0:
+        return f"{sign}0.{'0' * -place}{digits}"
+    return f"{sign}{digits[:place].ljust(place, '0')}{'.' * (len(digits) > place)}{digits[place:]}"
+
+
+@cache
+def powers_of_ten() -> npt.NDArray[np.float64]:
+    """Return 10^0 to 10^75, each the nearest double."""
+    return np.array([float(f"1e{exponent}") for exponent in range(76)], dtype=np.float64)
