@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from paceline.collectives.calls import CollectiveCall
-from paceline.collectives.founding import Founding
-from paceline.collectives.layout import GroupLayout
+from paceline.collectives.founding import Founding, GroupLayout
 from paceline.collectives.network import verdicts as _verdicts
 from paceline.collectives.network.engine import Choose, NetworkEngine
 from paceline.collectives.network.executor import ScheduleExecutor, Status

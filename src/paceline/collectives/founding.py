@@ -1,4 +1,4 @@
-"""Set up the shared memory of a group's ranks on one host, before the first call."""
+"""Set up a group before its first call: its ranks and hosts, and the shared memory of the ranks on one host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numba import config
 from paceline.collectives.calls import CollectiveCall
 from paceline.collectives.engine import Order
 from paceline.collectives.group_names import EndedError, absent
-from paceline.collectives.layout import GroupLayout
+from paceline.collectives.rendezvous.node import NodeInfo
 from paceline.collectives.rendezvous.store import PrefixStore, await_all, exchange
 from paceline.collectives.shared.engine import SharedMemory
 from paceline.collectives.shared.segment import Segment, SegmentError
@@ -29,6 +29,26 @@ class _Attached(msgspec.Struct, frozen=True, array_like=True):
 
     failure: str
     cores: tuple[int, ...]
+
+
+class GroupLayout:
+    """The ranks of the group `name`: `ranks` are world ranks, `rank` is this process's rank in the group."""
+
+    def __init__(self, name: str, ranks: Sequence[int], world_rank: int, world_infos: Sequence[NodeInfo]) -> None:
+        self.name = name
+        self.ranks = tuple(ranks)
+        self.rank = self.ranks.index(world_rank)
+        self.size = len(self.ranks)
+        self.infos = tuple(world_infos[rank] for rank in self.ranks)
+        domains = [info.memory_domain for info in self.infos]
+        self.hosts = tuple(sorted(set(domains), key=domains.index).index(domain) for domain in domains)
+        """Host number of every rank; ranks of one host can share memory."""
+        self.local_ranks = tuple(rank for rank in range(self.size) if self.hosts[rank] == self.hosts[self.rank])
+
+    @property
+    def is_on_one_host(self) -> bool:
+        """Whether all ranks can share memory."""
+        return len(self.local_ranks) == self.size
 
 
 class Founding:

@@ -25,10 +25,9 @@ from paceline.filters.base import (
     parse_filter,
 )
 from paceline.filters.calls import num_bytes_of, packed_by, read_values, unpacked_by, write_values
-from paceline.filters.keys.caching import DIGEST_BYTES, LEAST_KEYS, KeyCaching, digest_of
+from paceline.filters.keys.caching import DIGEST_BYTES, LEAST_KEYS, KeyCaching, KeyLists, digest_of
 from paceline.filters.keys.deltas import DeltaKeys
-from paceline.filters.keys.memory import KeyMemory
-from paceline.filters.keys.numbers import KeyNumbers
+from paceline.filters.keys.numbers import KeyNumbers, ReceivedNumbers, SentNumbers
 from paceline.kernels.filters import decode_deltas, encode_deltas
 from paceline.tables.types import Floats, Keys
 
@@ -48,6 +47,27 @@ NUMBERS: Final = 16
 _FORMS: Final = (0, STORED, KNOWN, DELTAS, STORED | DELTAS, NUMBERS, STORED | NUMBERS, RANGE)
 
 _Kind = TypeVar("_Kind", bound=Filter)
+
+
+class KeyMemory:
+    """Key lists and key numbers of one table at one end of a connection."""
+
+    def __init__(self, caching: KeyCaching | None, numbering: KeyNumbers | None, *, sends: bool) -> None:
+        self.lists = None if caching is None else KeyLists(caching.megabytes << 20)
+        self.sent = SentNumbers(numbering.megabytes) if numbering is not None and sends else None
+        self.received = ReceivedNumbers(numbering.megabytes) if numbering is not None and not sends else None
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of the keys at the receiver's end."""
+        lists = 0 if self.lists is None else self.lists.num_bytes
+        return lists + (0 if self.received is None else self.received.num_bytes)
+
+    def clear(self) -> None:
+        """Remove all keys."""
+        for each in (self.lists, self.sent, self.received):
+            if each is not None:
+                each.clear()
 
 
 class UnknownKeysError(Exception):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.launch.run.news import News
+from paceline.launch.run.servers import News
 
 
 def make_news(*incarnations: int) -> News:

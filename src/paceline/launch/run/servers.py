@@ -10,14 +10,13 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
 from paceline.closing import Closing
 from paceline.errors import PacelineError, PeerError
 from paceline.launch.local import LocalCluster, Share
-from paceline.launch.run.news import News
 from paceline.launch.supervisor import describe_status
 from paceline.protocol import Consistency, StalePolicy
 from paceline.ps import SchedulerLink, make_node_name, messages
@@ -28,6 +27,40 @@ from paceline.transport import TLS, Hello
 _LEAVING_S = 2.0
 """How long a server that was declared dead may take to end by itself; one that is stopped never does."""
 _LOOK_S = 0.5
+
+
+class News:
+    """Lines about dead and replaced processes, kept until the main thread prints them.
+
+    The thread of the link to the scheduler adds them. It also sends heartbeats, so it must not wait for a reader of
+    standard error. A server's death is reported when another server has joined.
+    """
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+        self._notes: dict[str, str] = {}  # by the place of a server, in the order of the deaths
+        self._known: set[int] | None = None
+
+    def add(self, line: str) -> None:
+        """Say a line soon."""
+        self._lines.append(line)
+
+    def add_when_replaced(self, place: str, line: str) -> None:
+        """Say a line when another server has joined. Of a place whose line is waiting the first one counts."""
+        self._notes.setdefault(place, line)
+
+    def take_servers(self, incarnations: Iterable[int], *, is_lost: bool) -> None:
+        """Take who is there, and whether something is lost, which is then all there is to say."""
+        now = set(incarnations)
+        joined = set() if self._known is None else now - self._known
+        self._known = now | (self._known or set())
+        for place in [] if is_lost else list(self._notes)[: len(joined)]:
+            self._lines.append(self._notes.pop(place))
+
+    def take_lines(self) -> list[str]:
+        """Return what is to be said now, and forget it."""
+        lines, self._lines = self._lines, []
+        return lines
 
 
 class RunServers(Closing):

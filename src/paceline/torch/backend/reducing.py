@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import Work
 
+from paceline.collectives import Group
 from paceline.errors import PacelineError, UsageError
 from paceline.torch import profiling as _profiling
 from paceline.torch.backend import tensors as _tensors
@@ -17,7 +18,6 @@ from paceline.torch.backend.base import BaseProcessGroup, on_cpu
 from paceline.torch.backend.calls import Step
 from paceline.torch.backend.errors import in_torch_terms
 from paceline.torch.backend.reductions import NAMES, op_and_factor, scaled
-from paceline.torch.backend.sparse import all_reduce_sparse
 from paceline.torch.backend.work import FinishedWork
 
 _ALL_REDUCE: Final = c10d.AllreduceOptions()
@@ -110,7 +110,7 @@ class Reducing(BaseProcessGroup):
         try:
             if factor is not None:
                 tensor.detach().mul_(factor)
-            all_reduce_sparse(self._calls.group(), tensor, name)
+            _sum_sparse(self._calls.group(), tensor, name)
         except PacelineError as error:
             raise in_torch_terms(error, self._terms) from None
         finally:
@@ -160,3 +160,30 @@ def _with_op(op: Any) -> Any:
     options = c10d.AllreduceOptions()
     options.reduceOp = op
     return options
+
+
+def _sum_sparse(group: Group, tensor: Tensor, op: str) -> None:
+    """Sum a sparse COO tensor of equal shape over all ranks, in place. The result is coalesced.
+
+    Every rank gathers the indices and values of all ranks, and adds the values of equal indices.
+    """
+    if op != "sum":
+        raise UsageError(f"got the reduction {op!r} for a sparse tensor, expected SUM")
+    if tensor.layout != torch.sparse_coo:
+        raise UsageError(f"got a tensor of layout {tensor.layout}, expected a dense one or sparse COO")
+    own = tensor.coalesce()
+    indices, values = own.indices(), own.values()
+    num_dims, num = indices.shape
+    is_complex = values.is_complex()
+    counts = group.gather_sizes(values)
+    all_indices = torch.as_tensor(group.all_gather(indices.t().contiguous(), sizes=counts))
+    moved: Any = torch.view_as_real(values) if is_complex else values
+    all_values = group.all_gather(moved.contiguous(), sizes=counts)
+    if is_complex:
+        all_values = torch.view_as_complex(all_values)
+    total = torch.sparse_coo_tensor(
+        all_indices.view(-1, num_dims).t(), all_values, tensor.shape, dtype=tensor.dtype, check_invariants=False
+    )
+    assert all_indices.shape[0] == sum(counts) >= num
+    with torch.no_grad():
+        tensor.copy_(total.coalesce())

@@ -14,8 +14,7 @@ from paceline.ps import SGD, Initializer, UpdateRule
 from paceline.torch.embeddings.distinct import sum_equal_keys
 from paceline.torch.embeddings.gradients import RowGradients
 from paceline.torch.embeddings.modules import Embedding, EmbeddingBag
-from paceline.torch.embeddings.prefetching import Prefetcher
-from paceline.torch.embeddings.source import LastKeys, RowSource
+from paceline.torch.embeddings.source import LastKeys, Prefetcher, RowSource
 from paceline.torch.embeddings.tables import Push, RowFilters, RowTable, RowTables
 from paceline.torch.update_rules import rule_of
 

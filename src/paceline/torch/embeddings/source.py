@@ -1,15 +1,163 @@
-"""One embedding's way to its rows: prefetched or fetched, and the gradients on their way back."""
+"""The rows of an embedding: fetched when the model needs them, or prefetched with the keys of the next batch.
+
+The prefetcher learns which tensors of a batch hold keys. A wrong prediction costs a useless request only, because rows
+are found by their requested keys.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from paceline.tables.types import Floats
+from paceline.tables.types import Floats, Keys
 from paceline.torch.embeddings.distinct import DistinctKeys, keys_of
 from paceline.torch.embeddings.gradients import RowGradients
-from paceline.torch.embeddings.prefetching import Prefetcher
-from paceline.torch.embeddings.tables import RowTable
+from paceline.torch.embeddings.tables import RowTable, RowTicket
+
+_WHOLE = -1
+
+
+class KeyPlace(NamedTuple):
+    """Where in a batch keys are: a view of one of its tensors."""
+
+    leaf: int
+    """The tensor's number in the batch."""
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    """The view's shape; the first is -1 where it is the tensor's own, which the last batch has less of."""
+    stride: tuple[int, ...]
+    offset: int
+    """In elements, from the tensor's beginning."""
+
+    def of(self, leaf: torch.Tensor) -> torch.Tensor:
+        """Return that view of another batch's tensor. Raises RuntimeError where it has none."""
+        size = (leaf.shape[0], *self.size[1:]) if self.size[:1] == (_WHOLE,) else self.size
+        return leaf.view(self.dtype).as_strided(size, self.stride, leaf.storage_offset() + self.offset)
+
+
+class _Fetched:
+    """Rows that were asked for."""
+
+    __slots__ = ("asked", "keys", "place", "ticket")
+
+    def __init__(self, place: KeyPlace, keys: DistinctKeys, ticket: RowTicket, asked: int) -> None:
+        self.place = place
+        self.keys = keys
+        self.ticket = ticket
+        self.asked = asked
+
+
+class Prefetcher:
+    """The rows of the next batch, on their way while this one is computed. Used by one thread.
+
+    `lead`: how many iterations before their use rows may be asked for, 0 or 1.
+    """
+
+    def __init__(self, lead: int) -> None:
+        self._lead = lead
+        self._iteration = 0
+        self._leaves: list[torch.Tensor] = []
+        self._deferred: Any = None
+        self._places: dict[RowSource, list[KeyPlace]] = {}
+        self._fetched: dict[RowSource, list[_Fetched]] = {}
+
+    def begin(self, batch: Any) -> None:
+        """Note the batch that is computed next: lookups of its tensors show where keys are."""
+        self._leaves = list(_leaves(batch))
+
+    def prefetch(self, batch: Any) -> None:
+        """Ask for the rows of the batch after it, as early as the consistency allows."""
+        if self._lead:
+            self._ask(batch)
+        else:
+            self._deferred = batch
+
+    def stepped(self) -> None:
+        """Note that this iteration's gradients are on their way."""
+        self._iteration += 1
+
+    def ticked(self) -> None:
+        """Note that the next iteration's rows may be asked for."""
+        batch, self._deferred = self._deferred, None
+        if batch is not None:
+            self._ask(batch)
+
+    def forget(self) -> None:
+        """Drop the rows that are on their way: the tables have been written to since they were asked for."""
+        self._deferred = None
+        self._fetched.clear()
+
+    def find(self, source: RowSource, keys: torch.Tensor, flat: Keys) -> tuple[DistinctKeys, Floats] | None:
+        """Return the rows of a lookup if they were asked for; else learn from it, if it is of the current batch."""
+        waiting = self._fetched.get(source, [])
+        for fetched in waiting:
+            if not self._is_late(fetched) and np.array_equal(fetched.keys.flat, flat):
+                waiting.remove(fetched)
+                return fetched.keys, fetched.ticket.result()
+        place = self._place_of(keys)
+        if place is not None:
+            known = self._places.setdefault(source, [])
+            if place not in known:
+                known.append(place)
+        return None
+
+    def _is_late(self, fetched: _Fetched) -> bool:
+        return self._iteration > fetched.asked + self._lead
+
+    def _ask(self, batch: Any) -> None:
+        leaves = list(_leaves(batch))
+        distinct: dict[KeyPlace, DistinctKeys | None] = {}
+        for source, places in self._places.items():
+            waiting = self._fetched.setdefault(source, [])
+            for fetched in [fetched for fetched in waiting if self._is_late(fetched)]:
+                waiting.remove(fetched)
+                if fetched.place in places:  # nobody came for them
+                    places.remove(fetched.place)
+            for place in places:
+                if place not in distinct:
+                    distinct[place] = _keys_at(place, leaves)
+                keys = distinct[place]
+                if keys is not None:
+                    ticket = source.table.fetch(keys.unique, ahead=bool(self._lead))
+                    waiting.append(_Fetched(place, keys, ticket, self._iteration))
+
+    def _place_of(self, keys: torch.Tensor) -> KeyPlace | None:
+        storage = keys.untyped_storage().data_ptr()
+        for number, leaf in enumerate(self._leaves):
+            same_size = leaf.element_size() == keys.element_size()
+            if same_size and leaf.untyped_storage().data_ptr() == storage and leaf.device == keys.device:
+                size = tuple(keys.shape)
+                if leaf.dim() and size and size[0] == leaf.shape[0]:
+                    size = (_WHOLE, *size[1:])
+                offset = int(keys.storage_offset()) - int(leaf.storage_offset())
+                return KeyPlace(number, keys.dtype, size, keys.stride(), offset)
+        return None
+
+
+def _keys_at(place: KeyPlace, leaves: list[torch.Tensor]) -> DistinctKeys | None:
+    if place.leaf >= len(leaves):
+        return None
+    try:
+        return DistinctKeys(keys_of(place.of(leaves[place.leaf])))
+    except RuntimeError:  # the batch has another form than those before
+        return None
+
+
+def _leaves(batch: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a batch, in an order that depends on its form alone."""
+    if isinstance(batch, torch.Tensor):
+        if batch.is_sparse or batch.layout is not torch.strided:
+            return
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _leaves(value)
+    elif isinstance(batch, (list, tuple)):
+        for value in batch:
+            yield from _leaves(value)
 
 
 class LastKeys:
