@@ -15,7 +15,7 @@ from paceline.simulation.product import PRODUCT_KINDS, ProductCluster
 from paceline.simulation.product.truth import Truth
 from paceline.tables.sparse_part import SparsePart
 
-SEEDS = range(24)
+SEEDS = range(14)
 DEFECT_SEEDS = (16, 17, *range(200))  # those that find each of the defects below, so far, come first
 
 
@@ -24,8 +24,8 @@ def test_nothing_promised_is_broken() -> None:
     assert [f"seed {each.seed}: {each.violation}" for each in outcomes if each.violation] == []
     fired = sum((each.fired for each in outcomes), Counter[str]())
     assert len(fired) > len(PRODUCT_KINDS) // 2
-    assert sum(each.num_reads for each in outcomes) > 300
-    assert sum(each.num_compared for each in outcomes) > 10_000
+    assert sum(each.num_reads for each in outcomes) > 150
+    assert sum(each.num_compared for each in outcomes) > 5_000
 
 
 def test_a_seed_is_the_same_every_time() -> None:

@@ -96,13 +96,12 @@ def test_click(paceline: Commands, run_alone: Any, real_data: Path, capsys: pyte
 
 def test_charlm(paceline: Commands, run_alone: Any, real_data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = real_data / "text" / "tinyshakespeare.txt"
-    arguments = ("--data", text, "--limit", "60000", "--length", "32", "--batch-size")
+    arguments = ("--data", text, "--limit", "30000", "--length", "32", "--batch-size")
     run_alone("charlm.py", *arguments, "16", "--json")
     alone = checked(capsys.readouterr().out, "loss")
     assert 1.5 < alone["loss"] < 3.3  # nats; the logarithm of 60 characters is 4.1
-    for strategy in ("all-reduce", "sharded"):
-        found = run_under(paceline, strategy, ("--nproc-per-node", "2"), "charlm.py", *arguments, "8", field="loss")
-        assert found["loss"] == pytest.approx(alone["loss"], abs=0.02)
+    found = run_under(paceline, "sharded", ("--nproc-per-node", "2"), "charlm.py", *arguments, "8", field="loss")
+    assert found["loss"] == pytest.approx(alone["loss"], abs=0.02)
 
 
 def test_mesh(paceline: Commands) -> None:

@@ -27,7 +27,8 @@ def criteo(real_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "consistency", ["sequential", "bounded:4", pytest.param("eventual", marks=pytest.mark.thorough)]
+    "consistency",
+    ["sequential", *(pytest.param(each, marks=pytest.mark.thorough) for each in ("bounded:4", "eventual"))],
 )
 def test_criteo(paceline: Commands, criteo: tuple[Path, Path], consistency: str) -> None:
     result = paceline.succeed(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from random import SystemRandom
-
-_random = SystemRandom()  # a program's own random numbers do not depend on when connections break
+import secrets
 
 
 class Backoff:
@@ -18,10 +16,11 @@ class Backoff:
     def __init__(self, first_s: float, longest_s: float, *, spread: float = 0.0) -> None:
         self._first_s, self._longest_s, self._spread = first_s, longest_s, spread
         self._pause_s = first_s
+        self._random = secrets.SystemRandom()  # the program's own random numbers do not depend on lost connections
 
     def next_s(self, left_s: float = math.inf) -> float:
         """Return the next pause, limited to the remaining time."""
-        pause_s = self._pause_s * _random.uniform(1.0 - self._spread, 1.0)
+        pause_s = self._pause_s * self._random.uniform(1.0 - self._spread, 1.0)
         self._pause_s = min(2.0 * self._pause_s, self._longest_s)
         return max(min(pause_s, left_s), 0.0)
 

@@ -22,7 +22,7 @@ from .harness import Cluster, Floats, ServerNode, in_threads, wait_until
 
 KEYS = np.arange(300, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 ITERATIONS = 60
-CONSISTENCIES = [Eventual(), BoundedDelay(tau=1), Sequential()]
+CONSISTENCIES = [Eventual(), pytest.param(BoundedDelay(tau=1), marks=pytest.mark.thorough), Sequential()]
 
 
 def count(client: Client, kind: str, iterations: int = ITERATIONS) -> None:
@@ -172,7 +172,7 @@ def leads(client: Client, rank: int) -> bool:
 
 
 @pytest.mark.parametrize("aggregate", ["sum", pytest.param("mean", marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("replicas", [0, 1])
+@pytest.mark.parametrize("replicas", [pytest.param(0, marks=pytest.mark.thorough), 1])
 def test_servers_come_and_go_and_sequential_iterations_stay_as_they_are(
     replicas: int, aggregate: Literal["sum", "mean"]
 ) -> None:

@@ -58,6 +58,7 @@ def best_time_s(call: Callable[[], object]) -> float:
     return min(times)
 
 
+@pytest.mark.thorough  # neighbours on the same machine change the ratio
 @pytest.mark.skipif(numba.config.DISABLE_JIT, reason="times the compiled kernel")  # type: ignore[attr-defined]
 def test_dedup_is_much_faster_than_sorting() -> None:
     keys = random_keys(np.random.default_rng(0), 160_000, 100_000)
@@ -66,7 +67,7 @@ def test_dedup_is_much_faster_than_sorting() -> None:
     dedup.dedup(keys, scratch, unique, inverse)
     ours = best_time_s(lambda: dedup.dedup(keys, scratch, unique, inverse))
     theirs = best_time_s(lambda: np.unique(keys, return_inverse=True))
-    assert theirs / ours > 1.5, (ours, theirs)  # about 10 in benchmarks/kernels.py, 2.3 with busy neighbours
+    assert theirs / ours > 3, (ours, theirs)  # about 10 in benchmarks/kernels.py
 
 
 @pytest.mark.parametrize("at", [0, 1, 500, 1022])

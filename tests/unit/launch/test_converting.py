@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import shutil
 import tempfile
 import zlib
 from collections.abc import Iterator
@@ -74,6 +75,15 @@ def assert_same(a: Batch, b: Batch) -> None:
         np.testing.assert_array_equal(getattr(a, name), getattr(b, name), name)
 
 
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with x.csv, and out, which is converted from it."""
+    folder = tmp_path_factory.mktemp("converted")
+    (folder / "x.csv").write_text(SOURCES["csv"])
+    convert(folder / "x.csv", folder / "out", COLUMNS)
+    return folder
+
+
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     path = tmp_path / "x.csv"
@@ -82,10 +92,9 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def out(source: Path) -> Path:
+def out(converted: Path, source: Path) -> Path:
     """The source, converted."""
-    convert(source, source.with_name("out"), COLUMNS)
-    return source.with_name("out")
+    return Path(shutil.copy2(converted / "out", source.with_name("out")))
 
 
 @pytest.mark.parametrize("format", SOURCES)
@@ -277,7 +286,9 @@ def test_names_of_features_are_kept_on_request(source: Path, out: Path) -> None:
 def test_it_is_described_as_its_sources_were(source: Path, out: Path) -> None:
     found, before = (describe_data([str(path)], columns=columns) for path, columns in ((out, None), (source, COLUMNS)))
     assert found["format"] == "paceline"
-    assert found["converted"] == {"format": "csv", "examples": 3000, "positives": 1425, "sources": [str(source)]}
+    sources = found["converted"].pop("sources")
+    assert found["converted"] == {"format": "csv", "examples": 3000, "positives": 1425}
+    assert [Path(each).name for each in sources] == [source.name]
     assert {**found, "format": 0, "files": 0, "bytes": 0, "labels": 0, "converted": 0} == {
         **before, "format": 0, "files": 0, "bytes": 0, "labels": 0, "converted": 0,
     }  # fmt: skip
@@ -323,7 +334,7 @@ def test_files_of_columns_evaluate_each_other(source: Path, out: Path, tmp_path:
 
     pyarrow.parquet.write_table(pyarrow.csv.read_csv(source), tmp_path / "x.parquet")
     files = [source, out, tmp_path / "x.parquet"]
-    for data, evaluation in itertools.permutations(files, 2):
+    for data, evaluation in zip(files, [*files[1:], source], strict=True):
         columns = None if data == out else COLUMNS
         settled, _ = settle_files(TrainOptions(data=[data], evaluation=[evaluation], columns=columns))
         assert settled.format is not None
@@ -384,7 +395,7 @@ def test_nothing_stays_of_what_was_interrupted(source: Path, tmp_path: Path) -> 
     def interrupt(num_examples: int) -> None:
         raise KeyboardInterrupt
 
-    source.write_text(csv_text(200_000))
+    source.write_text(csv_text(20_000))
     before = sorted(tmp_path.iterdir())
     with pytest.raises(KeyboardInterrupt):
         convert(source, tmp_path / "out", COLUMNS, on_progress=interrupt, report_s=0.0)

@@ -29,7 +29,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
 SLOW = {"deepfm": {**FACTORS, **TOWER}, "dcn": {**FACTORS, **TOWER, "cross_layers": 1}}
 LINEAR = ("lr", "regression", "poisson", "softmax")
 ALONE = [
-    *((family, name, tuned) for family in LINEAR for name in [*COMMON, "min_count"] for tuned in ([], ["--tune"])),
+    *((family, name, []) for family in LINEAR for name in [*COMMON, "min_count"]),
+    *((family, name, ["--tune"]) for family in LINEAR for name in ("lr", "l1")),
+    *(
+        pytest.param(family, name, ["--tune"], marks=pytest.mark.thorough)
+        for family in LINEAR
+        for name in [*COMMON, "min_count"]
+        if name not in ("lr", "l1")
+    ),
     *(("fm", name, []) for name in [*COMMON, *FACTORS]),
     *(("ffm", name, []) for name in FACTORS),
     *(("fm", name, ["--tune"]) for name in ("factor_lr", "factor_l2", "lr", "l1")),
@@ -102,7 +109,7 @@ def test_all_settings_together(monkeypatch: pytest.MonkeyPatch, family: str) -> 
 
 @pytest.mark.usefixtures("rows")
 @pytest.mark.parametrize("rule", ["sgd", "momentum", "adagrad", "rmsprop", "adam", "adamw"])
-@pytest.mark.parametrize("family", ["lr", "poisson"])
+@pytest.mark.parametrize("family", ["lr", pytest.param("poisson", marks=pytest.mark.thorough)])
 def test_settings_of_other_rules(monkeypatch: pytest.MonkeyPatch, family: str, rule: str) -> None:
     check(monkeypatch, family, {"lr": 0.0123, "l2": 0.33}, "--update", rule)
 

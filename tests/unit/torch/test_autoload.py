@@ -87,13 +87,17 @@ def test_torch_registers_the_backend_by_itself(installed: dict[str, str]) -> Non
     run(_DISTRIBUTED, installed)
 
 
+@pytest.mark.thorough
 def test_accelerate_takes_the_group_that_is_there(installed: dict[str, str]) -> None:
     pytest.importorskip("accelerate")
     run(_ACCELERATE, {**installed, "LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("library", "program"), [("accelerate", _ACCELERATOR), ("transformers", _TRAINER)])
+@pytest.mark.parametrize(
+    ("library", "program"),
+    [("accelerate", _ACCELERATOR), pytest.param("transformers", _TRAINER, marks=pytest.mark.thorough)],
+)
 def test_libraries_find_the_group_under_paceline_run(
     library: str, program: str, installed: dict[str, str], tmp_path: Path
 ) -> None:

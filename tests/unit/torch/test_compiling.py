@@ -49,7 +49,8 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("imported", ["early", pytest.param("late", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("imported", ["early", "late"])
 def test_ddp_on_the_backend_compiles(imported: str) -> None:
     """Whether Dynamo is there before this package or comes after it."""
     pytest.importorskip("torch")

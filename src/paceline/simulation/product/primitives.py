@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from random import Random
 from types import TracebackType
 from typing import Any
 
@@ -298,6 +299,10 @@ class Numbers:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._random, name) if hasattr(self._random, name) else getattr(secrets, name)
+
+    def SystemRandom(self) -> Random:  # noqa: N802
+        """Return the world's generator."""
+        return self._random
 
     def randbits(self, bits: int) -> int:
         """Return a number of so many bits."""
