@@ -67,10 +67,8 @@ class Environment:
     """``PACELINE_FILTERS``: filters for messages between processes, in the format of ``paceline run --filters``."""
     pull_filters: str | None = None
     """``PACELINE_PULL_FILTERS``: filters for pulled rows, in the format of ``--pull-filters``; may be empty."""
-    pipeline: str | None = None
-    """``PACELINE_PIPELINE``: stages and schedule of the strategy ``pipeline``, written by ``paceline run``."""
-    sharding: str | None = None
-    """``PACELINE_SHARDING``: units and shards of the strategy ``sharded``, written by ``paceline run``."""
+    strategy_options: str | None = None
+    """``PACELINE_STRATEGY_OPTIONS``: the options of the strategy, written by ``paceline run``."""
 
     def __repr__(self) -> str:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -136,8 +134,7 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
         replicas=_integer(found, "PACELINE_REPLICAS"),
         filters=found.get("PACELINE_FILTERS") or None,
         pull_filters=found.get("PACELINE_PULL_FILTERS"),
-        pipeline=found.get("PACELINE_PIPELINE") or None,
-        sharding=found.get("PACELINE_SHARDING") or None,
+        strategy_options=found.get("PACELINE_STRATEGY_OPTIONS") or None,
     )
 
 

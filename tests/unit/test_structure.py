@@ -28,7 +28,7 @@ LARGE_CLASSES = {
     "collectives/group.py:Group": (49, 19),
     "collectives/network/receiving.py:IncomingMessage": (12, 21),
     "collectives/p2p/progress.py:ProgressLoop": (12, 19),
-    "environment.py:Environment": (1, 23),
+    "environment.py:Environment": (1, 22),
     "launch/run/options.py:RunOptions": (0, 27),
     "launch/train/options.py:TrainOptions": (0, 21),
     "ps/client/servers.py:Servers": (19, 16),

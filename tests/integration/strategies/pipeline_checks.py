@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from paceline.errors import StageError, UsageError
-from paceline.pipeline_options import SCHEDULES
+from paceline.strategies import SCHEDULES
 from paceline.torch.strategies import AllReduce, Pipeline, Sharded
 
 CHECKPOINT = "PIPELINE_CHECKPOINT"

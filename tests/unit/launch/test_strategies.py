@@ -8,7 +8,7 @@ import pytest
 
 from paceline.errors import UsageError
 from paceline.protocol import BoundedDelay, Eventual, Sequential
-from paceline.strategies import STRATEGIES, choose_strategy, is_one_process, needs_servers
+from paceline.strategies import STRATEGIES, choose_strategy, needs_servers
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ def test_every_strategy_by_its_name(name: str) -> None:
     choice = choose_strategy(name, processes=1)
     assert choice.name == name
     assert (choice.servers, choice.consistency is not None) == ((1, True) if needs_servers(name) else (0, False))
-    if is_one_process(name):
+    if STRATEGIES[name].is_one_process:
         with pytest.raises(UsageError, match=f"strategy {name} is one process, got 2"):
             choose_strategy(name, processes=2)
     else:

@@ -11,8 +11,14 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from paceline.errors import UsageError  # noqa: E402
-from paceline.sharding_options import ShardingOptions, choose_sharding  # noqa: E402
-from paceline.strategies import choose_strategy  # noqa: E402
+from paceline.strategies import (  # noqa: E402
+    PipelineFlags,
+    ShardingFlags,
+    ShardingOptions,
+    StrategyFlags,
+    choose_sharding,
+    choose_strategy,
+)
 from paceline.torch.strategies.sharded.units import choose_units, shard_dimension  # noqa: E402
 
 
@@ -91,8 +97,9 @@ def test_options() -> None:
     assert options == ShardingOptions(units=("blocks.*", "head"), shards=4, data_parallel=2)
     assert ShardingOptions.decode(options.encode()) == options
     assert choose_sharding(None, None, 3) == ShardingOptions(units=(), shards=3, data_parallel=1)
-    assert choose_strategy("sharded", processes=2, shard="head").sharding == choose_sharding("head", None, 2)
-    with pytest.raises(UsageError, match="PACELINE_SHARDING='no' was not written by paceline run"):
+    flags = StrategyFlags(sharding=ShardingFlags(shard="head"))
+    assert choose_strategy("sharded", processes=2, flags=flags).options == choose_sharding("head", None, 2)
+    with pytest.raises(UsageError, match="PACELINE_STRATEGY_OPTIONS='no' was not written by paceline run"):
         ShardingOptions.decode("no")
 
 
@@ -110,10 +117,10 @@ def test_options() -> None:
     ],
 )
 def test_options_that_cannot_be(name: str, options: dict[str, Any], said: str) -> None:
-    from paceline.pipeline_options import PipelineFlags
-
-    if "pipeline" in options:
-        options = {**options, "pipeline": PipelineFlags(**options["pipeline"])}
+    rest = dict(options)
+    flags = StrategyFlags(
+        pipeline=PipelineFlags(**rest.pop("pipeline", {})), sharding=ShardingFlags(shard=rest.pop("shard", None))
+    )
     with pytest.raises(UsageError) as caught:
-        choose_strategy(name, processes=3, **options)
+        choose_strategy(name, processes=3, flags=flags, **rest)
     assert said in str(caught.value)

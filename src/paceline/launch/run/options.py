@@ -7,7 +7,7 @@ from pathlib import Path
 
 from paceline.command_options import argument, option
 from paceline.launch.flags import FilterModuleFlags, MemoryFlags, PushFlags, TLSFlags
-from paceline.pipeline_options import PipelineFlags
+from paceline.strategies import STRATEGIES, StrategyFlags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,16 +17,11 @@ class RunOptions:
     script: str | None = argument("Script to run (with -m: module).", show_default=False)
     arguments: list[str] | None = argument("Arguments of the script, passed on as they are.", show_default=False)
     strategy: str | None = option(
-        "one-device, mirrored, central-storage, all-reduce, parameter-server, hybrid, pipeline or sharded; "
+        f"{', '.join([*STRATEGIES][:-1])} or {[*STRATEGIES][-1]}; "
         "default: hybrid with --servers, else all-reduce for several processes, else one-device."
     )
     nproc_per_node: int | None = option("Processes (ranks) on this machine; default 1.")
-    pipeline: PipelineFlags = PipelineFlags()
-    """Of the strategy of this name. Its `data_parallel` is for ``sharded`` too."""
-    shard: str | None = option(
-        "sharded: modules whose parameters are gathered at once: encoder.*,head (* is any one part of a "
-        "name); default: blocks of lists and sequences, and large modules beside them."
-    )
+    flags: StrategyFlags = StrategyFlags()
     module: bool = option("SCRIPT is a module, as python -m takes it.", "-m", "--module", default=False)
     servers: int | None = option("Parameter servers of the strategies that have them; default 1.")
     consistency: str | None = option(

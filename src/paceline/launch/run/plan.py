@@ -21,7 +21,7 @@ _OURS = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
     "PACELINE_TLS_CERT", "PACELINE_TLS_KEY", "PACELINE_TLS_CA",
     "PACELINE_ROLE", "PACELINE_SCHEDULER", "PACELINE_TOKEN", "PACELINE_STRATEGY", "PACELINE_REPLICAS",
-    "PACELINE_FILTERS", "PACELINE_PULL_FILTERS", "PACELINE_PIPELINE", "PACELINE_SHARDING",
+    "PACELINE_FILTERS", "PACELINE_PULL_FILTERS", "PACELINE_STRATEGY_OPTIONS",
 )  # fmt: skip
 
 
@@ -130,10 +130,8 @@ def plan_ranks(
     }
     if choice.replicas is not None:
         told["PACELINE_REPLICAS"] = str(choice.replicas)
-    if choice.pipeline is not None:
-        told["PACELINE_PIPELINE"] = choice.pipeline.encode()
-    if choice.sharding is not None:
-        told["PACELINE_SHARDING"] = choice.sharding.encode()
+    if choice.options is not None:
+        told["PACELINE_STRATEGY_OPTIONS"] = choice.options.encode()
     if filters:
         told["PACELINE_FILTERS"] = filters
     if pull_filters is not None:

@@ -35,10 +35,9 @@ from paceline.launch.run.plan import (
 from paceline.launch.run.processes import RankProcesses
 from paceline.launch.run.servers import RunServers
 from paceline.launch.run.streams import Screen, check_log_dir
-from paceline.pipeline_options import choose_pipeline
 from paceline.protocol import Accept, check_stale_policy, parse_stale_policy
 from paceline.ps.client.filtered import filters_of_dense_tables
-from paceline.strategies import StrategyChoice, choose_strategy
+from paceline.strategies import STRATEGIES, StrategyChoice, StrategySpec, choose_strategy, needs_servers
 from paceline.tables.memory.limit import MemoryLimit
 from paceline.transport import TLS, Address, SocketTransport, make_token
 from paceline.transport.addresses import bind_tcp
@@ -76,7 +75,7 @@ def run_script(options: RunOptions) -> int:
     setup = _plan_cluster(options) if options.cluster is not None else _plan_node(options)
     stale = Accept() if options.stale is None else parse_stale_policy(options.stale)
     choice = setup.choice
-    filters, pull_filters = _find_filters(options, choice.name)
+    filters, pull_filters = _find_filters(options, choice.spec)
     if choice.consistency is not None:
         check_stale_policy(choice.consistency, stale)
         check_replicas(choice.server_replicas, choice.servers, options.pushes.min_replicas or 0)
@@ -124,7 +123,7 @@ def run_script(options: RunOptions) -> int:
         return status
 
 
-def _find_filters(options: RunOptions, strategy: str) -> tuple[str | None, str | None]:
+def _find_filters(options: RunOptions, strategy: StrategySpec) -> tuple[str | None, str | None]:
     """Return the filters, and those of pulled rows, that ranks are told of, with the modules that they import.
 
     None: none. Raises UsageError for those that are not for the strategy.
@@ -134,14 +133,14 @@ def _find_filters(options: RunOptions, strategy: str) -> tuple[str | None, str |
     chain = parse_filters(pushed)
     if pulled is not None:
         parse_filters(pulled)
-        if strategy not in ("parameter-server", "hybrid"):
-            raise UsageError(f"--pull-filters {pulled}: for embeddings on servers, and {strategy} has none there")
-    if chain and strategy == "parameter-server":
+        if not strategy.has_servers:
+            raise UsageError(f"--pull-filters {pulled}: for embeddings on servers, and {strategy.name} has none there")
+    if chain and strategy.filters == ("tables",):
         filters_of_dense_tables(pushed)
-    elif chain and strategy == "all-reduce":
+    elif chain and strategy.filters == ("gradients",):
         gradient_filters(pushed)
-    elif chain and strategy != "hybrid":
-        why = "it exchanges none for filters" if strategy in ("pipeline", "sharded") else f"{strategy} has one"
+    elif chain and not strategy.filters:
+        why = f"{strategy.name} has one" if strategy.is_one_process else "it exchanges none for filters"
         raise UsageError(f"--filters {pushed}: for gradients that processes exchange; {why}")
     return with_modules(pushed) if chain else None, None if pulled is None else with_modules(pulled)
 
@@ -267,8 +266,7 @@ def _plan_node(options: RunOptions) -> _Setup:
         servers=options.servers,
         consistency=options.consistency,
         replicas=options.replicas,
-        pipeline=options.pipeline,
-        shard=options.shard,
+        flags=options.flags,
     )
     if not layout.master_port:
         layout = _with_free_port(layout)
@@ -298,14 +296,17 @@ def _plan_node(options: RunOptions) -> _Setup:
 
 
 def _num_processes(options: RunOptions, nnodes: int) -> int:
-    """Return the processes of a node: as many as were asked for, else its share of a pipeline's, else 1."""
+    """Return the processes of a node: the requested number, else its share of the strategy's, else 1."""
     if options.nproc_per_node is not None:
         return options.nproc_per_node
-    if options.strategy != "pipeline":
+    spec = STRATEGIES.get(options.strategy or "")
+    if spec is None or spec.choose_options is None or not spec.flags_set_processes:
         return 1
-    needed = choose_pipeline(options.pipeline, None).num_processes
+    needed = spec.choose_options(options.flags.given(), None).num_processes
     if needed % nnodes:
-        raise UsageError(f"{needed} processes of a pipeline do not divide over {nnodes} nodes: choose other --stages")
+        raise UsageError(
+            f"{needed} processes of a {spec.name} do not divide over {nnodes} nodes: choose other --stages"
+        )
     return needed // nnodes
 
 
@@ -321,11 +322,10 @@ def _plan_cluster(options: RunOptions) -> _Setup:
     choice = choose_strategy(
         options.strategy,
         processes=len(cluster.workers),
-        servers=num_servers or (0 if options.strategy in ("parameter-server", "hybrid") else None),
+        servers=num_servers or (0 if needs_servers(options.strategy) else None),
         consistency=options.consistency,
         replicas=options.replicas,
-        pipeline=options.pipeline,
-        shard=options.shard,
+        flags=options.flags,
     )
     token = _need_token(f"the processes of {options.cluster}")
     layout = None

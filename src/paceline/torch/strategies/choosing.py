@@ -1,39 +1,26 @@
-"""Which strategy a program runs under: what its launcher said."""
+"""Make the strategy that the launcher chose."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
-from typing import Any, Final
+from typing import Any
 
 from paceline.environment import environment
 from paceline.errors import UsageError
-from paceline.strategies import STRATEGIES, check_strategy, default_strategy
-from paceline.torch.strategies.all_reduce import AllReduce
+from paceline.strategies import NEUTRAL_SETTINGS, StrategySpec, check_strategy, default_strategy
 from paceline.torch.strategies.base import Strategy
-from paceline.torch.strategies.hybrid import Hybrid
-from paceline.torch.strategies.one_device import OneDevice
-from paceline.torch.strategies.pipeline.strategy import Pipeline
-from paceline.torch.strategies.replicas.central_storage import CentralStorage
-from paceline.torch.strategies.replicas.mirrored import Mirrored
-from paceline.torch.strategies.server.parameter_server import ParameterServer
-from paceline.torch.strategies.sharded.strategy import Sharded
-
-_CLASSES: dict[str, type[Strategy]] = {
-    kind.name: kind
-    for kind in (OneDevice, Mirrored, CentralStorage, AllReduce, ParameterServer, Hybrid, Pipeline, Sharded)
-}
-assert _CLASSES.keys() == STRATEGIES.keys()
 
 
-_WITHOUT_EFFECT_ELSEWHERE: Final = {
-    *("find_unused_parameters", "static_graph", "unused", "bucket_mb", "overlap", "backend", "timeout"),
-    *("units", "data_parallel", "devices", "storage"),
-}
-"""Options that change how some strategies compute, and never what: the others accept them."""
+def class_of(spec: StrategySpec) -> type[Strategy]:
+    """Return the class of a strategy."""
+    module, _, name = spec.implementation.partition(":")
+    kind: type[Strategy] = getattr(importlib.import_module(module), name)
+    return kind
 
 
 def _options_of(kind: type[Strategy], options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that a strategy is made with: those of others that do not change the result are left out."""
+    """Return the options of a strategy, without options of others that do not change the result."""
     known = {
         name
         for base in kind.__mro__
@@ -44,7 +31,7 @@ def _options_of(kind: type[Strategy], options: dict[str, Any]) -> dict[str, Any]
         options.setdefault("unused", "skip" if options["find_unused_parameters"] else "error")
     elif "unused" in options and "find_unused_parameters" in known:
         options.setdefault("find_unused_parameters", options["unused"] == "skip")
-    return {key: each for key, each in options.items() if key in known or key not in _WITHOUT_EFFECT_ELSEWHERE}
+    return {key: each for key, each in options.items() if key in known or key not in NEUTRAL_SETTINGS}
 
 
 def strategy(name: str | None = None, **options: Any) -> Strategy:
@@ -63,7 +50,7 @@ def strategy(name: str | None = None, **options: Any) -> Strategy:
     if chosen is None:
         chosen = default_strategy(has_servers=told.scheduler is not None, num_ranks=told.world_size or 1)
     try:
-        kind = _CLASSES[check_strategy(chosen)]
+        kind = class_of(check_strategy(chosen))
         return kind(**_options_of(kind, options))
     except TypeError as error:
         if "unexpected keyword argument" not in str(error):

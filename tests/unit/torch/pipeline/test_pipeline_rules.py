@@ -9,8 +9,14 @@ from dataclasses import replace
 import pytest
 
 from paceline.errors import UsageError
-from paceline.pipeline_options import SCHEDULES, PipelineFlags, PipelineOptions, choose_pipeline
-from paceline.strategies import choose_strategy
+from paceline.strategies import (
+    SCHEDULES,
+    PipelineFlags,
+    PipelineOptions,
+    StrategyFlags,
+    choose_pipeline,
+    choose_strategy,
+)
 from paceline.torch.strategies.pipeline.plan.between import MessageCost
 from paceline.torch.strategies.pipeline.plan.choosing import Measured, PipelinePlan, describe_plan, make_plan
 from paceline.torch.strategies.pipeline.plan.measured import Measurements, describe_measured
@@ -163,10 +169,10 @@ def test_options_are_checked_and_travel_as_text() -> None:
     with pytest.raises(UsageError, match=r"4 processes, but there are 3"):
         choose_pipeline(PipelineFlags(stages=4), 3)
     with pytest.raises(UsageError, match="leave --stages 2 out"):
-        choose_strategy("all-reduce", processes=2, pipeline=PipelineFlags(stages=2))
+        choose_strategy("all-reduce", processes=2, flags=StrategyFlags(pipeline=PipelineFlags(stages=2)))
     chosen = choose_strategy("pipeline", processes=2)
-    assert chosen.pipeline is not None
-    assert chosen.pipeline.stages == 2
+    assert isinstance(chosen.options, PipelineOptions)
+    assert chosen.options.stages == 2
 
 
 def measured(times: list[float]) -> Measured:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.errors import UsageError
-from paceline.pipeline_options import PipelineOptions
+from paceline.strategies import PipelineOptions
 from paceline.torch.strategies.all_reduce import broadcast_values
 from paceline.torch.strategies.deferred import DeferredValues, lent_memory
 from paceline.torch.strategies.pipeline.calls import CallArguments, bind

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from paceline.environment import environment
 from paceline.errors import UsageError
-from paceline.pipeline_options import PipelineFlags, PipelineOptions, choose_pipeline
+from paceline.strategies import PipelineFlags, PipelineOptions, choose_pipeline
 from paceline.torch.embeddings import LocalTables, RowTables
 from paceline.torch.strategies.base import Strategy, state_of
 from paceline.torch.strategies.deferred import is_stand_in
@@ -37,7 +37,7 @@ class Pipeline(Strategy):
     which sees microbatches.
 
     `stages`: processes of a pipeline; `data_parallel`: pipelines side by side, each with its part of the data, whose
-    gradients are averaged. `schedule`: a key of :data:`~paceline.pipeline_options.SCHEDULES` or ``auto``.
+    gradients are averaged. `schedule`: a key of :data:`~paceline.strategies.SCHEDULES` or ``auto``.
     `microbatches` of a batch; None: chosen by prediction. `split`: names of modules that begin a stage. `stage_memory`:
     bytes that a process may take for parameters, optimizer and activations. What is not given here is what
     ``paceline run`` was told.
@@ -65,7 +65,7 @@ class Pipeline(Strategy):
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
         told = environment()
-        known = None if told.pipeline is None else PipelineOptions.decode(told.pipeline)
+        known = PipelineOptions.of_environment(told)
         self.options = choose_pipeline(
             PipelineFlags(
                 stages=stages if stages is not None or known is None else known.stages,

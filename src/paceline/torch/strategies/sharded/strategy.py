@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from paceline.environment import environment
-from paceline.sharding_options import ShardingOptions, choose_sharding
+from paceline.strategies import ShardingOptions, choose_sharding
 from paceline.torch.embeddings import ReplicatedTables, RowTables
 from paceline.torch.strategies.all_reduce import broadcast_values
 from paceline.torch.strategies.base import Strategy, choose_device, state_of
@@ -71,7 +71,7 @@ class Sharded(Strategy):
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
         told = environment()
-        known = None if told.sharding is None else ShardingOptions.decode(told.sharding)
+        known = ShardingOptions.of_environment(told)
         if units is None and known is not None:
             units = known.units
         if data_parallel is None and known is not None:

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from paceline.errors import UsageError
-from paceline.pipeline_options import AUTO, SCHEDULES, PipelineOptions
+from paceline.strategies import SCHEDULES, PipelineOptions
+from paceline.strategies.pipeline import AUTO
 from paceline.torch.strategies.pipeline.plan.between import MessageCost
 from paceline.torch.strategies.pipeline.plan.orders import most_in_flight, orders_of, place_stages, split_backwards
 from paceline.torch.strategies.pipeline.plan.splitting import LayerCost, StageLimits, split_layers, stage_bytes

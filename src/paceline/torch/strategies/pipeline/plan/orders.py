@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any, Final, Literal
 
 from paceline.errors import UsageError
-from paceline.pipeline_options import SCHEDULES
+from paceline.strategies import SCHEDULES
 
 Kind = Literal["F", "B", "I", "W"]
 """Forward; backward; or its two halves, gradients of the inputs and of the weights."""

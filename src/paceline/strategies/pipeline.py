@@ -1,15 +1,16 @@
-"""Define and check the options of ``--strategy pipeline``. Pure.
-
-Used by the launcher, which does not import torch, and by ``paceline.torch``.
-"""
+"""The strategy ``pipeline``: its declaration and its options."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Final
+
+from typing_extensions import override
 
 from paceline.command_options import option
 from paceline.errors import UsageError
+from paceline.strategies.spec import StrategyOptions, StrategySpec
 
 AUTO = "auto"
 
@@ -55,14 +56,12 @@ class PipelineFlags:
         "pipeline: what a process may take for parameters, optimizer and activations: 4G, 500M."
     )
 
-    def given(self) -> list[str]:
-        """Return the given options in the format of the command line."""
-        return [f"--{name.replace('_', '-')} {value}" for name, value in asdict(self).items() if value is not None]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineOptions:
+class PipelineOptions(StrategyOptions):
     """The valid options of a pipeline, created by :func:`choose_pipeline`."""
+
+    strategy: ClassVar[str] = "pipeline"
 
     stages: int
     """Processes of one pipeline."""
@@ -78,22 +77,9 @@ class PipelineOptions:
     """Limit in bytes for a process's parameters, optimizer state and activations; None: no limit."""
 
     @property
+    @override
     def num_processes(self) -> int:
-        """Processes of all pipelines."""
         return self.stages * self.data_parallel
-
-    def encode(self) -> str:
-        """Return the options as text, for an environment variable."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def decode(cls, text: str) -> PipelineOptions:
-        """Decode the result of :meth:`encode`. Raises UsageError."""
-        try:
-            found = json.loads(text)
-            return cls(**{**found, "split": tuple(found["split"])})
-        except (ValueError, TypeError, KeyError) as error:
-            raise UsageError(f"PACELINE_PIPELINE={text!r} was not written by paceline run: {error}") from None
 
 
 def choose_pipeline(flags: PipelineFlags, processes: int | None) -> PipelineOptions:
@@ -169,3 +155,19 @@ def _check_split(options: PipelineOptions) -> None:
             f"--split {','.join(split)} makes {len(split) + 1} stages: --stages {options.stages} with --schedule "
             f"{options.schedule} needs one name less than stages, {expected} stages"
         )
+
+
+def _choose(given: Mapping[str, Any], processes: int | None) -> StrategyOptions:
+    return choose_pipeline(PipelineFlags(**given), processes)
+
+
+PIPELINE: Final = StrategySpec(
+    name=PipelineOptions.strategy,
+    meaning="the model's layers over several processes, batches through them in microbatches",
+    implementation="paceline.torch.strategies.pipeline.strategy:Pipeline",
+    flags=tuple(each.name for each in fields(PipelineFlags)),
+    without_flags="has no pipeline stages",
+    choose_options=_choose,
+    flags_set_processes=True,
+    neutral_settings=("data_parallel", "timeout"),
+)

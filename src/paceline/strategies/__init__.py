@@ -1,0 +1,37 @@
+"""The names, needs and options of the strategies.
+
+Used by the launcher, which does not import torch, and by ``paceline.torch``, which has the implementations.
+"""
+
+from paceline.strategies.choosing import StrategyChoice, choose_strategy
+from paceline.strategies.pipeline import SCHEDULES, PipelineFlags, PipelineOptions, choose_pipeline
+from paceline.strategies.registry import (
+    NEUTRAL_SETTINGS,
+    STRATEGIES,
+    StrategyFlags,
+    check_strategy,
+    default_strategy,
+    needs_servers,
+)
+from paceline.strategies.sharding import ShardingFlags, ShardingOptions, choose_sharding
+from paceline.strategies.spec import StrategyOptions, StrategySpec
+
+__all__ = [
+    "NEUTRAL_SETTINGS",
+    "PipelineFlags",
+    "PipelineOptions",
+    "SCHEDULES",
+    "STRATEGIES",
+    "ShardingFlags",
+    "ShardingOptions",
+    "StrategyChoice",
+    "StrategyFlags",
+    "StrategyOptions",
+    "StrategySpec",
+    "check_strategy",
+    "choose_pipeline",
+    "choose_sharding",
+    "choose_strategy",
+    "default_strategy",
+    "needs_servers",
+]

@@ -1,0 +1,75 @@
+"""The strategy ``sharded``: its declaration and its options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+from typing_extensions import override
+
+from paceline.command_options import option
+from paceline.errors import UsageError
+from paceline.strategies.spec import StrategyOptions, StrategySpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardingFlags:
+    """The given options, unchecked; None for missing ones."""
+
+    shard: str | None = option(
+        "sharded: modules whose parameters are gathered at once: encoder.*,head (* is any one part of a "
+        "name); default: blocks of lists and sequences, and large modules beside them."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardingOptions(StrategyOptions):
+    """The valid options of a sharded training, created by :func:`choose_sharding`."""
+
+    strategy: ClassVar[str] = "sharded"
+
+    units: tuple[str, ...]
+    """Modules that are gathered as a whole, with ``*`` for any part of a name; empty: chosen by the model."""
+    shards: int
+    """Number of processes for the shards of one model."""
+    data_parallel: int
+    """Number of such groups of processes, each with its own part of the data."""
+
+    @property
+    @override
+    def num_processes(self) -> int:
+        return self.shards * self.data_parallel
+
+
+def choose_sharding(shard: str | None, data_parallel: int | None, processes: int) -> ShardingOptions:
+    """Check the options of a sharded training on `processes`, and set the defaults.
+
+    Raises UsageError for inconsistent numbers, and for empty or repeated names.
+    """
+    num_groups = 1 if data_parallel is None else data_parallel
+    if num_groups < 1 or processes % num_groups:
+        raise UsageError(
+            f"--data-parallel {num_groups}: expected a divisor of the {processes} processes, because each group "
+            "of processes shards the model among its own processes"
+        )
+    units = () if shard is None else tuple(name.strip() for name in shard.split(","))
+    if "" in units or len(set(units)) < len(units):
+        raise UsageError(f"--shard {shard}: expected different module names with commas between them, such as blocks.*")
+    return ShardingOptions(units=units, shards=processes // num_groups, data_parallel=num_groups)
+
+
+def _choose(given: Mapping[str, Any], processes: int | None) -> StrategyOptions:
+    assert processes is not None
+    return choose_sharding(given.get("shard"), given.get("data_parallel"), processes)
+
+
+SHARDED: Final = StrategySpec(
+    name=ShardingOptions.strategy,
+    meaning="one process per device, each with a part of every parameter and of the optimizer's state",
+    implementation="paceline.torch.strategies.sharded.strategy:Sharded",
+    flags=("shard", "data_parallel"),
+    without_flags="shards no parameters",
+    choose_options=_choose,
+    neutral_settings=("units", "data_parallel", "timeout"),
+)
