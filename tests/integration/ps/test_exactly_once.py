@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -13,16 +15,23 @@ from paceline.protocol.client import Request
 from paceline.ps import SGD, Client, messages
 from paceline.ps.client.connection import ServerConnection
 from paceline.ps.client.records import write_records
+from paceline.ps.client.snapshot_loading import load_snapshot, load_state
+from paceline.ps.client.snapshots import SnapshotTaker
 from paceline.ps.messages import FORWARD, PULL, PUSH, PUSH_PULL, TICK
+from paceline.storage.snapshot_directory import read_newest
 from paceline.tables.bucket_arrays import buckets_of_keys
 from paceline.tables.settings import to_fields
 from paceline.testing import Fault, FaultPlan, FaultyTransport
 from paceline.transport import SocketTransport
 
-from .harness import TOKEN, Cluster, floats, in_threads, key_of, keys_of, statistics_of
+from .harness import TOKEN, Cluster, floats, in_threads, key_of, keys_of, statistics_of, wait_until
 
 KEYS = np.arange(300, dtype=np.uint64)  # on every server
 ONES = np.ones(300, np.float32)
+
+
+def bucket_of(key: np.uint64) -> int:
+    return buckets_of_keys(np.array([key])).bit_length() - 1
 
 
 def faulty(cluster: Cluster, *faults: Fault, rank: int = 0) -> tuple[Client, FaultPlan]:
@@ -211,15 +220,18 @@ def test_a_repeat_is_acknowledged_when_the_replica_has_the_push() -> None:
         assert replica == primary
 
 
-def cut_once_after_sending(connection: ServerConnection, push: Callable[[], object]) -> None:
-    """Close the connection once after the server has applied a call; then another client pushes."""
+def cut_once_after_sending(connection: ServerConnection, between: Callable[[], object], kind: str = "") -> None:
+    """Close the connection once after the server has applied a call (of a kind); call `between` before the repeat."""
     channel, transmit = connection.channel, connection.transmit
 
     def transmit_and_cut(frame: tuple[Any, ...], request: Request) -> None:
+        if kind.encode() not in frame[1]:
+            transmit(frame, request)
+            return
         connection.transmit = transmit  # type: ignore[method-assign]
         transmit(frame, request)
         channel.receive_header(5.0)  # the server has applied it; its answer is lost
-        push()
+        between()
         channel.close()
 
     connection.transmit = transmit_and_cut  # type: ignore[method-assign]
@@ -244,6 +256,97 @@ def test_a_change_that_is_sent_again_keeps_the_push_between(servers: int, replic
         if servers == 1:
             assert (found == after - 1).all()
         assert not any(server.differences for server in client.statistics())
+
+
+@pytest.mark.parametrize("change", ["write", "erase"])
+def test_a_server_dies_in_the_middle_of_a_change(change: str) -> None:
+    """Its replica has applied the change, and does not apply the repeat: the push between them stays."""
+    with Cluster(servers=2, replicas=1) as cluster:
+        client, other = cluster.connect(observer=True), cluster.connect(observer=True)
+        table, beside = (each.sparse_table("w", update=SGD(lr=1.0)) for each in (client, other))
+        beside.push(KEYS, ONES).wait()
+        keys = np.array([key for key in KEYS if client.servers.routes.owners[bucket_of(key)] == 0])
+
+        def die() -> None:
+            cluster.nodes[0].stop()
+            beside.push(keys, ONES[: len(keys)]).wait()
+
+        cut_once_after_sending(client.servers.connections[0], die)
+        if change == "write":
+            write_records(client, table.spec, KEYS, np.full((len(KEYS), 1), 7, np.float32))
+        else:
+            assert table.erase(KEYS) == len(KEYS)
+        after = 7 if change == "write" else 0
+        assert (beside.pull(keys) == after - 1).all()
+        assert (beside.pull(np.setdiff1d(KEYS, keys)) == after).all()
+
+
+def test_a_push_that_arrives_after_a_later_change_is_applied() -> None:
+    """As one does that a server has rejected because of its view."""
+    with Cluster() as cluster:
+        client = cluster.connect(observer=True)
+        table = client.sparse_table("w", update=SGD(lr=1.0))
+        sequence = client.servers.core.next_sequence()
+        write_records(client, table.spec, KEYS, np.full((len(KEYS), 1), 7, np.float32))
+        connection = client.servers.connections[0]
+        client.servers.wait(connection.send(PUSH, table.number, 0, 0, sequence, (KEYS, ONES)))
+        assert (table.pull(KEYS) == 6).all()
+
+
+def test_a_pass_that_is_begun_again_does_not_replace_the_next_one() -> None:
+    with Cluster(servers=2) as cluster:
+        client, other = cluster.connect(observer=True), cluster.connect(observer=True)
+        table, beside = (each.sparse_table("w", update=SGD(lr=1.0)) for each in (client, other))
+        cut_once_after_sending(client.servers.connections[1], lambda: beside.begin_pass(2))
+        table.begin_pass(1)
+        parts = [node.server.tables.by_number[table.number].part for node in cluster.nodes]
+        assert [part.pass_number for part in parts] == [2, 2]
+
+
+@pytest.mark.parametrize("has_unseen", [True, False], ids=["unseen rows", "no unseen rows"])
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_unseen_rows_that_are_erased_again_keep_the_pass_between(replicas: int, has_unseen: bool) -> None:
+    with Cluster(servers=2, replicas=replicas) as cluster:
+        client, other = cluster.connect(observer=True), cluster.connect(observer=True)
+        table, beside = (each.sparse_table("w", update=SGD(lr=1.0)) for each in (client, other))
+        keys = np.array([key for key in np.arange(3000, dtype=np.uint64) if bucket_of(key) == 0])
+        ones = np.ones(len(keys), np.float32)
+
+        def push_in_last_pass() -> None:
+            beside.push(keys, ones).wait()
+            beside.begin_pass(3)  # now all these rows are unseen
+
+        beside.begin_pass(1 if has_unseen else 2)
+        beside.push(keys, ones).wait()
+        beside.begin_pass(2)
+        owner = client.servers.connections[client.servers.routes.owners[0]]
+        cut_once_after_sending(owner, push_in_last_pass)
+        assert table.erase_unseen(1) == (len(keys) if has_unseen else 0)
+        assert (beside.pull(keys) == (-1 if has_unseen else -2)).all()
+        assert len(keys) > 0
+
+
+def test_parts_that_are_loaded_again_keep_the_push_between(tmp_path: Path) -> None:
+    with Cluster() as cluster:
+        client = cluster.connect()
+        client.sparse_table("w", update=SGD(lr=1.0)).push(KEYS, -7 * ONES).wait()
+        with contextlib.closing(SnapshotTaker(cluster.connect(observer=True), tmp_path)) as taker:
+            taker.begin()
+            wait_until(lambda: taker.poll() is not None)
+    with Cluster(servers=2) as cluster:
+        client, other = cluster.connect(observer=True), cluster.connect(observer=True)
+        beside = other.sparse_table("w", update=SGD(lr=1.0))
+        owners = client.servers.routes.owners
+        keys = np.array([key for key in KEYS if owners[bucket_of(key)] == 1])
+
+        def push_when_loaded() -> None:
+            wait_until(lambda: load_state(other.servers.connections[-1]).done)
+            beside.push(keys, ONES[: len(keys)]).wait()
+
+        cut_once_after_sending(client.servers.connections[-1], push_when_loaded, "LoadParts")
+        load_snapshot(client, read_newest(tmp_path))
+        assert (beside.pull(keys) == 6).all()
+        assert (beside.pull(np.setdiff1d(KEYS, keys)) == 7).all()
 
 
 def test_the_last_change_of_hyperparameters_holds_on_every_server() -> None:

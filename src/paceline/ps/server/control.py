@@ -164,8 +164,11 @@ class ServerControl:
             part.reserve(selection)
         return _push_of_call(operation, [Piece(request.table, selection, floats)], buckets, peer, header)
 
-    def erase_unseen(self, peer: Peer, header: Header, request: messages.EraseUnseen) -> ChainPush | None:
-        """Return what erases a bucket's rows that are seen no more, as `write_or_erase` does; None if none is."""
+    def erase_unseen(self, peer: Peer, header: Header, request: messages.EraseUnseen) -> ChainPush:
+        """Return the erasure of a bucket's unseen rows, as `write_or_erase` does; also if there are none.
+
+        So the number of the call is remembered, and a repeat in a later pass erases nothing.
+        """
         self._check_change(peer, header)
         self._check_led(1 << request.bucket)
         for number in request.also:
@@ -173,8 +176,6 @@ class ServerControl:
         keys = self._sparse_part(request.table).unseen_keys(request.bucket, request.passes).copy()
         if not self._core.missing(peer.hello.incarnation | CALLS, header.sequence, 1 << request.bucket):
             keys = keys[:0]  # a repeat erases nothing more, and its answer waits for the servers behind
-        elif not len(keys):
-            return None
         numbers = (request.table, *(number for number in request.also if number != request.table))
         pieces = [Piece(number, Selection(keys), np.empty(0, np.float32)) for number in numbers]
         return _push_of_call(ERASE, pieces, 1 << request.bucket, peer, header)

@@ -297,10 +297,6 @@ class Server(Handler):
             case messages.WriteRecords() | messages.Erase():
                 self._requests.push_own(self._control.write_or_erase(peer, header, request, body))
             case messages.EraseUnseen():
-                push = self._control.erase_unseen(peer, header, request)
-                if push is None:
-                    peer.send(*frame_parts(RESULT, request=header.request, meta=messages.encode(0)))
-                else:
-                    self._requests.push_own(push)
+                self._requests.push_own(self._control.erase_unseen(peer, header, request))
             case _:
                 self._control.call(peer, header, request)

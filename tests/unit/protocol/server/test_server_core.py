@@ -11,6 +11,7 @@ from paceline.errors import ProtocolError
 from paceline.protocol import BoundedDelay, Consistency, Eventual, Sequential, ServerCore
 from paceline.protocol.chains import ChainGroup
 from paceline.protocol.replication import (
+    CALLS,
     Acknowledge,
     Acknowledged,
     Apply,
@@ -289,6 +290,15 @@ def test_reads_that_wait_are_refused_when_the_view_changes() -> None:
     driver.feed(Read("read", FIRST, 1))
     assert driver.feed(view(2, (ME,)))[0] == Stale("read")
     assert driver.feed(WorkerTicked(FIRST, 1), WorkerTicked(SECOND, 1)) == []
+
+
+def test_a_call_counts_for_its_own_buckets_and_apart_from_pushes() -> None:
+    driver = alone(Eventual())
+    caller = FIRST | CALLS
+    assert Apply("call", 0b0001) in driver.push("call", caller, 7, 0, 0b0001)
+    assert Apply("rest", 0b0110) in driver.push("rest", caller, 7, 0, 0b0111)  # cut by another view, and sent again
+    assert Apply("push", BUCKETS) in driver.push("push", FIRST, 5, 0)
+    assert Apply("again", 0) in driver.push("again", caller, 7, 0, 0b0111)
 
 
 # Chains.
