@@ -48,7 +48,7 @@ def load_snapshot(
         for name, statistics in server.tables.items():
             if statistics.rows and known[name].kind == "sparse":
                 raise UsageError(f"table {name!r} has rows already: a snapshot is loaded into a new cluster")
-    loading = _Loading(client, snapshot, timeout_s, check)
+    loading = SnapshotLoading(client, snapshot, timeout_s, check)
     while not loading.load():
         loading.pause("servers join, leave or die all the while")
 
@@ -59,7 +59,7 @@ def _are_alike(spec: TableSpec, other: TableSpec) -> bool:
     return spec == other.with_update(spec.update) and (type(before), before.state_names) == (type(now), now.state_names)
 
 
-class _Loading:
+class SnapshotLoading:
     """A snapshot on its way into a cluster.
 
     A server reads what it holds, as primary or replica; nothing goes down the chains. So what is loaded while nobody is

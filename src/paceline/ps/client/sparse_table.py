@@ -108,7 +108,10 @@ class SparseTable(Table):
             return self._ask(PUSH_PULL, distinct, inverse, flat, out, tick)
 
     def erase(self, keys: npt.ArrayLike) -> int:
-        """Erase rows, so that they read as never pushed; return how many there were."""
+        """Erase rows, so that they read as never pushed; return how many there were.
+
+        The number may be too low if the view changes meanwhile.
+        """
         with self._servers.lock:
             self._client.flush()
             rest, erased = self._check_keys(keys), 0

@@ -15,6 +15,7 @@ from paceline.simulation.product.world import VirtualProcess, VirtualWorld
 
 KEEPALIVE_S: Final = 5.0
 _RETRANSMIT_S: Final = 0.3
+_LATE_S: Final = 0.3
 WINDOWS: Final = (300, 2_000, 20_000, 200_000)
 """How many bytes a connection holds between its two ends."""
 
@@ -49,12 +50,16 @@ class End:
     def write(self, data: memoryview) -> int:
         """Send what there is room for; return how much that was."""
         taken = min(len(data), self.room)
+        world, random = self.network.world, self.network.world.random
         if taken and self in self.network.breaking:
-            self.network.world.after(0.0, self.reset)
-            self.network.world.after(0.0, self.other.reset)
+            world.after(0.0, self.reset)
+            world.after(0.0, self.other.reset)
         elif taken and not self.is_closed:
+            if self in self.network.late:
+                self._last_s = max(self._last_s, world.now_s) + random.random() * _LATE_S
+                world.after(0.0, self.reset)
+                world.after(KEEPALIVE_S, self.other.reset)
             self._num_sent += taken
-            random = self.network.world.random
             at = 0
             while at < taken:
                 size = taken - at if random.random() < 0.6 else random.randint(1, taken - at)
@@ -178,6 +183,8 @@ class VirtualNetwork:
         """Host → how long what it sends and receives takes."""
         self.breaking: set[End] = set()
         """Ends whose connection is reset at what they send next, which is lost."""
+        self.late: set[End] = set()
+        """Ends that are reset after their next write. It arrives late, perhaps after its repeat on a new connection."""
         self.refusing: set[str] = set()
         """Names of listeners that refuse connections."""
         self.powerless: set[str] = set()
@@ -230,6 +237,7 @@ class VirtualNetwork:
         """Note that an end is no more."""
         self.ends.pop(end, None)
         self.breaking.discard(end)
+        self.late.discard(end)
 
     def ended(self, process: VirtualProcess, *, is_silent: bool = False) -> None:
         """End the connections and listeners of a process that is dead."""

@@ -12,7 +12,7 @@ from paceline.protocol import BoundedDelay, Consistency, Eventual, Sequential
 from paceline.simulation.product.memory import MemoryShortage
 from paceline.simulation.product.network import VirtualNetwork
 from paceline.simulation.product.snapshots import Disk
-from paceline.simulation.product.truth import CLOCKS, OTHERS, Plan, Truth
+from paceline.simulation.product.truth import CHANGED, CLOCKS, OTHERS, RATES, Plan, Truth
 from paceline.simulation.product.world import VirtualProcess, VirtualWorld
 
 
@@ -82,7 +82,9 @@ class ClusterState(ABC):
         self.network = VirtualNetwork(world)
         self.address = "memory://scheduler"
         self.patience_s = 60.0
-        self.plans: tuple[Plan, ...] = (CLOCKS, *world.random.sample(OTHERS, self.settings.num_tables))
+        others = world.random.sample(OTHERS, self.settings.num_tables)
+        changed = world.random.choice(((), (CHANGED,)))
+        self.plans: tuple[Plan, ...] = (CLOCKS, RATES, *changed, *others)
         self.truth = Truth()
         self.phase = 0
         self.workers: dict[str, Participant] = {}

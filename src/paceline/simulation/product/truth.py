@@ -1,9 +1,10 @@
-"""What the tables of a cluster must hold: every acknowledged push exactly once, bit for bit, on every replica.
+"""What the tables of a cluster must hold: every acknowledged push and change exactly once, on every replica.
 
-The model applies the same pushes, in program order, to one part that never moves and is never replicated. The order
-between workers does not matter: each worker has keys of its own, or the gradients are small whole numbers that SGD adds
-up exactly. A push that was not acknowledged, since its worker died or a server refused it, may have been applied or
-not, bucket by bucket: then one of the possible states must be there, and from then on it is the one.
+Buckets are compared bit for bit. The model applies the same pushes and changes, in program order, to one part that
+never moves and is never replicated. The order between workers does not matter: each worker has keys of its own, or the
+gradients are small whole numbers that SGD adds up exactly. A push that was not acknowledged, since its worker died or a
+server refused it, may have been applied or not, bucket by bucket: then one of the possible states must be there, and
+from then on it is the one.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +33,8 @@ from paceline.tables.spec import TableSpec
 
 Keys = npt.NDArray[np.uint64]
 Floats = npt.NDArray[np.float32]
+Change: TypeAlias = Callable[[Any, Selection, Floats], int | None]
+"""Changes a part as a request with these keys and rows (flat) does; returns the number of erased rows."""
 SLOTS: Final = 16
 _OWN_ROWS: Final = 24
 _OWN_ELEMENTS: Final = 80
@@ -53,6 +57,8 @@ class Plan:
     """What requests go behind; values that are read, only as far as that changes no bit."""
     is_signs: bool = False
     """Whether gradients are 1 and -1: what filters of few bits do not change, whatever chance decides."""
+    num_pushing: int = SLOTS
+    """Only the workers of the first slots push to the table."""
 
     @property
     def size(self) -> int:
@@ -104,6 +110,10 @@ class Plan:
 
 CLOCKS: Final = Plan("clocks", "dense", SGD(lr=1.0), is_shared=True)
 """Every worker counts its iterations here, each in an element of its own."""
+CHANGED: Final = Plan("changed", "sparse", Adagrad(lr=0.1), dim=2, num_pushing=1)
+"""One worker changes this table as a whole: hyperparameters, passes over the data, loaded parts."""
+RATES: Final = Plan("rates", "sparse", SGD(lr=1.0), num_pushing=0)
+"""All workers change the hyperparameters of this table, at the same time."""
 OTHERS: Final = (
     Plan("sums", "sparse", SGD(lr=1.0), dim=2, is_shared=True),
     Plan("adagrad", "sparse", Adagrad(lr=0.1), dim=3, initializer=Uniform(low=-0.5, high=0.5)),
@@ -121,12 +131,14 @@ OTHERS: Final = (
 
 @dataclass(slots=True, eq=False)
 class Issued:
-    """A push that a worker has sent."""
+    """A push or another change that a worker has sent."""
 
     plan: Plan
     slot: int
     keys: Keys
-    grads: Floats
+    rows: Floats
+    """Gradients or records, one row per key; no columns if the change needs none."""
+    change: Change
     is_sure: bool = False
     """Whether it must have been applied."""
     settled: Buckets = 0
@@ -157,14 +169,12 @@ class Mirror:
         self.plan = plan
         self.part: TablePart = make_part(spec, ALL)
 
-    def apply(self, keys: Keys, grads: Floats, without: Buckets = 0) -> None:
-        """Apply a push, but for some buckets."""
-        selection, flat = Selection(keys), np.ascontiguousarray(grads.reshape(-1))
+    def apply(self, issued: Issued, without: Buckets = 0) -> int | None:
+        """Apply a push or change, except to some buckets; return the number of erased rows."""
+        selection, flat = Selection(issued.keys), np.ascontiguousarray(issued.rows.reshape(-1))
         if without:
             selection, flat = self.part.restrict(selection, flat, ALL & ~without)
-        if len(flat):
-            self.part.reserve(selection)
-            self.part.push(selection, flat)
+        return issued.change(self.part, selection, flat) if len(selection.key_array()) else 0
 
     def values(self, keys: Keys) -> Floats:
         """Return the values of keys as one row each."""
@@ -179,11 +189,13 @@ class Truth:
     def __init__(self) -> None:
         self.issued: list[Issued] = []
         self.specs: dict[str, TableSpec] = {}
+        self.unfinished: Counter[str] = Counter()
+        """Table name → calls to all servers that have not returned. A dead worker's call never does."""
         self.num_compared = 0
 
-    def issue(self, plan: Plan, slot: int, keys: Keys, grads: Floats) -> Issued:
-        """Note a push that is about to be sent."""
-        push = Issued(plan, slot, keys.copy(), grads.copy())
+    def issue(self, plan: Plan, slot: int, keys: Keys, rows: Floats, change: Change) -> Issued:
+        """Note a push or change that is about to be sent."""
+        push = Issued(plan, slot, keys.copy(), rows.copy(), change)
         self.issued.append(push)
         return push
 
@@ -193,7 +205,10 @@ class Truth:
         A push that was never acknowledged may be on one server of a chain and not on another.
         """
         for spec in self.specs.values():
+            self._compare_settings(spec.name, chains)
             pushes = [push for push in self.issued if push.plan.name == spec.name]
+            if not pushes:
+                continue
             unsure = [push for push in pushes if push.unsettled]
             doubtful = functools.reduce(operator.or_, (push.unsettled for push in unsure), 0)
             left: dict[int, dict[tuple[bytes, bytes], str]] = {}
@@ -209,6 +224,13 @@ class Truth:
                         raise Violation(f"(replicas) bucket {bucket} of {spec.name!r}: {primary} and {other} differ")
             self.num_compared += len(left)
             self._compare(spec, pushes, unsure, left)
+
+    def _compare_settings(self, name: str, chains: Sequence[tuple[Buckets, Sequence[tuple[str, Any]]]]) -> None:
+        """Raise Violation unless all servers have the same update rule and pass number for a table."""
+        tables = {server: table_named(tables, name, server) for _, members in chains for server, tables in members}
+        found = {server: (table.spec.update, table.part.pass_number) for server, table in tables.items()}
+        if not self.unfinished[name] and any(each != next(iter(found.values())) for each in found.values()):
+            raise Violation(f"(settings) update rule and pass number of table {name!r} differ: {found}")
 
     def _compare(
         self,
@@ -244,9 +266,9 @@ class Truth:
         )
 
     def _replay(self, spec: TableSpec, pushes: Sequence[Issued], applied: Sequence[Issued]) -> Mirror:
-        mirror = Mirror(pushes[0].plan if pushes else CLOCKS, spec)
+        mirror = Mirror(pushes[0].plan, spec)
         for push in pushes:
-            mirror.apply(push.keys, push.grads, push.left_out(push in applied))
+            mirror.apply(push, push.left_out(push in applied))
         return mirror
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from paceline.errors import AddressError, ConnectionLostError, DeadlineError, PacelineError
 from paceline.ps import Client
 from paceline.simulation.oracle import Violation
+from paceline.simulation.product.changes import draw_request, push
 from paceline.simulation.product.state import ClusterState, Participant
 from paceline.simulation.product.transport import VirtualTransport
-from paceline.simulation.product.truth import CLOCKS, Floats, Issued, Keys, Mirror, Plan
+from paceline.simulation.product.truth import CHANGED, CLOCKS, RATES, Floats, Issued, Keys, Mirror, Plan
 from paceline.simulation.product.world import VirtualProcess
+from paceline.tables.rules import SGD
+
+_AT_ONCE_S: Final = 0.1
+"""Workers set a rate at multiples of this time."""
 
 
 class ProductWorker(Participant):
@@ -37,12 +42,13 @@ class ProductWorker(Participant):
             cluster.world.note(f"{self.process.name} is worker {client.rank} from iteration {client.clock}")
             for plan in cluster.plans:
                 self._tables[plan.name] = table = plan.declare(client)
-                cluster.truth.specs[plan.name] = table.spec
+                cluster.truth.specs.setdefault(plan.name, table.spec)
                 self._mirrors[plan.name] = Mirror(plan, table.spec)
             for phase in range(cluster.settings.num_phases):
                 while client.clock < (phase + 1) * cluster.settings.iterations:
                     self._iterate(client)
                 self._read_all(client)
+                self._set_rate()
                 self.num_arrived = phase + 1
                 cluster.world.note(f"{self.process.name} has ended phase {phase}")
                 while cluster.phase <= phase:
@@ -69,9 +75,11 @@ class ProductWorker(Participant):
         cluster.world.sleep(random.random() * cluster.settings.think_s)
         if random.random() < 0.7:
             self._check_clocks(client)
+        if random.random() < 0.4 and not cluster.may_refuse:
+            self._change(client)
         pushes: list[tuple[Plan, Keys, Floats]] = []
         for plan in cluster.plans:
-            if plan is not CLOCKS and random.random() < 0.7:
+            if plan is not CLOCKS and self.slot < plan.num_pushing and random.random() < 0.7:
                 for _ in range(1 if cluster.is_sequential else random.choice((1, 1, 2))):
                     pushes.append((plan, *self._draw(plan)))
         mine = np.array([self.slot], np.uint64)
@@ -82,22 +90,74 @@ class ProductWorker(Participant):
         for plan, keys, grads in pushes:
             if not plan.is_shared and random.random() < 0.2:
                 self._check_own(plan)
-            self._push(plan, keys, grads)
-            applied.append((plan, keys, grads))
+            applied.append(self._push(plan, keys, grads))
             if not cluster.is_sequential:
-                self._note(plan, keys, grads)
+                self._note(applied[-1])
         if random.random() < 0.6 or cluster.may_refuse:
             self._wait_tickets()
         client.tick()
         self.num_counted += 1
         if cluster.is_sequential:
-            for plan, keys, grads in applied:
-                self._note(plan, keys, grads)
+            for issued in applied:
+                self._note(issued)
 
-    def _note(self, plan: Plan, keys: Keys, grads: Floats) -> None:
-        mirror = self._mirrors.get(plan.name)
+    def _note(self, issued: Issued) -> None:
+        mirror = self._mirrors.get(issued.plan.name)
         if mirror is not None:
-            mirror.apply(keys, grads)
+            mirror.apply(issued)
+
+    def _set_rate(self) -> None:
+        """Change the hyperparameters of a table, at the same time as other workers."""
+        self.cluster.world.sleep(-self.cluster.world.now_s % _AT_ONCE_S)
+        unfinished = self.cluster.truth.unfinished
+        unfinished[RATES.name] += 1
+        self._break_connections()
+        self._tables[RATES.name].set_update(SGD(lr=self._random.random()))
+        unfinished[RATES.name] -= 1
+
+    def _change(self, client: Client) -> None:
+        """Change a table by another request than a push, and compare the number of erased rows."""
+        cluster, random, truth = self.cluster, self._random, self.cluster.truth
+        plans = [plan for plan in cluster.plans if self.slot < plan.num_pushing and not plan.is_shared]
+        if not plans:
+            return
+        plan = CHANGED if CHANGED in plans and random.random() < 0.7 else random.choice(plans)
+        if cluster.is_sequential:
+            self._check_own(plan)  # waits until the pushes of earlier iterations are applied
+        pending = [issued.keys for _, issued in self._waiting if issued.plan is plan]
+        request = draw_request(cluster, client, self._tables[plan.name], self._mirrors[plan.name], self.slot, pending)
+        if request is None:
+            return
+        if not request.may_overtake:
+            self._wait_tickets()
+        issued = truth.issue(plan, self.slot, request.keys, request.rows, request.change)
+        truth.unfinished[plan.name] += 1
+        self._break_connections()
+        version = client.servers.core.version
+        num_erased = request.send()
+        truth.unfinished[plan.name] -= 1
+        issued.is_sure = True
+        expected = self._mirrors[plan.name].apply(issued)
+        # The count of a repeated erasure does not move with its buckets.
+        if num_erased != expected and client.servers.core.version == version:
+            raise Violation(
+                f"(exactly once) worker in slot {self.slot} has erased {num_erased} rows of {plan.name!r}, expected "
+                f"{expected}"
+            )
+
+    def _break_connections(self) -> None:
+        """Often let connections to servers break at the next request, which may arrive late, or at its answer."""
+        network, random = self.cluster.network, self._random
+        ends = [
+            end
+            for end in network.ends
+            if end.process is self.process and end.other.process.name in self.cluster.servers
+        ]
+        broken = random.choice(("none", "request", "answer"))
+        if broken == "request":
+            network.late.update(ends)
+        elif broken == "answer":
+            network.breaking.update(end.other for end in ends)
 
     def _draw(self, plan: Plan) -> tuple[Keys, Floats]:
         numbers = np.random.default_rng(self._random.getrandbits(32))
@@ -113,13 +173,14 @@ class ProductWorker(Participant):
             return keys, numbers.integers(-8, 9, (len(keys), plan.dim)).astype(np.float32)
         return keys, numbers.standard_normal((len(keys), plan.dim)).astype(np.float32)
 
-    def _push(self, plan: Plan, keys: Keys, grads: Floats) -> None:
-        issued = self.cluster.truth.issue(plan, self.slot, keys, grads)
+    def _push(self, plan: Plan, keys: Keys, grads: Floats) -> Issued:
+        issued = self.cluster.truth.issue(plan, self.slot, keys, grads, push)
         ticket = plan.push(self._tables[plan.name], keys, grads)
         self.cluster.num_pushes += 1
         self._waiting.append((ticket, issued))
         if self._random.random() < 0.3:
             self._wait_tickets()
+        return issued
 
     def _wait_tickets(self) -> None:
         waiting, self._waiting = self._waiting, []
