@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -11,11 +11,33 @@ import numpy as np
 from paceline.errors import ProtocolError, UsageError
 from paceline.transport import read_meta
 
-if TYPE_CHECKING:
-    from paceline.collectives.group import Group
+
+class ArrayGroup(Protocol):
+    """A group that sends arrays."""
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process."""
+        ...
+
+    def broadcast(self, array: Any, /, *, root: int) -> Any:
+        """Send the array of `root` to all ranks."""
+        ...
+
+    def all_gather(self, array: Any, /, *, sizes: Sequence[int]) -> Any:
+        """Return the arrays of all ranks, concatenated."""
+        ...
+
+    def gather(self, array: Any, /, *, root: int, sizes: Sequence[int]) -> Any:
+        """Return the arrays of all ranks on `root`, None on the other ranks."""
+        ...
+
+    def gather_sizes(self, array: Any, /) -> Sequence[int]:
+        """Return the lengths of all ranks' arrays."""
+        ...
 
 
-def broadcast(group: Group, value: Any, root: int) -> Any:
+def broadcast(group: ArrayGroup, value: Any, root: int) -> Any:
     """See :meth:`Group.broadcast_object`."""
     is_root = group.rank == root
     data = _encode(value) if is_root else np.empty(0, np.uint8)
@@ -25,14 +47,14 @@ def broadcast(group: Group, value: Any, root: int) -> Any:
     return _decode(group.broadcast(data if is_root else np.empty(int(size[0]), np.uint8), root=root))
 
 
-def all_gather(group: Group, value: Any) -> list[Any]:
+def all_gather(group: ArrayGroup, value: Any) -> list[Any]:
     """See :meth:`Group.all_gather_objects`."""
     data = _encode(value)
     sizes = group.gather_sizes(data)
     return _decode_all(group.all_gather(data, sizes=sizes), sizes)
 
 
-def gather(group: Group, value: Any, root: int) -> list[Any] | None:
+def gather(group: ArrayGroup, value: Any, root: int) -> list[Any] | None:
     """See :meth:`Group.gather_objects`."""
     data = _encode(value)
     sizes = group.gather_sizes(data)

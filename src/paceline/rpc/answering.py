@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from typing_extensions import override
@@ -20,15 +20,13 @@ from paceline.rpc.calling import unreadable
 from paceline.rpc.counting import ReferenceId
 from paceline.rpc.functions import is_async, promise_of
 from paceline.rpc.futures import Future
+from paceline.rpc.local_worker import LocalWorker
 from paceline.rpc.running import in_context
 from paceline.rpc.serving import CalleeEnd, RequestServer
 from paceline.rpc.wire.codec import Decoding, Encoding
 from paceline.rpc.wire.framed_socket import FramedSocket, Received
 from paceline.rpc.wire.messages import RemoteError, RpcKind, failure_meta
 from paceline.transport import Buffer, Header, reader
-
-if TYPE_CHECKING:
-    from paceline.rpc.agent import Agent
 
 _logger = logging.getLogger("paceline.rpc")
 _HANDSHAKE_S = 10.0
@@ -72,7 +70,7 @@ def _copy(result: Future[Any], done: Future[Any]) -> None:
 class Answering(RequestServer, Taker):
     """Connections from other workers, and their requests."""
 
-    def __init__(self, agent: Agent, token: str) -> None:
+    def __init__(self, agent: LocalWorker, token: str) -> None:
         self.num_served = 0
         self._agent, self._token = agent, token
         self._callers: dict[CalleeEnd, int] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from typing_extensions import override
@@ -13,12 +13,10 @@ from paceline.collectives.world import World
 from paceline.errors import AuthenticationError, ConnectionLostError, PacelineError, PeerError, UsageError, printable
 from paceline.rpc.calling import CallerEnd, PendingReply, ReplyReader
 from paceline.rpc.futures import Future
+from paceline.rpc.local_worker import LocalWorker
 from paceline.rpc.wire.codec import Decoding
 from paceline.rpc.wire.framed_socket import FramedSocket, Received
 from paceline.rpc.wire.messages import RpcKind, failure_of
-
-if TYPE_CHECKING:
-    from paceline.rpc.agent import Agent
 
 GROUP = "rpc"
 _CONNECT_S = 30.0
@@ -28,7 +26,7 @@ _RESULT, _NONE = int(RpcKind.RESULT), msgspec.msgpack.encode(None)
 class CallerEnds(ReplyReader):
     """Connections to other workers by rank. Thread-safe."""
 
-    def __init__(self, agent: Agent, world: World, token: str) -> None:
+    def __init__(self, agent: LocalWorker, world: World, token: str) -> None:
         self._agent, self._world, self._token = agent, world, token
         self._ends: dict[int, CallerEnd] = {}
         self._num_sent_before = 0

@@ -16,6 +16,7 @@ import pytest
 from paceline.errors import PacelineError
 from paceline.protocol import Accept, Consistency, Eventual, StalePolicy
 from paceline.ps import Client, Scheduler, SchedulerLink, Server, make_node_name, messages
+from paceline.ps.client.table import TableClient
 from paceline.ps.fail_stop import watch_loop
 from paceline.tables.bucket_arrays import buckets_of_keys
 from paceline.testing import Served, serve_in_thread
@@ -331,6 +332,6 @@ def random_keys(random: np.random.Generator, count: int) -> Keys:
     return random.permutation(keys)
 
 
-def statistics_of(client: Client, table: str) -> Sequence[messages.TableStatistics]:
+def statistics_of(client: TableClient, table: str) -> Sequence[messages.TableStatistics]:
     """Return a table's statistics on every server."""
     return [server.tables[table] for server in client.statistics()]

@@ -18,8 +18,7 @@ from paceline.collectives.network.faults import find_abort, read_frame, spread, 
 from paceline.collectives.network.frames import Abort, Heads, MessageKind
 from paceline.collectives.network.links import LinkSet
 from paceline.collectives.network.patience import GIVE_UP_S, Disagreement, GivenUp, Patience, TooLate
-from paceline.collectives.network.peers import LinkBroken, PeerMessages, UnexpectedMessage
-from paceline.collectives.network.receiving import Combine, Scratch
+from paceline.collectives.network.receiving import Combine, LinkBroken, PeerMessages, Scratch, UnexpectedMessage
 from paceline.collectives.network.round_loop import RoundLoop
 from paceline.collectives.network.rounds import RoundPlanner
 from paceline.collectives.network.verdicts import CurrentCall

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 import msgspec
 
 from paceline.collectives.network.frames import Abort, Head, MessageKind, pack_abort
-from paceline.collectives.network.peers import PeerMessages
+from paceline.collectives.network.receiving import PeerMessages
 from paceline.errors import PacelineError, ProtocolError
 from paceline.transport.decoding import UNREADABLE, known
 

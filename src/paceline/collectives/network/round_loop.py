@@ -7,7 +7,7 @@ import select
 import time
 from collections.abc import Callable, Sequence
 
-from paceline.collectives.network.peers import PeerMessages
+from paceline.collectives.network.receiving import PeerMessages
 from paceline.collectives.network.rounds import Round
 from paceline.errors import GroupClosedError
 from paceline.transport.spinning import Spinner

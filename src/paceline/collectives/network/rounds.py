@@ -7,8 +7,7 @@ from typing import TypeAlias
 
 from paceline.collectives.network.blocks import Blocks, Ranges, collide, scatter
 from paceline.collectives.network.frames import Heads
-from paceline.collectives.network.peers import PeerMessages
-from paceline.collectives.network.receiving import Combine, IncomingMessage, Scratch
+from paceline.collectives.network.receiving import Combine, IncomingMessage, PeerMessages, Scratch
 from paceline.collectives.network.sending import Blocker, LateCopy, OutgoingMessage
 from paceline.collectives.schedules.base import Action, Copy, Receive, Send
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,15 +14,12 @@ from paceline.protocol.buckets import bucket_set
 from paceline.protocol.client import Request
 from paceline.ps.client.connection import ServerConnection
 from paceline.ps.client.filtered import FilteredSender, TableFilters
-from paceline.ps.client.table import Table
+from paceline.ps.client.table import Table, TableClient
 from paceline.ps.client.ticket import Ticket
 from paceline.ps.messages import PULL, PUSH, PUSH_PULL, RANGE, TICK, TICKS, TableSpec
 from paceline.tables.bucket_arrays import dense_buckets
 from paceline.tables.ranges import clip_runs, range_buckets, runs_in
 from paceline.tables.types import Floats, Keys
-
-if TYPE_CHECKING:
-    from paceline.ps.client.client import Client
 
 
 class DenseTable(Table):
@@ -31,7 +28,7 @@ class DenseTable(Table):
     Every method takes either a range or `keys`: ``push(grads, start=0)`` means [0, len(grads)).
     """
 
-    def __init__(self, client: Client, number: int, spec: TableSpec, filters: TableFilters | None = None) -> None:
+    def __init__(self, client: TableClient, number: int, spec: TableSpec, filters: TableFilters | None = None) -> None:
         super().__init__(client, number, spec, filters)
         self._runs: list[Sequence[tuple[int, int]]] = []  # of each server
         self._runs_of = 0  # version of the map

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ from paceline.kernels.dedup import split
 from paceline.protocol import NUM_BUCKETS
 from paceline.protocol.buckets import bucket_set
 from paceline.ps import messages
+from paceline.ps.client.table import TableClient
 from paceline.ps.messages import TableSpec
 from paceline.storage.format import ModelManifest
 from paceline.storage.model_directory import SavedModel, read_model, save_model
@@ -22,12 +23,9 @@ from paceline.tables.bounds import Natural
 from paceline.tables.bucket_arrays import buckets_of_keys, dense_buckets
 from paceline.tables.types import Floats, Keys
 
-if TYPE_CHECKING:
-    from paceline.ps.client.client import Client
-
 
 def save_tables(
-    client: Client, directory: str | os.PathLike[str], names: Iterable[str] | None = None, **model: Any
+    client: TableClient, directory: str | os.PathLike[str], names: Iterable[str] | None = None, **model: Any
 ) -> ModelManifest:
     """Write tables (default: all) of a cluster to a directory, whole or not at all; a model that is there is replaced.
 
@@ -39,7 +37,9 @@ def save_tables(
     return save_model(directory, ((spec, read_records(client, spec)) for spec in specs), model)
 
 
-def load_tables(client: Client, directory: str | os.PathLike[str], names: Iterable[str] | None = None) -> SavedModel:
+def load_tables(
+    client: TableClient, directory: str | os.PathLike[str], names: Iterable[str] | None = None
+) -> SavedModel:
     """Load tables of a saved model (default: all) into a cluster, whatever its number of servers, state included.
 
     Raises ModelError for a damaged model, TableMismatchError if the cluster has such a table with other settings.
@@ -56,7 +56,7 @@ def load_tables(client: Client, directory: str | os.PathLike[str], names: Iterab
 
 
 def read_records(
-    client: Client, spec: TableSpec, buckets: Iterable[int] = range(NUM_BUCKETS)
+    client: TableClient, spec: TableSpec, buckets: Iterable[int] = range(NUM_BUCKETS)
 ) -> Iterator[tuple[Keys, Floats]]:
     """Yield a table's keys (uint64 [n]) and records (float32 [n, words]) by those of `buckets` that hold something.
 
@@ -78,7 +78,7 @@ def read_records(
             yield keys, np.frombuffer(body, np.float32, offset=8 * rows).reshape(rows, -1)
 
 
-def _read_bucket(client: Client, number: int, bucket: int) -> tuple[int, memoryview]:
+def _read_bucket(client: TableClient, number: int, bucket: int) -> tuple[int, memoryview]:
     servers = client.servers
     connections = servers.newest()
     servers.check_there(1 << bucket)
@@ -87,7 +87,7 @@ def _read_bucket(client: Client, number: int, bucket: int) -> tuple[int, memoryv
     )
 
 
-def write_records(client: Client, spec: TableSpec, keys: Keys, records: Floats) -> None:
+def write_records(client: TableClient, spec: TableSpec, keys: Keys, records: Floats) -> None:
     """Set whole records (float32 [n, words]) of `keys` (uint64 [n]), each on the server that has it, at once."""
     number = client.open_table(spec).number
     rest = np.arange(len(keys))
@@ -108,7 +108,7 @@ def write_records(client: Client, spec: TableSpec, keys: Keys, records: Floats) 
         client.servers.retry(write_rest)
 
 
-def _by_server(client: Client, spec: TableSpec, keys: Keys) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _by_server(client: TableClient, spec: TableSpec, keys: Keys) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return positions of keys grouped by server, and where each server's begin, as :func:`split` does."""
     num_servers = len(client.servers.newest())
     if spec.kind == "sparse":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -11,23 +11,49 @@ import numpy.typing as npt
 from paceline.errors import UsageError
 from paceline.filters.base import Filter
 from paceline.kernels.dedup import dedup, scratch_size, sum_rows
+from paceline.protocol import Consistency
 from paceline.ps import messages
 from paceline.ps.client.filtered import TableFilters
+from paceline.ps.client.servers import Servers
 from paceline.ps.messages import TableSpec
+from paceline.ps.scheduler.link import SchedulerLink
 from paceline.tables.bounds import Natural
 from paceline.tables.rules import RULES, UpdateRule
 from paceline.tables.settings import from_fields, to_fields
 from paceline.tables.sparse_part import check_finite
 from paceline.tables.types import Floats, Keys
 
-if TYPE_CHECKING:
-    from paceline.ps.client.client import Client
+
+class TableClient(Protocol):
+    """A client, as far as its tables know it: see :class:`paceline.ps.Client`."""
+
+    link: SchedulerLink
+    servers: Servers
+    role: str
+    rank: int
+    consistency: Consistency
+
+    def flush(self) -> None:
+        """Wait until every push is acknowledged."""
+        ...
+
+    def statistics(self) -> list[messages.ServerStatistics]:
+        """Return the statistics of all servers."""
+        ...
+
+    def tables(self) -> list[TableSpec]:
+        """Return the specifications of the cluster's tables."""
+        ...
+
+    def open_table(self, spec: TableSpec) -> Table:
+        """Declare a table, and return it."""
+        ...
 
 
 class Table:
     """A table as a client holds it. Abstract: a SparseTable or a DenseTable."""
 
-    def __init__(self, client: Client, number: int, spec: TableSpec, filters: TableFilters | None = None) -> None:
+    def __init__(self, client: TableClient, number: int, spec: TableSpec, filters: TableFilters | None = None) -> None:
         self._client = client
         self.filters = filters
         """What its requests go behind; None if there is nothing of the kind."""

@@ -1,1 +1,19 @@
-"""Wire format of rpc: messages, values and framed sockets."""
+"""Wire format of rpc: messages, values and framed sockets.
+
+The kinds of values are imported when the first value that needs them is sent or received.
+"""
+
+from paceline.rpc.wire.codec import FindPack, set_loaders
+
+
+def _load_values() -> FindPack:
+    from paceline.rpc.wire.kinds import find_pack
+
+    return find_pack
+
+
+def _load_tensors() -> None:
+    import paceline.rpc.wire.tensors  # noqa: F401  (registers the kinds of torch)
+
+
+set_loaders(_load_values, _load_tensors)

@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
 
 import msgspec
 import numpy as np
@@ -39,6 +40,31 @@ Unpack = Callable[["Decoding", memoryview], Any]
 _packs: dict[type, Pack] = {}
 _packs_of_subclasses: dict[type, Pack] = {}
 _unpacks: dict[int, Unpack] = {}
+
+
+class FindPack(Protocol):
+    """Find the `pack` for a value of an unregistered type."""
+
+    def __call__(self, value: Any, /, *, pickle: bool) -> Pack:
+        """Return the `pack`. Raises CannotSendError."""
+        ...
+
+
+@dataclass
+class _Loaders:
+    """Imports of the modules that register kinds, set by the package."""
+
+    load_values: Callable[[], FindPack]
+    load_tensors: Callable[[], None]
+
+
+def set_loaders(load_values: Callable[[], FindPack], load_tensors: Callable[[], None]) -> None:
+    """Set the functions that import `kinds` and `tensors`, which are called for the first unknown value."""
+    global _loaders
+    _loaders = _Loaders(load_values, load_tensors)
+
+
+_loaders: _Loaders
 
 
 def add_pack(types: Sequence[type], pack: Pack) -> None:
@@ -165,13 +191,11 @@ class Encoding:
 
     def _find(self, value: Any, kind: type) -> Pack:
         """Return the `pack` for a type that was not seen before."""
-        from paceline.rpc.wire.kinds import find_pack
-
+        find_pack = _loaders.load_values()
         if kind in _packs:  # registered by the import
             return _packs[kind]
         if kind.__module__.partition(".")[0] == "torch" or _is_tensor(value):
-            import paceline.rpc.wire.tensors  # noqa: F401  (registers the kinds of torch)
-
+            _loaders.load_tensors()
             if kind in _packs:
                 return _packs[kind]
             for base, pack in _packs_of_subclasses.items():
@@ -232,10 +256,9 @@ class Decoding:
     def _unpack(self, code: int, data: memoryview) -> Any:
         unpack = _unpacks.get(code)
         if unpack is None:
-            import paceline.rpc.wire.kinds
-
+            _loaders.load_values()
             if code in (TENSOR, OF_TORCH):
-                import paceline.rpc.wire.tensors  # noqa: F401  (registers the kinds of torch)
+                _loaders.load_tensors()
             unpack = _unpacks.get(code)
         if unpack is None:
             raise ProtocolError(f"got a value of kind {code}, which this version does not support")

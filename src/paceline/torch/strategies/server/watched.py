@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import weakref
 import zlib
+from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from paceline.torch.strategies.server.dense_tables import Slot
 
 _SLOT = "_paceline_slot"
 _grad: Any = torch._C.TensorBase.grad
@@ -42,6 +40,15 @@ def memory_of(parameter: nn.Parameter) -> Tensor:
     return found
 
 
+class WatchedSlot(Protocol):
+    """A slot of a parameter, as far as the parameter knows it."""
+
+    parameter: nn.Parameter
+    gradient: GradientWatch
+    values: ValueWatch
+    wait_for_values: Callable[[], None]
+
+
 class WatchedParameter(nn.Parameter):
     """A parameter that tells its slot of accesses to its gradient and its memory.
 
@@ -55,7 +62,7 @@ class WatchedParameter(nn.Parameter):
     @property
     def data(self) -> Tensor:
         """The memory, as of any tensor."""
-        slot: Slot | None = self.__dict__.get(_SLOT)
+        slot: WatchedSlot | None = self.__dict__.get(_SLOT)
         memory = memory_of(self)
         if slot is not None:
             slot.wait_for_values()
@@ -65,7 +72,7 @@ class WatchedParameter(nn.Parameter):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        slot: Slot | None = self.__dict__.get(_SLOT)
+        slot: WatchedSlot | None = self.__dict__.get(_SLOT)
         if slot is not None:
             slot.wait_for_values()
             slot.values.replace()
@@ -74,14 +81,14 @@ class WatchedParameter(nn.Parameter):
     @property
     def grad(self) -> Tensor | None:
         """The gradient, as of any tensor."""
-        slot: Slot | None = self.__dict__.get(_SLOT)
+        slot: WatchedSlot | None = self.__dict__.get(_SLOT)
         if slot is not None:
             slot.gradient.show()
         return gradient_of(self)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        slot: Slot | None = self.__dict__.get(_SLOT)
+        slot: WatchedSlot | None = self.__dict__.get(_SLOT)
         if slot is not None:
             slot.gradient.replace(value)
         set_gradient(self, value)
@@ -100,7 +107,7 @@ class WatchedParameter(nn.Parameter):
         return self._exposed(super().numpy(force=force))
 
     def _exposed(self, alias: Any) -> Any:
-        slot: Slot | None = self.__dict__.get(_SLOT)
+        slot: WatchedSlot | None = self.__dict__.get(_SLOT)
         if slot is not None:
             slot.wait_for_values()
             slot.values.expose(alias)
@@ -152,32 +159,32 @@ def _wait_for(value: Any) -> None:
 
 def wait_for_values(parameter: nn.Parameter) -> None:
     """Wait for a parameter's values, if they are on their way."""
-    slot: Slot | None = parameter.__dict__.get(_SLOT)
+    slot: WatchedSlot | None = parameter.__dict__.get(_SLOT)
     if slot is not None:
         slot.wait_for_values()
 
 
-def watch(slot: Slot) -> None:
+def watch(slot: WatchedSlot) -> None:
     """Have a slot's parameter note accesses there, until :func:`unwatch`."""
     parameter = slot.parameter
     parameter.__dict__[_SLOT] = slot
     parameter.__class__ = _watched(type(parameter))
 
 
-def unwatch(slot: Slot) -> None:
+def unwatch(slot: WatchedSlot) -> None:
     """Make a parameter what it was before :func:`watch`."""
     parameter: Any = slot.parameter
     if parameter.__dict__.pop(_SLOT, None) is not None:
         parameter.__class__ = parameter.plain
 
 
-def depart(slot: Slot) -> None:
+def depart(slot: WatchedSlot) -> None:
     """Have whatever is done with a parameter wait for its values, until :func:`arrive`."""
     parameter: Any = slot.parameter
     parameter.__class__ = parameter.arriving
 
 
-def arrive(slot: Slot) -> None:
+def arrive(slot: WatchedSlot) -> None:
     """Know that a parameter has its values."""
     parameter: Any = slot.parameter
     if type(parameter) is getattr(parameter, "arriving", None):
