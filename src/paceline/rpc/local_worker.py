@@ -1,4 +1,4 @@
-"""This process's worker, as far as its connections to other workers know it."""
+"""The view of this process's worker that its connections to other workers have."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from paceline.tables.types import Floats, Keys
 
 
 class TableClient(Protocol):
-    """A client, as far as its tables know it: see :class:`paceline.ps.Client`."""
+    """The members of :class:`paceline.ps.Client` that its tables use."""
 
     link: SchedulerLink
     servers: Servers

@@ -41,7 +41,7 @@ def memory_of(parameter: nn.Parameter) -> Tensor:
 
 
 class WatchedSlot(Protocol):
-    """A slot of a parameter, as far as the parameter knows it."""
+    """The members of a slot that its parameter uses."""
 
     parameter: nn.Parameter
     gradient: GradientWatch
