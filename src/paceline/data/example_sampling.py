@@ -69,6 +69,34 @@ def sample_batch(batch: Batch, *, max_rows: int = MAX_ROWS, max_pairs: int = MAX
     return thinned.sample(1.0)
 
 
+def thin(sample: ExampleSample, most: int) -> tuple[Batch, int]:
+    """Return about `most` examples of a sample, in their order, and the number of examples that they stand for.
+
+    Every k-th run of neighbours is kept, counted from the newest. Of labels of two classes, the rarer class keeps all
+    its examples, or as many as fill half of the room. The weights of the other class make up for the lower share of its
+    examples, so that sums over both classes are unbiased up to one common factor.
+    """
+    batch, n = sample.batch, sample.batch.num_examples
+    if n <= most:
+        return batch, n
+    runs = np.searchsorted(sample.starts, np.arange(n), side="right")
+    ages = len(sample.starts) - runs
+    classes, members, counts = np.unique(batch.labels, return_inverse=True, return_counts=True)
+    is_rare = members == np.argmin(counts) if len(classes) == 2 else np.zeros(n, bool)
+    num_rare = int(is_rare.sum())
+    rare_step = max(-(-2 * num_rare // most), 1)
+    step = -(-(n - num_rare) // (most - num_rare // rare_step))
+    if not num_rare or rare_step == step:
+        rows = np.flatnonzero(ages % -(-n // most) == 0)
+        return batch.take(rows), len(rows)
+    is_kept = ages % np.where(is_rare, rare_step, step) == 0
+    rare_share, share = is_kept[is_rare].mean(), is_kept[~is_rare].mean()
+    weights = np.ones(n, np.float32) if batch.weights is None else batch.weights.copy()
+    weights[~is_rare] *= np.float32(rare_share / share)
+    rows = np.flatnonzero(is_kept)
+    return replace(batch, weights=weights).take(rows), round(n * float(rare_share))
+
+
 class _Pieces:
     """Pieces spread evenly over files that can be entered anywhere."""
 

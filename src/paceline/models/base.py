@@ -372,11 +372,18 @@ class SparseModel(ABC):
         return dataclasses.replace(self, interactions=self.interactions.of_columns(format, columns, fields))
 
     def calibrated(
-        self, labels: Floats, predictions: Floats, weights: Floats | None = None, optimism: Optimism | None = None
+        self,
+        labels: Floats,
+        predictions: Floats,
+        weights: Floats | None = None,
+        optimism: Optimism | None = None,
+        *,
+        is_whole: bool = False,
     ) -> SparseModel:
-        """Return the model whose predictions are right in the mean, given those of this one on examples it has learned.
+        """Return the model with a corrected mean prediction, given its predictions for examples of its training.
 
-        They are in the order of the data; `weights` are how often each counts.
+        The examples are in the order of the data; `weights` are how often each counts. If they are all of the data
+        (`is_whole`), their bias is corrected in full, else as far as it is significant.
         """
         return self
 

@@ -17,7 +17,7 @@ from paceline.kernels.csr import logistic
 from paceline.models.base import KeyedMatrix, KeyedMinibatch, Optimism, SparseModel, sum_examples
 from paceline.models.metrics import ClickEvaluation, evaluate
 from paceline.models.progressive import ExampleSums
-from paceline.models.rate_drift import example_counts, rate_shift
+from paceline.models.rate_drift import example_counts, rate_shift, significant_share
 from paceline.tables.types import Doubles, Floats
 
 _CHANCE = 3.0  # standard errors
@@ -102,14 +102,21 @@ class ClickProbabilityModel(SparseModel):
         predictions: Floats,
         weights: Floats | None = None,
         optimism: Optimism | None = None,
+        *,
+        is_whole: bool = False,
     ) -> Self:
         counts, p = example_counts(labels, weights), np.clip(predictions.astype(np.float64), 1e-12, 1 - 1e-12)
         found = rate_shift(np.log(p / (1 - p)), labels.astype(np.float64), counts)
         beyond, error_beyond = _expected(optimism or Optimism())
         # The trial's held-out rows may be the newest ones: their error is the drift, which `newest` has already.
-        off = found.shift + (1 - found.drift) * beyond
-        share = 1 - (found.error**2 + error_beyond**2) / max(off * off, 1e-30)
-        correction = max(share, 0.0) * off + found.newest
+        beyond *= 1 - found.drift
+        if is_whole:
+            correction = significant_share(found.shift, found.error**2, is_known=True) * found.shift
+            correction += significant_share(beyond, error_beyond**2, is_known=False) * beyond
+        else:
+            off = found.shift + beyond
+            correction = significant_share(off, found.error**2 + error_beyond**2, is_known=False) * off
+        correction += found.newest
         return self if abs(correction) < _LEAST_SHIFT else dataclasses.replace(self, offset=self.offset + correction)
 
 

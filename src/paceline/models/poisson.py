@@ -13,7 +13,7 @@ from paceline.errors import DataError
 from paceline.models.base import Optimism
 from paceline.models.linear import LinearModel, mean_and_deviation
 from paceline.models.metrics import Evaluation, sum_pieces
-from paceline.models.rate_drift import example_counts
+from paceline.models.rate_drift import example_counts, significant_share
 from paceline.tables.types import Doubles, Floats
 
 _LEAST_CORRECTION = 1e-3  # predictions of 0 would have infinite losses
@@ -64,13 +64,19 @@ class PoissonRegression(LinearModel):
 
     @override
     def calibrated(
-        self, labels: Floats, predictions: Floats, weights: Floats | None = None, optimism: Optimism | None = None
+        self,
+        labels: Floats,
+        predictions: Floats,
+        weights: Floats | None = None,
+        optimism: Optimism | None = None,
+        *,
+        is_whole: bool = False,
     ) -> PoissonRegression:
         counts = example_counts(labels, weights)
         missing, expected = counts * (labels - predictions), max(float(counts @ predictions), 1e-300)
         off = float(missing.sum()) / expected
         variance = len(missing) * float(missing.var()) / expected**2 if len(missing) else 0.0
-        share = max(1 - variance / max(off * off, 1e-30), 0.0) if math.isfinite(off) else 0.0
+        share = significant_share(off, variance, is_known=is_whole) if math.isfinite(off) else 0.0
         return dataclasses.replace(self, mean=self.mean * max(1 + share * off, _LEAST_CORRECTION)) if share else self
 
     @override

@@ -48,6 +48,16 @@ def example_counts(labels: Floats, weights: Floats | None) -> Doubles:
     return np.ones(len(labels)) if weights is None else weights.astype(np.float64)
 
 
+def significant_share(bias: float, variance: float, *, is_known: bool) -> float:
+    """Return the share of an estimated bias to correct, 0 to 1.
+
+    The bias on all rows of a training is known (`is_known`): a fitted intercept removes it. Its share is below 1 only
+    because the unit prior variance limits the correction by a few labels. The bias of a sample is an estimate, which
+    James and Stein (1961) shrink by its variance.
+    """
+    return 1 / (1 + variance) if is_known else max(1 - variance / max(bias * bias, 1e-30), 0.0)
+
+
 def changed_rates(labels: Floats, weights: Floats | None) -> tuple[float, float] | None:
     """Return the rates of positives in the oldest and the newest sixteenth if the rate drifts, else None."""
     y, counts, part = labels.astype(np.float64), example_counts(labels, weights), len(labels) // 16

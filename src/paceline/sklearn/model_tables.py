@@ -75,11 +75,10 @@ class ModelTables:
             minibatch = self._model.prepare(examples.slice(start, start + batch_size), self._scratch)
             self._rows.learn(minibatch)
 
-    def calibrate(self, recent: Batch, optimism: Optimism) -> None:
-        """Have predictions right in the mean on examples that were learned, whose values are scaled."""
-        minibatch = self._model.prepare(recent, self._scratch)
-        predictions = self._rows.predict(minibatch)
-        self._model = self._model.calibrated(minibatch.labels, predictions, recent.weights, optimism)
+    def calibrate(self, recent: Batch, optimism: Optimism, *, is_whole: bool) -> None:
+        """Correct the mean prediction by learned examples, whose values are scaled; `is_whole`: by all of them."""
+        predictions = self._collect(recent, self._rows.predict, is_scaled=True).astype(np.float32)
+        self._model = self._model.calibrated(recent.labels, predictions, recent.weights, optimism, is_whole=is_whole)
 
     def margins(self, examples: Batch) -> Doubles:
         """Return the logit of each example (float64 [n]); or each class' log probability ([n, classes])."""
@@ -93,10 +92,13 @@ class ModelTables:
         assert isinstance(minibatch, ClickMinibatch | SoftmaxMinibatch)
         return minibatch.margins(self._rows.pull(minibatch))
 
-    def _collect(self, examples: Batch, predict: Callable[[Minibatch], Floats | Doubles]) -> Doubles:
+    def _collect(
+        self, examples: Batch, predict: Callable[[Minibatch], Floats | Doubles], *, is_scaled: bool = False
+    ) -> Doubles:
         parts = [np.empty((0, self._model.num_outputs) if self._model.num_outputs > 1 else 0, np.float64)]
         for start in range(0, examples.num_examples, _BATCH):
-            part = self.scaled(examples.slice(start, start + _BATCH))
+            part = examples.slice(start, start + _BATCH)
+            part = part if is_scaled else self.scaled(part)
             parts.append(predict(self._model.prepare(part, self._scratch)).astype(np.float64))
         return np.concatenate(parts)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.data import Columns, open_dataset
-from paceline.data.example_sampling import sample_examples
+from paceline.data import Batch, Columns, open_dataset
+from paceline.data.example_sampling import sample_batch, sample_examples, thin
 
 
 def write_sorted(path: Path, rows: int, width: int = 3) -> Path:
@@ -68,3 +68,34 @@ def test_of_csv_every_file_is_looked_at(tmp_path: Path) -> None:
     assert sample.is_whole
     assert sample.num_examples == 900
     assert len(np.unique(sample.batch.keys)) == 3
+
+
+@pytest.mark.parametrize("rate", [0.002, 0.03, 0.2, 0.5])
+def test_thinning_keeps_positives_and_stays_unbiased(rate: float) -> None:
+    rng = np.random.default_rng(0)
+    n = 100_000
+    keys = rng.integers(0, 10, n).astype(np.uint64)
+    labels = (rng.random(n) < rate * (0.5 + keys / 9)).astype(np.float32)
+    sample = sample_batch(Batch(labels, np.arange(n + 1), keys))
+    part, num_represented = thin(sample, 10_000)
+    num_kept = int(part.labels.sum())
+    assert part.num_examples == pytest.approx(10_000, rel=0.1)
+    assert num_kept == labels.sum() if labels.sum() <= 5000 else num_kept == pytest.approx(5000, rel=0.35)
+    assert num_represented == pytest.approx(n * num_kept / labels.sum(), rel=0.05)
+    weights = np.ones(part.num_examples) if part.weights is None else part.weights
+    assert weights[part.labels > 0].tolist() == [1] * num_kept
+    assert weights.sum() == pytest.approx(num_represented, rel=0.01)
+    for key in (0, 9):
+        rows = part.keys == key
+        expected = labels[keys == key].mean()
+        assert np.average(part.labels[rows], weights=weights[rows]) == pytest.approx(expected, rel=0.15)
+    assert part.labels[-100:].tolist() == labels[-100:].tolist() or rate < 0.1  # the newest run is whole
+    assert thin(sample, n) == (sample.batch, n)
+
+
+def test_thinning_of_labels_that_are_not_of_two_classes_keeps_runs() -> None:
+    labels = np.arange(10_000, dtype=np.float32)
+    part, num_represented = thin(sample_batch(Batch(labels, np.arange(10_001), labels.astype(np.uint64))), 2_000)
+    assert part.weights is None
+    assert num_represented == part.num_examples <= 2_000 + 256
+    assert part.labels[-1] == 9_999

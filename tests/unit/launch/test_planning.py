@@ -13,6 +13,7 @@ from paceline.launch.train.options import PassOptions, TrainOptions
 from paceline.launch.train.planning import plan_training
 from paceline.launch.train.train import train_locally
 from paceline.models.registry import make_model
+from paceline.models.tuning.trial import HeldOutLosses
 from paceline.models.update import make_update
 from paceline.ps import FTRL, SGD
 
@@ -53,6 +54,21 @@ def test_what_is_given_stays(data: Path) -> None:
     other = plan_training(TrainOptions(data=[data], update=SGD(lr=0.1)))
     assert other.update == SGD(lr=0.1)
     assert 1 <= other.epochs <= 64
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "epochs"), [("lr", None), ("lr", 3), ("poisson", 3), ("fm", 3)])
+def test_tune_keeps_the_default_where_no_other_setting_is_better(
+    data: Path, name: str, epochs: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default takes part in the search on the same held-out examples."""
+    default = plan_training(TrainOptions(data=[data], model=make_model(name), epochs=epochs))
+    monkeypatch.setattr(HeldOutLosses, "is_below", lambda self, other, errors=1.0: False)
+    unchanged = plan_training(TrainOptions(data=[data], model=make_model(name), epochs=epochs))
+    wide = plan_training(TrainOptions(data=[data], model=make_model(name), epochs=epochs, adapt="widely"))
+    assert wide.settings() == unchanged.settings()
+    if epochs is not None and name != "fm":
+        assert wide.settings() == default.settings()
 
 
 def test_widely_tries_what_is_not_given(data: Path) -> None:

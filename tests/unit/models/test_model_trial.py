@@ -22,7 +22,7 @@ LINEAR = TunedModel(model=SparseFactorizationMachine().settled(), rule=RULE, pas
 
 
 def search(model: SparseFactorizationMachine, sample: ExampleSample, passes: int | None = None) -> TunedModel:
-    found = FactorSearch(model, sample, 32, is_mixed=False, passes=passes, is_wide=False)
+    found = FactorSearch(model, sample, 32, is_mixed=False, passes=passes)
     return found.run(LINEAR, FTRL(alpha=0.2, l1=0.0))
 
 
@@ -81,13 +81,13 @@ def test_linear_models(kind: type[LeastSquares | PoissonRegression | SoftmaxRegr
     batch = Batch(labels, np.arange(0, 451, 3), keys.reshape(-1).astype(np.uint64))
     model, sample = kind().starting_from(labels), sample_batch(batch)
     rules = [FTRL(alpha=0.002, l1=1.0), RULE]
-    found = tune_linear(model, sample, 16, rules, is_mixed=False, passes=None, is_wide=False)
+    found = tune_linear(model, sample, 16, rules, is_mixed=False, passes=None)
     assert isinstance(found.rule, FTRL)
     assert found.rule.alpha > 0.01
     trial = ModelTrial(model, sample, 16, is_mixed=False)
     constant = trial.run(model, SGD(lr=0.0)).losses
     assert trial.run(model, found.rule).losses.is_below(constant, 3.0)
-    other = tune_linear(model, sample, 16, [SGD(lr=0.01)], is_mixed=False, passes=None, is_wide=False)
+    other = tune_linear(model, sample, 16, [SGD(lr=0.01)], is_mixed=False, passes=None)
     assert other.rule == SGD(lr=0.01)
     assert 1 <= other.passes <= 64
 

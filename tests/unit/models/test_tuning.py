@@ -10,6 +10,7 @@ from paceline.data.example_sampling import ExampleSample
 from paceline.kernels.csr import csr_dot, logistic
 from paceline.models.base import BIAS_KEY, KeyScratch, Optimism
 from paceline.models.logistic import SparseLogisticRegression
+from paceline.models.poisson import PoissonRegression
 from paceline.models.tuning import (
     is_sorted_by_label,
     passes_for_all,
@@ -300,6 +301,23 @@ def test_an_offset_is_corrected_as_far_as_is_beyond_chance() -> None:
     assert much == pytest.approx(0.45, abs=0.01)
 
 
+@pytest.mark.parametrize("num_positives", [25, 200])
+def test_the_bias_on_all_of_the_data_is_corrected_in_full(num_positives: int) -> None:
+    """As by a fitted intercept, also below a standard error; 200 of 8,000 labels have one of 0.07."""
+    labels = np.zeros(8000, np.float32)
+    labels[:: 8000 // num_positives] = 1
+    model = SparseLogisticRegression().starting_from(labels)
+    low = np.full(8000, 1 / (1 + np.exp(0.06 - model.offset)), np.float32)
+    assert model.calibrated(labels, low).offset == pytest.approx(model.offset, abs=0.01)
+    found = model.calibrated(labels, low, None, Optimism(0.1, 0.2), is_whole=True)
+    assert found.offset - model.offset == pytest.approx(0.06, abs=0.03)  # it starts half a click too high
+    nothing = model.calibrated(np.zeros(8000, np.float32), low, is_whole=True)  # one class says little
+    assert -1 < nothing.offset - model.offset <= 0
+    poisson = PoissonRegression().starting_from(labels)
+    counts = poisson.calibrated(labels, low, is_whole=True)
+    assert counts.mean / poisson.mean == pytest.approx(labels.sum() / low.sum(), rel=0.01)
+
+
 def test_rates_that_drift_are_those_of_now() -> None:
     rng = np.random.default_rng(5)
     said = np.full(32_000, 0.3, np.float32)
@@ -370,15 +388,15 @@ def test_the_first_rule_wins_unless_another_is_better_by_more_than_chance() -> N
 
 def test_held_out_examples_come_from_everywhere_unless_something_drifts() -> None:
     sample = make_sample(12_000)
-    assert suits_mixing(sample, 0.0, 64)
+    assert suits_mixing(sample, sample, 0.0, 64)
     drifting, labels = make_sample(12_000), sample.batch.labels
     drifting.batch.labels = np.append(labels[:10_500], 1 - labels[10_500:]).astype(np.float32)
-    assert not suits_mixing(drifting, 0.0, 64)
+    assert not suits_mixing(drifting, drifting, 0.0, 64)
     is_raised = (np.arange(12_000) > 9_000) & (np.random.default_rng(0).random(12_000) < 0.4)
     drifting.batch.labels = np.maximum(labels, is_raised).astype(np.float32)
-    assert not suits_mixing(drifting, 0.0, 64)
+    assert not suits_mixing(drifting, drifting, 0.0, 64)
     drifting.batch.labels = np.sort(labels)
-    assert suits_mixing(drifting, 0.0, 64)
+    assert suits_mixing(drifting, drifting, 0.0, 64)
 
 
 def test_one_part_is_held_out_of_labels_that_are_no_classes() -> None:

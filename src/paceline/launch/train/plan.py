@@ -34,7 +34,9 @@ class TrainingPlan:
     rates: tuple[float, float] | None = None
     """The rates of positives at the start and the end of the data, if the rate drifts."""
     recent: Batch | None = None
-    """Examples on which predictions should be right in the mean: the last ones, or from everywhere if mixed."""
+    """The sample, by which the mean prediction is corrected: in the order of the data, or mixed if that is sorted."""
+    is_recent_whole: bool = False
+    """Whether :attr:`recent` is all the data."""
     note: str | None = None
     """What came of the trial that people should know."""
     chosen_on: int = 0

@@ -51,7 +51,6 @@ from paceline.ps import FTRL, RULES, UpdateRule, from_fields
 _EPOCHS = 4  # where they are not found by trial
 _BATCH_SIZE = 256
 _SHARDS_AT_ONCE = 8
-_CALIBRATION_ROWS = 65_536
 _OPTIMISM_OF_MANY = Optimism(0.0, 0.02)  # without a trial of all examples: many are not learned by heart
 
 
@@ -121,6 +120,7 @@ def plan_on_sample(options: TrainOptions, sample: ExampleSample, scaling: KeySca
         optimism=found.optimism if sample.is_whole and found.optimism is not None else _OPTIMISM_OF_MANY,
         rates=rates,
         recent=_recent(sample, is_sorted=is_sorted),
+        is_recent_whole=sample.is_whole,
         chosen_on=sample.batch.num_examples,
         num_examples=sample.num_examples,
     )
@@ -176,29 +176,38 @@ def given_settings(options: TrainOptions) -> list[str]:
 def _find_settings(
     options: TrainOptions, model: SparseModel, sample: ExampleSample, batch_size: int, *, is_mixed: bool
 ) -> TunedModel:
-    """Return what suits the data, of what is left open; `sample` has interactions."""
-    rule, is_wide = rule_of(options.update, suggested_alpha(sample), L1), options.adapt == "widely"
+    """Return what suits the data, of what is left open; `sample` has interactions.
+
+    With ``--tune`` the default settings stay unless others are better by more than a standard error.
+    """
+    rule, default = rule_of(options.update, suggested_alpha(sample), L1), None
+    if options.adapt == "widely":
+        narrow = dataclasses.replace(options, adapt="yes")
+        default = _find_settings(narrow, model, sample, batch_size, is_mixed=is_mixed)
+        rule = default.rule
     is_open = any(getattr(model, name) is None for name in model.usual)
-    if options.epochs is not None and not is_open and not is_wide:
+    if options.epochs is not None and not is_open and default is None:
         return TunedModel(model=model, rule=rule, passes=options.epochs)
     if not isinstance(model, ClickProbabilityModel) or not isinstance(rule, FTRL):
         plain = dataclasses.replace(model.settled(), interactions=None)
         rules = [rule, *_rules_of(options, sample, itertools.product(LINEAR_RATES, [L1], [0.0]))]
         found = tune_linear(
             plain, sample, batch_size, list(dict.fromkeys(rules)),
-            is_mixed=is_mixed, passes=options.epochs, is_wide=is_wide, given=given_settings(options),
+            is_mixed=is_mixed, passes=options.epochs, default=default, given=given_settings(options),
         )  # fmt: skip
         return dataclasses.replace(found, model=model.settled())
     linear = TunedModel(model=model.settled(), rule=rule, passes=options.epochs or 1)
-    if options.epochs is None or is_wide:
+    if options.epochs is None or default is not None:
         tried = _tuned(options, sample, model.offset, batch_size, rule, is_mixed=is_mixed)
         passes = options.epochs or passes_for_all(tried.passes, sample)
         linear = dataclasses.replace(linear, rule=tried.rule, passes=passes, optimism=tried.optimism)
-    if not isinstance(model, FactorModel) or not (is_open or is_wide):
+    if not isinstance(model, FactorModel):
+        return default if default is not None and linear.rule == default.rule else linear
+    if not is_open and default is None:
         return linear
     search = FactorSearch(
         dataclasses.replace(model, interactions=None), sample, batch_size,
-        is_mixed=is_mixed, passes=options.epochs, is_wide=is_wide,
+        is_mixed=is_mixed, passes=options.epochs, default=default,
     )  # fmt: skip
     found = search.run(linear, rule_of(options.update, getattr(linear.rule, "alpha", rule.alpha), 0.0))
     return dataclasses.replace(found, model=dataclasses.replace(found.model, interactions=model.interactions))
@@ -215,7 +224,10 @@ def _rules_of(
 def _tuned(
     options: TrainOptions, sample: ExampleSample, offset: float, batch_size: int, rule: FTRL, *, is_mixed: bool
 ) -> TriedRule:
-    """Return what is best for a logistic regression of the sample."""
+    """Return what is best for a logistic regression of the sample.
+
+    With ``--tune`` that is `rule`, the default, unless another is better by more than a standard error.
+    """
     is_wide = options.adapt == "widely"
     rates, penalties = (WIDE_RATES, WIDE_L1) if is_wide else (RATES, (L1,))
     usual = itertools.product(rates, penalties, suggested_l2(sample))
@@ -224,15 +236,15 @@ def _tuned(
         [each for each in _rules_of(options, sample, settings) if each not in rules]
         for settings in (SPARSE if wants_sparsity(sample) else (), [(rate, L1, 0.0) for rate in FASTER_RATES])
     )
-    return tune(sample, offset, batch_size, rules, sparse=sparse, faster=faster, is_mixed=is_mixed)[0]
+    found = tune(sample, offset, batch_size, rules, sparse=sparse, faster=faster, is_mixed=is_mixed)
+    default = next(each for each in found if each.rule == rule)
+    return default if is_wide and not found[0].losses.is_below(default.losses) else found[0]
 
 
 def _recent(sample: ExampleSample, *, is_sorted: bool) -> Batch:
     """Return examples in their order, but mixed where labels stand in runs."""
-    n = sample.batch.num_examples
-    step = -(-n // _CALIBRATION_ROWS)
-    rows = np.arange(n - 1, -1, -step)[::-1]
-    return sample.batch.take(np.random.default_rng(0).permutation(rows) if is_sorted else rows)
+    batch = sample.batch
+    return batch.take(np.random.default_rng(0).permutation(batch.num_examples)) if is_sorted else batch
 
 
 def _plan_of_snapshot(options: TrainOptions, resumption: Resumption) -> TrainingPlan:
@@ -255,6 +267,7 @@ def _plan_of_snapshot(options: TrainOptions, resumption: Resumption) -> Training
         shards_at_once=shards_at_once,
         optimism=None if optimism is None else Optimism(*map(float, optimism)),
         recent=None if sample is None else _recent(sample, is_sorted=is_sorted_by_label(sample)),
+        is_recent_whole=sample is not None and sample.is_whole,
         num_examples=int(training.get("num_examples", 0)),
         resumed=resumption.snapshot,
         **({"run": training["run"]} if "run" in training else {}),  # 0.1 gave it none

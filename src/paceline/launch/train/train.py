@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from paceline.data import Columns, Dataset, open_dataset
+from paceline.data.batch import rebatch
 from paceline.errors import ModelError, ModelLostError, PacelineError
 from paceline.launch.interrupts import DeferredSignals
 from paceline.launch.local import LocalCluster
@@ -50,6 +51,8 @@ from paceline.protocol.jobs import JobAccount, JobState
 from paceline.ps import Client, messages, save_tables, to_fields
 from paceline.storage.manifests import MANIFEST
 from paceline.temporary import TemporaryFolder
+
+_CALIBRATED_ROWS = 65_536  # predicted at once
 
 
 class Training:
@@ -298,10 +301,15 @@ class Training:
         recent, optimism = self._plan.recent, self._plan.optimism
         if recent is None or optimism is None or self._options.passes.blocks is not None:  # its intercept is the best
             return
-        minibatch = self._plan.model.prepare(recent, KeyScratch())
-        tables = open_tables(self._client, self._plan.model, self._plan.update)
-        weights = [table.pull(keys, assume_unique=True) for table, keys in zip(tables, minibatch.keys, strict=False)]
-        model = self._plan.model.calibrated(minibatch.labels, minibatch.predict(weights), recent.weights, optimism)
+        model, predictions = self._plan.model, []
+        tables = open_tables(self._client, model, self._plan.update)
+        for part in rebatch([recent], _CALIBRATED_ROWS):
+            minibatch = model.prepare(part, KeyScratch())
+            pulled = zip(tables, minibatch.keys, strict=False)
+            predictions.append(minibatch.predict([table.pull(keys, assume_unique=True) for table, keys in pulled]))
+        model = model.calibrated(
+            recent.labels, np.concatenate(predictions), recent.weights, optimism, is_whole=self._plan.is_recent_whole
+        )
         self._plan = dataclasses.replace(self._plan, model=model)
 
     def _resume(self, resumption: Resumption, dataset: Dataset) -> None:

@@ -137,12 +137,15 @@ def _score(tried: TriedRule) -> float:
     return tried.score
 
 
-def suits_mixing(sample: ExampleSample, offset: float, batch_size: int) -> bool:
-    """Return whether a trial holds out examples from everywhere: neither the rate of clicks nor the loss drifts."""
+def suits_mixing(sample: ExampleSample, tried: ExampleSample, offset: float, batch_size: int) -> bool:
+    """Return whether a trial holds out examples from everywhere: neither the rate of clicks nor the loss drifts.
+
+    The loss is that of `tried`, examples of the sample with scaled values.
+    """
     if is_sorted_by_label(sample):
         return True
     is_drifting = changed_rates(sample.batch.labels, sample.batch.weights) is not None
-    return not is_drifting and has_steady_loss(sample, offset, batch_size)
+    return not is_drifting and has_steady_loss(tried, offset, batch_size)
 
 
 def has_steady_loss(sample: ExampleSample, offset: float, batch_size: int) -> bool:
@@ -151,11 +154,12 @@ def has_steady_loss(sample: ExampleSample, offset: float, batch_size: int) -> bo
     return sample.num_examples <= SMALL or not has_drifting_loss(sample.batch, offset, batch_size, rule)
 
 
-def passes_for_all(passes: int, sample: ExampleSample) -> int:
+def passes_for_all(passes: int, sample: ExampleSample, num_tried: int | None = None) -> int:
     """Return the passes over all data, for those that the sample wants: fewer where there is far more of it.
 
-    Slow learning ends after so many examples, however many passes they are; but no fewer than 6 passes, if as many were
-    wanted, for features that are rare in the sample are rare in all.
+    `num_tried` is the number of examples of the trial; None: all of the sample. Slow learning ends after so many
+    examples, however many passes they are; but no fewer than 6 passes, if as many were wanted, for features that are
+    rare in the sample are rare in all.
     """
-    needed = -(-passes * sample.batch.num_examples // max(sample.num_examples, 1))
+    needed = -(-passes * (num_tried or sample.batch.num_examples) // max(sample.num_examples, 1))
     return min(passes, max(_LEAST_PASSES, needed))

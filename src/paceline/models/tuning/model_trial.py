@@ -5,7 +5,8 @@ this process. What is held out is as in :mod:`paceline.models.tuning.trial`, and
 
 A trial of one setting takes about a second of one core, by an estimate of the model's speed, so that
 equal data gives equal choices: of models that take longer fewer examples are looked at, but 8,192, runs of neighbours
-from all over the sample; of small data fewer fifths are held out, but one.
+from all over the sample, with the examples of the rarer of two classes; of small data fewer fifths are held out, but
+one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Final
 import numpy as np
 
 from paceline.data.batch import Batch
-from paceline.data.example_sampling import ExampleSample
+from paceline.data.example_sampling import ExampleSample, thin
 from paceline.environment import num_cores
 from paceline.models.base import KeyScratch, Optimism, SparseModel
 from paceline.models.deep.base import DeepModel
@@ -76,9 +77,8 @@ class ModelTrial:
 
         n = sample.batch.num_examples
         affordable = int(n * seconds / (_USUAL_PASSES * seconds_of(sample.batch)))
-        rows = _evenly(sample, max(affordable, _LEAST_ROWS))
-        self.batch = sample.batch if len(rows) == n else sample.batch.take(rows)
-        self.is_whole = len(rows) == n and sample.is_whole
+        self.batch, self.num_represented = thin(sample, max(affordable, _LEAST_ROWS))
+        self.is_whole = self.num_examples == n and sample.is_whole
         """Whether it is all the data."""
         each = seconds_of(self.batch)
         splits = held_out_splits(self.batch, is_mixed=is_mixed)
@@ -191,13 +191,3 @@ def seconds_per_pass(model: SparseModel, num_examples: int, num_pairs: int, batc
         num_weights = sum((layer.num_inputs + 1) * layer.num_units for layer in model.layers)
         seconds += num_examples * num_weights * 0.3e-9 + num_batches * 1.5e-3
     return seconds
-
-
-def _evenly(sample: ExampleSample, most: int) -> Positions:
-    """Return the positions of at most so many examples: every k-th of the runs of neighbours."""
-    n = sample.batch.num_examples
-    if n <= most:
-        return np.arange(n)
-    runs = np.split(np.arange(n), sample.starts[1:])
-    step = -(-n // most)
-    return np.concatenate(runs[::-1][::step][::-1])  # the newest is among them

@@ -7,17 +7,17 @@ they are better by more than chance: of up to 5,000 examples by more than two st
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import numpy as np
 
-from paceline.data.example_sampling import ExampleSample, sample_batch
+from paceline.data.example_sampling import ExampleSample, thin
 from paceline.data.key_scaling import KeyScaling
 from paceline.environment import num_cores
 from paceline.models.fm import FactorModel
+from paceline.models.logistic import SparseLogisticRegression
 from paceline.models.tuning.choices import L1, suggested_alpha, suggested_batch_size, suits_mixing
 from paceline.models.tuning.model_trial import ModelTrial
 from paceline.models.tuning.search import FACTORS
@@ -35,11 +35,12 @@ def best_scaling(sample: ExampleSample, scalings: Sequence[KeyScaling | None]) -
     """Return the place of the scaling that suits the sample, whose labels are 0 and 1; the first is the usual one."""
     if len(scalings) < 2:
         return 0
-    part = sample_batch(sample.batch, max_pairs=_MAX_PAIRS)
-    rate = float(np.clip(part.batch.labels.mean(dtype=np.float64), 1e-6, 1 - 1e-6))
-    offset = math.log(rate / (1 - rate))
-    is_mixed = suits_mixing(_scaled(part, scalings[0]), offset, suggested_batch_size(part.num_examples))
-    splits = list(held_out_splits(part.batch, is_mixed=is_mixed))
+    offset = SparseLogisticRegression().starting_from(sample.batch.labels, sample.batch.weights).offset
+    batch, _ = thin(sample, sample.batch.num_examples * _MAX_PAIRS // max(len(sample.batch.keys), _MAX_PAIRS))
+    part = dataclasses.replace(sample, batch=batch, num_examples=batch.num_examples)
+    batch_size = suggested_batch_size(part.num_examples)
+    is_mixed = suits_mixing(sample, _scaled(part, scalings[0]), offset, batch_size)
+    splits = list(held_out_splits(batch, is_mixed=is_mixed))
     pool = ThreadPoolExecutor(num_cores())
     try:
         tried = list(pool.map(lambda scaling: _try(part, scaling, offset, splits), scalings))
@@ -59,7 +60,7 @@ def is_worse_for_factors(
     """
     batch_size = suggested_batch_size(sample.num_examples, model.least_batch_size)
     model = model.starting_from(sample.batch.labels, sample.batch.weights).settled(FACTORS[2])
-    is_mixed, losses = suits_mixing(_scaled(sample, bent), model.offset, batch_size), []
+    is_mixed, losses = suits_mixing(sample, _scaled(sample, bent), model.offset, batch_size), []
     for scaling in (bent, plain):
         part = _scaled(sample, scaling)
         trial = ModelTrial(model, part, batch_size, is_mixed=is_mixed)

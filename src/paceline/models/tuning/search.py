@@ -24,7 +24,7 @@ from paceline.models.features.counting import MOST_COUNTED
 from paceline.models.fm import FactorModel
 from paceline.models.tuning.choices import passes_for_all
 from paceline.models.tuning.model_trial import SECONDS, ModelTrial, TriedModel
-from paceline.models.tuning.trial import MAX_PASSES, HeldOutLosses, SampleTrial
+from paceline.models.tuning.trial import MAX_PASSES, SMALL, HeldOutLosses, SampleTrial
 from paceline.ps import FTRL, UpdateRule
 
 Settings = Mapping[str, Any]
@@ -44,7 +44,7 @@ _ROUNDS = 2
 _WIDE_ROUNDS = 5
 _LEAST_REFINED = 200  # examples: fewer cannot tell settings apart that are alike
 _LEAST_GAIN = 1e-3  # of the loss
-_CHANCE = 2.0  # standard errors: features are rarer in a part, and factors learn less of them than they will
+_CHANCE = 2.0  # standard errors: of a part, in which features are rarer than in all; and of few examples
 _WIDE = 4.0  # times as long a trial
 
 
@@ -67,13 +67,16 @@ def tune_linear(
     *,
     is_mixed: bool,
     passes: int | None,
-    is_wide: bool,
+    default: TunedModel | None = None,
     given: Collection[str] = (),
 ) -> TunedModel:
     """Return what suits a linear model, of these update rules and those next to the best of them.
 
-    The settings of a rule that were `given` by the user, such as ``l1``, do not change.
+    The first rule is kept unless another is better by more than a standard error, or two of up to 5,000 examples: the
+    best of many rules is better by chance. The settings of a rule that were `given` by the user, such as ``l1``, do not
+    change. With a `default`, whose rule is the first one, the search is wide.
     """
+    is_wide = default is not None
     trial = ModelTrial(
         model, sample, batch_size, is_mixed=is_mixed, passes=passes, seconds=SECONDS * (_WIDE if is_wide else 1.0)
     )
@@ -86,7 +89,10 @@ def tune_linear(
         former, best = best, min([best, *trial.run_all([(model, rule) for rule in others])], key=_mean_loss)
         if best is former:
             break
-    best = best if best.losses.is_below(tried[0].losses) else tried[0]
+    if not best.losses.is_below(tried[0].losses, _CHANCE if trial.num_examples <= SMALL else 1.0):
+        if default is not None:
+            return default
+        best = tried[0]
     return TunedModel(model=model, rule=best.rule, passes=passes or passes_for_all(best.passes, sample))
 
 
@@ -111,10 +117,11 @@ class FactorSearch:
         *,
         is_mixed: bool,
         passes: int | None,
-        is_wide: bool,
+        default: TunedModel | None = None,
     ) -> None:
-        self._model, self._sample, self._passes, self._is_wide = model, sample, passes, is_wide
-        seconds = SECONDS * (_WIDE if is_wide else 1.0)
+        self._model, self._sample, self._passes, self._default = model, sample, passes, default
+        self._is_wide = default is not None
+        seconds = SECONDS * (_WIDE if self._is_wide else 1.0)
         self._trial = ModelTrial(model, sample, batch_size, is_mixed=is_mixed, passes=passes, seconds=seconds)
         self._linear = SampleTrial(self._trial.batch, model.offset, batch_size, self._trial.splits)
         self._tried: dict[tuple[SparseModel, UpdateRule], TriedModel] = {}
@@ -123,7 +130,8 @@ class FactorSearch:
         """Return the settings that suit the data.
 
         `linear` is what was found for a logistic regression; `unpenalized` its rule without an L1 penalty, or with the
-        one that was given.
+        one that was given. With a default, the search is wide, and the default is kept unless others are better by more
+        than a standard error.
         """
         rule = linear.rule
         usual = self._try([({}, rule)])[0]
@@ -136,10 +144,14 @@ class FactorSearch:
                 if not best.losses.is_below(former.losses):
                     break
         elif not self._trial.is_whole:
-            self._try([(self._found(min(self._tried.values(), key=_mean_loss)), unpenalized)])
+            self._try([(self._settings_of(min(self._tried.values(), key=_mean_loss).model), unpenalized)])
         chosen = self._chosen(usual)
         of_linear = self._losses_of_linear(rule)
-        if of_linear is not None and not self._are_worth_it(chosen.losses, of_linear):
+        has_factors = of_linear is None or self._are_worth_it(chosen.losses, of_linear)
+        found = chosen.losses if of_linear is None or has_factors else of_linear
+        if self._default is not None and not found.is_below(self._losses_of(self._default)):
+            return self._default
+        if of_linear is not None and not has_factors:
             without = self._model.settled(NO_FACTORS)
             if without.value_of("factor_min_count") == MOST_COUNTED:
                 note = (
@@ -154,8 +166,7 @@ class FactorSearch:
         elif chosen is usual and not self._trial.is_whole:
             wanted = linear.passes
         else:
-            part = dataclasses.replace(self._sample, batch=self._trial.batch)
-            wanted = passes_for_all(chosen.passes, part)
+            wanted = passes_for_all(chosen.passes, self._sample, self._trial.num_represented)
         return TunedModel(model=chosen.model, rule=chosen.rule, passes=wanted, optimism=optimism)
 
     @property
@@ -165,6 +176,10 @@ class FactorSearch:
     def _chosen(self, usual: TriedModel) -> TriedModel:
         best = min(self._tried.values(), key=_mean_loss)
         return best if self._trial.is_whole or best.losses.is_below(usual.losses) else usual
+
+    def _losses_of(self, found: TunedModel) -> HeldOutLosses:
+        of_linear = self._losses_of_linear(found.rule) if found.note is not None else None
+        return of_linear or self._try([(self._settings_of(found.model), found.rule)])[0].losses
 
     def _are_worth_it(self, with_factors: HeldOutLosses, without: HeldOutLosses) -> bool:
         if self._trial.is_whole:
@@ -177,8 +192,8 @@ class FactorSearch:
         most = MAX_PASSES if self._trial.is_whole and self._passes is None else self._trial.max_passes
         return self._linear.run(rule, max_passes=most).losses
 
-    def _found(self, tried: TriedModel) -> dict[str, Any]:
-        return {name: getattr(tried.model, name) for name in self._model.usual}
+    def _settings_of(self, model: SparseModel) -> dict[str, Any]:
+        return {name: getattr(model, name) for name in self._model.usual}
 
     def _try(self, settings: Iterable[tuple[Settings, UpdateRule]]) -> list[TriedModel]:
         """Try what has not been tried; return what came of all."""
@@ -189,7 +204,7 @@ class FactorSearch:
 
     def _next_to(self, best: TriedModel, unpenalized: UpdateRule) -> list[tuple[Settings, UpdateRule]]:
         """Return the settings that differ in one from the best."""
-        found = self._found(best)
+        found = self._settings_of(best.model)
         changes = [
             *({"factor_l2": found["factor_l2"] * factor} for factor in _OTHER_L2),
             *({"factor_lr": found["factor_lr"] * factor} for factor in _OTHER_RATES),
