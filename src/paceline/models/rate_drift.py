@@ -2,8 +2,8 @@
 
 Each hypothesis adds one term to the log odds: a step at the start of the newest half, quarter, eighth or sixteenth, or
 a ramp that begins there or at the start of the file. Its evidence is Laplace's approximation of the marginal likelihood
-(MacKay, Information Theory, Inference, and Learning Algorithms, 2003, chapter 27). Estimates are averaged by the
-probabilities of the hypotheses, so that a small step is followed in part.
+(MacKay, Information Theory, Inference, and Learning Algorithms, 2003, chapter 27), given the labels alone. Estimates
+are averaged by the probabilities of the hypotheses, so that a small step is followed in part.
 """
 
 from __future__ import annotations
@@ -85,15 +85,17 @@ def rate_shift(margins: Doubles, labels: Doubles, counts: Doubles) -> RateShift:
     kept = np.flatnonzero(totals > 0)
     data = sums[kept] / totals[kept], positives[kept] / totals[kept], totals[kept]
     time = (kept // _CELLS + 0.5) / _CELLS
-    none = _fit(np.zeros(len(time)), *data)
-    steps = [_fit((time >= start).astype(np.float64), *data) for start in _STARTS]
-    ramps = [_fit(np.maximum(time - start, 0) / (1 - start), *data) for start in (0.0, *_STARTS)]
-    priors = [1.0] + [_OF_STEP] * len(steps) + [_OF_RAMP] * len(ramps)
-    evidence = np.array([evidence for _, _, evidence in (none, *steps, *ramps)]) + np.log(priors)
+    none = np.zeros(len(time))
+    steps = [(time >= start).astype(np.float64) for start in _STARTS]
+    ramps = [np.maximum(time - start, 0) / (1 - start) for start in (0.0, *_STARTS)]
+    # By the labels alone: margins of a model that has followed a ramp make the ramp look like a step.
+    evidence = np.array([_fit(term, none, *data[1:])[2] for term in (none, *steps, *ramps)])
+    evidence += np.log([1.0] + [_OF_STEP] * len(steps) + [_OF_RAMP] * len(ramps))
     shares = np.exp(evidence - evidence.max())
     shares /= shares.sum()
-    newest = sum(float(share) * (step[0] - none[0]) for share, step in zip(shares[1:], steps, strict=False))
-    return RateShift(none[0], none[1], newest, float(1 - shares[0]))
+    shift, error, _ = _fit(none, *data)
+    newest = sum(float(share) * (_fit(step, *data)[0] - shift) for share, step in zip(shares[1:], steps, strict=False))
+    return RateShift(shift, error, newest, float(1 - shares[0]))
 
 
 def _fit(term: Doubles, margins: Doubles, labels: Doubles, counts: Doubles) -> tuple[float, float, float]:

@@ -79,6 +79,17 @@ def test_a_rate_that_rises_over_the_file_is_right_in_the_mean(given: dict[str, A
     assert fitted.predict_proba(noise)[:, 1].mean() == pytest.approx(labels.mean(), rel=0.08)
 
 
+def test_a_ramp_that_the_model_has_followed_is_not_a_step() -> None:
+    """The model is too high by 1 on the newest quarter, and by 3 before."""
+    time = np.arange(8000) / 8000
+    margins = -4.5 + 5 * time**3
+    labels = _labels_of(1 / (1 + np.exp(-margins)), 1)
+    learned = margins + np.where(time < 0.75, 3.0, 1.0)
+    predictions = (1 / (1 + np.exp(-learned))).astype(np.float32)
+    found = SparseLogisticRegression().calibrated(labels, predictions, is_whole=True)
+    assert (1 / (1 + np.exp(-learned - found.offset))).mean() == pytest.approx(labels.mean(), rel=0.05)
+
+
 def test_given_settings_are_known() -> None:
     model = MODELS["regression"]()
     assert given_settings(TrainOptions(model=model, data=["x"], update=suited_ftrl)) == []
