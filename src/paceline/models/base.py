@@ -18,6 +18,7 @@ import numpy.typing as npt
 from typing_extensions import Self, override
 
 from paceline.data import Batch, Columns
+from paceline.data.batch import rebatch
 from paceline.kernels.dedup import dedup, scratch_size
 from paceline.kernels.features.sketch import BLOCK, count_occurrences
 from paceline.models.features.counting import FeatureCounts, FrequentFeatures, check_counting
@@ -33,6 +34,7 @@ BIAS_KEY = np.uint64(0x5061_6365_6C69_6E65)
 """«Paceline» in ASCII: a number that no hashed feature is likely to have."""
 
 _ONES = np.empty(0, np.float32)
+_PREDICTED_ROWS = 65_536  # at once
 
 
 class ModelTable(NamedTuple):
@@ -405,3 +407,13 @@ def open_tables(client: Client, model: SparseModel, update: UpdateRule) -> list[
         handle.is_count = table.is_count
         handles.append(handle)
     return handles
+
+
+def predict_on_cluster(model: SparseModel, tables: Sequence[SparseTable], examples: Batch) -> Floats:
+    """Return the predictions for examples, by the rows of the model's open tables."""
+    predictions = []
+    for part in rebatch([examples], _PREDICTED_ROWS):
+        minibatch = model.prepare(part, KeyScratch())
+        pulled = zip(tables, minibatch.keys, strict=False)
+        predictions.append(minibatch.predict([table.pull(keys, assume_unique=True) for table, keys in pulled]))
+    return np.concatenate(predictions)

@@ -13,6 +13,7 @@ from paceline.models.jobs import JobRates
 from paceline.models.schedules import RatePlan
 from paceline.ps import FTRL, UpdateRule, to_fields
 from paceline.storage.snapshot_directory import Snapshot
+from paceline.tables.types import Floats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +36,6 @@ class TrainingPlan:
     """The rates of positives at the start and the end of the data, if the rate drifts."""
     recent: Batch | None = None
     """The sample, by which the mean prediction is corrected: in the order of the data, or mixed if that is sorted."""
-    is_recent_whole: bool = False
-    """Whether :attr:`recent` is all the data."""
     note: str | None = None
     """What came of the trial that people should know."""
     chosen_on: int = 0
@@ -59,6 +58,17 @@ class TrainingPlan:
             "shards_at_once": self.shards_at_once,
             "chosen_on": self.chosen_on,
         }
+
+    @property
+    def is_recent_whole(self) -> bool:
+        """Whether :attr:`recent` is all the data."""
+        return self.recent is not None and self.recent.num_examples == self.num_examples
+
+    def calibrated_model(self, predictions: Floats) -> SparseModel:
+        """Return the model with a corrected mean prediction, given its predictions for :attr:`recent`."""
+        assert self.recent is not None
+        labels, weights = self.recent.labels, self.recent.weights
+        return self.model.calibrated(labels, predictions, weights, self.optimism, is_whole=self.is_recent_whole)
 
     def job_rates(self, rates: RatePlan) -> JobRates | None:
         """Return how workers change rates; None if they are constant."""

@@ -120,7 +120,6 @@ def plan_on_sample(options: TrainOptions, sample: ExampleSample, scaling: KeySca
         optimism=found.optimism if sample.is_whole and found.optimism is not None else _OPTIMISM_OF_MANY,
         rates=rates,
         recent=_recent(sample, is_sorted=is_sorted),
-        is_recent_whole=sample.is_whole,
         chosen_on=sample.batch.num_examples,
         num_examples=sample.num_examples,
     )
@@ -267,7 +266,6 @@ def _plan_of_snapshot(options: TrainOptions, resumption: Resumption) -> Training
         shards_at_once=shards_at_once,
         optimism=None if optimism is None else Optimism(*map(float, optimism)),
         recent=None if sample is None else _recent(sample, is_sorted=is_sorted_by_label(sample)),
-        is_recent_whole=sample is not None and sample.is_whole,
         num_examples=int(training.get("num_examples", 0)),
         resumed=resumption.snapshot,
         **({"run": training["run"]} if "run" in training else {}),  # 0.1 gave it none

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from paceline.data import Columns, Dataset, open_dataset
-from paceline.data.batch import rebatch
 from paceline.errors import ModelError, ModelLostError, PacelineError
 from paceline.launch.interrupts import DeferredSignals
 from paceline.launch.local import LocalCluster
@@ -41,7 +40,7 @@ from paceline.launch.train.planning import plan_training
 from paceline.launch.train.results import ObservedStaleness, TrainingState, TrainResult, judge_losses, mean_loss
 from paceline.launch.train.snapshots import Resumption, TrainingSnapshots, describe_files, describe_training
 from paceline.models import jobs
-from paceline.models.base import KeyScratch, open_tables
+from paceline.models.base import open_tables, predict_on_cluster
 from paceline.models.metrics import Evaluation
 from paceline.models.progressive import progressive_losses
 from paceline.models.table_rates import TableRates
@@ -51,8 +50,6 @@ from paceline.protocol.jobs import JobAccount, JobState
 from paceline.ps import Client, messages, save_tables, to_fields
 from paceline.storage.manifests import MANIFEST
 from paceline.temporary import TemporaryFolder
-
-_CALIBRATED_ROWS = 65_536  # predicted at once
 
 
 class Training:
@@ -298,18 +295,13 @@ class Training:
 
     def _calibrate(self) -> None:
         """Have predictions right in the mean on the newest examples of the sample."""
-        recent, optimism = self._plan.recent, self._plan.optimism
-        if recent is None or optimism is None or self._options.passes.blocks is not None:  # its intercept is the best
+        recent = self._plan.recent
+        if (
+            recent is None or self._plan.optimism is None or self._options.passes.blocks is not None
+        ):  # its intercept is the best
             return
-        model, predictions = self._plan.model, []
-        tables = open_tables(self._client, model, self._plan.update)
-        for part in rebatch([recent], _CALIBRATED_ROWS):
-            minibatch = model.prepare(part, KeyScratch())
-            pulled = zip(tables, minibatch.keys, strict=False)
-            predictions.append(minibatch.predict([table.pull(keys, assume_unique=True) for table, keys in pulled]))
-        model = model.calibrated(
-            recent.labels, np.concatenate(predictions), recent.weights, optimism, is_whole=self._plan.is_recent_whole
-        )
+        tables = open_tables(self._client, self._plan.model, self._plan.update)
+        model = self._plan.calibrated_model(predict_on_cluster(self._plan.model, tables, recent))
         self._plan = dataclasses.replace(self._plan, model=model)
 
     def _resume(self, resumption: Resumption, dataset: Dataset) -> None:
