@@ -12,7 +12,6 @@ import asyncio
 import time
 from functools import partial
 
-from paceline.protocol import Accept, Eventual
 from paceline.ps import Scheduler, messages
 from paceline.ps.fail_stop import end_process
 from paceline.ps.messages import CALL, NOTICE, RESULT
@@ -54,11 +53,7 @@ async def measure(num_workers: int) -> None:
     """Let all join, then one leave, and print what it took."""
     transport = SocketTransport(make_token())
     scheduler = Scheduler(
-        num_servers=SERVERS,
-        num_workers=1,
-        consistency=Eventual(),
-        stale=Accept(),
-        heartbeat_timeout_s=600.0,
+        messages.ClusterSettings(num_servers=SERVERS, heartbeat_timeout_s=600.0),
         fail=partial(end_process, "scheduler"),
     )
     listener = await transport.serve(scheduler, Hello(role="scheduler"))

@@ -120,7 +120,7 @@ def snapshot(client: Client, table: SparseTable, rows: int, directory: Path) -> 
 
 def measure(rows: int, limit: MemoryLimit | None, directory: Path, as_json: bool) -> None:
     with (
-        LocalCluster.start(servers=1, workers=1, memory_limit=limit) as cluster,
+        LocalCluster.start(memory_limit=limit) as cluster,
         cluster.connect() as client,
         cluster.connect(observer=True) as observer,
     ):
@@ -133,7 +133,7 @@ def measure(rows: int, limit: MemoryLimit | None, directory: Path, as_json: bool
         seconds, longest_s = snapshot(observer, table, rows, directory)
         written = sum(path.stat().st_size for path in directory.rglob("*.safetensors"))
     with (
-        LocalCluster.start(servers=1, workers=1, memory_limit=limit) as cluster,
+        LocalCluster.start(memory_limit=limit) as cluster,
         cluster.connect(observer=True) as client,
     ):
         start = time.perf_counter()

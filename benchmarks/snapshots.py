@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.launch.local import LocalCluster
+from paceline.launch import local_cluster
 from paceline.protocol import Consistency, Eventual, Sequential
 from paceline.ps import Adagrad, Client, SparseTable
 from paceline.ps.client.snapshot_loading import load_snapshot
@@ -123,7 +123,7 @@ def fill(client: Client, rows: int, dim: int) -> tuple[SparseTable, np.ndarray]:
 
 def measure(consistency: Consistency, rows: int, dim: int, count: int, directory: Path) -> Result:
     with (
-        LocalCluster.start(servers=1, workers=1, consistency=consistency) as cluster,
+        local_cluster(consistency=consistency) as cluster,
         cluster.connect() as client,
         cluster.connect(observer=True) as observer,
     ):
@@ -147,7 +147,7 @@ def measure(consistency: Consistency, rows: int, dim: int, count: int, directory
         ending.end()
         incremental_bytes = size_of(directory, incremental.number)
     floor_s = floor(directory, written)
-    with LocalCluster.start(servers=1, workers=1) as cluster, cluster.connect(observer=True) as client:
+    with local_cluster() as cluster, cluster.connect(observer=True) as client:
         start = time.perf_counter()
         snapshot = read_newest(directory)
         verify_s = time.perf_counter() - start

@@ -26,7 +26,8 @@ from paceline.launch.train.options import TrainOptions
 from paceline.launch.train.training_run import run_training
 from paceline.models.metrics import ClickEvaluation
 from paceline.observe import ResultRow, results_table, strategies_table
-from paceline.protocol import Accept, BoundedDelay, Consistency, Eventual, Sequential
+from paceline.protocol import BoundedDelay, Consistency, Eventual, Sequential
+from paceline.ps.messages import ClusterSettings
 
 EPOCHS = 1
 DIGITS = Path(__file__).with_name("digits.py")
@@ -68,10 +69,7 @@ def compare_consistencies(console: Console, rows: int) -> None:
             console.print(f"Training under {consistency} consistency, 2 servers, 2 workers ...")
             result = run_training(
                 TrainOptions(data=[log], evaluation=[held_out], epochs=EPOCHS),
-                servers=2,
-                workers=2,
-                consistency=consistency,
-                stale=Accept(),
+                ClusterSettings(num_servers=2, num_workers=2, consistency=str(consistency)),
             )
             assert isinstance(result.evaluation, ClickEvaluation)
             results.append(

@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from paceline.protocol import Accept, Eventual
 from paceline.protocol.buckets import to_bytes
 from paceline.protocol.jobs import DoneShards, JobMemory, JobRecord, JobSpec, Lease
 from paceline.ps import SGD, Scheduler, Zeros, messages
@@ -94,9 +93,10 @@ class SchedulerEpisode(Episode):
     async def begin(self) -> None:
         self.transport = MemoryTransport("0123456789abcdef", direct=True)
         self.scheduler = Scheduler(
-            num_servers=2, num_workers=2, consistency=Eventual(), stale=Accept(), replicas=1, replaces=self.replaces,
-            heartbeat_timeout_s=300.0, fail=self.failures.append,
-        )  # fmt: skip
+            messages.ClusterSettings(num_servers=2, num_workers=2, replicas=1, heartbeat_timeout_s=300.0),
+            replaces=self.replaces,
+            fail=self.failures.append,
+        )
         self.listener: Listener = await self.transport.serve(self.scheduler, Hello(role="scheduler"))
         self.members: list[Member] = []
         self.attackers: list[Attacker] = []

@@ -204,10 +204,9 @@ class ServerEpisode(Episode):
     async def begin(self) -> None:
         self.transport = MemoryTransport("0123456789abcdef", direct=True)
         self.server = Server(
-            consistency=self.consistency,
-            stale=self.stale,
-            expected_workers=1,
-            replicas=1,
+            messages.ClusterSettings(
+                num_servers=2, consistency=str(self.consistency), stale=str(self.stale), replicas=1
+            ),
             transport=self.transport,
             fail=self.failures.append,
         )

@@ -22,6 +22,7 @@ from paceline.launch.train.planning import plan_training
 from paceline.launch.train.train import Training, train_locally
 from paceline.models.proximal.rules import ProximalBlocks
 from paceline.protocol import Sequential
+from paceline.ps.messages import ClusterSettings
 
 from .running import Commands
 
@@ -144,7 +145,7 @@ def test_a_worker_that_dies_is_done_without(tmp_path: Path) -> None:
     options = TrainOptions(data=data, epochs=1, passes=PassOptions(blocks=blocks), numeric_scale="none")
     told: list[str] = []
     with (
-        LocalCluster.start(workers=2, consistency=Sequential(), start_workers=True) as cluster,
+        LocalCluster.start(ClusterSettings(num_workers=2, consistency="sequential"), start_workers=True) as cluster,
         cluster.connect(observer=True) as client,
     ):
         cluster.wait_workers(client, 2)

@@ -17,9 +17,9 @@ from paceline.launch.train.planning import plan_training
 from paceline.launch.train.train import Training
 from paceline.launch.train.training_run import run_training
 from paceline.models.stored import find_version
-from paceline.protocol import Accept, parse_consistency
 from paceline.ps.client import snapshot_loading
 from paceline.ps.client.connection import ServerConnection
+from paceline.ps.messages import ClusterSettings
 from paceline.ps.messages.snapshots import LoadState
 from paceline.storage.snapshot_directory import read_newest
 
@@ -94,10 +94,7 @@ def taken(click_log: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
             batch_size=32,
             snapshots=SnapshotPlan(directory=folder, examples=4_000),
         ),
-        servers=1,
-        workers=1,
-        consistency=parse_consistency("bounded:4"),
-        stale=Accept(),
+        ClusterSettings(consistency="bounded:4"),
         quiet=True,
     )
     assert 2 <= len(whole_snapshots(folder)) <= 3
@@ -183,7 +180,7 @@ def test_ctrl_c_while_resuming(
     options = TrainOptions(data=[click_log[0]], epochs=EPOCHS_TAKEN, resume=taken, save=tmp_path / "model")
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with LocalCluster.start(servers=2) as cluster, cluster.connect(observer=True) as client:
+        with LocalCluster.start(ClusterSettings(num_servers=2)) as cluster, cluster.connect(observer=True) as client:
             plan = plan_training(options)
             training = Training(options, plan, client, num_workers=1, processes=cluster, warn=told.append)
             with pytest.raises(KeyboardInterrupt):

@@ -99,7 +99,7 @@ def bench_ps(
     *, rows: int = 10_000_000, update: str = "sgd", say: Callable[[str], None] = lambda text: None
 ) -> Iterator[Result]:
     """Measure push, pull and push_pull at dim 1 (`update`: sgd or ftrl) and dim 16 (Adagrad); yield as measured."""
-    with LocalCluster.start(servers=1, on_compile=say) as cluster, cluster.connect() as client:
+    with LocalCluster.start(on_compile=say) as cluster, cluster.connect() as client:
         echo = _Echo()
         cores = usable_cores() if hasattr(os, "sched_setaffinity") else ()
         try:

@@ -16,6 +16,7 @@ from .parameters import expand_flags
 
 if TYPE_CHECKING:
     from paceline.launch import Joining
+    from paceline.ps.messages import ClusterSettings
     from paceline.transport import TLS
 
 Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all of this machine.")]
@@ -38,6 +39,21 @@ class ClusterFlags:
     heartbeat_timeout: float = option(
         "A process that gives no sign of life for so many seconds counts as dead.", default=10.0, min=0.5
     )
+
+    def parse(self) -> ClusterSettings:
+        """Return the settings of the cluster. Raises UsageError."""
+        from paceline.protocol import parse_consistency, parse_stale_policy
+        from paceline.ps.messages import ClusterSettings
+
+        settings = ClusterSettings(
+            num_servers=self.servers,
+            num_workers=self.workers,
+            consistency=str(parse_consistency(self.consistency)),
+            stale=str(parse_stale_policy(self.stale)),
+            replicas=self.replicas,
+            heartbeat_timeout_s=self.heartbeat_timeout,
+        )
+        return self.pushes.add_to(settings)
 
 
 @expand_flags
@@ -66,20 +82,12 @@ def scheduler(
     Example: paceline scheduler --servers 2 --workers 2 --token-file token
     """
     from paceline.launch import run_scheduler
-    from paceline.protocol import parse_consistency, parse_stale_policy
 
     run_scheduler(
+        cluster.parse(),
         token=options.find_token(token_file, create=True),
         address=_address(host, port),
         tls=tls.load(),
-        num_servers=cluster.servers,
-        num_workers=cluster.workers,
-        consistency=parse_consistency(cluster.consistency),
-        stale=parse_stale_policy(cluster.stale),
-        replicas=cluster.replicas,
-        min_replicas=cluster.pushes.min_replicas or 0,
-        non_finite=cluster.pushes.non_finite or "refuse",
-        heartbeat_timeout_s=cluster.heartbeat_timeout,
         on_ready=lambda endpoint: typer.echo(f"paceline scheduler: listening on {endpoint}"),
         on_note=_note,
         on_loss=_note,

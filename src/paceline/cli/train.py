@@ -27,24 +27,18 @@ def train(context: typer.Context, flags: TrainFlags) -> None:
 
     Example: paceline train day1.tsv day2.tsv.gz --eval day3.tsv --servers 2 --workers 4 --save model
     """
-    from paceline.environment import num_cores
     from paceline.launch.train.training_run import run_training
-    from paceline.protocol import parse_consistency, parse_stale_policy
 
     cluster, connection, save = flags.cluster, flags.connection, flags.saving.save
     flags.filters.modules.load(flags.filters.filters, flags.filters.pull_filters)
     training = _choose_options(context, flags)
-    by_blocks = training.passes.blocks is not None
-    servers = cluster.servers or 1
+    settings = cluster.parse(
+        heartbeat_timeout_s=connection.heartbeat_timeout or 10.0,
+        default_consistency="bounded:4" if training.passes.blocks is None else "sequential",
+    )
     result = run_training(
         training,
-        servers=servers,
-        workers=cluster.workers or max(num_cores() - servers, 1),
-        consistency=parse_consistency(cluster.consistency or ("sequential" if by_blocks else "bounded:4")),
-        stale=parse_stale_policy(cluster.stale or "accept"),
-        replicas=cluster.replicas or 0,
-        min_replicas=cluster.pushes.min_replicas or 0,
-        non_finite=cluster.pushes.non_finite or "refuse",
+        settings,
         memory_limit=cluster.memory.parse(),
         auto_resume=flags.saving.auto_resume,
         scheduler=connection.scheduler,
@@ -52,7 +46,6 @@ def train(context: typer.Context, flags: TrainFlags) -> None:
         tls=connection.tls.load(),
         quiet=flags.output.quiet,
         progressive=flags.output.progressive,
-        heartbeat_timeout_s=connection.heartbeat_timeout or 10.0,
         fork_server=context.obj,  # which main() has started
     )
     if flags.solver.plot is not None:

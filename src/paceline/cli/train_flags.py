@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from paceline.models.schedules import RatePlan
     from paceline.models.update import RuleChoice
     from paceline.ps import UpdateRule
+    from paceline.ps.messages import ClusterSettings
 
 MINIBATCHES: Final = "minibatches"
 """The default solver."""
@@ -129,6 +130,23 @@ class OwnClusterFlags:
     replicas: int | None = option("How many servers may die without loss: copies of every row; default 0.", min=0)
     pushes: PushFlags
     memory: MemoryFlags
+
+    def parse(self, *, heartbeat_timeout_s: float, default_consistency: str) -> ClusterSettings:
+        """Return the settings of the cluster. Raises UsageError."""
+        from paceline.environment import num_cores
+        from paceline.protocol import parse_consistency, parse_stale_policy
+        from paceline.ps.messages import ClusterSettings
+
+        servers = self.servers or 1
+        settings = ClusterSettings(
+            num_servers=servers,
+            num_workers=self.workers or max(num_cores() - servers, 1),
+            consistency=str(parse_consistency(self.consistency or default_consistency)),
+            stale=str(parse_stale_policy(self.stale or "accept")),
+            replicas=self.replicas or 0,
+            heartbeat_timeout_s=heartbeat_timeout_s,
+        )
+        return self.pushes.add_to(settings)
 
 
 @dataclass(frozen=True, kw_only=True)

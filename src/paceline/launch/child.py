@@ -16,7 +16,7 @@ from typing import Any
 from paceline.environment import environment
 from paceline.errors import AddressError, ConnectionLostError, DeadlineError, PacelineError
 from paceline.filters.modules import import_filter_modules
-from paceline.protocol import parse_consistency, parse_stale_policy
+from paceline.ps import messages
 from paceline.tables.memory.limit import MemoryLimit
 from paceline.transport import TLS, Endpoint, Hello
 
@@ -69,17 +69,10 @@ def _run_scheduler(options: dict[str, Any], token: str, tls: TLS | None) -> None
 
     try:
         run_scheduler(
+            messages.ClusterSettings(**options["settings"]),
             token=token,
             address=options["address"],
             tls=tls,
-            num_servers=options["num_servers"],
-            num_workers=options["num_workers"],
-            consistency=parse_consistency(options["consistency"]),
-            stale=parse_stale_policy(options["stale"]),
-            replicas=options["replicas"],
-            min_replicas=options["min_replicas"],
-            non_finite=options["non_finite"],
-            heartbeat_timeout_s=options["heartbeat_timeout_s"],
             on_ready=announce,
             on_note=lambda text: print(f"paceline scheduler: {text}", file=sys.stderr, flush=True),
             with_parent=True,

@@ -103,7 +103,7 @@ def _kernels() -> Finding:
 
 def _cluster() -> Finding:
     try:
-        with LocalCluster.start(servers=1) as cluster, cluster.connect(timeout_s=20.0) as client:
+        with LocalCluster.start() as cluster, cluster.connect(timeout_s=20.0) as client:
             table = client.sparse_table("doctor", dim=1, update=SGD(lr=1.0))
             keys = np.arange(1000, dtype=np.uint64)
             table.push(keys, np.ones((1000, 1), np.float32)).wait()

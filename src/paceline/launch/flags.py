@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from paceline.command_options import option
 
 if TYPE_CHECKING:
+    from paceline.ps.messages import ClusterSettings
     from paceline.tables.memory.limit import MemoryLimit
     from paceline.transport import TLS
 
@@ -26,6 +27,12 @@ class PushFlags:
         "Pushes, writes and loads that would leave infinities or NaN in a table: refuse them, or let them in and "
         "count; default refuse."
     )
+
+    def add_to(self, settings: ClusterSettings) -> ClusterSettings:
+        """Return the settings of a cluster with these options."""
+        from msgspec.structs import replace
+
+        return replace(settings, min_replicas=self.min_replicas or 0, non_finite=self.non_finite or "refuse")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,25 +16,27 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from paceline.closing import Closing
-from paceline.errors import PacelineError, PeerError, UsageError
+from paceline.errors import PacelineError, PeerError
 from paceline.filters.modules import import_filter_modules
-from paceline.protocol import Accept, Consistency, Eventual, StalePolicy, check_stale_policy
+from paceline.protocol import Accept, Consistency, Eventual, StalePolicy, parse_consistency
 from paceline.ps import Client, SchedulerLink, make_node_name, messages
 from paceline.tables.memory.limit import MemoryLimit as MemoryLimit
-from paceline.tables.non_finite import check_policy
 from paceline.temporary import TemporaryFolder
 from paceline.transport import TLS, Hello, SocketTransport, make_token
 from paceline.transport.security.authentication import check_token
 
 from .fork_server import CHILD, MALLOC, ForkError, ForkServer, module_command
 from .kernels import prepare_kernels
-from .roles import check_replicas, reach
+from .roles import reach
 from .supervisor import Child, ChildProcess, Supervisor, describe_status, spawn
 
 _logger = logging.getLogger(__name__)
 _START_S = 60.0
 _END_S = 10.0
+_DEFAULT_SETTINGS = messages.ClusterSettings()
 _LOOPBACK = "127.0.0.1:0"
 _MAX_SERVERS = 100  # of one rank, one after the other
 _MAX_SCHEDULERS = 6  # the first, and five that take its place: what kills so many would kill the next one too
@@ -60,11 +62,9 @@ class LocalCluster(Closing):
 
     Use it as a context manager; at its end every process has ended. If this process is killed, they end by themselves.
     A scheduler that dies is replaced by another one, which learns from the nodes what it knew.
-    With `replicas` every row is on so many more servers, and a server that dies is replaced too. A push is acknowledged
-    when at least `min_replicas` of them have it. `non_finite` says what becomes of infinities and NaN. What a server's
-    rows take beyond the `memory_limit` lies in files.
-    With `start_workers` the `workers` are processes too, which take the jobs that are posted. With a `share` this
-    machine runs only a part of the cluster, whose `servers` and `workers` are all there are, and all give one `token`.
+    With replicas, a server that dies is replaced too. Rows beyond the `memory_limit` of a server are stored in files.
+    With `start_workers` the workers are processes too, which take the jobs that are posted. With a `share` this machine
+    runs only a part of the cluster of the settings, and all machines pass one `token`.
     `on_replaced` is told the name and the exit status of every process that is replaced, in a thread, before the other
     one joins. Servers and workers import the `filter_modules`, in which filters of the user's own are.
     """
@@ -97,16 +97,9 @@ class LocalCluster(Closing):
     @classmethod
     def start(
         cls,
+        settings: messages.ClusterSettings = _DEFAULT_SETTINGS,
         *,
-        servers: int = 1,
-        workers: int = 1,
-        consistency: Consistency | None = None,
-        stale: StalePolicy | None = None,
-        replicas: int = 0,
-        min_replicas: int = 0,
-        non_finite: str = "refuse",
         memory_limit: MemoryLimit | None = None,
-        heartbeat_timeout_s: float = 10.0,
         tls: TLS | None = None,
         on_compile: Callable[[str], None] | None = None,
         start_workers: bool = False,
@@ -117,34 +110,21 @@ class LocalCluster(Closing):
         filter_modules: Sequence[str] = (),
     ) -> LocalCluster:
         """Start the processes, by forks of `fork_server` or one of its own; wait until all servers are there."""
-        if servers < 1 or workers < 1:
-            raise UsageError(f"a cluster has at least 1 server and 1 worker: servers={servers}, workers={workers}")
-        check_replicas(replicas, servers, min_replicas)
+        settings.check()
         if memory_limit is not None:
             memory_limit.check_folder()
-        consistency = Eventual() if consistency is None else consistency
-        stale = Accept() if stale is None else stale
-        check_stale_policy(consistency, stale)
         import_filter_modules(filter_modules)
-        scheduling = {
-            "num_servers": servers,
-            "num_workers": workers,
-            "consistency": str(consistency),
-            "stale": str(stale),
-            "replicas": replicas,
-            "min_replicas": min_replicas,
-            "non_finite": check_policy(non_finite),
-            "heartbeat_timeout_s": heartbeat_timeout_s,
-        }
         token = make_token() if token is None else check_token(token)
-        cluster = cls(consistency=consistency, token=token, tls=tls)
+        cluster = cls(consistency=parse_consistency(settings.consistency), token=token, tls=tls)
         cluster._filter_modules = list(filter_modules)
         try:
             cluster._fork_server = fork_server or cluster._closing.enter_context(ForkServer.start())
             prepare_kernels(on_compile)
-            listening = dict.fromkeys(range(servers), _LOOPBACK) if share is None else share.servers
+            listening = dict.fromkeys(range(settings.num_servers), _LOOPBACK) if share is None else share.servers
             serving = {"role": "server", "memory_limit": None if memory_limit is None else asdict(memory_limit)}
-            cluster._start(scheduling, serving, listening, workers if start_workers else 0, share, on_replaced)
+            cluster._start(
+                settings, serving, listening, settings.num_workers if start_workers else 0, share, on_replaced
+            )
         except BaseException:
             cluster.close()
             raise
@@ -152,7 +132,7 @@ class LocalCluster(Closing):
 
     def _start(
         self,
-        scheduling: dict[str, Any],
+        settings: messages.ClusterSettings,
         server: dict[str, Any],
         listening: Mapping[int, str],
         num_workers: int,
@@ -164,7 +144,8 @@ class LocalCluster(Closing):
         scheduler: Child | None = None
         if share is None or share.runs_scheduler:
             bind = _LOOPBACK if share is None else share.bind or share.scheduler
-            scheduling = {"role": "scheduler", "address": bind, "scratch": str(self.scratch), **scheduling}
+            scheduling = {"role": "scheduler", "address": bind, "scratch": str(self.scratch)}
+            scheduling["settings"] = msgspec.to_builtins(settings)
             scheduler = self._start_child("scheduler", {**scheduling, "replaces": False})
         serving: list[tuple[Child, dict[str, Any]]] = []
         for rank, address in listening.items():
@@ -187,7 +168,7 @@ class LocalCluster(Closing):
             if child is not scheduler:
                 _tell_address(child.process, self.scheduler)
         wait_cluster(self.transport(), self.scheduler, patience_s, check=lambda: self._check_started("server"))
-        if scheduling["replicas"]:
+        if settings.replicas:
             for child, options in serving:
                 self._keep_server(child, {**options, "rank": None, "extra": True}, on_replaced)
 
@@ -385,16 +366,14 @@ def local_cluster(
     rows take beyond the `memory_limit` (``MemoryLimit(num_bytes=8 << 30, spill_dir="/data")``) lies in files.
     Servers import the `filter_modules`, in which filters of your own are; they import nothing that a client names.
     """
-    return LocalCluster.start(
-        servers=servers,
-        workers=workers,
-        consistency=consistency,
-        stale=stale,
+    settings = messages.ClusterSettings(
+        num_servers=servers,
+        num_workers=workers,
+        consistency=str(Eventual() if consistency is None else consistency),
+        stale=str(Accept() if stale is None else stale),
         replicas=replicas,
         min_replicas=min_replicas,
         non_finite=non_finite,
-        memory_limit=memory_limit,
         heartbeat_timeout_s=heartbeat_timeout_s,
-        tls=tls,
-        filter_modules=filter_modules,
     )
+    return LocalCluster.start(settings, memory_limit=memory_limit, tls=tls, filter_modules=filter_modules)

@@ -15,15 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
-from paceline.errors import AddressError, ConnectionLostError, DeadlineError, PacelineError, PeerError, UsageError
-from paceline.protocol import (
-    Accept,
-    Consistency,
-    Eventual,
-    StalePolicy,
-    parse_consistency,
-    parse_stale_policy,
-)
+from paceline.errors import AddressError, ConnectionLostError, DeadlineError, PacelineError, PeerError
 from paceline.ps import Scheduler, SchedulerLink, Server, make_node_name, messages
 from paceline.ps.fail_stop import Fail, end_process, watch_loop, watch_threads
 from paceline.ps.pulse import Pulse
@@ -89,33 +81,12 @@ def reach(connect: Callable[[], _Reached], patience_s: float, check: Callable[[]
         time.sleep(backoff.next_s(deadline - time.monotonic()))
 
 
-def check_replicas(replicas: int, servers: int, min_replicas: int = 0) -> None:
-    """Raise UsageError unless there are servers enough for so many replicas, and replicas for the acknowledgements."""
-    if not 0 <= replicas < servers:
-        raise UsageError(
-            f"replicas={replicas} with {servers} server(s): a row is on one server and on so many others, so there "
-            f"must be at least {max(replicas, 0) + 1} servers"
-        )
-    if not 0 <= min_replicas <= replicas:
-        raise UsageError(
-            f"min_replicas={min_replicas} with replicas={replicas}: a push is acknowledged when so many replicas have "
-            f"it: expected 0 to {replicas}"
-        )
-
-
 def run_scheduler(
+    settings: messages.ClusterSettings,
     *,
     token: str,
     address: str = "127.0.0.1:0",
     tls: TLS | None = None,
-    num_servers: int,
-    num_workers: int,
-    consistency: Consistency | None = None,
-    stale: StalePolicy | None = None,
-    replicas: int = 0,
-    min_replicas: int = 0,
-    non_finite: str = "refuse",
-    heartbeat_timeout_s: float = 10.0,
     on_ready: Callable[[Endpoint], None],
     on_note: Callable[[str], None] = lambda text: None,
     on_loss: Callable[[str], None] = lambda text: None,
@@ -129,21 +100,13 @@ def run_scheduler(
     is one to be taken over, `accepts_minority` that members which do not come are dead. `on_note` is called with what
     whoever runs the cluster should know, `on_loss` with what is lost. Raises PeerError if another one takes over.
     """
-
-    check_replicas(replicas, num_servers, min_replicas)
+    settings.check()
     fail = partial(end_process, "scheduler")
 
     async def serve(stop: asyncio.Event) -> None:
         scheduler = Scheduler(
+            settings,
             fail=fail,
-            num_servers=num_servers,
-            num_workers=num_workers,
-            consistency=Eventual() if consistency is None else consistency,
-            stale=Accept() if stale is None else stale,
-            replicas=replicas,
-            min_replicas=min_replicas,
-            non_finite=non_finite,
-            heartbeat_timeout_s=heartbeat_timeout_s,
             replaces=replaces,
             accepts_minority=accepts_minority,
             on_note=on_note,
@@ -256,18 +219,7 @@ def run_server(
             if settings is None:
                 raise_failure()
                 return
-            server = Server(
-                consistency=parse_consistency(settings.consistency),
-                stale=parse_stale_policy(settings.stale),
-                expected_workers=settings.num_workers,
-                replicas=settings.replicas,
-                min_replicas=settings.min_replicas,
-                non_finite=settings.non_finite,
-                memory_limit=memory_limit,
-                transport=transport,
-                on_filled=tell,
-                fail=fail,
-            )
+            server = Server(settings, memory_limit=memory_limit, transport=transport, on_filled=tell, fail=fail)
             hello = Hello(role="server", rank=rank or 0, name=node)
             listener = await transport.serve(server, hello, address=address)
             try:
@@ -309,7 +261,8 @@ def run_server(
 
 def check_settings(asked: messages.Settings, joined: messages.Settings, scheduler: str) -> None:
     """Raise PeerError unless a server has joined the cluster that it was made for: a scheduler may be started again."""
-    if msgspec.structs.replace(joined, cluster=asked.cluster, num_servers=asked.num_servers) != asked:
+    may_differ = {name: getattr(asked, name) for name in ("cluster", "num_servers", "heartbeat_timeout_s")}
+    if msgspec.structs.replace(joined, **may_differ) != asked:
         raise PeerError(
             f"the scheduler at {scheduler} was started again with other settings while this server joined: start the "
             "server again too"

@@ -19,7 +19,6 @@ from paceline.launch.train.train import Training, train_locally
 from paceline.models.registry import read_model_settings
 from paceline.models.stored import read_stored_model
 from paceline.protocol import parse_consistency
-from paceline.ps import messages
 from paceline.sklearn.model_tables import ModelTables
 from paceline.temporary import TemporaryFolder
 
@@ -58,8 +57,7 @@ def train_on_cluster(
 
 def _train_there(options: TrainOptions, scheduler: str, token: str | None) -> None:
     with contextlib.closing(connect(scheduler, token=token, observer=True)) as client:
-        settings = client.link.call(messages.GetSettings(), messages.Settings)
-        Training(options, plan_training(options), client, num_workers=settings.num_workers).run()
+        Training(options, plan_training(options), client, num_workers=client.settings.num_workers).run()
 
 
 def write_libsvm(path: Path, examples: Batch, order: npt.NDArray[np.int64]) -> None:

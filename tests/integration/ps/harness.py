@@ -34,12 +34,7 @@ class ServerNode:
 
     def __init__(self, cluster: Cluster, rank: int | None, stack: ExitStack, *, extra: bool = False) -> None:
         self.server = Server(
-            consistency=cluster.consistency,
-            stale=cluster.stale,
-            expected_workers=cluster.num_workers,
-            replicas=cluster.replicas,
-            min_replicas=cluster.min_replicas,
-            non_finite=cluster.non_finite,
+            cluster.settings,
             transport=cluster.transport,
             on_filled=self._tell,
             fail=self._failed,
@@ -143,26 +138,20 @@ class Cluster:
         heartbeat_timeout_s: float = 30.0,
         transport: Transport | None = None,
     ) -> None:
-        self.consistency: Consistency = Eventual() if consistency is None else consistency
-        self.stale: StalePolicy = Accept() if stale is None else stale
-        self.num_workers = workers
-        self.replicas = replicas
-        self.min_replicas = min_replicas
-        self.non_finite = non_finite
-        self.transport = SocketTransport(TOKEN) if transport is None else transport
-        self.failures: list[BaseException] = []
-        """What ended the scheduler, as a process."""
-        self.scheduler = Scheduler(
+        self.settings = messages.ClusterSettings(
             num_servers=servers if expected_servers is None else expected_servers,
             num_workers=workers,
-            consistency=self.consistency,
-            stale=self.stale,
+            consistency=str(Eventual() if consistency is None else consistency),
+            stale=str(Accept() if stale is None else stale),
             replicas=replicas,
             min_replicas=min_replicas,
             non_finite=non_finite,
             heartbeat_timeout_s=heartbeat_timeout_s,
-            fail=self.failures.append,
         )
+        self.transport = SocketTransport(TOKEN) if transport is None else transport
+        self.failures: list[BaseException] = []
+        """What ended the scheduler, as a process."""
+        self.scheduler = Scheduler(self.settings, fail=self.failures.append)
         self._stack = ExitStack()
         self._scheduler_stack = self._stack.enter_context(ExitStack())
         self.served = self._scheduler_stack.enter_context(
@@ -190,7 +179,7 @@ class Cluster:
 
     def connect_all(self, **options: Any) -> list[Client]:
         """Return the expected workers, by rank."""
-        return [self.connect(rank=rank, **options) for rank in range(self.num_workers)]
+        return [self.connect(rank=rank, **options) for rank in range(self.settings.num_workers)]
 
     def link(self, name: str = "", role: str = "worker", rank: int | None = None) -> SchedulerLink:
         """Return a member's line to the scheduler, without servers."""

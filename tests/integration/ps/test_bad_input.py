@@ -22,9 +22,9 @@ from paceline.errors import (
     TableMismatchError,
     UsageError,
 )
-from paceline.protocol import Accept, DropStale, Sequential
+from paceline.protocol import Sequential
 from paceline.protocol.jobs import Job, JobSpec
-from paceline.ps import SGD, Adagrad, Adam, Client, Constant, Scheduler, messages
+from paceline.ps import SGD, Adagrad, Adam, Client, Constant, messages
 from paceline.ps.messages import CALL, NOTICE, PULL, PUSH, PUSH_PULL, RANGE, TICKS
 from paceline.transport import Channel, Hello, SocketTransport, frame_parts
 
@@ -478,10 +478,10 @@ def test_a_node_that_registers_again_is_the_same_member() -> None:
 
 
 def test_no_policy_for_stale_gradients_where_none_is_stale() -> None:
-    arguments: dict[str, Any] = {"num_servers": 1, "num_workers": 1, "consistency": Sequential(), "fail": pytest.fail}
-    Scheduler(stale=Accept(), **arguments)
+    settings = messages.ClusterSettings(consistency="sequential")
+    settings.check()
     with pytest.raises(UsageError, match="policy drop:3 has nothing to do under sequential consistency"):
-        Scheduler(stale=DropStale(beyond=3), **arguments)
+        msgspec.structs.replace(settings, stale="drop:3").check()
 
 
 def test_servers_that_never_come() -> None:

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from paceline.errors import DeadlineError, UsageError
-from paceline.launch.roles import check_replicas
 from paceline.protocol import BoundedDelay, Consistency, Eventual, Sequential
-from paceline.ps import SGD, Client
+from paceline.ps import SGD, Client, messages
 
 from .harness import PATIENCE_S, Cluster, ServerNode, wait_until
 from .test_replication import KEYS, cluster_map, is_whole
@@ -107,4 +106,4 @@ def test_under_sequential_a_read_that_gets_no_replica_says_so() -> None:
 @pytest.mark.parametrize("wrong", [-1, 2])
 def test_no_more_than_there_are_replicas(wrong: int) -> None:
     with pytest.raises(UsageError, match=f"min_replicas={wrong} with replicas=1: .* expected 0 to 1"):
-        check_replicas(1, 2, wrong)
+        messages.ClusterSettings(num_servers=2, replicas=1, min_replicas=wrong).check()

@@ -161,7 +161,7 @@ def drain(cluster: Cluster, node: ServerNode, client: Client) -> None:
     node.link.tell(messages.Drain())
     rank = node.server.rank
     cluster.nodes.remove(node)
-    wait_until(lambda: is_whole(client, len(cluster.nodes), cluster.replicas) and not leads(client, rank))
+    wait_until(lambda: is_whole(client, len(cluster.nodes), cluster.settings.replicas) and not leads(client, rank))
     node.stop()
 
 

@@ -84,15 +84,11 @@ class Restartable(Cluster):
 
     def replace(self, **options: Any) -> Scheduler:
         """Start another scheduler at the same address."""
-        settings: dict[str, Any] = {
-            "num_servers": len(self.nodes),
-            "num_workers": self.num_workers,
-            "consistency": self.consistency,
-            "stale": self.stale,
-            "heartbeat_timeout_s": 5.0,
-            "fail": self.failures.append,
-        }
-        self.scheduler = Scheduler(**{**settings, **options})
+        changes = {"num_servers": len(self.nodes), "replicas": 0, "heartbeat_timeout_s": 5.0, **options}
+        own = {name: changes.pop(name) for name in list(changes) if name in self.settings.__struct_fields__}
+        self.scheduler = Scheduler(
+            msgspec.structs.replace(self.settings, **own), **{"fail": self.failures.append, **changes}
+        )
         self._scheduler_stack = self._later.enter_context(ExitStack())
         self.served = self._scheduler_stack.enter_context(
             serve_in_thread(
@@ -544,7 +540,7 @@ def test_other_settings_are_told_and_nobody_ends(cluster: Restartable) -> None:
     notes: list[str] = []
     member = cluster.member()
     cluster.kill_scheduler()
-    cluster.replace(consistency=BoundedDelay(tau=3), on_note=notes.append)
+    cluster.replace(consistency="bounded:3", on_note=notes.append)
     wait_until(lambda: bool(notes))
     assert notes == [
         "members of a cluster with consistency=eventual want to be taken over, and this scheduler was started with "

@@ -161,7 +161,7 @@ def test_clusters_start_afresh_where_forks_are_not_safe(
 ) -> None:
     monkeypatch.delattr(os, "fork")
     caplog.set_level(logging.DEBUG, local.__name__)
-    with local.LocalCluster.start(servers=2) as cluster:
+    with local.local_cluster(servers=2) as cluster:
         processes = [psutil.Process(pid) for role in ("scheduler", "server") for pid in cluster.pids(role)]
         assert [process.ppid() for process in processes] == [os.getpid()] * 3
     assert [record.getMessage() for record in caplog.records] == [

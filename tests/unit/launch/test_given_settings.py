@@ -60,7 +60,7 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def plan_of_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[TrainingPlan, TrainOptions]:
     found: list[TrainOptions] = []
 
-    def record(options: TrainOptions, **settings: Any) -> None:
+    def record(options: TrainOptions, *cluster: Any, **settings: Any) -> None:
         found.append(options)
         raise _PlannedError
 

@@ -13,7 +13,6 @@ import pytest
 from paceline.launch import supervisor
 from paceline.launch.local import LocalCluster, Share
 from paceline.launch.run.servers import RunServers
-from paceline.protocol import Accept, Eventual
 from paceline.ps import Client, messages
 from paceline.transport import SocketTransport
 
@@ -41,14 +40,9 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def servers() -> RunServers:
     """Two servers and a replica."""
     return RunServers.start(
-        servers=2,
-        workers=1,
-        consistency=Eventual(),
-        stale=Accept(),
-        replicas=1,
+        messages.ClusterSettings(num_servers=2, replicas=1),
         token=_TOKEN,
         share=None,
-        heartbeat_timeout_s=10.0,
     )
 
 
@@ -61,7 +55,9 @@ def test_a_server_that_cannot_start_is_tried_again_after_a_pause(
     share = Share(scheduler=scheduler, runs_scheduler=True, servers={0: "127.0.0.1:0", 1: f"127.0.0.1:{port}"})
     statuses: list[int] = []
     with LocalCluster.start(
-        servers=2, replicas=1, share=share, on_replaced=lambda name, each: statuses.append(each)
+        messages.ClusterSettings(num_servers=2, replicas=1),
+        share=share,
+        on_replaced=lambda name, each: statuses.append(each),
     ) as local:
         os.kill(local.pids("server")[1], signal.SIGTERM)
         with socket.socket() as taken:

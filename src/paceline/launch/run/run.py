@@ -19,7 +19,6 @@ from paceline.filters import parse_filters
 from paceline.filters.gradients import gradient_filters
 from paceline.filters.modules import with_modules
 from paceline.launch.local import Share, wait_cluster
-from paceline.launch.roles import check_replicas
 from paceline.launch.run.blame import Tracebacks
 from paceline.launch.run.cluster_file import ClusterFile, read_cluster_file
 from paceline.launch.run.loop import RunLoop, Signals
@@ -35,7 +34,8 @@ from paceline.launch.run.plan import (
 from paceline.launch.run.processes import RankProcesses
 from paceline.launch.run.servers import RunServers
 from paceline.launch.run.streams import Screen, check_log_dir
-from paceline.protocol import Accept, check_stale_policy, parse_stale_policy
+from paceline.protocol import Accept, parse_stale_policy
+from paceline.ps import messages
 from paceline.ps.client.filtered import filters_of_dense_tables
 from paceline.strategies import STRATEGIES, StrategyChoice, StrategySpec, choose_strategy, needs_servers
 from paceline.tables.memory.limit import MemoryLimit
@@ -73,12 +73,21 @@ def run_script(options: RunOptions) -> int:
     if options.threads is not None and options.threads < 1:
         raise UsageError(f"--threads {options.threads}: expected 1 or more")
     setup = _plan_cluster(options) if options.cluster is not None else _plan_node(options)
-    stale = Accept() if options.stale is None else parse_stale_policy(options.stale)
+    stale = str(Accept() if options.stale is None else parse_stale_policy(options.stale))
     choice = setup.choice
     filters, pull_filters = _find_filters(options, choice.spec)
+    settings: messages.ClusterSettings | None = None
     if choice.consistency is not None:
-        check_stale_policy(choice.consistency, stale)
-        check_replicas(choice.server_replicas, choice.servers, options.pushes.min_replicas or 0)
+        settings = messages.ClusterSettings(
+            num_servers=choice.servers,
+            num_workers=setup.num_ranks,
+            consistency=str(choice.consistency),
+            stale=stale,
+            replicas=choice.server_replicas,
+            heartbeat_timeout_s=options.heartbeat_timeout or _HEARTBEAT_TIMEOUT_S,
+        )
+        settings = options.pushes.add_to(settings)
+        settings.check()
     else:
         _check_no_servers(options, memory_limit, choice.name)
     if memory_limit is not None and memory_limit.warning is not None:
@@ -88,25 +97,18 @@ def run_script(options: RunOptions) -> int:
     with contextlib.ExitStack() as stack:
         servers: RunServers | None = None
         scheduler: str | None = None
-        if choice.consistency is not None:
+        if settings is not None:
             if setup.share is not None and not setup.share.runs_scheduler and not setup.share.servers:
                 scheduler = f"tcp://{setup.share.scheduler}"
                 wait_cluster(SocketTransport(setup.token, tls=setup.tls), scheduler, _PATIENCE_S)
             else:
                 servers = stack.enter_context(
                     RunServers.start(
-                        servers=choice.servers,
-                        workers=setup.num_ranks,
-                        consistency=choice.consistency,
-                        stale=stale,
-                        replicas=choice.server_replicas,
-                        min_replicas=options.pushes.min_replicas or 0,
-                        non_finite=options.pushes.non_finite or "refuse",
+                        settings,
                         memory_limit=memory_limit,
                         token=setup.token,
                         tls=setup.tls,
                         share=setup.share,
-                        heartbeat_timeout_s=options.heartbeat_timeout or _HEARTBEAT_TIMEOUT_S,
                         filter_modules=options.filter_modules.names(options.filters, options.pull_filters),
                     )
                 )

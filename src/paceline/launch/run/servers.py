@@ -18,7 +18,6 @@ from paceline.closing import Closing
 from paceline.errors import PacelineError, PeerError
 from paceline.launch.local import LocalCluster, Share
 from paceline.launch.supervisor import describe_status
-from paceline.protocol import Consistency, StalePolicy
 from paceline.ps import SchedulerLink, make_node_name, messages
 from paceline.ps.client.routes import MapWatch
 from paceline.tables.memory.limit import MemoryLimit
@@ -66,9 +65,7 @@ class News:
 class RunServers(Closing):
     """What this machine runs of a cluster whose workers are the ranks. Use it as a context manager.
 
-    Whatever the servers hold is on `replicas` servers more than one, and on `min_replicas` of them when it is
-    acknowledged. That a process died and was replaced is said on
-    standard error, by whoever asks for the `failure` or waits here.
+    `failure` and `wait_others` report replaced processes on standard error.
     """
 
     def __init__(self, workers: int, share: Share | None) -> None:
@@ -90,43 +87,29 @@ class RunServers(Closing):
     @classmethod
     def start(
         cls,
+        settings: messages.ClusterSettings,
         *,
-        servers: int,
-        workers: int,
-        consistency: Consistency,
-        stale: StalePolicy,
-        replicas: int,
         token: str,
         share: Share | None,
-        heartbeat_timeout_s: float,
-        min_replicas: int = 0,
-        non_finite: str = "refuse",
         memory_limit: MemoryLimit | None = None,
         tls: TLS | None = None,
         on_compile: Callable[[str], None] | None = None,
         filter_modules: Sequence[str] = (),
     ) -> RunServers:
         """Start the processes, and wait until all servers are there."""
-        run = cls(workers, share)
+        run = cls(settings.num_workers, share)
         run.cluster = LocalCluster.start(
-            servers=servers,
-            workers=workers,
-            consistency=consistency,
-            stale=stale,
-            replicas=replicas,
-            min_replicas=min_replicas,
-            non_finite=non_finite,
+            settings,
             memory_limit=memory_limit,
             token=token,
             tls=tls,
             share=share,
-            heartbeat_timeout_s=heartbeat_timeout_s,
             on_compile=on_compile,
             on_replaced=run._note_replaced,
             filter_modules=filter_modules,
         )
         try:
-            if replicas or share is not None:
+            if settings.replicas or share is not None:
                 run._link = run._watch_cluster()
         except BaseException:
             run.cluster.close()

@@ -45,7 +45,7 @@ from paceline.models.metrics import Evaluation
 from paceline.models.progressive import progressive_losses
 from paceline.models.table_rates import TableRates
 from paceline.models.weighting import Weighting
-from paceline.protocol import Consistency, Sequential
+from paceline.protocol import Consistency, Eventual, Sequential
 from paceline.protocol.jobs import JobAccount, JobState
 from paceline.ps import Client, messages, save_tables, to_fields
 from paceline.storage.manifests import MANIFEST
@@ -424,20 +424,16 @@ def train_locally(
     consistency: Consistency | None = None,
     on_progress: Callable[[TrainingState], None] = lambda progress: None,
     warn: Callable[[str], None] = lambda text: None,
-    on_compile: Callable[[str], None] | None = None,
     **cluster_options: Any,
 ) -> TrainResult:
     """Train on processes of this machine that live as long as the training. Arguments as LocalCluster and Training."""
     options, _ = settle_files(options)  # what is wrong is said before anything starts
+    settings = messages.ClusterSettings(
+        num_servers=servers, num_workers=workers, consistency=str(Eventual() if consistency is None else consistency)
+    )
     with (
         LocalCluster.start(
-            servers=servers,
-            workers=workers,
-            consistency=consistency,
-            on_compile=on_compile,
-            start_workers=True,
-            filter_modules=options.filters.own_modules,
-            **cluster_options,
+            settings, start_workers=True, filter_modules=options.filters.own_modules, **cluster_options
         ) as cluster,
         cluster.connect(observer=True) as client,
     ):

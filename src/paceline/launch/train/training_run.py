@@ -24,7 +24,7 @@ from paceline.launch.train.results import ObservedStaleness, TrainingState, Trai
 from paceline.launch.train.train import Training
 from paceline.models.progressive import HEADING, ProgressiveLoss
 from paceline.observe import ProgressSnapshot, RateMeter, TrainingProgress
-from paceline.protocol import Consistency, StalePolicy
+from paceline.protocol import parse_consistency
 from paceline.ps import Client, messages
 from paceline.tables.memory.limit import MemoryLimit
 from paceline.transport import TLS, SocketTransport
@@ -36,14 +36,8 @@ _PHASES = {"evaluate": "evaluating", "read-columns": "reading", "solve-blocks": 
 
 def run_training(
     options: TrainOptions,
+    settings: messages.ClusterSettings,
     *,
-    servers: int,
-    workers: int,
-    consistency: Consistency,
-    stale: StalePolicy,
-    replicas: int = 0,
-    min_replicas: int = 0,
-    non_finite: str = "refuse",
     memory_limit: MemoryLimit | None = None,
     auto_resume: bool = False,
     scheduler: str | None = None,
@@ -51,7 +45,6 @@ def run_training(
     tls: TLS | None = None,
     quiet: bool = False,
     progressive: bool = False,
-    heartbeat_timeout_s: float = 10.0,
     fork_server: ForkServer | None = None,
 ) -> TrainResult:
     """Train with a progress line; on the cluster of `scheduler`, or on processes that live as long as this call.
@@ -61,7 +54,7 @@ def run_training(
     """
     console = Console(stderr=True)
     if scheduler is None:
-        options.passes.rates.check_consistency(consistency)
+        options.passes.rates.check_consistency(parse_consistency(settings.consistency))
     options, look = settle_files(options)
     if look.guessed and not quiet:
         show_columns(console, look)
@@ -79,26 +72,19 @@ def run_training(
         warn(describe_label_words(look.label_words, options.model.read_labels_as))
 
     def train_once() -> TrainResult:
-        nonlocal workers
         with contextlib.ExitStack() as stack:
             line = stack.enter_context(TrainingProgress(console, None, not quiet))
             cluster: LocalCluster | None = None
+            workers = settings.num_workers
             if scheduler is not None:
                 assert token is not None
                 client = stack.enter_context(Client.connect(SocketTransport(token, tls=tls), scheduler, observer=True))
-                workers = client.link.call(messages.GetSettings(), messages.Settings).num_workers
+                workers = client.settings.num_workers
             else:
                 cluster = LocalCluster.start(
-                    servers=servers,
-                    workers=workers,
-                    consistency=consistency,
-                    stale=stale,
-                    replicas=replicas,
-                    min_replicas=min_replicas,
-                    non_finite=non_finite,
+                    settings,
                     memory_limit=memory_limit,
                     tls=tls,
-                    heartbeat_timeout_s=heartbeat_timeout_s,
                     on_compile=lambda text: console.print(text, highlight=False),
                     start_workers=True,
                     fork_server=fork_server,

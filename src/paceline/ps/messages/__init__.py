@@ -33,6 +33,7 @@ from paceline.ps.messages.between_servers import (
 )
 from paceline.ps.messages.cluster import (
     ClusterMap,
+    ClusterSettings,
     CommitMap,
     DeclareTable,
     Drain,
@@ -120,6 +121,7 @@ __all__ = [
     "CheckInfo",
     "ClocksInfo",
     "ClusterMap",
+    "ClusterSettings",
     "CommitMap",
     "CreateTable",
     "DROPPED",

@@ -9,7 +9,14 @@ from typing import Annotated, Any
 import msgspec
 
 from paceline.errors import ProtocolError, UsageError
-from paceline.protocol import NUM_BUCKETS
+from paceline.protocol import (
+    NUM_BUCKETS,
+    Accept,
+    Eventual,
+    check_stale_policy,
+    parse_consistency,
+    parse_stale_policy,
+)
 from paceline.protocol.buckets import ALL, count, from_bytes
 from paceline.protocol.chains import ChainGroup, in_chain
 from paceline.protocol.jobs import JobMemory
@@ -25,6 +32,7 @@ from paceline.tables.bounds import (
     Term,
     Version,
 )
+from paceline.tables.non_finite import REFUSE, check_policy
 from paceline.tables.spec import TableSpec
 from paceline.transport import Endpoint
 
@@ -196,22 +204,51 @@ class GetSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Ask how the cluster works, before joining it; answered by Settings."""
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """How the cluster works."""
+class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of a cluster, from the command line to its members."""
 
-    consistency: str
-    stale: str
-    num_servers: int
-    num_workers: int
-    """How many workers must have joined before the first iteration can complete."""
+    consistency: str = str(Eventual())
+    """In the format of ``--consistency``."""
+    stale: str = str(Accept())
+    """The policy for stale gradients, in the format of ``--stale``."""
+    num_servers: int = 1
+    num_workers: int = 1
+    """The first iteration completes when so many workers have joined. More may join later."""
+    replicas: int = 0
+    """Copies of each row besides the primary's: so many servers may die without loss."""
+    min_replicas: int = 0
+    """Replicas that must have a push before it is acknowledged."""
+    non_finite: NonFinitePolicy = REFUSE
+    """The servers' policy for infinities and NaN (:mod:`paceline.tables.non_finite`)."""
+    heartbeat_timeout_s: float = 10.0
+    """A member that is silent for so long counts as dead."""
+
+    def check(self) -> None:
+        """Raise UsageError unless a cluster can have these settings."""
+        servers, replicas = self.num_servers, self.replicas
+        if servers < 1 or self.num_workers < 1:
+            raise UsageError(
+                f"a cluster has at least 1 server and 1 worker: servers={servers}, workers={self.num_workers}"
+            )
+        if not 0 <= replicas < servers:
+            raise UsageError(
+                f"replicas={replicas} with {servers} server(s): a row is on one server and on so many others, so there "
+                f"must be at least {max(replicas, 0) + 1} servers"
+            )
+        if not 0 <= self.min_replicas <= replicas:
+            raise UsageError(
+                f"min_replicas={self.min_replicas} with replicas={replicas}: a push is acknowledged when so many "
+                f"replicas have it: expected 0 to {replicas}"
+            )
+        check_stale_policy(parse_consistency(self.consistency), parse_stale_policy(self.stale))
+        check_policy(self.non_finite)
+
+
+class Settings(ClusterSettings, frozen=True, kw_only=True, tag=True):
+    """The settings of one cluster."""
+
     cluster: str = ""
     """Tells this cluster from others that were at the scheduler's address before."""
-    replicas: int = 0
-    """How many servers may die without loss."""
-    min_replicas: int = 0
-    """How many servers besides the primary must have a push before it is acknowledged."""
-    non_finite: NonFinitePolicy = "refuse"
-    """What servers do about infinities and NaN that are no gradients (:mod:`paceline.tables.non_finite`)."""
 
 
 class Register(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -10,7 +10,7 @@ from paceline.protocol.buckets import Buckets, count
 from paceline.protocol.scheduler.events import PROCESS_ENDED
 from paceline.ps.messages import Settings
 
-_SETTINGS: Final = ("consistency", "stale", "num_servers", "num_workers", "replicas", "min_replicas", "non_finite")
+_MAY_DIFFER: Final = ("cluster", "heartbeat_timeout_s")
 
 
 class Notes:
@@ -33,7 +33,9 @@ class Notes:
 
     def has_settings(self, theirs: Settings, ours: Settings) -> bool:
         """Return whether a cluster that may be taken over has the scheduler's settings; tell once if not."""
-        for name in _SETTINGS:
+        for name in Settings.__struct_fields__:
+            if name in _MAY_DIFFER:
+                continue
             expected, got = getattr(ours, name), getattr(theirs, name)
             if expected != got:
                 if theirs.cluster not in self._other_clusters:

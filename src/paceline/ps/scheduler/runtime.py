@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from paceline.errors import PacelineError, PeerError, ProtocolError, UsageError
-from paceline.protocol import Consistency, Member, Role, StalePolicy, check_stale_policy
+from paceline.protocol import Member, Role
 from paceline.protocol.buckets import from_bytes
 from paceline.protocol.scheduler import Phase, Returned, SchedulerCore, View, events
 from paceline.ps import messages
@@ -31,7 +31,6 @@ from paceline.ps.scheduler.notes import Notes
 from paceline.ps.scheduler.processes import ProcessWatch
 from paceline.ps.scheduler.sessions import PendingCall, ProcessSession, Sessions, notify_all
 from paceline.ps.scheduler.tables import Tables
-from paceline.tables.non_finite import REFUSE, check_policy
 from paceline.transport import Endpoint, Handler, Header, Peer, frame_parts
 
 _FLUSH_S = 0.02
@@ -39,13 +38,7 @@ _FLUSH_S = 0.02
 
 
 class Scheduler(Handler):
-    """One scheduler.
-
-    Arguments: how many servers and workers are expected (iterations begin when so many workers have joined; more may
-    join later), the `consistency` and `stale` policy, how many `replicas` there are of every bucket, how many
-    of them (`min_replicas`) a push must have for its acknowledgement, what servers do about infinities and NaN
-    (`non_finite`), and after how long a silent member counts as
-    dead.
+    """One scheduler of a cluster with these valid settings.
 
     Members of a cluster whose scheduler died may come to it: it takes their cluster over. With `replaces` it knows that
     there are some, and begins no other cluster before they have had the heartbeat's time-out to come; with
@@ -57,44 +50,27 @@ class Scheduler(Handler):
 
     def __init__(
         self,
+        settings: messages.ClusterSettings,
         *,
-        num_servers: int,
-        num_workers: int,
-        consistency: Consistency,
-        stale: StalePolicy,
         fail: Fail,
-        replicas: int = 0,
-        min_replicas: int = 0,
-        non_finite: str = REFUSE,
-        heartbeat_timeout_s: float = 10.0,
         replaces: bool = False,
         accepts_minority: bool = False,
         on_note: Callable[[str], None] = lambda text: None,
         on_loss: Callable[[str], None] = lambda text: None,
         tells_ends: bool = True,
     ) -> None:
-        check_stale_policy(consistency, stale)
-        self.settings = messages.Settings(
-            consistency=str(consistency),
-            stale=str(stale),
-            num_servers=num_servers,
-            num_workers=num_workers,
-            replicas=replicas,
-            min_replicas=min_replicas,
-            non_finite=check_policy(non_finite),
-            cluster=secrets.token_hex(8),
-        )
+        self.settings = messages.Settings(**msgspec.structs.asdict(settings), cluster=secrets.token_hex(8))
         self.core = SchedulerCore(
-            num_servers=num_servers,
-            replicas=replicas,
-            heartbeat_timeout_s=heartbeat_timeout_s,
+            num_servers=settings.num_servers,
+            replicas=settings.replicas,
+            heartbeat_timeout_s=settings.heartbeat_timeout_s,
             cluster=self.settings.cluster,
             salt=secrets.randbits(16),
             replaces=replaces,
             accepts_minority=accepts_minority,
         )
         self.notes = Notes(on_note, on_loss, tells_ends=tells_ends)
-        self.jobs = Jobs(num_workers)
+        self.jobs = Jobs(settings.num_workers)
         self._fail = fail
         self._tables = Tables()
         self.sessions = Sessions()

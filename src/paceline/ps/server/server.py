@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing_extensions import override
 
 from paceline.errors import NonFiniteError, PacelineError, ProtocolError
-from paceline.protocol import Consistency, ServerCore, StalePolicy
+from paceline.protocol import ServerCore, parse_consistency, parse_stale_policy
 from paceline.protocol.server import Timing, TimingClass, events
 from paceline.protocol.server.waiting import KEPT
 from paceline.ps import messages
@@ -48,7 +48,7 @@ from paceline.ps.server.stale_gradients import StaleGradients
 from paceline.tables.bounds import MAX_CLOCK
 from paceline.tables.memory.blocks import RowMemory
 from paceline.tables.memory.limit import MemoryLimit
-from paceline.tables.non_finite import REFUSE, NonFinite
+from paceline.tables.non_finite import NonFinite
 from paceline.tables.server_tables import ServerTables
 from paceline.transport import Handler, Header, Hello, Peer, Transport, frame_parts
 
@@ -66,25 +66,17 @@ _VERSIONED = frozenset(kind for kind, time in _KINDS.items() if time not in (Tim
 class Server(Handler):
     """The tables of one server, its place in the chains, and the gate in front of them.
 
-    Arguments: `consistency` and `stale`, the cluster's; `expected_workers`, how many must have joined before the first
-    iteration can complete; `replicas`, how many servers may die without loss; `min_replicas`, how many must have a push
-    before it is acknowledged; `non_finite`, what becomes of infinities and NaN (:mod:`paceline.tables.non_finite`);
-    `memory_limit`, beyond which rows lie in files; `transport`, for connections to other servers, which a lone one does
-    not need; `on_filled`, which takes what the scheduler must hear, and does not raise; `fail`, called with an
-    exception after which this server must not go on (:mod:`paceline.ps.fail_stop`). If it returns, the server tells
-    nobody of that exception.
+    Rows beyond the `memory_limit` are stored in files. The `transport` is for connections to other servers; a single
+    server needs none. `on_filled` receives the messages for the scheduler, and does not raise. `fail` is called with an
+    exception after which this server must not continue (:mod:`paceline.ps.fail_stop`). If it returns, the server
+    reports that exception to no peer.
     """
 
     def __init__(
         self,
+        settings: messages.ClusterSettings,
         *,
-        consistency: Consistency,
         fail: Fail,
-        stale: StalePolicy | None = None,
-        expected_workers: int = 1,
-        replicas: int = 0,
-        min_replicas: int = 0,
-        non_finite: str = REFUSE,
         memory_limit: MemoryLimit | None = None,
         transport: Transport | None = None,
         on_filled: Callable[[messages.Filled], None] = lambda filled: None,
@@ -93,12 +85,15 @@ class Server(Handler):
         self._is_sure = True
         self.tables = ServerTables(0, RowMemory(memory_limit))
         self.core = ServerCore(
-            consistency, expected_workers=expected_workers, replicas=replicas, min_replicas=min_replicas
+            parse_consistency(settings.consistency),
+            expected_workers=settings.num_workers,
+            replicas=settings.replicas,
+            min_replicas=settings.min_replicas,
         )
-        policy = StaleGradients(stale)
+        policy = StaleGradients(parse_stale_policy(settings.stale))
         self.filters = PeerFilters()
-        self._answers = Answers(self.tables, self.core, policy, min_replicas, self.filters)
-        guard = NonFinite(non_finite)
+        self._answers = Answers(self.tables, self.core, policy, settings.min_replicas, self.filters)
+        guard = NonFinite(settings.non_finite)
         self.snapshots = ServerSnapshots(self.tables, self.core, guard)
         self.runtime = Runtime(
             self.core,
@@ -116,7 +111,7 @@ class Server(Handler):
         self.pressure = BackPressure(self.core, None if sums is None else sums.buffer)
         self._traffic = Traffic()
         self._control = ServerControl(self.runtime, self._traffic, guard, self.snapshots)
-        requests = self._requests = Requests(self.runtime, self.pressure, guard, replicas, fail=self._fail)
+        requests = self._requests = Requests(self.runtime, self.pressure, guard, settings.replicas, fail=self._fail)
         self._handlers: dict[int, Callable[[Peer, Header, memoryview, memoryview], None]] = {
             PULL: requests.pull, PUSH: requests.push, PUSH_PULL: requests.push, TICK: requests.tick, CALL: self._call,
             SYNCED: requests.synced, READY: self._ready, FORWARD: self._chain, STATE: self._chain, CLOCKS: self._chain,

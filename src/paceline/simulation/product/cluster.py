@@ -14,6 +14,7 @@ from typing_extensions import override
 from paceline.errors import AddressError, ConnectionLostError, DeadlineError, PacelineError
 from paceline.launch.roles import run_scheduler, run_server
 from paceline.protocol.buckets import Buckets
+from paceline.ps.messages import ClusterSettings
 from paceline.simulation.oracle import Violation
 from paceline.simulation.product.faults import KINDS, ProductFaults
 from paceline.simulation.product.roles import Log, VirtualJoining, chains_of, incarnation_of, tables_of
@@ -202,13 +203,15 @@ class ProductCluster(ClusterState):
 
         def main() -> None:
             run_scheduler(
+                ClusterSettings(
+                    num_servers=settings.num_servers,
+                    num_workers=settings.num_workers,
+                    consistency=str(settings.consistency),
+                    replicas=settings.replicas,
+                    heartbeat_timeout_s=settings.heartbeat_timeout_s,
+                ),
                 token=TOKEN,
                 address=self.address,
-                num_servers=settings.num_servers,
-                num_workers=settings.num_workers,
-                consistency=settings.consistency,
-                replicas=settings.replicas,
-                heartbeat_timeout_s=settings.heartbeat_timeout_s,
                 on_ready=lambda endpoint: world.note("the scheduler is there"),
                 on_note=lambda text: world.note(f"scheduler: {text}"),
                 on_loss=self._lost,

@@ -66,8 +66,8 @@ def _stand_ins(world: VirtualWorld, network: VirtualNetwork, disk: Disk) -> dict
         (SocketTransport, lambda *_, **__: VirtualTransport(network)),
         (end_process, lambda who, error: _end(world, error)),
         (own_process, lambda: _process_info(world)),
-        (Scheduler, lambda **arguments: _role(world, Scheduler(**arguments))),
-        (Server, lambda **arguments: _role(world, _forgetful(Server(**arguments)))),
+        (Scheduler, lambda *settings, **options: _role(world, Scheduler(*settings, **options))),
+        (Server, lambda *settings, **options: _role(world, _forgetful(Server(*settings, **options)))),
         (make_node_name, lambda role: f"{role}-{world.current.process.name}-{world.random.randbytes(3).hex()}"),
     ]
     return {id(real): stand_in for real, stand_in in (*pairs, *disk.stand_ins())}
