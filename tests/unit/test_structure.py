@@ -47,6 +47,39 @@ LARGE_CLASSES = {
     "transport/channel.py:StreamChannel": (27, 22),
 }
 
+MAX_PARAMETERS, MAX_PARAMETERS_EVER = 10, 30
+MANY_PARAMETERS = {
+    # Kernels: Numba compiles functions of arrays and numbers.
+    "kernels/columns.py:move_columns": 11,
+    "kernels/peer_memory.py:_reduce_peers": 11,
+    "kernels/peer_memory.py:all_reduce_direct": 11,
+    "kernels/shared.py:_reduce_part": 11,
+    "kernels/shared.py:all_reduce": 11,
+    "kernels/shared.py:move": 11,
+    "kernels/text/csv.py:_parse_row": 21,
+    "kernels/text/csv.py:_parse_rows": 25,
+    "kernels/text/csv.py:parse_csv": 25,
+    "kernels/text/csv_cells.py:take_cell": 16,
+    "kernels/text/json_lines.py:_parse_lines": 21,
+    "kernels/text/json_lines.py:_parse_object": 15,
+    "kernels/text/json_lines.py:parse_json_lines": 19,
+    "kernels/text/lines.py:parse_criteo": 12,
+    "kernels/text/lines.py:parse_libsvm": 12,
+    "kernels/text/vw.py:parse_vw": 15,
+    "tables/logistic_pass.py:logistic_pass": 12,
+    # Public functions, whose parameters are their documentation; scikit-learn reads them from the signature.
+    "launch/local.py:local_cluster": 11,
+    "rpc/api.py:init_rpc": 13,
+    "sklearn/classifier.py:Classifier.__init__": 16,
+    "sklearn/estimator.py:SparseEstimator.__init__": 15,
+    "sklearn/factorization_machine.py:FactorizationMachine.__init__": 21,
+    "torch/strategies/all_reduce.py:AllReduce.__init__": 11,
+    "torch/strategies/server/parameter_server.py:ParameterServer.__init__": 11,
+    # To be shortened.
+    "data/dataset.py:Dataset.__init__": 11,
+    "ps/scheduler/link.py:SchedulerLink.__init__": 12,
+}
+
 
 def modules() -> Iterator[tuple[str, str]]:
     for path in sorted(SOURCE.rglob("*.py")):
@@ -100,6 +133,36 @@ def test_no_class_is_too_large() -> None:
         if name not in sizes or (sizes[name][0] <= MAX_METHODS and sizes[name][1] <= MAX_ATTRIBUTES)
     ]
     assert needless == [], "not needed any more"
+
+
+def functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Yield the functions in a module or class, with qualified names."""
+    for child in ast.iter_child_nodes(node):
+        name = prefix
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            name = f"{prefix}{child.name}"
+            if not isinstance(child, ast.ClassDef):
+                yield name, child
+            name += "."
+        yield from functions(child, name)
+
+
+def num_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Return the number of parameters without `self` and `cls`."""
+    given = function.args
+    named = [*given.posonlyargs, *given.args, *given.kwonlyargs]
+    return len([each for each in named if each.arg not in ("self", "cls")])
+
+
+def test_no_function_has_too_many_parameters() -> None:
+    """The parameters of commands are generated: they are fields of the dataclasses that the commands receive."""
+    counts = {
+        name: num_parameters(function)
+        for module, text in modules()
+        for name, function in functions(ast.parse(text), f"{module}:")
+    }
+    assert {name: count for name, count in counts.items() if count > MAX_PARAMETERS} == MANY_PARAMETERS
+    assert max(MANY_PARAMETERS.values()) <= MAX_PARAMETERS_EVER
 
 
 def test_class_names_mean_one_thing() -> None:
