@@ -116,8 +116,9 @@ class SparsePart(TablePart):
 
     @override
     def push(self, selection: Selection, grads: Floats) -> None:
-        self.store.push(selection.key_array(), grads)
-        passes.note_push(self.store, selection.key_array())
+        keys = selection.key_array()
+        self.store.push(keys, grads)
+        passes.note_push(self.store, keys)
 
     @override
     def trial(self, selection: Selection, grads: Floats) -> Iterator[tuple[Keys, Floats]]:

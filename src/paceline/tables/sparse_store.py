@@ -34,6 +34,7 @@ _FILL = {5: 0.66, 4: 0.62, 3: 0.63}
 _WIDE_FILL = 0.5  # beside wide rows the index is small
 _WITHOUT_MARKS = (4,)  # words of entries that fill a line to its last
 _HEADER_LINES = 1
+_FEW_KEYS = 1000  # to count so many takes no longer than to ask whether memory may be refused
 
 
 def _new_salt() -> int:
@@ -160,8 +161,11 @@ class SparseStore:
 
         A push of them does not run out of memory then: but where lines overflow so that a bucket's tail is full, which
         takes crafted keys. To look up which keys have a row costs as much as the push: a bucket gets room for as many
-        rows as it is sent keys, unless that is more than it has, or memory does not suffice.
+        rows as it is sent keys, unless that is more than it has, or memory does not suffice. Where memory is never
+        refused there is nothing to do: to count 100,000 keys takes a fifth of the time of their push.
         """
+        if len(keys) > _FEW_KEYS and not self.memory.may_refuse():
+            return
         num_keys = np.empty(index.NUM_BUCKETS, np.uint64)
         if sparse.has_room(self.directory, keys, num_keys):
             return

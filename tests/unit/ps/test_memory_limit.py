@@ -58,8 +58,9 @@ def test_a_table_beyond_its_limit_is_the_same_to_the_bit(
     plain.pull(keys, expected)
     np.testing.assert_array_equal(found, expected)
     for (some, records), (same, others) in zip(spilled.items(), plain.items(), strict=True):
-        np.testing.assert_array_equal(some, same)
-        np.testing.assert_array_equal(records, others)
+        order, other_order = np.argsort(some), np.argsort(same)  # buckets have grown at other times
+        np.testing.assert_array_equal(some[order], same[other_order])
+        np.testing.assert_array_equal(records[order], others[other_order])
     assert spilled.erase(keys[:1000]) == 1000
     for bucket in range(8):
         spilled.drop_bucket(bucket)

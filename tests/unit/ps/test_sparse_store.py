@@ -19,6 +19,7 @@ from paceline.kernels import index, sparse
 from paceline.kernels.hashing import mix
 from paceline.protocol.placement import NUM_BUCKETS
 from paceline.tables.initializers import Constant
+from paceline.tables.memory.blocks import RowMemory
 from paceline.tables.memory.pages import Pages
 from paceline.tables.rules import FTRL, SGD, Adagrad, Adam, Momentum, UpdateRule
 from paceline.tables.sparse_store import SparseStore
@@ -328,6 +329,13 @@ def fails(*arguments: object, **options: object) -> None:
     raise MemoryError
 
 
+class ScarceMemory(RowMemory):
+    """Memory that may be refused, so that room is made before a push."""
+
+    def may_refuse(self) -> bool:
+        return True
+
+
 @pytest.mark.parametrize(("dim", "rule"), LAYOUTS)
 @pytest.mark.parametrize("num_old", [0, 3, 5000])
 @pytest.mark.parametrize("num_new", [0, 1, 64, 65, 4000])
@@ -337,7 +345,7 @@ def test_what_is_reserved_is_enough(
     rng = np.random.default_rng(num_old + num_new)
     old, new = random_keys(rng, num_old), random_keys(rng, num_new)
     keys = np.concatenate([old[: num_old // 2], new, new[: num_new // 2]])
-    store = SparseStore(dim=dim, rule=rule)
+    store = SparseStore(dim=dim, rule=rule, memory=ScarceMemory())
     store.push(old, np.ones(num_old * dim, np.float32))
     before = pull(store, keys)
     store.reserve(keys)
@@ -351,7 +359,7 @@ def test_what_is_reserved_is_enough(
 @pytest.mark.parametrize(("dim", "rule"), LAYOUTS)
 def test_rows_that_are_there_need_no_room(dim: int, rule: UpdateRule, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = random_keys(np.random.default_rng(8), 5000)
-    store = SparseStore(dim=dim, rule=rule)
+    store = SparseStore(dim=dim, rule=rule, memory=ScarceMemory())
     store.push(keys, np.ones(5000 * dim, np.float32))
     with monkeypatch.context() as short_of_memory:
         short_of_memory.setattr(store, "resize", fails)
@@ -372,7 +380,7 @@ def test_room_for_all_keys_takes_nothing_from_those_that_need_it(
     """There is memory for the rows that are absent, but not for as many as are sent."""
     old, new = random_keys(np.random.default_rng(10), 20_000), random_keys(np.random.default_rng(11), 100)
     keys = np.concatenate([old[::2], new])
-    store, other = (SparseStore(dim=dim, rule=rule) for _ in range(2))
+    store, other = (SparseStore(dim=dim, rule=rule, memory=ScarceMemory()) for _ in range(2))
     for each in (store, other):
         each.push(old, np.ones(len(old) * dim, np.float32))
     other.push(new, np.ones(len(new) * dim, np.float32))
@@ -419,6 +427,16 @@ def crafted_keys(count: int, bucket: int = 5) -> Keys:
     """Keys that the hash, which everybody can invert, puts into one line of one bucket."""
     hashes = np.uint64((bucket << 55) | (12345 << 23)) + np.arange(count, dtype=np.uint64)
     return np.asarray(reference.unmix(hashes))
+
+
+def test_nothing_is_counted_where_memory_is_never_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse, "has_room", fails)
+    store = SparseStore(dim=1)
+    monkeypatch.setattr(store.memory, "may_refuse", lambda: False)
+    store.reserve(random_keys(np.random.default_rng(8), 5000))
+    monkeypatch.setattr(store.memory, "may_refuse", lambda: True)
+    with pytest.raises(MemoryError):
+        store.reserve(random_keys(np.random.default_rng(8), 5000))
 
 
 @pytest.mark.parametrize("dim", [1, 2, 8])

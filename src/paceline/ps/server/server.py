@@ -60,6 +60,7 @@ _KINDS = {
     CALL: TimingClass.CALL,
     PING: TimingClass.OTHER,
 }
+_DATA = frozenset(kind for kind, time in _KINDS.items() if time is TimingClass.DATA)
 _VERSIONED = frozenset(kind for kind, time in _KINDS.items() if time not in (TimingClass.CALL, TimingClass.OTHER))
 
 
@@ -188,9 +189,11 @@ class Server(Handler):
             is_ordinary = (
                 (header.epoch == core.replication.version or header.kind not in _VERSIONED)
                 and core.progress.has_clocks
-                and core.early.is_empty
                 and header.clock <= MAX_CLOCK
-                and peer.hello.incarnation <= core.workers.last_incarnation
+                and (
+                    header.kind in _DATA
+                    or (core.early.is_empty and peer.hello.incarnation <= core.workers.last_incarnation)
+                )
             )
             if is_ordinary or self._is_timely(peer, header, meta, body):
                 handle(peer, header, meta, body)
@@ -208,7 +211,7 @@ class Server(Handler):
 
     def _end_iteration(self, peer: Peer, header: Header) -> None:
         """Take note of the tick of a push that was refused: the worker is further all the same, and told why."""
-        is_push = _KINDS[header.kind] is TimingClass.DATA and header.epoch == self.core.replication.version
+        is_push = header.kind in _DATA and header.epoch == self.core.replication.version
         if is_push and header.flags & TICKS and header.clock <= MAX_CLOCK:
             self._requests.count_tick(peer, header)
 

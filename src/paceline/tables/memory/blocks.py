@@ -21,7 +21,7 @@ from typing import Final
 import numpy as np
 
 from paceline.kernels.index import LINE_BYTES
-from paceline.tables.memory.limit import MemoryLimit, most_mappings
+from paceline.tables.memory.limit import MemoryLimit, most_mappings, system_may_refuse
 from paceline.tables.memory.reading import ReadAhead
 
 _SMALL_BYTES: Final = 1 << 14  # blocks below stay in memory: a file for each of 512 small buckets is not worth it
@@ -66,6 +66,10 @@ class RowMemory:
         """Of the blocks in files."""
         self.read_ahead = ReadAhead()
         self._has_told = False
+
+    def may_refuse(self) -> bool:
+        """Return whether there may be no memory for a block: see :func:`system_may_refuse`."""
+        return self.limit is not None or system_may_refuse()
 
     def zeros(self, num_bytes: int) -> RowBlock:
         """Return a new block. Raises MemoryError; SpillError if there is no room on the disk."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +33,26 @@ def most_mappings() -> int | None:
         return int(Path("/proc/sys/vm/max_map_count").read_text(encoding="ascii"))
     except (OSError, ValueError):
         return None
+
+
+def _overcommits() -> bool:
+    try:
+        return Path("/proc/sys/vm/overcommit_memory").read_text(encoding="ascii").strip() in ("0", "1")
+    except OSError:
+        return False
+
+
+_OVERCOMMITS: Final = _overcommits()
+
+
+def system_may_refuse() -> bool:
+    """Return whether the system may refuse memory to this process, in blocks that are smaller than the machine's.
+
+    By default Linux does so only if the process has a resource limit, which may be set from outside at any time.
+    """
+    return not _OVERCOMMITS or any(
+        resource.getrlimit(each)[0] != resource.RLIM_INFINITY for each in (resource.RLIMIT_AS, resource.RLIMIT_DATA)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
