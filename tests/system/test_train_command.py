@@ -137,6 +137,11 @@ def test_predictions_on_standard_output(paceline: Commands, click_log: tuple[Pat
     assert alone.json["auc"] is None
     assert paceline.succeed("predict", "model", one).out == finished.out.splitlines(keepends=True)[1234]
     assert Predictor(tmp_path / "model").format == "criteo"
+    one.write_text("no line of a click log\n")
+    (tmp_path / "scores").write_text("kept\n")
+    refused = paceline.run("predict", "model", one, "--format", "criteo", "--output", "scores")
+    assert (refused.status, (tmp_path / "scores").read_text()) == (1, "kept\n")
+    assert "no line that can be predicted" in refused.err
 
 
 def test_a_second_run_reads_the_cache(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from paceline.models.rate_drift import example_counts, significant_share
 from paceline.tables.types import Doubles, Floats
 
 _LEAST_CORRECTION = 1e-3  # predictions of 0 would have infinite losses
+_LEAST_EXPECTED = 1e-100
 _MOST_MARGIN = 30.0  # above the mean: exp() of it, squared, is a float32 still
 
 
@@ -73,7 +74,9 @@ class PoissonRegression(LinearModel):
         is_whole: bool = False,
     ) -> PoissonRegression:
         counts = example_counts(labels, weights)
-        missing, expected = counts * (labels - predictions), max(float(counts @ predictions), 1e-300)
+        missing, expected = counts * (labels - predictions), float(counts @ predictions)
+        if not expected > _LEAST_EXPECTED:  # the training has diverged
+            return self
         off = float(missing.sum()) / expected
         variance = len(missing) * float(missing.var()) / expected**2 if len(missing) else 0.0
         share = significant_share(off, variance, is_known=is_whole) if math.isfinite(off) else 0.0

@@ -37,6 +37,8 @@ class Weighting(msgspec.Struct, frozen=True, kw_only=True):
         for label, weight in self.classes.items():
             if not 0 <= weight < float("inf"):
                 raise UsageError(f"--class-weight {label}:{weight:g}: expected a finite weight from 0 up")
+        if len(self.classes) > 1 and not any(self.classes.values()):
+            raise UsageError("--class-weight gives all labels the weight 0: nothing would be learned")
 
     @property
     def is_plain(self) -> bool:

@@ -152,8 +152,8 @@ class Classifier(ClassifierMixin, SparseEstimator, ABC):
             raise UsageError(
                 f"class_weight={self.class_weight!r}: expected weights of the classes {self.classes_.tolist()}"
             ) from None
-        if not (np.isfinite(found) & (found >= 0)).all():
-            raise UsageError(f"class_weight={self.class_weight!r}: expected finite weights from 0 up")
+        if not ((np.isfinite(found) & (found >= 0)).all() and found.any()):
+            raise UsageError(f"class_weight={self.class_weight!r}: expected finite weights from 0 up, one above 0")
         return Weighting(classes={str(label): float(weight) for label, weight in enumerate(found)})
 
     def __sklearn_tags__(self) -> Any:

@@ -158,3 +158,9 @@ def test_counts_of_zero_leave_finite_losses() -> None:
     assert np.isfinite(model.losses_of(np.ones(1, np.float32), model.outcome(np.zeros(1)).astype(np.float32))).all()
     deviance = model.evaluate(np.ones(5, np.float32), model.outcome(np.zeros(5)).astype(np.float32)).deviance
     assert deviance < 20
+
+
+def test_a_poisson_regression_that_has_diverged_is_not_corrected() -> None:
+    model = PoissonRegression()
+    labels, predictions = np.array([1.0, 2.0], np.float32), np.zeros(2, np.float32)
+    assert model.calibrated(labels, predictions) is model

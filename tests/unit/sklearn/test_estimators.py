@@ -392,6 +392,7 @@ def test_training_a_factorization_machine_on_a_cluster(tmp_path: Path) -> None:
         ({"class_weight": "even"}, "The 'class_weight' parameter"),
         ({"class_weight": {"maybe": 2.0, "no": 1.0}}, "expected weights of the classes ['no', 'yes']"),
         ({"class_weight": {"no": -1.0}}, "class_weight={'no': -1.0}: expected finite weights from 0 up"),
+        ({"class_weight": {"no": 0.0, "yes": 0.0}}, "expected finite weights from 0 up, one above 0"),
         ({"workers": 1, "consistency": "often"}, "'often'"),
         ({"scheduler": "127.0.0.1:9"}, "which cluster"),
     ],

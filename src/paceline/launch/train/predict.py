@@ -94,8 +94,8 @@ def run_prediction(
                 predictions.append(predicted)
                 if out is not None:
                     out.write(_lines(predicted))
-        if not labels:
-            raise no_line_left(data[0], "predicted", find_bad_lines(dataset))
+            if not labels:
+                raise no_line_left(data[0], "predicted", find_bad_lines(dataset))
         seconds = time.perf_counter() - start
         known, predicted = np.concatenate(labels), np.concatenate(predictions)
         has_label = ~np.isnan(known)
