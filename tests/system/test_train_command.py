@@ -137,9 +137,12 @@ def test_predictions_on_standard_output(paceline: Commands, click_log: tuple[Pat
     assert alone.json["auc"] is None
     assert paceline.succeed("predict", "model", one).out == finished.out.splitlines(keepends=True)[1234]
     assert Predictor(tmp_path / "model").format == "criteo"
-    one.write_text("no line of a click log\n")
+    paceline.succeed("convert", one, "damaged", "-q")
+    data = bytearray((tmp_path / "damaged").read_bytes())
+    data[100] ^= 4  # in its only block of rows
+    (tmp_path / "damaged").write_bytes(data)
     (tmp_path / "scores").write_text("kept\n")
-    refused = paceline.run("predict", "model", one, "--format", "criteo", "--output", "scores")
+    refused = paceline.run("predict", "model", "damaged", "--output", "scores")
     assert (refused.status, (tmp_path / "scores").read_text()) == (1, "kept\n")
     assert "no line that can be predicted" in refused.err
 
