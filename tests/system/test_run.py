@@ -298,6 +298,17 @@ def test_two_nodes(forking: Commands, tmp_path: Path) -> None:
         assert finished.out == f"[rank {node}] sequential:mean [-1.5, -1.5, -1.5, -1.5]\n"
 
 
+def test_a_master_port_in_use_is_one_sentence(paceline: Commands, tmp_path: Path) -> None:
+    paceline.environment["PACELINE_TOKEN"] = "a token for tests"
+    name = script(tmp_path, _CONNECT)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        where = ("--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", port)
+        refused = paceline.run("run", *where, "--strategy", "all-reduce", name)
+    assert (refused.status, refused.err.count("\n")) == (2, 1), refused
+    assert f"127.0.0.1:{port}: the port is in use" in refused.err
+
+
 def test_launchers_of_others_start_a_script_as_it_is(paceline: Commands, tmp_path: Path) -> None:
     """It finds out by itself who it is."""
     text = "from paceline import collectives; import numpy as np; group = collectives.init()\n"

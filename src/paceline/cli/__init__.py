@@ -20,8 +20,11 @@ def main() -> None:
     """Run ``paceline``; exit with 0, 1 for a failure, 2 for wrong usage, 130 after Ctrl-C, 143 and 129 after SIGTERM
     and SIGHUP.
     """
-    with start_fork_server(sys.argv[1:]) as fork_server:
-        _run(sys.argv[1:], fork_server)
+    try:
+        with start_fork_server(sys.argv[1:]) as fork_server:
+            _run(sys.argv[1:], fork_server)
+    except KeyboardInterrupt:  # while modules are imported, or at the very end
+        _fail("interrupted", 130)
 
 
 def _run(words: list[str], fork_server: ForkServer | None) -> None:

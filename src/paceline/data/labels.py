@@ -6,7 +6,6 @@ As what labels are read is a text, so that it can travel: ``numbers`` as they st
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -21,7 +20,7 @@ from paceline.kernels.text.values import LABEL_WORDS, MAX_FLOAT32
 NUMBERS, CLICKS = "numbers", "clicks"
 MOST_CLASSES = 100
 _BLANKS = " \t\r\n"
-_NEGATION = re.compile(r"(?:no|not|non)[-_ ]?(.+)", re.IGNORECASE)
+_NEGATIONS = ("no", "not", "non", "un")
 
 
 def clicks_where(positive: float | None) -> str:
@@ -101,8 +100,8 @@ def find_classes(cells: Iterable[str]) -> tuple[str, ...]:
 
 def _usual_place(word: str, words: set[str]) -> float:
     """Whether a word of two is usually 0 or 1; 0.5 if nothing says so."""
-    negated = _NEGATION.fullmatch(word)
-    if negated is not None and negated[1].casefold() in {each.casefold() for each in words}:
+    negated = {f"{prefix}{blank}{each}".casefold() for prefix in _NEGATIONS for blank in ("", *"-_ ") for each in words}
+    if word.casefold() in negated:
         return 0.0
     return LABEL_WORDS.get(word.lower(), 0.5)
 

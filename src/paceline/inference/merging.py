@@ -65,9 +65,11 @@ def _check(models: Sequence[StoredModel]) -> FTRL:
             raise UsageError(f"{model.directory} is of kind {kind!r}: only {', '.join(LINEAR_MODELS)} have a mean")
         for name in sorted({*first.described, *model.described} - {*_OF_EACH}):
             if first.described.get(name) != model.described.get(name):
+                shown = f", {_shown(first.described, name)} and {_shown(model.described, name)}"
+                what = name if name == "columns" else f"{name}{shown}"
                 raise UsageError(
-                    f"{first.directory} and {model.directory} differ in {name}, {_shown(first.described, name)} and "
-                    f"{_shown(model.described, name)}: train one from the other with --init-from, which keeps it"
+                    f"{first.directory} and {model.directory} differ in {what}: train one from the other with "
+                    "--init-from, which keeps it"
                 )
     _check_scalings(models)
     rule = from_fields(RULES, first.tables[0].spec.update)

@@ -252,6 +252,14 @@ def test_a_place_that_may_not_be_written_to(
         assert (code, text.count("\n")) == (1, 1)
 
 
+def test_ctrl_c_while_modules_are_imported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(words: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "start_fork_server", interrupt)
+    assert run(monkeypatch, capsys, "doctor") == (130, "paceline: interrupted\n")
+
+
 def test_signals_have_their_own_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from paceline.launch import doctor
 

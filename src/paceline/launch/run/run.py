@@ -272,8 +272,8 @@ def _plan_node(options: RunOptions) -> _Setup:
     )
     if not layout.master_port:
         layout = _with_free_port(layout)
-    elif layout.node == 0 and nnodes == 1:
-        _check_free(Address("tcp", layout.master_addr, layout.master_port), "--master-port")
+    elif layout.node == 0:
+        _check_free(_bindable(Address("tcp", layout.master_addr, layout.master_port)), "--master-port")
     if nnodes == 1:
         token = environment().token
         token = make_token() if token is None else check_token(token, "PACELINE_TOKEN")

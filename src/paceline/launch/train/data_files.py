@@ -296,7 +296,7 @@ def _check_clicks(options: TrainOptions, labels: Mapping[float, int], classes: S
     if read_as == CLICKS:
         raise DataError(
             f"{options.data[0]}: {odd}: say which one is positive with --positive, or take --model softmax (classes)"
-            + ("" if classes else " or regression (quantities)")
+            + ("" if classes else ", poisson (counts) or regression (quantities)")
         )
     if options.init_from is None:  # further data may be of negatives alone
         raise UsageError(f"{options.data[0]}: {odd}: give one that is there with --positive")
