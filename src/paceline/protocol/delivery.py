@@ -56,8 +56,7 @@ class Delivery:
         """
         held = self._buckets
         if buckets is None or buckets == held:
-            seen = self._seen.get(incarnation)
-            if held and (seen is None or next(reversed(seen.values())) < sequence):
+            if held and self._newest(incarnation) < sequence:
                 self._seen[incarnation] = {held: sequence}
                 return held
             buckets = held

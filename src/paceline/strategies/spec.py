@@ -11,6 +11,7 @@ from typing_extensions import Self
 
 from paceline.environment import Environment
 from paceline.errors import UsageError
+from paceline.transport import known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +41,7 @@ class StrategyOptions:
     def decode(cls, text: str) -> Self:
         """Decode the result of :meth:`encode`. Raises UsageError."""
         try:
-            return msgspec.json.decode(text, type=cls)
+            return msgspec.json.decode(text, type=known(cls))
         except msgspec.MsgspecError as error:
             raise UsageError(f"PACELINE_STRATEGY_OPTIONS={text!r} was not written by paceline run: {error}") from None
 
