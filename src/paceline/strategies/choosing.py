@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.errors import UsageError
-from paceline.protocol.consistency import Consistency, Sequential, parse_consistency
 from paceline.strategies.registry import STRATEGIES, StrategyFlags, check_strategy, default_strategy
 from paceline.strategies.spec import StrategyOptions, StrategySpec
+
+if TYPE_CHECKING:
+    from paceline.protocol import Consistency
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +80,8 @@ def choose_strategy(
         )
     if servers is not None and servers < 1:
         raise UsageError(f"strategy {name} stores parameters on servers, got {servers} servers: expected 1 or more")
+    from paceline.protocol.consistency import Sequential, parse_consistency  # the command line lists strategies without
+
     parsed = parse_consistency(consistency or spec.consistency)
     if isinstance(parsed, Sequential) and consistency in (None, "sequential"):
         parsed = Sequential(aggregate="mean")

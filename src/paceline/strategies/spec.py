@@ -11,7 +11,6 @@ from typing_extensions import Self
 
 from paceline.environment import Environment
 from paceline.errors import UsageError
-from paceline.transport import known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +39,8 @@ class StrategyOptions:
     @classmethod
     def decode(cls, text: str) -> Self:
         """Decode the result of :meth:`encode`. Raises UsageError."""
+        from paceline.transport import known  # which imports NumPy: commands list strategies without it
+
         try:
             return msgspec.json.decode(text, type=known(cls))
         except msgspec.MsgspecError as error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -60,3 +62,9 @@ def test_parameters_are_in_the_order_of_the_fields() -> None:
 def test_given_options() -> None:
     flags = DemoFlags(place=PlaceFlags(tcp_port=7), names=["x"], loud=True)
     assert given_options(flags) == ["--host", "--tcp-port", "--names", "--loud"]
+
+
+def test_the_command_line_imports_little() -> None:
+    code = "import sys, paceline.cli.app; print(sorted({'numpy', 'torch', 'paceline.protocol'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
