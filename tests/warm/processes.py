@@ -186,6 +186,14 @@ class WarmProcess:
         """Kill it, unless it has ended."""
         self.send_signal(signal.SIGKILL)
 
+    def end(self) -> None:
+        """Kill it, wait for its end and close its streams."""
+        self.kill()
+        self.wait()
+        for stream in (self.stdin, self.stdout, self.stderr):
+            if stream is not None:
+                stream.close()
+
     def communicate(self, timeout: float | None = None) -> tuple[Any, Any]:
         """Close its input, read both streams to their ends, and wait for its own."""
         if self.stdin is not None:

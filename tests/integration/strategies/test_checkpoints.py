@@ -221,8 +221,7 @@ def test_every_strategy_loads_what_every_other_has_saved(tmp_path: Path, one_thr
             errors = [rank.communicate(timeout=PATIENCE_S)[1] for rank in ranks]
         finally:
             for rank in ranks:
-                rank.kill()
-                rank.wait()
+                rank.end()
     assert [rank.returncode for rank in ranks] == [0] * SIZE, "\n".join(errors)
     reports = [json.loads((tmp_path / f"rank {rank}").read_text()) for rank in range(SIZE)]
     distances = {f"{what}, rank {rank}": found for rank in range(SIZE) for what, found in reports[rank][0].items()}

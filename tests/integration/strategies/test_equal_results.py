@@ -127,8 +127,7 @@ def ranks_results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, li
             errors = [rank.communicate(timeout=PATIENCE_S)[1] for rank in ranks]
         finally:
             for rank in ranks:
-                rank.kill()
-                rank.wait()
+                rank.end()
     assert [rank.returncode for rank in ranks] == [0] * SIZE, "\n".join(errors)
     return [json.loads((folder / f"rank{rank}").read_text()) for rank in range(SIZE)]
 
