@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import field, fields, is_dataclass
 from typing import Any
 
 
@@ -17,3 +17,15 @@ def option(help: str, *names: str, default: Any = None, **settings: Any) -> Any:
 def argument(help: str, *, default: Any = None, **settings: Any) -> Any:
     """Return a dataclass field that is a positional argument; the `settings` are those of ``typer.Argument``."""
     return field(default=default, metadata={"parameter": "Argument", "names": (), "help": help, **settings})
+
+
+def given_values(flags: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass of options that are not None by name, and those of dataclasses in it."""
+    given: dict[str, Any] = {}
+    for each in fields(flags):
+        value = getattr(flags, each.name)
+        if is_dataclass(value):
+            given |= given_values(value)
+        elif value is not None:
+            given[each.name] = value
+    return given

@@ -11,6 +11,8 @@ from typing import Annotated, Any, TypeGuard, get_type_hints
 
 import typer
 
+from paceline.command_options import given_values
+
 _hints = functools.partial(get_type_hints, include_extras=True)
 
 
@@ -38,13 +40,7 @@ def expand_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 def given_options(flags: Any) -> list[str]:
     """Return the names of the options of a dataclass, and of those in it, that are not None."""
-    given: list[str] = []
-    for name, value in vars(flags).items():
-        if is_dataclass(value):
-            given += given_options(value)
-        elif value is not None:
-            given.append(f"--{name.replace('_', '-')}")
-    return given
+    return [f"--{name.replace('_', '-')}" for name in given_values(flags)]
 
 
 def _parameters(flags: type) -> Iterator[Parameter]:

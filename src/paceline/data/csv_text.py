@@ -96,7 +96,7 @@ def csv_parser(dialect: Dialect, columns: Columns, *, needs_label: bool) -> Pars
 
 
 def describe_bad_row(why: int, dialect: Dialect, columns: Columns, line: str = "") -> str:
-    """Say what ails a row, which begins with `line`, by what the kernel says of it."""
+    """Return what is wrong with a row that begins with `line`, given the kernel's code `why`."""
     from paceline.kernels.text.codes import BAD_QUOTE, BAD_WIDTH, DETAIL, NO_LABEL, NO_WEIGHT
 
     detail, kind = divmod(why, DETAIL)

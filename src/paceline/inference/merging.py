@@ -65,8 +65,9 @@ def _check(models: Sequence[StoredModel]) -> FTRL:
             raise UsageError(f"{model.directory} is of kind {kind!r}: only {', '.join(LINEAR_MODELS)} have a mean")
         for name in sorted({*first.described, *model.described} - {*_OF_EACH}):
             if first.described.get(name) != model.described.get(name):
-                shown = f", {_shown(first.described, name)} and {_shown(model.described, name)}"
-                what = name if name == "columns" else f"{name}{shown}"
+                what = name
+                if name != "columns":
+                    what += f", {_shown(first.described, name)} and {_shown(model.described, name)}"
                 raise UsageError(
                     f"{first.directory} and {model.directory} differ in {what}: train one from the other with "
                     "--init-from, which keeps it"

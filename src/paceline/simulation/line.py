@@ -23,7 +23,7 @@ class Speaker(Protocol):
 
 
 class Line:
-    """What a node asks of jobs; whoever asks says what comes with the answer."""
+    """The requests of a node about jobs, with a callback for each answer."""
 
     def __init__(self, node: Speaker) -> None:
         self._node = node

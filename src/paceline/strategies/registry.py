@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
+from paceline.command_options import given_values
 from paceline.errors import UsageError
 from paceline.strategies.pipeline import PIPELINE, PipelineFlags
 from paceline.strategies.sharding import SHARDED, ShardingFlags
@@ -79,11 +79,7 @@ class StrategyFlags:
 
     def given(self) -> dict[str, Any]:
         """Return the given options by name."""
-        return {name: value for name, value in self._all() if value is not None}
-
-    def _all(self) -> Iterator[tuple[str, Any]]:
-        for group in (self.pipeline, self.sharding):
-            yield from ((name, getattr(group, name)) for name in group.__slots__)
+        return given_values(self)
 
 
 def check_strategy(name: str) -> StrategySpec:

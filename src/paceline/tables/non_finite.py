@@ -51,10 +51,9 @@ class NonFinite:
         Raises NonFiniteError if a record would not be finite.
         """
         if not table.part.magnitudes.take(top):
-            self.try_push(table, selection, grads, top, what())
+            self._try(table, selection, grads, top, what())
 
-    def try_push(self, table: ServerTable, selection: Selection, grads: Floats, top: float, what: str) -> None:
-        """As :meth:`check_push`, for a push whose gradients are too large for the bounds of the table's records."""
+    def _try(self, table: ServerTable, selection: Selection, grads: Floats, top: float, what: str) -> None:
         part = table.part
         if not top < math.inf:
             self._found(table, f"{what} holds {_first_of(grads)}", "look for what makes gradients so large")

@@ -364,7 +364,7 @@ def _bindable(place: Address) -> Address:
 
 
 def _find_tls(options: RunOptions) -> TLS | None:
-    """Return what is asked for, or what the environment says. Raises UsageError if it cannot be used."""
+    """Return the TLS settings of the options, else of the environment. Raises UsageError if they are invalid."""
     told = environment()
     tls = options.tls.load() or TLS.of_files(told.tls_cert, told.tls_key, told.tls_ca)
     if tls is not None:

@@ -230,7 +230,7 @@ class RunServers(Closing):
         with self._changed:
             lines = self._news.take_lines()
         for line in lines:
-            with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            with contextlib.suppress(OSError, ValueError):  # the reader has closed it
                 sys.stderr.write(f"paceline run: {line}\n")
                 sys.stderr.flush()
 

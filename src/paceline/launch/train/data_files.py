@@ -72,7 +72,7 @@ class DataLook:
     guesses: Guesses | None
     """What the columns of csv and parquet files were taken for."""
     guessed: bool
-    """Whether nobody said what the columns are."""
+    """Whether the columns were guessed."""
     sample: Sample | None = None
     """Rows of csv and parquet files, as text."""
     label_words: tuple[str, ...] = ()

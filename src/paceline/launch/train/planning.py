@@ -38,6 +38,7 @@ from paceline.models.tuning import (
     has_steady_loss,
     is_sorted_by_label,
     passes_for_all,
+    scaled_sample,
     suggested_alpha,
     suggested_batch_size,
     suggested_l2,
@@ -95,7 +96,7 @@ def _find_scaling(options: TrainOptions, sample: ExampleSample, format: str) -> 
 
 def plan_on_sample(options: TrainOptions, sample: ExampleSample, scaling: KeyScaling | None) -> TrainingPlan:
     """Choose what the options leave open; `scaling` is how values are changed before they are used."""
-    sample = _scaled(sample, scaling)
+    sample = scaled_sample(sample, scaling)
     is_sorted = is_sorted_by_label(sample)
     model = options.model
     if model.labels == "clicks":  # what others must know of the labels, they know by now
@@ -115,7 +116,7 @@ def plan_on_sample(options: TrainOptions, sample: ExampleSample, scaling: KeySca
         update=found.rule,
         note=found.note,
         scaling=scaling,
-        shards_at_once=_SHARDS_AT_ONCE if is_sorted and options.passes.order != "file" else 1,
+        shards_at_once=_shards_at_once(options, is_sorted=is_sorted),
         order=options.passes.order or "shuffle",
         optimism=found.optimism if sample.is_whole and found.optimism is not None else _OPTIMISM_OF_MANY,
         rates=rates,
@@ -131,19 +132,19 @@ def _plan_of_model(options: TrainOptions, stored: StoredModel) -> TrainingPlan:
     plan = dataclasses.replace(_fixed_plan(options), update=update, scaling=read_key_scaling(stored.described))
     if options.adapt == "no":
         return plan
-    sample = _scaled(_sample(options)[0], plan.scaling)
+    sample = scaled_sample(_sample(options)[0], plan.scaling)
     is_sorted = is_sorted_by_label(sample)
     return dataclasses.replace(
         plan,
         num_examples=sample.num_examples,
         batch_size=options.batch_size or suggested_batch_size(sample.num_examples, options.model.least_batch_size),
-        shards_at_once=_SHARDS_AT_ONCE if is_sorted and options.passes.order != "file" else 1,
+        shards_at_once=_shards_at_once(options, is_sorted=is_sorted),
         chosen_on=sample.batch.num_examples,
     )
 
 
-def _scaled(sample: ExampleSample, scaling: KeyScaling | None) -> ExampleSample:
-    return sample if scaling is None else dataclasses.replace(sample, batch=scaling.apply(sample.batch))
+def _shards_at_once(options: TrainOptions, *, is_sorted: bool) -> int:
+    return _SHARDS_AT_ONCE if is_sorted and options.passes.order != "file" else 1
 
 
 def _fixed_plan(options: TrainOptions) -> TrainingPlan:
@@ -255,7 +256,7 @@ def _plan_of_snapshot(options: TrainOptions, resumption: Resumption) -> Training
     optimism, order = training.get("optimism"), options.passes.order or str(training.get("order", "file"))
     if shards_at_once > 1 and options.passes.order == "file":
         raise UsageError(f"--order file: the training of {resumption.snapshot} mixes shards; resume it without --order")
-    sample = None if optimism is None else _scaled(_sample(options)[0], scaling)
+    sample = None if optimism is None else scaled_sample(_sample(options)[0], scaling)
     return TrainingPlan(
         model=options.model.continued_from(resumption.model).settled(),
         epochs=options.epochs or int(training["epochs"]),

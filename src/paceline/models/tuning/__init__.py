@@ -18,16 +18,15 @@ from paceline.models.tuning.choices import (
     tune,
     wants_sparsity,
 )
-from paceline.models.tuning.scale_trial import best_scaling, is_worse_for_factors
+from paceline.models.tuning.scale_trial import best_scaling, is_worse_for_factors, scaled_sample
 from paceline.models.tuning.search import FactorSearch, TunedModel, tune_linear
-from paceline.models.tuning.trial import SMALL, TriedRule, has_drifting_loss
+from paceline.models.tuning.trial import TriedRule
 
 __all__ = [
     "FASTER_RATES",
     "L1",
     "LINEAR_RATES",
     "RATES",
-    "SMALL",
     "SPARSE",
     "WIDE_L1",
     "WIDE_RATES",
@@ -36,10 +35,10 @@ __all__ = [
     "TunedModel",
     "best_scaling",
     "is_sorted_by_label",
-    "has_drifting_loss",
     "has_steady_loss",
     "is_worse_for_factors",
     "passes_for_all",
+    "scaled_sample",
     "suggested_alpha",
     "suggested_batch_size",
     "suggested_l2",

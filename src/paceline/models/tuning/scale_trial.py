@@ -39,7 +39,7 @@ def best_scaling(sample: ExampleSample, scalings: Sequence[KeyScaling | None]) -
     batch, _ = thin(sample, sample.batch.num_examples * _MAX_PAIRS // max(len(sample.batch.keys), _MAX_PAIRS))
     part = dataclasses.replace(sample, batch=batch, num_examples=batch.num_examples)
     batch_size = suggested_batch_size(part.num_examples)
-    is_mixed = suits_mixing(sample, _scaled(part, scalings[0]), offset, batch_size)
+    is_mixed = suits_mixing(sample, scaled_sample(part, scalings[0]), offset, batch_size)
     splits = list(held_out_splits(batch, is_mixed=is_mixed))
     pool = ThreadPoolExecutor(num_cores())
     try:
@@ -60,20 +60,21 @@ def is_worse_for_factors(
     """
     batch_size = suggested_batch_size(sample.num_examples, model.least_batch_size)
     model = model.starting_from(sample.batch.labels, sample.batch.weights).settled(FACTORS[2])
-    is_mixed, losses = suits_mixing(sample, _scaled(sample, bent), model.offset, batch_size), []
+    is_mixed, losses = suits_mixing(sample, scaled_sample(sample, bent), model.offset, batch_size), []
     for scaling in (bent, plain):
-        part = _scaled(sample, scaling)
+        part = scaled_sample(sample, scaling)
         trial = ModelTrial(model, part, batch_size, is_mixed=is_mixed)
         losses.append(trial.run(model, FTRL(alpha=suggested_alpha(part, _RATE), l1=L1)).losses)
     return len(losses[0].losses) == len(losses[1].losses) and losses[1].is_below(losses[0])
 
 
-def _scaled(sample: ExampleSample, scaling: KeyScaling | None) -> ExampleSample:
+def scaled_sample(sample: ExampleSample, scaling: KeyScaling | None) -> ExampleSample:
+    """Return a sample with scaled values; None: as they are."""
     return sample if scaling is None else dataclasses.replace(sample, batch=scaling.apply(sample.batch))
 
 
 def _try(part: ExampleSample, scaling: KeyScaling | None, offset: float, splits: Sequence[Split]) -> HeldOutLosses:
-    part = _scaled(part, scaling)
+    part = scaled_sample(part, scaling)
     batch_size = suggested_batch_size(part.num_examples)
     rule = FTRL(alpha=suggested_alpha(part, _RATE), l1=L1)
     affordable = _MAX_PAIR_VISITS // max(len(part.batch.keys) * len(splits), 1)

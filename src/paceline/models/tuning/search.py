@@ -50,7 +50,7 @@ _WIDE = 4.0  # times as long a trial
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TunedModel:
-    """What was found for a model. `note` says what came of it that people should know."""
+    """The settings found for a model. `note` is a sentence about the search for the user."""
 
     model: SparseModel
     rule: UpdateRule

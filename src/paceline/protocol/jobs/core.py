@@ -96,7 +96,7 @@ class JobCore:
         return [Answer(call, None)]
 
     def _note(self, asked: Asked, membership: Membership) -> None:
-        """Note what a worker says of its job; of one that is over it concerns nobody."""
+        """Record a message of a worker about its job; one about a finished job is ignored."""
         request = asked.request
         assert isinstance(request, messages.LeaseDone | messages.FileEnded | messages.Report | messages.JobFailed)
         job = self._unless_over(request.job)

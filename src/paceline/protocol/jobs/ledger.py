@@ -54,7 +54,7 @@ class JobLedger:
         self._leases = self._begin(ranks, spec.files, list(shards_in(spec.done)))
         self.results = Results(number, spec.progress)
         """What workers have found and counted."""
-        self._facts = JobFacts(number)  # what members were told
+        self._facts = JobFacts(number)  # the facts that members have received
         self._news = JobFacts(number)
         self._has_news = True  # the job itself
 

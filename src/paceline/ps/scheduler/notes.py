@@ -1,4 +1,4 @@
-"""What whoever runs the cluster is told by its scheduler."""
+"""The scheduler's notes for the operator of the cluster."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Notes:
         self.note = on_note
         self.tells_ends = tells_ends
         self._on_loss = on_loss
-        self._other_clusters: set[str] = set()  # those that were told of
+        self._other_clusters: set[str] = set()  # the reported ones
 
     def declared_dead(self, member: Member, reason: str) -> None:
         """Tell that a member is dead; its launcher may say of a process that it has ended."""

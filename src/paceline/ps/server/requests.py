@@ -5,15 +5,13 @@ A push that need not be sent on nor kept is applied here at once: the core says 
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from paceline.errors import ProtocolError
 from paceline.kernels.sparse import largest
 from paceline.protocol.server import Route, events
 from paceline.ps.fail_stop import Fail, must_succeed
-from paceline.ps.messages import DROPPED, PUSH, RANGE, TICKS
+from paceline.ps.messages import DROPPED, RANGE, TICKS
 from paceline.ps.server.answers import name_of
 from paceline.ps.server.back_pressure import BackPressure
 from paceline.ps.server.pushes import PUSH as PUSH_DOWN
@@ -68,9 +66,7 @@ class Requests:
         data = bytearray(body) if route is _CHAIN else body
         whole, grads = self._split_push(table, header, data)
         selection = whole
-        top = float(largest(grads))
-        if not top < math.inf:
-            check_finite(grads, name_of(peer), table.spec.name)
+        top = check_finite(grads, name_of(peer), table.spec.name)
         if worker in core.workers.counted:
             core.workers.check_leap(worker, header.clock, core.progress.updates)
         else:
@@ -89,11 +85,7 @@ class Requests:
                 flags = self._apply(peer, header, table, selection, grads, top)
             else:  # it was applied, or dropped, when it came first
                 flags = self._stale.flags_of_duplicate(worker, header)
-        clock = self._tick_of(worker, header) if header.flags & TICKS else header.clock
-        if header.kind == PUSH:
-            self._answers.acknowledge(peer, header, flags)
-        else:
-            self._runtime.read(peer, header, table, whole, clock, flags)
+        self._runtime.answer_push(peer, header, whole, self._tick_of(worker, header), flags)
 
     def tick(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
         """Take a TICK frame."""
@@ -172,8 +164,7 @@ class Requests:
             if fresh != buckets:
                 new = table.part.restrict(selection, grads, fresh)
                 top = float(largest(new[1]))
-            if not table.part.magnitudes.take(top):
-                self._non_finite.try_push(table, *new, top, self._name(peer))
+            self._non_finite.check_push(table, *new, top, lambda: self._name(peer))
         table.pushes += 1
         flags = self._stale.flags_of_duplicate(worker, header)
         pieces = [Piece(header.table, selection, grads)]
@@ -231,8 +222,7 @@ class Requests:
         if worker in self._core.workers.counted:
             dropped, grads, top = self._stale.treat(worker, header, table, selection, grads, top)
         if not dropped:
-            if not table.part.magnitudes.take(top):
-                self._non_finite.try_push(table, selection, grads, top, self._name(peer))
+            self._non_finite.check_push(table, selection, grads, top, lambda: self._name(peer))
             table.part.reserve(selection)  # what may fail does before the filter takes the push for applied
         table.pushes += 1
         try:

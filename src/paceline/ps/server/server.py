@@ -178,7 +178,7 @@ class Server(Handler):
 
     @override
     def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
-        """Raises what refuses a request; of a failure nobody is told anything."""
+        """Handle a frame. Raises the error that refuses a request; after a failure no answer is sent."""
         core = self.core
         try:
             handle = self._handlers.get(header.kind)

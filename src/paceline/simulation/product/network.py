@@ -114,7 +114,7 @@ class End:
 
     def arrive(self, data: bytes) -> None:
         """Have bytes come."""
-        if self.is_closed:  # nobody is there
+        if self.is_closed:  # this end is closed
             self._transmit(self.other.reset)
         elif not (self.is_reset or self.has_ended):
             self.arrived.append(data)

@@ -1,4 +1,4 @@
-"""What everybody in a simulated cluster knows of it: its settings, its processes, what was pushed and counted."""
+"""The state that all parts of a simulated cluster share: settings, processes, pushes and counters."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ class ProductWorker(Participant):
             except PacelineError as error:
                 if not (self.cluster.may_refuse and "no memory" in str(error)):
                     raise
-                self._mirrors.pop(issued.plan.name, None)  # what is there now, nobody knows
+                self._mirrors.pop(issued.plan.name, None)  # its values are unknown now
             else:
                 issued.is_sure = not self.cluster.is_sequential
                 self._acknowledged.append(issued)

@@ -23,7 +23,7 @@ _WORTH_IT = 0.98
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelinePlan:
-    """What a pipeline does, and what is expected of it."""
+    """The settings of a pipeline, and its predicted times and memory."""
 
     schedule: str
     microbatches: int
