@@ -20,7 +20,7 @@ demo: .venv/.demo
 	$(BIN)/python examples/demo.py
 
 test: .venv/.dev
-	-$(BIN)/python -m compileall -q src tests  # or each of a thousand processes would, where no bytecode may be written
+	-$(BIN)/python -m compileall -q src simulator tests  # or each of a thousand processes would, where no bytecode may be written
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
 check: .venv/.dev
@@ -30,8 +30,8 @@ check: .venv/.dev
 	$(BIN)/lint-imports --no-logo
 
 torture: .venv/.dev
-	$(BIN)/python -m paceline.simulation --seeds $(SEEDS)
-	$(BIN)/python -m paceline.simulation --product --seeds $(CLUSTERS) --jobs $(JOBS)
+	$(BIN)/python -m simulator --seeds $(SEEDS)
+	$(BIN)/python -m simulator --product --seeds $(CLUSTERS) --jobs $(JOBS)
 	PYTHONPATH=tests $(BIN)/python -m system.torture --runs $(RUNS)
 
 mutants: .venv/.dev
@@ -39,7 +39,7 @@ mutants: .venv/.dev
 
 thorough: .venv/.dev
 	$(BIN)/python -m tests.fuzz --frames $(FRAMES) --seed $$(date +%s) --jobs $(JOBS)
-	$(BIN)/python -m paceline.simulation --seeds $(STORMS) --num-faults 24 --jobs $(JOBS)
+	$(BIN)/python -m simulator --seeds $(STORMS) --num-faults 24 --jobs $(JOBS)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m thorough
 	$(BIN)/python benchmarks/defaults.py --peers .venv/peers.json
 	for seed in $$(seq $(REPEATS)); do \
@@ -82,4 +82,4 @@ gpu: $(if $(GPU_PYTHON),,.venv/.dev)
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis dist
-	find src tests benchmarks examples -name __pycache__ -type d -exec rm -rf {} +
+	find src simulator tests benchmarks examples -name __pycache__ -type d -exec rm -rf {} +

@@ -85,7 +85,7 @@ class Finding:
 
 @contextmanager
 def planted(*defects: Defect) -> Iterator[Path]:
-    """A folder with a copy of the product that has the defects."""
+    """A folder with a copy of the product that has the defects; the simulator runs beside it."""
     with tempfile.TemporaryDirectory(prefix="paceline-mutant-") as folder:
         source = Path(folder, "src")
         shutil.copytree(_ROOT / "src", source, copy_function=shutil.copy2)  # with the times that Numba's cache goes by
@@ -105,7 +105,7 @@ def seeds_until_found(source: Path, simulation: Simulation, limit: int) -> int |
         elif first:
             arguments += _STORM
         try:
-            ran = _run(source, "-m", "paceline.simulation", *arguments)
+            ran = _run(source, "-m", "simulator", *arguments)
         except subprocess.TimeoutExpired:  # a cluster that never comes to an end is a failure too
             return first + 1
         if ran.returncode:

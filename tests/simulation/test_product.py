@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import pytest
 
 from paceline.protocol.delivery import Delivery
-from paceline.simulation.__main__ import main
-from paceline.simulation.oracle import Violation
-from paceline.simulation.product import PRODUCT_KINDS, ProductCluster
-from paceline.simulation.product.truth import Truth
 from paceline.tables.sparse_part import SparsePart
+from simulator.__main__ import main
+from simulator.oracle import Violation
+from simulator.product import PRODUCT_KINDS, ProductCluster
+from simulator.product.truth import Truth
 
 SEEDS = range(34, 46)
 DEFECT_SEEDS = (16, 17, *range(200))  # those that find each of the defects below, so far, come first
@@ -86,7 +86,7 @@ def test_a_violation_prints_the_command_that_replays_it(
 
     monkeypatch.setattr(Truth, "check", find_fault)
     assert main(["--product", "--seeds", "0:2", "--faults=", "--num-faults", "2"]) == 1
-    found = re.search(r"seed (\d+): (.*)\n  python -m paceline.simulation (.*)\n", capsys.readouterr().out)
+    found = re.search(r"seed (\d+): (.*)\n  python -m simulator (.*)\n", capsys.readouterr().out)
     assert found is not None
     assert main(found[3].split()) == 1
     assert f"VIOLATION {found[2]}" in capsys.readouterr().out

@@ -12,19 +12,19 @@ from random import Random
 
 import pytest
 
-import paceline.simulation
+import simulator
 from paceline.protocol.consistency import BoundedDelay, Sequential
 from paceline.protocol.iterations import Iterations
 from paceline.protocol.reachability import Reachability
-from paceline.simulation import FOLLOWING, KINDS, Cluster, ClusterSize, Defect
-from paceline.simulation.__main__ import main
+from simulator import FOLLOWING, KINDS, Cluster, ClusterSize, Defect
+from simulator.__main__ import main
 
 SEEDS = range(300)
 DEFECT_SEEDS = 200
 
 
 def test_public_names() -> None:
-    assert sorted(paceline.simulation.__all__) == sorted(
+    assert sorted(simulator.__all__) == sorted(
         ["Cluster", "Defect", "FOLLOWING", "KINDS", "Outcome", "ClusterSize", "Violation"]
     )
 
@@ -165,7 +165,7 @@ def test_a_seed_is_the_same_every_time() -> None:
 
 
 def test_a_seed_is_the_same_in_every_process() -> None:
-    code = "from paceline.simulation import Cluster; print(Cluster(11).run().trace_hash)"
+    code = "from simulator import Cluster; print(Cluster(11).run().trace_hash)"
     hashes = {
         subprocess.run(
             [sys.executable, "-c", code],
@@ -183,7 +183,7 @@ def test_a_violation_prints_the_command_that_replays_it(capsys: pytest.CaptureFi
     arguments = ["--seeds", "0:40", "--defect", "no-filter", "--faults", "cut,crash-server"]
     assert main(arguments) == 1
     printed = capsys.readouterr().out
-    found = re.search(r"seed (\d+): (.*)\n  python -m paceline.simulation (.*)\n", printed)
+    found = re.search(r"seed (\d+): (.*)\n  python -m simulator (.*)\n", printed)
     assert found is not None
     assert main(found[3].split()) == 1
     replayed = capsys.readouterr().out

@@ -1,0 +1,224 @@
+"""What must hold in every cluster at every moment, and who sees when it does not.
+
+The :class:`Oracle` sees all processes at once. It knows every push that was ever made, what was acknowledged, who is a
+member, and which map every version stands for; the processes tell it what they do, and it raises :class:`Violation`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from typing import Protocol
+
+from paceline.protocol.chains import ChainGroup
+from paceline.protocol.jobs import DoneShards, JobState, Key, shards_in
+from paceline.protocol.scheduler import View
+from simulator.messages import Value
+
+
+class Violation(AssertionError):  # noqa: N818 - it is what the command line calls it
+    """A guarantee does not hold."""
+
+
+class Pushing(Protocol):
+    """A worker as the oracle sees it."""
+
+    is_alive: bool
+
+    @property
+    def finished_clock(self) -> int:
+        """How many iterations it has finished."""
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether servers wait for it."""
+
+    @property
+    def incarnation(self) -> int:
+        """The incarnation."""
+
+
+class Data:
+    """One bucket on one server: the sum of what was pushed, and, by worker, the index of the last push in it."""
+
+    __slots__ = ("marks", "value")
+
+    def __init__(self, value: int = 0, marks: dict[int, int] | None = None) -> None:
+        self.value = value
+        self.marks: dict[int, int] = {} if marks is None else marks
+
+    def apply(self, worker: int, index: int, value: int, where: str) -> None:
+        """Add one push."""
+        before = self.marks.get(worker, 0)
+        if index != before + 1:
+            what = "is applied again" if index <= before else f"is applied, and {before + 1} never was"
+            raise Violation(f"{where}: push {index} of worker {worker} {what} (exactly once)")
+        self.marks[worker] = index
+        self.value += value
+
+
+class Oracle:
+    """All that was pushed, acknowledged, read and mapped."""
+
+    def __init__(self, tau: int | None, is_sequential: bool) -> None:
+        self.tau = tau
+        self.is_sequential = is_sequential
+        self.view = View()
+        """The newest view that was committed, by whatever scheduler."""
+        self.workers: list[Pushing] = []
+        self.num_reads = 0
+        self.num_pushes = 0
+        self._before: set[Key] = set()
+        self._reported: Counter[Key] = Counter()
+        self.lost = 0
+        # (bucket, worker) → iteration and sum of the first n pushes, n = 0, 1, …
+        self._pushes: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        self._by_bucket: dict[int, dict[int, list[tuple[int, int]]]] = {}
+        self._acknowledged: dict[int, dict[int, int]] = {}  # bucket → worker → index
+        self._reads: dict[tuple[int, int], int] = {}
+        self._refused: dict[int, str] = {}  # workers that a server took for gone → which one
+        self._maps: dict[int, tuple[ChainGroup, ...]] = {}
+
+    # Pushes.
+
+    def push(self, worker: int, iteration: int, bucket: int, value: int) -> int:
+        """Note that a worker pushes; return the index of the push."""
+        pushes = self._by_bucket.setdefault(bucket, {}).setdefault(worker, [(-1, 0)])
+        pushes.append((iteration, pushes[-1][1] + value))
+        self.num_pushes += 1
+        return len(pushes) - 1
+
+    def acknowledged(self, worker: int, values: tuple[Value, ...]) -> None:
+        """Note that a push is acknowledged for good."""
+        for bucket, index, _ in values:
+            acknowledged = self._acknowledged.setdefault(bucket, {})
+            acknowledged[worker] = max(index, acknowledged.get(worker, 0))
+
+    # Reads.
+
+    def read(self, bucket: int, data: Data, reader: int, clock: int, version: int, server: int, where: str) -> None:
+        """Check what a server of `version` is about to answer to the worker `reader` in iteration `clock`."""
+        self.num_reads += 1
+        if version == self.view.version:
+            self.check_acknowledged(bucket, data, where)
+        members = {member.incarnation for member in self.view.members}
+        if self.tau is None or reader not in members or server not in members:
+            return  # who is declared dead and has not heard of it may read, or answer, what is out of date
+        needed = clock - self.tau
+        for worker in self.workers:
+            if not worker.is_counted or not worker.is_alive or worker.incarnation not in members:
+                continue
+            if worker.finished_clock < needed:
+                raise Violation(
+                    f"{where}: bucket {bucket} is read in iteration {clock} while worker {worker.incarnation} has "
+                    f"finished {worker.finished_clock} (gate)"
+                )
+            pushes = self._by_bucket.get(bucket, {}).get(worker.incarnation)
+            if pushes is None:
+                continue
+            mark = data.marks.get(worker.incarnation, 0)
+            if mark + 1 < len(pushes) and pushes[mark + 1][0] < needed:
+                raise Violation(
+                    f"{where}: bucket {bucket} is read in iteration {clock} without push {mark + 1} of worker "
+                    f"{worker.incarnation}, of iteration {pushes[mark + 1][0]} (gate)"
+                )
+        # One who rests reads only to learn what is safe, and may be answered when the others have gone on.
+        if self.is_sequential and any(
+            each.incarnation == reader and each.is_counted and each.finished_clock == clock for each in self.workers
+        ):
+            self._read_sequential(bucket, data, clock, where)
+
+    def _read_sequential(self, bucket: int, data: Data, clock: int, where: str) -> None:
+        before = self._reads.setdefault((bucket, clock), data.value)
+        if before != data.value:
+            raise Violation(
+                f"{where}: bucket {bucket} is read in iteration {clock} as {data.value} {data.marks}, and was as "
+                f"{before} (sequential)"
+            )
+        for worker, mark in data.marks.items():
+            if self._by_bucket[bucket][worker][mark][0] >= clock:
+                raise Violation(f"{where}: bucket {bucket} in iteration {clock} has a later push (sequential)")
+
+    def check_acknowledged(self, bucket: int, data: Data, where: str) -> None:
+        """Check that a bucket has all that was acknowledged, and nothing else than what was pushed."""
+        for worker, index in self._acknowledged.get(bucket, {}).items():
+            if data.marks.get(worker, 0) < index:
+                raise Violation(
+                    f"{where}: bucket {bucket} has {data.marks.get(worker, 0)} pushes of worker {worker}, {index} were "
+                    "acknowledged (no acknowledged push is lost)"
+                )
+
+    def check_equal(self, bucket: int, first: Data, data: Data, where: str) -> None:
+        """Check that a replica has what its primary has, but for what was never acknowledged: its worker died.
+
+        Under sequential consistency, where only sums go down a chain, without exception.
+        """
+        for worker in first.marks.keys() | data.marks.keys():
+            last = len(self._by_bucket[bucket][worker]) - 1
+            is_open = not self.is_sequential and self._acknowledged.get(bucket, {}).get(worker, 0) < last
+            if first.marks.get(worker, 0) != data.marks.get(worker, 0) and not is_open:
+                raise Violation(
+                    f"{where} has {data.marks} in bucket {bucket}, its primary {first.marks} (replicas are equal)"
+                )
+
+    def check_value(self, bucket: int, data: Data, where: str) -> None:
+        """Check that the value is the sum of the pushes that are said to be in it."""
+        pushes = self._by_bucket.get(bucket, {})
+        if data.value != sum(pushes[worker][mark][1] for worker, mark in data.marks.items()):
+            raise Violation(f"{where}: bucket {bucket} is not the sum of its pushes")
+
+    # Maps.
+
+    def published(self, view: View) -> None:
+        """Note that a scheduler has committed a view."""
+        self.view = max(self.view, view, key=lambda each: each.order)
+        self._check_refused()
+
+    def refused(self, worker: int, where: str) -> None:
+        """Note that a server takes nothing more from a worker, because it is gone: it must be, for everybody."""
+        self._refused[worker] = where
+        self._check_refused()
+
+    def _check_refused(self) -> None:
+        for member in self.view.members if self._refused else ():
+            if member.incarnation in self._refused:
+                raise Violation(
+                    f"{self._refused[member.incarnation]}: worker {member.incarnation} is refused as gone, and is a "
+                    f"member in view {self.view.order} (live members are served)"
+                )
+
+    def mapped(self, version: int, groups: tuple[ChainGroup, ...], where: str) -> None:
+        """Note that a node took a map."""
+        known = self._maps.setdefault(version, groups)
+        if known is not groups and known != groups:
+            raise Violation(f"{where}: two maps of version {version} (one primary)")
+
+    def leads(self, version: int, buckets: int, server: int, where: str) -> None:
+        """Note that a server takes itself for the primary of buckets."""
+        for group in self._maps[version]:
+            if buckets & group.buckets and (not group.members or group.members[0] != server):
+                raise Violation(f"{where}: server {server} leads what is not its own in {version} (one primary)")
+
+    # The job.
+
+    def posted(self, done: Iterable[DoneShards]) -> None:
+        """Note that a job is posted of which this is done already."""
+        self._before, self._reported = set(shards_in(done)), Counter()
+
+    def reported(self, key: Key) -> None:
+        """Note that the poster has taken what was found in a shard."""
+        self._reported[key] += 1
+
+    def finished(self, state: JobState, expected: Mapping[Key, float], with_reports: Collection[Key]) -> None:
+        """Check the end of a job: `expected` are the shards, and what each counts."""
+        if state.done != len(expected) or state.progress.get("examples", 0) != sum(expected.values()):
+            raise Violation(
+                f"{state.done} shards of {len(expected)} are done, and {state.progress} of {sum(expected.values())} "
+                "examples are counted (each example once)"
+            )
+        reports = Counter({key: 1 for key in with_reports if key not in self._before})
+        if self._reported != reports:
+            raise Violation(
+                f"of shards {sorted((self._reported - reports) + (reports - self._reported))} the poster has too many "
+                "reports or too few (each example once)"
+            )

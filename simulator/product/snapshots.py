@@ -1,0 +1,120 @@
+"""Snapshots of a simulated cluster, on disks that fail and fill up, and what must be in them."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from paceline.errors import ModelError, PacelineError
+from paceline.protocol.buckets import Buckets, bucket_set, buckets_in
+from paceline.ps import Client
+from paceline.ps.client.snapshots import SnapshotTaker
+from paceline.storage.durable_io import replace_synced, write_synced
+from paceline.storage.snapshot_directory import SnapshotWriteError, read_buckets, read_newest
+from paceline.temporary import TemporaryFolder
+from simulator.oracle import Violation
+from simulator.product.network import VirtualNetwork
+from simulator.product.transport import VirtualTransport
+from simulator.product.truth import table_named
+from simulator.product.world import VirtualWorld
+
+_PATIENCE_S: Final = 20.0
+_FAILURES: Final = (errno.ENOSPC, errno.EIO)
+_FAILED: Final = 0.4
+
+
+class Disk:
+    """The disk that all hosts share: real files, in a directory of the simulation's own."""
+
+    def __init__(self, world: VirtualWorld) -> None:
+        self.is_failing = False
+        self.num_failed = 0
+        self._world = world
+        self._folder: TemporaryFolder | None = None
+        self._number = 0
+
+    def delay_s(self) -> float:
+        """Return how long one thing takes."""
+        return self._world.random.random() * 0.01
+
+    def new_directory(self) -> Path:
+        """Return a directory that nobody has used."""
+        if self._folder is None:
+            self._folder = TemporaryFolder.make("simulation")
+        self._number += 1
+        return self._folder.path / str(self._number)
+
+    def stand_ins(self) -> list[tuple[Any, Any]]:
+        """Return what writes files in the product, and what does in its place."""
+        return [(write_synced, self._failing(write_synced)), (replace_synced, self._failing(replace_synced))]
+
+    def _failing(self, write: Callable[..., None]) -> Callable[..., None]:
+        def call(path: Path, *data: Any) -> None:
+            if self.is_failing and self._world.random.random() < _FAILED:
+                self.num_failed += 1
+                number = self._world.random.choice(_FAILURES)
+                raise OSError(number, os.strerror(number), str(path))
+            write(path, *data)
+
+        return call
+
+    def close(self) -> None:
+        """Remove all files."""
+        if self._folder is not None:
+            self._folder.close()
+
+
+def take_snapshot(world: VirtualWorld, network: VirtualNetwork, disk: Disk, scheduler: str) -> Path | None:
+    """Take a snapshot; return its directory, or None if it did not come about in time, or for the disk.
+
+    Raises Violation for one that is not whole, and PacelineError for what is wrong with the cluster.
+    """
+    num_failed, directory, end_s = disk.num_failed, disk.new_directory(), world.now_s + _PATIENCE_S
+    client = Client.connect(VirtualTransport(network), scheduler, observer=True)
+    taker = SnapshotTaker(client, directory)
+    try:
+        taker.begin()
+        while taker.poll() is None:
+            if world.now_s >= end_s:
+                return None
+            world.sleep(0.01)
+    except SnapshotWriteError as error:
+        if disk.num_failed == num_failed:
+            raise Violation(f"(snapshots) {error}") from None
+        return None
+    finally:
+        taker.close()
+    client.close()
+    try:
+        read_newest(directory)
+    except ModelError as error:
+        raise Violation(f"(snapshots) one that was taken is not whole: {error}") from None
+    return directory
+
+
+def compare_snapshot(directory: Path, chains: Sequence[tuple[Buckets, Sequence[tuple[str, Any]]]]) -> None:
+    """Raise Violation unless a snapshot has every row, bit for bit, as the primaries have it."""
+    snapshot = read_newest(directory)
+    for stored in snapshot.manifest.tables:
+        found: dict[int, tuple[bytes, bytes]] = {}
+        for use in stored.uses:
+            for bucket, keys, records in read_buckets(directory, use.part, bucket_set(use.buckets)):
+                found[bucket] = keys.tobytes(), records.tobytes()
+        for buckets, members in chains:
+            server, tables = members[0]
+            part = table_named(tables, stored.spec.name, server).part
+            for bucket in buckets_in(buckets):
+                keys, records = part.read_bucket(bucket)
+                if found.get(bucket, (b"", b"")) != (keys.tobytes(), records.tobytes()):
+                    raise Violation(f"(snapshots) bucket {bucket} of {stored.spec.name!r} is not what {server} has")
+
+
+def try_snapshot(world: VirtualWorld, network: VirtualNetwork, disk: Disk, scheduler: str) -> None:
+    """Take a snapshot while things fail: it comes about whole, or not at all."""
+    try:
+        take_snapshot(world, network, disk, scheduler)
+    except PacelineError as error:
+        world.note(f"no snapshot: {type(error).__name__}")

@@ -1,0 +1,262 @@
+"""The scheduler of a simulated cluster: its two cores between virtual connections. It has no rule of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from paceline.errors import PeerError
+from paceline.protocol.jobs import JobCore, JobMemory, JobRecord, Remembered
+from paceline.protocol.jobs.messages import Answer, Asked
+from paceline.protocol.membership import Member, Role
+from paceline.protocol.scheduler import Phase, Returned, SchedulerCore, View, events
+from paceline.protocol.scheduler.line import SchedulerEnd
+from simulator import messages
+from simulator.messages import EndWork, Going, Map, NewsFrame, RejoinFrame, Reply, Say, Thrown, Welcomed
+from simulator.network import SimulatedConnection, SimulatedProcess
+from simulator.node import HEARTBEAT_S, SCHEDULER, TIMEOUT_S
+
+if TYPE_CHECKING:
+    from simulator.cluster import Cluster
+
+_FLUSH_S = 0.005
+
+
+class _Session:
+    """A member as the scheduler knows it."""
+
+    __slots__ = ("connection", "end")
+
+    def __init__(self, connection: Any, *, is_foreign: bool) -> None:
+        self.connection: SimulatedConnection = connection
+        self.end = SchedulerEnd(is_foreign=is_foreign)
+
+
+class SimulatedScheduler(SimulatedProcess):
+    """One scheduler process, at the address at which they all listen."""
+
+    def __init__(self, name: str, cluster: Cluster, *, replaces: bool, accepts_minority: bool) -> None:
+        super().__init__(name, cluster.network)
+        cluster.network.listen(SCHEDULER, self)
+        self.cluster = cluster
+        settings = cluster.settings
+        self.core = SchedulerCore(
+            num_servers=settings.num_servers, replicas=settings.replicas, heartbeat_timeout_s=TIMEOUT_S, cluster=name,
+            salt=cluster.random.getrandbits(16), replaces=replaces, accepts_minority=accepts_minority,
+            num_buckets=settings.num_buckets,
+        )  # fmt: skip
+        self.jobs = JobCore(settings.num_workers)
+        self._sessions: dict[int, _Session] = {}  # the members that were welcomed, by incarnation
+        self._foreign: set[SimulatedConnection] = set()  # connections of members that have rejoined
+        self._flushes = self._has_news = False
+        self.later(HEARTBEAT_S, self._tick)
+
+    @property
+    def is_established(self) -> bool:
+        """Whether it leads a cluster."""
+        return self.core.is_established and self.core.phase is Phase.LEADING
+
+    @override
+    def accept(self, connection: SimulatedConnection, hello: Any) -> bool:
+        return True
+
+    @override
+    def receive(self, connection: SimulatedConnection, frame: Any) -> None:
+        if isinstance(frame, Say):
+            self._serve(connection, frame)
+            return
+        event = self._event_of(connection, frame)
+        self._feed(event)
+        if isinstance(event, events.MemberRejoining):
+            self._look_for_ended()
+        elif isinstance(event, events.MemberLeaving):
+            connection.send(self, Thrown())
+
+    def _event_of(self, connection: SimulatedConnection, frame: Any) -> events.Event:
+        match frame:
+            case messages.RegisterNode(role, is_extra):
+                name = connection.ends[0].name
+                return events.MemberRegistering(connection, name, role, address=name, is_extra=is_extra)
+            case RejoinFrame(member, cluster, view, promised, has_committed, former, is_leaving, job):
+                self._foreign.add(connection)
+                known = JobMemory(record=JobRecord(number=0)) if job is None else job
+                return events.MemberRejoining(
+                    Returned(
+                        connection, member, cluster, view, promised, has_committed, is_leaving, known.number,
+                        known.posted is not None, known.has_worked, former, knowledge=job,
+                    )
+                )  # fmt: skip
+            case messages.Beat(_, unreachable):
+                return events.HeartbeatReceived(connection, unreachable)
+            case messages.FilledFrame(version, target, buckets):
+                return events.BucketsFilled(version, target, buckets)
+            case messages.PreparedView(term, epoch):
+                return events.ViewPrepared(connection, term, epoch)
+            case messages.PromiseTerm(term):
+                return events.TermPromised(connection, term)
+            case Going():
+                return (
+                    events.ServerDraining(connection)
+                    if _role(connection) is Role.SERVER
+                    else events.MemberLeaving(connection)
+                )
+        raise AssertionError(frame)
+
+    @override
+    def closed(self, connection: SimulatedConnection) -> None:
+        incarnation = self.core.incarnation_of(connection)
+        self._foreign.discard(connection)
+        self._feed(events.Disconnected(connection))
+        if incarnation is not None:
+            self.later(2 * self.network.latency_s, self._probe, connection.ends[0].name, incarnation)
+
+    def _tick(self) -> None:
+        self._feed(events.TimePassed())
+        self._look_for_ended()
+        if self.core.needed:
+            self.cluster.waits_for(self, [member.node for member in self.core.needed])
+        self.later(HEARTBEAT_S, self._tick)
+
+    # What is known of processes: by the kernel, if all are on one host, or by what nobody listens at any more.
+
+    def process_ended(self, name: str) -> None:
+        """Take the kernel's word that a process has ended."""
+        member = self.core.membership.named(name)
+        if member is not None:
+            self._feed(events.ProcessEnded(member.incarnation))
+
+    def _look_for_ended(self) -> None:
+        for member in self.core.awaited:
+            if not self.cluster.is_one_host:
+                self._probe(member.node, member.incarnation)
+            elif member.node not in self.network.processes:
+                self._feed(events.ProcessEnded(member.incarnation))
+
+    def _probe(self, name: str, incarnation: int) -> None:
+        lives = self.cluster.is_one_host or name in self.network.processes
+        if not lives and self.core.membership.find(incarnation):
+            self._feed(events.Doubted(incarnation))
+
+    # The core.
+
+    def _feed(self, event: events.Event) -> None:
+        for instruction in self.core.handle(event, self.own_now_s):
+            self._execute(instruction)
+
+    def _execute(self, instruction: events.Instruction) -> None:
+        match instruction:
+            case events.Admit(peer, member):
+                self._welcome(
+                    peer,
+                    member.incarnation,
+                    Welcomed(member, self.core.cluster, _view_for(peer, self.core.committed), 0),
+                )
+            case events.Expel(peer) | events.Reject(peer):
+                self._send([peer], Thrown())
+            case events.Foreign(peer):
+                self.network.close(peer)  # type: ignore[arg-type]  # it comes again
+            case events.Removed(member, reason):
+                self.cluster.removed(member, reason)
+                session = self._sessions.pop(member.incarnation, None)
+                is_lost = reason is not None
+                self._answer(self.jobs.removed(member, session, is_lost=is_lost, now_s=self.own_now_s))
+            case events.TakenOver(returned, dead):
+                self._take_over(returned, dead)
+            case events.RequestPromise(peers, term):
+                self._send(peers, messages.PromiseTerm(term))
+            case events.Prepare(peers, view):
+                self._send(peers, messages.PrepareView(view))
+            case events.Publish(view):
+                self.cluster.oracle.published(view)
+                for session in self._sessions.values():
+                    self._send([session.connection], Map(_view_for(session.connection, self.core.committed)))
+            case events.FlushSoon():
+                if not self._flushes:
+                    self._flushes = True
+                    self.later(_FLUSH_S, self._flush)
+            case events.ReleaseServer(peer):
+                self._send([peer], Going(0))
+            case events.BucketsLost(buckets):
+                if self.core.term >= self.cluster.oracle.view.term:  # else nobody listens to it any more
+                    self.cluster.lost(buckets)
+            case events.Note(text):
+                self.cluster.note(text)
+            case events.Superseded():
+                self.cluster.fired["superseded"] += 1
+                self.cluster.crash(self)
+
+    def _send(self, peers: Iterable[Any], frame: Any) -> None:
+        for peer in peers:
+            peer.send(self, frame)
+
+    def _flush(self) -> None:
+        self._flushes = False
+        self._feed(events.Flush())
+
+    # The jobs.
+
+    def _welcome(self, peer: Any, incarnation: int, frame: Welcomed) -> None:
+        session = self._sessions.setdefault(incarnation, _Session(peer, is_foreign=peer in self._foreign))
+        session.connection, frame.received = peer, session.end.welcome_number
+        peer.send(self, frame)
+        for request, content in session.end.answers():
+            peer.send(self, Reply(request, session.end.received, content))
+        self._tell([session], self.jobs.record())
+
+    def _take_over(self, returned: Iterable[Returned], dead: Collection[Member]) -> None:
+        remembered = []
+        for each in returned:
+            session = self._sessions[each.member.incarnation] = _Session(each.peer, is_foreign=True)
+            remembered.append(Remembered(session, each.member, each.knowledge))  # type: ignore[arg-type]
+        self.jobs.restore(remembered, dead, self.own_now_s, term=self.core.term)
+        self._answer(())
+
+    def _serve(self, connection: SimulatedConnection, frame: Say) -> None:
+        incarnation = self.core.incarnation_of(connection) or 0
+        session = self._sessions.get(incarnation)
+        if session is None or session.connection is not connection:
+            return
+        call = session, frame.request
+        if not session.end.is_new(frame.sequence, frame.lowest):
+            if (answer := session.end.answer_to(frame.request)) is not None:
+                connection.send(self, Reply(frame.request, session.end.received, answer))
+        elif isinstance(frame.content, EndWork):
+            self._answer([*self.jobs.end(), Answer(call, EndWork())])
+        else:
+            asked = Asked(call, session, incarnation, frame.content)
+            try:
+                self._answer(self.jobs.handle(asked, self.core.membership, self.own_now_s))
+            except PeerError as error:
+                self._answer([Answer(call, error)])
+
+    def _answer(self, answers: Iterable[Answer]) -> None:
+        for answer in answers:
+            call: Any = answer.call
+            session, request = call
+            if request:
+                session.end.answered(request, answer.content)
+                session.connection.send(self, Reply(request, session.end.received, answer.content))
+        if not self._has_news:
+            self._has_news = True
+            self.later(0.0, self._tell_news)
+
+    def _tell_news(self) -> None:
+        self._has_news = False
+        self._tell(self._sessions.values(), self.jobs.take_news())
+
+    def _tell(self, sessions: Iterable[_Session], record: JobRecord | None) -> None:
+        if record is not None:
+            for session in sessions:
+                if _role(session.connection) is Role.WORKER or self.jobs.concerns(session):
+                    session.connection.send(self, NewsFrame(session.end.received, record))
+
+
+def _view_for(peer: Any, view: View) -> View:
+    return view.without_workers() if _role(peer) is Role.WORKER else view
+
+
+def _role(peer: Any) -> Role:
+    role: Role = peer.ends[0].role
+    return role

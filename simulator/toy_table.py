@@ -1,0 +1,63 @@
+"""The toy table of a simulated server: sums, and what waits for its iteration to be complete."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from paceline.protocol.buckets import buckets_in
+from simulator.messages import Part, Value
+from simulator.oracle import Data
+
+
+class ToyTable:
+    """The buckets of the server `where`."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self.data: dict[int, Data] = {}
+        # Sequential: bucket → iteration → worker → values
+        self._kept: dict[int, dict[int, dict[int, list[Value]]]] = {}
+
+    def apply(self, parts: Iterable[Part], buckets: int) -> None:
+        """Add what was pushed to these buckets."""
+        for worker, values in parts:
+            for bucket, index, value in values:
+                if buckets >> bucket & 1:
+                    self.data[bucket].apply(worker, index, value, self._where)
+
+    def hold(self, buckets: int) -> None:
+        """Have new buckets, with nothing in them."""
+        self.data.update((bucket, Data()) for bucket in buckets_in(buckets))
+
+    def drop(self, buckets: int) -> None:
+        """Have these buckets no more."""
+        for bucket in buckets_in(buckets):
+            del self.data[bucket]
+
+    # What waits.
+
+    def keep(self, worker: int, iteration: int, values: Iterable[Value], buckets: int) -> None:
+        """Keep what a worker pushed to these buckets until its iteration is complete."""
+        for value in values:
+            if buckets >> value[0] & 1:
+                self._kept.setdefault(value[0], {}).setdefault(iteration, {}).setdefault(worker, []).append(value)
+
+    def keep_only(self, buckets: int) -> None:
+        """Forget what is kept of other buckets."""
+        self._kept = {bucket: kept for bucket, kept in self._kept.items() if buckets >> bucket & 1}
+
+    def drop_kept(self, worker: int, from_iteration: int) -> None:
+        """Forget what a worker pushed from an iteration on."""
+        for by_iteration in self._kept.values():
+            for iteration, by_worker in by_iteration.items():
+                if iteration >= from_iteration:
+                    by_worker.pop(worker, None)
+
+    def take_sum(self, iteration: int, workers: Iterable[int], buckets: int) -> tuple[Part, ...]:
+        """Take what these workers pushed to these buckets in an iteration, in their order."""
+        parts: dict[int, list[Value]] = {}
+        for bucket in buckets_in(buckets):
+            by_worker = self._kept.get(bucket, {}).pop(iteration, {})
+            for worker in workers:
+                parts.setdefault(worker, []).extend(by_worker.get(worker, ()))
+        return tuple((worker, tuple(values)) for worker, values in parts.items())
