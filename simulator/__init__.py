@@ -5,8 +5,7 @@ faults happen, and checks after every event what Paceline promises. ``python -m 
 """
 
 from simulator.cluster import Cluster, ClusterSize, Outcome
-from simulator.defects import Defect
 from simulator.faults import FOLLOWING, KINDS
 from simulator.oracle import Violation
 
-__all__ = ["FOLLOWING", "KINDS", "Cluster", "Defect", "Outcome", "ClusterSize", "Violation"]
+__all__ = ["FOLLOWING", "KINDS", "Cluster", "Outcome", "ClusterSize", "Violation"]

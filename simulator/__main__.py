@@ -8,7 +8,6 @@ import time
 from collections import Counter
 
 from simulator.cluster import Cluster, Outcome
-from simulator.defects import Defect
 from simulator.faults import FOLLOWING, KINDS
 from simulator.seeds import outcomes, replay
 
@@ -31,7 +30,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--may-lose", action="store_true", help="let more servers fail than chains can bear; cuts no cable"
     )
-    parser.add_argument("--defect", choices=[each.value for each in Defect], help="break a rule on purpose")
     options = parser.parse_args(arguments)
     kinds = _kinds(options.product)
     first, _, end = options.seeds.partition(":")
@@ -40,8 +38,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--seeds {options.seeds}: expected FIRST:END, such as 0:1000, or one number")
     if unknown := [kind for kind in faults if kind not in kinds]:
         parser.error(f"--faults: {unknown[0]!r} is no kind of fault: expected some of {', '.join(kinds)}")
-    if options.product and (options.may_lose or options.defect):
-        parser.error("--may-lose and --defect are for the cores: leave --product out")
+    if options.product and options.may_lose:
+        parser.error("--may-lose is for the cores: leave --product out")
     seeds = range(int(first), int(end) if end else int(first) + 1)
     if options.product:
         from simulator.product.command import run_product
@@ -84,13 +82,9 @@ def _kinds(of_product: bool) -> tuple[str, ...]:
 
 
 def _play(seeds: range, faults: tuple[str, ...], options: argparse.Namespace) -> list[Outcome]:
-    defect = Defect(options.defect) if options.defect else None
     trace = print if options.trace else None
     number, may_lose = options.num_faults, options.may_lose
-    return [
-        Cluster(seed, defect=defect, faults=faults, num_faults=number, may_lose=may_lose, trace=trace).run()
-        for seed in seeds
-    ]
+    return [Cluster(seed, faults=faults, num_faults=number, may_lose=may_lose, trace=trace).run() for seed in seeds]
 
 
 if __name__ == "__main__":

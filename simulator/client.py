@@ -1,8 +1,8 @@
-"""A simulated client: a ClientCore between virtual connections and what a worker wants. It has no rule of its own."""
+"""The client of a protocol run: a ClientCore between virtual connections and a worker. It has no rule of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,18 +24,10 @@ from paceline.protocol.client import (
 )
 from paceline.protocol.membership import Role
 from paceline.protocol.scheduler import View
-from simulator.messages import (
-    AnswerFrame,
-    FinishGate,
-    JoinedGate,
-    JoinGate,
-    PullPart,
-    PushPart,
-    StaleFrame,
-    SyncedFrame,
-    TickClock,
-    Value,
-)
+from paceline.protocol.scheduler.events import Expel
+from paceline.protocol.server import events
+from simulator.job_requests import Performer
+from simulator.messages import Reply, Value
 from simulator.network import SimulatedConnection
 from simulator.node import SimulatedNode
 
@@ -53,51 +45,38 @@ class _Payload:
 
 
 class SimulatedClient(SimulatedNode):
-    """A node that makes requests to servers. Whoever makes them says what comes when they are done."""
+    """A node that sends requests to servers."""
 
     def __init__(self, host: str, name: str, cluster: Cluster) -> None:
         super().__init__(host, name, cluster, role=Role.WORKER)
         self.core = ClientCore(is_worker=True, is_sequential=cluster.is_sequential)
+        self.work = Performer(self.jobs, self.later, self._are_done)
         self._has_joined = False
-        self.handlers |= {AnswerFrame: self.on_answer, JoinedGate: self._on_joined, StaleFrame: self._on_stale}
-        self._awaited: list[Request] = []
-        self._then: Callable[[], None] | None = None
-
-    # Connections.
 
     @override
     def link_changed(self, server: int, *, is_up: bool) -> None:
         if is_up:
-            self.execute(self.core.connected(server))
+            self._execute(self.core.connected(server))
         else:
             self.core.sessions[server].disconnected()
 
     @override
-    def receive(self, connection: SimulatedConnection, frame: Any) -> None:
-        super().receive(connection, frame)
-        self._go_on()
-
-    # Views.
-
-    @override
-    def mapped(self, former: View | None, new: View) -> None:
-        self.execute(self.core.change(new.version, new.groups))
+    def view_changed(self, view: View) -> None:
+        self._execute(self.core.change(view.version, view.groups))
         self.links.connect()
-        self._go_on()
 
-    def execute(self, instructions: Iterable[Instruction]) -> None:
-        """Do as the core bids."""
+    def _execute(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:
             match instruction:
                 case Transmit(request, pieces):
                     self.cluster.fired["resend"] += request.kind is not RequestKind.CALL
                     session = self.core.sessions[request.server]
                     if pieces:
-                        request.payload = _put_together(pieces)
+                        request.payload = _joined(pieces)
                     if not pieces or session.start(request):
                         self._transmit(request)
-                case Resync(server, version, clock, takes_part):
-                    self.links.send(server, SyncedFrame(self.incarnation, version, clock, self._has_joined, takes_part))
+                case Resync():
+                    self._resync(instruction)
                 case AskToJoin(server):
                     self._start(self.core.sessions[server], RequestKind.CALL, _Payload(0, join=instruction))
                 case Connect(server):
@@ -124,31 +103,15 @@ class SimulatedClient(SimulatedNode):
             self._start(session, RequestKind.TICK)
         self.core.tick()
 
-    def join(self, then: Callable[[], None]) -> None:
-        """Take part in iterations, and then do something."""
-        self.execute(self.core.join())
-        self.until([], then)
+    def join(self) -> list[Request]:
+        """Begin to take part in iterations: the core is joining until then."""
+        self._execute(self.core.join())
+        return []
 
     def retire(self) -> list[Request]:
-        """Take part in iterations no longer."""
-        self.execute(self.core.retire())
+        """End the part in iterations."""
+        self._execute(self.core.retire())
         return [self._start(session, RequestKind.CALL, _Payload(0)) for session in self.core.sessions.values()]
-
-    def until(self, requests: list[Request], then: Callable[[], None]) -> None:
-        """Do something when these requests are done."""
-        self._awaited, self._then = requests, then
-        self._go_on()
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether something is to be done when requests are."""
-        return self._then is not None
-
-    def _go_on(self) -> None:
-        then = self._then
-        if then is not None and not self.core.is_joining and all(request.is_done for request in self._awaited):
-            self._then = None
-            then()
 
     def _start_cut(self, kind: RequestKind, buckets: int, values: tuple[Value, ...]) -> list[Request]:
         return [
@@ -164,62 +127,80 @@ class SimulatedClient(SimulatedNode):
         return request
 
     def _transmit(self, request: Request) -> None:
-        number, me, version, clock = request.number, self.incarnation, self.core.version, request.clock
+        me, version, clock = self.incarnation, self.core.version, request.clock
         payload: Any = request.payload
-        match request.kind:
-            case RequestKind.PUSH:
-                frame: Any = PushPart(number, me, request.sequence, clock, version, payload.buckets, payload.values)
-            case RequestKind.PULL:
-                frame = PullPart(number, me, clock, version, payload.buckets)
-            case RequestKind.TICK:
-                frame = TickClock(number, me, clock + 1, version)
-            case _ if payload.join is not None:
-                frame = JoinGate(me, payload.join.clock, version, number)
-            case _:
-                frame = FinishGate(number, me, version)
-        self.links.send(request.server, frame)
+
+        def event(frame: object) -> events.Event:
+            match request.kind:
+                case RequestKind.PUSH:
+                    return events.Push(frame, me, request.sequence, clock, version, payload.buckets)
+                case RequestKind.PULL:
+                    return events.Read(frame, me, clock, buckets=payload.buckets)
+                case RequestKind.TICK:
+                    return events.WorkerTicked(me, clock + 1)
+                case _ if payload.join is not None:
+                    return events.WorkerJoining(frame, me, 0, payload.join.clock)
+                case _:
+                    return events.WorkerRetired(me)
+
+        parts = ((me, payload.values),) if request.kind is RequestKind.PUSH else ()
+        self.links.send(request.server, event, number=request.number, version=version, payload=parts)
+
+    def _resync(self, resync: Resync) -> None:
+        me, has_joined, version = self.incarnation, self._has_joined, resync.version
+        self.links.send(
+            resync.server,
+            lambda frame: events.Synced(frame, me, 0, version, resync.clock, has_joined, resync.takes_part),
+            version=version,
+        )
+
+    def _are_done(self, requests: list[Request]) -> bool:
+        return not self.core.is_joining and all(request.is_done for request in requests)
 
     # Answers.
 
-    def on_answer(self, connection: SimulatedConnection, frame: AnswerFrame) -> None:
-        """Take the answer to a push, a pull, a tick or a call to retire."""
-        session = self.core.sessions.get(connection.hello[2])
-        if session is None:
-            return
-        if session.retains:
-            session.stabilize(frame.durable)
-        request = session.in_flight.get(frame.number)
-        if request is None:
-            session.orphan_answered(frame.number)
-        else:
-            session.answered(request)
+    @override
+    def receive(self, connection: SimulatedConnection, frame: Any) -> None:
+        super().receive(connection, frame)
+        self.work.go_on()
 
-    def _on_joined(self, connection: SimulatedConnection, frame: JoinedGate) -> None:
+    @override
+    def receive_from_peer(self, connection: SimulatedConnection, message: Any) -> None:
+        if isinstance(message, Expel):
+            self.cluster.ended(self)
+            return
         server = connection.hello[2]
         session = self.core.sessions.get(server)
-        request = None if session is None else session.in_flight.get(frame.number)
-        if session is None or request is None:
-            return
-        session.answered(request)
-        join: Any = request.payload.join  # type: ignore[union-attr]
-        was_joining, self._has_joined = self.core.is_joining, True
-        self.execute(self.core.joined(server, join.round, frame.clock))
-        if was_joining and not self.core.is_joining:
-            self._go_on()
+        request = None if session is None else session.in_flight.get(message.number)
+        match message.content:
+            case View() as view:
+                if session is not None and request is not None:
+                    session.refused(request)
+                self.take(view)
+            case events.TellJoined(_, clock):
+                if session is not None and request is not None:
+                    session.answered(request)
+                    join: Any = request.payload.join  # type: ignore[union-attr]
+                    self._has_joined = True
+                    self._execute(self.core.joined(server, join.round, clock))
+            case _ if session is not None:
+                self.take_answer(session, request, message)
 
-    def _on_stale(self, connection: SimulatedConnection, frame: StaleFrame) -> None:
-        session = self.core.sessions.get(connection.hello[2])
-        request = None if session is None else session.in_flight.get(frame.number)
-        if session is not None and request is not None:
-            session.refused(request)
-        self.take(frame.view)
+    def take_answer(self, session: ServerSession, request: Request | None, answer: Reply) -> None:
+        """Take the answer to a push, a pull, a tick or a call to retire."""
+        if session.retains:
+            session.stabilize(answer.durable)
+        if request is None:
+            session.orphan_answered(answer.number)
+        else:
+            session.answered(request)
 
 
 def _restrict(values: Iterable[Value], buckets: int) -> _Payload:
     return _Payload(buckets, tuple(value for value in values if buckets >> value[0] & 1))
 
 
-def _put_together(pieces: Iterable[tuple[Request, int]]) -> _Payload:
+def _joined(pieces: Iterable[tuple[Request, int]]) -> _Payload:
     union, values = 0, list[Value]()
     for request, buckets in pieces:
         payload: Any = request.payload

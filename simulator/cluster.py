@@ -13,15 +13,14 @@ from paceline.protocol.jobs import JobAccount, Key
 from paceline.protocol.membership import Member
 from paceline.protocol.server import ServerCore
 from simulator.clock import SimulatedClock
-from simulator.defects import Defect, server_core
 from simulator.faults import KINDS, Faults
+from simulator.messages import num_bytes
 from simulator.network import SimulatedNetwork, SimulatedProcess
 from simulator.node import SCHEDULER, SimulatedNode
 from simulator.oracle import Oracle, Violation
-from simulator.poster import Poster
 from simulator.scheduler import SimulatedScheduler
 from simulator.server import SimulatedServer
-from simulator.worker import SimulatedWorker, examples_in
+from simulator.worker import Poster, SimulatedWorker, examples_in
 
 _DEEP_CHECK_EVENTS: Final = 250
 _PATIENCE_S: Final = 30.0
@@ -95,7 +94,6 @@ class Cluster:
         self,
         seed: int,
         *,
-        defect: Defect | None = None,
         trace: Callable[[str], None] | None = None,
         settings: ClusterSize | None = None,
         faults: tuple[str, ...] = KINDS,
@@ -108,12 +106,11 @@ class Cluster:
         self.is_sequential = isinstance(self.settings.consistency, Sequential)
         self.fired: Counter[str] = Counter()
         self.clock = SimulatedClock()
-        self.network = SimulatedNetwork(self.clock, self.random, self.fired)
+        self.network = SimulatedNetwork(self.clock, self.random, self.fired, num_bytes)
         self.trace = trace
         if trace is not None:
             self.network.trace = self.note
         self.oracle = Oracle(self.settings.consistency.tau, self.is_sequential)
-        self._server_core = server_core(defect)
         self.last_fault_s = 0.0
         self.may_lose = may_lose
         self.unhealthy_until_s: dict[str, float] = {}
@@ -139,7 +136,7 @@ class Cluster:
     def make_server_core(self) -> ServerCore:
         """A server's core."""
         settings = self.settings
-        return self._server_core(settings.consistency, replicas=settings.replicas, min_replicas=settings.min_replicas)
+        return ServerCore(settings.consistency, replicas=settings.replicas, min_replicas=settings.min_replicas)
 
     def ended(self, node: SimulatedNode) -> None:
         """Note that a node stops by itself."""

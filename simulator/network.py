@@ -121,6 +121,9 @@ class SimulatedConnection:
         self.is_ending = [False, False]
         """By direction: whether it is broken, and what still arrives is on its way."""
 
+    def __repr__(self) -> str:
+        return f"<{self.ends[0].name} - {self.ends[1].name}>"
+
     def peer(self, process: SimulatedProcess) -> SimulatedProcess:
         """The process at the other end."""
         return self.ends[1] if self.ends[0] is process else self.ends[0]
@@ -143,13 +146,16 @@ class SimulatedNetwork:
     `fired` counts, by kind, what happened to them.
     """
 
-    def __init__(self, clock: SimulatedClock, random: Random, fired: Counter[str]) -> None:
+    def __init__(
+        self, clock: SimulatedClock, random: Random, fired: Counter[str], num_bytes: Callable[[object], int]
+    ) -> None:
         self.clock = clock
         self.random = random
         self.fired = fired
         self.processes: dict[str, SimulatedProcess] = {}
         self._listening: dict[str, SimulatedProcess] = {}  # other addresses than names
         self.trace: Callable[[str], None] | None = None
+        self.num_bytes = num_bytes
         self.latency_s = random.choice((0.0003, 0.001, 0.003))
         self.bytes_per_s = random.choice((2e6, 2e7, 1e9))
         self._cables: list[tuple[SimulatedProcess, SimulatedProcess]] = []
@@ -219,7 +225,7 @@ class SimulatedNetwork:
         clock = self.clock
         sender, receiver = connection.ends[direction], connection.ends[1 - direction]
         delay_s = connection.latency_s * (1 + self.random.random()) + sender.slow_s + receiver.slow_s
-        arrival_s = max(connection.tail_s[direction], clock.now_s + delay_s) + frame.size / self.bytes_per_s
+        arrival_s = max(connection.tail_s[direction], clock.now_s + delay_s) + self.num_bytes(frame) / self.bytes_per_s
         connection.tail_s[direction] = arrival_s
         connection.sent[direction] += 1
         self._number += 1

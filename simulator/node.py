@@ -1,28 +1,15 @@
-"""What servers and workers have in common: they are members of a cluster, and know its newest view."""
+"""Members of a protocol run: registration, heartbeats, views, requests about jobs. They have no rules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from typing_extensions import override
 
 from paceline.protocol.membership import Member, Role
-from paceline.protocol.scheduler import HEARTBEATS_PER_TIMEOUT, KnownViews, View
-from simulator.line import Line
-from simulator.messages import (
-    Beat,
-    Map,
-    NewsFrame,
-    PreparedView,
-    PrepareView,
-    PromiseTerm,
-    RegisterNode,
-    RejoinFrame,
-    Reply,
-    Thrown,
-    Welcomed,
-)
+from paceline.protocol.scheduler import HEARTBEATS_PER_TIMEOUT, KnownViews, Returned, View, events
+from simulator.job_requests import JobRequests
+from simulator.messages import Reply, Welcomed
 from simulator.network import SimulatedConnection, SimulatedProcess
 from simulator.server_links import ServerLinks
 
@@ -45,18 +32,12 @@ class SimulatedNode(SimulatedProcess):
         self.role = role
         self.is_extra = is_extra
         self.member: Member | None = None
-        self.cluster_name = ""
         self.views: KnownViews[View] = KnownViews()
         self.scheduler: SimulatedConnection | None = None
         self.is_leaving = False
-        self.line = Line(self)
+        self.jobs = JobRequests(self.send_to_scheduler, lambda: self.own_now_s)
         self.links = ServerLinks(self, role.value, self.address)
-        self.handlers: dict[type, Callable[[SimulatedConnection, Any], None]] = {
-            Reply: self.line.on_reply,
-            NewsFrame: self.line.on_news,
-            **dict.fromkeys((Welcomed, Thrown, Map, PrepareView, PromiseTerm), self._hear),
-        }
-        """What a process does with each kind of frame."""
+        self._cluster_name = ""
         self.later(0.0, self._connect)
         self.later(HEARTBEAT_S * (0.5 + cluster.random.random()), self._beat)
 
@@ -65,46 +46,35 @@ class SimulatedNode(SimulatedProcess):
         """The incarnation; 0 before the welcome."""
         return 0 if self.member is None else self.member.incarnation
 
-    @property
-    def map(self) -> View | None:
-        """The newest committed view."""
-        return self.views.committed
-
-    # What subclasses do.
+    # The parts of subclasses.
 
     def welcomed(self) -> None:
         """Begin, as a member."""
-        raise NotImplementedError
 
-    def mapped(self, former: View | None, new: View) -> None:
-        """Take a view that is newer than the one before."""
-        raise NotImplementedError
+    def view_changed(self, view: View) -> None:
+        """Take a newer view."""
 
-    def attached(self) -> None:
-        """Say to the scheduler (again) what it may not know."""
-        raise NotImplementedError
+    def attached(self, scheduler: SimulatedConnection) -> None:
+        """Repeat to the scheduler the messages that it may lack."""
 
     def unreachable(self) -> tuple[int, ...]:
-        """Look whom this node cannot reach, for a heartbeat."""
+        """Return the servers that this node cannot reach, for a heartbeat."""
         return ()
 
     def link_changed(self, server: int, *, is_up: bool) -> None:
-        """Note that there is a link to a server, or that it broke."""
-        raise NotImplementedError
+        """Take note of a new link to a server, or of its break."""
+
+    def receive_from_peer(self, connection: SimulatedConnection, message: Any) -> None:
+        """Take a message of a worker or server."""
+
+    # Connections.
 
     def address(self, incarnation: int) -> str | None:
-        """The name of the process of a member."""
-        for member in () if self.map is None else self.map.members:
+        """Return the name of a member's process."""
+        for member in () if self.views.committed is None else self.views.committed.members:
             if member.incarnation == incarnation:
                 return str(member.address)
         return None
-
-    def tell(self, frame: Any) -> None:
-        """Send a frame to the scheduler; it is lost if there is no connection."""
-        if self.scheduler is not None:
-            self.scheduler.send(self, frame)
-
-    # Connections.
 
     @override
     def accept(self, connection: SimulatedConnection, hello: Any) -> bool:
@@ -137,63 +107,68 @@ class SimulatedNode(SimulatedProcess):
 
     @override
     def receive(self, connection: SimulatedConnection, frame: Any) -> None:
-        if connection.hello[0] != "node" or connection is self.scheduler:  # of schedulers, only the newest
-            self.handlers[type(frame)](connection, frame)
+        if connection.hello[0] != "node":
+            self.receive_from_peer(connection, frame)
+        elif connection is self.scheduler:  # of schedulers, only the newest
+            self._receive_from_scheduler(connection, frame)
 
     # The scheduler.
+
+    def send_to_scheduler(self, message: Any) -> None:
+        """Send a message to the scheduler; it is lost if there is no connection."""
+        if self.scheduler is not None:
+            self.scheduler.send(self, message)
 
     def _connect(self) -> None:
         self.network.connect(self, self.cluster.find_scheduler(), ("node", 0, 0))
 
-    def _introduce(self, connection: SimulatedConnection) -> None:
-        """Register, or say who this is."""
+    def _introduce(self, scheduler: SimulatedConnection) -> None:
+        """Register, or rejoin with all that a new scheduler has to know."""
         if self.member is None:
-            connection.send(self, RegisterNode(self.role, self.is_extra))
+            scheduler.send(
+                self,
+                events.MemberRegistering(scheduler, self.name, self.role, address=self.name, is_extra=self.is_extra),
+            )
             return
-        newest = self.views.newest
+        newest, former = self.views.newest, self.views.former
         assert newest is not None
-        connection.send(
-            self,
-            RejoinFrame(
-                self.member,
-                self.cluster_name,
-                newest,
-                self.views.promised,
-                self.views.is_committed,
-                () if self.views.former is None else self.views.former.members,
-                self.is_leaving,
-                self.line.rejoins(),
-            ),
-        )
-        self.attached()
+        job = self.jobs.disconnected()
+        returned = Returned(
+            scheduler, self.member, self._cluster_name, newest, self.views.promised, self.views.is_committed,
+            self.is_leaving, job=job.number if job else 0, has_posted=job is not None and job.posted is not None,
+            has_worked=job is not None and job.has_worked, former=former.members if former else (), knowledge=job,
+        )  # fmt: skip
+        scheduler.send(self, events.MemberRejoining(returned))
+        self.attached(scheduler)
 
     def _beat(self) -> None:
         if self.member is not None:
-            self.tell(Beat(self.incarnation, self.unreachable()))
+            self.send_to_scheduler(events.HeartbeatReceived(self.scheduler, self.unreachable()))
         self.later(HEARTBEAT_S, self._beat)
 
-    def _hear(self, connection: SimulatedConnection, frame: Any) -> None:
-        match frame:
+    def _receive_from_scheduler(self, scheduler: SimulatedConnection, message: Any) -> None:
+        match message:
+            case Reply():
+                self.jobs.take_reply(message)
             case Welcomed(member, cluster, view, received):
                 if self.member is None:
-                    self.member, self.cluster_name, self.links.incarnation = member, cluster, member.incarnation
+                    self.member, self._cluster_name, self.links.incarnation = member, cluster, member.incarnation
                     self.welcomed()
-                self.line.welcomed(self.incarnation, received)
+                self.jobs.welcomed(member.incarnation, received)
                 self.take(view)
-            case Map(view):
+            case events.Publish(view):
                 self.take(view)
-            case PrepareView(view):
+            case events.Prepare(_, view):
                 if self.views.prepare(view):
-                    connection.send(self, PreparedView(view.term, view.epoch))
-            case PromiseTerm(term):
+                    scheduler.send(self, events.ViewPrepared(scheduler, view.term, view.epoch))
+            case events.RequestPromise(_, term):
                 if self.views.promise(term):
-                    connection.send(self, frame)
-            case Thrown():  # this incarnation is dead, and may not come back
+                    scheduler.send(self, events.TermPromised(scheduler, term))
+            case events.Expel() | events.Reject() | events.ReleaseServer():  # this incarnation may not come back
                 self.cluster.ended(self)
 
     def take(self, view: View) -> None:
-        """Take a view, from whomever."""
-        former = self.map
+        """Take a committed view, from any process."""
         if not self.views.commit(view):
             return
         if view.version:
@@ -203,4 +178,4 @@ class SimulatedNode(SimulatedProcess):
         if self.role is not Role.OBSERVER and view.excludes(self.incarnation):
             self.cluster.ended(self)
         else:
-            self.mapped(former, view)
+            self.view_changed(view)

@@ -1,4 +1,4 @@
-"""The scheduler of a simulated cluster: its two cores between virtual connections. It has no rule of its own."""
+"""The scheduler of a protocol run: its two cores between virtual connections. It has no rule of its own."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from paceline.errors import PeerError
-from paceline.protocol.jobs import JobCore, JobMemory, JobRecord, Remembered
-from paceline.protocol.jobs.messages import Answer, Asked
+from paceline.protocol.jobs import JobCore, JobRecord, Remembered
+from paceline.protocol.jobs.messages import Answer, Asked, JobNews
 from paceline.protocol.membership import Member, Role
 from paceline.protocol.scheduler import Phase, Returned, SchedulerCore, View, events
 from paceline.protocol.scheduler.line import SchedulerEnd
-from simulator import messages
-from simulator.messages import EndWork, Going, Map, NewsFrame, RejoinFrame, Reply, Say, Thrown, Welcomed
+from simulator.messages import EndWork, JobMessage, Reply, Welcomed
 from simulator.network import SimulatedConnection, SimulatedProcess
 from simulator.node import HEARTBEAT_S, SCHEDULER, TIMEOUT_S
 
@@ -25,13 +24,16 @@ _FLUSH_S = 0.005
 
 
 class _Session:
-    """A member as the scheduler knows it."""
+    """A member, and its connection."""
 
     __slots__ = ("connection", "end")
 
     def __init__(self, connection: Any, *, is_foreign: bool) -> None:
         self.connection: SimulatedConnection = connection
         self.end = SchedulerEnd(is_foreign=is_foreign)
+
+    def answer(self, scheduler: SimulatedProcess, request: int, content: Any) -> None:
+        self.connection.send(scheduler, Reply(request, content, self.end.received))
 
 
 class SimulatedScheduler(SimulatedProcess):
@@ -49,7 +51,7 @@ class SimulatedScheduler(SimulatedProcess):
         )  # fmt: skip
         self.jobs = JobCore(settings.num_workers)
         self._sessions: dict[int, _Session] = {}  # the members that were welcomed, by incarnation
-        self._foreign: set[SimulatedConnection] = set()  # connections of members that have rejoined
+        self._foreign: set[object] = set()  # connections of members that have rejoined
         self._flushes = self._has_news = False
         self.later(HEARTBEAT_S, self._tick)
 
@@ -64,45 +66,16 @@ class SimulatedScheduler(SimulatedProcess):
 
     @override
     def receive(self, connection: SimulatedConnection, frame: Any) -> None:
-        if isinstance(frame, Say):
+        if isinstance(frame, JobMessage):
             self._serve(connection, frame)
             return
-        event = self._event_of(connection, frame)
-        self._feed(event)
-        if isinstance(event, events.MemberRejoining):
+        if isinstance(frame, events.MemberRejoining):
+            self._foreign.add(connection)
+        self._feed(frame)
+        if isinstance(frame, events.MemberRejoining):
             self._look_for_ended()
-        elif isinstance(event, events.MemberLeaving):
-            connection.send(self, Thrown())
-
-    def _event_of(self, connection: SimulatedConnection, frame: Any) -> events.Event:
-        match frame:
-            case messages.RegisterNode(role, is_extra):
-                name = connection.ends[0].name
-                return events.MemberRegistering(connection, name, role, address=name, is_extra=is_extra)
-            case RejoinFrame(member, cluster, view, promised, has_committed, former, is_leaving, job):
-                self._foreign.add(connection)
-                known = JobMemory(record=JobRecord(number=0)) if job is None else job
-                return events.MemberRejoining(
-                    Returned(
-                        connection, member, cluster, view, promised, has_committed, is_leaving, known.number,
-                        known.posted is not None, known.has_worked, former, knowledge=job,
-                    )
-                )  # fmt: skip
-            case messages.Beat(_, unreachable):
-                return events.HeartbeatReceived(connection, unreachable)
-            case messages.FilledFrame(version, target, buckets):
-                return events.BucketsFilled(version, target, buckets)
-            case messages.PreparedView(term, epoch):
-                return events.ViewPrepared(connection, term, epoch)
-            case messages.PromiseTerm(term):
-                return events.TermPromised(connection, term)
-            case Going():
-                return (
-                    events.ServerDraining(connection)
-                    if _role(connection) is Role.SERVER
-                    else events.MemberLeaving(connection)
-                )
-        raise AssertionError(frame)
+        elif isinstance(frame, events.MemberLeaving):
+            connection.send(self, events.Expel(connection, "it has left"))
 
     @override
     def closed(self, connection: SimulatedConnection) -> None:
@@ -119,10 +92,10 @@ class SimulatedScheduler(SimulatedProcess):
             self.cluster.waits_for(self, [member.node for member in self.core.needed])
         self.later(HEARTBEAT_S, self._tick)
 
-    # What is known of processes: by the kernel, if all are on one host, or by what nobody listens at any more.
+    # Ends of processes: reported by the kernel, if all are on one host, or found because a name is gone.
 
     def process_ended(self, name: str) -> None:
-        """Take the kernel's word that a process has ended."""
+        """Take the kernel's report that a process has ended."""
         member = self.core.membership.named(name)
         if member is not None:
             self._feed(events.ProcessEnded(member.incarnation))
@@ -148,13 +121,11 @@ class SimulatedScheduler(SimulatedProcess):
     def _execute(self, instruction: events.Instruction) -> None:
         match instruction:
             case events.Admit(peer, member):
-                self._welcome(
-                    peer,
-                    member.incarnation,
-                    Welcomed(member, self.core.cluster, _view_for(peer, self.core.committed), 0),
-                )
-            case events.Expel(peer) | events.Reject(peer):
-                self._send([peer], Thrown())
+                self._welcome(peer, member)
+            case events.Expel(peer) | events.Reject(peer) | events.ReleaseServer(peer):
+                self._send([peer], instruction)
+            case events.RequestPromise(peers) | events.Prepare(peers):
+                self._send(peers, instruction)
             case events.Foreign(peer):
                 self.network.close(peer)  # type: ignore[arg-type]  # it comes again
             case events.Removed(member, reason):
@@ -164,22 +135,16 @@ class SimulatedScheduler(SimulatedProcess):
                 self._answer(self.jobs.removed(member, session, is_lost=is_lost, now_s=self.own_now_s))
             case events.TakenOver(returned, dead):
                 self._take_over(returned, dead)
-            case events.RequestPromise(peers, term):
-                self._send(peers, messages.PromiseTerm(term))
-            case events.Prepare(peers, view):
-                self._send(peers, messages.PrepareView(view))
             case events.Publish(view):
                 self.cluster.oracle.published(view)
                 for session in self._sessions.values():
-                    self._send([session.connection], Map(_view_for(session.connection, self.core.committed)))
+                    self._send([session.connection], events.Publish(_view_for(session.connection, self.core.committed)))
             case events.FlushSoon():
                 if not self._flushes:
                     self._flushes = True
                     self.later(_FLUSH_S, self._flush)
-            case events.ReleaseServer(peer):
-                self._send([peer], Going(0))
             case events.BucketsLost(buckets):
-                if self.core.term >= self.cluster.oracle.view.term:  # else nobody listens to it any more
+                if self.core.term >= self.cluster.oracle.view.term:  # not of a superseded scheduler
                     self.cluster.lost(buckets)
             case events.Note(text):
                 self.cluster.note(text)
@@ -187,9 +152,9 @@ class SimulatedScheduler(SimulatedProcess):
                 self.cluster.fired["superseded"] += 1
                 self.cluster.crash(self)
 
-    def _send(self, peers: Iterable[Any], frame: Any) -> None:
+    def _send(self, peers: Iterable[Any], message: Any) -> None:
         for peer in peers:
-            peer.send(self, frame)
+            peer.send(self, message)
 
     def _flush(self) -> None:
         self._flushes = False
@@ -197,13 +162,14 @@ class SimulatedScheduler(SimulatedProcess):
 
     # The jobs.
 
-    def _welcome(self, peer: Any, incarnation: int, frame: Welcomed) -> None:
-        session = self._sessions.setdefault(incarnation, _Session(peer, is_foreign=peer in self._foreign))
-        session.connection, frame.received = peer, session.end.welcome_number
-        peer.send(self, frame)
+    def _welcome(self, peer: Any, member: Member) -> None:
+        session = self._sessions.setdefault(member.incarnation, _Session(peer, is_foreign=peer in self._foreign))
+        session.connection = peer
+        view = _view_for(peer, self.core.committed)
+        peer.send(self, Welcomed(member, self.core.cluster, view, session.end.welcome_number))
         for request, content in session.end.answers():
-            peer.send(self, Reply(request, session.end.received, content))
-        self._tell([session], self.jobs.record())
+            session.answer(self, request, content)
+        self._send_news([session], self.jobs.record())
 
     def _take_over(self, returned: Iterable[Returned], dead: Collection[Member]) -> None:
         remembered = []
@@ -213,19 +179,19 @@ class SimulatedScheduler(SimulatedProcess):
         self.jobs.restore(remembered, dead, self.own_now_s, term=self.core.term)
         self._answer(())
 
-    def _serve(self, connection: SimulatedConnection, frame: Say) -> None:
+    def _serve(self, connection: SimulatedConnection, message: JobMessage) -> None:
         incarnation = self.core.incarnation_of(connection) or 0
         session = self._sessions.get(incarnation)
         if session is None or session.connection is not connection:
             return
-        call = session, frame.request
-        if not session.end.is_new(frame.sequence, frame.lowest):
-            if (answer := session.end.answer_to(frame.request)) is not None:
-                connection.send(self, Reply(frame.request, session.end.received, answer))
-        elif isinstance(frame.content, EndWork):
+        call = session, message.request
+        if not session.end.is_new(message.sequence, message.lowest):
+            if (answer := session.end.answer_to(message.request)) is not None:
+                session.answer(self, message.request, answer)
+        elif isinstance(message.content, EndWork):
             self._answer([*self.jobs.end(), Answer(call, EndWork())])
         else:
-            asked = Asked(call, session, incarnation, frame.content)
+            asked = Asked(call, session, incarnation, message.content)
             try:
                 self._answer(self.jobs.handle(asked, self.core.membership, self.own_now_s))
             except PeerError as error:
@@ -237,20 +203,20 @@ class SimulatedScheduler(SimulatedProcess):
             session, request = call
             if request:
                 session.end.answered(request, answer.content)
-                session.connection.send(self, Reply(request, session.end.received, answer.content))
+                session.answer(self, request, answer.content)
         if not self._has_news:
             self._has_news = True
-            self.later(0.0, self._tell_news)
+            self.later(0.0, self._flush_news)
 
-    def _tell_news(self) -> None:
+    def _flush_news(self) -> None:
         self._has_news = False
-        self._tell(self._sessions.values(), self.jobs.take_news())
+        self._send_news(self._sessions.values(), self.jobs.take_news())
 
-    def _tell(self, sessions: Iterable[_Session], record: JobRecord | None) -> None:
+    def _send_news(self, sessions: Iterable[_Session], record: JobRecord | None) -> None:
         if record is not None:
             for session in sessions:
                 if _role(session.connection) is Role.WORKER or self.jobs.concerns(session):
-                    session.connection.send(self, NewsFrame(session.end.received, record))
+                    session.answer(self, 0, JobNews(record=record))
 
 
 def _view_for(peer: Any, view: View) -> View:

@@ -47,6 +47,4 @@ def replay(seed: int, faults: tuple[str, ...], kinds: tuple[str, ...], options: 
         words.append(f"--num-faults {options.num_faults}")
     if options.may_lose:
         words.append("--may-lose")
-    if options.defect:
-        words.append(f"--defect {options.defect}")
     return " ".join(words)

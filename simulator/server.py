@@ -1,4 +1,4 @@
-"""A server of a simulated cluster: the core of a server around a toy table."""
+"""A server of a protocol run: the core of a server around a toy table. It has no rule of its own."""
 
 from __future__ import annotations
 
@@ -13,32 +13,10 @@ from paceline.protocol.membership import Role
 from paceline.protocol.reachability import Silence
 from paceline.protocol.replication import AGGREGATE
 from paceline.protocol.scheduler import View
+from paceline.protocol.scheduler.events import BucketsFilled, Expel, ServerDraining
 from paceline.protocol.server import Timing, events
 from paceline.protocol.server.waiting import KEPT
-from simulator.messages import (
-    AnswerFrame,
-    Check,
-    ClocksFrame,
-    FilledFrame,
-    FinishGate,
-    ForwardOk,
-    ForwardPush,
-    Going,
-    JoinedGate,
-    JoinGate,
-    Part,
-    Ping,
-    Pong,
-    PullPart,
-    PushPart,
-    ReadyFrame,
-    StaleFrame,
-    State,
-    StateOk,
-    SyncedFrame,
-    Thrown,
-    TickClock,
-)
+from simulator.messages import TIMING, Check, EventFrame, Part, Ping, Pong, Reply
 from simulator.network import SimulatedConnection
 from simulator.node import SimulatedNode
 from simulator.oracle import Data, Violation
@@ -46,31 +24,6 @@ from simulator.toy_table import ToyTable
 
 if TYPE_CHECKING:
     from simulator.cluster import Cluster
-
-
-class _Request:
-    """A token: what came, from where; and of a push what it consists of."""
-
-    __slots__ = ("connection", "frame", "incarnation", "parts", "sequence")
-
-    def __init__(
-        self,
-        connection: SimulatedConnection | None,
-        frame: Any,
-        incarnation: int = 0,
-        sequence: int = 0,
-        parts: tuple[Part, ...] = (),
-    ) -> None:
-        self.connection = connection
-        self.frame = frame
-        self.incarnation = incarnation
-        self.sequence = sequence
-        self.parts = parts
-
-    def answer(self, sender: SimulatedNode, frame: Any) -> None:
-        """Send a frame to where it came from."""
-        if self.connection is not None:
-            self.connection.send(sender, frame)
 
 
 class SimulatedServer(SimulatedNode):
@@ -81,8 +34,7 @@ class SimulatedServer(SimulatedNode):
         self.core = cluster.make_server_core()
         self.table = ToyTable(name)
         self._silence = Silence()
-        self._reports: dict[int, FilledFrame] = {}
-        self.handlers[Going] = lambda _, __: cluster.ended(self)  # drained
+        self._reports: dict[int, BucketsFilled] = {}
 
     # Connections.
 
@@ -104,34 +56,34 @@ class SimulatedServer(SimulatedNode):
         self._handle(replication.LinkUp(server) if is_up else replication.LinkDown(server))
 
     @override
-    def receive(self, connection: SimulatedConnection, frame: Any) -> None:
-        if type(frame) in self.handlers:
-            super().receive(connection, frame)
-            return
-        if frame.kind is not None:
-            timing = self.core.time(frame.kind, connection.owner, frame.version)
-            if timing in KEPT:
-                self.core.early.keep(timing, connection.owner, _Request(connection, frame))
-            elif timing is Timing.STALE:
-                connection.send(self, self._stale(frame))
-            if timing is not Timing.NOW:
-                return
-        self._take(connection, frame)
-
-    def _take(self, connection: SimulatedConnection, frame: Any) -> None:
-        """Take a frame of a worker or a server, whose time it is."""
-        match frame:
+    def receive_from_peer(self, connection: SimulatedConnection, message: Any) -> None:
+        match message:
+            case EventFrame():
+                self._receive(message)
             case Ping():
                 connection.send(self, Pong())
             case Pong():
                 self._silence.heard(connection.hello[2])
-            case Check():
-                self._compare(connection.owner, frame)
-            case TickClock() | FinishGate():
-                self._handle(_event_of(connection, frame))
-                connection.send(self, AnswerFrame(frame.number, self.core.durable))
             case _:
-                self._handle(_event_of(connection, frame))
+                self._handle(message)
+
+    def _receive(self, frame: EventFrame) -> None:
+        """Take a frame of a worker or a server, now or at its time."""
+        sender = frame.connection.owner
+        timing = self.core.time(TIMING[type(frame.event)], sender, frame.version)
+        if timing in KEPT:
+            self.core.early.keep(timing, sender, frame)
+        elif timing is Timing.STALE:
+            self._answer(frame, self.views.committed)
+        elif timing is Timing.NOW and isinstance(frame.event, Check):
+            self._compare(sender, frame)
+        elif timing is Timing.NOW:
+            self._handle(frame.event)
+            if isinstance(frame.event, events.WorkerTicked | events.WorkerRetired):
+                self._answer(frame)
+
+    def _answer(self, frame: EventFrame, content: Any = None) -> None:
+        frame.connection.send(self, Reply(frame.number, content, durable=self.core.durable))
 
     # Membership.
 
@@ -140,25 +92,22 @@ class SimulatedServer(SimulatedNode):
         self._obey(self.core.joined(self.incarnation))
 
     @override
-    def attached(self) -> None:
+    def attached(self, scheduler: SimulatedConnection) -> None:
         for report in self._reports.values():
-            self.tell(report)
+            self.send_to_scheduler(report)
 
     def leave(self) -> None:
-        """Ask to be drained."""
+        """Request to be drained."""
         self.is_leaving = True
-        self.tell(Going(self.incarnation))
+        self.send_to_scheduler(ServerDraining(self.scheduler))
 
     @override
-    def mapped(self, former: View | None, new: View) -> None:
-        if new.version > self.core.replication.version:
+    def view_changed(self, view: View) -> None:
+        if view.version > self.core.replication.version:
             self._reports = {}
-        workers = (member.incarnation for member in new.members if member.role is Role.WORKER)
-        members = (member.incarnation for member in new.members)
+        workers = frozenset(member.incarnation for member in view.members if member.role is Role.WORKER)
         self._handle(
-            events.ViewChanged(
-                new.epoch, new.version, new.groups, frozenset(members), frozenset(workers), new.last_incarnation
-            )
+            events.ViewChanged(view.epoch, view.version, view.groups, view.incarnations, workers, view.last_incarnation)
         )
         self.links.connect()  # the address may have come after the view that names it
 
@@ -166,25 +115,28 @@ class SimulatedServer(SimulatedNode):
 
     def _handle(self, event: events.Event) -> None:
         self._obey(self.core.handle(event))
-        self._fill_all()
+        for target in self.core.replication.filling:
+            found = self.core.replication.next_fill(target)
+            if found is not None:
+                self._send_bucket(target, *found)
 
     def _obey(self, instructions: Iterable[events.Instruction]) -> None:
-        again: list[_Request] = []  # what was early comes behind everything that is to be done first
+        resumed: list[EventFrame] = []  # handled after all other instructions
         for instruction in instructions:
             match instruction:
                 case replication.Apply(token, buckets):
-                    self.table.apply(_request(token).parts, buckets)
-                case replication.Forward(token, target, number, buckets):
-                    self._forward(_request(token), target, number, buckets)
-                case replication.Acknowledge(token):
-                    self._acknowledge(_request(token))
-                case replication.RefusePush(token) | events.Stale(token):
-                    request = _request(token)
-                    request.answer(self, self._stale(request.frame))
-                case replication.Load(token, bucket):
-                    request = _request(token)
-                    self.table.data[bucket] = Data(request.frame.value, dict(request.frame.marks))
-                    request.answer(self, StateOk(request.frame.number))
+                    self.table.apply(_parts(token), buckets)
+                case replication.Forward():
+                    self._forward(instruction)
+                case replication.Acknowledge(EventFrame(event=events.Push()) as frame):
+                    self._answer(frame)
+                case replication.Acknowledge(EventFrame() as frame):
+                    frame.connection.send(self, replication.Acknowledged(self.incarnation, frame.number))
+                case replication.RefusePush(EventFrame() as frame) | events.Stale(EventFrame() as frame):
+                    self._answer(frame, self.views.committed)
+                case replication.Load(EventFrame(payload=(value, marks)) as frame, bucket):
+                    self.table.data[bucket] = Data(value, dict(marks))
+                    frame.connection.send(self, replication.Confirmed(self.incarnation, frame.number))
                 case replication.Drop(buckets):
                     self.table.drop(buckets)
                 case replication.Hold(buckets):
@@ -193,76 +145,74 @@ class SimulatedServer(SimulatedNode):
                     self.cluster.oracle.leads(self.core.replication.version, buckets, self.incarnation, self.name)
                     self.table.keep_only(buckets)
                 case replication.Ready(target, version):
-                    self.links.send(target, ReadyFrame(version))
+                    self._send_event(target, events.ReadyReceived(self.incarnation, version), version)
                 case replication.Links(targets):
                     self.links.want_only(targets)
                 case replication.ReportFilled(version, target, buckets):
-                    self._reports[target] = FilledFrame(version, target, buckets)
-                    self.tell(self._reports[target])
+                    self._reports[target] = BucketsFilled(version, target, buckets)
+                    self.send_to_scheduler(self._reports[target])
                 case events.SendClocks(target):
-                    self.links.send(
-                        target, ClocksFrame(self.core.replication.version, self.core.workers.known_clocks())
-                    )
-                case events.ResumeRequest(token):
-                    again.append(_request(token))
-                case events.TellJoined(token, clock):
-                    request = _request(token)
-                    request.answer(self, JoinedGate(clock, request.frame.number))
-                case events.TellExpelled(token):
-                    request = _request(token)
-                    self.cluster.oracle.refused(request.frame.worker, self.name)
-                    request.answer(self, Thrown())
-                case events.Serve(token):
-                    self._serve(_request(token))
-                case events.Keep(token, buckets):
-                    push = _request(token).frame
+                    clocks = events.ClocksReceived(self.core.workers.known_clocks())
+                    self._send_event(target, clocks, self.core.replication.version)
+                case events.ResumeRequest(EventFrame() as frame):
+                    resumed.append(frame)
+                case events.TellJoined(EventFrame() as frame):
+                    self._answer(frame, instruction)
+                case events.TellExpelled(EventFrame(connection=connection) as frame):
+                    self.cluster.oracle.refused(frame.event.worker, self.name)
+                    connection.send(self, Expel(connection, "it is no member"))
+                case events.Serve(EventFrame() as frame):
+                    self._serve(frame)
+                case events.Keep(EventFrame(event=push, payload=((worker, values),)), buckets):
                     self.cluster.fired["duplicate"] += bool(push.buckets & ~buckets)
-                    self.table.keep(push.worker, push.iteration, push.values, buckets)
+                    self.table.keep(worker, push.iteration, values, buckets)
                 case events.DropKept(worker, iteration):
                     self.table.drop_kept(worker, iteration)
                 case events.ForgetKept():
                     self.table.keep_only(0)
-                case events.SumUp():
-                    parts = self.table.take_sum(instruction.iteration, instruction.workers, instruction.buckets)
-                    instruction.payload = _Request(None, None, AGGREGATE, instruction.iteration + 1, parts)
+                case events.SumUp(iteration, workers, buckets):
+                    instruction.payload = self.table.take_sum(iteration, workers, buckets)
                 case events.ApplySum(iteration, workers, buckets):
                     self.table.apply(self.table.take_sum(iteration, workers, buckets), buckets)
-        for request in again:
-            assert request.connection is not None
-            self.receive(request.connection, request.frame)
+        for frame in resumed:
+            self.receive(frame.connection, frame)
 
-    def _forward(self, push: _Request, target: int, number: int, buckets: int) -> None:
-        parts = tuple((worker, tuple(v for v in values if buckets >> v[0] & 1)) for worker, values in push.parts)
+    def _send_event(self, target: int, event: events.Event, version: int) -> None:
+        self.links.send(target, lambda _: event, version=version)
+
+    def _forward(self, forward: replication.Forward) -> None:
+        me, (incarnation, sequence), buckets = self.incarnation, _origin(forward.token), forward.buckets
         version = self.core.replication.version
-        self.links.send(target, ForwardPush(number, push.incarnation, push.sequence, version, buckets, parts))
-
-    def _acknowledge(self, push: _Request) -> None:
-        is_client = isinstance(push.frame, PushPart)
-        push.answer(
-            self, AnswerFrame(push.frame.number, self.core.durable) if is_client else ForwardOk(push.frame.number)
+        parts = tuple(
+            (worker, tuple(value for value in values if buckets >> value[0] & 1))
+            for worker, values in _parts(forward.token)
+        )
+        self.links.send(
+            forward.target,
+            lambda frame: replication.Forwarded(frame, me, incarnation, sequence, version, buckets),
+            number=forward.number,
+            version=version,
+            payload=parts,
         )
 
-    def _stale(self, frame: PushPart | PullPart | TickClock) -> StaleFrame:
-        assert self.map is not None
-        return StaleFrame(frame.number, self.map)
+    def _send_bucket(self, target: int, number: int, bucket: int, state: replication.FilterState) -> None:
+        me, version = self.incarnation, self.core.replication.version
+        self.links.send(
+            target,
+            lambda frame: replication.StateReceived(frame, me, version, bucket, state),
+            number=number,
+            version=version,
+            payload=self.table.copy_of(bucket),
+        )
 
-    def _serve(self, read: _Request) -> None:
-        frame: PullPart = read.frame
-        version = self.core.replication.version
-        for bucket in buckets_in(frame.buckets):
+    def _serve(self, frame: EventFrame) -> None:
+        read, version = frame.event, self.core.replication.version
+        for bucket in buckets_in(read.buckets):
             data = self.table.data[bucket]
-            self.cluster.oracle.read(bucket, data, frame.worker, frame.clock, version, self.incarnation, self.name)
-        read.answer(self, AnswerFrame(frame.number, self.core.durable))
+            self.cluster.oracle.read(bucket, data, read.worker, read.clock, version, self.incarnation, self.name)
+        self._answer(frame)
 
-    def _fill_all(self) -> None:
-        for target in self.core.replication.filling:
-            found = self.core.replication.next_fill(target)
-            if found is not None:
-                number, bucket, state = found
-                data, version = self.table.data[bucket], self.core.replication.version
-                self.links.send(target, State(number, version, bucket, state, data.value, dict(data.marks)))
-
-    # Other servers.
+    # Comparison of replicas.
 
     @override
     def unreachable(self) -> tuple[int, ...]:
@@ -270,31 +220,29 @@ class SimulatedServer(SimulatedNode):
         rules = self.core.replication
         for target, link in self.links.there():
             link.send(self, Ping())
-            for bucket in buckets_in(rules.checkable(target)):  # for the server behind to compare
-                data, applied = self.table.data[bucket], rules.applied_to(bucket)
-                link.send(self, Check(rules.version, bucket, applied, data.value, dict(data.marks)))
+            for bucket in buckets_in(rules.checkable(target)):
+                check = Check(bucket, rules.applied_to(bucket))
+                link.send(
+                    self,
+                    EventFrame(link, lambda _: check, version=rules.version, payload=self.table.copy_of(bucket)),  # noqa: B023
+                )
         return found
 
-    def _compare(self, source: int, frame: Check) -> None:
-        """Compare a bucket with what the server before has of it."""
-        rules = self.core.replication
-        if not rules.is_comparable(source, frame.version, frame.bucket):
+    def _compare(self, source: int, frame: EventFrame) -> None:
+        """Compare a bucket with that of the server before this one."""
+        rules, check = self.core.replication, frame.event
+        if not rules.is_comparable(source, frame.version, check.bucket):
             return
         self.cluster.fired["compared"] += 1
-        data = self.table.data[frame.bucket]
-        if rules.applied_to(frame.bucket) != frame.applied:
+        found = rules.applied_to(check.bucket), self.table.copy_of(check.bucket)
+        if found != (check.applied, frame.payload):
             raise Violation(
-                f"{self.name} counts {rules.applied_to(frame.bucket)} as applied to bucket {frame.bucket}, the server "
-                f"before it {frame.applied} (replicas are equal)"
-            )
-        if (data.value, data.marks) != (frame.value, frame.marks):
-            raise Violation(
-                f"{self.name} has {data.marks} in bucket {frame.bucket}, the server before it {frame.marks} (replicas "
-                "are equal)"
+                f"{self.name} has {found} in bucket {check.bucket}, the server before it "
+                f"{(check.applied, frame.payload)} (replicas are equal)"
             )
 
     def validate(self) -> None:
-        """Check what the core says of itself, and that the data are what the marks say."""
+        """Check the core's invariants, and that each bucket is the sum of its pushes."""
         if self.member is None:
             return
         self.core.validate()
@@ -305,41 +253,18 @@ class SimulatedServer(SimulatedNode):
             self.cluster.oracle.check_value(bucket, data, self.name)
 
 
-def _event_of(connection: SimulatedConnection, frame: Any) -> events.Event:
-    """Return what a frame means to the core."""
-    match frame:
-        case PushPart():
-            token = _Request(connection, frame, frame.worker, frame.sequence, ((frame.worker, frame.values),))
-            return events.Push(token, frame.worker, frame.sequence, frame.iteration, frame.version, frame.buckets)
-        case PullPart():
-            return events.Read(_Request(connection, frame), frame.worker, frame.clock, buckets=frame.buckets)
-        case TickClock():
-            return events.WorkerTicked(frame.worker, frame.clock)
-        case FinishGate():
-            return events.WorkerRetired(frame.worker)
-        case JoinGate():
-            return events.WorkerJoining(_Request(connection, frame), frame.worker, 0, frame.clock)
-        case SyncedFrame(worker, version, clock, has_joined, counts):
-            return events.Synced(_Request(connection, frame), worker, 0, version, clock, has_joined, counts)
-        case ForwardPush(_, incarnation, sequence, version, buckets, parts):
-            token = _Request(connection, frame, incarnation, sequence, parts)
-            return replication.Forwarded(token, connection.owner, incarnation, sequence, version, buckets)
-        case ForwardOk(number):
-            return replication.Acknowledged(connection.hello[2], number)
-        case State():
-            token = _Request(connection, frame)
-            return replication.StateReceived(token, connection.owner, frame.version, frame.bucket, frame.filter)
-        case StateOk(number):
-            return replication.Confirmed(connection.hello[2], number)
-        case ReadyFrame(version):
-            return events.ReadyReceived(connection.owner, version)
-        case ClocksFrame(_, known):
-            return events.ClocksReceived(known)
-    raise AssertionError(frame)
+def _parts(token: Any) -> tuple[Part, ...]:
+    """Return the parts of a push or of the sum of an iteration."""
+    parts: tuple[Part, ...] = token.payload
+    return parts
 
 
-def _request(token: object) -> _Request:
-    if isinstance(token, events.SumUp):
-        token = token.payload
-    assert isinstance(token, _Request)
-    return token
+def _origin(token: Any) -> tuple[int, int]:
+    """Return the incarnation and number by which all servers of a chain count a push."""
+    match token:
+        case events.SumUp(iteration):
+            return AGGREGATE, iteration + 1
+        case EventFrame(event=events.Push(worker=worker, sequence=sequence)):
+            return worker, sequence
+        case _:
+            return token.event.incarnation, token.event.sequence

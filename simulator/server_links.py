@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from simulator.messages import EventFrame
 from simulator.network import SimulatedConnection, SimulatedProcess
 
 
@@ -83,8 +84,10 @@ class ServerLinks:
             self._links[server] = None
         return was_link
 
-    def send(self, server: int, frame: Any) -> None:
-        """Send a frame to a server; it is lost if there is no connection."""
+    def send(
+        self, server: int, make_event: Callable[[EventFrame], Any], *, number: int = 0, version: int, payload: Any = ()
+    ) -> None:
+        """Send an event to a server; it is lost if there is no connection."""
         link = self._links.get(server)
         if link is not None:
-            link.send(self._process, frame)
+            link.send(self._process, EventFrame(link, make_event, number=number, version=version, payload=payload))

@@ -34,6 +34,11 @@ class ToyTable:
         for bucket in buckets_in(buckets):
             del self.data[bucket]
 
+    def copy_of(self, bucket: int) -> tuple[int, dict[int, int]]:
+        """Return the value and the marks of a bucket."""
+        data = self.data[bucket]
+        return data.value, dict(data.marks)
+
     # What waits.
 
     def keep(self, worker: int, iteration: int, values: Iterable[Value], buckets: int) -> None:

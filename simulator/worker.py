@@ -1,44 +1,49 @@
-"""A worker of a simulated cluster: it leases shards, and for each reads, thinks, pushes and ticks some iterations."""
+"""The work of a protocol run: workers lease shards, read, push and tick; a poster posts it and takes reports."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
 
 from typing_extensions import override
 
 from paceline.protocol.buckets import bucket_set
-from paceline.protocol.client import Request
-from paceline.protocol.jobs import ALL_DONE, NOTHING_NOW, Job, Key, Lease, messages
+from paceline.protocol.client import Request, ServerSession
+from paceline.protocol.jobs import ALL_DONE, NOTHING_NOW, Job, JobAccount, JobSpec, JobState, Key, Lease, TakenReport
+from paceline.protocol.jobs import messages as jobs
+from paceline.protocol.membership import Role
 from paceline.protocol.scheduler import View
+from paceline.protocol.scheduler.events import MemberLeaving
 from simulator.client import SimulatedClient
-from simulator.messages import AnswerFrame, Going, Value
+from simulator.job_requests import Performer, Program
+from simulator.messages import EndWork, Reply, Value
 from simulator.network import SimulatedConnection
+from simulator.node import SimulatedNode
 
 if TYPE_CHECKING:
     from simulator.cluster import Cluster
 
+_POLL_S: Final = 0.05
 
+
+@dataclass(slots=True, eq=False)
 class _UnsafePush:
-    __slots__ = ("iteration", "requests", "values")
-
-    def __init__(self, iteration: int, values: tuple[Value, ...], requests: list[Request]) -> None:
-        self.iteration = iteration
-        self.values = values
-        self.requests = requests
+    iteration: int
+    values: tuple[Value, ...]
+    requests: list[Request]
 
 
 class SimulatedWorker(SimulatedClient):
-    """A loop around a client."""
+    """A client with a program: shard after shard, each with some iterations."""
 
     def __init__(self, host: str, name: str, cluster: Cluster) -> None:
         super().__init__(host, name, cluster)
-        self.is_through = False
+        self._has_ended = False
         self._job = 0
         self._lease: Lease | None = None
-        self._iterations_left = 0
         self._examples = 0.0
-        self._over: list[tuple[Lease, int, float]] = []  # leases that are through, the clock and count behind each
+        self._finished: list[tuple[Lease, int, float]] = []  # leases, the clock and the count of examples after each
         self._unsafe: list[_UnsafePush] = []  # not acknowledged, or under sequential not known to be stable
 
     @property
@@ -56,127 +61,129 @@ class SimulatedWorker(SimulatedClient):
         self.cluster.oracle.workers.append(self)
 
     @override
-    def mapped(self, former: View | None, new: View) -> None:
-        is_first = not self.core.version and bool(new.version)
-        super().mapped(former, new)
+    def view_changed(self, view: View) -> None:
+        is_first = not self.core.version and bool(view.version)
+        super().view_changed(view)
         if is_first:
-            self._seek()
+            self.work.perform(self._work())
+
+    @override
+    def attached(self, scheduler: SimulatedConnection) -> None:
+        if self._has_ended:
+            self.send_to_scheduler(MemberLeaving(scheduler))
+
+    def leave(self) -> None:
+        """Leave after the current shard."""
+        if not self.is_leaving:
+            self.is_leaving = True
+            if self._lease is None and self.member is not None and not self.work.is_waiting:
+                self.work.perform(self._rest())
 
     # The job.
 
-    @override
-    def attached(self) -> None:
-        if self.is_through:
-            self.tell(Going(self.incarnation))
+    def _work(self) -> Program:
+        while not self._has_ended:
+            job = yield jobs.GetJob(after=self._job)
+            if not isinstance(job, Job):
+                return
+            if job.number < 0:
+                self.is_leaving = True
+                yield from self._rest()
+                return
+            if job.number != self._job:
+                self._job, self._examples, self._finished = job.number, 0.0, []
+            yield self.join()
+            yield from self._train()
 
-    def _seek(self) -> None:
-        self.line.ask(messages.GetJob(after=self._job), self._on_job)
+    def _train(self) -> Program:
+        """Learn shards until there are no more of this job."""
+        must_wait = False
+        while not self.is_leaving:
+            lease = yield jobs.TakeLease(job=self._job, wait=must_wait)
+            if not isinstance(lease, Lease):  # of a scheduler that does not know the job
+                self.cluster.ended(self)
+                return
+            if lease.lease == ALL_DONE:
+                break
+            must_wait = lease.lease == NOTHING_NOW
+            if must_wait:
+                yield from self._rest()
+            else:
+                yield from self._learn(lease)
+        if not self._has_ended:
+            yield from self._rest()
 
-    def _on_job(self, job: Job | Exception) -> None:
-        if self.is_leaving or not isinstance(job, Job):
-            return
-        if job.number < 0:
-            self.leave()
-            return
-        if job.number != self._job:
-            self._job, self._examples, self._over = job.number, 0.0, []
-        self.join(self._go_on_with_job)
-
-    def _go_on_with_job(self) -> None:
-        if self.is_leaving:
-            self._rest(self._seek)
-        else:
-            self._ask_for_lease(wait=False)
-
-    def _ask_for_lease(self, *, wait: bool) -> None:
-        self.line.ask(messages.TakeLease(job=self._job, wait=wait), self._on_lease)
-
-    def _on_lease(self, lease: Lease | Exception) -> None:
-        if self.is_leaving:  # a lease goes back when its worker goes
-            return
-        if not isinstance(lease, Lease):  # it has come to a scheduler that knows nothing of its job
-            self.cluster.ended(self)
-        elif lease.lease == ALL_DONE:
-            self._rest(self._seek)
-        elif lease.lease == NOTHING_NOW:
-            self._rest(lambda: self._ask_for_lease(wait=True))
-        else:
-            self._lease = lease
-            self._iterations_left = self.cluster.random.choice(self.cluster.settings.iterations_per_shard)
-            if lease.shard >= self.cluster.settings.num_shards:
-                self._iterations_left = 0
-                self.line.tell(messages.FileEnded(job=self._job, file=0, num_shards=self.cluster.settings.num_shards))
-            self._wake()
-
-    def _wake(self) -> None:
-        """Begin with a lease."""
-        if self._iterations_left == 0:
-            self._end_shard()
-        elif self.is_counted:
-            self._begin()
-        else:
-            self.join(self._begin)
-
-    def _rest(self, then: Callable[[], None]) -> None:
-        """Find out when all it pushed is safe, let nobody wait for this worker, and then go on."""
-        self.until(
-            [request for push in self._unsafe for request in push.requests], lambda: self._read_before_rest(then)
-        )
-
-    def _read_before_rest(self, then: Callable[[], None]) -> None:
-        clock = self.core.clock
-        if self.cluster.is_sequential and (self._unsafe or self.core.unstable()):
-            self.until(
-                self.pull(self.cluster.settings.all_buckets),
-                lambda: self._have_read(clock, lambda: self._read_before_rest(then)),
+    def _learn(self, lease: Lease) -> Program:
+        cluster, self._lease = self.cluster, lease
+        num_iterations = cluster.random.choice(cluster.settings.iterations_per_shard)
+        if lease.shard >= cluster.settings.num_shards:
+            num_iterations = 0
+            self.jobs.notify(jobs.FileEnded(job=self._job, file=0, num_shards=cluster.settings.num_shards))
+        if num_iterations and not self.is_counted:
+            yield self.join()
+        for _ in range(num_iterations):
+            yield from self._iterate()
+        self._lease = None
+        self._examples += cluster.expected.get(lease.key, 0)
+        if lease.key in cluster.with_reports:
+            self.jobs.request(
+                jobs.Report(job=self._job, fields={"shard": lease.key}, shard=lease.key), lambda answer: None
             )
-        elif self.is_counted:
-            self.until(self.retire(), lambda: self._rested(then))
-        else:
-            self._rested(then)
+        self._finished.append((lease, self.core.clock, self._examples))
+        self._report_done()
 
-    def _rested(self, then: Callable[[], None]) -> None:
+    def _rest(self) -> Program:
+        """Wait until all pushes are safe, and take no part in iterations. Then leave, if that was requested."""
+        yield [request for push in self._unsafe for request in push.requests]
+        while self.cluster.is_sequential and (self._unsafe or self.core.unstable()):
+            clock = self.core.clock
+            yield self.pull(self.cluster.settings.all_buckets)
+            self._have_read(clock)
+        if self.is_counted:
+            yield self.retire()
         self._report_done()
         if self.is_leaving:
-            self.line.ask(messages.JobStatus(job=self._job), lambda _: self._go())  # what was said before has come then
-        else:
-            then()
+            yield jobs.JobStatus(job=self._job)  # all messages before it have come then
+            self._has_ended = True
+            self.send_to_scheduler(MemberLeaving(self.scheduler))
 
     def _report_done(self) -> None:
         first = self._unsafe[0].iteration if self._unsafe else self.finished_clock
-        while self._over and first >= self._over[0][1]:
-            lease, _, examples = self._over.pop(0)
-            self.line.tell(messages.LeaseDone(job=self._job, lease=lease.lease, progress=self._counters(examples)))
+        while self._finished and first >= self._finished[0][1]:
+            lease, _, examples = self._finished.pop(0)
+            self.jobs.notify(jobs.LeaseDone(job=self._job, lease=lease.lease, progress=self._counters(examples)))
 
     def _counters(self, examples: float) -> dict[str, float]:
         return {"job": self._job, "examples": examples}
 
-    def leave(self) -> None:
-        """Go after the current shard."""
-        if not self.is_leaving:
-            self.is_leaving = True
-            if self._lease is None and self.member is not None and not self.is_busy:
-                self._rest(self._seek)
-
-    def _go(self) -> None:
-        self.is_through = True
-        self.tell(Going(self.incarnation))
-
     # Iterations.
 
-    def _begin(self) -> None:
-        used, random = self.cluster.settings.num_buckets, self.cluster.random
-        buckets = self.cluster.settings.all_buckets
+    def _iterate(self) -> Program:
+        settings, random, clock = self.cluster.settings, self.cluster.random, self.core.clock
+        buckets, num_buckets = settings.all_buckets, settings.num_buckets
         if not self.cluster.is_sequential:
-            buckets = bucket_set(random.sample(range(used), random.randint(1, min(4, used))))
-        clock = self.core.clock
-        self.until(self.pull(buckets), lambda: self._have_read(clock, self._think))
+            buckets = bucket_set(random.sample(range(num_buckets), random.randint(1, min(4, num_buckets))))
+        yield self.pull(buckets)
+        self._have_read(clock)
+        low, high = settings.think_s
+        yield low + (high - low) * random.random()
+        for _ in range(random.choice((1, 1, 2, 3))):
+            self._push_some(clock)
+        self.tick()
+        self.jobs.send_counters(self._counters(self._examples + 0.5))  # some of the shard
 
-    def _have_read(self, clock: int, then: Callable[[], None]) -> None:
-        """Take note that all buckets were read in iteration `clock`: what is of iterations before it is stable."""
+    def _push_some(self, iteration: int) -> None:
+        random, num_buckets = self.cluster.random, self.cluster.settings.num_buckets
+        values = []
+        for bucket in sorted(random.sample(range(num_buckets), random.randint(1, num_buckets))):
+            value = random.getrandbits(40)
+            values.append((bucket, self.cluster.oracle.push(self.incarnation, iteration, bucket, value), value))
+        self._unsafe.append(_UnsafePush(iteration, tuple(values), self.push(tuple(values))))
+
+    def _have_read(self, clock: int) -> None:
+        """Take note that all buckets were read in iteration `clock`: iterations before it are stable."""
         if self.cluster.is_sequential:
             self._acknowledge(push for push in list(self._unsafe) if push.iteration < clock)
-        then()
 
     def _acknowledge(self, pushes: Iterable[_UnsafePush]) -> None:
         for push in pushes:
@@ -185,44 +192,67 @@ class SimulatedWorker(SimulatedClient):
         self._report_done()
 
     @override
-    def on_answer(self, connection: SimulatedConnection, frame: AnswerFrame) -> None:
-        super().on_answer(connection, frame)
+    def take_answer(self, session: ServerSession, request: Request | None, answer: Reply) -> None:
+        super().take_answer(session, request, answer)
         if not self.cluster.is_sequential:
             self._acknowledge(push for push in list(self._unsafe) if all(each.is_done for each in push.requests))
 
-    def _think(self) -> None:
-        low, high = self.cluster.settings.think_s
-        self.later(low + (high - low) * self.cluster.random.random(), self._work)
 
-    def _work(self) -> None:
-        random, settings = self.cluster.random, self.cluster.settings
-        iteration = self.core.clock
-        for _ in range(random.choice((1, 1, 2, 3))):
-            buckets = random.sample(range(settings.num_buckets), random.randint(1, settings.num_buckets))
-            values = []
-            for bucket in sorted(buckets):
-                value = random.getrandbits(40)
-                values.append((bucket, self.cluster.oracle.push(self.incarnation, iteration, bucket, value), value))
-            self._unsafe.append(_UnsafePush(iteration, tuple(values), self.push(tuple(values))))
-        self.tick()
-        self._iterations_left -= 1
-        self.line.send_counters(self._counters(self._examples + 0.5))  # some of the shard
-        if self._iterations_left:
-            self._begin()
-        else:
-            self._end_shard()
+class Poster(SimulatedNode):
+    """An observer with a program. After its death another poster goes on from the last account."""
 
-    def _end_shard(self) -> None:
-        lease, self._lease = self._lease, None
-        assert lease is not None
-        self._examples += self.cluster.expected.get(lease.key, 0)
-        if lease.key in self.cluster.with_reports:
-            self.line.ask(messages.Report(job=self._job, fields={"shard": lease.key}, shard=lease.key))
-        self._over.append((lease, self.core.clock, self._examples))
-        self._report_done()
-        self._go_on_with_job()
+    def __init__(self, name: str, cluster: Cluster) -> None:
+        super().__init__("poster", name, cluster, role=Role.OBSERVER)
+
+    @override
+    def welcomed(self) -> None:
+        Performer(self.jobs, self.later).perform(self._work())
+
+    def _work(self) -> Program:
+        while not self.cluster.is_done:
+            job: Any = yield jobs.PostJob(spec=self._spec())
+            yield from self._follow(job)
+        while True:
+            yield EndWork()
+            yield 4 * _POLL_S  # again, for workers that come later
+
+    def _spec(self) -> JobSpec:
+        settings, account, random = self.cluster.settings, self.cluster.account, self.cluster.random
+        spec = JobSpec(
+            description=b"",
+            files=(random.choice((settings.num_shards, None)),) if account is None else account.files,
+            epochs=settings.epochs,
+            assignment=random.choice(("first-come", "strided")),
+            done=() if account is None else account.done,
+            progress={} if account is None else account.progress,
+        )
+        self.cluster.oracle.posted(spec.done)
+        return spec
+
+    def _follow(self, job: int) -> Program:
+        """Take the reports of a job until it is finished, or has to be posted again."""
+        cluster = self.cluster
+        while not cluster.is_done:
+            state = yield jobs.JobStatus(job=job)
+            if not isinstance(state, JobState) or state.failed:  # of a scheduler that does not know the job
+                return
+            if state.num_reports:
+                report = yield jobs.TakeReports(job=job)
+                if isinstance(report, TakenReport):
+                    cluster.oracle.reported(report.fields["shard"])
+            elif state.finished:
+                cluster.oracle.finished(state, cluster.expected, cluster.with_reports)
+                cluster.is_done = True
+            else:
+                if not cluster.has_reports:
+                    self.jobs.request(jobs.GetAccount(job=job), self._take_account)
+                yield _POLL_S
+
+    def _take_account(self, account: JobAccount | Exception) -> None:
+        if isinstance(account, JobAccount):
+            self.cluster.account = account
 
 
 def examples_in(key: Key) -> float:
-    """How many examples a shard has."""
+    """Return the number of examples in a shard."""
     return 1.0 + (5 * key[0] + key[2]) % 4

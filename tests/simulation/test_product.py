@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+from tests.simulation.broken_rules import BREAK
 
 from paceline.protocol.delivery import Delivery
 from paceline.tables.sparse_part import SparsePart
@@ -46,21 +47,7 @@ def violations(num_faults: int) -> Iterator[str]:
 
 
 def test_a_filter_that_lets_all_through_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    missing, admit = Delivery.missing, Delivery.admit
-
-    def all_of(delivery: Delivery, buckets: int | None) -> int:
-        return delivery.buckets if buckets is None else buckets
-
-    def lets_through(delivery: Delivery, incarnation: int, sequence: int, buckets: int | None = None) -> int:
-        missing(delivery, incarnation, sequence, buckets)
-        return all_of(delivery, buckets)
-
-    def admits_all(delivery: Delivery, incarnation: int, sequence: int, buckets: int | None = None) -> int:
-        admit(delivery, incarnation, sequence, buckets)
-        return all_of(delivery, buckets)
-
-    monkeypatch.setattr(Delivery, "missing", lets_through)
-    monkeypatch.setattr(Delivery, "admit", admits_all)
+    BREAK["exactly once"](monkeypatch)
     assert any("(exactly once)" in each or "(reads)" in each for each in violations(8))
 
 

@@ -11,12 +11,13 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+from tests.simulation.broken_rules import BREAK
 
 import simulator
 from paceline.protocol.consistency import BoundedDelay, Sequential
 from paceline.protocol.iterations import Iterations
 from paceline.protocol.reachability import Reachability
-from simulator import FOLLOWING, KINDS, Cluster, ClusterSize, Defect
+from simulator import FOLLOWING, KINDS, Cluster, ClusterSize
 from simulator.__main__ import main
 
 SEEDS = range(300)
@@ -24,9 +25,7 @@ DEFECT_SEEDS = 200
 
 
 def test_public_names() -> None:
-    assert sorted(simulator.__all__) == sorted(
-        ["Cluster", "Defect", "FOLLOWING", "KINDS", "Outcome", "ClusterSize", "Violation"]
-    )
+    assert sorted(simulator.__all__) == sorted(["Cluster", "FOLLOWING", "KINDS", "Outcome", "ClusterSize", "Violation"])
 
 
 @pytest.mark.parametrize("first", SEEDS[::50])
@@ -117,9 +116,9 @@ def test_no_restarted_scheduler_forgets_that_somebody_is_gone() -> None:
         faults = ("crash-scheduler", "join-worker", "crash-worker")
         outcome = Cluster(seed, faults=faults, num_faults=24, trace=lines.append).run()
         assert outcome.violation is None
-        maps = re.findall(r"scheduler -> .*Map\(epoch=(\d+),.*highest=(\d+)", "\n".join(lines))
-        highest = dict(sorted((int(epoch), int(number)) for epoch, number in maps))
-        assert list(highest.values()) == sorted(highest.values())
+        views = re.findall(r"Publish\(view=View\(term=(\d+), epoch=(\d+).* last_incarnation=(\d+)", "\n".join(lines))
+        last = [incarnation for *_, incarnation in sorted(tuple(map(int, view)) for view in views)]
+        assert last == sorted(last) != []
         num_restarts += outcome.fired["crash-scheduler"]
     assert num_restarts > 10
 
@@ -131,23 +130,11 @@ def test_without_faults_nothing_is_sent_again() -> None:
         assert outcome.fired["resend"] == outcome.fired["duplicate"] == outcome.fired["dead"] == 0
 
 
-@pytest.mark.parametrize("defect", Defect)
-def test_a_deliberate_defect_is_found(defect: Defect) -> None:
-    for seed in range(DEFECT_SEEDS):
-        if Cluster(seed, defect=defect).run().violation is not None:
-            return
-    raise AssertionError(f"{defect} was not found within {DEFECT_SEEDS} seeds")
-
-
-def test_each_defect_is_found_as_what_it_is() -> None:
-    expected = {
-        Defect.ACKNOWLEDGE_EARLY: "no acknowledged push is lost",
-        Defect.NO_FILTER: "exactly once",
-        Defect.GATE_OFF_BY_ONE: "gate",
-    }
-    for defect, promise in expected.items():
-        outcomes = (Cluster(seed, defect=defect).run() for seed in range(DEFECT_SEEDS))
-        assert any(each.violation is not None and f"({promise})" in each.violation for each in outcomes)
+@pytest.mark.parametrize("promise", BREAK)
+def test_a_broken_rule_is_found(promise: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    BREAK[promise](monkeypatch)
+    outcomes = (Cluster(seed).run() for seed in range(DEFECT_SEEDS))
+    assert any(f"({promise})" in (each.violation or "") for each in outcomes)
 
 
 def test_buckets_are_lost_when_more_servers_fail_than_a_chain_bears() -> None:
@@ -179,8 +166,11 @@ def test_a_seed_is_the_same_in_every_process() -> None:
     assert hashes == {f"{Cluster(11).run().trace_hash}\n"}
 
 
-def test_a_violation_prints_the_command_that_replays_it(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--seeds", "0:40", "--defect", "no-filter", "--faults", "cut,crash-server"]
+def test_a_violation_prints_the_command_that_replays_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    BREAK["exactly once"](monkeypatch)
+    arguments = ["--seeds", "0:40", "--faults", "cut,crash-server"]
     assert main(arguments) == 1
     printed = capsys.readouterr().out
     found = re.search(r"seed (\d+): (.*)\n  python -m simulator (.*)\n", printed)
@@ -205,9 +195,7 @@ def test_the_table_says_what_fired(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ["--seeds", "many"],
         ["--faults", "meteor"],
-        ["--defect", "all"],
         ["--product", "--may-lose"],
-        ["--product", "--defect", "no-filter"],
     ],
 )
 def test_wrong_usage(wrong: list[str]) -> None:

@@ -39,7 +39,6 @@ LARGE_CLASSES = {
     "simulator/product/faults.py:ProductFaults": (32, 8),
     "simulator/product/network.py:End": (14, 16),
     "simulator/product/state.py:ClusterState": (9, 19),
-    "simulator/worker.py:SimulatedWorker": (26, 8),
     "sklearn/estimator.py:SparseEstimator": (18, 20),  # a parameter of scikit-learn's is an attribute
     "tables/dense_part.py:DensePart": (29, 8),
     "tables/part.py:TablePart": (32, 7),

@@ -1,0 +1,123 @@
+"""A member's requests to the scheduler about jobs, and the programs that make them. They have no rule of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from functools import partial
+from typing import Any, TypeAlias
+
+from paceline.protocol.client import Request
+from paceline.protocol.jobs import Counters, JobMemory, MemberLedger, messages
+from paceline.protocol.scheduler.line import MemberEnd, SentMessage
+from simulator.messages import EndWork, JobMessage, Reply
+
+JobCall: TypeAlias = messages.JobRequest | EndWork
+Program: TypeAlias = Generator[float | list[Request] | JobCall, Any, None]
+"""The work of a node. It yields a time to sleep, requests to servers to wait for, or a request about jobs."""
+
+
+class JobRequests:
+    """The requests of one member. `send` sends to the scheduler, `now_s` returns the member's time."""
+
+    def __init__(self, send: Callable[[JobMessage], None], now_s: Callable[[], float]) -> None:
+        self._send_message = send
+        self._now_s = now_s
+        self._is_welcome = False  # by the scheduler of the present connection
+        self._messages = MemberEnd()
+        self._ledger = MemberLedger()
+        self._callbacks: dict[int, Callable[[Any], None]] = {}  # by request
+
+    def request(self, request: JobCall, then: Callable[[Any], None] = lambda answer: None) -> None:
+        """Send a request, and call `then` with the answer, which may be an error."""
+        content = request if isinstance(request, EndWork) else self._ledger.sent(request)
+        message = self._messages.add(content, is_call=True)
+        self._callbacks[message.number] = then
+        self._send(message)
+
+    def notify(self, notice: messages.JobRequest) -> None:
+        """Send a notice."""
+        self._send(self._messages.add(self._ledger.sent(notice)))
+
+    def send_counters(self, counters: Counters) -> None:
+        """Send this worker's counters, in the place of those that are still to be sent."""
+        self._ledger.counted(counters)
+        message = messages.CountersReceived(counters=counters)
+        self._send(self._messages.add(message, supersedes=messages.CountersReceived))
+
+    def disconnected(self) -> JobMemory | None:
+        """Send nothing until the next welcome; return the knowledge for a new scheduler."""
+        self._is_welcome = False
+        return self._ledger.memory(self._now_s())
+
+    def welcomed(self, incarnation: int, received: int) -> None:
+        """Send again the messages that the scheduler may lack."""
+        self._ledger.incarnation, self._is_welcome = incarnation, True
+        for report, _ in self._ledger.again() if received < 0 else ():
+            self._send_message(JobMessage(0, 0, self._messages.lowest, report))
+        for message in self._messages.since(received):
+            self._send(message)
+
+    def _send(self, message: SentMessage) -> None:
+        if self._is_welcome:
+            number = message.number if message.is_call else 0
+            self._send_message(JobMessage(number, message.number, self._messages.lowest, message.content))
+
+    def take_reply(self, reply: Reply) -> None:
+        """Take an answer, or news of the job."""
+        self._messages.received(reply.received)
+        if isinstance(reply.content, messages.JobNews):
+            self._ledger.told(reply.content.record)
+            return
+        message = self._messages.take(reply.number)
+        if message is not None:
+            if not isinstance(message.content, EndWork) and not isinstance(reply.content, Exception):
+                self._ledger.answered(message.content, reply.content, self._now_s())
+            self._callbacks.pop(reply.number)(reply.content)
+
+
+class Performer:
+    """Runs one program at a time. `later` calls a function after a delay, `is_done` tells when requests are done."""
+
+    def __init__(
+        self,
+        jobs: JobRequests,
+        later: Callable[..., None],
+        is_done: Callable[[list[Request]], bool] = lambda requests: True,
+    ) -> None:
+        self._jobs = jobs
+        self._later = later
+        self._is_done = is_done
+        self._program: Program | None = None
+        self._awaited: list[Request] | None = None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the program waits for requests to servers."""
+        return self._awaited is not None
+
+    def perform(self, program: Program) -> None:
+        """Run a program from its beginning. The program before it does not go on."""
+        self._program = program
+        self._resume(program, None)
+
+    def go_on(self) -> None:
+        """Run the program if its requests are done."""
+        if self._program is not None and self._awaited is not None and self._is_done(self._awaited):
+            self._resume(self._program, None)
+
+    def _resume(self, program: Program, value: Any) -> None:
+        if program is not self._program:
+            return
+        self._awaited = None
+        try:
+            step = program.send(value)
+            while isinstance(step, list) and self._is_done(step):
+                step = program.send(None)
+        except StopIteration:
+            return
+        if isinstance(step, list):
+            self._awaited = step
+        elif isinstance(step, float):
+            self._later(step, self._resume, program, None)
+        else:
+            self._jobs.request(step, partial(self._resume, program))

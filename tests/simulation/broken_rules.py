@@ -1,0 +1,76 @@
+"""Rules of the protocol that tests break, by the promise that does not hold then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import pytest
+
+from paceline.protocol.clocks import Gate
+from paceline.protocol.delivery import Delivery
+from paceline.protocol.iterations import Iterations
+from paceline.protocol.replication import (
+    Acknowledge,
+    Event,
+    Forget,
+    Forward,
+    Forwarded,
+    Instruction,
+    PushReceived,
+    RefusePush,
+    Replication,
+)
+
+
+def repeat_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Apply a push again when it comes again."""
+    missing, admit = Delivery.missing, Delivery.admit
+
+    def extent(delivery: Delivery, buckets: int | None) -> int:
+        return delivery.buckets if buckets is None else buckets
+
+    def find_all(delivery: Delivery, incarnation: int, sequence: int, buckets: int | None = None) -> int:
+        missing(delivery, incarnation, sequence, buckets)
+        return extent(delivery, buckets)
+
+    def admit_all(delivery: Delivery, incarnation: int, sequence: int, buckets: int | None = None) -> int:
+        admit(delivery, incarnation, sequence, buckets)
+        return extent(delivery, buckets)
+
+    monkeypatch.setattr(Delivery, "missing", find_all)
+    monkeypatch.setattr(Delivery, "admit", admit_all)
+
+
+def acknowledge_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Acknowledge a push before the servers behind have it."""
+    handle = Replication.handle
+    acknowledged: set[int] = set()
+    tokens: list[object] = []  # kept, so that no two of them have the same id
+
+    def handle_early(core: Replication, event: Event) -> list[Instruction]:
+        done = (Acknowledge, RefusePush, Forget)
+        instructions = [
+            each for each in handle(core, event) if not (isinstance(each, done) and id(each.token) in acknowledged)
+        ]
+        if isinstance(event, PushReceived | Forwarded) and any(isinstance(each, Forward) for each in instructions):
+            acknowledged.add(id(event.token))
+            tokens.append(event.token)
+            instructions.append(Acknowledge(event.token))
+        return instructions
+
+    monkeypatch.setattr(Replication, "handle", handle_early)
+
+
+def open_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Open the gate one iteration too early."""
+    may_read, is_open = Iterations.may_read, Gate.is_open
+    monkeypatch.setattr(Iterations, "may_read", lambda iterations, clock: may_read(iterations, clock - 1))
+    monkeypatch.setattr(Gate, "is_open", lambda gate, clock: is_open(gate, clock - 1))
+
+
+BREAK: Final[dict[str, Callable[[pytest.MonkeyPatch], None]]] = {
+    "no acknowledged push is lost": acknowledge_early,
+    "exactly once": repeat_all,
+    "gate": open_early,
+}
