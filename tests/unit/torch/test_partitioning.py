@@ -214,7 +214,7 @@ def test_what_a_partitioned_model_is_not_for_is_said(capfd: pytest.CaptureFixtur
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * 2 if x.sum() > 0 else x
 
-    with pytest.raises(UsageError, match="Branching cannot be made a graph"):
+    with pytest.raises(UsageError, match="Branching cannot be cut"):
         pt.partition(Branching(), torch.ones(2, 3), ["cpu", "cpu"])
     assert "def forward" not in capfd.readouterr().err
 
@@ -404,7 +404,7 @@ class ByValue(nn.Module):
         (Tied(), ["cpu"], {"memory": [1, 2]}, "memory: got 2 numbers"),
         (InPlace(), ["cpu"], {}, "add_ changes .* in place, which .* takes too"),
         (InPlaceBehindModules(), ["cpu"], {}, "relu changes .* in place, which .* takes too"),
-        (ByValue(), ["cpu"], {}, "ByValue cannot be made a graph: torch.fx says .* torch.export"),
+        (ByValue(), ["cpu"], {}, "ByValue cannot be cut: .* torch.fx: .* torch.export"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(

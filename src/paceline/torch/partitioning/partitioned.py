@@ -13,9 +13,10 @@ from torch import nn
 from typing_extensions import override
 
 from paceline.errors import UsageError
-from paceline.torch.partitioning.capture import CapturedGraph, capture, constants_of
+from paceline.torch.capture.calls import CallArguments
 from paceline.torch.partitioning.drawing import describe_cut, draw_cut
 from paceline.torch.partitioning.graph import CutGraph
+from paceline.torch.partitioning.measuring import MeasuredGraph, bind_call, measure_graph
 from paceline.torch.partitioning.placing import TransferTimes, check_together, place_by_name, place_evenly, plan
 from paceline.torch.partitioning.program import Program
 
@@ -47,15 +48,16 @@ def partition(
     """
     found = _checked_devices(devices)
     args, kwargs = _arguments_of(example)
-    captured = capture(model, args, kwargs)
+    arguments = bind_call(model, args, kwargs)
+    measured = measure_graph(model, arguments)
     if placement is None:
-        by_operation = _plan(captured, found, memory)
+        by_operation = _plan(measured, found, memory)
     elif memory is None:
-        by_operation = place_by_name(captured.operations, captured.paths, _numbered(placement, devices, found))
-        check_together(by_operation, _groups(captured, lambda name: _modules_and_buffers(captured, name)))
+        by_operation = place_by_name(measured.operations, measured.paths, _numbered(placement, devices, found))
+        check_together(by_operation, _groups(measured, lambda name: _modules_and_buffers(measured, name)))
     else:
         raise UsageError("got both placement and memory, expected one of them: a placement is kept as it is")
-    return PartitionedModel(model, (args, kwargs), Program(captured, found, by_operation, compile=compile))
+    return PartitionedModel(model, arguments, Program(measured, found, by_operation, compile=compile))
 
 
 def _checked_devices(devices: Sequence[str | torch.device]) -> tuple[torch.device, ...]:
@@ -95,17 +97,17 @@ def _numbered(
     return numbers
 
 
-def _plan(captured: CapturedGraph, devices: Sequence[torch.device], memory: Sequence[int] | None) -> dict[str, int]:
-    groups = _groups(captured, captured.tensors_of)
-    sizes = [_num_bytes(tensor for name in group for tensor in captured.tensors_of(name)) for group in groups]
+def _plan(measured: MeasuredGraph, devices: Sequence[torch.device], memory: Sequence[int] | None) -> dict[str, int]:
+    groups = _groups(measured, measured.tensors_of)
+    sizes = [_num_bytes(tensor for name in group for tensor in measured.tensors_of(name)) for group in groups]
     if memory is not None and len(memory) != len(devices):
         raise UsageError(f"memory: got {len(memory)} numbers, expected one of bytes for each of {len(devices)} devices")
     if memory is None:
-        return place_evenly(captured.operations, captured.costs, groups, sizes, len(devices), TransferTimes())
-    return plan(captured.operations, captured.costs, groups, sizes, memory, TransferTimes())
+        return place_evenly(measured.operations, measured.costs, groups, sizes, len(devices), TransferTimes())
+    return plan(measured.operations, measured.costs, groups, sizes, memory, TransferTimes())
 
 
-def _groups(captured: CapturedGraph, held_by: Callable[[str], Iterable[Any]]) -> list[list[str]]:
+def _groups(measured: MeasuredGraph, held_by: Callable[[str], Iterable[Any]]) -> list[list[str]]:
     """Return the operations that hold something, together where they hold the same."""
     leader: dict[int, int] = {}
 
@@ -115,7 +117,7 @@ def _groups(captured: CapturedGraph, held_by: Callable[[str], Iterable[Any]]) ->
             each = leader[each]
         return each
 
-    held = {operation.name: [id(each) for each in held_by(operation.name)] for operation in captured.operations}
+    held = {operation.name: [id(each) for each in held_by(operation.name)] for operation in measured.operations}
     for its in held.values():
         for each in its:
             leader[leader_of(each)] = leader_of(its[0])
@@ -126,8 +128,8 @@ def _groups(captured: CapturedGraph, held_by: Callable[[str], Iterable[Any]]) ->
     return list(groups.values())
 
 
-def _modules_and_buffers(captured: CapturedGraph, name: str) -> list[Any]:
-    module = captured.module_of(name)
+def _modules_and_buffers(measured: MeasuredGraph, name: str) -> list[Any]:
+    module = measured.module_of(name)
     return [] if module is None else [module, *module.buffers()]
 
 
@@ -142,13 +144,13 @@ class PartitionedModel(nn.Module):
     Its parameters, buffers and submodules are the model's, under the same names: so is its ``state_dict``.
     """
 
-    def __init__(self, model: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]], program: Program) -> None:
+    def __init__(self, model: nn.Module, example: CallArguments, program: Program) -> None:
         super().__init__()
         self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
-        self._whole = (model, *arguments)  # in a tuple, so that it is no submodule
+        self._whole = (model, example)  # in a tuple, so that it is no submodule
         self.training = model.training
         self._submodules = list(model.named_modules())
-        self._programs = {self._key(*arguments): program}
+        self._programs = {self._key(example): program}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PartitionedModel:
         twin = memo[id(self)] = PartitionedModel.__new__(PartitionedModel)
@@ -175,35 +177,36 @@ class PartitionedModel(nn.Module):
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model returns; each output is on the device on which it was computed."""
-        return self._program(args, kwargs).run(args, kwargs)
+        arguments = bind_call(self._whole[0], args, kwargs)
+        return self._program(arguments).run(arguments)
 
     def describe(self) -> str:
         """Return the cut graph as text: by device its segments, and what each receives and sends."""
         program = self._program()
-        return describe_cut(program.cut, program.titles(), program.captured.shapes)
+        return describe_cut(program.cut, program.titles(), program.measured.shapes)
 
     def save_svg(self, path: str | Path) -> None:
         """Draw the cut graph: a column for each device, from above the segments in the order of what they wait for."""
         program = self._program()
-        Path(path).write_text(draw_cut(program.cut, program.titles(), program.captured.shapes), encoding="utf-8")
+        Path(path).write_text(draw_cut(program.cut, program.titles(), program.measured.shapes), encoding="utf-8")
 
-    def _program(self, *call: Any) -> Program:
-        """Return the program for a call's arguments and keyword arguments; for the example where none are given.
+    def _program(self, arguments: CallArguments | None = None) -> Program:
+        """Return the program for a call; None: for the example.
 
-        What a forward does may depend on the modes of modules, and on arguments that are no tensors nor numbers.
+        A forward may depend on the modes of modules, on constants and on the structure of the arguments.
         """
-        model = self._whole[0]
-        args, kwargs = call or self._whole[1:]
-        key = self._key(args, kwargs)
+        model, example = self._whole
+        arguments = arguments or example
+        key = self._key(arguments)
         if key not in self._programs:
-            captured, other = capture(model, args, kwargs), next(iter(self._programs.values()))
-            known = set(captured.paths.values())
+            measured, other = measure_graph(model, arguments), next(iter(self._programs.values()))
+            known = set(measured.paths.values())
             placement = {path: device for path, device in other.placement.items() if path in known}
-            by_operation = place_by_name(captured.operations, captured.paths, placement)
-            self._programs[key] = Program(captured, other.devices, by_operation, compile=other.compile)
+            by_operation = place_by_name(measured.operations, measured.paths, placement)
+            self._programs[key] = Program(measured, other.devices, by_operation, compile=other.compile)
         return self._programs[key]
 
-    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    def _key(self, arguments: CallArguments) -> tuple[Any, ...]:
         model = self._whole[0]
         model.training = self.training
         modes = []
@@ -214,7 +217,7 @@ class PartitionedModel(nn.Module):
                     "partition it again"
                 )
             modes.append(module.training)
-        return tuple(modes), *sorted(constants_of(model, args, kwargs).items())
+        return tuple(modes), tuple(arguments.values), *arguments.constants.items()
 
     @override
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PartitionedModel:

@@ -1,4 +1,4 @@
-"""A captured graph, cut over devices, whose segments run as what they take arrives."""
+"""A measured graph, cut over devices, whose segments run as what they take arrives."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from paceline.torch.capture.calls import CallArguments
 from paceline.torch.device_threads import DeviceThreads
-from paceline.torch.partitioning.capture import CapturedGraph, give_parameters, segment_module
 from paceline.torch.partitioning.graph import Arrivals, cut_graph
+from paceline.torch.partitioning.measuring import MeasuredGraph, give_parameters, segment_module
 
 
 class Program:
@@ -23,21 +24,21 @@ class Program:
 
     def __init__(
         self,
-        captured: CapturedGraph,
+        measured: MeasuredGraph,
         devices: Sequence[torch.device],
         by_operation: Mapping[str, int],
         *,
         compile: bool | str,
     ) -> None:
-        self.captured = captured
+        self.measured = measured
         self.compile = compile
         self.devices = tuple(devices)
-        self._homes = _Homes(captured, by_operation)
+        self._homes = _Homes(measured, by_operation)
         self.place()
-        self.cut = cut_graph(captured.operations, self._homes.by_operation, captured.outputs)
+        self.cut = cut_graph(measured.operations, self._homes.by_operation, measured.outputs)
         self._run_segments: list[Callable[..., list[Any]]] = []
         for segment in self.cut.segments:
-            module = segment_module(captured, segment.operations, segment.inputs, segment.outputs)
+            module = segment_module(measured, segment.operations, segment.inputs, segment.outputs)
             if compile:
                 backend = "inductor" if compile is True else compile
                 self._run_segments.append(torch.compile(module, backend=backend))
@@ -48,11 +49,11 @@ class Program:
     @property
     def placement(self) -> dict[str, int]:
         """The device of each module, parameter and buffer that an operation calls or holds, by its path."""
-        captured, devices = self.captured, self._homes.by_operation
+        measured, devices = self.measured, self._homes.by_operation
         return {
-            captured.paths[name]: device
+            measured.paths[name]: device
             for name, device in devices.items()
-            if captured.nodes[name].op in ("call_module", "get_attr")
+            if measured.nodes[name].op in ("call_module", "get_attr")
         }
 
     def place(self) -> None:
@@ -72,18 +73,18 @@ class Program:
             for number, (device, size) in enumerate(zip(self.devices, held, strict=True))
         ]
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what the model returns for these arguments."""
-        call = _Call(self, self.captured.bind(args, kwargs))
+    def run(self, arguments: CallArguments) -> Any:
+        """Return the model's result for a call."""
+        call = _Call(self, self.measured.name_values(arguments))
         self._threads.run(call.work_on, len(self.devices), grad=torch.is_grad_enabled())
-        return self.captured.collect(call.values)
+        return self.measured.captured.output.fill(lambda node: call.values[node.name])
 
     def run_segment(self, number: int, inputs: Sequence[Any]) -> list[Any]:
         """Return the outputs of a segment; what it raises says which operation did."""
         try:
             return self._run_segments[number](*inputs)
         except Exception as error:
-            _say_where(error, self.captured, self.cut.segments[number].operations)
+            _say_where(error, self.measured, self.cut.segments[number].operations)
             raise
 
 
@@ -94,33 +95,33 @@ class _Homes:
     tied weights are summed.
     """
 
-    def __init__(self, captured: CapturedGraph, by_operation: Mapping[str, int]) -> None:
+    def __init__(self, measured: MeasuredGraph, by_operation: Mapping[str, int]) -> None:
         self.by_operation = dict(by_operation)
         self.by_path: dict[str, int] = {}
         self._held: dict[int, tuple[torch.Tensor, int]] = {}
-        paths = {id(tensor): path for path, tensor in captured.tensors()}
-        for operation in captured.operations:
-            for tensor in captured.tensors_of(operation.name):
+        paths = {id(tensor): path for path, tensor in measured.tensors()}
+        for operation in measured.operations:
+            for tensor in measured.tensors_of(operation.name):
                 _, home = self._held.setdefault(id(tensor), (tensor, self.by_operation[operation.name]))
                 self.by_path.setdefault(paths[id(tensor)], home)
-        for operation in captured.operations:
-            self._give_away(captured, operation.name, paths)
+        for operation in measured.operations:
+            self._give_away(measured, operation.name, paths)
 
     def tensors(self) -> list[tuple[torch.Tensor, int]]:
         """Return the parameters and buffers with the number of the device of each."""
         return list(self._held.values())
 
-    def _give_away(self, captured: CapturedGraph, name: str, paths: Mapping[int, str]) -> None:
-        module, device = captured.module_of(name), self.by_operation[name]
+    def _give_away(self, measured: MeasuredGraph, name: str, paths: Mapping[int, str]) -> None:
+        module, device = measured.module_of(name), self.by_operation[name]
         if module is None:
-            for tensor in captured.tensors_of(name):
+            for tensor in measured.tensors_of(name):
                 self.by_operation[name] = self._held[id(tensor)][1]
             return
         elsewhere = {
             its: paths[id(tensor)] for its, tensor in module.named_parameters() if self._held[id(tensor)][1] != device
         }
         if elsewhere:
-            values = give_parameters(captured, name, elsewhere)
+            values = give_parameters(measured, name, elsewhere)
             self.by_operation.update(zip(values, (self.by_path[path] for path in elsewhere.values()), strict=True))
 
 
@@ -179,10 +180,10 @@ class _Call:
             each.put(_Stop())
 
 
-def _say_where(error: Exception, captured: CapturedGraph, operations: Sequence[str]) -> None:
+def _say_where(error: Exception, measured: MeasuredGraph, operations: Sequence[str]) -> None:
     """Put the operation that raised before an error's message, and the module that it belongs to."""
     name = _raising_operation(error, operations)
-    path = captured.paths.get(name, "")
+    path = measured.paths.get(name, "")
     where = f"{name}, in {path}" if path and path != name else name
     if error.args and isinstance(error.args[0], str):
         error.args = (f"{where}: {error.args[0]}", *error.args[1:])

@@ -12,16 +12,15 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import pipe_split
 
 from paceline.errors import UsageError
+from paceline.torch.capture.calls import bind
 from paceline.torch.strategies.pipeline.absent import AbsentGrad
-from paceline.torch.strategies.pipeline.calls import bind
-from paceline.torch.strategies.pipeline.graph import LayerGraph
+from paceline.torch.strategies.pipeline.graph import LayerGraph, trace
 from paceline.torch.strategies.pipeline.model import joined_output
 from paceline.torch.strategies.pipeline.numbers import rule_of
 from paceline.torch.strategies.pipeline.partition import cut, cuts_by_name
 from paceline.torch.strategies.pipeline.plan.measuring import measure_layers
 from paceline.torch.strategies.pipeline.row_dimensions import RowShapes
 from paceline.torch.strategies.pipeline.stage import LayerError, Saved, Stage
-from paceline.torch.strategies.pipeline.tracing import trace
 from paceline.torch.strategies.pipeline.values import add_numbers, put_together, row_bounds, take_apart, tensors_of
 
 
@@ -101,9 +100,7 @@ def test_names_that_no_stage_can_begin_with(names: list[str], message: str) -> N
 
 
 def test_a_forward_that_decides_by_values_is_named() -> None:
-    with pytest.raises(
-        UsageError, match=r"Gate cannot be cut into stages: its forward stands in the way \(.*test_pipeline_graph"
-    ):
+    with pytest.raises(UsageError, match=r"Gate cannot be cut: its forward \(.*test_pipeline_graph"):
         traced(Gate(), X)
 
 
@@ -128,10 +125,10 @@ def test_a_forward_that_decides_by_sizes_becomes_operations() -> None:
     assert list(called.values) == ["xs[0]", "xs[1]", "named['more']['y']"]
     graph = trace(model, called)
     assert [layer.name for layer in graph.layers] == ["first", "last"]
-    assert graph.output.fill(lambda node: node.name) == {"y": "mul_1", "count": 2, "cache": None}
+    assert graph.captured.output.fill(lambda node: node.name) == {"y": "mul_1", "count": 2, "cache": None}
     values = dict(called.values)
-    assert graph.refusal({name: torch.randn(3, 4) for name in values}) is None
-    assert graph.refusal({**values, "xs[1]": torch.randn(3, 5)}) is not None
+    assert graph.captured.check([torch.randn(3, 4)] * 3) is None
+    assert graph.captured.check([X, torch.randn(3, 5), X]) is not None
     partition = cut(graph, [1], [0, 1], model)
     crossing = [route.value for route in partition.routes.routes]
     assert len(crossing) == 1  # what depends on sizes alone does not travel
@@ -161,7 +158,7 @@ def test_modules_that_stay_whole_are_known() -> None:
             super().__init__()
             self.other = nn.Linear(4, 4)
 
-    whole = traced(nn.Sequential(Hiding(), nn.Linear(4, 4)), X).whole
+    whole = traced(nn.Sequential(Hiding(), nn.Linear(4, 4)), X).captured.whole
     assert list(whole) == ["0"]
     assert whole["0"].startswith("0 (Hiding, ")
     assert "test_pipeline_graph.py" in whole["0"]
@@ -241,7 +238,7 @@ def test_numbers_that_are_no_tensors_may_not_depend_on_the_batch(
     shapes = RowShapes(graph, {"x": X})
     assert shapes.has_plain_of_rows is depends
     assert rule_of(shapes.output_node(0), graph, shapes).kind == "mean over rows"
-    assert type(graph.output.fill(lambda node: node)) is defaultdict
+    assert type(graph.captured.output.fill(lambda node: node)) is defaultdict
 
 
 def test_objects_known_by_their_address_are_refused() -> None:
@@ -293,6 +290,30 @@ def test_stages_do_what_the_model_does(split_backward: bool) -> None:
         output, found = run_stages(whole, cuts, X, split_backward=split_backward)
         torch.testing.assert_close(output, expected)
         torch.testing.assert_close(found, grads)
+
+
+class Frozen(nn.Module):
+    """Its first layer learns nothing, and its noise is new in each call: a trace by torch.fx would lose both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            h = self.first(x)
+        return self.last(h + torch.rand(1))
+
+
+def test_parts_without_gradients_and_noise_are_kept() -> None:
+    model = Frozen()
+    outputs = [run_stages(model, [], X, split_backward=False)[0] for _ in range(2)]
+    assert model.first.weight.grad is None
+    assert model.last.weight.grad is not None
+    assert outputs[0].equal(outputs[1])  # a stage draws by step and microbatch
+    noise = (outputs[0] - model.last(model.first(X))).detach()
+    torch.testing.assert_close(noise, noise[:1].expand(6, 4))
+    assert noise.any()
 
 
 def test_dropout_does_not_depend_on_the_cut() -> None:

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from paceline.errors import UsageError
-from paceline.torch.strategies.pipeline.calls import bind
+from paceline.torch.capture.calls import bind
+from paceline.torch.strategies.pipeline.graph import trace
 from paceline.torch.strategies.pipeline.numbers import rule_of
 from paceline.torch.strategies.pipeline.row_dimensions import RowShapes
-from paceline.torch.strategies.pipeline.tracing import trace
 from paceline.torch.strategies.pipeline.values import cut_rows, row_bounds
 
 ROWS, PARTS = 7, 3

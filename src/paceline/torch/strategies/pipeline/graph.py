@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.nn import functional as F  # noqa: N812
 
 from paceline.errors import UsageError
-from paceline.torch.graph_rules import changes_in_place, draws
-from paceline.torch.strategies.pipeline.calls import OutputForm
+from paceline.torch.capture.calls import CallArguments
+from paceline.torch.capture.graph import CapturedGraph
+from paceline.torch.capture.operations import changes_in_place, draws, modules_around, stage_boundary
+from paceline.torch.capture.tracing import capture
 
 
 @dataclass(slots=True)
@@ -29,21 +29,14 @@ class ModelLayer:
 
 @dataclass(frozen=True, slots=True)
 class LayerGraph:
-    """A traced forward."""
+    """The graph of a forward, as layers."""
 
+    captured: CapturedGraph
     layers: list[ModelLayer]
-    output: OutputForm
-    """What the forward returns."""
     marks: tuple[int, ...]
     """The layers before which ``pipe_split()`` stands."""
-    root: nn.Module
-    """Holds what nodes call and take by name; of parameters and buffers the model's own."""
     free: frozenset[fx.Node]
     """Nodes that depend on the model's arguments alone: every stage that uses one computes it itself."""
-    refusal: Callable[[Mapping[str, Any]], str | None]
-    """From arguments to why the graph is not for them; None if it is."""
-    whole: Mapping[str, str]
-    """By name, what is to be said of modules that are one layer because they cannot be traced."""
 
     def place_of(self, layer: ModelLayer) -> tuple[str, int]:
         """Return a layer's name, and how many layers before it have the same."""
@@ -80,25 +73,19 @@ def key_of(node: fx.Node) -> str:
     return f"argument {node.target}" if node.op == "placeholder" else node.name
 
 
-def stage_boundary() -> None:
-    """Stand in a graph where ``pipe_split()`` stood."""
+def trace(module: nn.Module, arguments: CallArguments) -> LayerGraph:
+    """Find the layers of a model that is called with these arguments. Raises UsageError if there is no graph of it."""
+    return _find_layers(capture(module, arguments, opens_torch_modules=True))
 
 
-def find_layers(
-    graph: fx.Graph,
-    output: OutputForm,
-    *,
-    root: nn.Module,
-    refusal: Callable[[Mapping[str, Any]], str | None] = lambda _: None,
-    whole: Mapping[str, str] = MappingProxyType({}),
-) -> LayerGraph:
+def _find_layers(captured: CapturedGraph) -> LayerGraph:
     """Gather the nodes of a graph in layers."""
     layers: list[ModelLayer] = []
     marks: list[int] = []
     layer_of: dict[fx.Node, ModelLayer] = {}
     loose: list[fx.Node] = []
     has_mark = False
-    for node in graph.nodes:
+    for node in captured.graph.nodes:
         if node.op in ("placeholder", "get_attr", "output"):
             continue
         if node.target is stage_boundary:
@@ -123,12 +110,13 @@ def find_layers(
         layers.append(ModelLayer(_name(loose[0]), loose))
     for layer in layers:
         first = next((node for node in layer.nodes if _begins_layer(node)), layer.nodes[0])
-        layer.modules = {*_stack(first), layer.name}
-    return LayerGraph(layers, output, tuple(marks), root, _free_nodes(graph, root), refusal, whole)
+        layer.modules = {*modules_around(first), layer.name}
+    return LayerGraph(captured, layers, tuple(marks), _free_nodes(captured))
 
 
-def _free_nodes(graph: fx.Graph, root: nn.Module) -> frozenset[fx.Node]:
+def _free_nodes(captured: CapturedGraph) -> frozenset[fx.Node]:
     """Return the nodes that depend on arguments alone, draw nothing, and share memory with nothing that is changed."""
+    graph, root = captured.graph, captured.root
     changed: set[fx.Node] = set()
     for node in reversed(list(graph.nodes)):
         if node in changed or (node.op.startswith("call") and changes_in_place(node, root)):
@@ -150,14 +138,10 @@ def _takes_out(node: fx.Node) -> bool:
     return node.target is operator.getitem and len(node.all_input_nodes) == 1
 
 
-def _stack(node: fx.Node) -> list[str]:
-    return [path for path in node.meta.get("nn_module_stack", {}) if path]
-
-
 def _name(node: fx.Node) -> str:
     if node.op == "call_module":
         return str(node.target)
-    stack = _stack(node)
+    stack = modules_around(node)
     if stack and (isinstance(node.target, torch._ops.OpOverload) or node.target is F.linear):
         return stack[-1]  # in a graph of operations they are all that there is of a module
     own = getattr(node.target, "__name__", str(node.target))

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from paceline.errors import UsageError
-from paceline.torch.graph_rules import changes_in_place, draws, name_of
+from paceline.torch.capture.operations import changes_in_place, draws, name_of
 from paceline.torch.strategies.pipeline.graph import LayerGraph
 from paceline.torch.strategies.pipeline.losses import BY_CLASS, ELEMENTWISE, count_targets
 from paceline.torch.strategies.pipeline.partition import attribute
@@ -169,10 +169,9 @@ def _is_known(node: fx.Node, graph: LayerGraph, plain: Mapping[fx.Node, Any]) ->
     """Return whether a node depends on the arguments and on numbers that all batches share."""
     if node.op == "placeholder" or node in graph.free or node in plain:
         return True
-    is_call = node.op in ("call_function", "call_method") and not changes_in_place(node, graph.root)
-    return (
-        is_call and not draws(node, graph.root) and all(_is_known(each, graph, plain) for each in node.all_input_nodes)
-    )
+    root = graph.captured.root
+    is_call = node.op in ("call_function", "call_method") and not changes_in_place(node, root)
+    return is_call and not draws(node, root) and all(_is_known(each, graph, plain) for each in node.all_input_nodes)
 
 
 def _evaluate(node: fx.Node, graph: LayerGraph, arguments: Mapping[str, Any], plain: Mapping[fx.Node, Any]) -> Any:
@@ -182,7 +181,7 @@ def _evaluate(node: fx.Node, graph: LayerGraph, arguments: Mapping[str, Any], pl
     if node.op == "placeholder":
         return arguments[str(node.target)]
     if node.op == "get_attr":
-        return attribute(graph.root, str(node.target))
+        return attribute(graph.captured.root, str(node.target))
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda arg: _evaluate(arg, graph, arguments, plain))
     with torch.no_grad():
         if node.op == "call_method":

@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx, nn
 
 from paceline.errors import UsageError
-from paceline.torch.strategies.pipeline.calls import OutputForm
+from paceline.torch.capture.calls import OutputForm
 from paceline.torch.strategies.pipeline.graph import LayerGraph, ModelLayer
 from paceline.torch.strategies.pipeline.routing import ValueRoutes, route_values
 
@@ -52,7 +52,7 @@ def cut(
     used: list[tuple[fx.Node, int]] = []
     for number, layers in enumerate(stages):
         used += [(arg, number) for layer in layers for node in layer.nodes for arg in node.all_input_nodes]
-    used += [(node, len(stages) - 1) for node in nodes_in(graph.output)]
+    used += [(node, len(stages) - 1) for node in nodes_in(graph.captured.output)]
     crossing = [(node, stage) for node, stage in used if node in made_by and made_by[node] != stage]
     free = graph.free if repeats else frozenset()
     preludes = tuple(
@@ -65,7 +65,7 @@ def cut(
         places,
     )
     nodes = [[*prelude, *_nodes_of(layers)] for prelude, layers in zip(preludes, stages, strict=True)]
-    return Partition(graph, stages, preludes, routes, *_find_users(module, graph.root, nodes))
+    return Partition(graph, stages, preludes, routes, *_find_users(module, graph.captured.root, nodes))
 
 
 def _nodes_of(layers: Sequence[ModelLayer]) -> list[fx.Node]:
@@ -106,7 +106,7 @@ def crossing_values(graph: LayerGraph, cut_at: int) -> list[fx.Node]:
     """Return the values that cross a cut before a layer."""
     before = {node for layer in graph.layers[:cut_at] for node in layer.nodes}
     later = [node for layer in graph.layers[cut_at:] for node in layer.nodes]
-    used = {arg for node in later for arg in node.all_input_nodes} | set(nodes_in(graph.output))
+    used = {arg for node in later for arg in node.all_input_nodes} | set(nodes_in(graph.captured.output))
     return [node for node in before - graph.free if node in used]
 
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from paceline.torch.graph_rules import name_of
+from paceline.torch.capture.operations import name_of
 from paceline.torch.strategies.pipeline.graph import LayerGraph
 from paceline.torch.strategies.pipeline.values import batch_size
 
@@ -39,15 +39,15 @@ class RowShapes:
 
     def __init__(self, graph: LayerGraph, arguments: Mapping[str, Any]) -> None:
         """`arguments` are those of a whole batch."""
-        self._root = graph.root
+        self._root = graph.captured.root
         self._rows = batch_size(list(arguments.values()))
         self._cut = {name for name, each in arguments.items() if _has_rows(each, self._rows)}
-        nodes = graph.layers[0].nodes[0].graph
+        nodes = graph.captured.graph
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), _quiet():
             fakes = {n: mode.from_tensor(each) if isinstance(each, Tensor) else each for n, each in arguments.items()}
             self._values = [self._run(nodes, fakes, more) for more in (1, 2)]
-        self._outputs = [node for node in graph.output.nodes if self._is_tensor(node)]
-        self._plain = [n for n in graph.output.nodes if isinstance(n, fx.Node) and n not in self._outputs]
+        self._outputs = [node for node in graph.captured.output.nodes if self._is_tensor(node)]
+        self._plain = [n for n in graph.captured.output.nodes if isinstance(n, fx.Node) and n not in self._outputs]
         self._roles: dict[fx.Node, RowRole] = {}
         for node in nodes.nodes:
             if node.op != "output":

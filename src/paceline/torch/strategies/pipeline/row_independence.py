@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.errors import UsageError
-from paceline.torch.strategies.pipeline.calls import CallArguments, unfold
-from paceline.torch.strategies.pipeline.plan.measuring import undone
+from paceline.torch.capture.calls import CallArguments, unfold
+from paceline.torch.capture.trial_calls import undone
 
 _TOLERANCE: Final = {torch.float32: 1e-3, torch.float64: 1e-6}
 """Of the largest value; what rows together and apart differ by in rounding is a hundredth of it."""

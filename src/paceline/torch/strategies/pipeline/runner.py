@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 
 from paceline.errors import UsageError
 from paceline.strategies import PipelineOptions
+from paceline.torch.capture.calls import CallArguments, bind
 from paceline.torch.strategies.all_reduce import broadcast_values
 from paceline.torch.strategies.deferred import DeferredValues, lent_memory
-from paceline.torch.strategies.pipeline.calls import CallArguments, bind
 from paceline.torch.strategies.pipeline.engine import LossOf, PipelineStep
 from paceline.torch.strategies.pipeline.failing import Failures
-from paceline.torch.strategies.pipeline.graph import LayerGraph
+from paceline.torch.strategies.pipeline.graph import LayerGraph, trace
 from paceline.torch.strategies.pipeline.losses import ReturnedLoss
 from paceline.torch.strategies.pipeline.messages import Messages
 from paceline.torch.strategies.pipeline.model import ModelCall, NumberWeights, joined_output
@@ -51,7 +51,6 @@ from paceline.torch.strategies.pipeline.plan.orders import (
 )
 from paceline.torch.strategies.pipeline.row_independence import check_repeatable, check_rows_independent
 from paceline.torch.strategies.pipeline.stage import Stage
-from paceline.torch.strategies.pipeline.tracing import trace
 from paceline.torch.strategies.pipeline.values import batch_size, cut_rows, describe_cut, put_together, tensors_of
 from paceline.torch.strategies.ranks import Ranks
 from paceline.torch.strategies.reached import average_gradients
@@ -294,7 +293,7 @@ class Runner:
                 plan = self._find_plan(graph, measured, rows, link)
                 made = replace(plan, seed=torch.initial_seed()).encode()
             except UsageError as error:
-                made = {"error": "; ".join([str(error), *graph.whole.values()])}
+                made = {"error": "; ".join([str(error), *graph.captured.whole.values()])}
         if self._ranks.group is not None:
             made = self._ranks.group.broadcast_object(made)
         if "error" in made:
@@ -377,7 +376,7 @@ class Runner:
         modes = "".join("et"[each.training] for each in self.module.modules())
         traced = self._graphs.setdefault(f"{modes} {torch.is_grad_enabled()} {called.kind}", [])
         for partition, stages in traced:
-            if all(partition.graph.refusal(each) is None for each in arguments):
+            if all(partition.graph.captured.check(list(part.values())) is None for part in arguments):
                 return partition, stages
         assert self.plan is not None
         if graph is None:

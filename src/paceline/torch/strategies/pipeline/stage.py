@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from paceline.torch.graph_rules import changes_in_place, draws
+from paceline.torch.capture.operations import changes_in_place, may_draw
 from paceline.torch.strategies.pipeline.graph import key_of
 from paceline.torch.strategies.pipeline.partition import Partition, attribute, nodes_in
 from paceline.torch.strategies.pipeline.row_dimensions import RowShapes
@@ -39,11 +39,11 @@ class Stage:
     def __init__(self, module: nn.Module, partition: Partition, number: int, seed: int) -> None:
         self.number = number
         self._graph = partition.graph
-        self._root = root = partition.graph.root
+        self._root = root = partition.graph.captured.root
         self._row_shapes: RowShapes | None = None
         self._seed = seed
         self._is_last = number == partition.num_stages - 1
-        self._output = partition.graph.output
+        self._output = partition.graph.captured.output
         self._nodes = [
             *(("what depends on the arguments", node) for node in partition.preludes[number]),
             *((layer.name, node) for layer in partition.stages[number] for node in layer.nodes),
@@ -53,7 +53,7 @@ class Stage:
         if self._is_last:
             self._kept |= {node.name for node in nodes_in(self._output)}
         self._calls = {node: _callable(node, root) for _, node in self._nodes}
-        self._random = {node for _, node in self._nodes if _may_draw(node, root)}
+        self._random = {node for _, node in self._nodes if may_draw(node, root)}
         self._clones = any(_may_change_inputs(node, root) for _, node in self._nodes)
         self._last_use = self._find_last_uses()
         own = [attribute(module, name) for name, stages in partition.parameters.items() if number in stages]
@@ -156,12 +156,6 @@ def _callable(node: fx.Node, module: nn.Module) -> Any:
     if node.op == "call_method":
         return lambda owner, *args, **kwargs: getattr(owner, str(node.target))(*args, **kwargs)
     return node.target
-
-
-def _may_draw(node: fx.Node, module: nn.Module) -> bool:
-    """Whether a node draws random numbers, or is a module that nobody can look into."""
-    is_own = node.op == "call_module" and not module.get_submodule(str(node.target)).__module__.startswith("torch.nn")
-    return is_own or draws(node, module)
 
 
 def _may_change_inputs(node: fx.Node, module: nn.Module) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import sys
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import UsageError
+from paceline.torch.capture.calls import of_class
 
 
 def take_apart(value: Any, what: str) -> tuple[Any, list[Tensor]]:
@@ -112,13 +112,6 @@ def _as_named(module: str, name: str, value: Any) -> Any:
     if isinstance(value, tuple):
         return found(*value) if hasattr(found, "_fields") else found(value)
     return of_class(found, value)
-
-
-def of_class(kind: Any, fields: Mapping[str, Any]) -> Any:
-    """Return a dictionary or a dataclass of a class. A defaultdict has no default: functions do not travel."""
-    if issubclass(kind, defaultdict):
-        return kind(None, fields)
-    return kind(fields) if not dataclasses.is_dataclass(kind) else kind(**fields)  # type: ignore[operator]
 
 
 def batch_size(leaves: Sequence[Any]) -> int:

@@ -13,7 +13,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
+from paceline.torch.capture.trial_calls import undone
 from paceline.torch.strategies.pipeline.graph import LayerGraph
 from paceline.torch.strategies.pipeline.partition import attribute, crossing_values, cut
 from paceline.torch.strategies.pipeline.plan.splitting import LayerCost
@@ -286,23 +287,3 @@ def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 def _leaf(value: Any) -> Any:
     """Return a value whose tensors are leaves that need a gradient where its own do."""
     return _map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), value)
-
-
-@contextmanager
-def undone(module: nn.Module) -> Iterator[None]:
-    """Put buffers, gradients and the random state back in the end."""
-    kept = {name: buffer.clone() for name, buffer in module.named_buffers() if not buffer.is_meta}
-    grads = [(each, each.grad) for each in module.parameters()]
-    state = torch.get_rng_state()
-    for each, _ in grads:
-        each.grad = None
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
-        for each, grad in grads:
-            each.grad = grad
-        with torch.no_grad():
-            for name, buffer in module.named_buffers():
-                if name in kept:
-                    buffer.copy_(kept[name])

@@ -1,9 +1,10 @@
-"""A call of a model as names and values: its tensors apart from all else, and how its result is built of parts."""
+"""A call of a model as names and values, and its result as a list of parts."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,21 +13,21 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from paceline.errors import UsageError
-from paceline.torch.strategies.pipeline.values import of_class
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallArguments:
-    """What a model was called with: its tensors by name, wherever in the arguments they are, and the other leaves."""
+    """The arguments of a call, as leaves by name."""
 
-    values: Mapping[str, Tensor]
+    values: Mapping[str, Any]
+    """The leaves that differ between calls, such as tensors."""
     constants: Mapping[str, Any]
     fill: Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
-    """From what is to stand for :attr:`values`, in order, to the call's arguments."""
+    """Returns the arguments of a call with other :attr:`values`, in the same order."""
 
     @property
     def kind(self) -> str:
-        """What must be the same in two calls for one trace to serve both."""
+        """The text that is the same for two calls with tensors if one graph serves both."""
         shown = [f"{name}={each.dtype}{each.dim()}" for name, each in self.values.items()]
         return ", ".join([*shown, *self.constants_as_text()])
 
@@ -35,14 +36,19 @@ class CallArguments:
         return [f"{name}={_text_of(name, each)}" for name, each in self.constants.items()]
 
 
-def bind(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
-    """Return the arguments of a call, also those that ``*args`` and ``**kwargs`` take."""
+def bind(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    is_value: Callable[[Any], bool] = lambda leaf: isinstance(leaf, Tensor),
+) -> CallArguments:
+    """Return the arguments of a call, defaults included. A leaf is a constant unless `is_value`."""
     bound = inspect.signature(module.forward).bind(*args, **kwargs)
     bound.apply_defaults()
     leaves, structure = pytree.tree_flatten(dict(bound.arguments))
     paths, _ = pytree.tree_flatten_with_path(dict(bound.arguments))
     names = [_name(path) for path, _ in paths]
-    places = [number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    places = [number for number, leaf in enumerate(leaves) if is_value(leaf)]
 
     def fill(values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         filled = list(leaves)
@@ -54,6 +60,13 @@ def bind(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ca
 
     values = {names[place]: leaves[place] for place in places}
     return CallArguments(values, {n: leaf for n, leaf in zip(names, leaves, strict=True) if n not in values}, fill)
+
+
+def of_class(kind: Any, fields: Mapping[str, Any]) -> Any:
+    """Return a dictionary or a dataclass of a class. A defaultdict has no default: functions do not travel."""
+    if issubclass(kind, defaultdict):
+        return kind(None, fields)
+    return kind(fields) if not dataclasses.is_dataclass(kind) else kind(**fields)  # type: ignore[operator]
 
 
 def _text_of(name: str, value: Any) -> str:
@@ -107,7 +120,7 @@ def unfold(value: Any, *, is_whole: bool = True) -> tuple[list[Any], Callable[[I
     is_plain = isinstance(value, (bool, int, float, str, torch.dtype, torch.device))
     if is_whole and not is_plain and value is not None:
         raise UsageError(
-            f"the model returns an object of the class {type(value).__name__}, whose tensors a pipeline cannot find: "
+            f"the model returns an object of the class {type(value).__name__}, whose tensors cannot be found: "
             "return tensors, alone or in tuples, lists, dictionaries and dataclasses"
         )
     return [], lambda _: value if is_plain else None

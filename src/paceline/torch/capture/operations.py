@@ -1,4 +1,4 @@
-"""What an operation of a model's ``torch.fx`` graph does besides its value: draw random numbers, change in place."""
+"""Effects of a graph's operations besides their values: random numbers, changes in place."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ _IN_PLACE: Final = {
 }  # fmt: skip
 
 
+def stage_boundary() -> None:
+    """Stand in a graph where ``pipe_split()`` stood."""
+
+
 def name_of(node: fx.Node) -> str:
     """Return the name of the function or method that an operation calls, without its overload; "" if it calls none."""
     if node.op == "call_method":
@@ -26,6 +30,11 @@ def name_of(node: fx.Node) -> str:
     if node.op == "call_function":
         return str(getattr(node.target, "__name__", "")).split(".")[0]
     return ""
+
+
+def modules_around(node: fx.Node) -> list[str]:
+    """Return the paths of the modules that an operation is in, the outermost first; without the model's own."""
+    return [str(path) for path, _ in (node.meta.get("nn_module_stack") or {}).values() if path]
 
 
 def draws(node: fx.Node, root: nn.Module) -> bool:
@@ -44,6 +53,12 @@ def _is_drawing(module: nn.Module) -> bool:
     dropout = getattr(module, "dropout", 0.0)
     is_kind = isinstance(module, nn.RReLU | nn.FractionalMaxPool2d | nn.FractionalMaxPool3d)
     return is_kind or "Dropout" in type(module).__name__ or (isinstance(dropout, float) and dropout > 0)
+
+
+def may_draw(node: fx.Node, root: nn.Module) -> bool:
+    """Return whether an operation draws random numbers, or calls a module whose forward is unknown."""
+    is_own = node.op == "call_module" and not root.get_submodule(str(node.target)).__module__.startswith("torch.nn")
+    return is_own or draws(node, root)
 
 
 def changes_in_place(node: fx.Node, root: nn.Module) -> bool:

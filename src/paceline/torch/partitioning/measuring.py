@@ -1,0 +1,273 @@
+"""The operations of a model, with their costs, measured by running its graph."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+from typing_extensions import override
+
+from paceline.errors import UsageError
+from paceline.torch.capture.calls import CallArguments, bind
+from paceline.torch.capture.graph import CapturedGraph
+from paceline.torch.capture.operations import draws, may_draw, modules_around
+from paceline.torch.capture.tracing import capture
+from paceline.torch.capture.trial_calls import undone
+from paceline.torch.partitioning.graph import Operation
+from paceline.torch.partitioning.placing import Cost
+
+_OPERATIONS: Final = ("call_function", "call_method", "call_module", "get_attr")
+
+
+def bind_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
+    """Return the arguments of a call. A forward may decide by None, truth values and texts: they are constants."""
+    return bind(model, args, kwargs, lambda leaf: leaf is not None and not isinstance(leaf, (bool, str)))
+
+
+@dataclass
+class MeasuredGraph:
+    """The graph of a model as operations."""
+
+    captured: CapturedGraph
+    root: fx.GraphModule
+    """Holds the modules, parameters and buffers that operations name."""
+    operations: tuple[Operation, ...]
+    paths: dict[str, str]
+    """The module that each operation belongs to."""
+    nodes: dict[str, fx.Node]
+    """The graph's nodes by name."""
+    costs: dict[str, Cost] = field(default_factory=dict)
+    shapes: dict[str, str] = field(default_factory=dict)
+    """The type and shape of the values that are tensors, as text."""
+    shared: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """By operation, the inputs whose memory its value shares."""
+    changed: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """By operation, the inputs that it changes in place."""
+
+    @property
+    def outputs(self) -> list[str]:
+        """The operations and arguments whose values the model returns."""
+        return [node.name for node in self.root.graph.output_node().all_input_nodes]
+
+    def name_values(self, arguments: CallArguments) -> dict[str, Any]:
+        """Return the values of a call under the names of the graph. Raises UsageError if the graph is not for them."""
+        values = list(arguments.values.values())
+        failure = self.captured.check(values)
+        if failure is not None:
+            raise UsageError(
+                f"the model was called with arguments that its graph is not for: {failure}; partition it with an "
+                "example like them"
+            )
+        return dict(zip((node.name for node in self.placeholders()), values, strict=True))
+
+    def placeholders(self) -> list[fx.Node]:
+        """Return the nodes of the call's values."""
+        return list(self.root.graph.find_nodes(op="placeholder"))
+
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the model's parameters and buffers with their paths, each once."""
+        return [*self.root.named_parameters(), *self.root.named_buffers()]
+
+    def module_of(self, name: str) -> nn.Module | None:
+        """Return the module that an operation calls; None if it calls none."""
+        node = self.nodes[name]
+        return self.root.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+    def tensors_of(self, name: str) -> list[torch.Tensor]:
+        """Return the parameters and buffers that an operation holds."""
+        node, module = self.nodes[name], self.module_of(name)
+        if module is not None:
+            return [*module.parameters(), *module.buffers()]
+        if node.op == "get_attr":
+            held = _attribute(self.root, str(node.target))
+            return [held] if isinstance(held, torch.Tensor) else []
+        return []
+
+
+def measure_graph(model: nn.Module, arguments: CallArguments) -> MeasuredGraph:
+    """Return the measured graph of a model that is called with these arguments.
+
+    Raises UsageError for a model without a graph, and for operations that change in place a value that others take.
+    """
+    with undone(model):
+        measured = _measure(model, capture(model, arguments, opens_torch_modules=False), arguments)
+        if not measured.captured.is_exported and _changes_buffers(measured):  # which other nodes may read
+            refusal = "its forward changes a buffer"
+            exported = capture(model, arguments, opens_torch_modules=False, refusal=refusal)
+            measured = _measure(model, exported, arguments)
+    _check_in_place(measured)
+    return measured
+
+
+def _measure(model: nn.Module, captured: CapturedGraph, arguments: CallArguments) -> MeasuredGraph:
+    """Find costs, shapes, and shared or changed memory, by running the graph twice."""
+    graph = captured.graph
+    for node in graph.find_nodes(op="placeholder"):
+        node.target = node.name  # torch.fx writes it as a Python name
+    root = captured.root if isinstance(captured.root, fx.GraphModule) else fx.GraphModule(model, graph)
+    nodes = {node.name: node for node in graph.nodes}
+    paths = {node.name: _path(node) for node in graph.nodes if node.op in _OPERATIONS}
+    measured = MeasuredGraph(captured, root, _operations_of(root, graph), paths, nodes)
+    for _ in range(2):
+        with torch.no_grad():
+            _Measuring(measured).run(*arguments.values.values(), enable_io_processing=False)
+    return measured
+
+
+def _operations_of(root: fx.GraphModule, graph: fx.Graph) -> tuple[Operation, ...]:
+    operations: list[Operation] = []
+    last: dict[Any, str] = {}  # operation of what must keep its order
+    for node in graph.nodes:
+        if node.op in _OPERATIONS and (node.users or node.op != "get_attr"):
+            kept = _kept_in_order(root, node)
+            after = tuple(dict.fromkeys(last[each] for each in kept if each in last))
+            last.update(dict.fromkeys(kept, node.name))
+            inputs = tuple(each.name for each in node.all_input_nodes)
+            operations.append(Operation(node.name, inputs, tuple(each for each in after if each not in inputs)))
+    return tuple(operations)
+
+
+def _path(node: fx.Node) -> str:
+    if node.op in ("call_module", "get_attr"):
+        return str(node.target)
+    return ["", *modules_around(node)][-1]
+
+
+_RANDOM = "random numbers"
+
+
+def _kept_in_order(root: fx.GraphModule, node: fx.Node) -> list[Any]:
+    """Return what an operation changes besides its value: the state of a module, of the random numbers."""
+    kept: list[Any] = []
+    module = root.get_submodule(str(node.target)) if node.op == "call_module" else None
+    if module is not None and any(True for _ in module.buffers()):
+        kept.append(module)
+    if draws(node, root) if isinstance(module, _Given) else may_draw(node, root):
+        kept.append(_RANDOM)
+    return kept
+
+
+def _attribute(root: nn.Module, path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(root.get_submodule(module), name)
+
+
+class _Given(nn.Module):
+    """A module that is called with some of its parameters given."""
+
+    def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
+        super().__init__()
+        self.module, self.names = module, tuple(names)
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        count = len(self.names)
+        given = dict(zip(self.names, args[:count], strict=True))
+        return torch.func.functional_call(self.module, given, args[count:], kwargs, tie_weights=False)
+
+
+def give_parameters(measured: MeasuredGraph, name: str, given: Mapping[str, str]) -> list[str]:
+    """Have an operation that calls a module take some parameters as values of operations before it; return those.
+
+    `given` has the paths of parameters in the model by their names in the module.
+    """
+    node, root = measured.nodes[name], measured.root
+    wrapper = f"given_{name}"
+    root.add_submodule(wrapper, _Given(root.get_submodule(str(node.target)), list(given)))
+    with root.graph.inserting_before(node):
+        values = [root.graph.get_attr(path) for path in given.values()]
+    node.target = wrapper
+    node.args = (*values, *node.args)
+    for value, path in zip(values, given.values(), strict=True):
+        measured.nodes[value.name] = value
+        measured.paths[value.name] = path
+        held = _attribute(root, path)
+        measured.costs[value.name] = Cost(0.0, held.numel() * held.element_size())
+        measured.shapes[value.name] = shape_of([held])
+    measured.operations = _operations_of(root, root.graph)
+    return [value.name for value in values]
+
+
+def _changes_buffers(measured: MeasuredGraph) -> bool:
+    return any(measured.nodes[value].op == "get_attr" for values in measured.changed.values() for value in values)
+
+
+def _check_in_place(measured: MeasuredGraph) -> None:
+    """Raise UsageError where an operation changes in place what another takes too: they might run in another order."""
+    for name, values in measured.changed.items():
+        behind = list(values)
+        while behind:
+            value = behind.pop()
+            if len(measured.nodes[value].users) > 1:
+                others = [user.name for user in measured.nodes[value].users if user.name != name]
+                raise UsageError(
+                    f"{name} changes {value} in place, which {', '.join(others)} takes too: write it out of place "
+                    "(inplace=False, or x = x + y for x += y)"
+                )
+            behind += measured.shared.get(value, ())
+
+
+class _Measuring(fx.Interpreter):
+    def __init__(self, measured: MeasuredGraph) -> None:
+        super().__init__(measured.root, garbage_collect_values=True)
+        self._measured = measured
+
+    @override
+    def run_node(self, n: fx.Node) -> Any:
+        taken = {each.name: _tensors_in(self.env[each]) for each in n.all_input_nodes if each in self.env}
+        versions = {name: [tensor._version for tensor in its] for name, its in taken.items()}
+        start = time.perf_counter()
+        value = super().run_node(n)
+        _wait_for(value)
+        seconds = time.perf_counter() - start
+        made = {tensor.untyped_storage().data_ptr() for tensor in _tensors_in(value)} - {0}
+        if n.op in _OPERATIONS:
+            self._measured.shared[n.name] = tuple(
+                name
+                for name, its in taken.items()
+                if any(tensor.untyped_storage().data_ptr() in made for tensor in its)
+            )
+            changed = tuple(
+                name for name, its in taken.items() if [tensor._version for tensor in its] != versions[name]
+            )
+            if changed:
+                self._measured.changed[n.name] = changed
+        costs, former = self._measured.costs, self._measured.costs.get(n.name)
+        tensors = _tensors_in(value)
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        costs[n.name] = Cost(seconds if former is None else min(seconds, former.seconds), size)
+        self._measured.shapes[n.name] = shape_of(tensors)
+        return value
+
+
+def shape_of(tensors: Sequence[torch.Tensor]) -> str:
+    """Return the types and shapes of tensors as text."""
+    return ", ".join(f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for tensor in tensors)
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _wait_for(value: Any) -> None:
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
+            torch.cuda.synchronize(leaf.device)
+            return
+
+
+def segment_module(
+    measured: MeasuredGraph, operations: Sequence[str], inputs: Sequence[str], outputs: Sequence[str]
+) -> fx.GraphModule:
+    """Return a module of some of the operations, whose forward takes `inputs` and returns a list of `outputs`."""
+    nodes, graph = measured.nodes, fx.Graph()
+    copied = {nodes[name]: graph.placeholder(name) for name in inputs}
+    for name in operations:
+        copied[nodes[name]] = graph.node_copy(nodes[name], lambda node: copied[node])
+    graph.output([copied[nodes[name]] for name in outputs])
+    return fx.GraphModule(measured.root, graph)
