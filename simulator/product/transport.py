@@ -18,9 +18,9 @@ from paceline.transport.accepting import AcceptedConnection, Service
 from paceline.transport.addresses import Address, Endpoint
 from paceline.transport.base import Channel, Handler, Listener, Peer, Transport
 from paceline.transport.channel import StreamChannel
+from paceline.transport.client_handshake import ClientHandshake, authenticate
 from paceline.transport.connection import Connection
 from paceline.transport.frames import Limits, join
-from paceline.transport.handshake import Greeting, greet
 from paceline.transport.opening import OpenedConnection
 from paceline.transport.receiving import BufferPool
 from paceline.transport.security.authentication import Hello
@@ -56,7 +56,7 @@ class VirtualTransport(Transport):
         world.sleep(2 * self._network.delay_s(near.path))
         channel = VirtualChannel(address, self._limits, near, world)
         listener.accept(far)
-        greet(channel, TOKEN, hello, timeout_s, listener=_wanted(target))
+        authenticate(channel, TOKEN, hello, timeout_s, listener=_wanted(target))
         return channel
 
     @override
@@ -72,12 +72,12 @@ class VirtualTransport(Transport):
         process = world.current.process
         near, far = self._network.connect(process, listener.process)
         await asyncio.sleep(2 * self._network.delay_s(near.path))
-        greeting = Greeting(address, TOKEN, hello, listener=_wanted(target))
+        handshake = ClientHandshake(address, TOKEN, hello, listener=_wanted(target))
         loop = asyncio.get_running_loop()
-        connection = OpenedConnection(handler, self._limits, BufferPool.of_running_loop(), greeting, loop.call_soon)
+        connection = OpenedConnection(handler, self._limits, BufferPool.of_running_loop(), handshake, loop.call_soon)
         Pipe(connection, near, loop).begin()
         listener.accept(far)
-        return await connection.wait_greeted(timeout_s)
+        return await connection.wait_authenticated(timeout_s)
 
     def _reach(self, address: Address) -> _VirtualListener | None:
         """Return who listens; None if nothing is heard from there. Raises AddressError if nobody does."""
@@ -134,7 +134,7 @@ class _VirtualListener(Listener):
         return len(self._service.connections)
 
     @override
-    def introduce(self, hello: Hello) -> None:
+    def set_hello(self, hello: Hello) -> None:
         self._service.hello = hello
 
     def accept(self, end: End) -> None:
@@ -340,7 +340,7 @@ class VirtualChannel(StreamChannel):
                 end_s = self._world.now_s + _SEND_S
             if not self._block(end_s):
                 self.close()
-                raise DeadlineError(f"{self._who()} took nothing of what was sent for {_SEND_S:g} s")
+                raise DeadlineError(f"{self._peer_name()} took nothing of what was sent for {_SEND_S:g} s")
 
     @override
     def _read(self, view: memoryview) -> int:

@@ -9,10 +9,10 @@ import msgspec
 
 from paceline.errors import PacelineError, ProtocolError
 from paceline.transport import Address, FrameKind, Handler, Header, Hello, Listener, MemoryTransport, Peer, frame_parts
-from paceline.transport.handshake import Greeting
+from paceline.transport.client_handshake import ClientHandshake
 from paceline.transport.memory import MemoryChannel
 from paceline.transport.security.authentication import prove
-from paceline.transport.security.reception import Reception
+from paceline.transport.security.server_handshake import ServerHandshake
 
 from .listening import Episode, FoundError, Line
 from .mutations import UNREADABLE, Frame
@@ -81,26 +81,26 @@ class HandshakeEpisode(Episode):
         return meta
 
     def _to_client(self, token: str) -> None:
-        reception = Reception(token, Hello(role="server", extra={"a": 1}), "listener")
-        greeting = Greeting(WHERE, TOKEN, Hello(role="worker"), listener="")
+        reception = ServerHandshake(token, Hello(role="server", extra={"a": 1}), "listener")
+        greeting = ClientHandshake(WHERE, TOKEN, Hello(role="worker"), listener="")
         with contextlib.suppress(PacelineError):
             challenge = reception.challenge()
             answer = greeting.answer(self._altered(challenge) if self.random.random() < 0.3 else challenge, b"")
-            reception.take(answer)
+            reception.receive_hello(answer)
             welcome = self._altered(reception.welcome(b""))
             if self.random.random() < 0.7:
-                welcome = self._prove_again(welcome, "server", *reception._said)
+                welcome = self._prove_again(welcome, "server", *reception._transcript)
             greeting.finish(welcome)
 
     def _to_server(self, token: str) -> None:
-        reception = Reception(TOKEN, Hello(role="server"), "listener")
-        greeting = Greeting(WHERE, token, Hello(role="worker", name="n", extra={"timeout_ms": 5}))
+        reception = ServerHandshake(TOKEN, Hello(role="server"), "listener")
+        greeting = ClientHandshake(WHERE, token, Hello(role="worker", name="n", extra={"timeout_ms": 5}))
         with contextlib.suppress(PacelineError):
-            reception.take(self._hello(reception, greeting))
+            reception.receive_hello(self._hello(reception, greeting))
             reception.welcome(b"")
             reception.identify()
 
-    def _hello(self, reception: Reception, greeting: Greeting) -> bytes:
+    def _hello(self, reception: ServerHandshake, greeting: ClientHandshake) -> bytes:
         hello = self._altered(greeting.answer(reception.challenge(), b""))
         if self.random.random() < 0.7:
             with contextlib.suppress(KeyError, TypeError, ValueError, RecursionError, MemoryError):
@@ -111,7 +111,7 @@ class HandshakeEpisode(Episode):
     def _to_listener(self, token: str) -> None:
         channel = MemoryChannel(WHERE, self.transport._limits, self.transport._find(self.listener.endpoint))
         frame = channel.receive_frame(1.0)
-        greeting = Greeting(WHERE, token, Hello(role="worker"))
+        greeting = ClientHandshake(WHERE, token, Hello(role="worker"))
         meta = self._altered(greeting.answer(frame.meta, b"memory"))
         for each in self.mutator.vary(Frame(FrameKind.HELLO, meta), tuple(FrameKind)):
             with contextlib.suppress(ProtocolError):

@@ -27,7 +27,7 @@ from paceline.collectives import Group, init
 from paceline.environment import environment
 from paceline.errors import PacelineError, PeerError, UsageError, first_line
 from paceline.launch.supervisor import watch_parent
-from paceline.transport import known
+from paceline.transport import register_type
 
 _BUDGET_S = 0.7
 """Time for one size and peer, over all rounds."""
@@ -43,7 +43,7 @@ def main() -> int:
     The third argument is the folder of temporary files. Its creator removes it, unless it was killed.
     """
     told = environment()
-    plan = msgspec.json.decode(sys.argv[1], type=known(BenchPlan))
+    plan = msgspec.json.decode(sys.argv[1], type=register_type(BenchPlan))
     # mpirun passes its standard input to rank 0 only, and ends the other ranks after rank 0.
     if "mpi" not in plan.peers or told.rank == 0:
         watch_parent(_end_orphaned)

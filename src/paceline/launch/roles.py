@@ -240,7 +240,7 @@ def run_server(
                     name=node,
                     cluster=welcome.settings.cluster,
                 )
-                listener.introduce(joined)
+                listener.set_hello(joined)
                 pulse.patience_s = _PATIENCE * welcome.heartbeat_s
                 server.joined(joined, welcome.heartbeat_s)
                 server.members_changed(welcome.cluster)

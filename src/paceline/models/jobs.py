@@ -18,7 +18,7 @@ from paceline.models.proximal.solver import SolveTask
 from paceline.models.weighting import Weighting
 from paceline.protocol.jobs import NOTHING_NOW, Lease
 from paceline.ps import Client, SchedulerLink, messages
-from paceline.transport import known
+from paceline.transport import register_type
 
 FOREVER_S: Final = 365 * 86400.0
 """How long a worker waits for a shard, or for a job."""
@@ -87,7 +87,7 @@ encode = msgspec.json.encode
 
 def decode(data: bytes) -> WorkerTask:
     """Return the job that :data:`encode` wrote."""
-    return msgspec.json.decode(data, type=known(WorkerTask))
+    return msgspec.json.decode(data, type=register_type(WorkerTask))
 
 
 class WorkerLeases:

@@ -17,13 +17,13 @@ from starlette.routing import Route
 from paceline.errors import ModelError, PacelineError, UsageError
 from paceline.serving.metrics import RequestMetrics
 from paceline.serving.source import ModelSource
-from paceline.transport import known
+from paceline.transport import register_type
 
 MAX_BODY_BYTES = 16 << 20
 _AT_ONCE_BYTES = 32 << 10  # larger requests are predicted in a thread, so that other requests do not wait
 _JSON = "application/json"
-_NUMBERED = msgspec.json.Decoder(known(list[dict[int, float]]))
-_NAMED = msgspec.json.Decoder(known(list[dict[str, Any]]))
+_NUMBERED = msgspec.json.Decoder(register_type(list[dict[int, float]]))
+_NAMED = msgspec.json.Decoder(register_type(list[dict[str, Any]]))
 
 
 class PredictionService:

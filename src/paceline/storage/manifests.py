@@ -13,7 +13,7 @@ from paceline.errors import ModelError
 from paceline.storage.checked_files import read_manifest_text
 from paceline.storage.durable_io import replace_synced, sync_directory
 from paceline.storage.format import VERSION, Manifest
-from paceline.transport import known
+from paceline.transport import register_type
 
 MANIFEST: Final = "manifest.json"
 _Manifest = TypeVar("_Manifest", bound=Manifest)
@@ -42,7 +42,7 @@ def read_manifest(folder: Path, kind: type[_Manifest]) -> _Manifest:
             f"use Paceline {fields.get('paceline')}, which wrote it"
         )
     try:
-        manifest = msgspec.convert(fields, known(kind))
+        manifest = msgspec.convert(fields, register_type(kind))
         found = digest_of(fields)
     except (ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise ModelError(f"{path} is damaged: {error}") from None

@@ -39,10 +39,10 @@ class StrategyOptions:
     @classmethod
     def decode(cls, text: str) -> Self:
         """Decode the result of :meth:`encode`. Raises UsageError."""
-        from paceline.transport import known  # which imports NumPy: commands list strategies without it
+        from paceline.transport import register_type  # which imports NumPy: commands list strategies without it
 
         try:
-            return msgspec.json.decode(text, type=known(cls))
+            return msgspec.json.decode(text, type=register_type(cls))
         except msgspec.MsgspecError as error:
             raise UsageError(f"PACELINE_STRATEGY_OPTIONS={text!r} was not written by paceline run: {error}") from None
 

@@ -119,7 +119,7 @@ def check_many_clients(setting: Setting) -> None:
     assert sorted(hello.rank for hello in hellos) == list(range(20))
     assert {(hello.role, hello.incarnation) for hello in hellos} == {("worker", 7)}
     assert setting.served.listener.num_connections == 20
-    setting.served.call(lambda: setting.served.listener.introduce(Hello(role="server", rank=3, incarnation=9)))
+    setting.served.call(lambda: setting.served.listener.set_hello(Hello(role="server", rank=3, incarnation=9)))
     assert (setting.connect().peer.rank, channels[0].peer.rank) == (3, 0)
 
 

@@ -2,7 +2,7 @@
 
 from paceline.transport.addresses import Address, Endpoint, host_identity
 from paceline.transport.base import Channel, Frame, Handler, Listener, Peer, Statistics, Transport
-from paceline.transport.decoding import UNREADABLE, known, read_meta, reader
+from paceline.transport.decoding import UNREADABLE, read_meta, reader, register_type
 from paceline.transport.failures import error_meta, error_of, raise_error
 from paceline.transport.faulty.plan import Fault, FaultPlan
 from paceline.transport.faulty.transport import FaultyTransport
@@ -62,7 +62,6 @@ __all__ = [
     "error_of",
     "frame_parts",
     "host_identity",
-    "known",
     "make_token",
     "new_event_loop",
     "pack_header",
@@ -71,5 +70,6 @@ __all__ = [
     "read_meta",
     "read_token",
     "reader",
+    "register_type",
     "unpack_header",
 ]

@@ -17,8 +17,8 @@ from paceline.transport.frames import FrameKind, Header, Limits, frame_parts, jo
 from paceline.transport.receiving import BufferPool
 from paceline.transport.security.authentication import Hello
 from paceline.transport.security.binding import transport_binding
-from paceline.transport.security.reception import Reception
-from paceline.transport.security.strangers import Complaints, Strangers, max_strangers
+from paceline.transport.security.server_handshake import ServerHandshake
+from paceline.transport.security.unauthenticated import LogRateLimit, UnauthenticatedConnections, max_unauthenticated
 from paceline.transport.sending import TransportPeer
 
 _logger = logging.getLogger("paceline.transport")
@@ -39,32 +39,34 @@ class Service:
     certificate: bytes = b""
     """The server's TLS certificate (DER); empty without TLS."""
     connections: set[AcceptedConnection] = field(default_factory=set)
-    strangers: Strangers[socket.socket] = field(default_factory=lambda: Strangers(max_strangers()))
-    complaints: Complaints = field(default_factory=Complaints)
+    unauthenticated: UnauthenticatedConnections[socket.socket] = field(
+        default_factory=lambda: UnauthenticatedConnections(max_unauthenticated())
+    )
+    log_limit: LogRateLimit = field(default_factory=LogRateLimit)
 
 
 class AcceptedConnection(Connection):
     """The server's end. Exceptions of the handler are sent back as ERROR frames."""
 
     def __init__(self, service: Service, accepted: socket.socket | None = None) -> None:
-        """``accepted``: the socket, if it counts among the service's strangers."""
+        """``accepted``: the socket, if it is in the service's unauthenticated connections."""
         super().__init__(service.handler, service.limits, service.pool)
         self._service = service
-        self._accepted = accepted
-        self._reception = Reception(service.token, service.hello, service.listener)
+        self._socket = accepted
+        self._handshake = ServerHandshake(service.token, service.hello, service.listener)
 
     def _begin(self) -> None:
         """Send the challenge to the client."""
-        self._address = _address_of(self.transport)
+        self._address = _peer_address(self.transport)
         self._service.connections.add(self)
-        self.deliver = self._greeted
-        self._start_timer(self._service.handshake_timeout_s, self._greeting_missed)
-        self._send_meta(FrameKind.CHALLENGE, self._reception.challenge())
+        self.deliver = self._hello_received
+        self._start_timer(self._service.handshake_timeout_s, self._handshake_timed_out)
+        self._send_meta(FrameKind.CHALLENGE, self._handshake.challenge())
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Notify the listener and the handler."""
         self._service.connections.discard(self)
-        self._is_no_stranger()
+        self._leave_unauthenticated()
         super().connection_lost(exc)
 
     # calls of the receiver
@@ -93,45 +95,45 @@ class AcceptedConnection(Connection):
             self.transport.close()
 
     def _complain(self, error: Exception) -> None:
-        unsaid = 0 if self._peer is not None else self._service.complaints.note(time.monotonic())
-        if unsaid is not None:
-            more = f" (and {unsaid} earlier ones of unauthenticated peers, not logged)" if unsaid else ""
+        num_skipped = 0 if self._peer is not None else self._service.log_limit.record(time.monotonic())
+        if num_skipped is not None:
+            more = f" (and {num_skipped} earlier ones of unauthenticated peers, not logged)" if num_skipped else ""
             _logger.warning("closing the connection to %s: %s%s", self._address, error, more)
 
     # the handshake
 
-    def _greeted(self, header: Header, meta: memoryview, body: memoryview) -> None:
+    def _hello_received(self, header: Header, meta: memoryview, body: memoryview) -> None:
         if header.kind != FrameKind.HELLO:
             raise ProtocolError(f"got a frame of kind {header.kind} before the handshake; the connection is closed")
-        service, reception = self._service, self._reception
-        reception.take(meta)
+        service, handshake = self._service, self._handshake
+        handshake.receive_hello(meta)
         self._cancel_timer()
-        self._is_no_stranger()
+        self._leave_unauthenticated()
         binding = transport_binding(self.transport, connecting=False, certificate=service.certificate)
-        self._send_meta(FrameKind.WELCOME, reception.welcome(binding))
+        self._send_meta(FrameKind.WELCOME, handshake.welcome(binding))
         try:
-            hello = reception.identify()
-        except PacelineError as error:  # the client learns the reason from WELCOME
+            hello = handshake.identify()
+        except PacelineError as error:  # WELCOME lets the client find the reason
             self._complain(error)
             self.close()
             return
-        sending, receiving = reception.seals or (None, None)
+        sending, receiving = handshake.seals or (None, None)
         self._peer = peer = TransportPeer(self.transport, self, hello, self._address, service.limits, seal=sending)
         deliver = functools.partial(service.handler.frame_received, peer)
         self.allow_application(service.limits, deliver, seal=receiving)
         service.handler.connected(peer)
 
-    def _is_no_stranger(self) -> None:
-        if self._accepted is not None:
-            self._service.strangers.leave(self._accepted)
+    def _leave_unauthenticated(self) -> None:
+        if self._socket is not None:
+            self._service.unauthenticated.remove(self._socket)
 
-    def _greeting_missed(self) -> None:
+    def _handshake_timed_out(self) -> None:
         waited = self._service.handshake_timeout_s
         self.stream_failed(DeadlineError(f"{self._address} did not finish the handshake within {waited:g} s"))
         self.transport.abort()
 
 
-def _address_of(transport: asyncio.Transport) -> str:
+def _peer_address(transport: asyncio.Transport) -> str:
     name = transport.get_extra_info("peername")
     if isinstance(name, tuple):
         return f"{name[0]}:{name[1]}"

@@ -17,17 +17,17 @@ import psutil
 from paceline.errors import AddressError, UsageError
 
 _WILDCARDS = ("", "0.0.0.0", "::")
-_PORT_ATTEMPTS = 16  # a port that is free on one address may be in use on the other
-_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
-# Addresses for documentation (RFC 5737, RFC 3849), by family. A datagram socket connected to them sends nothing, but
-# shows this machine's outgoing address.
+_PORT_ATTEMPTS = 16  # a port that is free on one address may be in use on another one
+_UNAVAILABLE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+# Documentation addresses (RFC 5737, RFC 3849). A datagram socket that is connected to one sends nothing, but reveals
+# this machine's outgoing address.
 _PROBES = ((socket.AF_INET6, "2001:db8::1"), (socket.AF_INET, "192.0.2.1"))
 
 
 class Address(msgspec.Struct, frozen=True):
     """``tcp://host:port``, ``unix:///path``, ``unix://@name`` or, in tests, ``memory://name``.
 
-    A name after ``@`` is in Linux's abstract socket namespace: it leaves no file after a crash.
+    ``@name`` is in Linux's abstract socket namespace, which leaves no file after a crash.
     """
 
     scheme: Annotated[str, msgspec.Meta(pattern=r"^(tcp|unix|memory)\Z")]
@@ -46,14 +46,14 @@ class Address(msgspec.Struct, frozen=True):
     @classmethod
     def parse(cls, text: str) -> Address:
         """Parse an address. ``host:port`` is TCP; IPv6 hosts need brackets. Raises AddressError."""
-        scheme, found, rest = text.partition("://")
+        scheme, found, remainder = text.partition("://")
         if not found:
-            scheme, rest = "tcp", text
-        if scheme == "unix" and rest.startswith(("/", "@")):
-            return cls("unix", path=rest)
-        if scheme == "memory" and rest:
-            return cls("memory", host=rest)
-        host, _, port = rest.rpartition(":")
+            scheme, remainder = "tcp", text
+        if scheme == "unix" and remainder.startswith(("/", "@")):
+            return cls("unix", path=remainder)
+        if scheme == "memory" and remainder:
+            return cls("memory", host=remainder)
+        host, _, port = remainder.rpartition(":")
         bracketed = host.startswith("[") and host.endswith("]")
         is_number = port.isascii() and port.isdigit() and int(port) <= 65535
         if scheme != "tcp" or not host or not is_number or (":" in host and not bracketed):
@@ -84,7 +84,7 @@ class Address(msgspec.Struct, frozen=True):
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """All addresses of a node's listener, in a form that can be sent to peers."""
+    """All addresses of a node's listener; can be sent to peers."""
 
     tcp: Address
     """The address that works from all hosts (``memory://`` in tests)."""
@@ -95,9 +95,9 @@ class Endpoint(msgspec.Struct, frozen=True):
     listener: str = ""
     """Distinguishes the listener from later ones with the same address; empty if unknown."""
 
-    def best(self, here: str | None = None) -> Address:
+    def best(self, local_host: str | None = None) -> Address:
         """Return the Unix socket if the node is on this host and its path is visible, else TCP."""
-        if self.unix is None or self.host != (host_identity() if here is None else here):
+        if self.unix is None or self.host != (host_identity() if local_host is None else local_host):
             return self.tcp
         return self.unix if self.unix.is_abstract or os.path.exists(self.unix.path) else self.tcp
 
@@ -107,9 +107,9 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 @functools.cache
 def host_identity() -> str:
-    """Return a string that two processes share only on one boot of one host.
+    """Return a string that is equal only for processes of the same host since its last boot.
 
-    Two network namespaces (containers, ``ip netns``) of one machine count as two hosts.
+    Network namespaces (containers, ``ip netns``) of one machine count as different hosts.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -119,7 +119,7 @@ def host_identity() -> str:
 
 
 def namespace(kind: str) -> str:
-    """Return the id of this process's namespace (``net``, ``pid``, ...); empty if there are none."""
+    """Return the id of this process's namespace (``net``, ``pid``, ...); empty without namespaces."""
     try:
         return os.readlink(f"/proc/self/ns/{kind}")
     except OSError:
@@ -129,54 +129,54 @@ def namespace(kind: str) -> str:
 def bind_tcp(address: Address) -> list[socket.socket]:
     """Return listening TCP sockets for all addresses of the host name, with the same port.
 
-    Skips addresses that this machine does not have. Raises AddressError if the port is unavailable on any other.
+    Skips addresses that this machine does not have. Raises AddressError if the port is unavailable on one address.
     """
-    where = address.netloc
+    netloc = address.netloc
     try:
         found = socket.getaddrinfo(address.host or None, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
-        raise AddressError(f"cannot listen on {where}: the host is unknown ({error})") from None
-    places = list(dict.fromkeys((family, place) for family, _, _, _, place in found))
+        raise AddressError(f"cannot listen on {netloc}: the host is unknown ({error})") from None
+    sockaddrs = list(dict.fromkeys((family, sockaddr) for family, _, _, _, sockaddr in found))
     for _ in range(_PORT_ATTEMPTS):
         try:
-            return _bind_all(places)
+            return _bind_all(sockaddrs)
         except OSError as error:
             failure = error
             if address.port or error.errno != errno.EADDRINUSE:
                 break
-    raise AddressError(_cannot_listen(where, failure)) from failure
+    raise AddressError(_cannot_listen(netloc, failure)) from failure
 
 
-def _bind_all(places: Sequence[tuple[socket.AddressFamily, Any]]) -> list[socket.socket]:
-    """Listen on all local places; a free port of the first one is used for all."""
-    has_both = len({family for family, _ in places}) > 1
+def _bind_all(sockaddrs: Sequence[tuple[socket.AddressFamily, Any]]) -> list[socket.socket]:
+    """Listen on all local addresses; port 0 becomes one free port for all."""
+    has_both = len({family for family, _ in sockaddrs}) > 1
     bound: list[socket.socket] = []
     failure: OSError | None = None
     try:
-        for family, place in places:
-            port = bound[0].getsockname()[1] if bound else place[1]
+        for family, sockaddr in sockaddrs:
+            port = bound[0].getsockname()[1] if bound else sockaddr[1]
             try:
-                bound.append(_bind(family, (place[0], port, *place[2:]), has_both))
+                bound.append(_bind(family, (sockaddr[0], port, *sockaddr[2:]), has_both))
             except OSError as error:
-                if error.errno not in _NOT_HERE:
+                if error.errno not in _UNAVAILABLE:
                     raise
                 failure = error
         if failure is not None and not bound:
             raise failure
     except OSError:
-        for each in bound:
-            each.close()
+        for listening in bound:
+            listening.close()
         raise
     return bound
 
 
-def _bind(family: socket.AddressFamily, place: Any, has_both: bool) -> socket.socket:
+def _bind(family: socket.AddressFamily, sockaddr: Any, has_both: bool) -> socket.socket:
     listening = socket.socket(family, socket.SOCK_STREAM)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if has_both and family == socket.AF_INET6:  # otherwise it takes the port of IPv4 too
             listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        listening.bind(place)
+        listening.bind(sockaddr)
         listening.listen(512)
         listening.setblocking(False)
     except OSError:
@@ -185,30 +185,30 @@ def _bind(family: socket.AddressFamily, place: Any, has_both: bool) -> socket.so
     return listening
 
 
-def _cannot_listen(where: str, error: OSError) -> str:
+def _cannot_listen(netloc: str, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         return (
-            f"cannot listen on {where}: the port is in use by another program; choose another with --port, "
+            f"cannot listen on {netloc}: the port is in use by another program; choose another with --port, "
             "or 0 for a free one"
         )
     if error.errno == errno.EADDRNOTAVAIL:
-        return f"cannot listen on {where}: this machine has no such address; use one of its own, or 0.0.0.0"
+        return f"cannot listen on {netloc}: this machine has no such address; use one of its own, or 0.0.0.0"
     if error.errno == errno.EACCES:
-        return f"cannot listen on {where}: not permitted; choose a port above 1023 with --port, or 0"
-    return f"cannot listen on {where}: {error.strerror or error}"
+        return f"cannot listen on {netloc}: not permitted; choose a port above 1023 with --port, or 0"
+    return f"cannot listen on {netloc}: {error.strerror or error}"
 
 
 def announced_host(host: str) -> str:
-    """Return the host under which others reach a socket bound to ``host``.
+    """Return the host that peers use to reach a socket bound to ``host``.
 
     A wildcard becomes this machine's own address: for ``::`` the IPv6 address, if it has a route.
     """
     if host not in _WILDCARDS:
         return host
-    for family, place in _PROBES if host == "::" else _PROBES[1:]:
+    for family, sockaddr in _PROBES if host == "::" else _PROBES[1:]:
         try:
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect((place, 9))
+                probe.connect((sockaddr, 9))
                 return str(probe.getsockname()[0])
         except OSError:
             continue

@@ -2,7 +2,7 @@
 
 A server is one event loop: it calls a :class:`Handler` for every frame and never blocks. A client is a thread that
 blocks on a :class:`Channel`, or an event loop that opens a :class:`Peer`. :class:`Transport` creates all of them.
-Implementations are ``sockets``, ``memory`` and, around either, ``faulty``; `paceline.testing.check_transport` is their
+``sockets`` and ``memory`` implement them, and ``faulty`` wraps either one. `paceline.testing.check_transport` is the
 conformance test.
 """
 
@@ -35,27 +35,27 @@ class Frame(NamedTuple):
 
 
 class Peer(ABC):
-    """The other end of a connection of an event loop: a connected client or an opened server.
+    """The other end of an event loop's connection: a connected client or an opened server.
 
-    Not thread-safe: for the event loop's thread only.
+    Not thread-safe: use it in the event loop's thread only.
     """
 
     hello: Hello
     """The Hello of the other end."""
     address: str
-    """Its address, for messages."""
+    """The address of the other end, for messages."""
 
     @abstractmethod
     def send(self, *parts: Buffer) -> None:
-        """Send one frame given as its parts (`frame_parts`) or as one bytes buffer; never blocks.
+        """Send one frame, given as its parts (`frame_parts`) or as one bytes object. Never blocks.
 
-        Parts of a small frame are copied into one buffer. Unsent parts of a larger frame are kept *without a copy*: do
-        not write to a mutable buffer before :attr:`write_backlog_bytes` is 0.
+        The parts of a small frame are copied. The unsent parts of a larger frame are queued *without a copy*: do not
+        write to a mutable buffer before :attr:`write_backlog_bytes` is 0.
         """
 
     @abstractmethod
     def send_error(self, request: Header, error: Exception) -> None:
-        """Answer ``request`` with an ERROR frame; the client raises the same class.
+        """Reply to ``request`` with an ERROR frame. The client raises an error of the same class.
 
         Raises UsageError on an opened connection, because only servers answer with errors.
         """
@@ -63,17 +63,18 @@ class Peer(ABC):
     @property
     @abstractmethod
     def write_backlog_bytes(self) -> int:
-        """Return the number of sent bytes that are still buffered here.
+        """Return the number of sent bytes that this process still buffers.
 
-        Beyond ``Limits.max_backlog_bytes``, the requests of a client are not read. An opened connection is always read,
-        because otherwise both ends could wait for each other; its caller must limit the backlog.
+        Above ``Limits.max_backlog_bytes``, a listener stops reading the client's requests. An opened connection
+        continues to read, because otherwise both ends could wait for each other. Its caller must limit the backlog.
         """
 
     @abstractmethod
     def pause_receiving(self) -> None:
         """Stop reading from the peer until :meth:`resume_receiving` (backpressure). Idempotent.
 
-        Partly received frames may still arrive. The peer's end is not detected meanwhile. No effect in memory.
+        Partly received frames may still arrive. A lost connection is not detected until then. ``memory`` ignores the
+        call.
         """
 
     @abstractmethod
@@ -82,9 +83,9 @@ class Peer(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close the connection after the backlog is sent; ``disconnected`` follows. Idempotent.
+        """Close the connection after sending the backlog; ``disconnected`` follows. Idempotent.
 
-        No more frames are received, and later sends are dropped.
+        Later frames of both ends are dropped.
         """
 
     @abstractmethod
@@ -100,14 +101,15 @@ class Handler(ABC):
     """Processes the frames of an event loop. All methods run in the loop's thread and must not block."""
 
     def connected(self, peer: Peer) -> None:  # noqa: B027  (to do nothing is a choice)
-        """Handle a new client that has proved that it holds the token."""
+        """Handle a new, authenticated client."""
 
     @abstractmethod
     def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
         """Handle a frame. ``meta`` and ``body`` are valid only during the call: copy them to keep them.
 
-        An exception is sent back as an ERROR frame for this request; one other than a PacelineError is logged too. On
-        an opened connection, where the peer expects no reply, the exception is logged and closes the connection.
+        An exception is sent to the client as an ERROR frame for this request. It is also logged, unless it is a
+        PacelineError. On an opened connection the peer expects no reply: the exception is logged and the connection
+        closed.
         """
 
     def disconnected(self, peer: Peer, reason: Exception | None) -> None:  # noqa: B027  (to do nothing is a choice)
@@ -115,11 +117,11 @@ class Handler(ABC):
 
 
 class Channel(ABC):
-    """A client's connection: blocking, in order. One thread may send while another receives.
+    """A client's blocking connection. One thread may send while another receives.
 
-    ``timeout_s`` bounds the wait for the start of a frame, and then for each of its parts. A :class:`DeadlineError`
-    before the start leaves the channel intact; within a frame it closes the channel. Every other failure of the
-    connection is a :class:`ConnectionLostError` that names the peer.
+    ``timeout_s`` bounds the wait for the start of a frame, and then for each of its parts. After a timeout at the start
+    of a frame (:class:`DeadlineError`) the channel is still usable; a timeout within a frame closes it. Every other
+    failure of the connection is a :class:`ConnectionLostError` that names the peer.
     """
 
     address: Address
@@ -127,61 +129,62 @@ class Channel(ABC):
     peer: Hello
     """The server's Hello."""
     last_header: Header | None = None
-    """The header of the last received frame; after a reported error, the header of its ERROR frame."""
+    """The header of the last received frame, ERROR frames included."""
     last_meta: bytes = b""
     """The meta of the last frame from :meth:`receive`."""
 
     def error_header(self) -> Header | None:
-        """Return the last frame's header if it was an ERROR frame, which names the failed request; else None."""
+        """Return the last frame's header, which names the failed request, if it is an ERROR frame; else None."""
         header = self.last_header
         return header if header is not None and header.kind == FrameKind.ERROR else None
 
     @abstractmethod
     def send(self, *parts: Buffer) -> None:
-        """Send one or more frames given as parts (`frame_parts`), without a copy, until the kernel has all."""
+        """Send one or more frames, given as parts (`frame_parts`), without a copy. Waits until the kernel has them."""
 
     @abstractmethod
     def receive(self, into: WritableBuffer, timeout_s: float) -> Header:
-        """Receive a frame with a body of at most ``into``, in place; an equal size is fastest (one system call).
+        """Receive the next frame's body into ``into``. A buffer of exactly its size is fastest (one system call).
 
-        The frame's meta is then in :attr:`last_meta`. Raises the error of an ERROR frame, and ProtocolError (the
-        connection is closed) if the body is longer.
+        The frame's meta is then in :attr:`last_meta`. Raises the error of an ERROR frame. If the body is longer than
+        ``into``, closes the connection and raises ProtocolError.
         """
 
     @abstractmethod
     def receive_header(self, timeout_s: float) -> Header:
-        """Receive the header of the next frame; skips unread parts of the last one. Raises as ``receive``."""
+        """Receive the header of the next frame; skip unread parts of the last one. Raises as ``receive``."""
 
     @abstractmethod
     def receive_meta(self) -> bytes:
-        """Receive the meta of the frame whose header was received."""
+        """Receive the current frame's meta, after :meth:`receive_header`."""
 
     @abstractmethod
     def receive_into(self, buffer: WritableBuffer) -> None:
-        """Fill ``buffer`` with the next bytes of the body of the frame whose header was received."""
+        """Fill ``buffer`` with the next bytes of the current frame's body."""
 
     @abstractmethod
     def receive_frame(self, timeout_s: float) -> Frame:
-        """Receive a whole frame into fresh memory. Raises as ``receive``."""
+        """Receive a frame into fresh memory. Raises as ``receive``."""
 
     @abstractmethod
     def poll(self, timeout_s: float) -> bool:
-        """Wait for data or the connection's end; return whether either has arrived."""
+        """Wait for data or a closed connection; return False after the timeout."""
 
     @abstractmethod
     def has_ended(self) -> bool:
-        """Return whether either end has closed the connection, without waiting, from any thread.
+        """Return whether either end has closed the connection. Does not wait; any thread may call it.
 
-        Unread data from before the end may remain. On TLS, an orderly end counts only after its close message is read.
+        Data received before may still be unread. On TLS, an orderly close is detected only after its close message was
+        read.
         """
 
     @abstractmethod
     def fileno(self) -> int:
-        """Return the file descriptor for selectors. Call ``poll(0)`` first, as bytes may be buffered here."""
+        """Return the file descriptor for selectors. Call ``poll(0)`` first: the channel may hold buffered bytes."""
 
     @abstractmethod
     def close(self) -> None:
-        """Close the connection; a waiting thread gets ConnectionLostError. Idempotent."""
+        """Close the connection; waiting threads raise ConnectionLostError. Idempotent."""
 
     @abstractmethod
     def statistics(self) -> Statistics:
@@ -196,11 +199,11 @@ class Listener(ABC):
     @property
     @abstractmethod
     def num_connections(self) -> int:
-        """Return the number of connections, unauthenticated ones included."""
+        """Return the number of connections, including unauthenticated ones."""
 
     @abstractmethod
-    def introduce(self, hello: Hello) -> None:
-        """Set the Hello for future clients: the identity is available later than the address."""
+    def set_hello(self, hello: Hello) -> None:
+        """Set the Hello for future clients. A server learns its identity only after it listens."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -224,13 +227,12 @@ class Transport(ABC):
     ) -> Peer:
         """Connect and authenticate from inside an event loop, without blocking it.
 
-        All of the server's frames go to ``handler.frame_received``: its replies, and also its ERROR frames, as frames
-        of ``FrameKind.ERROR`` with the request's header (``error_of(meta)`` is the exception). The end of the
-        connection, by either side, goes once to ``handler.disconnected``; ``handler.connected`` is not called. The
-        handler gets no call before the direct caller of this coroutine has the peer; a connection that is lost earlier
-        is only a failure of this call.
+        ``handler.frame_received`` gets all frames of the server: replies, and also ERROR frames with the request's
+        header (``error_of(meta)`` returns the exception). ``handler.disconnected`` is called once when either end
+        closes the connection; ``handler.connected`` is not called. The handler's first call comes after this coroutine
+        has returned the peer. If the connection is lost before, only this coroutine raises.
 
-        ``timeout_s`` bounds reaching the server, and then its handshake. Raises as :meth:`connect`.
+        ``timeout_s`` bounds the connection to the server, and then the handshake. Raises as :meth:`connect`.
         """
 
     @abstractmethod

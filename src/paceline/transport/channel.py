@@ -70,7 +70,7 @@ class StreamChannel(Channel):
         self._bytes_received = self._bytes_sent = self._frames_received = self._frames_sent = 0
 
     def seal(self, seals: Seals) -> None:
-        """Require and send a tag with every later frame."""
+        """Send, and require, a tag with every later frame."""
         self._sending, self._receiving = seals
 
     # For subclasses. All but the first raise ConnectionLostError and DeadlineError.
@@ -107,7 +107,7 @@ class StreamChannel(Channel):
         self._frames_sent += 1
 
     def _write_sealed(self, parts: Sequence[Any]) -> int:
-        """Send a frame and its tag; a large one in pieces, to hash while earlier pieces are in flight."""
+        """Send a frame and its tag. A large frame is sent in pieces: one is hashed while the previous is in flight."""
         seal = self._sending
         assert seal is not None
         size = sum(map(size_of, parts))
@@ -176,7 +176,7 @@ class StreamChannel(Channel):
         if header.body_bytes > into.nbytes:
             self.close()
             raise ProtocolError(
-                f"{self._who()} answered with a body of {header.body_bytes} bytes, at most {into.nbytes} "
+                f"{self._peer_name()} answered with a body of {header.body_bytes} bytes, at most {into.nbytes} "
                 "were expected; the connection is closed"
             )
         self.last_meta = self.receive_meta()
@@ -197,7 +197,7 @@ class StreamChannel(Channel):
         return header
 
     def next_header(self, timeout_s: float) -> Header:
-        """Receive the header of the next frame. Does not raise reported errors, for unauthenticated peers."""
+        """Receive the header of the next frame. Does not raise the errors that the peer reports."""
         if timeout_s != self._timeout_s:
             self._change_timeout(timeout_s)
         if self._meta_left:
@@ -215,21 +215,21 @@ class StreamChannel(Channel):
         self._meta_left = header.meta_bytes
         self._body_left = header.body_bytes
         self._body_pad = -header.body_bytes & 7
-        self._end_if_whole()
+        self._check_tag_if_complete()
         return header
 
     def _checked_header(self) -> Header:
         try:
             header = unpack_header(self._head_view)
         except VersionError as error:
-            raise VersionError(f"{self._who()} is incompatible: {error}") from None
+            raise VersionError(f"{self._peer_name()} is incompatible: {error}") from None
         except ProtocolError as error:
             self.close()
-            raise ProtocolError(f"{self._who()} is not a Paceline server: {error}") from None
+            raise ProtocolError(f"{self._peer_name()} is not a Paceline server: {error}") from None
         if header.meta_bytes > self._limits.max_meta_bytes or frame_bytes(header) > self._limits.max_frame_bytes:
             self.close()
             raise ProtocolError(
-                f"{self._who()} sent a frame that claims {frame_bytes(header)} bytes, at most "
+                f"{self._peer_name()} sent a frame that claims {frame_bytes(header)} bytes, at most "
                 f"{self._limits.max_frame_bytes} are allowed; the connection is closed"
             )
         return header
@@ -241,7 +241,7 @@ class StreamChannel(Channel):
             return b""
         meta = bytearray((size + 7) & -8)
         self._fill_frame(memoryview(meta))
-        self._end_if_whole()
+        self._check_tag_if_complete()
         return bytes(meta[:size])
 
     @override
@@ -257,7 +257,7 @@ class StreamChannel(Channel):
         self._body_left -= size
         if not self._body_left and self._body_pad:
             self._fill_frame(self._pad[: self._body_pad])
-        self._end_if_whole()
+        self._check_tag_if_complete()
 
     @override
     def receive_frame(self, timeout_s: float) -> Frame:
@@ -283,15 +283,15 @@ class StreamChannel(Channel):
             self._fill(piece, within_frame=True)
             self._receiving.update(piece)
 
-    def _end_if_whole(self) -> None:
+    def _check_tag_if_complete(self) -> None:
         """Check the tag of a completely received frame, if it has one."""
         if self._receiving is None or self._meta_left or self._body_left:
             return
         self._fill(self._tag, within_frame=True)
         self._bytes_received += TAG_BYTES
-        if not self._receiving.fits(self._tag):
+        if not self._receiving.matches(self._tag):
             self.close()
-            raise not_sealed(self._who())
+            raise not_sealed(self._peer_name())
 
     def _fill(self, view: memoryview, *, within_frame: bool) -> None:
         returned = self._returned
@@ -313,10 +313,10 @@ class StreamChannel(Channel):
                 return
             view = view[got:]
             within_frame = True
-            # Also bounds a peer that trickles; the clock is read only after a short read.
-            now = time.monotonic()
-            deadline = deadline or now + self._timeout_s
-            if now > deadline:
+            # Bounds a peer that sends slowly. The clock is read only after a short read.
+            time_s = time.monotonic()
+            deadline = deadline or time_s + self._timeout_s
+            if time_s > deadline:
                 self.close()
                 raise self._late()
 
@@ -324,17 +324,17 @@ class StreamChannel(Channel):
         self._timeout_s = timeout_s
         self._set_timeout(max(timeout_s, 1e-6))  # for a socket, 0 would mean no timeout or no wait
 
-    def _who(self) -> str:
+    def _peer_name(self) -> str:
         peer = self.peer
         return f"{peer.role} {peer.rank} at {self.address}" if peer.paceline else f"the server at {self.address}"
 
     def _late(self) -> DeadlineError:
-        return DeadlineError(f"no answer from {self._who()} within {self._timeout_s:g} s")
+        return DeadlineError(f"no answer from {self._peer_name()} within {self._timeout_s:g} s")
 
     def _lost(self, error: Exception | None = None) -> ConnectionLostError:
         self.close()  # immediately: a TLS server waits for it
         cause = f" ({error})" if error is not None else ""
-        return ConnectionLostError(f"the connection to {self._who()} was closed{cause}")
+        return ConnectionLostError(f"the connection to {self._peer_name()} was closed{cause}")
 
 
 def too_long(size: int, limits: Limits) -> UsageError:

@@ -1,9 +1,8 @@
 """Channels on plain TCP and Unix sockets.
 
-The socket stays in blocking mode. The wait for the start of a frame is a poll(), followed by a receive: for 64 bytes
-over a Unix socket a round trip takes 14.0 µs, against 16.0 with a blocking receive (SO_RCVTIMEO) and 14.5 with
-``settimeout``, which polls before every send too. Within a frame, and for sends, the kernel enforces the timeout
-(SO_RCVTIMEO, SO_SNDTIMEO).
+The socket stays in blocking mode. A poll() waits for the start of a frame. Within a frame, and for sends, the kernel
+enforces the timeout (SO_RCVTIMEO, SO_SNDTIMEO). A round trip of 64 bytes over a Unix socket takes 14.0 µs, against 16.0
+with a blocking receive at the start and 14.5 with ``settimeout``, which also polls before every send.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from paceline.transport.security.binding import socket_binding
 from paceline.transport.spinning import Spinner
 
 _IOV_MAX = 512  # POSIX guarantees 16, Linux and macOS have 1024
-# A client that only waits sends nothing, so only probes reveal that the other end has lost the connection. An
-# unreachable host does not end the connection: some deadline passes before the last probe.
+# A waiting client sends nothing, so that only probes detect a connection that the other end has lost. They do not close
+# the connection to an unreachable host: a deadline passes before the last probe.
 _KEEPALIVE = (("TCP_KEEPIDLE", 3), ("TCP_KEEPINTVL", 3), ("TCP_KEEPCNT", 100))
 
 
@@ -59,7 +58,6 @@ def open_socket(address: Address, timeout_s: float, *, enlarge: bool = True) -> 
 
 
 def _keep_alive(connected: socket.socket) -> None:
-    """Enable TCP keep-alive probes."""
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE:
         if hasattr(socket, name):
@@ -67,15 +65,15 @@ def _keep_alive(connected: socket.socket) -> None:
 
 
 def _connect_tcp(address: Address, timeout_s: float) -> socket.socket:
-    """Try every address of the host, each with an equal share of the remaining time."""
+    """Try every address of the host with an equal share of the remaining time."""
     end = time.monotonic() + timeout_s
-    places = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    sockaddrs = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
     failure = OSError("the host has no address")
-    for number, (family, kind, protocol, _, place) in enumerate(places):
+    for number, (family, kind, protocol, _, sockaddr) in enumerate(sockaddrs):
         connected = socket.socket(family, kind, protocol)
         try:
-            connected.settimeout(max((end - time.monotonic()) / (len(places) - number), 0.001))
-            connected.connect(place)
+            connected.settimeout(max((end - time.monotonic()) / (len(sockaddrs) - number), 0.001))
+            connected.connect(sockaddr)
         except OSError as error:
             connected.close()
             failure = error
@@ -88,7 +86,7 @@ def _connect_tcp(address: Address, timeout_s: float) -> socket.socket:
 
 
 def cannot_reach(address: Address, error: OSError, timeout_s: float) -> AddressError | DeadlineError:
-    """Return the error for a socket that could not be connected."""
+    """Return the error for a failed connection."""
     if isinstance(error, socket.gaierror):
         return AddressError(f"cannot reach {address}: the host is unknown ({error.strerror})")
     if isinstance(error, TimeoutError):
@@ -104,7 +102,7 @@ _HUNG_UP = getattr(select, "POLLRDHUP", 0)  # POLLHUP and POLLERR are always rep
 
 
 class _ClosedPoll:
-    """Replaces the poll object of a closed channel, whose descriptor may belong to another file."""
+    """Poll object of a closed channel, whose descriptor may already belong to another file."""
 
     def register(self, descriptor: int, events: int) -> None:
         pass
@@ -145,17 +143,17 @@ class PlainChannel(StreamChannel):
             else:
                 sent = self._socket.sendmsg(buffers[:_IOV_MAX])
             if sent != size:
-                self._write_rest(buffers, sent)
+                self._write_remaining(buffers, sent)
         except BlockingIOError:
             self.close()
             raise DeadlineError(
-                f"{self._who()} did not read its messages for {self._send_timeout_s:g} s; the connection is closed"
+                f"{self._peer_name()} read no messages for {self._send_timeout_s:g} s; the connection is closed"
             ) from None
         except OSError as error:
             raise self._lost(error) from None
         return size
 
-    def _write_rest(self, buffers: Sequence[Any], sent: int) -> None:
+    def _write_remaining(self, buffers: Sequence[Any], sent: int) -> None:
         for buffer in buffers:
             view = view_of(buffer)
             skipped = min(sent, len(view))
@@ -228,12 +226,12 @@ class PlainChannel(StreamChannel):
 
 
 def _timeval(seconds: float) -> bytes:
-    whole = int(seconds)
-    return struct.pack("@ll", whole, max(int((seconds - whole) * 1e6), 0 if whole else 1))
+    whole_seconds = int(seconds)
+    return struct.pack("@ll", whole_seconds, max(int((seconds - whole_seconds) * 1e6), 0 if whole_seconds else 1))
 
 
 def wait_readable(connected: socket.socket, timeout_s: float) -> bool:
-    """Wait until a receive would not block; return whether it would not."""
+    """Wait until data or the end of the connection can be received; return False after the timeout."""
     number = connected.fileno()
     if number < 0:
         return True
@@ -255,7 +253,7 @@ def is_hung_up(connected: socket.socket) -> bool:
 def shut(connected: socket.socket) -> None:
     """Close a socket and wake the thread that waits on it."""
     try:
-        # The base class's method: SSLSocket.shutdown would drop its TLS object under a reading thread.
+        # The base class's method, because SSLSocket.shutdown drops the TLS object that another thread may be reading.
         socket.socket.shutdown(connected, socket.SHUT_RDWR)
     except OSError:
         pass

@@ -1,7 +1,7 @@
-"""A connection in an event loop, accepted or opened: frames and end go to the handler.
+"""Base of an event loop's connections; it reports frames and the loss of the connection to the handler.
 
-Runs on any asyncio transport: a socket, TLS, or the imitation in `memory`. `accepting` and `opening` have the two
-kinds, which differ in their half of the handshake and in their handling of failures.
+Runs on any asyncio transport: a socket, TLS, or the imitation in `memory`. The subclasses in `accepting` and `opening`
+differ in the handshake and in the handling of failures.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SOCKET_BUFFER_BYTES = 1 << 22
 
 
 class Connection(FrameReceiver):
-    """The asyncio protocol of one connection. Abstract: a subclass does a half of the handshake."""
+    """The asyncio protocol of one connection. Abstract: a subclass does the handshake."""
 
     def __init__(self, handler: Handler, limits: Limits, pool: BufferPool) -> None:
         super().__init__(limits, pool)
@@ -99,7 +99,7 @@ class Connection(FrameReceiver):
             _logger.exception("the handler failed on the loss of %s", peer.address)
 
     def _start_timer(self, timeout_s: float, call: Callable[[], None]) -> None:
-        """Call a function if the handshake is not done in time."""
+        """Call a function after a timeout, unless the timer is cancelled."""
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:

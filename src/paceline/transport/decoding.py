@@ -22,11 +22,11 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
-def known(kind: _Kind) -> _Kind:
-    """Register a type with msgspec and return it, before it is decoded or converted to.
+def register_type(kind: _Kind) -> _Kind:
+    """Register a type with msgspec and return it. Call this before the first decoding of the type.
 
-    msgspec collects the fields of a type at its first use. A second thread that decodes the type at that moment sees
-    only half of them, and the process crashes (msgspec 0.22). The lock prevents this.
+    msgspec collects the fields of a type at its first use. If a second thread decodes the type at that moment, the
+    process crashes (msgspec 0.22). The lock prevents this.
     """
     if kind not in _known:
         with _lock:
@@ -38,14 +38,14 @@ def known(kind: _Kind) -> _Kind:
 def read_meta(meta: bytes | memoryview, kind: Any, name: str) -> Any:
     """Return msgpack decoded as `kind`; `name` describes the value in a ProtocolError."""
     try:
-        return msgspec.msgpack.decode(meta, type=known(kind))
+        return msgspec.msgpack.decode(meta, type=register_type(kind))
     except UNREADABLE as error:
         raise ProtocolError(f"got {name} that cannot be read: {error}") from None
 
 
 def reader(kind: Any, name: str) -> Callable[[bytes | memoryview], Any]:
-    """Return a function like :func:`read_meta` for frequent use."""
-    decode = msgspec.msgpack.Decoder(known(kind)).decode
+    """Return :func:`read_meta` for one type and name as a function. It is faster for frequent use."""
+    decode = msgspec.msgpack.Decoder(register_type(kind)).decode
 
     def read(meta: bytes | memoryview) -> Any:
         try:

@@ -20,16 +20,19 @@ _FULL_S = 0.005
 async def dial(address: Address, timeout_s: float) -> socket.socket:
     """Return a connected socket in non-blocking mode. Raises AddressError or DeadlineError."""
     try:
-        found = await asyncio.wait_for(_try(address, timeout_s), timeout_s)
+        result = await asyncio.wait_for(_try(address, timeout_s), timeout_s)
     except asyncio.TimeoutError:  # from Python 3.11 on, the system's TimeoutError is also one
         raise cannot_reach(address, TimeoutError(), timeout_s) from None
-    if isinstance(found, OSError):
-        raise cannot_reach(address, found, timeout_s) from None
-    return found
+    if isinstance(result, OSError):
+        raise cannot_reach(address, result, timeout_s) from None
+    return result
 
 
 async def _try(address: Address, timeout_s: float) -> socket.socket | OSError:
-    """Return the system's error: raised after a cancelled wait, asyncio would log it as unhandled."""
+    """Connect; return the system's error instead of raising it.
+
+    If it were raised after a cancelled wait, asyncio would log it as unhandled.
+    """
     try:
         return await _dial(address, timeout_s)
     except OSError as error:
@@ -58,19 +61,19 @@ async def run_on(
 
 
 async def _dial(address: Address, timeout_s: float) -> socket.socket:
-    """Try every address of the host, each with an equal share of the remaining time."""
+    """Try every address of the host with an equal share of the remaining time."""
     if address.scheme == "unix":
         return await _dial_unix(address)
     loop = asyncio.get_running_loop()
     end = loop.time() + timeout_s
     failure: OSError | None = None
-    places = await _resolve(address)
-    for number, (family, kind, protocol, _, place) in enumerate(places):
-        share_s = (end - loop.time()) / (len(places) - number)
+    sockaddrs = await _resolve(address)
+    for number, (family, kind, protocol, _, sockaddr) in enumerate(sockaddrs):
+        share_s = (end - loop.time()) / (len(sockaddrs) - number)
         connected = socket.socket(family, kind, protocol)
         try:
             connected.setblocking(False)
-            await asyncio.wait_for(loop.sock_connect(connected, place), share_s)
+            await asyncio.wait_for(loop.sock_connect(connected, sockaddr), share_s)
         except (OSError, asyncio.TimeoutError) as error:
             connected.close()
             failure = error if isinstance(error, OSError) else TimeoutError()
@@ -97,7 +100,7 @@ async def _dial_unix(address: Address) -> socket.socket:
             try:
                 connected.connect(address.unix_name)
             except BlockingIOError:
-                # The listener's queue is full and no connection is pending; sock_connect would take it for connected.
+                # The listener's queue is full. sock_connect would consider the socket connected.
                 await asyncio.sleep(_FULL_S)
             else:
                 check_user(connected, address)

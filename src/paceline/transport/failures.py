@@ -1,4 +1,4 @@
-"""Exceptions on the wire: meta of ERROR and REFUSED frames, raised again at the other end."""
+"""Exceptions on the wire: the meta of ERROR and REFUSED frames. The receiver raises them again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 from paceline import errors
 from paceline.errors import PacelineError, PeerError, ProtocolError, printable
-from paceline.transport.decoding import UNREADABLE, known
+from paceline.transport.decoding import UNREADABLE, register_type
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -22,11 +22,11 @@ class Failure(msgspec.Struct, frozen=True):
 _MAX_MESSAGE = 2000
 _MAX_NAME = 100
 _MAX_UNPROVED = 200
-_decoder = msgspec.msgpack.Decoder(known(Failure))
+_decoder = msgspec.msgpack.Decoder(register_type(Failure))
 
 
 def error_meta(error: Exception) -> bytes:
-    """Return the meta of the frame that reports ``error``; other classes become InternalError."""
+    """Return the meta of the frame that reports ``error``. A class outside `paceline.errors` becomes InternalError."""
     if isinstance(error, PacelineError):
         failure = Failure(type(error).__name__, str(error)[:_MAX_MESSAGE])
     else:
@@ -36,10 +36,10 @@ def error_meta(error: Exception) -> bytes:
 
 
 def error_of(meta: bytes | memoryview) -> PacelineError:
-    """Return the error in an ERROR or REFUSED frame, as its class of :mod:`paceline.errors`.
+    """Return the error in an ERROR or REFUSED frame, as an object of its class in :mod:`paceline.errors`.
 
-    An unknown class becomes a :class:`PeerError` with its name in the message, an unreadable report a
-    :class:`ProtocolError`. Only for authenticated peers; see :func:`unproved`.
+    An unknown class becomes a :class:`PeerError` with the class name in the message. An unreadable report becomes a
+    :class:`ProtocolError`. Use this only for authenticated peers; see :func:`unauthenticated_error`.
     """
     failure = _read(meta)
     if failure is None:
@@ -52,10 +52,10 @@ def error_of(meta: bytes | memoryview) -> PacelineError:
     return PeerError(f"{printable(failure.error, _MAX_NAME)}: {message}")
 
 
-def unproved(meta: bytes | memoryview) -> tuple[str, str]:
-    """Return class and message of an unauthenticated peer's ERROR or REFUSED frame, printable.
+def unauthenticated_error(meta: bytes | memoryview) -> tuple[str, str]:
+    """Return the class name and message in an unauthenticated peer's ERROR or REFUSED frame, printable.
 
-    The caller must not raise that class, nor follow the message.
+    The caller must not raise that class or trust the message.
     """
     failure = _read(meta) or Failure("?", "")
     return printable(failure.error, _MAX_NAME), printable(failure.message, _MAX_UNPROVED)

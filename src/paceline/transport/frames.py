@@ -76,17 +76,17 @@ class Limits:
     max_frame_bytes: int = 1 << 30
     """The longest frame: header, meta, body and padding."""
     max_handshake_bytes: int = 4096
-    """The longest frame of a peer that has not proved yet that it holds the token."""
+    """The longest frame of an unauthenticated peer."""
     max_meta_bytes: int = 1 << 26
     """The longest meta part."""
     max_backlog_bytes: int = 1 << 28
-    """Unread replies of a peer, beyond which the server stops reading its requests."""
+    """Size of a client's unread replies above which the server stops reading its requests."""
 
 
 def pack_header(kind: int, **fields: int) -> bytes:
     """Return the 40 bytes of a header from fields of :class:`Header`; lengths exclude padding.
 
-    For frames that are sent in pieces or are wrong on purpose; `frame_parts` makes whole frames.
+    For frames sent in pieces, and malformed frames of tests; `frame_parts` makes whole frames.
     """
     return HEADER.pack(*Header(kind=kind, **fields))
 
@@ -117,7 +117,7 @@ def not_a_header(header: Header, first: bytes) -> ProtocolError | VersionError:
 
 
 def padded(size: int) -> int:
-    """Return ``size`` rounded up to its padded size on the wire."""
+    """Return ``size`` rounded up to a multiple of 8, its size on the wire."""
     return (size + 7) & -8
 
 
@@ -154,9 +154,9 @@ def frame_parts(
     meta: Buffer = b"",
     body: Buffer | Sequence[Buffer] = (),
 ) -> list[Buffer]:
-    """Return a frame as a list of buffers with padding, without copying any of them.
+    """Return a frame as a list of buffers with padding, without a copy.
 
-    ``body`` is one buffer, or several without gaps.
+    ``body`` is one buffer or a sequence of buffers, which are sent without gaps.
     """
     parts = body_parts(body)
     meta_bytes, body_bytes = size_of(meta), 0

@@ -21,13 +21,13 @@ from paceline.transport.unix_sockets import is_other_user, remove_unix
 
 _logger = logging.getLogger("paceline.transport")
 _LINGER_S = 1.0
-_NUM_AT_ONCE = 64
+_MAX_ACCEPTS = 64
 """Connections accepted before other tasks of the loop run."""
-_FULL_S = 0.05
+_RETRY_S = 0.05
 
 
 class SocketListener(Listener):
-    """Listens from :meth:`start` to :meth:`close`."""
+    """Accepts connections from :meth:`start` to :meth:`close`."""
 
     def __init__(
         self, endpoint: Endpoint, service: Service, listening: Sequence[socket.socket], context: ssl.SSLContext | None
@@ -37,17 +37,17 @@ class SocketListener(Listener):
         self._listening = listening
         self._context = context
         self._tasks: set[asyncio.Task[None]] = set()
-        self._beginning: set[socket.socket] = set()
+        self._starting: set[socket.socket] = set()
         """Accepted sockets that have no transport yet."""
 
     @classmethod
     def start(
         cls, endpoint: Endpoint, service: Service, listening: Sequence[socket.socket], context: ssl.SSLContext | None
     ) -> SocketListener:
-        """Accept the connections of these sockets in the running loop; with TLS, if there is a context."""
+        """Accept connections on these sockets in the running loop; a context enables TLS."""
         listener = cls(endpoint, service, listening, context)
-        for each in listening:
-            listener._run(listener._accept_all(each))
+        for bound in listening:
+            listener._run(listener._accept_all(bound))
         return listener
 
     @property
@@ -56,7 +56,7 @@ class SocketListener(Listener):
         return len(self._service.connections)
 
     @override
-    def introduce(self, hello: Hello) -> None:
+    def set_hello(self, hello: Hello) -> None:
         self._service.hello = hello
 
     @override
@@ -65,14 +65,14 @@ class SocketListener(Listener):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for each in (*self._listening, *self._beginning):
-            each.close()
+        for opened in (*self._listening, *self._starting):
+            opened.close()
         connections = self._service.connections
         for connection in list(connections):
             connection.close()
         deadline = asyncio.get_running_loop().time() + _LINGER_S
         while connections and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(0.001)  # the backlog is sent
+            await asyncio.sleep(0.001)  # lets the loop send the backlog
         for connection in list(connections):
             connection.transport.abort()
         while connections:
@@ -88,9 +88,9 @@ class SocketListener(Listener):
     async def _accept_all(self, listening: socket.socket) -> None:
         is_full = False
         while True:
-            for _ in range(_NUM_AT_ONCE):
+            for _ in range(_MAX_ACCEPTS):
                 try:
-                    connected, place = listening.accept()
+                    connected, peer_address = listening.accept()
                 except BlockingIOError:
                     await _wait_readable(listening)
                 except ConnectionError:
@@ -99,30 +99,32 @@ class SocketListener(Listener):
                     if not is_full:
                         _logger.warning("cannot accept a connection at %s: %s", self.endpoint, error)
                     is_full = True
-                    await asyncio.sleep(_FULL_S)  # probably no descriptors are left; some may be closed soon
+                    await asyncio.sleep(_RETRY_S)  # probably no descriptors are left; some may be closed soon
                 else:
                     is_full = False
-                    if self._take(connected, place):
+                    if self._start_connection(connected, peer_address):
                         break  # the dropped connection holds a descriptor until the loop runs
             await asyncio.sleep(0)
 
-    def _take(self, connected: socket.socket, place: Any) -> bool:
-        """Start a connection; return whether another one was dropped for it."""
+    def _start_connection(self, connected: socket.socket, peer_address: Any) -> bool:
+        """Start a connection; return whether another one was dropped to make room."""
         if is_other_user(connected):
             _logger.debug("a connection of another user to the Unix socket is closed")
             connected.close()
             return False
-        dropped = self._service.strangers.enter(connected, place[0] if isinstance(place, tuple) else "")
+        dropped = self._service.unauthenticated.add(
+            connected, peer_address[0] if isinstance(peer_address, tuple) else ""
+        )
         if dropped is not None:
             _logger.debug("too many unauthenticated connections; the oldest is dropped")
             with contextlib.suppress(OSError):
                 dropped.shutdown(socket.SHUT_RDWR)  # its transport detects the end and closes it
         connected.setblocking(False)
-        self._beginning.add(connected)
-        self._run(self._begin(connected))
+        self._starting.add(connected)
+        self._run(self._start_asyncio(connected))
         return dropped is not None
 
-    async def _begin(self, connected: socket.socket) -> None:
+    async def _start_asyncio(self, connected: socket.socket) -> None:
         timeout_s = self._service.handshake_timeout_s if self._context is not None else None
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
@@ -132,12 +134,12 @@ class SocketListener(Listener):
                 ssl_handshake_timeout=timeout_s,
             )
         except BaseException as error:
-            self._service.strangers.leave(connected)
+            self._service.unauthenticated.remove(connected)
             connected.close()
             if not isinstance(error, OSError):
                 raise
             _logger.debug("a connection without usable TLS is closed: %s", error)
-        self._beginning.discard(connected)
+        self._starting.discard(connected)
 
 
 async def _wait_readable(listening: socket.socket) -> None:

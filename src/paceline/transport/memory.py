@@ -2,9 +2,9 @@
 
 The server's side and opened peers use the same :class:`~paceline.transport.connection.Connection` as sockets, on an
 imitation of an asyncio transport. The blocking client's side is a :class:`~paceline.transport.channel.StreamChannel` on
-a queue of bytes. With ``direct=True`` handlers run in the sender's thread before ``send`` returns, so that a test in
-one thread is deterministic; for a send within a handler, they run after that handler. Otherwise the event loop that
-serves or opened calls them, as with sockets.
+a queue of bytes. Handlers run in their event loop, as with sockets. With ``direct=True`` they run in the sender's
+thread before ``send`` returns, so that a test in one thread is deterministic. If a handler sends, the receiving handler
+runs after it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from paceline.transport.accepting import AcceptedConnection, Service
 from paceline.transport.addresses import Address, Endpoint, host_identity
 from paceline.transport.base import Channel, Handler, Listener, Peer, Transport
 from paceline.transport.channel import StreamChannel
+from paceline.transport.client_handshake import ClientHandshake, authenticate
 from paceline.transport.connection import Connection
 from paceline.transport.frames import Limits, join
-from paceline.transport.handshake import Greeting, greet
 from paceline.transport.opening import OpenedConnection
 from paceline.transport.receiving import BufferPool
 from paceline.transport.security.authentication import Hello, check_token
@@ -65,7 +65,7 @@ class MemoryTransport(Transport):
     def connect(self, target: Endpoint | Address | str, hello: Hello, *, timeout_s: float = 10.0) -> Channel:
         listener = self._find(target)
         channel = MemoryChannel(listener.endpoint.tcp, self._limits, listener)
-        greet(channel, self._token, hello, timeout_s, listener=_wanted(target))
+        authenticate(channel, self._token, hello, timeout_s, listener=_listener_id(target))
         return channel
 
     @override
@@ -76,13 +76,13 @@ class MemoryTransport(Transport):
         listener = self._find(target)
         call = self._direct.call if self._direct is not None else _caller(asyncio.get_running_loop())
         pool = BufferPool() if self._direct is not None else BufferPool.of_running_loop()
-        greeting = Greeting(listener.endpoint.tcp, self._token, hello, listener=_wanted(target))
-        connection = OpenedConnection(handler, self._limits, pool, greeting, call)
-        ours = _Pipe(connection, call, lambda data: theirs.receive(data))
-        theirs = _Pipe(AcceptedConnection(listener.service), listener.call, ours.receive)
-        ours.begin()
-        theirs.begin()
-        return await connection.wait_greeted(timeout_s)
+        handshake = ClientHandshake(listener.endpoint.tcp, self._token, hello, listener=_listener_id(target))
+        connection = OpenedConnection(handler, self._limits, pool, handshake, call)
+        client_end = _Pipe(connection, call, lambda data: server_end.receive(data))
+        server_end = _Pipe(AcceptedConnection(listener.service), listener.call, client_end.receive)
+        client_end.begin()
+        server_end.begin()
+        return await connection.wait_authenticated(timeout_s)
 
     def _find(self, target: Endpoint | Address | str) -> _MemoryListener:
         address = target.tcp if isinstance(target, Endpoint) else target
@@ -98,25 +98,25 @@ class MemoryTransport(Transport):
     ) -> Listener:
         """Listen at an address ``memory://name``."""
         chosen = f"memory://{next(self._names)}" if address is None else address
-        wanted = Address.parse(chosen) if isinstance(chosen, str) else chosen
-        if wanted.host in self.listeners:
-            raise AddressError(f"cannot listen on {wanted}: the name is in use")
+        requested = Address.parse(chosen) if isinstance(chosen, str) else chosen
+        if requested.host in self.listeners:
+            raise AddressError(f"cannot listen on {requested}: the name is in use")
         call = self._direct.call if self._direct is not None else _caller(asyncio.get_running_loop())
         pool = BufferPool() if self._direct is not None else BufferPool.of_running_loop()
         service = Service(
             handler, self._token, hello, self._limits, self._handshake_timeout_s, pool, secrets.token_hex(8)
         )
-        listener = _MemoryListener(wanted, service, call, self.listeners)
-        self.listeners[wanted.host] = listener
+        listener = _MemoryListener(requested, service, call, self.listeners)
+        self.listeners[requested.host] = listener
         return listener
 
 
-def _wanted(target: Endpoint | Address | str) -> str:
+def _listener_id(target: Endpoint | Address | str) -> str:
     return target.listener if isinstance(target, Endpoint) else ""
 
 
 class _Direct:
-    """Runs the calls of all ends of a direct transport one after the other, never nested."""
+    """Runs the calls of all ends of a direct transport one after another, never nested."""
 
     def __init__(self) -> None:
         self._calls: deque[Callable[[], None]] = deque()
@@ -138,7 +138,7 @@ class _Direct:
 
 
 def _caller(loop: asyncio.AbstractEventLoop) -> Call:
-    """Return a function that runs functions in the loop."""
+    """Return a function that schedules calls in the loop."""
 
     def call(function: Callable[[], None]) -> None:
         if not loop.is_closed():
@@ -158,7 +158,7 @@ class _MemoryListener(Listener):
     def num_connections(self) -> int:
         return len(self.service.connections)
 
-    def introduce(self, hello: Hello) -> None:
+    def set_hello(self, hello: Hello) -> None:
         self.service.hello = hello
 
     async def close(self) -> None:

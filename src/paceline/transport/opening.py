@@ -1,4 +1,4 @@
-"""Connections that an event loop opens to a server: authenticate, then frames both ways."""
+"""Connections that an event loop opens to a server."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 from paceline.errors import ConnectionLostError, DeadlineError, PacelineError, ProtocolError, VersionError
 from paceline.transport.base import Frame, Handler
+from paceline.transport.client_handshake import ClientHandshake
 from paceline.transport.connection import Connection, describe
 from paceline.transport.failures import error_of
 from paceline.transport.frames import FIRST_APPLICATION_KIND, FrameKind, Header, Limits
-from paceline.transport.handshake import Greeting
 from paceline.transport.receiving import BufferPool, allocate
 from paceline.transport.security.binding import transport_binding
 from paceline.transport.sending import TransportPeer
@@ -22,8 +22,8 @@ _logger = logging.getLogger("paceline.transport")
 class OpenedConnection(Connection):
     """The client's end, in an event loop.
 
-    The handler gets no call before :meth:`wait_greeted` has returned the peer. Earlier frames of the server are kept,
-    and an earlier loss of the connection is a failure of that call.
+    The handler's first call comes after :meth:`wait_authenticated` has returned the peer. Earlier frames of the server
+    are queued; an earlier loss of the connection is raised by that call.
     """
 
     def __init__(
@@ -31,40 +31,40 @@ class OpenedConnection(Connection):
         handler: Handler,
         limits: Limits,
         pool: BufferPool,
-        greeting: Greeting,
+        handshake: ClientHandshake,
         call_soon: Callable[[Callable[[], None]], object],
         *,
         lost_early: PacelineError | None = None,
         always_sealed: bool = False,
     ) -> None:
-        """``call_soon``: calls a function later in the same thread. ``lost_early``: error for a connection that closes
-        before its first frame, if the transport has a better explanation than the handshake. ``always_sealed``: seal
-        frames even on connections without a possible intermediary.
+        """``call_soon`` calls a function later in the same thread. ``lost_early`` is the error for a connection that
+        closes before its first frame, if the transport knows the cause. ``always_sealed``: seal frames even on
+        connections without a possible intermediary.
         """
         super().__init__(handler, limits, pool)
-        self._greeting = greeting
-        self._address = str(greeting.address)
+        self._handshake = handshake
+        self._address = str(handshake.address)
         self._call_soon = call_soon
         self._lost_early = lost_early
         self._always_sealed = always_sealed
-        self._greeted: asyncio.Future[TransportPeer] = asyncio.get_running_loop().create_future()
-        # The waiting caller may be cancelled; this marks the exception as retrieved.
-        self._greeted.add_done_callback(lambda future: None if future.cancelled() else future.exception())
+        self._authenticated: asyncio.Future[TransportPeer] = asyncio.get_running_loop().create_future()
+        # Marks the exception as retrieved, because the waiting caller may be cancelled.
+        self._authenticated.add_done_callback(lambda future: None if future.cancelled() else future.exception())
         self._is_known = False  # to the caller of wait_greeted
         self._early: list[Frame] = []
 
-    async def wait_greeted(self, timeout_s: float) -> TransportPeer:
+    async def wait_authenticated(self, timeout_s: float) -> TransportPeer:
         """Wait for the end of the handshake and return the peer; close the connection on failure."""
 
         def late() -> None:
             error = DeadlineError(f"no answer from the server at {self._address} within {timeout_s:g} s")
-            self._fail(self._greeting.explain(error))
+            self._fail(self._handshake.explain(error))
             self.transport.abort()
 
-        if not self._greeted.done():
+        if not self._authenticated.done():
             self._start_timer(timeout_s, late)
         try:
-            peer = await self._greeted
+            peer = await self._authenticated
         except asyncio.CancelledError:
             self.stop_receiving()
             self.transport.abort()
@@ -87,7 +87,7 @@ class OpenedConnection(Connection):
     def connection_lost(self, exc: Exception | None) -> None:
         """Fail the handshake, or notify the handler."""
         self._deliver_early()
-        if self._peer is None and not self._greeted.done():
+        if self._peer is None and not self._authenticated.done():
             self._fail(self._lost_in_handshake(exc))
         super().connection_lost(exc)
 
@@ -125,47 +125,47 @@ class OpenedConnection(Connection):
             self._failure = error
             self._peer.abort()
             return
-        who = f"the server at {self._address}"
+        server = f"the server at {self._address}"
         if isinstance(error, VersionError):
-            if self._greeting.awaited is FrameKind.CHALLENGE:
+            if self._handshake.expected_kind is FrameKind.CHALLENGE:
                 self._send_meta(FrameKind.HELLO, b"")  # its header sends our version to the server
-            self._fail(VersionError(f"{who} is incompatible: {error}"))
+            self._fail(VersionError(f"{server} is incompatible: {error}"))
         else:
-            self._fail(ProtocolError(f"{who} is not a Paceline server: {error}"))
+            self._fail(ProtocolError(f"{server} is not a Paceline server: {error}"))
         self.transport.close()
 
     # the handshake
 
     def _handshake_received(self, header: Header, meta: memoryview, body: memoryview) -> None:
-        greeting = self._greeting
+        handshake = self._handshake
         self._lost_early = None
-        greeting.check(header)
-        if header.kind != greeting.awaited:
-            raise greeting.refused(meta)
-        if greeting.awaited is FrameKind.CHALLENGE:
+        handshake.check(header)
+        if header.kind != handshake.expected_kind:
+            raise handshake.refusal_error(meta)
+        if handshake.expected_kind is FrameKind.CHALLENGE:
             binding = b"" if self._always_sealed else transport_binding(self.transport, connecting=True)
-            self._send_meta(FrameKind.HELLO, greeting.answer(meta, binding))
+            self._send_meta(FrameKind.HELLO, handshake.answer(meta, binding))
             return
-        hello = greeting.finish(meta)
+        hello = handshake.finish(meta)
         self._cancel_timer()
-        sending, receiving = greeting.seals or (None, None)
+        sending, receiving = handshake.seals or (None, None)
         self._peer = peer = TransportPeer(
             self.transport, self, hello, self._address, self._limits, is_opened=True, seal=sending
         )
-        self.allow_application(self._limits, self._keep, first_kind=FrameKind.REFUSED, seal=receiving)
-        if not self._greeted.done():
-            self._greeted.set_result(peer)
+        self.allow_application(self._limits, self._keep_early, first_kind=FrameKind.REFUSED, seal=receiving)
+        if not self._authenticated.done():
+            self._authenticated.set_result(peer)
 
     def _fail(self, error: Exception) -> None:
         self._cancel_timer()
         self.stop_receiving()
-        if not self._greeted.done():
-            self._greeted.set_exception(error)
+        if not self._authenticated.done():
+            self._authenticated.set_exception(error)
 
     def _lost_in_handshake(self, exc: Exception | None) -> PacelineError:
         cause = f" ({exc})" if exc is not None else ""
         lost = ConnectionLostError(f"the connection to the server at {self._address} was closed{cause}")
-        return self._lost_early or self._greeting.explain(lost)
+        return self._lost_early or self._handshake.explain(lost)
 
     # after the handshake
 
@@ -179,11 +179,11 @@ class OpenedConnection(Connection):
         else:
             self.stream_failed(self._not_allowed(header))
 
-    def _keep(self, header: Header, meta: memoryview, body: memoryview) -> None:
-        kept = allocate(len(body))
+    def _keep_early(self, header: Header, meta: memoryview, body: memoryview) -> None:
+        copied = allocate(len(body))
         if body:
-            kept[:] = body
-        self._early.append(Frame(header, bytes(meta), kept))
+            copied[:] = body
+        self._early.append(Frame(header, bytes(meta), copied))
 
     def _deliver_early(self) -> None:
         if not self._is_known:

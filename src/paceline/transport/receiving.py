@@ -1,9 +1,8 @@
 """Receiving side of an event loop: bytes are received in place, frames are passed as views.
 
-Bytes are received into a buffer for small frames, many per system call when they are pipelined. A larger frame is
-received in place into a large buffer, so that only its first part is copied. Both buffers come from a pool that all
-connections of an event loop share, and return to it when they are empty: an idle connection holds none, and an
-unauthenticated one at most a small one.
+A buffer for small frames receives many pipelined frames in one system call. The rest of a larger frame is received in
+place into a large buffer; only its first part is copied. Both buffers come from a pool that all connections of an event
+loop share. An idle connection returns its buffers to the pool, and an unauthenticated one has only a small buffer.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def allocate(size: int) -> memoryview:
 
 
 class BufferPool:
-    """Reusable buffers: fresh pages cost as much as the copy that fills them."""
+    """Reusable buffers. Fresh pages would cost as much as the copy that fills them."""
 
     def __init__(self) -> None:
         self._free: list[memoryview] = []
@@ -93,7 +92,7 @@ class _LargeFrame(NamedTuple):
 
 
 class _TagCheck:
-    """Checks the tags of received frames; hashes each while its rest is in flight."""
+    """Checks the tags of received frames; hashes a frame while its remaining bytes are in flight."""
 
     def __init__(self, seal: Seal) -> None:
         self._seal = seal
@@ -110,7 +109,7 @@ class _TagCheck:
         """Return whether the tag of a whole frame is right."""
         self._seal.update(frame[self._hashed : -TAG_BYTES])
         self._hashed = 0
-        return self._seal.fits(frame[-TAG_BYTES:])
+        return self._seal.matches(frame[-TAG_BYTES:])
 
 
 class FrameReceiver(asyncio.BufferedProtocol, ABC):
@@ -126,7 +125,7 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
         self._check: _TagCheck | None = None
         self._tag_bytes = 0  # after every frame
         self._pool = pool
-        self._is_greeted = False
+        self._is_authenticated = False
         self._buffer: memoryview | None = None  # while it holds bytes
         self._start = 0  # the first byte of the first frame that is not yet delivered
         self._end = 0  # after the last received byte
@@ -144,14 +143,15 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
     def allow_application(
         self, limits: Limits, deliver: Deliver, *, first_kind: int = FIRST_APPLICATION_KIND, seal: Seal | None = None
     ) -> None:
-        """Accept application frames instead of the handshake's. Kinds below ``first_kind`` are rejected, and untagged
-        frames if there is a seal.
+        """Accept application frames instead of handshake frames.
+
+        Kinds below ``first_kind`` are rejected. With a seal, frames without a valid tag are rejected.
         """
         self._check = None if seal is None else _TagCheck(seal)
         self._tag_bytes = 0 if seal is None else TAG_BYTES
         self._max_frame_bytes = limits.max_frame_bytes
         self._first_kind = first_kind
-        self._is_greeted = True
+        self._is_authenticated = True
         self.deliver = deliver
 
     @property
@@ -175,7 +175,7 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
         if self._stopped:
             return _IGNORED
         if self._buffer is None:
-            self._buffer = self._pool.take_buffer() if self._is_greeted else allocate(self._max_frame_bytes)
+            self._buffer = self._pool.take_buffer() if self._is_authenticated else allocate(self._max_frame_bytes)
         return self._buffer[self._end :] if self._end else self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -217,7 +217,7 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
                 return
             self.frames_received += 1
             meta_at = start + HEADER_BYTES
-            # Advance before the call, so that exceptions and closes see the frame as done.
+            # Advance before the call: the frame counts as delivered even if `deliver` raises or closes.
             self._start = start = stop
             try:
                 self.deliver(
@@ -239,7 +239,7 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
             self._make_room(buffer, stop - start)
 
     def _make_room(self, buffer: memoryview, frame_bytes: int) -> None:
-        """Provide space for the rest of a partly received frame."""
+        """Provide space for the remaining bytes of a partly received frame."""
         start, end = self._start, self._end
         have = end - start
         if have >= HEADER_BYTES and frame_bytes > len(buffer):

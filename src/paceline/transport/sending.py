@@ -1,7 +1,7 @@
 """Sending side of an event loop: never blocks and never copies large frames.
 
-asyncio before 3.12 copies the bytes that the socket does not accept immediately. Large frames are therefore written in
-chunks, each after the previous one was sent: at most one chunk is copied, and the views wait here.
+asyncio before 3.12 copies the bytes that the socket does not accept immediately. Large frames are therefore queued here
+as views and written in chunks, each after the previous one was sent: asyncio copies at most one chunk.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from paceline.transport.security.sealing import PIECE_BYTES, TAG_BYTES, Seal
 
 CHUNK_BYTES = 1 << 18
 _JOINED_BYTES = 1 << 16
-_END = memoryview(b"")  # marks the place of a waiting frame's tag
+_END = memoryview(b"")  # stands for the tag of a queued frame
 
 
 class _Reading:
-    """Decides whether to read: not while the handler pauses it, nor with a large backlog."""
+    """Pauses reading while the handler requests it or the backlog is large."""
 
     def __init__(self, transport: asyncio.Transport, max_backlog_bytes: int) -> None:
         self.is_on = True
-        self.is_held = False
+        self.is_paused = False
         self._transport = transport
         self._max_backlog_bytes = max_backlog_bytes
 
     def update(self, waiting_bytes: int) -> None:
         """Pause or resume reading; it resumes when half of the backlog is sent."""
         is_full = waiting_bytes > (self._max_backlog_bytes if self.is_on else self._max_backlog_bytes // 2)
-        is_on = not self.is_held and not is_full
+        is_on = not self.is_paused and not is_full
         if is_on != self.is_on and not self._transport.is_closing():
             self.is_on = is_on
             if is_on:
@@ -62,8 +62,8 @@ class TransportPeer(Peer):
         is_opened: bool = False,
         seal: Seal | None = None,
     ) -> None:
-        """``seal``: makes the tags of all sent frames. ``is_opened``: this end opened the connection. Then a backlog
-        does not stop reading: if both ends stopped, they would wait for each other, so only the accepting end does.
+        """``seal`` makes the tags of all sent frames. ``is_opened``: this end opened the connection. Then a backlog
+        does not pause reading, because two paused ends would wait for each other.
         """
         self.hello = hello
         self.address = address
@@ -83,33 +83,34 @@ class TransportPeer(Peer):
 
     @override
     def send(self, *parts: Buffer) -> None:
-        whole: Any = parts[0] if len(parts) == 1 else None
-        size = sum(map(size_of, parts)) if whole is None else len(whole)
+        frame: Any = parts[0] if len(parts) == 1 else None
+        size = sum(map(size_of, parts)) if frame is None else len(frame)
         self._frames_sent += 1
         self._bytes_sent += size
         if self._seal is not None:
             self._send_sealed(self._seal, parts, size)
-        elif not self._is_paused and size <= (_JOINED_BYTES if whole is None else CHUNK_BYTES):
+        elif not self._is_paused and size <= (_JOINED_BYTES if frame is None else CHUNK_BYTES):
             if not self._is_closing and not self._transport.is_closing():  # otherwise asyncio logs an error
-                self._write(join(parts) if whole is None else whole)
+                self._write(join(parts) if frame is None else frame)
         else:
-            self._keep(parts, size)
+            self._enqueue_parts(parts, size)
 
     def _send_sealed(self, seal: Seal, parts: Sequence[Buffer], size: int) -> None:
-        """Send a frame and its tag. Queued frames are hashed when written; do not alter them before."""
+        """Send a frame and its tag. Queued parts are hashed when they are written and must not change before."""
         self._bytes_sent += TAG_BYTES
         if self._is_paused or size > _JOINED_BYTES:
-            self._keep(parts, size)
+            self._enqueue_parts(parts, size)
             self._enqueue(_END)
         elif not self._is_closing and not self._transport.is_closing():
-            whole = join(parts)  # first: if the join fails, the seal is unchanged
-            self._write(join((whole, seal.tag((whole,)))))
+            frame = join(parts)  # first: if the join fails, the seal is unchanged
+            self._write(join((frame, seal.tag((frame,)))))
 
     @override
     def send_error(self, request: Header, error: Exception) -> None:
         if self._is_opened:
             raise UsageError(
-                "only the end that accepted a connection answers with errors; send a frame of your own instead"
+                "send_error() on a connection that this process opened: only the accepting end reports errors; "
+                "send a frame of your own kind"
             )
         self.send(
             *frame_parts(
@@ -130,12 +131,12 @@ class TransportPeer(Peer):
 
     @override
     def pause_receiving(self) -> None:
-        self._reading.is_held = True
+        self._reading.is_paused = True
         self._reading.update(self._waiting_bytes)
 
     @override
     def resume_receiving(self) -> None:
-        self._reading.is_held = False
+        self._reading.is_paused = False
         self._reading.update(self._waiting_bytes)
 
     @override
@@ -172,8 +173,8 @@ class TransportPeer(Peer):
         self._waiting.clear()
         self._waiting_bytes = 0
 
-    def _keep(self, parts: Sequence[Buffer], size: int) -> None:
-        """Send as much as the socket accepts and queue the rest; a small frame is copied for reuse of its parts."""
+    def _enqueue_parts(self, parts: Sequence[Buffer], size: int) -> None:
+        """Send as much as the socket accepts and queue the rest. A small frame is copied: its parts may be reused."""
         for part in parts if len(parts) == 1 or size > _JOINED_BYTES else (join(parts),):
             if size_of(part):
                 self._enqueue(view_of(part))
@@ -188,7 +189,7 @@ class TransportPeer(Peer):
 
     def _drain(self) -> None:
         while self._waiting and not self._is_paused:
-            if self._transport.is_closing():  # lost during the write before: asyncio logs each one after it
+            if self._transport.is_closing():  # asyncio logs every write to a lost connection
                 self.abandon()
                 return
             data = self._waiting.popleft()

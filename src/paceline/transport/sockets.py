@@ -14,9 +14,9 @@ from paceline.transport.addresses import Address, Endpoint, announced_host, bind
 from paceline.transport.base import Channel, Handler, Listener, Peer, Transport
 from paceline.transport.channel import StreamChannel
 from paceline.transport.client import PlainChannel, open_socket
+from paceline.transport.client_handshake import ClientHandshake, authenticate
 from paceline.transport.dialing import dial, run_on
 from paceline.transport.frames import Limits
-from paceline.transport.handshake import Greeting, greet
 from paceline.transport.listening import SocketListener
 from paceline.transport.opening import OpenedConnection
 from paceline.transport.receiving import BufferPool
@@ -54,13 +54,13 @@ class SocketTransport(Transport):
     @override
     def connect(self, target: Endpoint | Address | str, hello: Hello, *, timeout_s: float = 10.0) -> Channel:
         """Connect. For an endpoint on this host, the Unix socket is preferred."""
-        first, *others = self._addresses(target)
+        first, *fallbacks = self._addresses(target)
         try:
-            return self._connect(first, _wanted(target), hello, timeout_s)
+            return self._connect(first, _listener_id(target), hello, timeout_s)
         except AddressError:
-            if not others:
+            if not fallbacks:
                 raise
-        return self._connect(others[0], _wanted(target), hello, timeout_s)
+        return self._connect(fallbacks[0], _listener_id(target), hello, timeout_s)
 
     def _addresses(self, target: Endpoint | Address | str) -> list[Address]:
         """Return the addresses to try, in order."""
@@ -82,7 +82,7 @@ class SocketTransport(Transport):
             channel = TLSChannel(wrapped, address, self._limits, self._send_timeout_s)
         else:
             channel = PlainChannel(connected, address, self._limits, self._send_timeout_s)
-        greet(channel, self._token, hello, timeout_s, listener=listener, always_sealed=self._always_sealed)
+        authenticate(channel, self._token, hello, timeout_s, listener=listener, always_sealed=self._always_sealed)
         return channel
 
     @override
@@ -90,13 +90,13 @@ class SocketTransport(Transport):
         self, handler: Handler, target: Endpoint | Address | str, hello: Hello, *, timeout_s: float = 10.0
     ) -> Peer:
         """Open a peer; the Unix socket is chosen as in :meth:`connect`."""
-        first, *others = self._addresses(target)
+        first, *fallbacks = self._addresses(target)
         try:
-            return await self._open(handler, first, _wanted(target), hello, timeout_s)
+            return await self._open(handler, first, _listener_id(target), hello, timeout_s)
         except AddressError:
-            if not others:
+            if not fallbacks:
                 raise
-        return await self._open(handler, others[0], _wanted(target), hello, timeout_s)
+        return await self._open(handler, fallbacks[0], _listener_id(target), hello, timeout_s)
 
     async def _open(self, handler: Handler, address: Address, listener: str, hello: Hello, timeout_s: float) -> Peer:
         context = self._context(address)
@@ -105,20 +105,20 @@ class SocketTransport(Transport):
             handler,
             self._limits,
             BufferPool.of_running_loop(),
-            Greeting(address, self._token, hello, listener=listener),
+            ClientHandshake(address, self._token, hello, listener=listener),
             loop.call_soon,
             lost_early=client_not_trusted(address) if context is not None else None,
             always_sealed=self._always_sealed,
         )
         await run_on(await dial(address, timeout_s), connection, address, context, timeout_s)
-        return await connection.wait_greeted(timeout_s)
+        return await connection.wait_authenticated(timeout_s)
 
     @override
     async def serve(
         self, handler: Handler, hello: Hello, *, address: Address | str | None = None, unix: bool = True
     ) -> Listener:
         """Listen on TCP and, without TLS, on a Unix socket."""
-        wanted = Address.parse(address or "127.0.0.1:0") if not isinstance(address, Address) else address
+        requested = Address.parse(address or "127.0.0.1:0") if not isinstance(address, Address) else address
         context = self._tls.server_context() if self._tls is not None else None
         pool = BufferPool.of_running_loop()
         service = Service(
@@ -131,23 +131,23 @@ class SocketTransport(Transport):
             secrets.token_hex(8),
             self._tls.certificate() if self._tls is not None else b"",
         )
-        bound = bind_tcp(wanted)
+        bound = bind_tcp(requested)
         port = bound[0].getsockname()[1]
-        place: Address | None = None
+        unix_address: Address | None = None
         try:
             if unix and context is None and has_unix_sockets():
-                on_host, place = bind_unix()
-                bound.append(on_host)
-            tcp = Address("tcp", host=announced_host(wanted.host), port=port)
-            endpoint = Endpoint(tcp, place, host_identity(), service.listener)
+                unix_socket, unix_address = bind_unix()
+                bound.append(unix_socket)
+            tcp = Address("tcp", host=announced_host(requested.host), port=port)
+            endpoint = Endpoint(tcp, unix_address, host_identity(), service.listener)
             return SocketListener.start(endpoint, service, bound, context)
         except BaseException:
-            for each in bound:
-                each.close()
-            if place is not None:
-                remove_unix(place)
+            for listening in bound:
+                listening.close()
+            if unix_address is not None:
+                remove_unix(unix_address)
             raise
 
 
-def _wanted(target: Endpoint | Address | str) -> str:
+def _listener_id(target: Endpoint | Address | str) -> str:
     return target.listener if isinstance(target, Endpoint) else ""

@@ -1,9 +1,10 @@
 """Short busy polling before sleeping.
 
-Waking a process on an idle core takes 20 µs and more (a virtual core has to be started again), longer than most
-requests. A wait therefore begins with a few microseconds of polling. If that does not pay (the reply takes longer, or
-needs this core), it soon stops: each miss doubles the number of waits without polling. If slightly longer polling would
-have paid (a push that is forwarded to a replica), it polls longer until the first miss.
+Waking a process on an idle core takes 20 µs or more (a virtual core has to be started again). That is longer than most
+requests take, so a wait begins with a few microseconds of polling. If polling finds nothing (the reply takes longer, or
+needs this core), it becomes rare: each miss doubles the number of waits without polling. If slightly longer polling
+would have found the reply (for example of a push that is forwarded to a replica), the next polls are longer, until the
+first miss.
 
 Round trip of 64 bytes over a Unix socket, bare client and bare asyncio server on two cores: 52 to 62 µs without
 polling, 20 if the client polls, 8 if both poll. A push of one key to a server with a replica (three processes on two
@@ -33,7 +34,7 @@ _MAX_MISSES = 6  # then 50 µs in every 64 waits
 
 
 class Spinner:
-    """Decides for one waiter, from its past waits, whether to poll."""
+    """Decides for one waiter whether to poll, from its past waits."""
 
     def __init__(self) -> None:
         self._num_misses = 0
@@ -41,20 +42,20 @@ class Spinner:
         self._spin_s = SPIN_S
 
     def wait(self, ready: Callable[[Any], list[_T]], timeout: float | None) -> list[_T]:
-        """Return the result of ``ready(0)`` within a moment, or else of ``ready(timeout)``, which sleeps."""
+        """Poll ``ready(0)`` briefly; return its result, or else that of ``ready(timeout)``, which sleeps."""
         if self._num_to_skip:
             self._num_to_skip -= 1
             return ready(timeout)
         start = time.perf_counter()
-        found = self.look(ready)
+        found = self.poll(ready)
         if not found:
             found = ready(timeout)
             if found and time.perf_counter() - start < _LONG_SPIN_S:
                 self._num_to_skip, self._spin_s = 0, _LONG_SPIN_S
         return found
 
-    def look(self, ready: Callable[[Any], list[_T]]) -> list[_T]:
-        """Return the result of ``ready(0)`` within a moment; empty if it is time to sleep."""
+    def poll(self, ready: Callable[[Any], list[_T]]) -> list[_T]:
+        """Poll ``ready(0)`` briefly; return its result, empty if the caller should sleep."""
         if self._num_to_skip:
             self._num_to_skip -= 1
             return []
@@ -82,12 +83,12 @@ class SpinningSelector(selectors.DefaultSelector):
 
     @override
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        look: Callable[[Any], list[tuple[selectors.SelectorKey, int]]] = super().select
+        poll: Callable[[Any], list[tuple[selectors.SelectorKey, int]]] = super().select
         if timeout is not None and timeout <= 0:
-            return look(timeout)
-        return self._spinner.wait(look, timeout)
+            return poll(timeout)
+        return self._spinner.wait(poll, timeout)
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """Return a standard asyncio loop that polls before it sleeps; for pure server processes."""
+    """Return a standard asyncio loop that polls before it sleeps; for processes that only serve."""
     return asyncio.SelectorEventLoop(SpinningSelector())

@@ -1,7 +1,7 @@
 """Authenticated sockets for connections that do not use frames afterwards.
 
-Blocking threads at both ends do the usual handshake (see `authentication`). Neither end reads beyond the handshake, so
-that later bytes on the socket belong to the caller.
+Blocking threads at both ends do the usual handshake (see `authentication`). Neither end reads beyond the handshake:
+later bytes on the socket belong to the caller.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from paceline.errors import AuthenticationError, PacelineError, ProtocolError
 from paceline.transport.addresses import Address
 from paceline.transport.channel import StreamChannel
 from paceline.transport.client import PlainChannel, open_socket
+from paceline.transport.client_handshake import authenticate
 from paceline.transport.failures import error_meta
 from paceline.transport.frames import FrameKind, Limits, frame_parts
-from paceline.transport.handshake import greet
 from paceline.transport.security.authentication import Hello
 from paceline.transport.security.binding import certificate_binding, socket_binding
-from paceline.transport.security.reception import Reception
+from paceline.transport.security.server_handshake import ServerHandshake
 from paceline.transport.tls.channel import TLSChannel, wrap_tls
 from paceline.transport.tls.stream import plain_end
 from paceline.transport.unix_sockets import check_user
@@ -39,19 +39,18 @@ def connect_stream(
 ) -> tuple[socket.socket, Hello]:
     """Connect and authenticate; return the socket, in blocking mode, and the other end's Hello.
 
-    ``listener`` is the id of the expected listener, if known; a ``context`` enables TLS.
-
-    Raises as :meth:`Transport.connect`. Unix sockets get large buffers, TCP keeps the system's sizes.
+    ``listener`` is the id of the expected listener, if known. A ``context`` enables TLS. Unix sockets get large
+    buffers, TCP keeps the system's sizes. Raises as :meth:`Transport.connect`.
     """
     connected = open_socket(address, timeout_s, enlarge=address.scheme == "unix")
     check_user(connected, address)
     if context is None:
         channel = PlainChannel(connected, address, _LIMITS, timeout_s)
-        greet(channel, token, hello, timeout_s, listener=listener)
+        authenticate(channel, token, hello, timeout_s, listener=listener)
         return connected, channel.peer
     wrapped = wrap_tls(connected, context, address, timeout_s)
     encrypted = TLSChannel(wrapped, address, _LIMITS, timeout_s)
-    greet(encrypted, token, hello, timeout_s, listener=listener)
+    authenticate(encrypted, token, hello, timeout_s, listener=listener)
     return plain_end(wrapped), encrypted.peer
 
 
@@ -66,12 +65,12 @@ def welcome_stream(
     context: ssl.SSLContext | None = None,
     certificate: bytes = b"",
 ) -> tuple[socket.socket, Hello]:
-    """Do the server's half of the handshake on an accepted socket; return it and the client's Hello.
+    """Do the server's half of the handshake on an accepted socket; return a socket and the client's Hello.
 
-    A ``context`` and its ``certificate`` (DER) enable TLS; the returned socket is then another one.
+    A ``context`` and its ``certificate`` (DER) enable TLS; the returned socket is then a different one.
 
-    ``expect`` is called with the Hello before the client gets its WELCOME. On failure the client gets the reason, the
-    socket is closed, and a PacelineError raised. ``timeout_s`` bounds each of the handshake's two waits.
+    ``expect`` is called with the Hello before WELCOME is sent, and may raise a PacelineError. If the handshake fails,
+    the client receives the reason, the socket is closed and the error raised. ``timeout_s`` bounds each wait.
     """
     name = connected.getpeername() if connected.family != getattr(socket, "AF_UNIX", None) else ()
     address = Address("tcp", name[0], name[1]) if name else Address("unix", path="/")
@@ -85,8 +84,8 @@ def welcome_stream(
             wrapped = _accept_tls(connected, context, address, timeout_s)
             channel = TLSChannel(wrapped, address, _LIMITS, timeout_s)
             binding = certificate_binding(certificate)
-        theirs = _welcome(channel, Reception(token, hello, listener), binding, timeout_s, expect)
-        return connected if wrapped is None else plain_end(wrapped), theirs
+        client_hello = _welcome(channel, ServerHandshake(token, hello, listener), binding, timeout_s, expect)
+        return connected if wrapped is None else plain_end(wrapped), client_hello
     except BaseException as error:
         if isinstance(error, PacelineError):
             _refuse(channel, error)
@@ -95,7 +94,7 @@ def welcome_stream(
 
 
 def _accept_tls(connected: socket.socket, context: ssl.SSLContext, address: Address, timeout_s: float) -> ssl.SSLSocket:
-    """Return the server's end of TLS on its own descriptor, so that the original socket can still end it."""
+    """Return the server's end of TLS on a duplicate descriptor, so that the original socket can still close it."""
     own = connected.dup()
     own.settimeout(timeout_s)
     try:
@@ -107,30 +106,30 @@ def _accept_tls(connected: socket.socket, context: ssl.SSLContext, address: Addr
 
 def _welcome(
     channel: StreamChannel,
-    reception: Reception,
+    handshake: ServerHandshake,
     binding: bytes,
     timeout_s: float,
     expect: Callable[[Hello], None] | None,
 ) -> Hello:
-    channel.send(*frame_parts(FrameKind.CHALLENGE, meta=reception.challenge()))
+    channel.send(*frame_parts(FrameKind.CHALLENGE, meta=handshake.challenge()))
     header = channel.next_header(timeout_s)
     if header.kind != FrameKind.HELLO:
         raise ProtocolError(f"got a frame of kind {header.kind} before the handshake; the connection is closed")
-    reception.take(channel.receive_meta())
-    welcome = reception.welcome(binding)
-    if reception.is_relayed:
+    handshake.receive_hello(channel.receive_meta())
+    welcome = handshake.welcome(binding)
+    if handshake.is_relayed:
         raise AuthenticationError(
             f"the connection from {channel.address} is relayed: its two ends see different connections"
         )
     try:
-        theirs = reception.identify()
+        client_hello = handshake.identify()
     except PacelineError:
         channel.send(*frame_parts(FrameKind.WELCOME, meta=welcome))  # carries the reason
         raise
     if expect is not None:
-        expect(theirs)
+        expect(client_hello)
     channel.send(*frame_parts(FrameKind.WELCOME, meta=welcome))
-    return theirs
+    return client_hello
 
 
 def _refuse(channel: StreamChannel, error: PacelineError) -> None:

@@ -1,7 +1,7 @@
 """Unix sockets for peers of the same user on one host: bind, remove, check the user.
 
-A socket in Linux's abstract namespace has no permissions: every process with the same network can connect. Both ends
-therefore request the other's user from the kernel before they read a byte. Peers of another user need TCP.
+A socket in Linux's abstract namespace has no permissions: every process in the same network namespace can connect.
+Both ends therefore get the other end's user from the kernel before they read a byte. Peers of another user need TCP.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def has_unix_sockets() -> bool:
 def bind_unix() -> tuple[socket.socket, Address]:
     """Return a listening Unix socket and its address.
 
-    On Linux it has an abstract name, so that a killed process leaves no file. On other systems it is in a fresh
-    directory that only this user can enter.
+    On Linux the address is an abstract name, so that a killed process leaves no file. On other systems the socket is in
+    a fresh directory that only this user can enter.
     """
     if sys.platform == "linux":
         address = Address("unix", path=f"@paceline-{os.getpid()}-{secrets.token_hex(8)}")
@@ -62,10 +62,10 @@ def remove_unix(address: Address) -> None:
 
 
 def is_other_user(connected: socket.socket | Any) -> bool:
-    """Return whether a connected Unix socket's other end belongs to another user.
+    """Return whether the other end of a connected Unix socket belongs to another user.
 
-    The kernel reports the user that connected or listens. Without such a report, the permissions of :func:`bind_unix`'s
-    directory protect the socket.
+    Linux and macOS report that user. On other systems the permissions of :func:`bind_unix`'s directory protect the
+    socket.
     """
     if connected.family != getattr(socket, "AF_UNIX", None):
         return False
@@ -85,4 +85,4 @@ def check_user(connected: socket.socket, address: Address) -> None:
     """Close a connection to a process of another user and raise AddressError."""
     if is_other_user(connected):
         connected.close()
-        raise AddressError(f"cannot use {address}: the process that listens there belongs to another user")
+        raise AddressError(f"cannot use {address}: its listener belongs to another user; connect with TCP")

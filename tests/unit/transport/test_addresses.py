@@ -63,7 +63,7 @@ def test_an_endpoint_knows_the_best_way(tmp_path: Path) -> None:
     assert endpoint.best() == endpoint.tcp  # the path cannot be seen from here
     path.touch()
     assert endpoint.best() == endpoint.unix
-    assert endpoint.best(here="another host") == endpoint.tcp
+    assert endpoint.best(local_host="another host") == endpoint.tcp
     assert Endpoint(endpoint.tcp).best() == endpoint.tcp
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(endpoint), type=Endpoint) == endpoint
 
@@ -82,7 +82,7 @@ def _name_of(monkeypatch: pytest.MonkeyPatch, *hosts: str) -> None:
             return resolve(host, *args, **options)
         if options.get("flags", 0) & socket.AI_NUMERICHOST:
             raise socket.gaierror(socket.EAI_NONAME, "no number")
-        return [found for each in hosts for found in resolve(each, *args, **options)]
+        return [found for listening in hosts for found in resolve(listening, *args, **options)]
 
     monkeypatch.setattr("socket.getaddrinfo", look_up)
 
@@ -90,9 +90,9 @@ def _name_of(monkeypatch: pytest.MonkeyPatch, *hosts: str) -> None:
 def test_every_address_of_a_name_is_listened_on(monkeypatch: pytest.MonkeyPatch) -> None:
     _name_of(monkeypatch, "127.0.0.1", "192.0.2.7", "127.0.0.2")  # this machine does not have the second
     with ExitStack() as stack:
-        bound = [stack.enter_context(each) for each in bind_tcp(Address("tcp", "both.example", 0))]
+        bound = [stack.enter_context(listening) for listening in bind_tcp(Address("tcp", "both.example", 0))]
         port = bound[0].getsockname()[1]
-        assert [each.getsockname() for each in bound] == [("127.0.0.1", port), ("127.0.0.2", port)]
+        assert [listening.getsockname() for listening in bound] == [("127.0.0.1", port), ("127.0.0.2", port)]
         with pytest.raises(AddressError, match="in use"):
             bind_tcp(Address("tcp", "127.0.0.2", port))
     _name_of(monkeypatch, "192.0.2.7")
@@ -139,8 +139,8 @@ def test_ipv6_s_wildcard_is_announced_in_ipv6_where_it_leads_out(monkeypatch: py
         def close(self) -> None:
             pass
 
-        def connect(self, place: tuple[str, int]) -> None:
-            assert place[0] == ("2001:db8::1" if self.family == socket.AF_INET6 else "192.0.2.1")
+        def connect(self, sockaddr: tuple[str, int]) -> None:
+            assert sockaddr[0] == ("2001:db8::1" if self.family == socket.AF_INET6 else "192.0.2.1")
 
         def getsockname(self) -> tuple[str, int]:
             return ("fd00::7" if self.family == socket.AF_INET6 else "10.0.0.7", 9)

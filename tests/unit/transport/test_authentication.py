@@ -10,9 +10,9 @@ from paceline.collectives.rendezvous.node import Node
 from paceline.environment import Environment, environment
 from paceline.errors import AddressError, AuthenticationError, ProtocolError, UsageError, VersionError
 from paceline.transport import TLS, Address, Hello, MemoryTransport, SocketTransport, make_token, read_token
-from paceline.transport.handshake import Greeting
+from paceline.transport.client_handshake import ClientHandshake
 from paceline.transport.security.authentication import Challenge, ConnectionIdentity, Proof, decode, join_fields, prove
-from paceline.transport.security.reception import Reception
+from paceline.transport.security.server_handshake import ServerHandshake
 
 TOKEN = "the token of this cluster"
 WORKER = Hello(role="worker", rank=3, extra={"slots": 4})
@@ -28,14 +28,14 @@ class Handshake:
     """Both halves, with whatever is to be altered in between."""
 
     def __init__(self, *, asking: Hello = WORKER, answering: Hello = SERVER, listener: str = "", token: str = TOKEN):
-        self.client = Greeting(ADDRESS, token, asking, listener=listener)
-        self.server = Reception(TOKEN, answering, "the listener")
+        self.client = ClientHandshake(ADDRESS, token, asking, listener=listener)
+        self.server = ServerHandshake(TOKEN, answering, "the listener")
 
     def ask(self, binding: bytes = b"") -> Proof:
         return decoded(self.client.answer(self.server.challenge(), binding))
 
     def answer(self, proof: Proof, binding: bytes = b"") -> Proof:
-        self.server.take(msgspec.msgpack.encode(proof))
+        self.server.receive_hello(msgspec.msgpack.encode(proof))
         return decoded(self.server.welcome(binding))
 
     def finish(self, welcome: Proof) -> Hello:
@@ -66,7 +66,7 @@ def test_whatever_the_client_said_cannot_be_altered() -> None:
         replace(proof, proof=reflected),
     ):
         with pytest.raises(AuthenticationError):
-            Handshake().server.take(msgspec.msgpack.encode(altered))
+            Handshake().server.receive_hello(msgspec.msgpack.encode(altered))
 
 
 def test_whatever_the_server_said_cannot_be_altered() -> None:
@@ -87,7 +87,7 @@ def test_a_client_takes_nonces_of_one_length_only() -> None:
     for length in (0, 31, 33, 96):
         meta = msgspec.msgpack.encode(Challenge(bytes(length)))
         with pytest.raises(ProtocolError, match=f"nonce of {length} bytes, 32 were expected"):
-            Greeting(ADDRESS, TOKEN, WORKER).answer(meta, b"")
+            ClientHandshake(ADDRESS, TOKEN, WORKER).answer(meta, b"")
 
 
 def test_fields_cannot_be_shifted_into_each_other() -> None:
@@ -157,7 +157,7 @@ def test_frames_are_sealed_unless_both_ends_see_the_same_connection() -> None:
             assert tags[0] != tags[1]
             for tag in tags:
                 both.server.seals.receiving.update(b"frame")
-                assert both.server.seals.receiving.fits(tag)
+                assert both.server.seals.receiving.matches(tag)
             assert both.server.seals.sending.tag((b"frame",)) not in tags
 
 

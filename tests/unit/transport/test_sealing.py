@@ -41,7 +41,7 @@ def test_whatever_happens_to_a_frame_is_noticed(fault: str) -> None:
     for index in order:
         frame, tag = frames[index]
         receiving.update(frame)
-        fitted.append(receiving.fits(tag))
+        fitted.append(receiving.matches(tag))
     assert fitted == [True] * (len(order) - 1) + [False]
 
 
@@ -53,6 +53,6 @@ def test_a_tag_fits_whole_or_not_at_all() -> None:
     for tag in (right, *altered, right[:-1], right + b"\0", b""):
         receiving = Seal(KEY)
         receiving.update(b"frame")
-        if receiving.fits(tag):
+        if receiving.matches(tag):
             fitting.append(tag)
     assert fitting == [right]

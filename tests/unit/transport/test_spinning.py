@@ -23,13 +23,13 @@ def test_looking_stops_where_it_does_not_pay_and_is_tried_again(monkeypatch: pyt
     looked = []
     for _ in range(500):
         before = num_looks
-        assert spinner.look(find_nothing) == []
+        assert spinner.poll(find_nothing) == []
         looked.append(num_looks > before)
     assert [index for index, did in enumerate(looked) if did][:6] == [0, 2, 6, 14, 30, 62]
     assert 8 <= sum(looked) <= 14
-    while not spinner.look(lambda timeout_ms: [1]):
+    while not spinner.poll(lambda timeout_ms: [1]):
         pass
-    assert spinner.look(lambda timeout_ms: [2]) == [2]  # it pays again: at once
+    assert spinner.poll(lambda timeout_ms: [2]) == [2]  # it pays again: at once
 
 
 def test_where_it_would_have_paid_to_look_longer_it_looks_longer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +67,7 @@ def test_where_it_would_have_paid_to_look_longer_it_looks_longer(monkeypatch: py
 
 def test_on_one_core_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spinning, "num_cores", lambda: 1)
-    assert Spinner().look(lambda timeout_ms: [1]) == []
+    assert Spinner().poll(lambda timeout_ms: [1]) == []
 
 
 def test_the_loop_is_a_loop() -> None:

@@ -18,7 +18,7 @@ import msgspec
 from paceline.collectives.network.frames import Abort, Head, MessageKind, pack_abort
 from paceline.collectives.network.receiving import PeerMessages
 from paceline.errors import PacelineError, ProtocolError
-from paceline.transport.decoding import UNREADABLE, known
+from paceline.transport.decoding import UNREADABLE, register_type
 
 _CHUNK_BYTES = 1 << 17
 _NUM_CHUNKS = 16  # from one link before the others' turn
@@ -59,7 +59,7 @@ def find_abort(peer: PeerMessages, deadline: float) -> Abort | None:
 def unpack_abort(frame: Head) -> Abort:
     """Decode the ABORT in a message; raise ProtocolError for other data."""
     try:
-        return msgspec.msgpack.decode(frame.text, type=known(Abort))
+        return msgspec.msgpack.decode(frame.text, type=register_type(Abort))
     except UNREADABLE as error:
         raise ProtocolError(f"got an ABORT that cannot be read: {error}") from None
 

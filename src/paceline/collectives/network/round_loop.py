@@ -55,14 +55,14 @@ class RoundLoop:
             def look(_: int) -> list[tuple[int, int]]:
                 return [_MOVED] if _advance(round_, *everything) else []
 
-            if self._spinner.look(look):
+            if self._spinner.poll(look):
                 round_.prune()
                 return round_.sending, round_.receiving
             self._watch(round_)
             events: list[tuple[int, int]] = []
         else:
             self._watch(round_)
-            events = self._spinner.look(self._poll.poll)
+            events = self._spinner.poll(self._poll.poll)
         while not events:
             wait_s = wake(round_) - time.monotonic()
             events = self._poll.poll(max(0, math.ceil(wait_s * 1e3)))

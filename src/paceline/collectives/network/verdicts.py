@@ -13,7 +13,7 @@ import msgspec
 from paceline.collectives.calls import CollectiveCall, describe_mismatch, name_ranks
 from paceline.collectives.network.frames import Abort, Head
 from paceline.errors import CollectiveError, MismatchError, RankLostError
-from paceline.transport.decoding import UNREADABLE, known
+from paceline.transport.decoding import UNREADABLE, register_type
 
 _REFUSES: Final = "the group refuses further work"
 _MAX_TEXT: Final = 100_000
@@ -83,7 +83,7 @@ def unexpected(place: CurrentCall, rank: int, frame: Head) -> Abort:
     """Return the ABORT for a message of another call or length."""
     header = frame.header
     try:
-        theirs = msgspec.msgpack.decode(frame.text, type=known(CollectiveCall))
+        theirs = msgspec.msgpack.decode(frame.text, type=register_type(CollectiveCall))
     except UNREADABLE as error:
         return garbled(place, rank, error)
     calls = {place.rank: place.call, rank: theirs}

@@ -163,7 +163,7 @@ class ProgressLoop:
 
     def _look(self, timeout: float | None) -> list[tuple[selectors.SelectorKey, int]]:
         # Not Spinner.wait: a benefit of longer spinning has not been measured here.
-        return self._spinner.look(self._selector.select) or self._selector.select(timeout)
+        return self._spinner.poll(self._selector.select) or self._selector.select(timeout)
 
     def _lead(self, timeout: float | None, select: _Select) -> None:
         """Run one round of the loop. The lock is held except during the select."""

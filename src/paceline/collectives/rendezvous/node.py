@@ -41,7 +41,7 @@ from paceline.transport.backoff import Backoff
 from paceline.transport.client import open_socket, shut
 from paceline.transport.decoding import read_meta
 from paceline.transport.security.authentication import Hello, check_token
-from paceline.transport.security.strangers import Strangers
+from paceline.transport.security.unauthenticated import UnauthenticatedConnections
 from paceline.transport.streams import connect_stream, welcome_stream
 from paceline.transport.unix_sockets import bind_unix, has_unix_sockets, is_other_user, remove_unix
 
@@ -136,7 +136,7 @@ class Node:
         self._takers: dict[tuple[str, str], Taker] = {}
         self._answers: dict[str, Callable[[], bytes]] = {}
         self._greeters: dict[threading.Thread, socket.socket | None] = {}  # with their connections
-        self._strangers: Strangers[socket.socket] = Strangers(_MAX_STRANGERS)
+        self._strangers: UnauthenticatedConnections[socket.socket] = UnauthenticatedConnections(_MAX_STRANGERS)
         self._waker, self._wakened = socket.socketpair()
         self._thread = threading.Thread(
             target=self._accept_all, args=(listening,), name="paceline-acceptor", daemon=True
@@ -305,7 +305,7 @@ class Node:
                 connected.close()
                 return
             self._greeters[greeter] = connected
-            dropped = self._strangers.enter(connected, peer[0] if isinstance(peer, tuple) else "")
+            dropped = self._strangers.add(connected, peer[0] if isinstance(peer, tuple) else "")
             greeter.start()
         if dropped is not None:
             _logger.debug("too many connections before authentication; dropped the oldest")
@@ -318,7 +318,7 @@ class Node:
 
         def expect(hello: Hello) -> None:
             with self._changed:
-                self._strangers.leave(connected)
+                self._strangers.remove(connected)
                 taker = self._takers.get((_group_of(hello), hello.role))
             if taker is not None:
                 expected.append((taker, hello.rank))
@@ -351,7 +351,7 @@ class Node:
         finally:
             with self._changed:
                 self._greeters[threading.current_thread()] = None
-                self._strangers.leave(connected)
+                self._strangers.remove(connected)
                 if handed is not connected:
                     connected.close()
                 if handed is None or hello is None or self._is_closed:

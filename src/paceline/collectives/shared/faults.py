@@ -16,7 +16,7 @@ from paceline.collectives.shared.segment import Segment
 from paceline.collectives.shared.watching import Watch, is_stopped
 from paceline.errors import CollectiveError, MismatchError, RankLostError
 from paceline.kernels import steps
-from paceline.transport import known
+from paceline.transport import register_type
 
 _DESCRIBE_S: Final = 2.0
 _EARLY_S: Final = 0.1
@@ -144,7 +144,7 @@ class SharedFaults:
 
     def told(self) -> CollectiveError:
         """Return the error that another rank has reported."""
-        return msgspec.msgpack.decode(self._read(steps.STORY), type=known(Story)).error()
+        return msgspec.msgpack.decode(self._read(steps.STORY), type=register_type(Story)).error()
 
     def describe(self, order: Order) -> CollectiveError:
         """Publish this rank's call, and return the error that lists the calls of all ranks."""
@@ -159,7 +159,7 @@ class SharedFaults:
             for rank in range(self._size):
                 if self._members[rank] not in calls and self.word(rank, steps.DESCRIBED):
                     text = self._read(steps.HEADER_BYTES + rank * steps.CONTROL_BYTES + steps.DESCRIPTION)
-                    calls[self._members[rank]] = msgspec.msgpack.decode(text, type=known(CollectiveCall))
+                    calls[self._members[rank]] = msgspec.msgpack.decode(text, type=register_type(CollectiveCall))
             time.sleep(0.0005)
         return describe_mismatch(calls, self._name, order.sequence)
 

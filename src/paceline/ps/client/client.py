@@ -31,7 +31,7 @@ from paceline.tables.initializers import Initializer, Zeros
 from paceline.tables.rules import UpdateRule
 from paceline.tables.settings import to_fields, whole_number
 from paceline.tables.spec import MAX_DIM, MAX_NAME
-from paceline.transport import Address, Hello, Transport, known
+from paceline.transport import Address, Hello, Transport, register_type
 
 
 def make_node_name(role: str) -> str:
@@ -257,7 +257,7 @@ class Client:
             filters.check_fits(spec)
         with servers.lock:
             # As it looks after the journey, where tuples are lists: so that equal specs compare equal.
-            spec = msgspec.msgpack.decode(messages.encode(spec), type=known(TableSpec))
+            spec = msgspec.msgpack.decode(messages.encode(spec), type=register_type(TableSpec))
             number = self.link.call(messages.DeclareTable(spec=spec), TableNumber)
             declared = self._tables.get(spec.name)
             if declared is not None:

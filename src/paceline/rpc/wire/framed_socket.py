@@ -257,7 +257,7 @@ class FramedSocket:
 
     def _check_tag(self, tag: memoryview) -> None:
         assert self._seals is not None
-        if not self._seals.receiving.fits(tag):
+        if not self._seals.receiving.matches(tag):
             raise not_sealed(self.name)
 
     def _receive_into(self, view: memoryview, deadline: float) -> None:

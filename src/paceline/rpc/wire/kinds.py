@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from paceline.errors import ProtocolError, UsageError, printable
 from paceline.rpc.allowed import qualified_name
 from paceline.rpc.wire.codec import CannotSendError, Decoding, Encoding, Pack, add_kind, add_pack, as_sent, cannot_send
-from paceline.transport import known
+from paceline.transport import register_type
 
 TUPLE, SET, FROZENSET, DICT, BIG_INT, COMPLEX, ARRAY, NAMED, RECORD, TEXT, PICKLED, ORDERED = range(1, 13)
 
@@ -195,7 +195,7 @@ def _unpack_text(decoding: Decoding, data: memoryview) -> Any:
     if not isinstance(number, int) or not 0 <= number < len(_TEXT_TYPES):
         raise ProtocolError("got a value of a kind that this version does not support")
     kind: Any = _TEXT_TYPES[number]
-    return kind.fromisoformat(text) if kind in _ISO_TYPES else msgspec.convert(text, known(kind))
+    return kind.fromisoformat(text) if kind in _ISO_TYPES else msgspec.convert(text, register_type(kind))
 
 
 def _pack_pickled(encoding: Encoding, value: Any) -> Any:

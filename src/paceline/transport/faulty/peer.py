@@ -20,13 +20,13 @@ from paceline.transport.security.authentication import Hello
 class _Held(NamedTuple):
     """A delayed action."""
 
-    do: Callable[[], None]
+    action: Callable[[], None]
     size: int
     delay_s: float
 
 
 class FaultyHandler(Handler):
-    """A handler that passes on the wrapped peer."""
+    """Passes calls to another handler, with the wrapped peer."""
 
     def __init__(self, handler: Handler, plan: FaultPlan, hello: Hello) -> None:
         self._handler = handler
@@ -57,12 +57,12 @@ class FaultyPeer(Peer):
     def __init__(self, inner: Peer, plan: FaultPlan, hello: Hello) -> None:
         self._inner = inner
         self._plan = plan
-        self._us = hello
+        self._own_hello = hello
         self.hello = inner.hello
         self.address = inner.address
         self.cut: ConnectionLostError | None = None
         """The error of a connection that a fault cut."""
-        self._is_gone = False
+        self._is_dropping = False
         self._held: deque[_Held] = deque()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -82,7 +82,6 @@ class FaultyPeer(Peer):
     @property
     @override
     def write_backlog_bytes(self) -> int:
-        """Include delayed frames."""
         return sum(held.size for held in self._held) + self._inner.write_backlog_bytes
 
     @override
@@ -95,7 +94,7 @@ class FaultyPeer(Peer):
 
     @override
     def close(self) -> None:
-        self._in_turn(self._inner.close)
+        self._enqueue(self._inner.close)
 
     @override
     def abort(self) -> None:
@@ -108,41 +107,41 @@ class FaultyPeer(Peer):
 
     def drop_held(self) -> None:
         """Drop delayed and later frames, because the connection is closed."""
-        self._is_gone = True
+        self._is_dropping = True
         self._held.clear()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def _send(self, kind: int, size: int, send: Callable[[], None]) -> None:
-        fault = self._plan.next_fault(self._us, kind)
+        fault = self._plan.next_fault(self._own_hello, kind)
         if fault is None:
-            self._in_turn(send, size)
+            self._enqueue(send, size)
             return
         if fault.action == "delay":
-            self._in_turn(send, size, fault.delay_s)
+            self._enqueue(send, size, fault.delay_s)
         elif fault.action == "duplicate":
-            self._in_turn(send, size)
-            self._in_turn(send, size)
+            self._enqueue(send, size)
+            self._enqueue(send, size)
         elif fault.action == "cut":
             if fault.when == "after":
-                self._in_turn(send, size)
-            self._in_turn(lambda: self._cut(fault))
+                self._enqueue(send, size)
+            self._enqueue(lambda: self._cut(fault))
 
     def _cut(self, fault: Fault) -> None:
         self.cut = ConnectionLostError(f"the connection to {self.address} was cut by {fault}")
         self._inner.close()
 
-    def _in_turn(self, do: Callable[[], None], size: int = 0, delay_s: float = 0.0) -> None:
+    def _enqueue(self, action: Callable[[], None], size: int = 0, delay_s: float = 0.0) -> None:
         """Run an action after all held ones and its delay; immediately if there are none."""
-        if self._is_gone:
+        if self._is_dropping:
             return
         if delay_s or self._held:
-            self._held.append(_Held(do, size, delay_s))
+            self._held.append(_Held(action, size, delay_s))
             if len(self._held) == 1:
                 self._wait()
         else:
-            do()
+            action()
 
     def _wait(self) -> None:
         delay_s = self._held[0].delay_s
@@ -150,14 +149,14 @@ class FaultyPeer(Peer):
             loop = asyncio.get_running_loop()
         except RuntimeError:  # `memory` without a loop
             time.sleep(delay_s)
-            self._go_on()
+            self._run_held()
         else:
-            self._timer = loop.call_later(delay_s, self._go_on)
+            self._timer = loop.call_later(delay_s, self._run_held)
 
-    def _go_on(self) -> None:
+    def _run_held(self) -> None:
         self._timer = None
         while self._held:
-            self._held.popleft().do()
+            self._held.popleft().action()
             if self._held and self._held[0].delay_s:
                 self._wait()
                 return

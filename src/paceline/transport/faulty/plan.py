@@ -25,7 +25,7 @@ class Fault:
     rank: int
     """The rank of the client that sends."""
     step: int
-    """Index, from 0, of the frame among those that this rank sends (of this kind, if given), across reconnections."""
+    """Index, from 0, of the frame among the frames of this rank (and kind, if given), across reconnections."""
     kind: int | None = None
     """The kind of frame; ``None`` counts all."""
     role: str = "worker"
@@ -33,7 +33,7 @@ class Fault:
     delay_s: float = 0.0
     """For delay."""
     when: Literal["before", "after"] = "before"
-    """For cut: before the frame is sent, or after it (the server gets it, the reply is lost)."""
+    """For cut: before the frame is sent, or after it (the server receives it, but its reply is lost)."""
 
 
 class FaultPlan:
@@ -66,7 +66,7 @@ class FaultPlan:
             return None
 
     def check_all_fired(self) -> None:
-        """Raise UsageError if a planned fault has not fired: the test has not tested its case."""
+        """Raise UsageError if a planned fault has not fired, because the test then has not tested its case."""
         with self._lock:
             if self._waiting:
-                raise UsageError(f"these faults never happened: {self._waiting}; those did: {self.fired}")
+                raise UsageError(f"planned faults that did not fire: {self._waiting}; fired: {self.fired}")

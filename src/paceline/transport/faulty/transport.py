@@ -1,7 +1,7 @@
 """A transport that fails as planned, at (rank, step, kind), and records its faults.
 
-It wraps any other transport. Faults affect only the client's sends, on a channel or (`faulty_peer`) on an opened peer.
-For the client, ``cut`` after a frame is a lost reply.
+It wraps any other transport. Faults affect only the client's sends, on a channel or on an opened peer (`peer`). For the
+client, ``cut`` after a frame is a lost reply.
 """
 
 from __future__ import annotations

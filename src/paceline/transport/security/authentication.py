@@ -1,11 +1,14 @@
 """Authentication: both ends prove that they hold the cluster's token before any other frame.
 
-The server sends a nonce (CHALLENGE). The client answers with its :class:`Hello`, its :class:`ConnectionIdentity`, its
-own nonce and an HMAC-SHA256 of all fields under the token. The server answers with its fields and an HMAC of both ends'
-fields. The token is never sent. A recorded exchange cannot be replayed (each end chooses a nonce) or reflected (the
-labels differ), and nothing can be altered (every field has a length prefix). A relay gains nothing: the proof names its
-recipient, and on connections with a possible intermediary every later frame is sealed with a key derived from the token
-and this handshake (`sealing`).
+1. The server sends a nonce (CHALLENGE).
+2. The client sends its :class:`Hello`, its :class:`ConnectionIdentity`, a nonce of its own, and an HMAC-SHA256 of all
+   these fields under the token (HELLO).
+3. The server sends its own fields and an HMAC of the fields of both ends (WELCOME).
+
+The token is never sent. An attacker cannot replay a recorded exchange (each end chooses a nonce), reflect it (the
+labels differ) or alter a field (every field has a length prefix). A relay gains nothing: the proof names its recipient,
+and on connections with a possible intermediary every later frame is sealed with a key derived from the token and this
+handshake (`sealing`).
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from typing import TypeVar
 import msgspec
 
 from paceline.errors import AuthenticationError, ProtocolError, UsageError, VersionError
-from paceline.transport.decoding import UNREADABLE, known
+from paceline.transport.decoding import UNREADABLE, register_type
 from paceline.transport.frames import PROTOCOL_VERSION
 
 NONCE_BYTES = 32
@@ -33,7 +36,7 @@ _Message = TypeVar("_Message", bound=msgspec.Struct)
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
-    """Identity of a process, sent when it connects, and by a server in reply. Proved by the token."""
+    """Identity of a process. Both ends of a connection send one, authenticated by the token."""
 
     role: str
     """``scheduler``, ``server``, ``worker``, or an application's role."""
@@ -45,9 +48,9 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     extra: dict[str, int | str] = {}
     """Further fields of the application."""
     to: str = ""
-    """The required role of the server; empty accepts any. Others reject, and are rejected."""
+    """The required role of the server; empty accepts any. If it differs, both ends close the connection."""
     cluster: str = ""
-    """The cluster's id, if known. A server of another cluster rejects, and is rejected."""
+    """The cluster's id, if known. If it differs from the server's, both ends close the connection."""
     protocol: int = PROTOCOL_VERSION
     paceline: str = ""
     """The version of the package, set when the Hello is sent."""
@@ -74,7 +77,7 @@ class Proof(msgspec.Struct, frozen=True):
     """The meta of HELLO and WELCOME frames."""
 
     hello: bytes
-    """A :class:`Hello` as msgpack; kept as bytes because the proof covers them."""
+    """A :class:`Hello` as msgpack; the proof covers these bytes."""
     view: bytes
     """A :class:`ConnectionIdentity` as msgpack."""
     nonce: bytes
@@ -107,9 +110,9 @@ def read_token(path: str | os.PathLike[str]) -> str:
 
 
 def check_token(token: str, source: str = "the token") -> str:
-    """Return the token. Raises UsageError if it is short enough to be guessed.
+    """Return the token. Raises UsageError if it is too short.
 
-    Every peer or intermediary of a client gets a proof, against which it can test guesses unnoticed.
+    Every peer and intermediary of a client receives a proof and can test guesses against it unnoticed.
     """
     if len(token) < MIN_TOKEN_CHARS:
         raise UsageError(
@@ -131,21 +134,21 @@ def join_fields(*fields: bytes) -> bytes:
     return b"".join(len(field).to_bytes(4, "little") + field for field in fields)
 
 
-def prove(token: str, label: str, *said: bytes) -> bytes:
+def prove(token: str, label: str, *fields: bytes) -> bytes:
     """Return the proof that the end called ``label`` holds the token and sent these fields."""
-    return hmac.digest(token.encode(), join_fields(PROTOCOL_NAME, label.encode(), *said), "sha256")
+    return hmac.digest(token.encode(), join_fields(PROTOCOL_NAME, label.encode(), *fields), "sha256")
 
 
-def check_proof(token: str, label: str, given: Proof, *said: bytes) -> None:
-    """Raise AuthenticationError unless ``given`` is the proof for these fields."""
-    if not hmac.compare_digest(prove(token, label, *said), given.proof):
+def check_proof(token: str, label: str, proof: Proof, *fields: bytes) -> None:
+    """Raise AuthenticationError unless ``proof`` is the proof for these fields."""
+    if not hmac.compare_digest(prove(token, label, *fields), proof.proof):
         raise AuthenticationError(f"the {label} does not hold this cluster's token")
 
 
 def read_hello(label: str, data: bytes) -> Hello:
-    """Return the proved Hello. Raises VersionError for another version of paceline.
+    """Return the authenticated Hello. Raises VersionError for another version of paceline.
 
-    Contents of frames have no versions of their own.
+    Frames have no version of their contents, so both ends must have the same version of the package.
     """
     from paceline.version import __version__
 
@@ -162,6 +165,6 @@ def read_hello(label: str, data: bytes) -> Hello:
 def decode(meta: bytes | memoryview, kind: type[_Message]) -> _Message:
     """Decode a handshake message. Raises ProtocolError if it is malformed."""
     try:
-        return msgspec.msgpack.decode(meta, type=known(kind))
+        return msgspec.msgpack.decode(meta, type=register_type(kind))
     except UNREADABLE as error:
         raise ProtocolError(f"got a handshake that cannot be read: {error}; the connection is closed") from None

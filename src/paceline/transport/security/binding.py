@@ -1,9 +1,9 @@
-"""Channel bindings (RFC 5056): whether both ends see the same connection.
+"""Channel bindings (RFC 5056) detect whether both ends have the same connection.
 
-A relay of a handshake has two connections, one with each end. Each end therefore includes in its proof a value that
-only the two ends of one connection share: the host for a Unix socket, the host and both ports for a loopback
-connection, the server's certificate for TLS. Equal values exclude an intermediary that could alter frames. On other
-connections, and with an intermediary (address translation, tunnel, proxy), frames are sealed.
+A relay has two connections, one with each end. Each end therefore includes in its proof a value that only the two ends
+of one connection share: the host for a Unix socket, the host and both ports for a loopback connection, the server's
+certificate for TLS. Equal values exclude an intermediary that could alter frames. On other connections, and with an
+intermediary (address translation, tunnel, proxy), frames are sealed.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def socket_binding(connected: socket.socket | Any, *, connecting: bool) -> bytes
     try:
         if connected.family == getattr(socket, "AF_UNIX", None):
             return _digest("unix", host_identity())
-        ours, theirs = _place(connected.getsockname()), _place(connected.getpeername())
+        local, remote = _loopback_address(connected.getsockname()), _loopback_address(connected.getpeername())
     except OSError:
         return b""  # already closed
-    if not (ours and theirs):
+    if not (local and remote):
         return b""
-    return _digest("loopback", host_identity(), *((ours, theirs) if connecting else (theirs, ours)))
+    return _digest("loopback", host_identity(), *((local, remote) if connecting else (remote, local)))
 
 
 def certificate_binding(certificate: bytes) -> bytes:
@@ -48,7 +48,7 @@ def transport_binding(transport: Any, *, connecting: bool, certificate: bytes = 
     return IN_MEMORY if connected is None else socket_binding(connected, connecting=connecting)
 
 
-def _place(name: Any) -> str:
+def _loopback_address(name: Any) -> str:
     """Return a loopback address and port as text; empty for another address."""
     host: ipaddress.IPv4Address | ipaddress.IPv6Address = ipaddress.ip_address(name[0].partition("%")[0])
     if isinstance(host, ipaddress.IPv6Address) and host.ipv4_mapped is not None:

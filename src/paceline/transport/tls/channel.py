@@ -20,7 +20,7 @@ _JOINED_BYTES = 1 << 14  # a TLS record
 
 
 class TLSChannel(StreamChannel):
-    """A channel on a TLS connection, without scattered reads or kernel timeouts."""
+    """A channel on a TLS connection."""
 
     def __init__(self, connected: ssl.SSLSocket, address: Address, limits: Limits, send_timeout_s: float) -> None:
         super().__init__(address, limits)
@@ -43,7 +43,7 @@ class TLSChannel(StreamChannel):
         except TimeoutError:
             self.close()
             raise DeadlineError(
-                f"{self._who()} did not read its messages for {self._timeout_s:g} s; the connection is closed"
+                f"{self._peer_name()} read no messages for {self._timeout_s:g} s; the connection is closed"
             ) from None
         except OSError as error:
             raise self._lost(error) from None
@@ -109,8 +109,8 @@ def wrap_tls(connected: socket.socket, context: ssl.SSLContext, address: Address
 def client_not_trusted(address: Address) -> AuthenticationError:
     """Return the error for a TLS connection that ends before the server's first frame.
 
-    In TLS 1.3 the client's handshake ends before the server has checked the client's certificate. A server that rejects
-    it fails at this point (asyncio's just closes).
+    In TLS 1.3 the client's handshake ends before the server checks the client's certificate. A server that rejects the
+    certificate closes the connection at this point, without a reason if it uses asyncio.
     """
     return AuthenticationError(
         f"the server at {address} closed the TLS connection before its first frame: most likely it "

@@ -17,7 +17,7 @@ class TLS:
     """The files (PEM) of a node's TLS. With TLS, nodes use TCP only."""
 
     cert: str | PathLike[str] | None = None
-    """This node's certificate with its chain. A server must have one; a client shows it if it has one."""
+    """This node's certificate with its chain. Required for servers, optional for clients."""
     key: str | PathLike[str] | None = None
     """The private key of ``cert``; None if it is in the same file."""
     ca: str | PathLike[str] | None = None
@@ -33,7 +33,7 @@ class TLS:
     def server_context(self) -> ssl.SSLContext:
         """Return a server's context. Raises UsageError for a missing file or certificate."""
         if self.cert is None:
-            raise UsageError("a server needs a certificate for TLS; give its file as TLS(cert=...)")
+            raise UsageError("a server needs a certificate for TLS; pass its file as TLS(cert=...)")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._load(context)
         if self.ca is not None:

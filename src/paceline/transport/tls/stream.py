@@ -1,7 +1,6 @@
-"""A TLS connection as a plain socket, for callers that use calls without TLS support.
+"""A TLS connection as a plain socket, for callers that do not support TLS.
 
-A thread moves and encrypts the bytes between the plain socket and the TLS connection. That costs two wake-ups in each
-direction, and the caller needs no knowledge of TLS.
+A thread moves the bytes between the plain socket and the TLS connection. This costs two wake-ups in each direction.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ _LINGER_S: Final = 2.0
 
 def plain_end(encrypted: ssl.SSLSocket) -> socket.socket:
     """Return a socket that transfers its bytes through a TLS connection, which it then owns."""
-    ours, theirs = socket.socketpair()
-    pump = _Pump(encrypted, theirs)
+    caller_end, pump_end = socket.socketpair()
+    pump = _Pump(encrypted, pump_end)
     threading.Thread(target=pump.run, name="paceline-tls", daemon=True).start()
-    return ours
+    return caller_end
 
 
-class _Way:
+class _Direction:
     """The bytes of one direction."""
 
     def __init__(self, source: socket.socket, target: socket.socket) -> None:
@@ -53,7 +52,7 @@ class _Way:
             if self.held:
                 self.held = self.held[self._target.send(self.held) :]
                 return True
-            # The base class's method: a TLS socket's own would end the other direction too.
+            # The base class's method, because a TLS socket's own closes both directions.
             socket.socket.shutdown(self._target, socket.SHUT_WR)
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return False
@@ -68,9 +67,9 @@ class _Pump:
 
     def __init__(self, encrypted: ssl.SSLSocket, plain: socket.socket) -> None:
         self._encrypted, self._plain = encrypted, plain
-        self._out, self._in = _Way(plain, encrypted), _Way(encrypted, plain)
-        for each in (encrypted, plain):
-            each.setblocking(False)
+        self._out, self._in = _Direction(plain, encrypted), _Direction(encrypted, plain)
+        for endpoint in (encrypted, plain):
+            endpoint.setblocking(False)
 
     def run(self) -> None:
         """Move the bytes."""
@@ -83,8 +82,8 @@ class _Pump:
                 left_s = None if closed_at is None else closed_at + _LINGER_S - time.monotonic()
                 if left_s is not None and (left_s <= 0 or self._out.has_ended):
                     return
-                poll.register(self._encrypted, self._awaited(self._in, self._out))
-                poll.register(self._plain, 0 if closed_at else self._awaited(self._out, self._in))
+                poll.register(self._encrypted, self._events_of(self._in, self._out))
+                poll.register(self._plain, 0 if closed_at else self._events_of(self._out, self._in))
                 if closed_at is not None:
                     poll.unregister(self._plain)  # it would report the end repeatedly
                 events = dict(poll.poll(None if left_s is None else left_s * 1e3))
@@ -92,6 +91,6 @@ class _Pump:
                     closed_at = time.monotonic()
 
     @staticmethod
-    def _awaited(reading: _Way, writing: _Way) -> int:
+    def _events_of(reading: _Direction, writing: _Direction) -> int:
         reads = 0 if reading.held or reading.has_ended else select.POLLIN
         return reads | (select.POLLOUT if writing.held else 0)

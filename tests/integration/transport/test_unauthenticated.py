@@ -21,7 +21,7 @@ from paceline.testing.opened_checks import Inbox
 from paceline.testing.transports import ECHO
 from paceline.transport import TLS, Endpoint, Hello, SocketTransport, frame_parts
 from paceline.transport.client import open_socket
-from paceline.transport.security.strangers import max_strangers
+from paceline.transport.security.unauthenticated import max_unauthenticated
 
 from .conftest import TOKEN
 
@@ -49,7 +49,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 def test_of_silent_strangers_the_oldest_goes(
     kind: str, certificates: dict[str, TLS], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.transport.accepting.max_strangers", lambda: LIMIT)
+    monkeypatch.setattr("paceline.transport.accepting.max_unauthenticated", lambda: LIMIT)
     tls = certificates["ours"] if kind == "tls" else None
     transport = SocketTransport(TOKEN, tls=tls, handshake_timeout_s=60)
     process = psutil.Process()
@@ -107,7 +107,7 @@ def test_strangers_leave_descriptors_to_others(transport: SocketTransport) -> No
 def test_there_are_never_more_than_a_quarter_of_the_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     for soft, most in ((1024, 256), (1 << 20, 1024), (resource.RLIM_INFINITY, 1024), (2, 1)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, soft=soft: (soft, soft))
-        assert max_strangers() == most
+        assert max_unauthenticated() == most
 
 
 def test_another_user_is_shown_out_before_a_word(transport: SocketTransport, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
 """Unauthenticated connections: a bounded number per listener.
 
-A listener that waits for a free place could be blocked by a few silent connections, and one without a limit runs out of
-descriptors. So all connections are accepted, and above the limit the oldest one of the source with the most connections
-is dropped. A handshake takes milliseconds, so an honest client is rarely the oldest of many.
+If a listener waited for a free slot, a few silent connections could block it; without a limit it would run out of file
+descriptors. The listener therefore accepts all connections. Above the limit it drops the oldest one of the source with
+the most connections. A handshake takes milliseconds, so an honest client is rarely the oldest.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _Connection = TypeVar("_Connection", bound=Hashable)
 _MOST = 1024
 
 
-def max_strangers() -> int:
+def max_unauthenticated() -> int:
     """Return the limit for a server process: at most a quarter of its file descriptors."""
     try:
         import resource
@@ -25,7 +25,7 @@ def max_strangers() -> int:
     return _MOST if soft == resource.RLIM_INFINITY else max(min(_MOST, soft // 4), 1)
 
 
-class Strangers(Generic[_Connection]):
+class UnauthenticatedConnections(Generic[_Connection]):
     """The connections of one listener in their handshake. Not thread-safe; closes nothing."""
 
     def __init__(self, limit: int) -> None:
@@ -36,18 +36,18 @@ class Strangers(Generic[_Connection]):
     def __len__(self) -> int:
         return len(self._sources)
 
-    def enter(self, connection: _Connection, source: Hashable) -> _Connection | None:
+    def add(self, connection: _Connection, source: Hashable) -> _Connection | None:
         """Add a connection from ``source`` (a host or user); return a connection to close, if any."""
         self._sources[connection] = source
         self._counts[source] += 1
         if len(self._sources) <= self._limit:
             return None
         most = max(self._counts.values())
-        oldest = next(each for each, source in self._sources.items() if self._counts[source] == most)
-        self.leave(oldest)
+        oldest = next(candidate for candidate, source in self._sources.items() if self._counts[source] == most)
+        self.remove(oldest)
         return oldest
 
-    def leave(self, connection: _Connection) -> None:
+    def remove(self, connection: _Connection) -> None:
         """Remove a connection that has authenticated or ended. Idempotent."""
         if connection not in self._sources:
             return
@@ -57,23 +57,23 @@ class Strangers(Generic[_Connection]):
             del self._counts[source]
 
 
-class Complaints:
-    """Rate limit of log lines about strangers: a burst, then one per pause, to protect the disk."""
+class LogRateLimit:
+    """Rate limit of log lines about unauthenticated peers: a burst, then one per pause. It protects the disk."""
 
     def __init__(self, burst: int = 20, pause_s: float = 3.0) -> None:
         self._burst = burst
         self._pause_s = pause_s
         self._left = float(burst)
         self._at_s = 0.0
-        self._num_unsaid = 0
+        self._num_skipped = 0
 
-    def note(self, now_s: float) -> int | None:
+    def record(self, time_s: float) -> int | None:
         """Return None if this event should not be logged, else the number skipped since the last line."""
-        self._left = min(self._left + max(now_s - self._at_s, 0.0) / self._pause_s, float(self._burst))
-        self._at_s = now_s
+        self._left = min(self._left + max(time_s - self._at_s, 0.0) / self._pause_s, float(self._burst))
+        self._at_s = time_s
         if self._left < 1.0:
-            self._num_unsaid += 1
+            self._num_skipped += 1
             return None
         self._left -= 1.0
-        unsaid, self._num_unsaid = self._num_unsaid, 0
-        return unsaid
+        num_skipped, self._num_skipped = self._num_skipped, 0
+        return num_skipped

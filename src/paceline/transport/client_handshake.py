@@ -1,0 +1,174 @@
+"""Client's half of the handshake; `server_handshake` has the server's half.
+
+:class:`ClientHandshake` has the rules. :func:`authenticate` applies them on a blocking channel, `opening` in an event
+loop.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+import msgspec
+
+from paceline.errors import (
+    AddressError,
+    AuthenticationError,
+    ConnectionLostError,
+    DeadlineError,
+    PacelineError,
+    ProtocolError,
+    VersionError,
+)
+from paceline.transport.addresses import Address
+from paceline.transport.channel import StreamChannel
+from paceline.transport.failures import unauthenticated_error
+from paceline.transport.frames import FrameKind, Header, Limits, frame_bytes, frame_parts, pack_header
+from paceline.transport.security.authentication import (
+    NONCE_BYTES,
+    Challenge,
+    ConnectionIdentity,
+    Hello,
+    Proof,
+    check_proof,
+    decode,
+    encode_hello,
+    join_fields,
+    prove,
+    read_hello,
+)
+from paceline.transport.security.sealing import Seals, derive_seals
+from paceline.transport.security.server_handshake import wrong_server_reason
+
+
+class ClientHandshake:
+    """A client's half of one handshake, without I/O.
+
+    Call :meth:`answer` with the CHALLENGE, then :meth:`finish` with the WELCOME. :meth:`explain` converts failures in
+    between into the error to raise.
+    """
+
+    def __init__(self, address: Address, token: str, hello: Hello, *, listener: str = "") -> None:
+        """``listener``: the id of the expected listener; empty accepts any listener at the address."""
+        self.address = address
+        self.expected_kind = FrameKind.CHALLENGE
+        """The kind of the next expected frame."""
+        self.seals: Seals | None = None
+        """Seals of later frames, available after the WELCOME; None if frames are not sealed."""
+        self._token = token
+        self._hello = hello
+        self._server = hello.to or "server"
+        self._identity = ConnectionIdentity(address=str(address), listener=listener)
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
+        self._transcript: tuple[bytes, ...] = ()
+
+    def check(self, header: Header) -> None:
+        """Raise ProtocolError if this frame is neither the expected one nor a refusal."""
+        expected = header.kind in (self.expected_kind, FrameKind.REFUSED, FrameKind.ERROR)
+        if not expected or frame_bytes(header) > Limits().max_handshake_bytes:
+            raise ProtocolError(
+                f"the server at {self.address} sent a frame of kind {header.kind} and {frame_bytes(header)} "
+                f"bytes in the handshake, {self.expected_kind.name} was expected"
+            )
+
+    def refusal_error(self, meta: bytes | memoryview) -> PacelineError:
+        """Return the error for a refusal by a peer that has not authenticated itself.
+
+        Such a peer can cause only two kinds of error. It could cause both without a refusal: by a wrong proof, or by
+        closing the connection.
+        """
+        error, message = unauthenticated_error(meta)
+        if self.expected_kind is FrameKind.WELCOME and error == AuthenticationError.__name__:
+            return AuthenticationError(
+                f"the {self._server} at {self.address} refused the token; start this process with the token of the "
+                "cluster (PACELINE_TOKEN). The peer has not authenticated itself: check the address too"
+            )
+        return ConnectionLostError(
+            f"the {self._server} at {self.address} closed the connection in the handshake; an unauthenticated peer "
+            f"reported {error}: '{message}'"
+        )
+
+    def answer(self, meta: bytes | memoryview, binding: bytes) -> bytes:
+        """Return the meta of the HELLO that answers a CHALLENGE; ``binding`` is this end's."""
+        server_nonce = decode(meta, Challenge).nonce
+        if len(server_nonce) != NONCE_BYTES:
+            raise ProtocolError(
+                f"the server at {self.address} sent a nonce of {len(server_nonce)} bytes, {NONCE_BYTES} were expected; "
+                "the connection is closed"
+            )
+        self.expected_kind = FrameKind.WELCOME
+        self._identity = msgspec.structs.replace(self._identity, binding=binding)
+        own_hello, view = encode_hello(self._hello), msgspec.msgpack.encode(self._identity)
+        self._transcript = (self._nonce, server_nonce, own_hello, view)
+        return msgspec.msgpack.encode(
+            Proof(own_hello, view, self._nonce, prove(self._token, "client", *self._transcript))
+        )
+
+    def finish(self, meta: bytes | memoryview) -> Hello:
+        """Return the server's Hello from its WELCOME.
+
+        Raises AuthenticationError if its proof is wrong, AddressError if it is not the expected server.
+        """
+        welcome = decode(meta, Proof)
+        transcript = (*self._transcript, welcome.hello, welcome.view)
+        try:
+            check_proof(self._token, "server", welcome, *transcript)
+        except AuthenticationError:
+            raise AuthenticationError(
+                f"the {self._server} at {self.address} could not prove that it holds the token of this cluster; "
+                "check the address, and that both were started with the same token (PACELINE_TOKEN)"
+            ) from None
+        hello, view = read_hello("server", welcome.hello), decode(welcome.view, ConnectionIdentity)
+        reason = wrong_server_reason(self._hello, self._identity, hello, view)
+        if reason:
+            raise AddressError(f"wrong server at {self.address}: {reason}")
+        if not (view.binding and view.binding == self._identity.binding):
+            nonces = self._transcript[0] + self._transcript[1]
+            self.seals = derive_seals(self._token, nonces, join_fields(*transcript), connecting=True)
+        return hello
+
+    def explain(self, error: PacelineError) -> PacelineError:
+        """Return the error to raise if the connection fails with ``error`` at this point of the handshake."""
+        if self.expected_kind is FrameKind.CHALLENGE and isinstance(error, (ConnectionLostError, DeadlineError)):
+            return type(error)(
+                f"{error} before its first frame; check whether the server uses TLS, and this process not"
+            )
+        return error
+
+
+def authenticate(
+    channel: StreamChannel,
+    token: str,
+    hello: Hello,
+    timeout_s: float,
+    *,
+    listener: str = "",
+    always_sealed: bool = False,
+) -> None:
+    """Do the client's half of the handshake, or close the channel and raise. Arguments as :class:`ClientHandshake`."""
+    handshake = ClientHandshake(channel.address, token, hello, listener=listener)
+    try:
+        challenge = _receive(channel, handshake, timeout_s)
+        binding = b"" if always_sealed else channel.binding()
+        channel.send(*frame_parts(FrameKind.HELLO, meta=handshake.answer(challenge, binding)))
+        channel.peer = handshake.finish(_receive(channel, handshake, timeout_s))
+        if handshake.seals is not None:
+            channel.seal(handshake.seals)
+    except BaseException:
+        channel.close()
+        raise
+
+
+def _receive(channel: StreamChannel, handshake: ClientHandshake, timeout_s: float) -> bytes:
+    try:
+        header = channel.next_header(timeout_s)
+    except VersionError:
+        if handshake.expected_kind is FrameKind.CHALLENGE:
+            channel.send(pack_header(FrameKind.HELLO))  # sends our version, so that both ends can report it
+        raise
+    except PacelineError as error:
+        raise handshake.explain(error) from None
+    handshake.check(header)
+    meta = channel.receive_meta()
+    if header.kind != handshake.expected_kind:
+        raise handshake.refusal_error(meta)
+    return meta
