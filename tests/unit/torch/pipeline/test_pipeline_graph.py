@@ -13,15 +13,16 @@ from torch.distributed.pipelining import pipe_split
 
 from paceline.errors import UsageError
 from paceline.torch.capture.calls import bind
-from paceline.torch.strategies.pipeline.absent import AbsentGrad
-from paceline.torch.strategies.pipeline.graph import LayerGraph, trace
-from paceline.torch.strategies.pipeline.model import joined_output
-from paceline.torch.strategies.pipeline.numbers import rule_of
-from paceline.torch.strategies.pipeline.partition import cut, cuts_by_name
+from paceline.torch.strategies.pipeline.loop.absent import AbsentGrad
+from paceline.torch.strategies.pipeline.loop.batches import add_numbers, row_bounds
+from paceline.torch.strategies.pipeline.loop.numbers import rule_of
+from paceline.torch.strategies.pipeline.loop.output_rows import joined_output
+from paceline.torch.strategies.pipeline.loop.row_dimensions import RowShapes
 from paceline.torch.strategies.pipeline.plan.measuring import measure_layers
-from paceline.torch.strategies.pipeline.row_dimensions import RowShapes
-from paceline.torch.strategies.pipeline.stage import LayerError, Saved, Stage
-from paceline.torch.strategies.pipeline.values import add_numbers, put_together, row_bounds, take_apart, tensors_of
+from paceline.torch.strategies.pipeline.run.layers import LayerGraph, trace
+from paceline.torch.strategies.pipeline.run.partition import cut, cuts_by_name
+from paceline.torch.strategies.pipeline.run.stage import LayerError, Saved, Stage
+from paceline.torch.strategies.pipeline.run.values import put_together, take_apart, tensors_of
 
 
 class Block(nn.Module):

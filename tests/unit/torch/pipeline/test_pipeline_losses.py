@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from paceline.torch.strategies.pipeline.losses import PartialLoss
-from paceline.torch.strategies.pipeline.output import AwaitedLoss, AwaitedOutput
-from paceline.torch.strategies.pipeline.values import cut_rows
+from paceline.torch.strategies.pipeline.loop.batches import cut_rows
+from paceline.torch.strategies.pipeline.loop.losses import PartialLoss
+from paceline.torch.strategies.pipeline.loop.output import AwaitedLoss, AwaitedOutput
 
 ROWS, PARTS = 7, 3
 

@@ -13,10 +13,10 @@ from torch.nn import functional as F  # noqa: N812
 
 from paceline.errors import UsageError
 from paceline.torch.capture.calls import bind
-from paceline.torch.strategies.pipeline.graph import trace
-from paceline.torch.strategies.pipeline.numbers import rule_of
-from paceline.torch.strategies.pipeline.row_dimensions import RowShapes
-from paceline.torch.strategies.pipeline.values import cut_rows, row_bounds
+from paceline.torch.strategies.pipeline.loop.batches import cut_rows, row_bounds
+from paceline.torch.strategies.pipeline.loop.numbers import rule_of
+from paceline.torch.strategies.pipeline.loop.row_dimensions import RowShapes
+from paceline.torch.strategies.pipeline.run.layers import trace
 
 ROWS, PARTS = 7, 3
 X = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(0))

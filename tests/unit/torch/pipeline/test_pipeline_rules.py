@@ -21,7 +21,6 @@ from paceline.torch.strategies.pipeline.plan.between import MessageCost
 from paceline.torch.strategies.pipeline.plan.choosing import Measured, PipelinePlan, describe_plan, make_plan
 from paceline.torch.strategies.pipeline.plan.measured import Measurements, describe_measured
 from paceline.torch.strategies.pipeline.plan.orders import (
-    Action,
     all_forward_first,
     most_in_flight,
     orders_of,
@@ -29,7 +28,8 @@ from paceline.torch.strategies.pipeline.plan.orders import (
 )
 from paceline.torch.strategies.pipeline.plan.splitting import LayerCost, StageLimits, split_layers, stage_bytes
 from paceline.torch.strategies.pipeline.plan.timeline import StageTimes, bubble_bound, play
-from paceline.torch.strategies.pipeline.routing import ValueRoute, route_values, shared_parameters
+from paceline.torch.strategies.pipeline.run.actions import Action
+from paceline.torch.strategies.pipeline.run.routing import ValueRoute, route_values, shared_parameters
 
 
 def layers_of(times: list[float], parameter_bytes: int = 0) -> list[LayerCost]:

@@ -12,8 +12,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from paceline.errors import UsageError  # noqa: E402
-from paceline.torch.strategies.pipeline.values import (  # noqa: E402
-    describe_cut,
+from paceline.torch.strategies.pipeline.loop.batches import describe_cut  # noqa: E402
+from paceline.torch.strategies.pipeline.run.values import (  # noqa: E402
     plain_values,
     put_together,
     take_apart,
@@ -55,7 +55,7 @@ def test_classes_of_tuples_and_dictionaries_arrive_as_such() -> None:
 @pytest.mark.parametrize("name", ["Missing", "take_apart"])
 def test_a_class_that_is_not_here_is_named(name: str) -> None:
     with pytest.raises(UsageError, match=f"values.{name} came from another stage"):
-        put_together({"n": ["paceline.torch.strategies.pipeline.values", name, {"d": {}}]}, [])
+        put_together({"n": ["paceline.torch.strategies.pipeline.run.values", name, {"d": {}}]}, [])
 
 
 def test_what_goes_whole_to_microbatches_is_said_and_where_it_may_have_the_batch() -> None:

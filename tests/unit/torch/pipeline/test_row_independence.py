@@ -14,7 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from paceline.errors import UsageError
 from paceline.torch.capture.calls import bind
-from paceline.torch.strategies.pipeline.row_independence import check_repeatable, check_rows_independent
+from paceline.torch.strategies.pipeline.loop.row_independence import check_repeatable, check_rows_independent
 
 
 class Recurrent(nn.Module):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
-from paceline.torch.strategies.pipeline.weights import WeightProducts
+from paceline.torch.strategies.pipeline.run.weights import WeightProducts
 
 
 class Mixed(nn.Module):
@@ -53,7 +53,7 @@ def gradients(puts_off: bool | None, shape: tuple[int, ...]) -> list[Tensor | No
 
 @pytest.mark.parametrize("puts_off", [False, True])
 def test_gradients_are_those_of_autograd(puts_off: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.torch.strategies.pipeline.weights._LARGE_BYTES", 0)
+    monkeypatch.setattr("paceline.torch.strategies.pipeline.run.weights._LARGE_BYTES", 0)
     torch.testing.assert_close(gradients(puts_off, (2, 3)), gradients(None, (2, 3)))
 
 

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,15 +19,14 @@ from paceline.strategies import PipelineOptions
 from paceline.torch.capture.calls import CallArguments, bind
 from paceline.torch.strategies.all_reduce import broadcast_values
 from paceline.torch.strategies.deferred import DeferredValues, lent_memory
-from paceline.torch.strategies.pipeline.engine import LossOf, PipelineStep
-from paceline.torch.strategies.pipeline.failing import Failures
-from paceline.torch.strategies.pipeline.graph import LayerGraph, trace
-from paceline.torch.strategies.pipeline.losses import ReturnedLoss
-from paceline.torch.strategies.pipeline.messages import Messages
-from paceline.torch.strategies.pipeline.model import ModelCall, NumberWeights, joined_output
-from paceline.torch.strategies.pipeline.output import AwaitedLoss, AwaitedOutput
-from paceline.torch.strategies.pipeline.ownership import Ownership
-from paceline.torch.strategies.pipeline.partition import Partition, attribute, cut, cuts_by_name
+from paceline.torch.strategies.pipeline.loop.batches import batch_size, cut_rows, describe_cut
+from paceline.torch.strategies.pipeline.loop.losses import ReturnedLoss
+from paceline.torch.strategies.pipeline.loop.model import ModelCall
+from paceline.torch.strategies.pipeline.loop.output import AwaitedLoss, AwaitedOutput
+from paceline.torch.strategies.pipeline.loop.output_rows import NumberWeights, OutputRows, joined_output
+from paceline.torch.strategies.pipeline.loop.ownership import Ownership
+from paceline.torch.strategies.pipeline.loop.row_dimensions import RowShapes
+from paceline.torch.strategies.pipeline.loop.row_independence import check_repeatable, check_rows_independent
 from paceline.torch.strategies.pipeline.plan.between import MessageCost, measure_agreement, measure_link
 from paceline.torch.strategies.pipeline.plan.choosing import (
     Measured,
@@ -49,9 +49,13 @@ from paceline.torch.strategies.pipeline.plan.orders import (
     place_stages,
     split_backwards,
 )
-from paceline.torch.strategies.pipeline.row_independence import check_repeatable, check_rows_independent
-from paceline.torch.strategies.pipeline.stage import Stage
-from paceline.torch.strategies.pipeline.values import batch_size, cut_rows, describe_cut, put_together, tensors_of
+from paceline.torch.strategies.pipeline.run.engine import LossOf, PipelineStep
+from paceline.torch.strategies.pipeline.run.failures import Failures
+from paceline.torch.strategies.pipeline.run.layers import LayerGraph, trace
+from paceline.torch.strategies.pipeline.run.messages import Messages
+from paceline.torch.strategies.pipeline.run.partition import Partition, attribute, cut, cuts_by_name, same_cuts
+from paceline.torch.strategies.pipeline.run.stage import Stage
+from paceline.torch.strategies.pipeline.run.values import put_together, tensors_of
 from paceline.torch.strategies.ranks import Ranks
 from paceline.torch.strategies.reached import average_gradients
 from paceline.torch.update_rules import rule_of
@@ -65,6 +69,21 @@ class BatchKind:
     """Descriptions of what travels, by (route, microbatch)."""
     output: Any = None
     """The description of the model's output; None before the first batch has gone forward."""
+
+
+@dataclass(slots=True)
+class TracedStages:
+    """A traced forward and this rank's stages of it."""
+
+    partition: Partition
+    stages: dict[int, Stage]
+    _row_shapes: RowShapes | None = None
+
+    def row_shapes(self, batch: Mapping[str, Any]) -> RowShapes:
+        """Return the places of rows in the model's values; `batch` are the arguments of any whole batch."""
+        if self._row_shapes is None:
+            self._row_shapes = RowShapes(self.partition.graph, batch)
+        return self._row_shapes
 
 
 class Runner:
@@ -96,7 +115,7 @@ class Runner:
         self.ownership: Ownership | None = None
         self.averages = True
         """Whether the next backward averages gradients over the pipelines."""
-        self._graphs: dict[str, list[tuple[Partition, dict[int, Stage]]]] = {}
+        self._graphs: dict[str, list[TracedStages]] = {}
         self._kinds: dict[str, BatchKind] = {}
         self._measurements = Measurements(options.stages)
         self._num_steps = 0
@@ -134,16 +153,18 @@ class Runner:
                 self.ownership.release()
             orders = self._orders(rows)
             arguments = [dict(part) for part in cut_rows(called.values, rows, _num_parts(orders))]
-            partition, stages = self._stages(called, arguments)
+            traced = self._stages(called, arguments)
             is_new = key not in self._kinds
             kind = self._kinds.setdefault(key, BatchKind())
             messages = Messages(self._group, torch.device("cpu"), kind.values, is_new=is_new)
             self._num_steps += 1
             split = split_backwards(orders[self._rank])
             step = PipelineStep(
-                partition, stages, self._rank, messages, arguments, called.values, self._num_steps, split
+                traced.partition, traced.stages, self._rank, messages, arguments, self._num_steps, split
             )
-            call = ModelCall(self, step, orders, rows, kind.output, grads=grads)
+            shapes = partial(traced.row_shapes, called.values) if step.has_outputs else None
+            output_rows = OutputRows(traced.partition.graph, shapes, arguments)
+            call = ModelCall(self, step, orders, rows, output_rows, kind.output, grads=grads)
         if not grads or kind.output is None:
             tensors: Sequence[Tensor] = call.values()
         else:
@@ -178,7 +199,7 @@ class Runner:
             step.busy_s.clear()
 
     def share_output(
-        self, step: PipelineStep, rows: int, known: Any, weights: NumberWeights
+        self, step: PipelineStep, rows: int, output_rows: OutputRows, known: Any, weights: NumberWeights
     ) -> tuple[Any, list[Tensor]]:
         """Return the whole output of a batch of `rows` on every rank: its description, and its tensors.
 
@@ -190,8 +211,8 @@ class Runner:
             tensors: list[Tensor] = []
             if self._rank == last:
                 outputs = [step.outputs[number] for number in range(len(step.arguments))]
-                step.check_plain_outputs()
-                found, tensors = joined_output(outputs, rows, step.row_dimension, weights)
+                output_rows.check_plain(outputs)
+                found, tensors = joined_output(outputs, rows, output_rows.dimension, weights)
                 tensors = [tensor.detach().contiguous() for tensor in tensors]
                 known = found if known is None else known
             if self._group.size() > 1:
@@ -299,7 +320,7 @@ class Runner:
         if "error" in made:
             raise UsageError(made["error"])
         self.plan = PipelinePlan.decode(made)
-        partition, _ = self._stages(called, [called.values], graph)
+        partition = self._stages(called, [called.values], graph).partition
         self.ownership = Ownership(self.module, self._optimizer, partition, self._rank)
         self.ownership.release()
         if self._deferred is not None:
@@ -371,24 +392,24 @@ class Runner:
 
     def _stages(
         self, called: CallArguments, arguments: Sequence[Mapping[str, Any]], graph: LayerGraph | None = None
-    ) -> tuple[Partition, dict[int, Stage]]:
+    ) -> TracedStages:
         """Return the stages for a call with these arguments, by microbatch; trace it if no earlier graph is for it."""
         modes = "".join("et"[each.training] for each in self.module.modules())
-        traced = self._graphs.setdefault(f"{modes} {torch.is_grad_enabled()} {called.kind}", [])
-        for partition, stages in traced:
-            if all(partition.graph.captured.check(list(part.values())) is None for part in arguments):
-                return partition, stages
+        known = self._graphs.setdefault(f"{modes} {torch.is_grad_enabled()} {called.kind}", [])
+        for traced in known:
+            if all(traced.partition.graph.captured.check(list(part.values())) is None for part in arguments):
+                return traced
         assert self.plan is not None
         if graph is None:
             graph = trace(self.module, called)
-        reference = next((its[0][0] for its in self._graphs.values() if its), None)
-        cuts = self.plan.cuts if reference is None else tuple(_same_cuts(reference, graph))
+        reference = next((found[0].partition for found in self._graphs.values() if found), None)
+        cuts = self.plan.cuts if reference is None else tuple(same_cuts(reference, graph))
         places = place_stages(self.plan.schedule, self._options.stages)
         partition = cut(graph, cuts, places, self.module)
         own = [stage for stage, place in enumerate(places) if place == self._rank]
         stages = {stage: Stage(self.module, partition, stage, self.plan.seed) for stage in own}
-        traced.append((partition, stages))
-        return partition, stages
+        known.append(TracedStages(partition, stages))
+        return known[-1]
 
     def _orders(self, rows: int) -> Orders:
         """Return the plan's orders; for a smaller batch of fewer rows than microbatches, plain ones."""
@@ -410,19 +431,6 @@ def _awaited(call: ModelCall, leaf: int, dtype: torch.dtype, shape: list[int], n
         return AwaitedOutput(call, leaf, shape=shape, dtype=dtype, device=device)
     term = ReturnedLoss(leaf, call.number_weights)
     return AwaitedLoss(call, (term,), lambda: call.values()[leaf], shape=(), dtype=dtype, device=device)
-
-
-def _same_cuts(reference: Partition, graph: LayerGraph) -> list[int]:
-    """Return the cuts of another trace of the model: before the same layers. Raises UsageError."""
-    firsts = [stage[0] for stage in reference.stages[1:]]
-    found = [graph.number_of(*reference.graph.place_of(layer)) for layer in firsts]
-    if None in found or sorted(set(found)) != found:  # type: ignore[type-var]
-        names = ", ".join(layer.name for layer in firsts)
-        raise UsageError(
-            f"the model calls other layers now than in its first call, so that stages cannot begin at {names}: a model "
-            "that is cut calls the same layers in training, in evaluation and with all arguments"
-        )
-    return [number for number in found if number is not None]
 
 
 def _key(called: CallArguments, training: bool, grads: bool) -> str:

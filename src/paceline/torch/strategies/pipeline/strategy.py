@@ -22,8 +22,8 @@ from paceline.strategies import PipelineFlags, PipelineOptions, choose_pipeline
 from paceline.torch.embeddings import LocalTables, RowTables
 from paceline.torch.strategies.base import Strategy, state_of
 from paceline.torch.strategies.deferred import is_stand_in
-from paceline.torch.strategies.pipeline.model import PipelinedModel
-from paceline.torch.strategies.pipeline.ownership import gather_state
+from paceline.torch.strategies.pipeline.loop.model import PipelinedModel
+from paceline.torch.strategies.pipeline.loop.ownership import gather_state
 from paceline.torch.strategies.pipeline.plan.choosing import PipelinePlan
 from paceline.torch.strategies.pipeline.runner import Runner
 from paceline.torch.strategies.ranks import DEFAULT_TIMEOUT, Ranks

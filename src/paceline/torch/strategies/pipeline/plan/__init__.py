@@ -1,1 +1,1 @@
-"""What a pipeline will do and how long it takes: schedules' orders, splits, measured layers, predicted steps."""
+"""The plan of a pipeline: measured layers, cuts, orders of schedules, predicted steps."""

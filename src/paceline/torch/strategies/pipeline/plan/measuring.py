@@ -23,11 +23,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
 from paceline.torch.capture.trial_calls import undone
-from paceline.torch.strategies.pipeline.graph import LayerGraph
-from paceline.torch.strategies.pipeline.partition import attribute, crossing_values, cut
 from paceline.torch.strategies.pipeline.plan.splitting import LayerCost
-from paceline.torch.strategies.pipeline.stage import Saved, Stage
-from paceline.torch.strategies.pipeline.values import put_together, take_apart
+from paceline.torch.strategies.pipeline.run.layers import LayerGraph
+from paceline.torch.strategies.pipeline.run.partition import attribute, crossing_values, cut
+from paceline.torch.strategies.pipeline.run.stage import Saved, Stage
+from paceline.torch.strategies.pipeline.run.values import put_together, take_apart
 
 _REPEATS: Final = 8
 _FIRST_OF: Final = 3

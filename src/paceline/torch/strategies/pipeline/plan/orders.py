@@ -6,26 +6,14 @@ The schedules are torch's own; here they are asked for their order, and nothing 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from paceline.errors import UsageError
 from paceline.strategies import SCHEDULES
-
-Kind = Literal["F", "B", "I", "W"]
-"""Forward; backward; or its two halves, gradients of the inputs and of the weights."""
+from paceline.torch.strategies.pipeline.run.actions import Action
 
 _V_SHAPED: Final = ("zbv", "dualpipev")
-
-
-@dataclass(frozen=True, slots=True)
-class Action:
-    """One stage's work on one microbatch."""
-
-    kind: Kind
-    stage: int
-    microbatch: int
 
 
 Orders = tuple[tuple[Action, ...], ...]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from paceline.torch.strategies.pipeline.plan.orders import Action, Orders
+from paceline.torch.strategies.pipeline.plan.orders import Orders
+from paceline.torch.strategies.pipeline.run.actions import Action
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

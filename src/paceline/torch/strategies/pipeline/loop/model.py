@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -12,14 +12,12 @@ from torch.autograd.graph import get_gradient_edge
 from typing_extensions import override
 
 from paceline.errors import UsageError
-from paceline.torch.strategies.pipeline.engine import LossOf, PipelineStep
-from paceline.torch.strategies.pipeline.losses import PartialLoss
+from paceline.torch.strategies.pipeline.loop.batches import row_bounds
+from paceline.torch.strategies.pipeline.loop.losses import PartialLoss
+from paceline.torch.strategies.pipeline.loop.output_rows import NumberWeights, OutputRows
 from paceline.torch.strategies.pipeline.plan.orders import Orders, backward_part, forward_part
-from paceline.torch.strategies.pipeline.values import add_numbers, join_rows, put_together, row_bounds, take_apart
-from paceline.torch.strategies.splitting import check_outputs
-
-NumberWeights = Callable[[int], Sequence[float]]
-"""From a number among the output's tensors to what that of each microbatch counts in the batch's."""
+from paceline.torch.strategies.pipeline.run.engine import LossOf, PipelineStep
+from paceline.torch.strategies.pipeline.run.values import take_apart
 
 
 class StepRunner(Protocol):
@@ -44,7 +42,7 @@ class StepRunner(Protocol):
         ...
 
     def share_output(
-        self, step: PipelineStep, rows: int, known: Any, weights: NumberWeights
+        self, step: PipelineStep, rows: int, output_rows: OutputRows, known: Any, weights: NumberWeights
     ) -> tuple[Any, list[Tensor]]:
         """Return the whole output on every rank."""
         ...
@@ -141,10 +139,19 @@ class ModelCall:
     """One call of the model: forward when its values or its loss's gradients are asked for."""
 
     def __init__(
-        self, runner: StepRunner, step: PipelineStep, orders: Orders, rows: int, output: Any, *, grads: bool
+        self,
+        runner: StepRunner,
+        step: PipelineStep,
+        orders: Orders,
+        rows: int,
+        output_rows: OutputRows,
+        output: Any,
+        *,
+        grads: bool,
     ) -> None:
         """`output` describes what the model returns for the whole batch; None where that is not known yet."""
         self.rows = rows
+        self._output_rows = output_rows
         self._runner = runner
         self._step = step
         self._orders = orders
@@ -172,7 +179,9 @@ class ModelCall:
             if not self._is_done:
                 with torch.set_grad_enabled(self._grads):
                     self._runner.run(self._step, forward_part(self._orders), "calls the model")
-            self._output, found = self._runner.share_output(self._step, self.rows, self._output, self.number_weights)
+            self._output, found = self._runner.share_output(
+                self._step, self.rows, self._output_rows, self._output, self.number_weights
+            )
             if self._grads and not self._is_done:
                 anchor = torch.zeros((), requires_grad=True)
                 # torch.autograd.grad() meets the parameters in the graph, and is refused in a sentence.
@@ -191,7 +200,7 @@ class ModelCall:
             leaves = take_apart(output, "the model's output")[1]
             total: Tensor | None = None
             for term in terms:
-                if self._step.row_dimension(term.leaf):
+                if self._output_rows.dimension(term.leaf):
                     raise UsageError(
                         "a loss is computed from an output of the model that has the batch in another dimension than "
                         "the first; put it first (transpose) within the model"
@@ -240,7 +249,7 @@ class ModelCall:
         if leaf not in self._weights:
             bounds = row_bounds(self.rows, self._number_of_parts)
             rows = [end - begin for begin, end in itertools.pairwise(bounds)]
-            self._weights[leaf] = self._step.number_weights(leaf, rows)
+            self._weights[leaf] = self._output_rows.number_weights(leaf, rows)
         return self._weights[leaf]
 
     def _part_of(self, grad: Tensor | None, leaf: int, bounds: Sequence[int], number: int) -> Tensor | None:
@@ -249,7 +258,7 @@ class ModelCall:
             return None
         if not grad.dim():
             return grad * self.number_weights(leaf)[number] if self._step.has_outputs else grad
-        dimension = self._step.row_dimension(leaf) or 0
+        dimension = self._output_rows.dimension(leaf) or 0
         factor = grad.shape[dimension] // self.rows
         begin, end = bounds[number] * factor, bounds[number + 1] * factor
         return grad.narrow(dimension, begin, end - begin)
@@ -278,44 +287,3 @@ class _Joined(torch.autograd.Function):
         ctx.call.backward(grads)
         count: int = 3 + ctx.num_parameters + len(grads)
         return (None,) * count
-
-
-def joined_output(
-    parts: Sequence[Any], rows: int, dimension_of: Callable[[int], int | None], weights: NumberWeights
-) -> tuple[Any, list[Tensor]]:
-    """Return the description and the tensors of the whole output of a batch of `rows`, of its microbatches'.
-
-    ``dimension_of(leaf)`` is the dimension of the batch in one of the tensors, None where it is not known: then it is 0
-    if the shapes leave no other. Raises UsageError where it does not go with a microbatch's rows.
-    """
-    apart = [take_apart(part, "the model's output") for part in parts]
-    sizes = [end - first for first, end in itertools.pairwise(row_bounds(rows, len(parts)))]
-    dimensions = [
-        _dimension(dimension_of(leaf), column, sizes)
-        for leaf, column in enumerate(zip(*(found for _, found in apart), strict=False))
-    ]
-    rows_first = [
-        [each.movedim(dimensions[leaf], 0) if each.dim() else each for leaf, each in enumerate(found)]
-        for _, found in apart
-    ]
-    check_outputs(rows_first, sizes)
-    tensors = [
-        join_rows(column).movedim(0, dimensions[leaf]) if column[0].dim() else add_numbers(column, weights(leaf))
-        for leaf, column in enumerate(zip(*rows_first, strict=True))
-    ]
-    whole = put_together(apart[0][0], tensors)
-    return take_apart(whole, "the model's output")
-
-
-def _dimension(known: int | None, column: Sequence[Tensor], sizes: Sequence[int]) -> int:
-    """Return the dimension of the batch in one of the output's tensors, by microbatch. Raises UsageError."""
-    if known is not None:
-        return known
-    others = range(1, min(each.dim() for each in column))
-    if len(column) > 1 and any(all(t.shape[k] == n for t, n in zip(column, sizes, strict=True)) for k in others):
-        raise UsageError(
-            f"the model returned a tensor of shape {tuple(column[0].shape)} for {sizes[0]} examples, and it is not "
-            "known which dimension is the batch: a module within it decides by values, so that it cannot be "
-            "tried on shapes alone; take another number of --microbatches, or have the module not decide by values"
-        )
-    return 0

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from paceline.torch.strategies.pipeline.losses import PartialLoss, RowOperation, as_operation, as_term
+from paceline.torch.strategies.pipeline.loop.losses import PartialLoss, RowOperation, as_operation, as_term
 
 _PLAIN: Final = (
     "shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "dtype", "device", "layout", "is_cuda",

@@ -13,8 +13,8 @@ from typing import Any
 import torch.distributed as dist
 
 from paceline.errors import PacelineError, PeerError, StageError, UsageError
-from paceline.torch.strategies.pipeline.engine import ActionError
-from paceline.torch.strategies.pipeline.stage import LayerError
+from paceline.torch.strategies.pipeline.run.actions import ActionError
+from paceline.torch.strategies.pipeline.run.stage import LayerError
 
 _KEY = "paceline pipeline failure"
 _PATIENCE = timedelta(milliseconds=200)
@@ -33,7 +33,7 @@ class Failures:
         self._stages: list[str] = []
         self._places: list[int] = []
         self.cut = ""
-        """What :func:`~paceline.torch.strategies.pipeline.values.describe_cut` says of the call under way."""
+        """The present call's arguments that are cut, as text for errors."""
 
     def name_stages(self, names: Sequence[str], places: Sequence[int]) -> None:
         """Know what the stages are made of, and on which rank of the program each is."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.errors import UsageError
-from paceline.torch.strategies.pipeline.values import put_together, take_apart, tensors_of
+from paceline.torch.strategies.pipeline.run.values import put_together, take_apart, tensors_of
 
 _MAX_TENSORS: Final = 14
 _LENGTH, _TEXT = 14, 15

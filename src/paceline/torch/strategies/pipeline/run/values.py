@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -112,70 +111,3 @@ def _as_named(module: str, name: str, value: Any) -> Any:
     if isinstance(value, tuple):
         return found(*value) if hasattr(found, "_fields") else found(value)
     return of_class(found, value)
-
-
-def batch_size(leaves: Sequence[Any]) -> int:
-    """Return the rows of a batch: of the first tensor that has any. Raises UsageError."""
-    size = next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
-    if not size:
-        raise UsageError(
-            f"the model was called with {'an empty batch' if size == 0 else 'no tensor that has rows'}: a pipeline "
-            "cuts batches along their first dimension; give a batch of 1 or more"
-        )
-    for leaf in leaves:
-        if isinstance(leaf, Tensor) and leaf.layout is not torch.strided and len(leaf) == size:
-            raise UsageError(
-                f"the model was called with a tensor of layout {str(leaf.layout).removeprefix('torch.')} and {size} "
-                "rows, as many as the batch has, which microbatches cannot cut: give it to the model as an attribute "
-                "if all examples share it, else as a dense one"
-            )
-    return size
-
-
-def describe_cut(arguments: Mapping[str, Any], size: int) -> str:
-    """Say which of the model's arguments are cut into microbatches, and which go whole to each; "" if all are cut."""
-    named = [
-        (name, leaf)
-        for name, value in arguments.items()
-        for leaf in torch.utils._pytree.tree_leaves(value)
-        if isinstance(leaf, Tensor) and leaf.dim()
-    ]
-    cut, whole = ([f"{n} {list(t.shape)}" for n, t in named if (len(t) == size) is is_cut] for is_cut in (True, False))
-    if not whole:
-        return ""
-    elsewhere = [f"{n}'s dimension {t.shape.index(size)}" for n, t in named if len(t) != size and size in t.shape]
-    hint = f"; if {' and '.join(elsewhere)} is the batch, give it first, and transpose it within the model"
-    return (
-        f"; microbatches cut {', '.join(cut)} along the first dimension, which must be the batch, and have all of "
-        f"{', '.join(whole)}{hint if elsewhere else ''}"
-    )
-
-
-def cut_rows(value: Any, size: int, parts: int) -> list[Any]:
-    """Return a value's microbatches: tensors of `size` rows are cut, others are the same in all."""
-    bounds = row_bounds(size, parts)
-
-    def part_of(leaf: Any, first: int, end: int) -> Any:
-        return leaf[first:end] if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == size else leaf
-
-    tree_map = torch.utils._pytree.tree_map
-    return [tree_map(lambda leaf, a=a, b=b: part_of(leaf, a, b), value) for a, b in itertools.pairwise(bounds)]
-
-
-def row_bounds(size: int, parts: int) -> list[int]:
-    """Return where the parts of `size` rows begin and end: the first ones have one more where it does not divide."""
-    small, larger = divmod(size, parts)
-    return [part * small + min(part, larger) for part in range(parts + 1)]
-
-
-def join_rows(parts: Sequence[Tensor]) -> Tensor:
-    """Return the microbatches' tensors as one, rows one after another."""
-    return torch.cat(list(parts))
-
-
-def add_numbers(parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Return the sum of the microbatches' numbers, each times its weight."""
-    total = sum(
-        part * weight for part, weight in zip(parts, weights, strict=True) if weight
-    )  # a mean of nothing is NaN
-    return torch.as_tensor(total, dtype=parts[0].dtype)

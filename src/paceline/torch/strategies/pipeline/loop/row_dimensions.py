@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from paceline.torch.capture.operations import name_of
-from paceline.torch.strategies.pipeline.graph import LayerGraph
-from paceline.torch.strategies.pipeline.values import batch_size
+from paceline.torch.strategies.pipeline.loop.batches import batch_size
+from paceline.torch.strategies.pipeline.run.layers import LayerGraph
 
 RowRole = Literal["constant", "size", "rows", "mixed"]
 """What a value has of a batch's rows: nothing; how many there are; each row apart; or what several make together."""

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from paceline.torch.capture.operations import changes_in_place, may_draw
-from paceline.torch.strategies.pipeline.graph import key_of
-from paceline.torch.strategies.pipeline.partition import Partition, attribute, nodes_in
-from paceline.torch.strategies.pipeline.row_dimensions import RowShapes
-from paceline.torch.strategies.pipeline.values import put_together, take_apart
-from paceline.torch.strategies.pipeline.weights import WeightProducts, is_large
+from paceline.torch.strategies.pipeline.run.layers import key_of
+from paceline.torch.strategies.pipeline.run.partition import Partition, attribute, nodes_in
+from paceline.torch.strategies.pipeline.run.values import put_together, take_apart
+from paceline.torch.strategies.pipeline.run.weights import WeightProducts, is_large
 
 
 class LayerError(Exception):
@@ -38,9 +37,7 @@ class Stage:
 
     def __init__(self, module: nn.Module, partition: Partition, number: int, seed: int) -> None:
         self.number = number
-        self._graph = partition.graph
         self._root = root = partition.graph.captured.root
-        self._row_shapes: RowShapes | None = None
         self._seed = seed
         self._is_last = number == partition.num_stages - 1
         self._output = partition.graph.captured.output
@@ -58,12 +55,6 @@ class Stage:
         self._last_use = self._find_last_uses()
         own = [attribute(module, name) for name, stages in partition.parameters.items() if number in stages]
         self._has_large_weights = any(each.dim() == 2 and is_large(each) for each in own)
-
-    def row_shapes(self, batch: Mapping[str, Any]) -> RowShapes:
-        """Return where rows are in the values of the model; `batch` are the arguments of any whole one."""
-        if self._row_shapes is None:
-            self._row_shapes = RowShapes(self._graph, batch)
-        return self._row_shapes
 
     def products(self, *, puts_off: bool) -> WeightProducts | None:
         """Return what a microbatch's forward is to run in; None: nothing. `puts_off`: its backward is split."""

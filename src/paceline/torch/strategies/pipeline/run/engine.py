@@ -10,30 +10,19 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from paceline.errors import UsageError
-from paceline.torch.strategies.pipeline.messages import Messages
-from paceline.torch.strategies.pipeline.numbers import rule_of
-from paceline.torch.strategies.pipeline.partition import Partition
-from paceline.torch.strategies.pipeline.plan.orders import Action
-from paceline.torch.strategies.pipeline.routing import ValueRoute, ValueRoutes
-from paceline.torch.strategies.pipeline.row_dimensions import RowShapes
-from paceline.torch.strategies.pipeline.stage import Saved, Stage
-from paceline.torch.strategies.pipeline.values import plain_values, put_together, take_apart
-from paceline.torch.strategies.pipeline.weights import WeightProducts
+from paceline.torch.strategies.pipeline.run.actions import Action, ActionError
+from paceline.torch.strategies.pipeline.run.messages import Messages
+from paceline.torch.strategies.pipeline.run.partition import Partition
+from paceline.torch.strategies.pipeline.run.routing import ValueRoute, ValueRoutes
+from paceline.torch.strategies.pipeline.run.stage import Saved, Stage
+from paceline.torch.strategies.pipeline.run.values import put_together, take_apart
+from paceline.torch.strategies.pipeline.run.weights import WeightProducts
 
 _AHEAD = 2
 """Actions before their turn that room is made for what they need."""
 
 LossOf = Callable[[int, Any], Tensor]
 """From a microbatch's number and the model's output to its part of the loss."""
-
-
-class ActionError(Exception):
-    """An action has raised; the cause is what it raised."""
-
-    def __init__(self, action: Action) -> None:
-        super().__init__(f"{action.kind}{action.microbatch} of stage {action.stage}")
-        self.action = action
 
 
 class PipelineStep:
@@ -46,12 +35,10 @@ class PipelineStep:
         rank: int,
         messages: Messages,
         arguments: Sequence[Mapping[str, Any]],
-        batch: Mapping[str, Any],
         number: int,
         split: Set[tuple[int, int]] = frozenset(),
     ) -> None:
-        """`stages` are this rank's; `arguments` the model's, by microbatch, and `batch` those of all; `number` the
-        step's.
+        """`stages` are this rank's; `arguments` the model's, by microbatch; `number` the step's.
 
         `split` are the (stage, microbatch) whose backward is made in two halves.
         """
@@ -61,7 +48,6 @@ class PipelineStep:
         self._messages = messages
         self.arguments = arguments
         """The model's, by microbatch."""
-        self._batch = batch
         self._number = number
         self._split = split
         self._route_number = {route.value: number for number, route in enumerate(self._routes.routes)}
@@ -106,38 +92,6 @@ class PipelineStep:
     def has_outputs(self) -> bool:
         """Whether the last stage is this rank's."""
         return self._partition.num_stages - 1 in self._stages
-
-    def number_weights(self, leaf: int, rows: Sequence[int]) -> list[float]:
-        """Return what each microbatch's number among the output's tensors counts in that of the batch.
-
-        `rows` are the microbatches'. Raises UsageError if that is not known.
-        """
-        graph, shapes = self._partition.graph, self._row_shapes()
-        return rule_of(shapes.output_node(leaf), graph, shapes).weights(graph, self.arguments, rows)
-
-    def row_dimension(self, leaf: int) -> int | None:
-        """Return the dimension of the batch in one of the output's tensors; None: not known.
-
-        On ranks without the last stage it is 0.
-        """
-        return self._row_shapes().output_dimension(leaf) if self.has_outputs else 0
-
-    def check_plain_outputs(self) -> None:
-        """Raise UsageError if the model returns numbers that are no tensors and not the same in all microbatches.
-
-        Only on the rank of the last stage.
-        """
-        if len(self.arguments) < 2:
-            return
-        found = [plain_values(take_apart(each, "the model's output")[0]) for each in self.outputs.values()]
-        if any(each != found[0] for each in found) or self._row_shapes().has_plain_of_rows:
-            raise UsageError(
-                "the model returns a number that is no tensor and depends on the batch (its size, for instance), so "
-                "that each microbatch has another: return what it is computed from, or the tensor that it is of"
-            )
-
-    def _row_shapes(self) -> RowShapes:
-        return self._stages[self._partition.num_stages - 1].row_shapes(self._batch)
 
     # Forward.
 

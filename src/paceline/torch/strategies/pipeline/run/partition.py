@@ -11,8 +11,8 @@ from torch import fx, nn
 
 from paceline.errors import UsageError
 from paceline.torch.capture.calls import OutputForm
-from paceline.torch.strategies.pipeline.graph import LayerGraph, ModelLayer
-from paceline.torch.strategies.pipeline.routing import ValueRoutes, route_values
+from paceline.torch.strategies.pipeline.run.layers import LayerGraph, ModelLayer
+from paceline.torch.strategies.pipeline.run.routing import ValueRoutes, route_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,19 @@ def cuts_by_name(graph: LayerGraph, names: Sequence[str], module: nn.Module) -> 
                 "names in the order in which the model calls them"
             )
     return found
+
+
+def same_cuts(reference: Partition, graph: LayerGraph) -> list[int]:
+    """Return the cuts of another trace of the model: before the same layers. Raises UsageError."""
+    firsts = [stage[0] for stage in reference.stages[1:]]
+    found = [graph.number_of(*reference.graph.place_of(layer)) for layer in firsts]
+    if None in found or sorted(set(found)) != found:  # type: ignore[type-var]
+        names = ", ".join(layer.name for layer in firsts)
+        raise UsageError(
+            f"the model calls other layers now than in its first call, so that stages cannot begin at {names}: a model "
+            "that is cut calls the same layers in training, in evaluation and with all arguments"
+        )
+    return [number for number in found if number is not None]
 
 
 def nodes_in(output: OutputForm) -> list[fx.Node]:

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.torch.strategies.pipeline.absent import AbsentGrad, NormOf
-from paceline.torch.strategies.pipeline.partition import Partition
-from paceline.torch.strategies.pipeline.routing import shared_parameters
+from paceline.torch.strategies.pipeline.loop.absent import AbsentGrad, NormOf
+from paceline.torch.strategies.pipeline.run.partition import Partition
+from paceline.torch.strategies.pipeline.run.routing import shared_parameters
 
 
 class Ownership:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from paceline.torch.strategies.pipeline.values import row_bounds
+from paceline.torch.strategies.pipeline.loop.batches import row_bounds
 
 ELEMENTWISE: Final[tuple[Any, ...]] = (
     F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits,
