@@ -8,6 +8,8 @@ processes or files passes through :func:`printable`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def printable(text: str, max_chars: int) -> str:
     """Return a text of unknown origin in a safe form: one line of at most ``max_chars``, without control
@@ -118,3 +120,13 @@ def first_line(error: BaseException) -> str:
     """Return the type of an error and the first line of its message, at most 200 characters."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}"[:200] if lines else type(error).__name__
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return ``rank 3`` or ``ranks 0, 2 and 5``; truncate long lists."""
+    shown = [str(rank) for rank in ranks[:8]]
+    if len(ranks) > 8:
+        shown.append(f"{len(ranks) - 8} more")
+    if len(shown) == 1:
+        return f"rank {shown[0]}"
+    return f"ranks {', '.join(shown[:-1])} and {shown[-1]}"

@@ -16,9 +16,9 @@ from paceline.collectives.p2p.matching import Matching
 from paceline.collectives.p2p.pending import ABORT, MESSAGE, Receiving, pack
 from paceline.collectives.p2p.progress import READ
 from paceline.collectives.p2p.streams import Incoming, Outgoing, deliver
-from paceline.collectives.rendezvous.network_store import LIMITS, ServedStore, StoreCall, StoreRequest
-from paceline.collectives.rendezvous.node import NodeInfo
 from paceline.errors import PacelineError, ProtocolError
+from paceline.meeting.network_store import LIMITS, CollectRequest, ServedStore, StoreCall, StoreRequest
+from paceline.meeting.node import NodeInfo
 from paceline.transport import Address, Endpoint, Hello, Listener, MemoryTransport
 
 from .listening import Attacker, Episode, FoundError, Line
@@ -46,14 +46,17 @@ class StoreEpisode(Episode):
     def feed(self) -> int:
         random = self.random
         key = f"key {random.randrange(30)}"
-        kind = random.choice((StoreCall.SET, StoreCall.GET, StoreCall.GET, StoreCall.DELETE))
+        kind = random.choice((StoreCall.SET, StoreCall.COLLECT, StoreCall.COLLECT, StoreCall.DELETE))
         body = bytes(random.randrange(50)) if kind == StoreCall.SET else b""
-        frame = Frame(kind, tree_of(StoreRequest(key, random.random() < 0.5)), body)
+        if kind == StoreCall.COLLECT:
+            body = msgspec.msgpack.encode(CollectRequest((key,), random.choice((0.0, 1.0))))
+        frame = Frame(kind, tree_of(StoreRequest(key)), body)
         return random.choice(self.attackers).attack(frame, STORE_KINDS)
 
     def look(self) -> None:
-        _, _, value = self.honest.ask(StoreCall.GET, meta=msgspec.msgpack.encode(StoreRequest("honest")))
-        if value != b"value":
+        request = msgspec.msgpack.encode(CollectRequest(("honest",), 0.0))
+        _, _, value = self.honest.ask(StoreCall.COLLECT, body=request)
+        if msgspec.msgpack.decode(value) != [b"value"]:
             raise FoundError(f"an honest rank read {value!r} from the store")
 
     async def end(self) -> None:

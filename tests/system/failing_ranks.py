@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 import numpy as np
 
 from paceline.collectives import Group, join
-from paceline.collectives.rendezvous.rendezvous import rendezvous
 from paceline.errors import GroupClosedError, PacelineError
+from paceline.meeting.rendezvous import rendezvous
 from paceline.testing.ranks import StoreOfOneHost
 
 TIMEOUT_S = 3.0

@@ -8,10 +8,10 @@
 
 from paceline.collectives.grid import Grid, dims_create, split_evenly
 from paceline.collectives.group import Group
-from paceline.collectives.rendezvous.store import MemoryStore, PrefixStore, Store
 from paceline.collectives.start import DEFAULT_TIMEOUT, init, join
 from paceline.collectives.ticket import CollectiveTicket
 from paceline.collectives.tuner import Candidate
+from paceline.meeting.store import MemoryStore, PrefixStore, Store
 
 __all__ = [
     "DEFAULT_TIMEOUT",

@@ -8,12 +8,12 @@ values of both sides.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
 
-from paceline.errors import MismatchError
+from paceline.errors import MismatchError, name_ranks
 
 _MOST_NUMBERS: Final = 128
 """Largest number of sizes in a call: the message header and a rank's part of a segment have room for about 1.7 KB."""
@@ -70,13 +70,3 @@ def describe_mismatch(calls: Mapping[int, CollectiveCall], group: str, sequence:
         f"the ranks of group {group!r} disagree in call {sequence}: {told}; every rank must make the same calls in the "
         "same order with the same shapes and dtypes, and the group refuses further work"
     )
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Return ``rank 3`` or ``ranks 0, 2 and 5``; truncate long lists."""
-    shown = [str(rank) for rank in ranks[:8]]
-    if len(ranks) > 8:
-        shown.append(f"{len(ranks) - 8} more")
-    if len(shown) == 1:
-        return f"rank {shown[0]}"
-    return f"ranks {', '.join(shown[:-1])} and {shown[-1]}"

@@ -17,8 +17,8 @@ from paceline.collectives.network.frames import Abort
 from paceline.collectives.network.layered import Layered
 from paceline.collectives.network.mesh import Mesh
 from paceline.collectives.p2p.point_to_point import PointToPoint
-from paceline.collectives.world import World
 from paceline.errors import CollectiveError, GroupClosedError, RankLostError
+from paceline.meeting.world import World
 from paceline.transport import read_meta
 
 _ASK_S = 1.0

@@ -10,15 +10,15 @@ from numba import config
 
 from paceline.collectives.calls import CollectiveCall
 from paceline.collectives.engine import Order
-from paceline.collectives.group_names import EndedError, absent
-from paceline.collectives.rendezvous.node import NodeInfo
-from paceline.collectives.rendezvous.store import PrefixStore, await_all, exchange
 from paceline.collectives.shared.engine import SharedMemory
 from paceline.collectives.shared.segment import Segment, SegmentError
-from paceline.collectives.world import World
 from paceline.environment import usable_cores
 from paceline.errors import RankLostError
 from paceline.kernels import steps
+from paceline.meeting.group_names import EndedError, absent
+from paceline.meeting.node import NodeInfo
+from paceline.meeting.store import PrefixStore, await_all, exchange
+from paceline.meeting.world import World
 from paceline.transport import read_meta
 
 _MEET = CollectiveCall("meet")

@@ -14,12 +14,12 @@ from paceline.closing import Closing
 from paceline.collectives import objects as _objects
 from paceline.collectives.arrays import ArrayMemory, as_array
 from paceline.collectives.connections import Connections
-from paceline.collectives.group_names import EndedError
 from paceline.collectives.operations import Operations, Work
 from paceline.collectives.ticket import CollectiveTicket, MessageTicket, no_waiting_in_callbacks
 from paceline.collectives.tuner import Candidate, Tuner, check_algorithm
-from paceline.collectives.world import World
 from paceline.errors import CollectiveError, GroupClosedError, RankLostError, UsageError
+from paceline.meeting.group_names import EndedError
+from paceline.meeting.world import World
 
 _ABORTED: Final = "it was aborted on this rank"
 _FORKED: Final = "it belongs to the parent of this forked process; a forked process must create its own group"

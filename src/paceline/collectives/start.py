@@ -5,11 +5,11 @@ from __future__ import annotations
 from datetime import timedelta
 
 from paceline.collectives.group import Group
-from paceline.collectives.rendezvous.rendezvous import rendezvous
-from paceline.collectives.rendezvous.store import Store
 from paceline.collectives.tuner import check_algorithm
-from paceline.collectives.world import World
 from paceline.environment import environment
+from paceline.meeting.rendezvous import rendezvous
+from paceline.meeting.store import Store
+from paceline.meeting.world import World
 from paceline.transport import TLS
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)

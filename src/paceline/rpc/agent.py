@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from paceline.collectives.rendezvous.store import exchange
-from paceline.collectives.world import World
 from paceline.errors import DeadlineError, PacelineError, UsageError
+from paceline.meeting.store import exchange
+from paceline.meeting.world import World
 from paceline.rpc.allowed import Allowed
 from paceline.rpc.answering import Answering, run_here
 from paceline.rpc.calling import PendingReply

@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 from typing_extensions import override
 
-from paceline.collectives.rendezvous.node import Taker
 from paceline.errors import ConnectionLostError, DeadlineError, PacelineError, ProtocolError, UsageError
+from paceline.meeting.node import Taker
 from paceline.rpc.calling import unreadable
 from paceline.rpc.counting import ReferenceId
 from paceline.rpc.functions import is_async, promise_of

@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from paceline.collectives.rendezvous.rendezvous import Meeting, rendezvous
-from paceline.collectives.rendezvous.store import exchange
-from paceline.collectives.world import World
 from paceline.environment import Environment, environment
 from paceline.errors import UsageError
+from paceline.meeting.rendezvous import Meeting, rendezvous
+from paceline.meeting.store import exchange
+from paceline.meeting.world import World
 from paceline.rpc.agent import Agent
 from paceline.rpc.allowed import Allowed
 from paceline.rpc.futures import Future, Timeout, seconds_of

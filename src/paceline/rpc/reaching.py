@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 from typing_extensions import override
 
-from paceline.collectives.world import World
 from paceline.errors import AuthenticationError, ConnectionLostError, PacelineError, PeerError, UsageError, printable
+from paceline.meeting.world import World
 from paceline.rpc.calling import CallerEnd, PendingReply, ReplyReader
 from paceline.rpc.futures import Future
 from paceline.rpc.local_worker import LocalWorker

@@ -17,7 +17,7 @@ import msgspec
 from typing_extensions import override
 
 from paceline.collectives import Group, MemoryStore, Store, join
-from paceline.collectives.rendezvous.node import NodeInfo
+from paceline.meeting.node import NodeInfo
 
 _T = TypeVar("_T")
 
@@ -103,13 +103,15 @@ class StoreOfOneHost(Store):
 
     def __init__(self, store: Store, rank: int, hosts: Sequence[int]) -> None:
         self._store, self._rank, self._hosts = store, rank, hosts
-        self.server_rank = store.server_rank
+        self.server_rank, self.place = store.server_rank, store.place
 
     @override
-    def get(self, key: str, deadline: float) -> bytes:
-        value = self._store.get(key, deadline)
+    def collect(self, keys: Sequence[str], deadline: float) -> list[bytes | None]:
+        return [self._of_host(key, value) for key, value in zip(keys, self._store.collect(keys, deadline), strict=True)]
+
+    def _of_host(self, key: str, value: bytes | None) -> bytes | None:
         place, _, name = key.rpartition("/")
-        if place != "the rendezvous":
+        if place != "the rendezvous" or value is None:
             return value
         host = self._hosts[int(name.removeprefix("rank "))]
         if host == self._hosts[self._rank]:

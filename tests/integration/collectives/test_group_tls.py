@@ -15,10 +15,10 @@ import pytest
 import trustme
 
 from paceline.collectives import Group
-from paceline.collectives.rendezvous.node import Node
-from paceline.collectives.rendezvous.rendezvous import rendezvous
 from paceline.environment import Environment
 from paceline.errors import AuthenticationError, PacelineError, RankLostError, UsageError
+from paceline.meeting.node import Node
+from paceline.meeting.rendezvous import rendezvous
 from paceline.testing import COLLECTIVE_CHECKS, nothing_left, run_ranks
 from paceline.transport import TLS, client
 

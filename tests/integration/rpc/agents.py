@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
-from paceline.collectives.rendezvous.store import MemoryStore
-from paceline.collectives.world import World
+from paceline.meeting.store import MemoryStore
+from paceline.meeting.world import World
 from paceline.rpc.agent import Agent
 from paceline.rpc.allowed import Allowed
 from paceline.rpc.api import meet_by_name

@@ -14,8 +14,8 @@ from contextlib import ExitStack, contextmanager
 import psutil
 import pytest
 
-from paceline.collectives.rendezvous.node import Node
 from paceline.errors import AddressError
+from paceline.meeting.node import Node
 from paceline.testing import EchoHandler, serve_in_thread
 from paceline.testing.opened_checks import Inbox
 from paceline.testing.transports import ECHO

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
-from paceline.collectives.calls import CollectiveCall, describe_mismatch, name_ranks, shortened
+from paceline.collectives.calls import CollectiveCall, describe_mismatch, shortened
 from paceline.collectives.network.frames import Heads
+from paceline.errors import name_ranks
 
 
 def test_equal_calls_have_equal_signatures_and_others_differ() -> None:

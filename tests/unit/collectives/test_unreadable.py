@@ -15,9 +15,9 @@ from paceline.collectives.network.verdicts import CurrentCall, unexpected
 from paceline.collectives.p2p.pending import ABORT, pack
 from paceline.collectives.p2p.progress import READ
 from paceline.collectives.p2p.streams import Outgoing
-from paceline.collectives.rendezvous.network_store import decode_request
-from paceline.collectives.rendezvous.node import NodeInfo
 from paceline.errors import ProtocolError
+from paceline.meeting.network_store import decode_request
+from paceline.meeting.node import NodeInfo
 
 NO_TEXT = b"\x91\xa1\xff"  # a list of a text that is no UTF-8
 DEEP = b"\x91" * 100_000

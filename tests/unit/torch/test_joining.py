@@ -12,9 +12,9 @@ torch = pytest.importorskip("torch")
 
 from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore  # noqa: E402
 
-from paceline.collectives.rendezvous.credentials import user_key  # noqa: E402
 from paceline.environment import Environment  # noqa: E402
 from paceline.errors import AuthenticationError, PacelineError, UsageError  # noqa: E402
+from paceline.meeting.credentials import user_key  # noqa: E402
 from paceline.testing import nothing_left  # noqa: E402
 from paceline.torch.backend.registration import join_through  # noqa: E402
 

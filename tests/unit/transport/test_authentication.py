@@ -6,9 +6,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from paceline.collectives.rendezvous.node import Node
 from paceline.environment import Environment, environment
 from paceline.errors import AddressError, AuthenticationError, ProtocolError, UsageError, VersionError
+from paceline.meeting.node import Node
 from paceline.transport import TLS, Address, Hello, MemoryTransport, SocketTransport, make_token, read_token
 from paceline.transport.client_handshake import ClientHandshake
 from paceline.transport.security.authentication import Challenge, ConnectionIdentity, Proof, decode, join_fields, prove

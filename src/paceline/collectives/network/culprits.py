@@ -13,8 +13,9 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from paceline.collectives.calls import CollectiveCall, name_ranks
+from paceline.collectives.calls import CollectiveCall
 from paceline.collectives.network.frames import Abort
+from paceline.errors import name_ranks
 
 _MAX_THREADS: Final = 64
 _SILENT: Final = "does not answer (its process is stopped or has died, or its host cannot be reached)"

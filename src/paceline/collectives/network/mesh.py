@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing_extensions import override
 
 from paceline.collectives.network.links import Link, LinkSet
-from paceline.collectives.rendezvous.node import Node, NodeInfo, Purpose
 from paceline.errors import (
     AddressError,
     AuthenticationError,
@@ -20,6 +19,7 @@ from paceline.errors import (
     RankLostError,
     UsageError,
 )
+from paceline.meeting.node import Node, NodeInfo, Purpose
 from paceline.transport.client import shut
 
 _MAX_BUFFERS = 64

@@ -10,9 +10,9 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from paceline.collectives.calls import CollectiveCall, describe_mismatch, name_ranks
+from paceline.collectives.calls import CollectiveCall, describe_mismatch
 from paceline.collectives.network.frames import Abort, Head
-from paceline.errors import CollectiveError, MismatchError, RankLostError
+from paceline.errors import CollectiveError, MismatchError, RankLostError, name_ranks
 from paceline.transport.decoding import UNREADABLE, register_type
 
 _REFUSES: Final = "the group refuses further work"

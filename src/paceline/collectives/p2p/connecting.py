@@ -16,8 +16,8 @@ from paceline.collectives.p2p.matching import Matching
 from paceline.collectives.p2p.pending import Receiving
 from paceline.collectives.p2p.progress import READ, ProgressLoop
 from paceline.collectives.p2p.streams import Ends, Incoming, Outgoing
-from paceline.collectives.rendezvous.node import Node, NodeInfo, Taker
 from paceline.errors import PacelineError, RankLostError
+from paceline.meeting.node import Node, NodeInfo, Taker
 
 _LINGER_S = 1.0
 

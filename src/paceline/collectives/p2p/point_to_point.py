@@ -25,8 +25,8 @@ from paceline.collectives.p2p.matching import MAX_KEPT_BYTES, Matching
 from paceline.collectives.p2p.pending import Pending, Receiving, Sending, check, pack_last
 from paceline.collectives.p2p.progress import ProgressLoop
 from paceline.collectives.p2p.streams import Ends, Incoming, Outgoing, deliver, deliver_here, lost_connection
-from paceline.collectives.rendezvous.node import Node, NodeInfo
 from paceline.errors import CollectiveError, GroupClosedError, PeerError, RankLostError, UsageError
+from paceline.meeting.node import Node, NodeInfo
 
 _LOOK_S = 1.0
 """Time after which a waiting rank checks the other rank; grows by a factor of 4."""

@@ -10,12 +10,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from paceline.collectives.calls import CollectiveCall, describe_mismatch, name_ranks
+from paceline.collectives.calls import CollectiveCall, describe_mismatch
 from paceline.collectives.engine import Order
 from paceline.collectives.shared.segment import Segment
-from paceline.collectives.shared.watching import Watch, is_stopped
-from paceline.errors import CollectiveError, MismatchError, RankLostError
+from paceline.errors import CollectiveError, MismatchError, RankLostError, name_ranks
 from paceline.kernels import steps
+from paceline.meeting.watching import Watch, is_stopped
 from paceline.transport import register_type
 
 _DESCRIBE_S: Final = 2.0

@@ -12,7 +12,6 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from paceline.collectives.rendezvous.rendezvous import is_loopback, own_host
 from paceline.environment import environment, num_cores
 from paceline.errors import AddressError, UsageError
 from paceline.filters import parse_filters
@@ -34,6 +33,7 @@ from paceline.launch.run.plan import (
 from paceline.launch.run.processes import RankProcesses
 from paceline.launch.run.servers import RunServers
 from paceline.launch.run.streams import Screen, check_log_dir
+from paceline.meeting.rendezvous import is_loopback, own_host
 from paceline.protocol import Accept, parse_stale_policy
 from paceline.ps import messages
 from paceline.ps.client.filtered import filters_of_dense_tables

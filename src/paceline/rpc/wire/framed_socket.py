@@ -15,8 +15,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from paceline.collectives.rendezvous.rendezvous import is_loopback
 from paceline.errors import ConnectionLostError, DeadlineError, ProtocolError, UsageError
+from paceline.meeting.rendezvous import is_loopback
 from paceline.rpc.wire.messages import LIMITS
 from paceline.rpc.wire.shared_bodies import SMALLEST_BYTES, SharedBodies, can_share
 from paceline.transport.frames import (

@@ -11,11 +11,11 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 from torch._C._distributed_c10d import Store as CStore
 
 from paceline.collectives import Group, join
-from paceline.collectives.rendezvous.credentials import choose_secret, derive_token
-from paceline.collectives.rendezvous.rendezvous import is_loopback, own_host
-from paceline.collectives.rendezvous.store import SealedStore
 from paceline.environment import Environment, environment
 from paceline.errors import DeadlineError, RankLostError
+from paceline.meeting.credentials import choose_secret, derive_token
+from paceline.meeting.rendezvous import is_loopback, own_host
+from paceline.meeting.store import SealedStore
 from paceline.torch.backend.errors import Terms, in_torch_terms
 from paceline.torch.backend.moving import Moving
 from paceline.torch.backend.reducing import Reducing

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Final
 
 from torch._C._distributed_c10d import Store as CStore
 from typing_extensions import override
 
-from paceline.collectives.rendezvous.store import Store, never_set, written_twice
 from paceline.errors import ConnectionLostError
+from paceline.meeting.store import Store, written_twice
 from paceline.transport.backoff import Backoff
 
-_SOON: Final = timedelta(milliseconds=1)
-_SLACK_S: Final = 0.01
-"""Whole milliseconds are waited, so a wait may end a little early."""
 _FIRST_PAUSE_S: Final = 0.0005
 _PAUSE_S: Final = 0.05
 _PAUSE_A_KEY_S: Final = 0.001
@@ -29,6 +25,8 @@ class TorchStore(Store):
 
     Its errors are RuntimeErrors of several kinds, the plain one included.
     """
+
+    place = "torch.distributed"
 
     def __init__(self, store: CStore, prefix: str) -> None:
         self._store = store
@@ -47,19 +45,6 @@ class TorchStore(Store):
         self._own.add(key)
 
     @override
-    def get(self, key: str, deadline: float) -> bytes:
-        start = time.monotonic()
-        place = self._prefix + key
-        left = timedelta(seconds=deadline - start)
-        try:
-            self._store.wait([place], max(left, _SOON))
-            return _value(self._store.get(place))
-        except RuntimeError as error:
-            if time.monotonic() < deadline - _SLACK_S:
-                raise _lost(key, error) from error
-            raise never_set(key, "torch.distributed", time.monotonic() - start) from None
-
-    @override
     def collect(self, keys: Sequence[str], deadline: float) -> list[bytes | None]:
         """Look from time to time: c10d writes two warnings to standard error for every wait that is cut short."""
         places = [self._prefix + key for key in keys]
@@ -73,7 +58,7 @@ class TorchStore(Store):
                 time.sleep(backoff.next_s(left))
             return [_value(text) for text in self._store.multi_get(places)]
         except RuntimeError as error:
-            raise _lost(f"{keys[0]} and {len(keys) - 1} more", error) from error
+            raise _lost(keys[0], error) from error
 
     def _found(self, place: str) -> bytes | None:
         return _value(self._store.get(place)) if self._store.check([place]) else None

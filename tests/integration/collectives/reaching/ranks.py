@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from paceline.collectives.network.mesh import Mesh
 from paceline.collectives.p2p.point_to_point import PointToPoint
-from paceline.collectives.rendezvous.node import Node
+from paceline.meeting.node import Node
 
 _T = TypeVar("_T")
 PATIENCE_S = 60.0

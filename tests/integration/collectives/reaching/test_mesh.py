@@ -14,8 +14,8 @@ import pytest
 
 from paceline.collectives.network.links import Link
 from paceline.collectives.network.mesh import Mesh
-from paceline.collectives.rendezvous.node import Node, NodeInfo
 from paceline.errors import AuthenticationError, GroupClosedError, RankLostError, UsageError
+from paceline.meeting.node import Node, NodeInfo
 
 from .ranks import TOKEN, meshes, nodes, on_ranks, soon
 

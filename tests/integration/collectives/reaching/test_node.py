@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import pytest
 
-from paceline.collectives.rendezvous.node import Node, NodeInfo, memory_domain
 from paceline.errors import AddressError, AuthenticationError, DeadlineError, GroupClosedError, ProtocolError
+from paceline.meeting.node import Node, NodeInfo, memory_domain
 from paceline.transport import host_identity
 from paceline.transport.client import open_socket
 

@@ -13,11 +13,11 @@ import psutil
 import pytest
 
 from paceline.collectives.p2p.point_to_point import PointToPoint
-from paceline.collectives.rendezvous.node import Node, NodeInfo
-from paceline.collectives.rendezvous.rendezvous import Meeting, rendezvous
-from paceline.collectives.rendezvous.store import exchange
 from paceline.environment import Environment
 from paceline.errors import AddressError, RankLostError
+from paceline.meeting.node import Node, NodeInfo
+from paceline.meeting.rendezvous import Meeting, rendezvous
+from paceline.meeting.store import exchange
 from paceline.transport.unix_sockets import remove_unix
 
 from .ranks import PATIENCE_S, soon
@@ -25,10 +25,10 @@ from .test_rendezvous import free_ports
 
 _OTHER = """
 import time
-from paceline.collectives.rendezvous.node import Node, NodeInfo
+from paceline.meeting.node import Node, NodeInfo
 from paceline.collectives.p2p.point_to_point import PointToPoint
-from paceline.collectives.rendezvous.rendezvous import rendezvous
-from paceline.collectives.rendezvous.store import exchange
+from paceline.meeting.rendezvous import rendezvous
+from paceline.meeting.store import exchange
 
 meeting = rendezvous(timeout_s=20.0)
 node = Node(meeting.token, host=meeting.host)

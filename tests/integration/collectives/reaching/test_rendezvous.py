@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from paceline.collectives.rendezvous.rendezvous import Meeting, is_loopback, own_host, rendezvous
 from paceline.environment import Environment
 from paceline.errors import (
     AddressError,
@@ -21,6 +20,7 @@ from paceline.errors import (
     ProtocolError,
     UsageError,
 )
+from paceline.meeting.rendezvous import Meeting, is_loopback, own_host, rendezvous
 
 from .ranks import PATIENCE_S, TOKEN, on_ranks, soon
 

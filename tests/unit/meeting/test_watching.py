@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from paceline.collectives.shared.watching import Watch, is_stopped
+from paceline.meeting.watching import Watch, is_stopped
 from paceline.testing import nothing_left
 
 

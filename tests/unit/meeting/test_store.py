@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from paceline.collectives.group_names import GroupNames
-from paceline.collectives.rendezvous.network_store import NetworkStore, StoreServer
-from paceline.collectives.rendezvous.store import MemoryStore, PrefixStore, SealedStore, Store, exchange
 from paceline.errors import AuthenticationError, DeadlineError, GroupClosedError, RankLostError, UsageError
+from paceline.meeting.group_names import GroupNames
+from paceline.meeting.network_store import NetworkStore, StoreServer
+from paceline.meeting.store import MemoryStore, PrefixStore, SealedStore, Store, exchange
 from paceline.transport import Address, Hello
 
 _TOKEN = "a token for tests"
@@ -132,8 +132,8 @@ def test_collect_waits_for_all_and_says_which_are_missing(store: Store) -> None:
 def test_an_exchange_looks_from_time_to_time_whether_the_missing_live(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.collectives.rendezvous.store._FIRST_LOOK_S", 0.05)
-    monkeypatch.setattr("paceline.collectives.rendezvous.store._LOOK_S", 0.05)
+    monkeypatch.setattr("paceline.meeting.store._FIRST_LOOK_S", 0.05)
+    monkeypatch.setattr("paceline.meeting.store._LOOK_S", 0.05)
     looks: list[Sequence[int]] = []
 
     def look(missing: Sequence[int]) -> None:
@@ -157,9 +157,9 @@ def test_an_exchange_over_the_network_costs_each_rank_two_requests(monkeypatch: 
     requests: list[object] = []
     real = NetworkStore.call
 
-    def count(store: NetworkStore, *given: Any) -> Any:
-        requests.append(given[0])
-        return real(store, *given)
+    def count(*given: Any, **parts: Any) -> Any:
+        requests.append(given[1])
+        return real(*given, **parts)
 
     monkeypatch.setattr(NetworkStore, "call", count)
     with ThreadPoolExecutor(size) as pool:

@@ -15,8 +15,7 @@ from typing import Final, TypeAlias
 
 from typing_extensions import override
 
-from paceline.collectives.calls import name_ranks
-from paceline.errors import AuthenticationError, DeadlineError, RankLostError, UsageError
+from paceline.errors import AuthenticationError, DeadlineError, RankLostError, UsageError, name_ranks
 
 _SEAL_BYTES: Final = 32
 _FIRST_LOOK_S: Final = 1.0
@@ -29,30 +28,31 @@ class Store(ABC):
 
     server_rank: int | None = None
     """Rank of the store's server, if any: the store is lost when this rank ends."""
+    place = ""
+    """The store's address, for errors."""
 
     @abstractmethod
     def set(self, key: str, value: bytes) -> None:
         """Write a value. The same value may be set again; a different value raises UsageError."""
 
     @abstractmethod
-    def get(self, key: str, deadline: float) -> bytes:
-        """Wait until a key is set and return its value.
-
-        ``deadline`` is a time of ``time.monotonic``; a past deadline does not wait. Raises DeadlineError.
-        """
-
     def collect(self, keys: Sequence[str], deadline: float) -> list[bytes | None]:
         """Wait until all these keys are set and return their values; ``None`` for keys not set in time.
 
-        Network stores use a constant number of messages.
+        ``deadline`` is a time of ``time.monotonic``; a past deadline does not wait.
         """
-        values: list[bytes | None] = []
-        for key in keys:
-            try:
-                values.append(self.get(key, deadline))
-            except DeadlineError:
-                values.append(None)
-        return values
+
+    def get(self, key: str, deadline: float) -> bytes:
+        """Wait until a key is set and return its value. Raises DeadlineError."""
+        start = time.monotonic()
+        value = self.collect([key], deadline)[0]
+        if value is None:
+            at = f" in the store at {self.place}" if self.place else ""
+            raise DeadlineError(
+                f"{key!r}{at} was not set within {round(time.monotonic() - start, 2):g} s; check that its rank was "
+                "started, has not ended and does not wait for another call"
+            )
+        return value
 
     @abstractmethod
     def delete(self, key: str) -> None:
@@ -78,12 +78,10 @@ class MemoryStore(Store):
             self._changed.notify_all()
 
     @override
-    def get(self, key: str, deadline: float) -> bytes:
-        start = time.monotonic()
+    def collect(self, keys: Sequence[str], deadline: float) -> list[bytes | None]:
         with self._changed:
-            if not self._changed.wait_for(lambda: key in self._values, max(deadline - start, 0.0)):
-                raise never_set(key, "", time.monotonic() - start)
-            return self._values[key]
+            self._changed.wait_for(lambda: self._values.keys() >= set(keys), max(deadline - time.monotonic(), 0.0))
+            return [self._values.get(key) for key in keys]
 
     @override
     def delete(self, key: str) -> None:
@@ -101,15 +99,11 @@ class PrefixStore(Store):
     def __init__(self, store: Store, prefix: str) -> None:
         self._store = store
         self._prefix = f"{prefix}/"
-        self.server_rank = store.server_rank
+        self.server_rank, self.place = store.server_rank, store.place
 
     @override
     def set(self, key: str, value: bytes) -> None:
         self._store.set(self._prefix + key, value)
-
-    @override
-    def get(self, key: str, deadline: float) -> bytes:
-        return self._store.get(self._prefix + key, deadline)
 
     @override
     def collect(self, keys: Sequence[str], deadline: float) -> list[bytes | None]:
@@ -134,19 +128,15 @@ class SealedStore(Store):
     def __init__(self, store: Store, token: str) -> None:
         self._store = store
         self._token = token.encode()
-        self.server_rank = store.server_rank
+        self.server_rank, self.place = store.server_rank, store.place
 
     @override
     def set(self, key: str, value: bytes) -> None:
         self._store.set(key, self._seal(key, value) + value)
 
     @override
-    def get(self, key: str, deadline: float) -> bytes:
-        """Raise AuthenticationError for values written without this token."""
-        return self._opened(key, self._store.get(key, deadline))
-
-    @override
     def collect(self, keys: Sequence[str], deadline: float) -> list[bytes | None]:
+        """Raise AuthenticationError for values written without this token."""
         found = self._store.collect(keys, deadline)
         return [None if value is None else self._opened(key, value) for key, value in zip(keys, found, strict=True)]
 
@@ -224,13 +214,4 @@ def written_twice(key: str) -> UsageError:
     """Return the error for a second value under a key."""
     return UsageError(
         f"{key!r} is already set to another value; two ranks have the same number, or two programs the same rendezvous"
-    )
-
-
-def never_set(key: str, where: str, waited_s: float) -> DeadlineError:
-    """Return the error for a missing key; ``where`` is the store's address, if any."""
-    at = f" in the store at {where}" if where else ""
-    return DeadlineError(
-        f"{key!r}{at} was not set within {round(waited_s, 2):g} s; check that its rank was started, has not ended and "
-        "does not wait for another call"
     )

@@ -12,11 +12,6 @@ from typing import Protocol
 
 import msgspec
 
-from paceline.collectives.calls import name_ranks
-from paceline.collectives.group_names import EndedError, GroupNames
-from paceline.collectives.rendezvous.node import Node, NodeInfo
-from paceline.collectives.rendezvous.store import Store, exchange
-from paceline.collectives.shared.watching import is_alive
 from paceline.errors import (
     AddressError,
     CollectiveError,
@@ -24,7 +19,12 @@ from paceline.errors import (
     DeadlineError,
     MismatchError,
     UsageError,
+    name_ranks,
 )
+from paceline.meeting.group_names import EndedError, GroupNames
+from paceline.meeting.node import Node, NodeInfo
+from paceline.meeting.store import Store, exchange
+from paceline.meeting.watching import is_alive
 from paceline.transport import TLS
 
 _ASK_S = 1.0

@@ -5,7 +5,7 @@ store there (``TORCHELASTIC_USE_AGENT_STORE``). Then rank 0 takes the first free
 the other ranks try them in turn until one answers for the same run (``TORCHELASTIC_RUN_ID`` and restart).
 
 Trust: all ranks hold the same token (``PACELINE_TOKEN``). On one machine it is optional: see
-:mod:`paceline.collectives.rendezvous.credentials`.
+:mod:`paceline.meeting.credentials`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from paceline.collectives.rendezvous.credentials import choose_secret
-from paceline.collectives.rendezvous.network_store import NetworkStore, StoreServer
-from paceline.collectives.rendezvous.store import MemoryStore, Store
 from paceline.environment import Environment, environment
 from paceline.errors import (
     AddressError,
@@ -31,6 +28,9 @@ from paceline.errors import (
     ProtocolError,
     UsageError,
 )
+from paceline.meeting.credentials import choose_secret
+from paceline.meeting.network_store import NetworkStore, StoreServer
+from paceline.meeting.store import MemoryStore, Store
 from paceline.transport.addresses import Address, announced_host
 from paceline.transport.backoff import Backoff
 from paceline.transport.security.authentication import Hello, make_token

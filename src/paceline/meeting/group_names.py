@@ -18,9 +18,8 @@ from typing import Final
 
 import msgspec
 
-from paceline.collectives.calls import name_ranks
-from paceline.collectives.rendezvous.store import Look, PrefixStore, Store, exchange
-from paceline.errors import ConnectionLostError, DeadlineError, RankLostError
+from paceline.errors import ConnectionLostError, DeadlineError, RankLostError, name_ranks
+from paceline.meeting.store import Look, PrefixStore, Store, exchange
 from paceline.transport import read_meta
 
 _NUM_AGREED: Final = 64

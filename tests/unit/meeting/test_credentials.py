@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.collectives.rendezvous import credentials
-from paceline.collectives.rendezvous.credentials import choose_secret, derive_token, user_key
 from paceline.errors import UsageError
+from paceline.meeting import credentials
+from paceline.meeting.credentials import choose_secret, derive_token, user_key
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,8 @@
 """Serve rank 0's store to the other ranks: an asyncio loop in a daemon thread, and blocking clients.
 
-Every request is one frame (key in the meta, value in the body), with one frame as the answer. A get waits for its key.
-A collect waits for all its keys, or until a timeout, and returns the values that are set. A client uses one connection
-for each concurrent call, so a waiting get does not block other calls, and reuses it for later calls.
+Every request is one frame, with one frame as the answer. A collect waits for all its keys, or until a timeout, and
+returns the values that are set. A client uses one connection for each concurrent call, so a waiting collect does not
+block other calls, and reuses it for later calls.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Annotated, Final
 import msgspec
 from typing_extensions import override
 
-from paceline.collectives.rendezvous.store import Store, never_set, written_twice
-from paceline.errors import DeadlineError, GroupClosedError, PacelineError, ProtocolError, UsageError
+from paceline.errors import GroupClosedError, PacelineError, ProtocolError, UsageError
+from paceline.meeting.store import Store, written_twice
 from paceline.transport.addresses import Address
 from paceline.transport.base import Channel, Handler, Listener, Peer
 from paceline.transport.decoding import reader
@@ -40,29 +40,26 @@ class StoreCall(IntEnum):
     """Kinds of requests and answers."""
 
     SET = FIRST_APPLICATION_KIND
-    GET = FIRST_APPLICATION_KIND + 1
-    DELETE = FIRST_APPLICATION_KIND + 2
+    DELETE = FIRST_APPLICATION_KIND + 1
+    COLLECT = FIRST_APPLICATION_KIND + 2
     DONE = FIRST_APPLICATION_KIND + 3
-    ABSENT = FIRST_APPLICATION_KIND + 4
-    COLLECT = FIRST_APPLICATION_KIND + 5
 
 
 class StoreRequest(msgspec.Struct, frozen=True, array_like=True):
-    """The meta of every request."""
+    """Meta of a SET or DELETE."""
 
-    key: str = ""
-    wait: bool = False
+    key: str
 
 
-class _Wanted(msgspec.Struct, frozen=True, array_like=True):
-    """Body of a COLLECT."""
+class CollectRequest(msgspec.Struct, frozen=True, array_like=True):
+    """Body of a COLLECT; it may be large."""
 
     keys: tuple[str, ...]
     wait_s: Annotated[float, msgspec.Meta(ge=0.0, le=_MAX_COLLECT_S)]
 
 
 decode_request = reader(StoreRequest, "a request to the store")
-_decode_wanted = reader(_Wanted, "a request to the store")
+_decode_wanted = reader(CollectRequest, "a request to the store")
 _decode_values = reader(list[bytes | None], "an answer of the store")
 
 
@@ -79,34 +76,22 @@ class ServedStore(Handler):
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
-        self._waiting: dict[str, list[Peer]] = {}
         self._collecting: dict[str, list[_Collecting]] = {}
         """By missing key."""
 
     def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
         """Answer a request now or when its key is set."""
-        request = decode_request(meta)
-        key = request.key
         if header.kind == StoreCall.SET:
-            value = bytes(body)
+            key, value = decode_request(meta).key, bytes(body)
             if self._values.setdefault(key, value) != value:
                 raise written_twice(key)
             peer.send(*frame_parts(StoreCall.DONE))
-            for waiting in self._waiting.pop(key, ()):
-                waiting.send(*frame_parts(StoreCall.DONE, body=value))
             for collecting in self._collecting.pop(key, ()):
                 collecting.missing.discard(key)
                 if not collecting.missing:
                     self._answer(collecting)
-        elif header.kind == StoreCall.GET:
-            if key in self._values:
-                peer.send(*frame_parts(StoreCall.DONE, body=self._values[key]))
-            elif request.wait:
-                self._waiting.setdefault(key, []).append(peer)
-            else:
-                peer.send(*frame_parts(StoreCall.ABSENT))
         elif header.kind == StoreCall.DELETE:
-            self._values.pop(key, None)
+            self._values.pop(decode_request(meta).key, None)
             peer.send(*frame_parts(StoreCall.DONE))
         elif header.kind == StoreCall.COLLECT:
             self._collect(peer, body)
@@ -115,10 +100,6 @@ class ServedStore(Handler):
 
     def disconnected(self, peer: Peer, reason: Exception | None) -> None:
         """Remove the client's waiting requests."""
-        for key, peers in list(self._waiting.items()):
-            self._waiting[key] = [other for other in peers if other is not peer]
-            if not self._waiting[key]:
-                del self._waiting[key]
         for collecting in {each for waiting in self._collecting.values() for each in waiting if each.peer is peer}:
             self._forget(collecting)
 
@@ -217,7 +198,7 @@ class NetworkStore(Store):
 
         `answer_s`: longest time for an answer, in addition to the wait in the request.
         """
-        self.address = address
+        self.address, self.place = address, address.netloc
         self._answer_s = min(answer_s, _ANSWER_S)
         self._transport = SocketTransport(token, tls=tls, limits=LIMITS)
         self._hello = hello
@@ -232,30 +213,14 @@ class NetworkStore(Store):
 
     @override
     def set(self, key: str, value: bytes) -> None:
-        self.call(StoreCall.SET, StoreRequest(key), value, self._answer_s)
-
-    @override
-    def get(self, key: str, deadline: float) -> bytes:
-        start = time.monotonic()
-        wait = deadline > start
-        try:
-            kind, value = self.call(
-                StoreCall.GET, StoreRequest(key, wait), b"", deadline - start if wait else self._answer_s
-            )
-        except DeadlineError:
-            if not wait:
-                raise
-            kind, value = StoreCall.ABSENT, b""
-        if kind == StoreCall.ABSENT:
-            raise never_set(key, self.address.netloc, time.monotonic() - start)
-        return value
+        self.call(StoreCall.SET, self._answer_s, meta=msgspec.msgpack.encode(StoreRequest(key)), body=value)
 
     @override
     def collect(self, keys: Sequence[str], deadline: float) -> list[bytes | None]:
         while True:
             left = min(max(deadline - time.monotonic(), 0.0), _MAX_COLLECT_S)
-            wanted = msgspec.msgpack.encode(_Wanted(tuple(keys), left))
-            _, answer = self.call(StoreCall.COLLECT, StoreRequest(), wanted, left + self._answer_s)
+            request = CollectRequest(tuple(keys), left)
+            answer = self.call(StoreCall.COLLECT, left + self._answer_s, body=msgspec.msgpack.encode(request))
             values: list[bytes | None] = _decode_values(answer)
             if len(values) != len(keys):
                 raise ProtocolError(f"got {len(values)} values from the store for {len(keys)} keys")
@@ -264,7 +229,7 @@ class NetworkStore(Store):
 
     @override
     def delete(self, key: str) -> None:
-        self.call(StoreCall.DELETE, StoreRequest(key), b"", self._answer_s)
+        self.call(StoreCall.DELETE, self._answer_s, meta=msgspec.msgpack.encode(StoreRequest(key)))
 
     @override
     def close(self) -> None:
@@ -278,15 +243,15 @@ class NetworkStore(Store):
         if self._server is not None:
             self._server.close()
 
-    def call(self, kind: StoreCall, request: StoreRequest, value: bytes, timeout_s: float) -> tuple[int, bytes]:
-        """Send a request on a connection of its own; return the answer's kind and body."""
+    def call(self, kind: StoreCall, timeout_s: float, *, meta: bytes = b"", body: bytes = b"") -> bytes:
+        """Send a request on a connection of its own; return the answer's body."""
         channel = self._take(timeout_s)
         is_whole = False
         try:
-            channel.send(*frame_parts(kind, meta=msgspec.msgpack.encode(request), body=value))
+            channel.send(*frame_parts(kind, meta=meta, body=body))
             answer = channel.receive_frame(timeout_s)
             is_whole = True
-            return answer.header.kind, bytes(answer.body)
+            return bytes(answer.body)
         except PacelineError as error:
             is_whole = isinstance(error, UsageError)  # an answer of the server; other errors break the connection
             self._raise_if_closed()

@@ -47,7 +47,7 @@ from paceline.transport.unix_sockets import bind_unix, has_unix_sockets, is_othe
 
 Purpose: TypeAlias = Literal["collective", "p2p", "rpc", "ask"]
 
-_logger = logging.getLogger("paceline.collectives")
+_logger = logging.getLogger("paceline.meeting")
 _HANDSHAKE_S = 10.0
 _MAX_STRANGERS = 64
 """Largest number of connections before authentication."""

@@ -1,1 +1,0 @@
-"""Connect the ranks of a program: stores, nodes, credentials."""
