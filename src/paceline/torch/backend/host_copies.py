@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Work
-from typing_extensions import override
 
 from paceline.torch.backend.future import CallFuture
+from paceline.torch.backend.work import CallWork
 
 
 def through_host(call: Callable[..., Work], arguments: Sequence[Any]) -> Work:
@@ -30,11 +30,11 @@ def through_host(call: Callable[..., Work], arguments: Sequence[Any]) -> Work:
     return HostWork(call(results, *(copied(argument) for argument in arguments[1:])), filled)
 
 
-class HostWork(Work):
+class HostWork(CallWork):
     """A call on host copies; `filled` has each device tensor that it fills, and its copy."""
 
     def __init__(self, call: Work, filled: Sequence[tuple[Tensor, Tensor]]) -> None:
-        super().__init__()
+        super().__init__([tensor for tensor, _ in filled])
         self._call, self._filled = call, filled
         self._lock = threading.Lock()
         self._is_copied = False
@@ -51,22 +51,9 @@ class HostWork(Work):
         """Return whether it is done, or has failed."""
         return self._call.is_completed()
 
-    def is_success(self) -> bool:
-        """Return whether it is done."""
-        return self._call.is_success()
-
     def exception(self) -> Any:
         """Return its error."""
         return self._call.exception()
-
-    @override
-    def synchronize(self) -> None:
-        self.wait()
-
-    def result(self) -> list[Tensor]:
-        """Wait, and return the tensors that were filled."""
-        self.wait()
-        return [tensor for tensor, _ in self._filled]
 
     def source_rank(self) -> int:
         """Return the rank whose message was received."""

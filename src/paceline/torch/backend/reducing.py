@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import Work
+from torch.distributed import ReduceOp
 
 from paceline.collectives import Group
 from paceline.errors import PacelineError, UsageError
@@ -17,13 +18,24 @@ from paceline.torch.backend import tensors as _tensors
 from paceline.torch.backend.base import BaseProcessGroup, on_cpu
 from paceline.torch.backend.calls import Step
 from paceline.torch.backend.errors import in_torch_terms
-from paceline.torch.backend.reductions import NAMES, op_and_factor, scaled
 from paceline.torch.backend.work import FinishedWork
 
 _ALL_REDUCE: Final = c10d.AllreduceOptions()
 _COALESCED: Final = c10d.AllreduceCoalescedOptions()
 _REDUCE: Final = c10d.ReduceOptions()
 _REDUCE_SCATTER: Final = c10d.ReduceScatterOptions()
+_RED_OP_TYPE: Any = ReduceOp.RedOpType
+_NAMES: Final[dict[int, str]] = {
+    int(_RED_OP_TYPE.SUM): "sum",
+    int(_RED_OP_TYPE.AVG): "mean",
+    int(_RED_OP_TYPE.PRODUCT): "product",
+    int(_RED_OP_TYPE.MIN): "min",
+    int(_RED_OP_TYPE.MAX): "max",
+    int(_RED_OP_TYPE.BAND): "bitwise_and",
+    int(_RED_OP_TYPE.BOR): "bitwise_or",
+    int(_RED_OP_TYPE.BXOR): "bitwise_xor",
+}
+"""By the number of the operation, which is a ReduceOp's hash: the quickest way to it."""
 
 
 class Reducing(BaseProcessGroup):
@@ -38,7 +50,7 @@ class Reducing(BaseProcessGroup):
             return self._on_device(tensor, "allreduce", tensors, opts if op is None else op)
         if op is not None or not isinstance(opts, c10d.AllreduceOptions):
             opts = _with_op(opts if op is None else op)
-        name = NAMES.get(hash(opts.reduceOp))
+        name = _NAMES.get(hash(opts.reduceOp))
         is_plain = name is not None and tensor.layout is torch.strided and not tensor.is_complex()
         if is_plain and not opts.asyncOp and not _profiling.is_enabled():
             # The way of every synchronous all-reduce: nothing here may take long.
@@ -65,7 +77,7 @@ class Reducing(BaseProcessGroup):
         is_root = root == self._group.rank
         reduced = _reducible(tensor, name, is_target=is_root)
         out = reduced if is_root else None
-        step = Step("reduce", (scaled(reduced, factor), name), {"root": root, "out": out})
+        step = Step("reduce", (_scaled(reduced, factor), name), {"root": root, "out": out})
         return self._calls.run("reduce", [step], tensors, is_async=opts.asyncOp, shown=tensors)
 
     @on_cpu
@@ -136,7 +148,7 @@ class Reducing(BaseProcessGroup):
             source = _tensors.sources(given)
             shown.append(source)
             out, after = _tensors.target(output)
-            steps.append(Step("reduce_scatter", (scaled(source, factor), name), {"sizes": counts, "out": out}))
+            steps.append(Step("reduce_scatter", (_scaled(source, factor), name), {"sizes": counts, "out": out}))
             afters.append(after)
         return self._calls.run(
             event, steps, outputs, is_async=opts.asyncOp, shown=shown, after=_tensors.one_after_another(afters)
@@ -187,3 +199,20 @@ def _sum_sparse(group: Group, tensor: Tensor, op: str) -> None:
     assert all_indices.shape[0] == sum(counts) >= num
     with torch.no_grad():
         tensor.copy_(total.coalesce())
+
+
+def op_and_factor(op: Any) -> tuple[str, Any]:
+    """Return our name of a reduction, and what its input is to be multiplied with (None: nothing)."""
+    name = _NAMES.get(hash(op))
+    if name is not None:
+        return name, None
+    if op == _RED_OP_TYPE.PREMUL_SUM:
+        return "sum", op.__getstate__()[1]
+    raise UsageError(
+        f"got the reduce operation {op}, expected SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM"
+    )
+
+
+def _scaled(tensor: Tensor, factor: Any) -> Tensor:
+    """Return the tensor times a factor, as a new one; itself if there is none."""
+    return tensor if factor is None else tensor * factor

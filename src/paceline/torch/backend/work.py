@@ -1,4 +1,4 @@
-"""What a process group's calls return."""
+"""The results of a process group's calls."""
 
 from __future__ import annotations
 
@@ -26,12 +26,29 @@ _NO_TIMEOUT: Final = timedelta(0)
 _AT_MOST: Final = timedelta(days=365)
 
 
-class FinishedWork(Work):
-    """A call that is done."""
+class CallWork(Work):
+    """Abstract: a call of a process group. Subclasses define the wait, the state and the future."""
 
     def __init__(self, value: Value) -> None:
         super().__init__()
         self._value = value
+
+    def is_success(self) -> bool:
+        """Return whether the call is done without an error."""
+        return self.is_completed() and self.exception() is None
+
+    @override
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> list[Tensor]:
+        """Wait, and return the tensors of the call."""
+        self.wait()
+        return list(self._value)
+
+
+class FinishedWork(CallWork):
+    """A call that is done."""
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Return at once."""
@@ -41,19 +58,8 @@ class FinishedWork(Work):
         """Return True."""
         return True
 
-    def is_success(self) -> bool:
-        """Return True."""
-        return True
-
     def exception(self) -> None:
         """Return None."""
-
-    def synchronize(self) -> None:
-        """Return at once."""
-
-    def result(self) -> list[Tensor]:
-        """Return the tensors that were filled."""
-        return list(self._value)
 
     def get_future(self) -> CallFuture:
         """Return a future of the tensors that were filled."""
@@ -62,7 +68,7 @@ class FinishedWork(Work):
         return future
 
 
-class TicketWork(Work):
+class TicketWork(CallWork):
     """A call under way."""
 
     def __init__(
@@ -75,9 +81,8 @@ class TicketWork(Work):
         event: TracedOperation | None = None,
     ) -> None:
         """`tickets` are done in this order; `after` is done then, before anybody hears of it."""
-        super().__init__()
+        super().__init__(value)
         self._tickets = tickets
-        self._value = value
         self._terms = terms
         self._after, self._event = after, event
         self._error: BaseException | None = None
@@ -105,24 +110,11 @@ class TicketWork(Work):
         """Return whether it is done, or has failed."""
         return self._tickets[-1].done() if self._settled is None else self._settled.is_set()
 
-    def is_success(self) -> bool:
-        """Return whether it is done."""
-        return self.is_completed() and self.exception() is None
-
     def exception(self) -> BaseException | None:
-        """Return what has failed."""
+        """Return the error of the call."""
         errors = (ticket.exception() for ticket in self._tickets)
         error = next((error for error in errors if error is not None), self._error)
         return None if error is None else in_torch_terms(error, self._terms)
-
-    @override
-    def synchronize(self) -> None:
-        self.wait()
-
-    def result(self) -> list[Tensor]:
-        """Wait, and return the tensors that were filled."""
-        self.wait()
-        return list(self._value)
 
     def get_future(self) -> CallFuture:
         """Return a future of the tensors that were filled; see there what happens to calls from what is chained."""
@@ -156,14 +148,14 @@ class TicketWork(Work):
         self._settled.set()
 
 
-class MessageWork(Work):
+class MessageWork(CallWork):
     """A send or receive under way."""
 
     def __init__(
         self, ticket: CollectiveTicket, value: Value, terms: Terms, event: TracedOperation | None = None
     ) -> None:
-        super().__init__()
-        self._ticket, self._value, self._terms, self._event = ticket, value, terms, event
+        super().__init__(value)
+        self._ticket, self._terms, self._event = ticket, terms, event
         self._lock = threading.Lock()
         self._future: CallFuture | None = None
 
@@ -187,27 +179,14 @@ class MessageWork(Work):
         except PacelineError:
             return True
 
-    def is_success(self) -> bool:
-        """Return whether it is done."""
-        return self.is_completed() and self.exception() is None
-
     def exception(self) -> BaseException | None:
-        """Return what has failed."""
+        """Return the error of the call."""
         if self.is_completed():
             try:
                 self.wait()
             except PacelineError as error:
                 return error
         return None
-
-    @override
-    def synchronize(self) -> None:
-        self.wait()
-
-    def result(self) -> list[Tensor]:
-        """Wait, and return the tensor that was sent or received."""
-        self.wait()
-        return list(self._value)
 
     def source_rank(self) -> int:
         """Return which rank has sent the message that was received."""
