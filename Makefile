@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 
-.PHONY: demo test check bench gpu torture mutants thorough clean
+.PHONY: demo test check kernels bench gpu torture mutants thorough clean
 
 # How long `make torture` takes: clusters of the protocol simulated, clusters of the product's own code in virtual time,
 # then clusters of real processes.
@@ -23,6 +23,9 @@ test: .venv/.dev
 	-$(BIN)/python -m compileall -q src simulator tests  # or each of a thousand processes would, where no bytecode may be written
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
+kernels: .venv/.core
+	PYTHONPATH=src $(BIN)/python -c 'from paceline.launch import prepare_kernels; prepare_kernels()'
+
 check: .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -37,7 +40,7 @@ torture: .venv/.dev
 mutants: .venv/.dev
 	$(BIN)/python -m tests.mutants --jobs $(JOBS)
 
-thorough: .venv/.dev
+thorough: .venv/.thorough
 	$(BIN)/python -m tests.fuzz --frames $(FRAMES) --seed $$(date +%s) --jobs $(JOBS)
 	$(BIN)/python -m simulator --seeds $(STORMS) --num-faults 24 --jobs $(JOBS)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m thorough
@@ -74,6 +77,10 @@ gpu: $(if $(GPU_PYTHON),,.venv/.dev)
 
 .venv/.dev: .venv/.core
 	$(PIP) -e '.[dev]'
+	touch $@
+
+.venv/.thorough: .venv/.dev
+	$(PIP) -e '.[dev,thorough]'
 	touch $@
 
 .venv/.bench: .venv/.dev

@@ -27,7 +27,7 @@ _PATHS: dict[str, dict[str, Any]] = {
     "hierarchical": {"size": 4, "hosts": [0, 0, 1, 1], "algorithm": "hierarchical"},
 }
 _FAILURES = ("dies", "is stopped", "stays away", "raises", "calls another")
-_OFTEN = {"shared memory": ("dies", "is stopped", "calls another"), "network": ("dies", "stays away", "raises")}
+_OFTEN = {"shared memory": ("dies", "is stopped"), "network": ("dies", "raises")}
 _ALSO_OF_THE_FIRST = ("all_reduce", "gather", "send and recv", "recv in a chain", "split", "subgroup")
 """Rank 0 serves the store, and leads a host."""
 _OFTEN_WHATEVER_FAILS = ("all_reduce, large", "broadcast", "recv from any", *_ALSO_OF_THE_FIRST)

@@ -43,6 +43,7 @@ def test_the_page_has_the_report_of_all() -> None:
     assert [name for name, _, found in rows if not re.search(r"yes|[1-9]", found)] == []
 
 
+@pytest.mark.thorough
 def test_the_simulation_and_the_unit_tests_find_one() -> None:
     defect = next(each for each in DEFECTS if each.name == "filter-fast-path")
     finding = look_for(replace(defect, unit=("tests/unit/protocol/test_delivery.py",)), Limits(seeds=25))

@@ -37,6 +37,7 @@ _PARTLY = {
     "hosts of 2 and 1": {"size": 3, "hosts": [0, 0, 1]},
 }
 _SELDOM = (
+    "shared, 4 ranks",
     "shared, 5 ranks",
     "3 hosts of 1",
     "hosts of 2 and 1",
@@ -73,7 +74,13 @@ def _nothing_left() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("check", COLLECTIVE_CHECKS)
-@pytest.mark.parametrize("options", _WHOLE.values(), ids=_WHOLE)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(options, marks=[pytest.mark.thorough] * (name in _SELDOM), id=name)
+        for name, options in _WHOLE.items()
+    ],
+)
 def test_everything(options: dict[str, Any], check: str) -> None:
     check_collectives(lambda function: run_ranks(function=function, **options), only=check)
 

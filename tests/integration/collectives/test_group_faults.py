@@ -110,7 +110,9 @@ _MISMATCHES: dict[str, tuple[Callable[[Group], object], Callable[[Group], object
 }
 
 
-@pytest.mark.parametrize("is_first", [True, False], ids=["first call", "later call"])
+@pytest.mark.parametrize(
+    "is_first", [True, pytest.param(False, marks=pytest.mark.thorough)], ids=["first call", "later call"]
+)
 @pytest.mark.parametrize("case", _MISMATCHES)
 @engines
 def test_calls_that_differ_raise_everywhere(options: dict[str, Any], case: str, is_first: bool) -> None:

@@ -94,10 +94,8 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module")
-def ranks_results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[float]]]:
-    """What each rank's model was after each strategy, by ``strategy, optimizer``."""
-    folder = tmp_path_factory.mktemp("ranks")
+def train_on_ranks(folder: Path) -> list[dict[str, list[float]]]:
+    """Return each rank's parameters after training, by ``strategy, optimizer``."""
     consistency = Sequential(aggregate="mean")
     with (
         paceline.local_cluster(servers=1, workers=SIZE, consistency=consistency) as one,
@@ -132,40 +130,35 @@ def ranks_results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, li
     return [json.loads((folder / f"rank{rank}").read_text()) for rank in range(SIZE)]
 
 
-@pytest.mark.timeout(240)
-@pytest.mark.xdist_group("equal_results")
-@pytest.mark.parametrize("make_optimizer", OPTIMIZERS)
-def test_every_strategy_gives_the_result_of_one_device(
-    make_optimizer: Callable[[Iterator[nn.Parameter]], Optimizer], ranks_results: list[dict[str, list[float]]]
-) -> None:
-    expected = train("one-device", make_optimizer)
-    found = {f"{name} {options}": train(name, make_optimizer, **options) for name, options in ONE_PROCESS}
-    for rank, results in enumerate(ranks_results):
-        for name in SEVERAL:
-            found[f"{name}, rank {rank}"] = torch.tensor(results[f"{name}, {make_optimizer.__name__}"])
-    distances = {name: float((values - expected).abs().max()) for name, values in found.items()}
-    assert max(distances.values()) < 1e-5, distances
+@pytest.mark.timeout(300)
+def test_every_strategy_gives_the_result_of_one_device(tmp_path: Path) -> None:
+    """One test, so that pytest's workers do not each start the ranks."""
+    results = train_on_ranks(tmp_path)
+    for make_optimizer in OPTIMIZERS:
+        expected = train("one-device", make_optimizer)
+        found = {f"{name} {options}": train(name, make_optimizer, **options) for name, options in ONE_PROCESS}
+        assert_close(expected, found, results, make_optimizer.__name__)
+    for compiled in COMPILED:
+        expected = train("one-device", momentum)
+        found = {"one device": train("one-device", momentum, compiled=compiled)}
+        for name, options in ONE_PROCESS[1:]:
+            if compiled.startswith("after"):
+                found[name] = train(name, momentum, compiled=compiled, **options)
+            else:
+                with pytest.raises(UsageError, match=r"prepare\(\) the model first, then compile it"):
+                    train(name, momentum, compiled=compiled, **options)
+        assert_close(expected, found, results, compiled)
 
 
-@pytest.mark.timeout(240)
-@pytest.mark.xdist_group("equal_results")
-@pytest.mark.parametrize("compiled", COMPILED)
-def test_a_compiled_model_gives_the_result_of_an_eager_one(
-    compiled: str, ranks_results: list[dict[str, list[float]]]
+def assert_close(
+    expected: torch.Tensor, found: dict[str, torch.Tensor], results: list[dict[str, list[float]]], case: str
 ) -> None:
-    expected = train("one-device", momentum)
-    found = {"one device": train("one-device", momentum, compiled=compiled)}
-    for name, options in ONE_PROCESS[1:]:
-        if compiled.startswith("after"):
-            found[name] = train(name, momentum, compiled=compiled, **options)
-        else:
-            with pytest.raises(UsageError, match=r"prepare\(\) the model first, then compile it"):
-                train(name, momentum, compiled=compiled, **options)
-    for rank, results in enumerate(ranks_results):
+    """Compare the parameters of one process with those of strategies in this process and of every rank."""
+    for rank, values in enumerate(results):
         for name in SEVERAL:
-            found[f"{name}, rank {rank}"] = torch.tensor(results[f"{name}, {compiled}"])
+            found[f"{name}, rank {rank}"] = torch.tensor(values[f"{name}, {case}"])
     distances = {name: float((values - expected).abs().max()) for name, values in found.items()}
-    assert max(distances.values()) < 1e-5, distances
+    assert max(distances.values()) < 1e-5, (case, distances)
 
 
 def main(folder: Path, clusters: dict[str, str]) -> None:

@@ -2,77 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
-from tests.warm.processes import WarmProcess
 
 torch = pytest.importorskip("torch")
 
+from tests.integration.strategies.rank_checks import run_checks  # noqa: E402
+
 import paceline  # noqa: E402
 from paceline.errors import UsageError  # noqa: E402
-from paceline.launch.local import LocalCluster  # noqa: E402
 from paceline.protocol import BoundedDelay, Eventual, Sequential  # noqa: E402
 from paceline.torch.embeddings import ClusterTables, Embedder, Embedding, find_embeddings  # noqa: E402
 from paceline.torch.strategies.hybrid import Hybrid  # noqa: E402
 
-_HERE = Path(__file__).parent
 _SIZE = 2
-_PATIENCE_S = 180.0
-_CHECKS = [
-    line[4 : line.index("(")]
-    for line in (_HERE / "hybrid_checks.py").read_text().splitlines()
-    if line.startswith("def check_")
-]
-
-
-def start(cluster: LocalCluster, port: int, folder: Path) -> list[WarmProcess]:
-    surroundings = {
-        **os.environ,
-        "WORLD_SIZE": str(_SIZE),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RUN_ID": "hybrid",
-        "PACELINE_SCHEDULER": cluster.scheduler,
-        "PACELINE_TOKEN": cluster.token,
-    }
-    return [
-        WarmProcess(
-            [_HERE / "strategy_ranks.py", "hybrid_checks", folder],
-            kind="torch",
-            env={**surroundings, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(_SIZE)
-    ]
 
 
 def test_hybrid(tmp_path: Path) -> None:
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with paceline.local_cluster(servers=1, workers=_SIZE, consistency=Sequential(aggregate="mean")) as cluster:
-        ranks = start(cluster, store.port, tmp_path)
-        try:
-            for rank in ranks:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    rank.wait(_PATIENCE_S)
-        finally:
-            for rank in ranks:
-                rank.kill()
-            errors = "\n".join(rank.communicate()[1] for rank in ranks)
-    said: dict[str, list[str]] = {}
-    for report in sorted(tmp_path.glob("rank *")):
-        for line in report.read_text().splitlines():
-            name, text = json.loads(line)
-            said.setdefault(name, []).append(text)
-    wrong = [f"{check}: {said.get(check)}" for check in _CHECKS if said.get(check) != [""] * _SIZE]
-    assert not wrong, "\n".join([*wrong, errors]).replace("\\n", "\n")
-    assert [rank.returncode for rank in ranks] == [0] * _SIZE, errors
+        environment = {"PACELINE_SCHEDULER": cluster.scheduler, "PACELINE_TOKEN": cluster.token}
+        result = run_checks("hybrid_checks", _SIZE, tmp_path, environment=environment)
+    assert not result.failures()
+    assert result.codes == [0] * _SIZE, result.errors
 
 
 def test_without_servers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,6 @@ from paceline.torch.strategies.ranks import Ranks  # noqa: E402
 from paceline.torch.strategies.server import parameter_server  # noqa: E402
 from paceline.torch.strategies.server.parameter_server import ParameterServer  # noqa: E402
 
-pytestmark = pytest.mark.xdist_group("parameter_server")
 MEAN = Sequential(aggregate="mean")
 STEPS = 20
 ROWS = 4

@@ -25,7 +25,6 @@ from paceline.torch.strategies.ranks import Ranks  # noqa: E402
 from paceline.torch.strategies.server import parameter_server  # noqa: E402
 from paceline.torch.strategies.server.parameter_server import ParameterServer  # noqa: E402
 
-pytestmark = pytest.mark.xdist_group("parameter_server")
 STEPS = 8
 INPUTS = torch.randn(STEPS, 2, 4, 6, generator=torch.Generator().manual_seed(3))
 TARGETS = 10 * INPUTS.sum(-1, keepdim=True).sin()

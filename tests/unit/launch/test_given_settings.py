@@ -28,17 +28,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 SLOW = {"deepfm": {**FACTORS, **TOWER}, "dcn": {**FACTORS, **TOWER, "cross_layers": 1}}
 LINEAR = ("lr", "regression", "poisson", "softmax")
+THOROUGH = pytest.mark.thorough
+FEW = ("lr", "l1")
 ALONE = [
-    *((family, name, []) for family in LINEAR for name in [*COMMON, "min_count"]),
-    *((family, name, ["--tune"]) for family in LINEAR for name in ("lr", "l1")),
+    *(("lr", name, []) for name in [*COMMON, "min_count"]),
+    *(pytest.param(family, name, [], marks=[THOROUGH] * (name not in FEW)) for family in LINEAR[1:] for name in COMMON),
     *(
-        pytest.param(family, name, ["--tune"], marks=pytest.mark.thorough)
+        pytest.param(family, name, ["--tune"], marks=[THOROUGH] * (name not in FEW))
         for family in LINEAR
-        for name in [*COMMON, "min_count"]
-        if name not in ("lr", "l1")
+        for name in COMMON
     ),
     *(("fm", name, []) for name in [*COMMON, *FACTORS]),
-    *(("ffm", name, []) for name in FACTORS),
+    *(pytest.param("ffm", name, [], marks=THOROUGH) for name in FACTORS),
     *(("fm", name, ["--tune"]) for name in ("factor_lr", "factor_l2", "lr", "l1")),
 ]
 

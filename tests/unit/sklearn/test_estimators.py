@@ -85,8 +85,8 @@ GIVEN: dict[str, Any] = {"factor_lr": 0.1, "factor_l2": 0.5, "factor_min_count":
     "estimator",
     [
         LogisticRegression(epochs=8),
-        FactorizationMachine(**GIVEN, epochs=4, l1=0.0),
-        LinearRegression(epochs=8),
+        pytest.param(FactorizationMachine(**GIVEN, epochs=4, l1=0.0), marks=pytest.mark.thorough),
+        pytest.param(LinearRegression(epochs=8), marks=pytest.mark.thorough),
         pytest.param(PoissonRegressor(epochs=8), marks=pytest.mark.thorough),
         pytest.param(LogisticRegression(), marks=pytest.mark.thorough),  # it tries more
     ],
