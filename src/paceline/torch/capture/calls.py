@@ -32,7 +32,7 @@ class CallArguments:
         return ", ".join([*shown, *self.constants_as_text()])
 
     def constants_as_text(self) -> list[str]:
-        """Return name and value of each leaf that is no tensor. Raises UsageError for an object known by address."""
+        """Return name and value of each constant. Raises UsageError for an object whose text has an address."""
         return [f"{name}={_text_of(name, each)}" for name, each in self.constants.items()]
 
 
@@ -89,10 +89,15 @@ def _name(path: Sequence[Any]) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OutputForm:
-    """What a traced forward returns: nodes, in structures of the classes that it returns itself."""
+    """The result of a traced forward: nodes in structures of the forward's own classes."""
 
     nodes: tuple[Any, ...]
     build: Callable[[Iterator[Any]], Any]
+
+    @property
+    def graph_nodes(self) -> list[fx.Node]:
+        """The nodes among the parts; the others are constants."""
+        return [node for node in self.nodes if isinstance(node, fx.Node)]
 
     def fill(self, value_of: Callable[[fx.Node], Any]) -> Any:
         """Return the forward's result, with values in place of nodes."""
@@ -100,10 +105,10 @@ class OutputForm:
 
 
 def unfold(value: Any, *, is_whole: bool = True) -> tuple[list[Any], Callable[[Iterator[Any]], Any]]:
-    """Return the values in a forward's result, and how to build it with others in their place.
+    """Return the values in a forward's result, and a function that builds the result from other values.
 
-    Objects within it that are no structures, as a cache of keys and values, are None in what is built. Raises
-    UsageError if the whole result is such an object.
+    Objects that are no structures, such as a cache of keys and values, become None. Raises UsageError if the whole
+    result is such an object.
     """
     if isinstance(value, (Tensor, fx.Proxy, torch.SymInt, torch.SymFloat, torch.SymBool)):
         return [value], next

@@ -15,8 +15,7 @@ from typing_extensions import override
 
 from paceline.errors import first_line
 from paceline.torch.capture.calls import CallArguments, OutputForm, unfold
-from paceline.torch.capture.graph import CapturedGraph
-from paceline.torch.capture.operations import stage_boundary
+from paceline.torch.capture.graph import CapturedGraph, stage_boundary
 
 _GUARDS: Final = "_guards_fn"
 

@@ -1,14 +1,26 @@
-"""The graph of a model's forward for one kind of call."""
+"""The graph of a model's forward for one kind of call, and properties of its nodes."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
-from torch import fx, nn
+import torch
+from torch import Tensor, fx, nn
 
 from paceline.torch.capture.calls import OutputForm
+
+_DRAWING: Final = {
+    "bernoulli", "cauchy", "exponential", "fractional_max_pool2d", "fractional_max_pool3d", "geometric",
+    "gumbel_softmax", "log_normal", "multinomial", "normal", "poisson", "rand", "rand_like", "randint", "randint_like",
+    "randn", "randn_like", "random", "randperm", "rrelu", "uniform",
+}  # fmt: skip
+_IN_PLACE: Final = {
+    operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod, operator.ipow,
+    operator.iand, operator.ior, operator.ixor, operator.imatmul, operator.ilshift, operator.irshift, operator.setitem,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,3 +36,68 @@ class CapturedGraph:
     check: Callable[[Sequence[Any]], str | None] = lambda _: None
     """Returns why the graph does not hold for these values of a call; None if it does."""
     is_exported: bool = False
+
+
+def stage_boundary() -> None:
+    """Stand in a graph where ``pipe_split()`` stood."""
+
+
+def name_of(node: fx.Node) -> str:
+    """Return the name of the function or method that an operation calls, without its overload; "" if it calls none."""
+    if node.op == "call_method":
+        return str(node.target)
+    if node.op == "call_function":
+        return str(getattr(node.target, "__name__", "")).split(".")[0]
+    return ""
+
+
+def modules_around(node: fx.Node) -> list[str]:
+    """Return the paths of the modules that an operation is in, the outermost first; without the model's own."""
+    return [str(path) for path, _ in (node.meta.get("nn_module_stack") or {}).values() if path]
+
+
+def draws(node: fx.Node, root: nn.Module) -> bool:
+    """Return whether an operation draws random numbers when the model trains; `root` has the modules of its graph."""
+    if node.op == "call_module":
+        return any(_is_drawing(module) for module in root.get_submodule(str(node.target)).modules())
+    name = name_of(node)
+    if name == "scaled_dot_product_attention":
+        return len(node.args) > 4 or bool(node.kwargs.get("dropout_p"))
+    is_tagged = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    is_named = "drop" in name or name == "multi_head_attention_forward" or name.rstrip("_") in _DRAWING
+    return is_tagged or is_named
+
+
+def _is_drawing(module: nn.Module) -> bool:
+    dropout = getattr(module, "dropout", 0.0)
+    is_kind = isinstance(module, nn.RReLU | nn.FractionalMaxPool2d | nn.FractionalMaxPool3d)
+    return is_kind or "Dropout" in type(module).__name__ or (isinstance(dropout, float) and dropout > 0)
+
+
+def may_draw(node: fx.Node, root: nn.Module) -> bool:
+    """Return whether an operation draws random numbers, or calls a module whose forward is unknown."""
+    is_own = node.op == "call_module" and not root.get_submodule(str(node.target)).__module__.startswith("torch.nn")
+    return is_own or draws(node, root)
+
+
+def changes_in_place(node: fx.Node, root: nn.Module) -> bool:
+    """Return whether an operation changes its first argument in place."""
+    if node.op == "call_module":
+        return getattr(root.get_submodule(str(node.target)), "inplace", False) is True
+    name = name_of(node)
+    is_method = name.endswith("_") and not name.endswith("__")
+    return is_method or node.target in _IN_PLACE or node.kwargs.get("inplace") is True
+
+
+def attribute(root: nn.Module, path: str) -> Any:
+    """Return the module, parameter or buffer at a dotted path."""
+    return operator.attrgetter(path)(root)
+
+
+def tensors_of(node: fx.Node, root: nn.Module) -> list[Tensor]:
+    """Return the parameters and buffers that a node holds: those of the module that it calls, or the one it reads."""
+    if node.op == "call_module":
+        module = root.get_submodule(str(node.target))
+        return [*module.parameters(), *module.buffers()]
+    held = attribute(root, str(node.target)) if node.op == "get_attr" else None
+    return [held] if isinstance(held, Tensor) else []

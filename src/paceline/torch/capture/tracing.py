@@ -19,8 +19,7 @@ from typing_extensions import override
 from paceline.errors import UsageError, first_line
 from paceline.torch.capture.calls import CallArguments, OutputForm, unfold
 from paceline.torch.capture.exporting import export
-from paceline.torch.capture.graph import CapturedGraph
-from paceline.torch.capture.operations import stage_boundary
+from paceline.torch.capture.graph import CapturedGraph, stage_boundary
 
 _HOLDING_LAYERS: Final = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
 
@@ -49,9 +48,9 @@ def capture(
     except Exception as error:  # the model's code may raise anything for stand-ins of its arguments
         if found is None:
             raise UsageError(
-                f"{type(module).__name__} cannot be cut: its forward ({_where(module)}) is no graph. torch.fx: "
-                f"{traced}; torch.export says: {first_line(error)}. A forward that is cut may not decide by the values "
-                "of tensors: put such a part into a module of its own, which stays whole"
+                f"{type(module).__name__} cannot be cut: its forward ({_where(module)}) cannot be traced. torch.fx: "
+                f"{traced}; torch.export: {first_line(error)}. A forward that is cut may not decide by the values of "
+                "tensors: put such a part into a module of its own, which stays whole"
             ) from error
         for name in found.whole:
             found.whole[name] += f"; torch.export says: {first_line(error)}"

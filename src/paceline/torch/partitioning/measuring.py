@@ -14,8 +14,7 @@ from typing_extensions import override
 
 from paceline.errors import UsageError
 from paceline.torch.capture.calls import CallArguments, bind
-from paceline.torch.capture.graph import CapturedGraph
-from paceline.torch.capture.operations import draws, may_draw, modules_around
+from paceline.torch.capture.graph import CapturedGraph, attribute, draws, may_draw, modules_around, tensors_of
 from paceline.torch.capture.tracing import capture
 from paceline.torch.capture.trial_calls import undone
 from paceline.torch.partitioning.graph import Operation
@@ -52,7 +51,7 @@ class MeasuredGraph:
     @property
     def outputs(self) -> list[str]:
         """The operations and arguments whose values the model returns."""
-        return [node.name for node in self.root.graph.output_node().all_input_nodes]
+        return [node.name for node in self.captured.output.graph_nodes]
 
     def name_values(self, arguments: CallArguments) -> dict[str, Any]:
         """Return the values of a call under the names of the graph. Raises UsageError if the graph is not for them."""
@@ -80,13 +79,7 @@ class MeasuredGraph:
 
     def tensors_of(self, name: str) -> list[torch.Tensor]:
         """Return the parameters and buffers that an operation holds."""
-        node, module = self.nodes[name], self.module_of(name)
-        if module is not None:
-            return [*module.parameters(), *module.buffers()]
-        if node.op == "get_attr":
-            held = _attribute(self.root, str(node.target))
-            return [held] if isinstance(held, torch.Tensor) else []
-        return []
+        return tensors_of(self.nodes[name], self.root)
 
 
 def measure_graph(model: nn.Module, arguments: CallArguments) -> MeasuredGraph:
@@ -152,11 +145,6 @@ def _kept_in_order(root: fx.GraphModule, node: fx.Node) -> list[Any]:
     return kept
 
 
-def _attribute(root: nn.Module, path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    return getattr(root.get_submodule(module), name)
-
-
 class _Given(nn.Module):
     """A module that is called with some of its parameters given."""
 
@@ -186,7 +174,7 @@ def give_parameters(measured: MeasuredGraph, name: str, given: Mapping[str, str]
     for value, path in zip(values, given.values(), strict=True):
         measured.nodes[value.name] = value
         measured.paths[value.name] = path
-        held = _attribute(root, path)
+        held = attribute(root, path)
         measured.costs[value.name] = Cost(0.0, held.numel() * held.element_size())
         measured.shapes[value.name] = shape_of([held])
     measured.operations = _operations_of(root, root.graph)

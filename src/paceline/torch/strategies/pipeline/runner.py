@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from paceline.errors import UsageError
 from paceline.strategies import PipelineOptions
 from paceline.torch.capture.calls import CallArguments, bind
+from paceline.torch.capture.graph import attribute
 from paceline.torch.strategies.all_reduce import broadcast_values
 from paceline.torch.strategies.deferred import DeferredValues, lent_memory
 from paceline.torch.strategies.pipeline.loop.batches import batch_size, cut_rows, describe_cut
@@ -53,7 +54,7 @@ from paceline.torch.strategies.pipeline.run.engine import LossOf, PipelineStep
 from paceline.torch.strategies.pipeline.run.failures import Failures
 from paceline.torch.strategies.pipeline.run.layers import LayerGraph, trace
 from paceline.torch.strategies.pipeline.run.messages import Messages
-from paceline.torch.strategies.pipeline.run.partition import Partition, attribute, cut, cuts_by_name, same_cuts
+from paceline.torch.strategies.pipeline.run.partition import Partition, cut, cuts_by_name, same_cuts
 from paceline.torch.strategies.pipeline.run.stage import Stage
 from paceline.torch.strategies.pipeline.run.values import put_together, tensors_of
 from paceline.torch.strategies.ranks import Ranks

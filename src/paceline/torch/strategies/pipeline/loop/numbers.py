@@ -16,11 +16,10 @@ import torch
 from torch import fx
 
 from paceline.errors import UsageError
-from paceline.torch.capture.operations import changes_in_place, draws, name_of
+from paceline.torch.capture.graph import attribute, changes_in_place, draws, name_of
 from paceline.torch.strategies.pipeline.loop.losses import BY_CLASS, ELEMENTWISE, count_targets
 from paceline.torch.strategies.pipeline.loop.row_dimensions import RowShapes
 from paceline.torch.strategies.pipeline.run.layers import LayerGraph
-from paceline.torch.strategies.pipeline.run.partition import attribute
 
 _PASSING: Final = {"alias", "clone", "contiguous", "detach", "double", "float", "neg", "squeeze", "to", "_to_copy"}
 _BY_CLASS: Final = {*(each.__name__ for each in BY_CLASS), "cross_entropy_loss", "nll_loss_nd"}

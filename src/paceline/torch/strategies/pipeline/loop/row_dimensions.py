@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from paceline.torch.capture.operations import name_of
+from paceline.torch.capture.graph import name_of
 from paceline.torch.strategies.pipeline.loop.batches import batch_size
 from paceline.torch.strategies.pipeline.run.layers import LayerGraph
 

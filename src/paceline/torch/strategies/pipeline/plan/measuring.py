@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
+from paceline.torch.capture.graph import attribute
 from paceline.torch.capture.trial_calls import undone
 from paceline.torch.strategies.pipeline.plan.splitting import LayerCost
 from paceline.torch.strategies.pipeline.run.layers import LayerGraph
-from paceline.torch.strategies.pipeline.run.partition import attribute, crossing_values, cut
+from paceline.torch.strategies.pipeline.run.partition import crossing_values, cut
 from paceline.torch.strategies.pipeline.run.stage import Saved, Stage
 from paceline.torch.strategies.pipeline.run.values import put_together, take_apart
 

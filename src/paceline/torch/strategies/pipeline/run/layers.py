@@ -12,8 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from paceline.errors import UsageError
 from paceline.torch.capture.calls import CallArguments
-from paceline.torch.capture.graph import CapturedGraph
-from paceline.torch.capture.operations import changes_in_place, draws, modules_around, stage_boundary
+from paceline.torch.capture.graph import CapturedGraph, changes_in_place, draws, modules_around, stage_boundary
 from paceline.torch.capture.tracing import capture
 
 

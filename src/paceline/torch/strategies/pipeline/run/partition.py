@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import fx, nn
 
 from paceline.errors import UsageError
-from paceline.torch.capture.calls import OutputForm
+from paceline.torch.capture.graph import tensors_of
 from paceline.torch.strategies.pipeline.run.layers import LayerGraph, ModelLayer
 from paceline.torch.strategies.pipeline.run.routing import ValueRoutes, route_values
 
@@ -52,7 +51,7 @@ def cut(
     used: list[tuple[fx.Node, int]] = []
     for number, layers in enumerate(stages):
         used += [(arg, number) for layer in layers for node in layer.nodes for arg in node.all_input_nodes]
-    used += [(node, len(stages) - 1) for node in nodes_in(graph.captured.output)]
+    used += [(node, len(stages) - 1) for node in graph.captured.output.graph_nodes]
     crossing = [(node, stage) for node, stage in used if node in made_by and made_by[node] != stage]
     free = graph.free if repeats else frozenset()
     preludes = tuple(
@@ -110,16 +109,11 @@ def same_cuts(reference: Partition, graph: LayerGraph) -> list[int]:
     return [number for number in found if number is not None]
 
 
-def nodes_in(output: OutputForm) -> list[fx.Node]:
-    """Return the nodes in what a graph returns."""
-    return [node for node in output.nodes if isinstance(node, fx.Node)]
-
-
 def crossing_values(graph: LayerGraph, cut_at: int) -> list[fx.Node]:
     """Return the values that cross a cut before a layer."""
     before = {node for layer in graph.layers[:cut_at] for node in layer.nodes}
     later = [node for layer in graph.layers[cut_at:] for node in layer.nodes]
-    used = {arg for node in later for arg in node.all_input_nodes} | set(nodes_in(graph.captured.output))
+    used = {arg for node in later for arg in node.all_input_nodes} | set(graph.captured.output.graph_nodes)
     return [node for node in before - graph.free if node in used]
 
 
@@ -130,9 +124,10 @@ def _find_users(
     parameters: dict[str, set[int]] = {name: set() for name, _ in module.named_parameters()}
     buffers: dict[str, set[int]] = {name: set() for name, _ in module.named_buffers()}
     names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
-    for number, its in enumerate(nodes):
-        for node in its:
-            for tensor in _tensors_of(node, root):
+    for number, stage_nodes in enumerate(nodes):
+        for node in stage_nodes:
+            read = [arg for arg in node.all_input_nodes if arg.op == "get_attr"]
+            for tensor in (held for each in (node, *read) for held in tensors_of(each, root)):
                 name = names.get(id(tensor), "")
                 for found in (parameters, buffers):
                     if name in found:
@@ -141,20 +136,3 @@ def _find_users(
     return tuple(  # type: ignore[return-value]
         {name: sorted(used) or [0] for name, used in found.items()} for found in (parameters, buffers)
     )
-
-
-def _tensors_of(node: fx.Node, root: nn.Module) -> list[Any]:
-    found: list[Any] = []
-    if node.op == "call_module":
-        inner = root.get_submodule(str(node.target))
-        found += [*inner.parameters(), *inner.buffers()]
-    found += [attribute(root, str(arg.target)) for arg in node.all_input_nodes if arg.op == "get_attr"]
-    return found
-
-
-def attribute(module: nn.Module, path: str) -> Any:
-    """Return what a dotted path leads to."""
-    value: Any = module
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value

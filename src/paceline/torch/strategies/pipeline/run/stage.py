@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from paceline.torch.capture.operations import changes_in_place, may_draw
+from paceline.torch.capture.graph import attribute, changes_in_place, may_draw
 from paceline.torch.strategies.pipeline.run.layers import key_of
-from paceline.torch.strategies.pipeline.run.partition import Partition, attribute, nodes_in
+from paceline.torch.strategies.pipeline.run.partition import Partition
 from paceline.torch.strategies.pipeline.run.values import put_together, take_apart
 from paceline.torch.strategies.pipeline.run.weights import WeightProducts, is_large
 
@@ -48,7 +48,7 @@ class Stage:
         self._inputs = [route.value for route in partition.routes.inputs_of(number)]
         self._kept = {route.value for route in partition.routes.outputs_of(number)}
         if self._is_last:
-            self._kept |= {node.name for node in nodes_in(self._output)}
+            self._kept |= {node.name for node in self._output.graph_nodes}
         self._calls = {node: _callable(node, root) for _, node in self._nodes}
         self._random = {node for _, node in self._nodes if may_draw(node, root)}
         self._clones = any(_may_change_inputs(node, root) for _, node in self._nodes)
@@ -136,7 +136,7 @@ class Stage:
             if name not in self._kept:
                 found.setdefault(node, []).append(name)
         if self._is_last:
-            used = {key_of(node) for node in nodes_in(self._output)}
+            used = {key_of(node) for node in self._output.graph_nodes}
             found = {node: [name for name in names if name not in used] for node, names in found.items()}
         return found
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from paceline.torch.capture.operations import changes_in_place, draws
+from paceline.torch.capture.graph import changes_in_place, draws
 
 
 class Calls(nn.Module):
