@@ -110,7 +110,7 @@ class _Tracer(fx.Tracer):
         self._whole = whole
         self._opened = (nn.modules.loss._Loss, *_HOLDING_LAYERS) if opens_torch_modules else ()
         self._modes = _modes()
-        self._random = torch.get_rng_state()
+        self._random = _random_states()
         self.culprit: str | None = None
         self.build: Callable[[Iterator[Any]], Any] | None = None
 
@@ -131,7 +131,7 @@ class _Tracer(fx.Tracer):
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         if _modes() != self._modes:
             raise _NotTraceableError("part of its forward turns gradients or autocast on or off")
-        if not torch.equal(torch.get_rng_state(), self._random):
+        if not all(map(torch.equal, _random_states(), self._random)):
             raise _NotTraceableError("its forward draws random numbers that depend on no argument")
         return super().create_node(*args, **kwargs)
 
@@ -167,6 +167,11 @@ class _Tracer(fx.Tracer):
 
 def _modes() -> tuple[bool, ...]:
     return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+
+
+def _random_states() -> list[torch.Tensor]:
+    on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    return [torch.get_rng_state(), *on_devices]
 
 
 def _where(module: nn.Module) -> str:
