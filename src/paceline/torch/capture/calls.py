@@ -28,12 +28,12 @@ class CallArguments:
     @property
     def kind(self) -> str:
         """The text that is the same for two calls with tensors if one graph serves both."""
-        shown = [f"{name}={each.dtype}{each.dim()}" for name, each in self.values.items()]
-        return ", ".join([*shown, *self.constants_as_text()])
+        tensors = [f"{name}={tensor.dtype}{tensor.dim()}" for name, tensor in self.values.items()]
+        return ", ".join([*tensors, *self.constants_as_text()])
 
     def constants_as_text(self) -> list[str]:
         """Return name and value of each constant. Raises UsageError for an object whose text has an address."""
-        return [f"{name}={_text_of(name, each)}" for name, each in self.constants.items()]
+        return [f"{name}={_text_of(name, constant)}" for name, constant in self.constants.items()]
 
 
 def bind(
@@ -76,8 +76,8 @@ def _text_of(name: str, value: Any) -> str:
     if " at 0x" in text:
         raise UsageError(
             f"the model was called with {name}, an object of type {type(value).__name__}, which a pipeline cannot "
-            "compare between calls and processes: give the model tensors, numbers and text, in tuples, lists and "
-            "dictionaries, and make what all calls share an attribute of the model (caches: use_cache=False)"
+            "compare between calls and processes: pass tensors, numbers and text, in tuples, lists and dictionaries, "
+            "and store an object that all calls share in an attribute of the model (caches: use_cache=False)"
         )
     return text
 
@@ -107,7 +107,7 @@ class OutputForm:
 def unfold(value: Any, *, is_whole: bool = True) -> tuple[list[Any], Callable[[Iterator[Any]], Any]]:
     """Return the values in a forward's result, and a function that builds the result from other values.
 
-    Objects that are no structures, such as a cache of keys and values, become None. Raises UsageError if the whole
+    Other objects than structures, such as a cache of keys and values, become None. Raises UsageError if the whole
     result is such an object.
     """
     if isinstance(value, (Tensor, fx.Proxy, torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -117,7 +117,7 @@ def unfold(value: Any, *, is_whole: bool = True) -> tuple[list[Any], Callable[[I
     if isinstance(value, (tuple, list)):
         return _unfolded(list(value), lambda parts: _sequence_like(value, parts))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [each.name for each in dataclasses.fields(value) if each.init]
+        names = [field.name for field in dataclasses.fields(value) if field.init]
         return _unfolded(
             [getattr(value, name) for name in names],
             lambda parts: type(value)(**dict(zip(names, parts, strict=True))),
@@ -134,9 +134,9 @@ def unfold(value: Any, *, is_whole: bool = True) -> tuple[list[Any], Callable[[I
 def _unfolded(
     parts: Sequence[Any], build: Callable[[list[Any]], Any]
 ) -> tuple[list[Any], Callable[[Iterator[Any]], Any]]:
-    found = [unfold(part, is_whole=False) for part in parts]
-    leaves = [leaf for its, _ in found for leaf in its]
-    return leaves, lambda values: build([each(values) for _, each in found])
+    unfolded = [unfold(part, is_whole=False) for part in parts]
+    leaves = [leaf for part_leaves, _ in unfolded for leaf in part_leaves]
+    return leaves, lambda values: build([build_part(values) for _, build_part in unfolded])
 
 
 def _dict_like(value: dict[Any, Any], parts: dict[Any, Any]) -> Any:
@@ -146,6 +146,6 @@ def _dict_like(value: dict[Any, Any], parts: dict[Any, Any]) -> Any:
 
 
 def _sequence_like(value: Any, parts: list[Any]) -> Any:
-    if isinstance(value, torch.Size) and not all(isinstance(each, int) for each in parts):
+    if isinstance(value, torch.Size) and not all(isinstance(part, int) for part in parts):
         return tuple(parts)
     return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)

@@ -33,9 +33,9 @@ class _FlatCall(nn.Module):
     @override
     def forward(self, *leaves: Any) -> list[Any]:
         args, kwargs = self.arguments.fill(leaves)
-        found, build = unfold(self.model(*args, **kwargs))
+        values, build = unfold(self.model(*args, **kwargs))
         self.take_build(build)
-        return found
+        return values
 
 
 def export(module: nn.Module, arguments: CallArguments) -> CapturedGraph:
@@ -77,11 +77,11 @@ def _free_sizes(value: Any) -> Any:
 
 def _take_check(root: Any) -> Callable[[Sequence[Any]], str | None]:
     """Take the check of arguments out of a graph and return it as a function."""
-    node = next((each for each in root.graph.nodes if each.op == "call_module" and each.target == _GUARDS), None)
-    if node is None:
+    found = list(root.graph.find_nodes(op="call_module", target=_GUARDS))
+    if not found:
         return lambda _: None
-    guards, places = root.get_submodule(_GUARDS), [_place(each.target) for each in node.all_input_nodes]
-    root.graph.erase_node(node)
+    guards, places = root.get_submodule(_GUARDS), [_place(node.target) for node in found[0].all_input_nodes]
+    root.graph.erase_node(found[0])
 
     def check(values: Sequence[Any]) -> str | None:
         try:

@@ -95,7 +95,7 @@ def attribute(root: nn.Module, path: str) -> Any:
 
 
 def tensors_of(node: fx.Node, root: nn.Module) -> list[Tensor]:
-    """Return the parameters and buffers that a node holds: those of the module that it calls, or the one it reads."""
+    """Return the parameters and buffers of the module that a node calls, or the one that it reads."""
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
         return [*module.parameters(), *module.buffers()]

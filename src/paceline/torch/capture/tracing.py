@@ -27,34 +27,34 @@ _HOLDING_LAYERS: Final = (nn.Transformer, nn.TransformerEncoder, nn.TransformerD
 def capture(
     module: nn.Module, arguments: CallArguments, *, opens_torch_modules: bool, refusal: str = ""
 ) -> CapturedGraph:
-    """Return the graph of a model that is called with these arguments.
+    """Return the graph of a model for a call with these arguments. Raises UsageError if there is none.
 
-    `opens_torch_modules`: look into torch's losses and Transformers too. `refusal`: why ``torch.fx`` must not be used.
-    Raises UsageError if there is no graph.
+    `opens_torch_modules`: trace through torch's losses and Transformers too. `refusal`: the reason not to use
+    ``torch.fx``, if any.
     """
-    found: CapturedGraph | None = None
+    graph: CapturedGraph | None = None
     traced = refusal
     if not refusal:
         try:
-            found = _trace(module, arguments, opens_torch_modules=opens_torch_modules)
+            graph = _trace(module, arguments, opens_torch_modules=opens_torch_modules)
         except _ForwardError as error:
             traced = first_line(error.reason)
-    if found is not None and not any(_hides_layers(module.get_submodule(name)) for name in found.whole):
-        return found
+    if graph is not None and not any(_hides_layers(module.get_submodule(name)) for name in graph.whole):
+        return graph
     try:
         return export(module, arguments)
     except UsageError:
         raise
     except Exception as error:  # the model's code may raise anything for stand-ins of its arguments
-        if found is None:
+        if graph is None:
             raise UsageError(
                 f"{type(module).__name__} cannot be cut: its forward ({_where(module)}) cannot be traced. torch.fx: "
                 f"{traced}; torch.export: {first_line(error)}. A forward that is cut may not decide by the values of "
                 "tensors: put such a part into a module of its own, which stays whole"
             ) from error
-        for name in found.whole:
-            found.whole[name] += f"; torch.export says: {first_line(error)}"
-        return found
+        for name in graph.whole:
+            graph.whole[name] += f"; torch.export says: {first_line(error)}"
+        return graph
 
 
 class _ForwardError(Exception):
@@ -93,13 +93,13 @@ def _hides_layers(module: nn.Module) -> bool:
 
 
 class _NotTraceableError(Exception):
-    """A trace would lose part of the forward."""
+    """A trace would be incomplete."""
 
 
 class _Tracer(fx.Tracer):
-    """Traces through every module that it can, and records the module that failed and the places of ``pipe_split()``.
+    """Traces through all modules but `whole`, and records the module that failed and the places of ``pipe_split()``.
 
-    It rejects a forward of which a trace would lose part: modes of a region, random numbers that depend on no argument.
+    A trace would lose the modes of a region, and random numbers that depend on no argument: such a forward is rejected.
     """
 
     proxy_buffer_attributes = True

@@ -1,4 +1,4 @@
-"""Calls of a model that leave nothing behind."""
+"""Calls of a model without lasting effects."""
 
 from __future__ import annotations
 

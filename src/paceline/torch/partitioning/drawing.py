@@ -9,11 +9,11 @@ from typing import Final
 from paceline.torch.partitioning.graph import CALLER, CutGraph, GraphSegment
 
 _NUM_NAMES: Final = 6
-"""Of a segment's operations so many are named: its first ones and the last."""
+"""Largest number of operations shown for a segment: the first ones and the last."""
 
 
 def describe_cut(cut: CutGraph, titles: Sequence[str], shapes: Mapping[str, str]) -> str:
-    """Return the cut graph as text; `titles` are the devices', `shapes` the values' as text."""
+    """Return the cut graph as text; `titles`: a line per device; `shapes`: the values' shapes as text."""
     lines = []
     for device, title in enumerate(titles):
         lines.append(title)
@@ -21,21 +21,21 @@ def describe_cut(cut: CutGraph, titles: Sequence[str], shapes: Mapping[str, str]
             if segment.device != device:
                 continue
             lines.append(f"  segment {number}: {_names(segment)}")
-            arriving = {each.value: each for each in cut.transfers if each.destination == device}
+            arriving = {transfer.value: transfer for transfer in cut.transfers if transfer.destination == device}
             lines += [
                 f"    receives {_value(value, shapes)} from {_place(arriving[value].source)}"
                 for value in segment.inputs
                 if value in arriving
             ]
             lines += [
-                f"    sends {_value(each.value, shapes)} to {_place(each.destination)}"
-                for each in cut.transfers
-                if each.value in segment.outputs
+                f"    sends {_value(transfer.value, shapes)} to {_place(transfer.destination)}"
+                for transfer in cut.transfers
+                if transfer.value in segment.outputs
             ]
-    sent = sum(each.source != CALLER for each in cut.transfers)
+    num_sent = sum(transfer.source != CALLER for transfer in cut.transfers)
     lines.append(
-        f"{sent} {'transfer' if sent == 1 else 'transfers'} between devices in a forward; backward, the gradient of "
-        "each value that has one comes back"
+        f"{num_sent} {'transfer' if num_sent == 1 else 'transfers'} between devices in a forward; backward, the "
+        "gradient of each value that has one comes back"
     )
     return "\n".join(lines)
 
@@ -59,15 +59,15 @@ def _place(device: int) -> str:
 _COLUMN, _ROW, _HEAD = 300, 92, 44
 _BOX_WIDTH, _BOX_HEIGHT = 230, 40
 _LETTERS: Final = 36
-"""So many fit into a box."""
+"""Letters that fit into a box."""
 
 
 def draw_cut(cut: CutGraph, titles: Sequence[str], shapes: Mapping[str, str]) -> str:
-    """Return an SVG: a column for each device behind the caller's, with the segments below those that they wait for."""
+    """Return an SVG: a column for the caller and for each device; a segment is below the segments that it waits for."""
     rows = find_rows(cut.segments)
     boxes = {number: (segment.device, rows[number]) for number, segment in enumerate(cut.segments)}
     boxes[CALLER] = (CALLER, 0)
-    arguments = ", ".join(dict.fromkeys(each.value for each in cut.transfers if each.source == CALLER))
+    arguments = ", ".join(dict.fromkeys(transfer.value for transfer in cut.transfers if transfer.source == CALLER))
     width, height = _COLUMN * (len(titles) + 1), _HEAD + _ROW * (max(rows, default=0) + 1)
     content = [
         _text(_middle(device), 20, title, bold=True) for device, title in enumerate(["the caller", *titles], CALLER)
@@ -91,25 +91,25 @@ def draw_cut(cut: CutGraph, titles: Sequence[str], shapes: Mapping[str, str]) ->
 
 
 def find_rows(segments: Sequence[GraphSegment]) -> list[int]:
-    """Return a row for each segment, from 1: below those that it waits for, and alone there on its device."""
+    """Return the row of each segment, from 1: below the segments that it waits for, one segment per row and device."""
     rows: list[int] = []
-    taken: set[tuple[int, int]] = set()
+    occupied: set[tuple[int, int]] = set()
     for segment in segments:
-        row = max((rows[each] for each in segment.waits_for), default=0) + 1
-        while (segment.device, row) in taken:
+        row = max((rows[earlier] for earlier in segment.waits_for), default=0) + 1
+        while (segment.device, row) in occupied:
             row += 1
-        taken.add((segment.device, row))
+        occupied.add((segment.device, row))
         rows.append(row)
     return rows
 
 
 def _find_edges(cut: CutGraph) -> dict[tuple[int, int], list[str]]:
-    """Return the values that go from segment to segment; none where one only waits for the other."""
+    """Return the values by pair of segments; an empty list if the second only waits for the first."""
     maker = {value: number for number, segment in enumerate(cut.segments) for value in segment.outputs}
     edges: dict[tuple[int, int], list[str]] = {}
     for number, segment in enumerate(cut.segments):
-        for each in segment.waits_for:
-            edges[each, number] = []
+        for earlier in segment.waits_for:
+            edges[earlier, number] = []
         for value in segment.inputs:
             edges.setdefault((maker.get(value, CALLER), number), []).append(value)
     return edges

@@ -1,12 +1,11 @@
 """A graph of operations cut over devices: pure rules on names, tested without tensors.
 
-An edge between two devices becomes a transfer, one for each value and destination, however many operations of that
-device take the value: as TensorFlow's partitioner inserts one pair of send and receive for each source, output and
-destination (``graph_partition.cc``; Abadi et al., OSDI 2016, section 3.3). Backward, the same transfers carry the
-gradients the other way, and the sum over a destination's operations travels, once.
+Edges between two devices become transfers: one for each value and destination, independent of the number of users
+there. TensorFlow's partitioner does the same (``graph_partition.cc``; Abadi et al., OSDI 2016, section 3.3). Backward,
+the same transfers return the gradients, summed over the operations of the destination.
 
-What lies between transfers is a segment: operations of one device that run one after the other once all that they take
-from elsewhere has arrived. A value that is sent ends its segment, so that it leaves at once.
+A segment is a sequence of operations on one device between transfers. It runs as soon as its inputs have arrived. A
+value that is sent ends its segment, so that it leaves at once.
 """
 
 from __future__ import annotations
@@ -17,23 +16,23 @@ from functools import cached_property
 from typing import Final
 
 CALLER: Final = -1
-"""Stands for a device: where the arguments are."""
+"""The place of the arguments, in place of a device."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation of a graph, which has one value."""
+    """An operation of a graph, with one value."""
 
     name: str
     inputs: tuple[str, ...] = ()
-    """The operations and arguments whose values it takes, each once."""
+    """The operations and arguments whose values it uses, without repetition."""
     after: tuple[str, ...] = ()
-    """Operations that must have run before, though it takes no value of theirs."""
+    """Operations that must run earlier, although it does not use their values."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """A value that goes from one device to another, and whose gradient comes back."""
+    """A value that travels between two devices; its gradient returns."""
 
     value: str
     source: int
@@ -42,39 +41,39 @@ class Transfer:
 
 @dataclass(frozen=True)
 class GraphSegment:
-    """Operations of one device between two transfers, in the order in which they run."""
+    """Operations of one device between two transfers, in the order of execution."""
 
     device: int
     operations: tuple[str, ...]
     inputs: tuple[str, ...]
-    """Values of other segments and arguments that it takes, each once."""
+    """Values of other segments, and arguments, without repetition."""
     outputs: tuple[str, ...]
-    """Its values that others take, or that are the graph's."""
+    """Values that other segments use, or that the graph returns."""
     waits_for: tuple[int, ...]
-    """The segments, by place in :attr:`CutGraph.segments`, that must have ended before."""
+    """Numbers, in :attr:`CutGraph.segments`, of the segments that must end earlier."""
 
 
 @dataclass(frozen=True)
 class CutGraph:
-    """The segments of a graph, each behind those that it waits for, and the transfers between devices."""
+    """The segments of a graph in an order of execution, and the transfers between devices."""
 
     segments: tuple[GraphSegment, ...]
     transfers: tuple[Transfer, ...]
 
     @cached_property
     def destinations(self) -> dict[str, list[int]]:
-        """The devices that values are sent to, by value."""
-        found: dict[str, list[int]] = {}
-        for each in self.transfers:
-            found.setdefault(each.value, []).append(each.destination)
-        return found
+        """The receiving devices of each value."""
+        devices: dict[str, list[int]] = {}
+        for transfer in self.transfers:
+            devices.setdefault(transfer.value, []).append(transfer.destination)
+        return devices
 
 
 def cut_graph(operations: Sequence[Operation], devices: Mapping[str, int], outputs: Collection[str]) -> CutGraph:
     """Cut a graph whose operations are placed on devices.
 
-    `operations` in an order in which they may run; `devices` has the number of each one's device; inputs that are no
-    operations are arguments. `outputs` are the values of the graph: they stay where they are.
+    `operations` are in a valid order of execution; `devices` has the number of each operation's device. Inputs that are
+    not operations are arguments. `outputs` are the values that the graph returns: they stay on their devices.
     """
     transfers: dict[Transfer, None] = {}
     for operation in operations:
@@ -82,7 +81,7 @@ def cut_graph(operations: Sequence[Operation], devices: Mapping[str, int], outpu
             source = devices.get(value, CALLER)
             if source != devices[operation.name]:
                 transfers[Transfer(value, source, devices[operation.name])] = None
-    segments = _find_segments(operations, devices, {each.value for each in transfers})
+    segments = _find_segments(operations, devices, {transfer.value for transfer in transfers})
     return CutGraph(_describe_segments(operations, devices, outputs, segments), tuple(transfers))
 
 
@@ -91,9 +90,9 @@ def _find_segments(
 ) -> dict[str, str]:
     """Return the segment of each operation, by the name of an operation in it.
 
-    The level of an operation is the greatest number of segments' ends on a way to it. Operations of one device and
-    level, one of which takes another's value, are a segment: a way that leaves it cannot come back, since it would end
-    a segment, and levels never fall. What takes nothing, such as a parameter, runs with the first that takes it there.
+    The level of an operation is the largest number of segment ends on a path to it. Connected operations of one device
+    and level form a segment. No path leaves such a segment and returns to it: it would cross the end of a segment, and
+    levels never fall. An operation without inputs, such as a parameter, joins its first user on its device.
     """
     levels: dict[str, int] = {}
     leader: dict[str, str] = {}
@@ -111,19 +110,19 @@ def _find_segments(
     }
     for operation in operations:
         name = operation.name
-        before = [each for each in (*operation.inputs, *operation.after) if each in levels]
+        earlier = [value for value in (*operation.inputs, *operation.after) if value in levels]
         leader[name] = name
         levels[name] = max(
-            (levels[each] + (devices[each] != devices[name] or each in sent) for each in before), default=0
+            (levels[value] + (devices[value] != devices[name] or value in sent) for value in earlier), default=0
         )
-        for each in before:
-            if devices[each] != devices[name]:
-                waiting.discard(each)
-            elif each in waiting:
-                waiting.remove(each)
-                levels[each] = levels[name]
-            if devices[each] == devices[name] and levels[each] == levels[name]:
-                leader[leader_of(each)] = name
+        for value in earlier:
+            if devices[value] != devices[name]:
+                waiting.discard(value)
+            elif value in waiting:
+                waiting.remove(value)
+                levels[value] = levels[name]
+            if devices[value] == devices[name] and levels[value] == levels[name]:
+                leader[leader_of(value)] = name
     return {operation.name: leader_of(operation.name) for operation in operations}
 
 
@@ -134,25 +133,25 @@ def _describe_segments(
     segment_of: Mapping[str, str],
 ) -> tuple[GraphSegment, ...]:
     members: dict[str, list[Operation]] = {}
-    taken = set(outputs)
+    used = set(outputs)
     for operation in operations:
         members.setdefault(segment_of[operation.name], []).append(operation)
-        taken.update(each for each in operation.inputs if segment_of.get(each) != segment_of[operation.name])
+        used.update(value for value in operation.inputs if segment_of.get(value) != segment_of[operation.name])
     waits = {
         leader: {
-            segment_of[each]
-            for operation in its
-            for each in (*operation.inputs, *operation.after)
-            if segment_of.get(each, leader) != leader
+            segment_of[name]
+            for operation in segment
+            for name in (*operation.inputs, *operation.after)
+            if segment_of.get(name, leader) != leader
         }
-        for leader, its in members.items()
+        for leader, segment in members.items()
     }
     order = _sorted_by_dependence(waits)
     place = {leader: number for number, leader in enumerate(order)}
     return tuple(
         GraphSegment(
             device=devices[leader],
-            operations=tuple(each.name for each in members[leader]),
+            operations=tuple(operation.name for operation in members[leader]),
             inputs=tuple(
                 dict.fromkeys(
                     value
@@ -161,8 +160,8 @@ def _describe_segments(
                     if segment_of.get(value) != leader
                 )
             ),
-            outputs=tuple(each.name for each in members[leader] if each.name in taken),
-            waits_for=tuple(sorted(place[each] for each in waits[leader])),
+            outputs=tuple(operation.name for operation in members[leader] if operation.name in used),
+            waits_for=tuple(sorted(place[earlier] for earlier in waits[leader])),
         )
         for leader in order
     )
@@ -172,7 +171,7 @@ def _sorted_by_dependence(waits: Mapping[str, set[str]]) -> list[str]:
     order: dict[str, None] = {}
     missing = dict(waits)
     while missing:
-        ready = [leader for leader, its in missing.items() if its <= order.keys()]
+        ready = [leader for leader, earlier in missing.items() if earlier <= order.keys()]
         for leader in ready:
             order[leader] = None
             del missing[leader]
@@ -180,23 +179,23 @@ def _sorted_by_dependence(waits: Mapping[str, set[str]]) -> list[str]:
 
 
 class Arrivals:
-    """Which segments may run: those for which all that they wait for has ended."""
+    """The segments that may run: all segments that they wait for have ended."""
 
     def __init__(self, segments: Sequence[GraphSegment]) -> None:
         self._missing = [len(segment.waits_for) for segment in segments]
         self._followers: list[list[int]] = [[] for _ in segments]
         for number, segment in enumerate(segments):
-            for each in segment.waits_for:
-                self._followers[each].append(number)
+            for earlier in segment.waits_for:
+                self._followers[earlier].append(number)
         self.num_left = len(segments)
-        """How many have not ended."""
+        """Number of segments that have not ended."""
 
     def first(self) -> list[int]:
-        """Return the segments that wait for none."""
+        """Return the segments that wait for no other."""
         return [number for number, missing in enumerate(self._missing) if not missing]
 
     def ended(self, number: int) -> list[int]:
-        """Note that a segment has ended; return those that may run now."""
+        """Record the end of a segment; return the segments that may run now."""
         self.num_left -= 1
         ready = []
         for follower in self._followers[number]:

@@ -34,7 +34,7 @@ class MeasuredGraph:
 
     captured: CapturedGraph
     root: fx.GraphModule
-    """Holds the modules, parameters and buffers that operations name."""
+    """Holds the modules, parameters and buffers that operations use by name."""
     operations: tuple[Operation, ...]
     paths: dict[str, str]
     """The module that each operation belongs to."""
@@ -114,14 +114,14 @@ def _measure(model: nn.Module, captured: CapturedGraph, arguments: CallArguments
 
 def _operations_of(root: fx.GraphModule, graph: fx.Graph) -> tuple[Operation, ...]:
     operations: list[Operation] = []
-    last: dict[Any, str] = {}  # operation of what must keep its order
+    last: dict[Any, str] = {}  # by ordered effect, its last operation
     for node in graph.nodes:
         if node.op in _OPERATIONS and (node.users or node.op != "get_attr"):
-            kept = _kept_in_order(root, node)
-            after = tuple(dict.fromkeys(last[each] for each in kept if each in last))
-            last.update(dict.fromkeys(kept, node.name))
-            inputs = tuple(each.name for each in node.all_input_nodes)
-            operations.append(Operation(node.name, inputs, tuple(each for each in after if each not in inputs)))
+            effects = _ordered_effects(root, node)
+            after = dict.fromkeys(last[effect] for effect in effects if effect in last)
+            last.update(dict.fromkeys(effects, node.name))
+            inputs = tuple(value.name for value in node.all_input_nodes)
+            operations.append(Operation(node.name, inputs, tuple(name for name in after if name not in inputs)))
     return tuple(operations)
 
 
@@ -134,15 +134,15 @@ def _path(node: fx.Node) -> str:
 _RANDOM = "random numbers"
 
 
-def _kept_in_order(root: fx.GraphModule, node: fx.Node) -> list[Any]:
-    """Return what an operation changes besides its value: the state of a module, of the random numbers."""
-    kept: list[Any] = []
+def _ordered_effects(root: fx.GraphModule, node: fx.Node) -> list[Any]:
+    """Return the state that an operation changes, which must keep its order: a module's, or the random numbers'."""
+    effects: list[Any] = []
     module = root.get_submodule(str(node.target)) if node.op == "call_module" else None
     if module is not None and any(True for _ in module.buffers()):
-        kept.append(module)
+        effects.append(module)
     if draws(node, root) if isinstance(module, _Given) else may_draw(node, root):
-        kept.append(_RANDOM)
-    return kept
+        effects.append(_RANDOM)
+    return effects
 
 
 class _Given(nn.Module):
@@ -160,9 +160,9 @@ class _Given(nn.Module):
 
 
 def give_parameters(measured: MeasuredGraph, name: str, given: Mapping[str, str]) -> list[str]:
-    """Have an operation that calls a module take some parameters as values of operations before it; return those.
+    """Make some parameters inputs of an operation that calls a module; return the new operations that read them.
 
-    `given` has the paths of parameters in the model by their names in the module.
+    `given`: the parameters' paths in the model by their names in the module.
     """
     node, root = measured.nodes[name], measured.root
     wrapper = f"given_{name}"
@@ -174,9 +174,9 @@ def give_parameters(measured: MeasuredGraph, name: str, given: Mapping[str, str]
     for value, path in zip(values, given.values(), strict=True):
         measured.nodes[value.name] = value
         measured.paths[value.name] = path
-        held = attribute(root, path)
-        measured.costs[value.name] = Cost(0.0, held.numel() * held.element_size())
-        measured.shapes[value.name] = shape_of([held])
+        parameter = attribute(root, path)
+        measured.costs[value.name] = Cost(0.0, parameter.numel() * parameter.element_size())
+        measured.shapes[value.name] = shape_of([parameter])
     measured.operations = _operations_of(root, root.graph)
     return [value.name for value in values]
 
@@ -186,18 +186,18 @@ def _changes_buffers(measured: MeasuredGraph) -> bool:
 
 
 def _check_in_place(measured: MeasuredGraph) -> None:
-    """Raise UsageError where an operation changes in place what another takes too: they might run in another order."""
+    """Raise UsageError if an operation changes a value in place that another one uses: their order is not fixed."""
     for name, values in measured.changed.items():
-        behind = list(values)
-        while behind:
-            value = behind.pop()
+        pending = list(values)
+        while pending:
+            value = pending.pop()
             if len(measured.nodes[value].users) > 1:
-                others = [user.name for user in measured.nodes[value].users if user.name != name]
+                users = [user.name for user in measured.nodes[value].users if user.name != name]
                 raise UsageError(
-                    f"{name} changes {value} in place, which {', '.join(others)} takes too: write it out of place "
+                    f"{name} changes {value} in place, which {', '.join(users)} takes too: write it out of place "
                     "(inplace=False, or x = x + y for x += y)"
                 )
-            behind += measured.shared.get(value, ())
+            pending += measured.shared.get(value, ())
 
 
 class _Measuring(fx.Interpreter):
@@ -207,21 +207,21 @@ class _Measuring(fx.Interpreter):
 
     @override
     def run_node(self, n: fx.Node) -> Any:
-        taken = {each.name: _tensors_in(self.env[each]) for each in n.all_input_nodes if each in self.env}
-        versions = {name: [tensor._version for tensor in its] for name, its in taken.items()}
+        inputs = {node.name: _tensors_in(self.env[node]) for node in n.all_input_nodes if node in self.env}
+        versions = {name: [tensor._version for tensor in tensors] for name, tensors in inputs.items()}
         start = time.perf_counter()
         value = super().run_node(n)
         _wait_for(value)
         seconds = time.perf_counter() - start
-        made = {tensor.untyped_storage().data_ptr() for tensor in _tensors_in(value)} - {0}
+        memory = {tensor.untyped_storage().data_ptr() for tensor in _tensors_in(value)} - {0}
         if n.op in _OPERATIONS:
             self._measured.shared[n.name] = tuple(
                 name
-                for name, its in taken.items()
-                if any(tensor.untyped_storage().data_ptr() in made for tensor in its)
+                for name, tensors in inputs.items()
+                if any(tensor.untyped_storage().data_ptr() in memory for tensor in tensors)
             )
             changed = tuple(
-                name for name, its in taken.items() if [tensor._version for tensor in its] != versions[name]
+                name for name, tensors in inputs.items() if [tensor._version for tensor in tensors] != versions[name]
             )
             if changed:
                 self._measured.changed[n.name] = changed
@@ -252,7 +252,7 @@ def _wait_for(value: Any) -> None:
 def segment_module(
     measured: MeasuredGraph, operations: Sequence[str], inputs: Sequence[str], outputs: Sequence[str]
 ) -> fx.GraphModule:
-    """Return a module of some of the operations, whose forward takes `inputs` and returns a list of `outputs`."""
+    """Return a module of these operations; its forward takes `inputs` and returns a list of `outputs`."""
     nodes, graph = measured.nodes, fx.Graph()
     copied = {nodes[name]: graph.placeholder(name) for name in inputs}
     for name in operations:

@@ -1,4 +1,4 @@
-"""A model whose graph is cut over the devices of a process, to be called and trained as the whole one is."""
+"""A model whose graph is cut over the devices of one process; calls and training do not change."""
 
 from __future__ import annotations
 
@@ -30,46 +30,45 @@ def partition(
     memory: Sequence[int] | None = None,
     compile: bool | str = False,  # the name that torch.nn.Module.compile has made the usual one
 ) -> PartitionedModel:
-    """Cut a model's graph over several devices of this process; return a model to call and to train in its place.
+    """Cut a model's graph over several devices of this process; return a model with the same behavior.
 
-    `example` is what the model is called with: a tensor, a tuple of positional arguments, or a dictionary of keyword
-    arguments. `devices` may name one several times, each a thread of its own. `placement` has the device, or its place
-    in `devices`, of modules and operations by name, as in ``{"encoder": 0, "decoder": "cuda:1"}``: it holds for all
-    within a module; the rest goes with what it takes. Without it a planner places operations so that a forward ends
-    early, as measured with `example`, and every device holds about as many bytes of parameters, or at most its number
-    of `memory`. `compile` compiles each segment by ``torch.compile``: True, or the name of a backend.
+    `example` has the arguments of a call: a tensor, a tuple of positional arguments, or a dictionary of keyword
+    arguments. A device may occur several times in `devices`; each entry has a thread. `placement` maps names of modules
+    and operations to devices or to indexes of `devices`, as in ``{"encoder": 0, "decoder": "cuda:1"}``. A name covers
+    everything inside the module; other operations run where their inputs are. Without `placement` a planner measures
+    the operations with `example` and minimizes the time of a forward; all devices get about equal bytes of parameters,
+    or at most their number of bytes in `memory`. `compile` compiles each segment by ``torch.compile``: True, or the
+    name of a backend.
 
-    The parameters move to their devices and stay the same objects: an optimizer that has them keeps them. Outputs are
-    on the devices on which they were computed. Outputs, gradients and random numbers drawn on the CPU are those of the
-    whole model.
+    The parameters move to their devices and stay the same objects, so an existing optimizer keeps them. An output is on
+    the device that computed it. Outputs, gradients and random numbers of the CPU equal those of the whole model.
 
-    Raises UsageError for a model that is no graph, a name that is none of its modules, devices that are not there, and
-    parameters that find no room.
+    Raises UsageError for a model without a graph, an unknown name or device, and parameters that do not fit.
     """
-    found = _checked_devices(devices)
+    all_devices = _checked_devices(devices)
     args, kwargs = _arguments_of(example)
     arguments = bind_call(model, args, kwargs)
     measured = measure_graph(model, arguments)
     if placement is None:
-        by_operation = _plan(measured, found, memory)
+        by_operation = _plan(measured, all_devices, memory)
     elif memory is None:
-        by_operation = place_by_name(measured.operations, measured.paths, _numbered(placement, devices, found))
+        by_operation = place_by_name(measured.operations, measured.paths, _numbered(placement, devices, all_devices))
         check_together(by_operation, _groups(measured, lambda name: _modules_and_buffers(measured, name)))
     else:
-        raise UsageError("got both placement and memory, expected one of them: a placement is kept as it is")
-    return PartitionedModel(model, arguments, Program(measured, found, by_operation, compile=compile))
+        raise UsageError("got both placement and memory, expected one of them: memory limits apply to the planner only")
+    return PartitionedModel(model, arguments, Program(measured, all_devices, by_operation, compile=compile))
 
 
 def _checked_devices(devices: Sequence[str | torch.device]) -> tuple[torch.device, ...]:
     if isinstance(devices, (str, torch.device)) or not devices:
         raise UsageError(f"devices: got {devices!r}, expected a list such as ['cuda:0', 'cuda:1']")
-    found = []
+    checked = []
     for device in devices:
         try:
-            found.append(torch.empty(0, device=device).device)
-        except (RuntimeError, AssertionError) as error:  # torch raises either for what it was built without
+            checked.append(torch.empty(0, device=device).device)
+        except (RuntimeError, AssertionError) as error:  # torch raises either for a kind of device it does not support
             raise UsageError(f"devices: {device} cannot be used: {str(error).splitlines()[0]}") from None
-    return tuple(found)
+    return tuple(checked)
 
 
 def _arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -81,17 +80,17 @@ def _arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def _numbered(
     placement: Mapping[str, int | str | torch.device],
     devices: Sequence[str | torch.device],
-    found: Sequence[torch.device],
+    checked: Sequence[torch.device],
 ) -> dict[str, int]:
-    named = {str(device): number for number, device in reversed(list(enumerate(found)))}
+    named = {str(device): number for number, device in reversed(list(enumerate(checked)))}
     named |= {str(device): number for number, device in reversed(list(enumerate(devices)))}
     numbers = {}
     for name, device in placement.items():
         number = device if isinstance(device, int) else named.get(str(device), -1)
-        if not 0 <= number < len(found):
+        if not 0 <= number < len(checked):
             raise UsageError(
                 f"placement of {name!r}: got {device!r}, expected one of {', '.join(map(str, devices))}, or its place "
-                f"from 0 to {len(found) - 1}"
+                f"from 0 to {len(checked) - 1}"
             )
         numbers[name] = number
     return numbers
@@ -108,23 +107,25 @@ def _plan(measured: MeasuredGraph, devices: Sequence[torch.device], memory: Sequ
 
 
 def _groups(measured: MeasuredGraph, held_by: Callable[[str], Iterable[Any]]) -> list[list[str]]:
-    """Return the operations that hold something, together where they hold the same."""
+    """Return the groups of operations that hold the same objects; operations that hold nothing are in no group."""
     leader: dict[int, int] = {}
 
-    def leader_of(each: int) -> int:
-        while leader.setdefault(each, each) != each:
-            leader[each] = leader[leader[each]]
-            each = leader[each]
-        return each
+    def leader_of(key: int) -> int:
+        while leader.setdefault(key, key) != key:
+            leader[key] = leader[leader[key]]
+            key = leader[key]
+        return key
 
-    held = {operation.name: [id(each) for each in held_by(operation.name)] for operation in measured.operations}
-    for its in held.values():
-        for each in its:
-            leader[leader_of(each)] = leader_of(its[0])
+    keys_by_operation = {
+        operation.name: [id(held) for held in held_by(operation.name)] for operation in measured.operations
+    }
+    for keys in keys_by_operation.values():
+        for key in keys:
+            leader[leader_of(key)] = leader_of(keys[0])
     groups: dict[int, list[str]] = {}
-    for name, its in held.items():
-        if its:
-            groups.setdefault(leader_of(its[0]), []).append(name)
+    for name, keys in keys_by_operation.items():
+        if keys:
+            groups.setdefault(leader_of(keys[0]), []).append(name)
     return list(groups.values())
 
 
@@ -141,13 +142,13 @@ def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
 class PartitionedModel(nn.Module):
     """A model over several devices; made by :func:`partition`.
 
-    Its parameters, buffers and submodules are the model's, under the same names: so is its ``state_dict``.
+    Parameters, buffers, submodules and ``state_dict`` are the model's, under the same names.
     """
 
     def __init__(self, model: nn.Module, example: CallArguments, program: Program) -> None:
         super().__init__()
         self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
-        self._whole = (model, example)  # in a tuple, so that it is no submodule
+        self._whole = (model, example)  # a tuple, because a module would become a submodule
         self.training = model.training
         self._submodules = list(model.named_modules())
         self._programs = {self._key(example): program}
@@ -160,8 +161,8 @@ class PartitionedModel(nn.Module):
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(
-            "a partitioned model cannot be pickled, since its graph is of this process: save its state_dict(), and "
-            "load that into a model before or after it is partitioned"
+            "a partitioned model cannot be pickled, because its graph belongs to this process: save its state_dict(), "
+            "and load it into a model before or after partition()"
         )
 
     @property
@@ -176,17 +177,17 @@ class PartitionedModel(nn.Module):
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the model returns; each output is on the device on which it was computed."""
+        """Return the model's result; each output is on the device that computed it."""
         arguments = bind_call(self._whole[0], args, kwargs)
         return self._program(arguments).run(arguments)
 
     def describe(self) -> str:
-        """Return the cut graph as text: by device its segments, and what each receives and sends."""
+        """Return the cut graph as text: the segments of each device, with the values that they receive and send."""
         program = self._program()
         return describe_cut(program.cut, program.titles(), program.measured.shapes)
 
     def save_svg(self, path: str | Path) -> None:
-        """Draw the cut graph: a column for each device, from above the segments in the order of what they wait for."""
+        """Draw the cut graph: a column for each device, segments from top to bottom in the order of execution."""
         program = self._program()
         Path(path).write_text(draw_cut(program.cut, program.titles(), program.measured.shapes), encoding="utf-8")
 
@@ -213,7 +214,7 @@ class PartitionedModel(nn.Module):
         for (name, known), module in zip_longest(self._submodules, model.modules(), fillvalue=("", None)):
             if module is not known:
                 raise UsageError(
-                    f"the model's modules are others than when it was partitioned, from {name or 'the end'!r} on: "
+                    f"the model's modules have changed since it was partitioned, from {name or 'the end'!r} on: "
                     "partition it again"
                 )
             modes.append(module.training)
@@ -222,5 +223,5 @@ class PartitionedModel(nn.Module):
     @override
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PartitionedModel:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._program().place()  # what has moved moves back: only types change
+        self._program().place()  # back to the devices: only dtypes may change
         return self

@@ -1,4 +1,4 @@
-"""On which device an operation runs: as names say, or as a planner finds it fast. Pure."""
+"""Place operations on devices: by name, or by a planner. Pure."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import difflib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from paceline.errors import UsageError
 from paceline.torch.partitioning.graph import Operation
@@ -13,12 +14,12 @@ from paceline.torch.partitioning.graph import Operation
 
 @dataclass(frozen=True)
 class TransferTimes:
-    """What it takes to bring a value to another device."""
+    """Cost of a transfer to another device."""
 
     seconds: float = 50e-6
-    """From the end of a segment to the start of one that waits for it: a thread is woken."""
+    """From the end of a segment to the start of the next one, in another thread."""
     bytes_per_s: float = 8e9
-    """Half of what a PCI Express 4.0 link of 16 lanes has one way, as a planner's guess."""
+    """A guess: half the rate of a PCI Express 4.0 link of 16 lanes in one direction."""
 
     def transfer_s(self, cost: Cost) -> float:
         """Return the seconds for the value of an operation."""
@@ -27,7 +28,7 @@ class TransferTimes:
 
 @dataclass(frozen=True)
 class Cost:
-    """What an operation takes."""
+    """Cost of an operation."""
 
     seconds: float = 0.0
     num_bytes: int = 0
@@ -39,14 +40,14 @@ def place_by_name(
 ) -> dict[str, int]:
     """Return the device of each operation, given those of modules.
 
-    `paths` has the module that each operation belongs to, as in ``named_modules``; `placement` the devices of modules,
-    which hold for all within them that is not named itself, and of single operations. An operation without is where the
-    last placed one of its inputs is, else where the first operation is that takes its value, else on device 0.
+    `paths`: the module of each operation, as in ``named_modules``. `placement`: the devices of modules and of single
+    operations; a module's device holds for everything inside it without a device of its own. Other operations run on
+    the device of their last input that has one, else of their first user, else on device 0.
 
-    Raises UsageError for a name in `placement` that no operation is called or lies in.
+    Raises UsageError for a name in `placement` that is neither a module nor an operation.
     """
-    names = {operation.name for operation in operations}
-    known = names | {prefix for path in paths.values() for prefix in _prefixes(path)}
+    known = {operation.name for operation in operations}
+    known |= {prefix for path in paths.values() for prefix in _prefixes(path)}
     for name in placement:
         if name not in known:
             near = difflib.get_close_matches(name, sorted(known - {""}), 3)
@@ -54,10 +55,10 @@ def place_by_name(
             raise UsageError(f"placement: got {name!r}, expected the name of a module or an operation{hint}")
     devices: dict[str, int] = {}
     for operation in operations:
-        named = [operation.name, *reversed(_prefixes(paths.get(operation.name, "")))]
-        device = next((placement[each] for each in named if each in placement), None)
+        names = [operation.name, *reversed(_prefixes(paths.get(operation.name, "")))]
+        device = next((placement[name] for name in names if name in placement), None)
         if device is None:
-            device = next((devices[each] for each in reversed(operation.inputs) if each in devices), None)
+            device = next((devices[value] for value in reversed(operation.inputs) if value in devices), None)
         if device is not None:
             devices[operation.name] = device
     _place_with_users(operations, devices)
@@ -65,7 +66,7 @@ def place_by_name(
 
 
 def _prefixes(path: str) -> list[str]:
-    """Return a module's path and those of all that it lies in, the outermost first: the model's own is empty."""
+    """Return the paths of the modules around a module, the model's empty path first, and its own path last."""
     parts = path.split(".") if path else []
     return [".".join(parts[:count]) for count in range(len(parts) + 1)]
 
@@ -80,11 +81,11 @@ def _place_with_users(operations: Sequence[Operation], devices: dict[str, int]) 
 def check_together(devices: Mapping[str, int], together: Sequence[Collection[str]]) -> None:
     """Raise UsageError unless the operations of each group are on one device."""
     for group in together:
-        found = {devices[name]: name for name in group}
-        if len(found) > 1:
+        by_device = {devices[name]: name for name in group}
+        if len(by_device) > 1:
+            places = ", ".join(f"{name} is on device {device}" for device, name in sorted(by_device.items()))
             raise UsageError(
-                f"placement: {', '.join(f'{name} is on device {device}' for device, name in sorted(found.items()))}, "
-                "expected one device for operations of the same module; name the module"
+                f"placement: {places}, expected one device for operations of the same module; name the module"
             )
 
 
@@ -96,12 +97,12 @@ def plan(
     room: Sequence[int],
     times: TransferTimes,
 ) -> dict[str, int]:
-    """Return devices for operations so that the last one ends early.
+    """Return the devices of the operations, for an early end of the last operation.
 
-    A list scheduler: operations in the order of the longest way from each to the end, each on the device on which it
-    ends first (HEFT: Topcuoglu, Hariri, Wu, IEEE TPDS 13(3), 2002). The groups `together` keep to one device each, for
-    what they hold, `group_bytes`; `room` is how many bytes devices have for that. Raises UsageError where a group finds
-    no room.
+    A list scheduler (HEFT: Topcuoglu, Hariri, Wu, IEEE TPDS 13(3), 2002): it takes operations by their longest path to
+    the end, and places each on the device on which it ends first. `together`: groups of operations that share memory
+    and need one device; `group_bytes`: their memory; `room`: the bytes for it on each device. Raises UsageError if a
+    group does not fit.
     """
     group_of = {name: number for number, group in enumerate(together) for name in group}
     to_end = _seconds_to_end(operations, costs, times)
@@ -112,27 +113,27 @@ def plan(
     ends: dict[str, float] = {}
 
     def start_of(operation: Operation, device: int) -> float:
-        arrived = [0.0]
-        for each in (*operation.inputs, *operation.after):
-            if each in ends:
-                is_here = devices[each] == device
-                arrived.append(ends[each] + (0.0 if is_here else times.transfer_s(costs[each])))
-        return max(free_at[device], *arrived)
+        arrivals = [0.0]
+        for name in (*operation.inputs, *operation.after):
+            if name in ends:
+                is_here = devices[name] == device
+                arrivals.append(ends[name] + (0.0 if is_here else times.transfer_s(costs[name])))
+        return max(free_at[device], *arrivals)
 
     place = {operation.name: number for number, operation in enumerate(operations)}
-    for operation in sorted(operations, key=lambda each: (-to_end[each.name], place[each.name])):
+    for operation in sorted(operations, key=lambda operation: (-to_end[operation.name], place[operation.name])):
         group = group_of.get(operation.name)
         if group is not None and group in placed:
-            choice = [placed[group]]
+            choices = [placed[group]]
         else:
             need = 0 if group is None else group_bytes[group]
-            choice = [device for device in range(num_devices) if left[device] >= need]
-            if not choice:
+            choices = [device for device in range(num_devices) if left[device] >= need]
+            if not choices:
                 raise UsageError(
                     f"{operation.name} needs {need:,} bytes, and the devices have {', '.join(f'{n:,}' for n in left)} "
                     "left; give them more memory, or a placement"
                 )
-        device = min(choice, key=lambda each: start_of(operation, each))
+        device = min(choices, key=partial(start_of, operation))
         if group is not None and group not in placed:
             placed[group] = device
             left[device] -= group_bytes[group]
@@ -144,15 +145,15 @@ def plan(
 def _seconds_to_end(
     operations: Sequence[Operation], costs: Mapping[str, Cost], times: TransferTimes
 ) -> dict[str, float]:
-    """Return the longest way from the start of each operation to the end; always longer than those that follow it."""
-    behind: dict[str, float] = {}
+    """Return the longest path from the start of each operation to the end, in seconds."""
+    after_value: dict[str, float] = {}
     to_end: dict[str, float] = {}
     for operation in reversed(operations):
         cost = costs[operation.name]
-        follows = behind.get(operation.name)
-        to_end[operation.name] = cost.seconds + (0.0 if follows is None else times.transfer_s(cost) + follows)
-        for each in (*operation.inputs, *operation.after):
-            behind[each] = max(behind.get(each, 0.0), to_end[operation.name])
+        rest = after_value.get(operation.name)
+        to_end[operation.name] = cost.seconds + (0.0 if rest is None else times.transfer_s(cost) + rest)
+        for name in (*operation.inputs, *operation.after):
+            after_value[name] = max(after_value.get(name, 0.0), to_end[operation.name])
     return to_end
 
 
@@ -164,9 +165,9 @@ def place_evenly(
     num_devices: int,
     times: TransferTimes,
 ) -> dict[str, int]:
-    """Return devices as :func:`plan` does, so that all hold about as much: the even share, if groups can be packed so.
+    """Return the result of :func:`plan` with about equal memory on all devices: the even share, if groups fit so.
 
-    The most that a device holds is the even share and the largest group: were there no room for one then, all would
+    A device holds at most the even share plus the largest group. A group always fits then: otherwise every device would
     hold more than the share.
     """
     share, largest = -(-sum(group_bytes) // num_devices), max(group_bytes, default=0)

@@ -1,4 +1,4 @@
-"""A measured graph, cut over devices, whose segments run as what they take arrives."""
+"""Run a graph that is cut over devices: a segment starts when its inputs have arrived."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Program:
                 backend = "inductor" if compile is True else compile
                 self._run_segments.append(torch.compile(module, backend=backend))
             else:
-                self._run_segments.append(module.forward)  # a call of the module would print what it raises
+                self._run_segments.append(module.forward)  # a call of the module would print its exception
         self._threads = DeviceThreads(self.devices, "part")
 
     @property
@@ -64,13 +64,13 @@ class Program:
                 tensor.grad.data = tensor.grad.data.to(self.devices[device])
 
     def titles(self) -> list[str]:
-        """Return a line for each device: its name, and what it holds."""
-        held = [0] * len(self.devices)
+        """Return a line for each device: its name and its bytes of parameters and buffers."""
+        sizes = [0] * len(self.devices)
         for tensor, device in self._homes.tensors():
-            held[device] += tensor.numel() * tensor.element_size()
+            sizes[device] += tensor.numel() * tensor.element_size()
         return [
             f"device {number}: {device}, {size:,} bytes of parameters and buffers"
-            for number, (device, size) in enumerate(zip(self.devices, held, strict=True))
+            for number, (device, size) in enumerate(zip(self.devices, sizes, strict=True))
         ]
 
     def run(self, arguments: CallArguments) -> Any:
@@ -80,7 +80,7 @@ class Program:
         return self.measured.captured.output.fill(lambda node: call.values[node.name])
 
     def run_segment(self, number: int, inputs: Sequence[Any]) -> list[Any]:
-        """Return the outputs of a segment; what it raises says which operation did."""
+        """Return the outputs of a segment. Exceptions name the operation."""
         try:
             return self._run_segments[number](*inputs)
         except Exception as error:
@@ -89,36 +89,37 @@ class Program:
 
 
 class _Homes:
-    """On which device each parameter and buffer is: where the first operation is that holds it.
+    """The device of each parameter and buffer: the device of the first operation that holds it.
 
-    What others hold of it on other devices they are given as a value, which is sent as any value is; so gradients of
-    tied weights are summed.
+    Operations on other devices receive it as a value, through a transfer. So gradients of tied weights are summed.
     """
 
     def __init__(self, measured: MeasuredGraph, by_operation: Mapping[str, int]) -> None:
         self.by_operation = dict(by_operation)
         self.by_path: dict[str, int] = {}
-        self._held: dict[int, tuple[torch.Tensor, int]] = {}
+        self._device_of: dict[int, tuple[torch.Tensor, int]] = {}
         paths = {id(tensor): path for path, tensor in measured.tensors()}
         for operation in measured.operations:
             for tensor in measured.tensors_of(operation.name):
-                _, home = self._held.setdefault(id(tensor), (tensor, self.by_operation[operation.name]))
+                _, home = self._device_of.setdefault(id(tensor), (tensor, self.by_operation[operation.name]))
                 self.by_path.setdefault(paths[id(tensor)], home)
         for operation in measured.operations:
             self._give_away(measured, operation.name, paths)
 
     def tensors(self) -> list[tuple[torch.Tensor, int]]:
         """Return the parameters and buffers with the number of the device of each."""
-        return list(self._held.values())
+        return list(self._device_of.values())
 
     def _give_away(self, measured: MeasuredGraph, name: str, paths: Mapping[int, str]) -> None:
         module, device = measured.module_of(name), self.by_operation[name]
         if module is None:
             for tensor in measured.tensors_of(name):
-                self.by_operation[name] = self._held[id(tensor)][1]
+                self.by_operation[name] = self._device_of[id(tensor)][1]
             return
         elsewhere = {
-            its: paths[id(tensor)] for its, tensor in module.named_parameters() if self._held[id(tensor)][1] != device
+            name: paths[id(tensor)]
+            for name, tensor in module.named_parameters()
+            if self._device_of[id(tensor)][1] != device
         }
         if elsewhere:
             values = give_parameters(measured, name, elsewhere)
@@ -127,11 +128,11 @@ class _Homes:
 
 @dataclass(frozen=True)
 class _Stop:
-    """In a device's queue: there is nothing more to run."""
+    """The end of a device's queue."""
 
 
 class _Call:
-    """One run of a program: the values that have arrived, and what may run on each device."""
+    """One run of a program: the values that have arrived, and the segments that may run on each device."""
 
     def __init__(self, program: Program, arguments: Mapping[str, Any]) -> None:
         self._program = program
@@ -139,14 +140,14 @@ class _Call:
         self._lock = threading.Lock()
         self._ready: list[queue.SimpleQueue[int | _Stop]] = [queue.SimpleQueue() for _ in program.devices]
         self.values: dict[str, Any] = dict(arguments)
-        """By name, on the devices where they were made."""
+        """By name, on the devices that computed them."""
         self._arrived: dict[tuple[str, int], Any] = {}
         for name, value in arguments.items():
             self._send(name, value)
         self._start(self._arrivals.first())
 
     def work_on(self, device: int) -> None:
-        """Run the device's segments as they become ready, until there are none."""
+        """Run the device's segments as they become ready, to the last one."""
         try:
             while not isinstance(number := self._ready[device].get(), _Stop):
                 segment = self._program.cut.segments[number]
@@ -154,8 +155,8 @@ class _Call:
                     self._arrived[name, device] if (name, device) in self._arrived else self.values[name]
                     for name in segment.inputs
                 ]
-                found = self._program.run_segment(number, inputs)
-                for name, value in zip(segment.outputs, found, strict=True):
+                outputs = self._program.run_segment(number, inputs)
+                for name, value in zip(segment.outputs, outputs, strict=True):
                     self.values[name] = value
                     self._send(name, value)
                 with self._lock:
@@ -176,12 +177,12 @@ class _Call:
             self._stop()
 
     def _stop(self) -> None:
-        for each in self._ready:
-            each.put(_Stop())
+        for ready in self._ready:
+            ready.put(_Stop())
 
 
 def _say_where(error: Exception, measured: MeasuredGraph, operations: Sequence[str]) -> None:
-    """Put the operation that raised before an error's message, and the module that it belongs to."""
+    """Put the failed operation and its module before an error's message."""
     name = _raising_operation(error, operations)
     path = measured.paths.get(name, "")
     where = f"{name}, in {path}" if path and path != name else name
@@ -190,11 +191,11 @@ def _say_where(error: Exception, measured: MeasuredGraph, operations: Sequence[s
 
 
 def _raising_operation(error: Exception, operations: Sequence[str]) -> str:
-    """Return the operation whose line of a segment's code raised; where that is unknown, the first and the last."""
+    """Return the operation whose line of code raised; if it is unknown, the first and the last operation."""
     traceback = error.__traceback__
     while traceback is not None:
         code = traceback.tb_frame.f_code
-        if code.co_filename.startswith("<eval_with_key>"):  # torch.fx gives each line of its code a value's name
+        if code.co_filename.startswith("<eval_with_key>"):  # each line of torch.fx's code assigns one value
             name = linecache.getline(code.co_filename, traceback.tb_lineno).partition(" = ")[0].strip()
             if name in operations:
                 return name
