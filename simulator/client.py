@@ -27,7 +27,7 @@ from paceline.protocol.scheduler import View
 from paceline.protocol.scheduler.events import Expel
 from paceline.protocol.server import events
 from simulator.job_requests import Performer
-from simulator.messages import Reply, Value
+from simulator.messages import Push, Reply, Value
 from simulator.network import SimulatedConnection
 from simulator.node import SimulatedNode
 
@@ -130,10 +130,10 @@ class SimulatedClient(SimulatedNode):
         me, version, clock = self.incarnation, self.core.version, request.clock
         payload: Any = request.payload
 
-        def event(frame: object) -> events.Event:
+        def event(frame: object) -> events.Event | Push:
             match request.kind:
                 case RequestKind.PUSH:
-                    return events.Push(frame, me, request.sequence, clock, version, payload.buckets)
+                    return Push(me, request.sequence, clock, payload.buckets)
                 case RequestKind.PULL:
                     return events.Read(frame, me, clock, buckets=payload.buckets)
                 case RequestKind.TICK:

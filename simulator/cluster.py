@@ -299,7 +299,7 @@ class Cluster:
             return False
         return all(
             server.incarnation in self.oracle.view.servers
-            and server.core.replication.version == self.oracle.view.version
+            and server.core.version == self.oracle.view.version
             and not server.core.replication.num_pending
             for server in self.servers
         )
@@ -316,7 +316,7 @@ class Cluster:
         for group in self.oracle.view.groups:
             for member in group.members:
                 holder = of.get(member)
-                if holder is None or holder.core.replication.version == 0:
+                if holder is None or holder.core.version == 0:
                     continue
                 for bucket in range(self.settings.num_buckets):
                     if not group.buckets >> bucket & 1:

@@ -49,6 +49,16 @@ class EventFrame:
 
 
 @dataclass(slots=True)
+class Push:
+    """A worker's push of iteration `iteration`; the payload is its part."""
+
+    worker: int
+    sequence: int
+    iteration: int
+    buckets: int
+
+
+@dataclass(slots=True)
 class Check:
     """The sender's count of applied pushes to a bucket; the payload is the bucket. The receiver compares both."""
 
@@ -107,7 +117,7 @@ class Pong:
 TIMING: Final[dict[type, TimingClass]] = {
     events.WorkerJoining: TimingClass.CALL,
     events.WorkerRetired: TimingClass.CALL,
-    events.Push: TimingClass.DATA,
+    Push: TimingClass.DATA,
     events.Read: TimingClass.DATA,
     events.WorkerTicked: TimingClass.TICK,
     events.Synced: TimingClass.SYNCED,

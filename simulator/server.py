@@ -14,9 +14,9 @@ from paceline.protocol.reachability import Silence
 from paceline.protocol.replication import AGGREGATE
 from paceline.protocol.scheduler import View
 from paceline.protocol.scheduler.events import BucketsFilled, Expel, ServerDraining
-from paceline.protocol.server import Timing, events
+from paceline.protocol.server import Route, Timing, events
 from paceline.protocol.server.waiting import KEPT
-from simulator.messages import TIMING, Check, EventFrame, Part, Ping, Pong, Reply
+from simulator.messages import TIMING, Check, EventFrame, Part, Ping, Pong, Push, Reply
 from simulator.network import SimulatedConnection
 from simulator.node import SimulatedNode
 from simulator.oracle import Data, Violation
@@ -72,15 +72,34 @@ class SimulatedServer(SimulatedNode):
         sender = frame.connection.owner
         timing = self.core.time(TIMING[type(frame.event)], sender, frame.version)
         if timing in KEPT:
-            self.core.early.keep(timing, sender, frame)
+            self.core.postpone(timing, sender, frame)
         elif timing is Timing.STALE:
             self._answer(frame, self.views.committed)
         elif timing is Timing.NOW and isinstance(frame.event, Check):
             self._compare(sender, frame)
+        elif timing is Timing.NOW and isinstance(frame.event, Push):
+            self._push(frame)
         elif timing is Timing.NOW:
             self._handle(frame.event)
             if isinstance(frame.event, events.WorkerTicked | events.WorkerRetired):
                 self._answer(frame)
+
+    def _push(self, frame: EventFrame) -> None:
+        push = frame.event
+        buckets = push.buckets if self.core.has_copies else None
+        verdict = self.core.push(push.worker, push.sequence, push.iteration, buckets)
+        match verdict.route:
+            case Route.STALE:
+                self._obey([events.Stale(frame)])
+                return
+            case Route.EXPELLED:
+                self._obey([events.TellExpelled(frame)])
+                return
+            case Route.KEEP:
+                ((worker, values),) = frame.payload
+                self.cluster.fired["duplicate"] += bool(push.buckets & ~verdict.fresh)
+                self.table.keep(worker, push.iteration, values, verdict.fresh)
+        self._obey(self.core.admit(verdict, frame))
 
     def _answer(self, frame: EventFrame, content: Any = None) -> None:
         frame.connection.send(self, Reply(frame.number, content, durable=self.core.durable))
@@ -103,7 +122,7 @@ class SimulatedServer(SimulatedNode):
 
     @override
     def view_changed(self, view: View) -> None:
-        if view.version > self.core.replication.version:
+        if view.version > self.core.version:
             self._reports = {}
         workers = frozenset(member.incarnation for member in view.members if member.role is Role.WORKER)
         self._handle(
@@ -115,8 +134,8 @@ class SimulatedServer(SimulatedNode):
 
     def _handle(self, event: events.Event) -> None:
         self._obey(self.core.handle(event))
-        for target in self.core.replication.filling:
-            found = self.core.replication.next_fill(target)
+        for target in self.core.filling:
+            found = self.core.next_fill(target)
             if found is not None:
                 self._send_bucket(target, *found)
 
@@ -128,7 +147,7 @@ class SimulatedServer(SimulatedNode):
                     self.table.apply(_parts(token), buckets)
                 case replication.Forward():
                     self._forward(instruction)
-                case replication.Acknowledge(EventFrame(event=events.Push()) as frame):
+                case replication.Acknowledge(EventFrame(event=Push()) as frame):
                     self._answer(frame)
                 case replication.Acknowledge(EventFrame() as frame):
                     frame.connection.send(self, replication.Acknowledged(self.incarnation, frame.number))
@@ -142,30 +161,28 @@ class SimulatedServer(SimulatedNode):
                 case replication.Hold(buckets):
                     self.table.hold(buckets)
                 case replication.Lead(buckets):
-                    self.cluster.oracle.leads(self.core.replication.version, buckets, self.incarnation, self.name)
+                    self.cluster.oracle.leads(self.core.version, buckets, self.incarnation, self.name)
                     self.table.keep_only(buckets)
                 case replication.Ready(target, version):
-                    self._send_event(target, events.ReadyReceived(self.incarnation, version), version)
+                    ready = events.ReadyReceived(self.incarnation, version)
+                    self.links.send(target, lambda _: ready, version=version)  # noqa: B023
                 case replication.Links(targets):
                     self.links.want_only(targets)
                 case replication.ReportFilled(version, target, buckets):
                     self._reports[target] = BucketsFilled(version, target, buckets)
                     self.send_to_scheduler(self._reports[target])
                 case events.SendClocks(target):
-                    clocks = events.ClocksReceived(self.core.workers.known_clocks())
-                    self._send_event(target, clocks, self.core.replication.version)
+                    clocks = events.ClocksReceived(self.core.known_clocks())
+                    self.links.send(target, lambda _: clocks, version=self.core.version)  # noqa: B023
                 case events.ResumeRequest(EventFrame() as frame):
                     resumed.append(frame)
                 case events.TellJoined(EventFrame() as frame):
                     self._answer(frame, instruction)
-                case events.TellExpelled(EventFrame(connection=connection) as frame):
+                case events.TellExpelled(EventFrame() as frame):
                     self.cluster.oracle.refused(frame.event.worker, self.name)
-                    connection.send(self, Expel(connection, "it is no member"))
+                    frame.connection.send(self, Expel(frame.connection, "it is no member"))
                 case events.Serve(EventFrame() as frame):
                     self._serve(frame)
-                case events.Keep(EventFrame(event=push, payload=((worker, values),)), buckets):
-                    self.cluster.fired["duplicate"] += bool(push.buckets & ~buckets)
-                    self.table.keep(worker, push.iteration, values, buckets)
                 case events.DropKept(worker, iteration):
                     self.table.drop_kept(worker, iteration)
                 case events.ForgetKept():
@@ -177,12 +194,9 @@ class SimulatedServer(SimulatedNode):
         for frame in resumed:
             self.receive(frame.connection, frame)
 
-    def _send_event(self, target: int, event: events.Event, version: int) -> None:
-        self.links.send(target, lambda _: event, version=version)
-
     def _forward(self, forward: replication.Forward) -> None:
         me, (incarnation, sequence), buckets = self.incarnation, _origin(forward.token), forward.buckets
-        version = self.core.replication.version
+        version = self.core.version
         parts = tuple(
             (worker, tuple(value for value in values if buckets >> value[0] & 1))
             for worker, values in _parts(forward.token)
@@ -196,7 +210,7 @@ class SimulatedServer(SimulatedNode):
         )
 
     def _send_bucket(self, target: int, number: int, bucket: int, state: replication.FilterState) -> None:
-        me, version = self.incarnation, self.core.replication.version
+        me, version = self.incarnation, self.core.version
         self.links.send(
             target,
             lambda frame: replication.StateReceived(frame, me, version, bucket, state),
@@ -206,7 +220,7 @@ class SimulatedServer(SimulatedNode):
         )
 
     def _serve(self, frame: EventFrame) -> None:
-        read, version = frame.event, self.core.replication.version
+        read, version = frame.event, self.core.version
         for bucket in buckets_in(read.buckets):
             data = self.table.data[bucket]
             self.cluster.oracle.read(bucket, data, read.worker, read.clock, version, self.incarnation, self.name)
@@ -217,24 +231,24 @@ class SimulatedServer(SimulatedNode):
     @override
     def unreachable(self) -> tuple[int, ...]:
         found = self._silence.look(self.links)
-        rules = self.core.replication
+        core = self.core
         for target, link in self.links.there():
             link.send(self, Ping())
-            for bucket in buckets_in(rules.checkable(target)):
-                check = Check(bucket, rules.applied_to(bucket))
+            for bucket in buckets_in(core.checkable(target)):
+                check = Check(bucket, core.applied_to(bucket))
                 link.send(
                     self,
-                    EventFrame(link, lambda _: check, version=rules.version, payload=self.table.copy_of(bucket)),  # noqa: B023
+                    EventFrame(link, lambda _: check, version=core.version, payload=self.table.copy_of(bucket)),  # noqa: B023
                 )
         return found
 
     def _compare(self, source: int, frame: EventFrame) -> None:
         """Compare a bucket with that of the server before this one."""
-        rules, check = self.core.replication, frame.event
-        if not rules.is_comparable(source, frame.version, check.bucket):
+        core, check = self.core, frame.event
+        if not core.is_comparable(source, frame.version, check.bucket):
             return
         self.cluster.fired["compared"] += 1
-        found = rules.applied_to(check.bucket), self.table.copy_of(check.bucket)
+        found = core.applied_to(check.bucket), self.table.copy_of(check.bucket)
         if found != (check.applied, frame.payload):
             raise Violation(
                 f"{self.name} has {found} in bucket {check.bucket}, the server before it "
@@ -246,7 +260,7 @@ class SimulatedServer(SimulatedNode):
         if self.member is None:
             return
         self.core.validate()
-        held = self.core.replication.held
+        held = self.core.held
         if set(self.table.data) != set(buckets_in(held)):
             raise Violation(f"{self.name}: holds {sorted(self.table.data)}, not {list(buckets_in(held))}")
         for bucket, data in self.table.data.items():
@@ -264,7 +278,7 @@ def _origin(token: Any) -> tuple[int, int]:
     match token:
         case events.SumUp(iteration):
             return AGGREGATE, iteration + 1
-        case EventFrame(event=events.Push(worker=worker, sequence=sequence)):
+        case EventFrame(event=Push(worker=worker, sequence=sequence)):
             return worker, sequence
         case _:
             return token.event.incarnation, token.event.sequence

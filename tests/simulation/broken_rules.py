@@ -17,7 +17,6 @@ from paceline.protocol.replication import (
     Forward,
     Forwarded,
     Instruction,
-    PushReceived,
     RefusePush,
     Replication,
 )
@@ -44,21 +43,30 @@ def repeat_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def acknowledge_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Acknowledge a push before the servers behind have it."""
-    handle = Replication.handle
+    handle, push = Replication.handle, Replication.push
     acknowledged: set[int] = set()
     tokens: list[object] = []  # kept, so that no two of them have the same id
+
+    def acknowledge(token: object, instructions: list[Instruction]) -> list[Instruction]:
+        if any(isinstance(each, Forward) for each in instructions):
+            acknowledged.add(id(token))
+            tokens.append(token)
+            instructions.append(Acknowledge(token))
+        return instructions
+
+    def push_early(
+        core: Replication, token: object, incarnation: int, sequence: int, buckets: int
+    ) -> list[Instruction]:
+        return acknowledge(token, push(core, token, incarnation, sequence, buckets))
 
     def handle_early(core: Replication, event: Event) -> list[Instruction]:
         done = (Acknowledge, RefusePush, Forget)
         instructions = [
             each for each in handle(core, event) if not (isinstance(each, done) and id(each.token) in acknowledged)
         ]
-        if isinstance(event, PushReceived | Forwarded) and any(isinstance(each, Forward) for each in instructions):
-            acknowledged.add(id(event.token))
-            tokens.append(event.token)
-            instructions.append(Acknowledge(event.token))
-        return instructions
+        return acknowledge(event.token, instructions) if isinstance(event, Forwarded) else instructions
 
+    monkeypatch.setattr(Replication, "push", push_early)
     monkeypatch.setattr(Replication, "handle", handle_early)
 
 

@@ -10,7 +10,11 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import paceline
+from paceline.protocol import Eventual, SchedulerCore, ServerCore
+from paceline.protocol.client import ClientCore
 
 SOURCE = Path(paceline.__file__).parent
 TESTS = Path(__file__).parents[1]
@@ -18,6 +22,7 @@ SIMULATOR = TESTS.parent / "simulator"
 MAX_MODULE_LINES, MAX_FOLDER_MODULES, MAX_METHODS, MAX_ATTRIBUTES = 450, 22, 20, 15
 
 MAX_PRIVATE_ACCESSES = 49
+MAX_VALUES_READ = 12
 NOT_OURS = ("_C", "_VariableFunctions", "_efficientzerotensor",
             "_exit", "_replace", "_run_exitfuncs", "_shutdown", "_version", "_parameters", "_coalescing_manager",
             "_foreach_lerp_", "_get_backend", "_get_default_store")  # fmt: skip
@@ -33,6 +38,8 @@ LARGE_CLASSES = {
     "environment.py:Environment": (1, 22),
     "launch/run/options.py:RunOptions": (0, 27),
     "launch/train/options.py:TrainOptions": (0, 21),
+    "protocol/iterations.py:Iterations": (21, 12),
+    "protocol/server/state.py:ServerState": (26, 14),  # queries of one line
     "ps/client/servers.py:Servers": (19, 16),
     "simulator/cluster.py:Cluster": (28, 20),
     "simulator/faults.py:Faults": (24, 3),
@@ -182,6 +189,38 @@ def test_class_names_mean_one_thing() -> None:
                 places.setdefault(node.name, []).append(name)
     repeated = {name: found for name, found in places.items() if len(found) > 1}
     assert repeated == {}
+
+
+def names_read_of(node: ast.AST) -> Iterator[str]:
+    """Yield the names that a module reads of `core` and `_core`, with the name read of each, as "name.name"."""
+    for child in ast.walk(node):
+        match child:
+            case ast.Attribute(value=ast.Attribute(value=core, attr=part), attr=name) if is_core(core):
+                yield f"{part}.{name}"
+            case ast.Attribute(value=core, attr=name) if is_core(core):
+                yield name
+
+
+def is_core(node: ast.expr) -> bool:
+    return getattr(node, "attr", getattr(node, "id", "")) in ("core", "_core")
+
+
+@pytest.mark.parametrize(
+    ("role", "core"),
+    [
+        ("server", ServerCore(Eventual())),
+        ("client", ClientCore(is_worker=True, is_sequential=False)),
+        ("scheduler", SchedulerCore(num_servers=1)),
+    ],
+)
+def test_runtimes_read_little_of_a_core(role: str, core: object) -> None:
+    """A runtime calls methods of its core and reads a few values, and nothing of the core's parts."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sorted((SOURCE / "ps" / role).glob("*.py"))]
+    names = {name for tree in trees for name in names_read_of(tree)}
+    values = {name for name in names if hasattr(core, name) and not callable(getattr(core, name))}
+    assert len(values) <= MAX_VALUES_READ, values
+    reaches = {name for name in names if name.partition(".")[0] in values and "." in name}
+    assert {name for name in reaches if not name.startswith("newest.")} == set()  # which is a view
 
 
 def private_accesses(tree: ast.Module) -> Iterator[tuple[int, str]]:

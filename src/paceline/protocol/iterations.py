@@ -198,17 +198,19 @@ class Iterations:
         # Rule 5: what was pushed before its sender knew that it had to keep it is in the chain first.
         return self._unkept is not None and self._in_chain >= self._unkept
 
-    def admit(self, worker: int, sequence: int, iteration: int, buckets: int) -> int:
-        """Say for which of `buckets` (all led here) a push of a worker is new, and count it as kept in memory.
+    def missing(self, worker: int, sequence: int, iteration: int, buckets: int) -> int:
+        """Return those of `buckets` (all led here) for which a worker's push is new.
 
-        What comes again for an iteration that its bucket has complete is not new.
+        A repeat for an iteration that its bucket has complete is not new.
         """
         # Rule 1: a part of a complete iteration was in its sum, or came too late to be.
         left = self._replication.missing(AGGREGATE, iteration + 1, buckets)
-        new = self._parts.admit(worker, sequence, left) if left else 0
-        if new:
-            self._pushed.setdefault(iteration, set()).add(worker)
-        return new
+        return self._parts.missing(worker, sequence, left)
+
+    def admit(self, worker: int, sequence: int, iteration: int, buckets: int) -> None:
+        """Count a push that is :meth:`missing` in `buckets` as kept in memory."""
+        self._parts.admit(worker, sequence, buckets)
+        self._pushed.setdefault(iteration, set()).add(worker)
 
     def complete(self, iteration: int, workers: tuple[int, ...]) -> list[Sum]:
         """Note that the gate has completed an iteration; they come in order. Return the sums that are to go out."""

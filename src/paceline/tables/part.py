@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -52,13 +52,13 @@ class Selection:
         return Selection(None if self.keys is None else self.keys.copy(), self.start, self.stop, self.buckets)
 
 
-def check_finite(grads: Floats, who: str, table: str) -> float:
+def check_finite(grads: Floats, who: Callable[[], str], table: str) -> float:
     """Return the greatest magnitude of gradients (flat); both ends of a push ask. Raises NonFiniteError."""
     found = float(largest(grads))
     if not found < math.inf:
         bad = grads[~np.isfinite(grads)][0]
         raise NonFiniteError(
-            f"a push of {who} to table {table!r} holds {bad}; it was refused and the table is unchanged: look for a "
+            f"a push of {who()} to table {table!r} holds {bad}; it was refused and the table is unchanged: look for a "
             "diverging loss or a division by zero in the gradient"
         )
     return found

@@ -27,6 +27,14 @@ def server(*members: int, me: int = A, first_clock: int = 0) -> tuple[Replicatio
     return replication, iterations
 
 
+def admit(iterations: Iterations, worker: int, sequence: int, iteration: int, buckets: int) -> int:
+    """Keep a push; return the buckets for which it is new."""
+    fresh = iterations.missing(worker, sequence, iteration, buckets)
+    if fresh:
+        iterations.admit(worker, sequence, iteration, fresh)
+    return fresh
+
+
 def push_sums(replication: Replication, iterations: Iterations, sums: list[Sum]) -> None:
     """Do with sums what a runtime does."""
     for each in sums:
@@ -43,9 +51,9 @@ def change(replication: Replication, version: int, *groups: ChainGroup) -> None:
 def test_an_iteration_is_one_sum_that_is_read_when_the_chain_has_it() -> None:
     replication, iterations = server(A, B)
     assert iterations.may_read(0)
-    assert iterations.admit(1, 0, 0, ALL) == ALL
-    assert iterations.admit(2, 0, 0, 0b01) == 0b01
-    assert iterations.admit(2, 0, 0, ALL) == 0b10
+    assert admit(iterations, 1, 0, 0, ALL) == ALL
+    assert admit(iterations, 2, 0, 0, 0b01) == 0b01
+    assert admit(iterations, 2, 0, 0, ALL) == 0b10
     sums = iterations.complete(0, (1, 2))
     assert sums == [Sum(0, (1, 2), ALL)]
     push_sums(replication, iterations, sums)
@@ -55,14 +63,14 @@ def test_an_iteration_is_one_sum_that_is_read_when_the_chain_has_it() -> None:
     iterations.acknowledged(0)
     assert iterations.may_read(1)
     assert not iterations.may_read(2)
-    assert iterations.admit(1, 0, 0, ALL) == 0  # it is in the sum
+    assert admit(iterations, 1, 0, 0, ALL) == 0  # it is in the sum
 
 
 def test_a_worker_that_left_counts_where_it_ticked() -> None:
     replication, iterations = server()
-    iterations.admit(1, 0, 0, ALL)
-    iterations.admit(2, 0, 0, ALL)
-    iterations.admit(2, 1, 1, ALL)
+    admit(iterations, 1, 0, 0, ALL)
+    admit(iterations, 2, 0, 0, ALL)
+    admit(iterations, 2, 1, 1, ALL)
     assert iterations.left(2) == []
     sums = iterations.complete(0, (1, 2))
     assert sums == [Sum(0, (1, 2), ALL)]
@@ -81,7 +89,7 @@ def test_after_a_takeover_all_send_again_before_anything_is_completed_or_read() 
     assert iterations.durable == 0
     assert not iterations.may_read(0)
     assert iterations.complete(1, (1, 2)) == []
-    assert iterations.admit(1, 0, 0, ALL) == 0b10
+    assert admit(iterations, 1, 0, 0, ALL) == 0b10
     assert iterations.synced(1, 1) == []  # of an older map
     assert iterations.synced(1, 2) == []
     sums = iterations.synced(2, 2)
@@ -108,8 +116,8 @@ def test_one_who_sent_again_counts_though_the_gate_saw_no_tick() -> None:
     assert iterations.durable == 5
     change(replication, 2, ChainGroup((A,), None, ALL))
     iterations.lead(2, ALL, (1, 2))
-    iterations.admit(1, 0, 4, ALL)
-    iterations.admit(1, 1, 5, ALL)
+    admit(iterations, 1, 0, 4, ALL)
+    admit(iterations, 1, 1, 5, ALL)
     iterations.synced(1, 2)
     assert iterations.synced(2, 2) == [Sum(4, (1,), ALL)]
     assert iterations.complete(5, (2,)) == [Sum(5, (1, 2), ALL)]
@@ -120,11 +128,11 @@ def test_two_sums_of_one_iteration_are_both_waited_for() -> None:
     replication, iterations = server(A, B)
     change(replication, 2, ChainGroup((A, B), None, 0b01), ChainGroup((C, A), None, 0b10))
     iterations.lead(2, 0b01, (1,))
-    iterations.admit(1, 0, 0, 0b01)
+    admit(iterations, 1, 0, 0, 0b01)
     push_sums(replication, iterations, iterations.complete(0, (1,)))
     change(replication, 3, ChainGroup((A, B), None, ALL))
     iterations.lead(3, ALL, (1,))
-    iterations.admit(1, 0, 0, 0b10)
+    admit(iterations, 1, 0, 0, 0b10)
     push_sums(replication, iterations, iterations.synced(1, 3))
     iterations.acknowledged(0)
     assert iterations.durable == 0
@@ -158,7 +166,7 @@ def filled_behind(*workers: int) -> tuple[Replication, Iterations]:
     """Return a server that was alone, has a push of worker 1 of iteration 0, and behind which B is being filled."""
     replication, iterations = server()
     assert not iterations.may_report(ALL)  # there is nobody to report
-    iterations.admit(1, 0, 0, ALL)
+    admit(iterations, 1, 0, 0, ALL)
     change(replication, 2, ChainGroup((A,), B, ALL))
     iterations.lead(2, ALL, workers)
     return replication, iterations
@@ -170,12 +178,12 @@ def test_a_fill_is_reported_when_workers_keep_what_is_here_alone() -> None:
     iterations.synced(2, 1)  # by an older map, by which it does not keep
     push_sums(replication, iterations, iterations.complete(0, (1,)))
     assert not iterations.may_report(ALL)
-    iterations.admit(2, 0, 1, ALL)
+    admit(iterations, 2, 0, 1, ALL)
     iterations.synced(2, 2)
     assert not iterations.may_report(ALL)  # of iteration 1 something came that is not kept
     push_sums(replication, iterations, iterations.complete(1, (1, 2)))
     assert iterations.may_report(ALL)
-    iterations.admit(1, 1, 2, ALL)
+    admit(iterations, 1, 1, 2, ALL)
     assert iterations.may_report(ALL)
     # It stays so while somebody is behind it; a worker that comes keeps from the beginning.
     change(replication, 3, ChainGroup((A,), C, 0b01), ChainGroup((B,), None, 0b10))
@@ -214,8 +222,8 @@ def test_a_fill_is_reported_though_some_leave_or_finish() -> None:
 def test_a_fill_is_reported_though_one_goes_whose_pushes_it_waited_for() -> None:
     # Found by a reviewer: the drain or join hung until somebody completed an iteration that nobody else was in.
     replication, iterations = filled_behind(1, 2)
-    iterations.admit(2, 0, 0, 0b01)
-    iterations.admit(2, 1, 1, ALL)
+    admit(iterations, 2, 0, 0, 0b01)
+    admit(iterations, 2, 1, 1, ALL)
     iterations.synced(1, 2)
     iterations.synced(2, 2)
     iterations.forget(2, 1)  # it has ticked iteration 0
@@ -227,7 +235,7 @@ def test_a_fill_is_reported_though_one_goes_whose_pushes_it_waited_for() -> None
 
 def test_a_fill_waits_for_what_one_ticked_who_is_gone_though_others_drop_theirs() -> None:
     replication, iterations = filled_behind(1, 2)
-    iterations.admit(2, 0, 0, ALL)
+    admit(iterations, 2, 0, 0, ALL)
     for worker, clock in ((1, 1), (2, 0)):
         iterations.synced(worker, 2)
         assert not iterations.may_report(ALL)
@@ -273,7 +281,7 @@ def test_of_what_another_one_leads_a_fill_is_reported_at_once() -> None:
 def test_who_finishes_without_a_tick_is_no_part_of_the_sum() -> None:
     _, iterations = server()
     for worker in (1, 2):
-        iterations.admit(worker, 0, 0, ALL)
+        admit(iterations, worker, 0, 0, ALL)
     iterations.forget(1, 0)
     assert iterations.complete(0, (2,)) == [Sum(0, (2,), ALL)]
 

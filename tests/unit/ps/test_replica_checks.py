@@ -8,8 +8,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from paceline.kernels.sparse import digest_records
-from paceline.protocol import ALL, ChainGroup, bucket_set
+from paceline.protocol import ALL, ChainGroup, Eventual, ServerCore, bucket_set
 from paceline.protocol.replication import Change, Forwarded, LinkUp, PushReceived, Replication
+from paceline.protocol.server.events import ViewChanged
 from paceline.ps.server.replica_checks import BucketOrders, ReplicaChecks
 from paceline.tables.server_tables import ServerTables
 
@@ -108,13 +109,14 @@ def test_a_server_being_filled_is_not_compared() -> None:
 
 
 def test_a_round_takes_a_minute_or_its_share_of_the_time() -> None:
-    rules = Replication(1)
-    rules.handle(Change(1, (ChainGroup((1, 2), None, ALL),)))
+    core = ServerCore(Eventual())
+    core.joined(1)
+    core.handle(ViewChanged(1, 1, (ChainGroup((1, 2), None, ALL),), frozenset({1, 2}), frozenset(), 2))
     checks = ReplicaChecks(ServerTables(0))
-    assert checks.next(rules, [2]) is None
+    assert checks.next(core, [2]) is None
     assert 0 < checks.pause_s(None) <= 10
-    rules.handle(LinkUp(2))
-    found = [checks.next(rules, [2]) for _ in range(512)]
+    core.handle(LinkUp(2))
+    found = [checks.next(core, [2]) for _ in range(512)]
     assert {each and each[1] for each in found} == set(range(512))
     assert 512 * checks.pause_s(0.0) < 60
     assert checks.pause_s(1.0) >= 25

@@ -64,7 +64,8 @@ class Replication:
     def __init__(self, me: int, min_replicas: int = 0) -> None:
         self._me = me
         self._min_replicas = min_replicas
-        self._version = 0
+        self.version = 0
+        """The version of the view; 0 before the first."""
         self.place = Place()
         """Where this server is in the chains, by the map."""
         self._up: set[int] = set()  # the servers behind to which there are connections
@@ -73,11 +74,6 @@ class Replication:
         self._fills = Fills(numbers)
         self.pushes = ChainProgress(self._fills, numbers)
         """What is on its way down the chains."""
-
-    @property
-    def version(self) -> int:
-        """The version of the map; 0 before the first."""
-        return self._version
 
     @property
     def primary(self) -> int:
@@ -116,7 +112,7 @@ class Replication:
         It may have more where it was ahead of that one: then it is still handing it up.
         """
         from_it = self.place.before.get(source, 0) & self._filter.buckets & ~self.place.filling
-        if version != self._version or not from_it >> bucket & 1:
+        if version != self.version or not from_it >> bucket & 1:
             return False
         return not self.pushes.left() >> bucket & 1
 
@@ -146,30 +142,34 @@ class Replication:
         """Return for which of `buckets` (all held) such a push would be new."""
         return self._filter.missing(incarnation, sequence, buckets)
 
+    def push(self, token: object, incarnation: int, sequence: int, buckets: int) -> list[Instruction]:
+        """Accept a push of this version to `buckets`, all led here."""
+        fresh = self._filter.admit(incarnation, sequence, buckets)
+        return self.pushes.take(PendingPush(token, incarnation, sequence, buckets, is_ours=True), fresh)
+
     def handle(self, event: Event) -> list[Instruction]:
         """Take one event; return what to do, in order."""
         match event:
             case PushReceived(token, incarnation, sequence, version, buckets):
                 # Rule 1: a message is of this server's version or it is not taken.
-                if event.version != self._version or event.buckets & ~self.place.primary:
+                if event.version != self.version or event.buckets & ~self.place.primary:
                     return [RefusePush(token)]
-                fresh = self._filter.admit(incarnation, sequence, buckets)
-                return self.pushes.take(PendingPush(token, incarnation, sequence, buckets, is_ours=True), fresh)
+                return self.push(token, incarnation, sequence, buckets)
             case Forwarded(token, source, incarnation, sequence, version, buckets):
                 place = self.place
                 sound = (place.before.get(source, 0) | place.after.get(source, 0)) & self._filter.buckets
-                if event.version != self._version or event.buckets & ~sound:
+                if event.version != self.version or event.buckets & ~sound:
                     return [Forget(token)]
                 fresh = self._filter.admit(incarnation, sequence, buckets)
                 return self.pushes.take(PendingPush(token, incarnation, sequence, buckets, is_ours=False), fresh)
             case Acknowledged(target, number):
                 return self.pushes.acknowledged(target, number)
             case Change(version, groups):
-                return self._change(version, groups) if version > self._version else []
+                return self._change(version, groups) if version > self.version else []
             case StateReceived():
                 return self._state_received(event)
             case Confirmed(target, number):
-                return self._fills.reports(target, self._version) if self._fills.confirm(target, number) else []
+                return self._fills.reports(target, self.version) if self._fills.confirm(target, number) else []
             case LinkUp(target):
                 # Rule 6: what was on its way on the link before is lost: it is sent again.
                 self._up.add(target)
@@ -185,8 +185,8 @@ class Replication:
         before, place = self.place, Place.of(self._me, groups, self._min_replicas)
         members = place.members
         instructions: list[Instruction] = []
-        follows = version == self._version + 1  # a map that was missed may have taken a bucket and given it again
-        self._version = version
+        follows = version == self.version + 1  # a map that was missed may have taken a bucket and given it again
+        self.version = version
         whole = self._filter.buckets
         kept = whole & members | whole & place.filling & before.filling
         if whole & ~kept:
@@ -204,11 +204,11 @@ class Replication:
         instructions += self.pushes.after_change()
         instructions += self._ready(place.leaders)
         instructions.append(Lead(place.primary, place.primary & ~before.primary, frozenset(place.after)))
-        instructions += [report for target in place.fills for report in self._fills.reports(target, self._version)]
+        instructions += [report for target in place.fills for report in self._fills.reports(target, self.version)]
         return instructions
 
     def _ready(self, targets: Iterable[int]) -> list[Ready]:
-        return [Ready(each, self._version) for each in targets if each in self.place.leaders and each in self._up]
+        return [Ready(each, self.version) for each in targets if each in self.place.leaders and each in self._up]
 
     # Filling.
 
@@ -228,7 +228,7 @@ class Replication:
 
     def _state_received(self, event: StateReceived) -> list[Instruction]:
         one = 1 << event.bucket
-        if event.version != self._version or not self.place.before.get(event.source, 0) & self.place.filling & one:
+        if event.version != self.version or not self.place.before.get(event.source, 0) & self.place.filling & one:
             return [Forget(event.token)]
         if self._filter.buckets & one:
             self._filter.release(one)

@@ -2,7 +2,7 @@
 
 from paceline.protocol.server import events
 from paceline.protocol.server.core import ServerCore
-from paceline.protocol.server.events import Clocks, Route, Timing, TimingClass
+from paceline.protocol.server.events import Clocks, Route, Timing, TimingClass, Verdict
 from paceline.protocol.server.waiting import BlockedReads, EarlyRequests
 from paceline.protocol.server.workers import Workers
 
@@ -14,6 +14,7 @@ __all__ = [
     "Route",
     "ServerCore",
     "Timing",
+    "Verdict",
     "Workers",
     "events",
 ]

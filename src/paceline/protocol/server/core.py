@@ -7,9 +7,9 @@ core composes the leaves: the gate (:class:`~paceline.protocol.server.workers.Wo
 (:class:`~paceline.protocol.iterations.Iterations`); :class:`~paceline.protocol.server.progress.Progress` has how these
 act together. Parameters and gradients never come here: a token stands for each request.
 
-A request is first timed (:meth:`ServerCore.time`), and kept if it is early. A push or read that need not wait costs a
-few look-ups, see :meth:`ServerCore.route` and :meth:`ServerCore.is_readable`; all else goes by
-:meth:`ServerCore.handle`.
+A request is first timed (:meth:`ServerCore.time`), and kept if it is early. A push gets a verdict
+(:meth:`ServerCore.push`) and is then accepted (:meth:`ServerCore.admit`). A read that need not wait is answered at once
+(:meth:`ServerCore.is_readable`). All else goes by :meth:`ServerCore.handle`.
 
 Source: OSDI'14 "Scaling Distributed Machine Learning with the Parameter Server", section 4; views as in Viewstamped
 Replication Revisited (Liskov and Cowling 2012).
@@ -18,48 +18,25 @@ Replication Revisited (Liskov and Cowling 2012).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
 
 from paceline.protocol import clocks, replication
-from paceline.protocol.clocks import Gate
-from paceline.protocol.consistency import Consistency
-from paceline.protocol.iterations import Iterations
-from paceline.protocol.replication import Replication
+from paceline.protocol.buckets import Buckets
 from paceline.protocol.server import events
-from paceline.protocol.server.events import Event, Instruction, Route, Timing, TimingClass
-from paceline.protocol.server.progress import Progress
-from paceline.protocol.server.waiting import EarlyRequests
+from paceline.protocol.server.events import Event, Instruction, Route, Timing, TimingClass, Verdict
+from paceline.protocol.server.state import ServerState
 
-_KEEP, _CHAIN, _ALONE = Route.KEEP, Route.CHAIN, Route.ALONE
+_KEEP, _CHAIN, _ALONE, _STALE, _EXPELLED = Route
+_DATA, _NOW = TimingClass.DATA, Timing.NOW
 _WORDS = frozenset((TimingClass.TICK, TimingClass.SYNCED, TimingClass.CALL))
 
 
-class ServerCore:
+class ServerCore(ServerState):
     """One server's state.
 
     Arguments: the cluster's `consistency`; `expected_workers`, how many must have joined before the first iteration can
     complete; `replicas`, how many servers the cluster has behind each primary; `min_replicas`, how many of them must
     have a push before it is acknowledged.
     """
-
-    gate_type: ClassVar[type[Gate]] = Gate
-    replication_type: ClassVar[type[Replication]] = Replication
-    iterations_type: ClassVar[type[Iterations]] = Iterations
-
-    def __init__(
-        self, consistency: Consistency, *, expected_workers: int = 1, replicas: int = 0, min_replicas: int = 0
-    ) -> None:
-        self._replicas = replicas
-        self._min_replicas = min_replicas
-        self._out: list[Instruction] = []
-        self.progress = Progress(consistency, expected_workers, self.gate_type, self.iterations_type, self._out)
-        self.replication = self.progress.replication
-        self.workers = self.progress.workers
-        self.reads = self.progress.reads
-        self.early = EarlyRequests()
-        self.epoch = -1
-        self._me = 0
-        self._view_before: events.ViewChanged | None = None  # one that came before the welcome
 
     def joined(self, me: int) -> list[Instruction]:
         """Be the member of incarnation `me`; return what to do."""
@@ -72,7 +49,10 @@ class ServerCore:
     # Requests.
 
     def time(self, kind: TimingClass, sender: int, version: int) -> Timing:
-        """Say when a request is to be handled that a process sent by the view of `version`."""
+        """Return when a request is to be handled that a process sent by the view of `version`."""
+        current = self.replication.version
+        if kind is _DATA and version == current and self._me:
+            return _NOW
         if not self._me:
             return Timing.EARLY
         if kind in _WORDS:
@@ -85,15 +65,18 @@ class ServerCore:
         # Rule 3: of two words of a worker the one that came first is taken first.
         if kind is TimingClass.CALL and self.early.has_of(sender):
             return Timing.EARLY
-        current = self.replication.version
         if version == current or kind in (TimingClass.CALL, TimingClass.OTHER):
-            return Timing.NOW
+            return _NOW
         # Rule 4: sender and receiver have the same view, or the one that is behind takes the newer one first.
         if version > current:
             return Timing.EARLY
         if kind is TimingClass.CHAIN:
-            return Timing.NOW
+            return _NOW
         return Timing.REPEATED if kind is TimingClass.SYNCED else Timing.STALE
+
+    def postpone(self, timing: Timing, sender: int, token: object) -> None:
+        """Retain a request until its time comes; then there is a ResumeRequest."""
+        self.early.keep(timing, sender, token)
 
     def disconnected(self, is_of_it: Callable[[object], bool]) -> None:
         """Forget the requests that came on a connection: nobody hears an answer."""
@@ -104,41 +87,55 @@ class ServerCore:
         """Wait no longer than this until a push may be acknowledged: see :class:`replication.Withhold`."""
         self.progress.withhold(token, deadline_s)
 
-    def route(self, worker: int, iteration: int) -> Route:
-        """Say what becomes of a push."""
-        if self.progress.iterations is not None and self.workers.has_begun(worker, iteration):
-            return _KEEP
-        chains = self.replication
-        return _CHAIN if chains.has_successors or chains.place.short else _ALONE
+    # Pushes.
 
-    def keep(self, worker: int, sequence: int, iteration: int, buckets: int) -> int:
-        """Take note of a push that is kept until its iteration is complete; return for which buckets it is new."""
-        iterations = self.progress.iterations
-        assert iterations is not None
-        # Where there is one copy nobody looks for the buckets of the keys: it counts as a push to all.
-        extent = buckets if self._replicas else self.replication.primary
-        return iterations.admit(worker, sequence, iteration, extent)
+    def push(self, worker: int, sequence: int, iteration: int, buckets: Buckets | None = None) -> Verdict:
+        """Judge a push and remember nothing: the caller checks its content, then calls :meth:`admit`.
 
-    def missing(self, worker: int, sequence: int, buckets: int) -> int:
-        """Return for which of these buckets, all held, a push would be new."""
-        return self.replication.missing(worker, sequence, buckets)
+        `buckets` are those of its keys; None unless :attr:`has_copies`.
 
-    def admit(self, worker: int, sequence: int) -> int:
-        """Take a push where there is one copy, as one to all buckets that this server leads: O(1).
-
-        Returns those for which it is new.
+        Raises:
+            ProtocolError: the worker cannot have begun this iteration.
         """
-        return self.replication.admit(worker, sequence)
+        workers, place, iterations = self.workers, self.replication.place, self.progress.iterations
+        takes_part = worker in workers.counted
+        if takes_part:
+            workers.check_leap(worker, iteration, self.progress.updates)
+        elif workers.is_gone(worker & ~replication.CALLS):
+            return Verdict(_EXPELLED, worker, sequence, iteration)
+        primary = place.primary
+        counted = primary if buckets is None else buckets
+        if counted & ~primary:
+            return Verdict(_STALE, worker, sequence, iteration)
+        if iterations is not None and (takes_part or workers.has_begun(worker, iteration)):
+            if not self._replicas:
+                counted = primary
+            fresh = iterations.missing(worker, sequence, iteration, counted)
+            return Verdict(_KEEP, worker, sequence, iteration, counted, fresh, takes_part)
+        route = _CHAIN if place.behind or place.short else _ALONE
+        # A call may have been cut by another view: it counts only for the buckets of its keys.
+        if route is _ALONE and worker < replication.CALLS:
+            counted = primary
+        fresh = self.replication.missing(worker, sequence, counted)
+        return Verdict(route, worker, sequence, iteration, counted, fresh, takes_part)
 
-    @property
-    def durable(self) -> int:
-        """How many iterations are complete and safe: 0 unless consistency is sequential."""
-        iterations = self.progress.iterations
-        return 0 if iterations is None else iterations.durable
+    def admit(self, verdict: Verdict, token: object = None) -> list[Instruction]:
+        """Accept the push of the last verdict and remember it; return the instructions for `token`.
 
-    def is_readable(self, clock: int) -> bool:
-        """Whether values of iteration `clock` may be read now."""
-        return self.workers.gate.is_open(clock) and self.progress.updates.may_read(clock)
+        Without a token, the caller applies or keeps the push and answers it; the route is not CHAIN then. O(1) if the
+        push is newer than all others of its worker.
+        """
+        route, worker, sequence, fresh = verdict.route, verdict.worker, verdict.sequence, verdict.fresh
+        if route is _CHAIN:
+            self.progress.replicate(self.replication.push(token, worker, sequence, verdict.buckets))
+            return self._take_out()
+        if route is _KEEP:
+            assert self.progress.iterations is not None
+            if fresh:
+                self.progress.iterations.admit(worker, sequence, verdict.iteration, fresh)
+            return [] if token is None else [replication.Acknowledge(token)]
+        self.replication.admit(worker, sequence, verdict.buckets)
+        return [] if token is None else [replication.Apply(token, fresh), replication.Acknowledge(token)]
 
     # Events.
 
@@ -149,10 +146,8 @@ class ServerCore:
             ProtocolError: a worker, or another server, says what cannot be; nothing has changed.
         """
         match event:
-            case events.Push():  # first what every push goes by
-                self._push(event)
             case replication.Forwarded() | replication.Acknowledged():
-                self.progress.replicate(event)
+                self.progress.replicate(self.replication.handle(event))
             case events.WorkerTicked(worker, clock):
                 return self.tick(worker, clock)
             case events.Read():
@@ -171,13 +166,15 @@ class ServerCore:
                 self.progress.expire(now_s)
             case replication.LinkUp(target):
                 self._out.append(events.SendClocks(target))
-                self.progress.replicate(event)
+                self.progress.replicate(self.replication.handle(event))
             case _:
-                self.progress.replicate(event)
+                self.progress.replicate(self.replication.handle(event))
         return self._take_out()
 
     def tick(self, worker: int, clock: int) -> list[Instruction]:
         """Do as :meth:`handle` does with a WorkerTicked. O(1) if it completes nothing."""
+        if worker in self.workers.counted:
+            self.workers.check_leap(worker, clock - 1, self.progress.updates)
         instructions = self.workers.tick(worker, clock)
         if not instructions:
             return []
@@ -189,25 +186,6 @@ class ServerCore:
         out = self._out[:]
         self._out.clear()
         return out
-
-    def _push(self, event: events.Push) -> None:
-        token, buckets = event.token, event.buckets
-        if self.workers.is_gone(event.worker & ~replication.CALLS):
-            self._out.append(events.TellExpelled(token))
-        elif event.buckets & ~self.replication.primary:
-            self._out.append(replication.RefusePush(token))
-        elif (route := self.route(event.worker, event.iteration)) is _CHAIN:
-            self.progress.replicate(
-                replication.PushReceived(token, event.worker, event.sequence, event.version, buckets)
-            )
-        elif route is _KEEP:
-            fresh = self.keep(event.worker, event.sequence, event.iteration, buckets)
-            self._out += [events.Keep(token, fresh & buckets), replication.Acknowledge(token)]
-        else:
-            # A call may have been cut by another view: it counts only for the buckets that its keys are of.
-            is_call = event.worker >= replication.CALLS
-            fresh = self.replication.admit(event.worker, event.sequence, buckets if is_call else None)
-            self._out += [replication.Apply(token, fresh & buckets), replication.Acknowledge(token)]
 
     def _read(self, event: events.Read) -> None:
         if self.workers.is_gone(event.worker):
@@ -263,7 +241,3 @@ class ServerCore:
 
     def _receive(self, timing: Timing) -> None:
         self._out += [events.ResumeRequest(token) for token in self.early.take(timing)]
-
-    def validate(self) -> None:
-        """Assert the invariants."""
-        self.progress.validate()

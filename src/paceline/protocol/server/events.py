@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
+
+from msgspec import Struct
 
 from paceline.protocol import replication
+from paceline.protocol.buckets import Buckets
 from paceline.protocol.chains import ChainGroup
 
 
@@ -49,14 +52,44 @@ class Timing(Enum):
 
 
 class Route(Enum):
-    """What becomes of a push."""
+    """The way of a push."""
 
     KEEP = "keep"
-    """It is kept until its iteration is complete."""
+    """It is kept until its iteration is complete, and answered at once."""
     CHAIN = "chain"
-    """It is applied, sent down the chains, and answered when all servers behind have it."""
+    """It is applied and forwarded, and answered when all successors have it."""
     ALONE = "alone"
     """It is applied and answered: there is one copy."""
+    STALE = "stale"
+    """It is rejected: the client retries with the newest view."""
+    EXPELLED = "expelled"
+    """It is rejected: its worker is no member of the cluster."""
+
+
+class Verdict(Struct):
+    """The decision of :meth:`ServerCore.push`."""
+
+    route: Route
+    worker: int
+    sequence: int
+    iteration: int
+    buckets: Buckets = 0
+    """The buckets for which the push counts."""
+    fresh: Buckets = 0
+    """Those of them for which it is new. 0: a duplicate."""
+    takes_part: bool = False
+    """Whether the worker takes part in the iterations now."""
+
+
+class Awaited(NamedTuple):
+    """The reasons why a read waits."""
+
+    ranks: list[int]
+    """Of the workers that are behind, or have to send pushes again."""
+    num_missing: int
+    """How many of the expected workers have not joined."""
+    by_chain: bool
+    """Whether the read waits for successors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,24 +161,6 @@ class WorkerTicked:
     clock: int
 
 
-@dataclass(slots=True)
-class Push:
-    """A push of iteration `iteration` came, whose keys lie in `buckets`.
-
-    `worker` is the sender's incarnation; `CALLS` is added to it for a write or an erasure.
-
-    Answered by Acknowledge, RefusePush or TellExpelled; behind a Withhold perhaps by Late, see
-    :meth:`ServerCore.withhold`.
-    """
-
-    token: object
-    worker: int
-    sequence: int
-    iteration: int
-    version: int
-    buckets: int
-
-
 @dataclass(frozen=True, slots=True)
 class Read:
     """A read of iteration `clock` came; `buckets` are those it is of, as far as that is known.
@@ -183,7 +198,7 @@ class Time:
 
 
 Event: TypeAlias = (
-    ViewChanged | WorkerJoining | Synced | WorkerRetired | WorkerTicked | Push | Read | ReadyReceived | ClocksReceived
+    ViewChanged | WorkerJoining | Synced | WorkerRetired | WorkerTicked | Read | ReadyReceived | ClocksReceived
     | Time | replication.Forwarded | replication.Acknowledged | replication.LinkUp | replication.LinkDown
     | replication.Confirmed | replication.StateReceived
 )  # fmt: skip
@@ -233,14 +248,6 @@ class Late:
     """Tell the worker that the deadline of its read, or push, has passed."""
 
     token: object
-
-
-@dataclass(frozen=True, slots=True)
-class Keep:
-    """Keep that part of the push that falls into `buckets` until its iteration is complete; 0: it is kept already."""
-
-    token: object
-    buckets: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +305,6 @@ class SendClocks:
 
 
 Instruction: TypeAlias = (
-    ResumeRequest | TellJoined | TellExpelled | Stale | Serve | Late | Keep | DropKept | SumUp | ApplySum | Completed
+    ResumeRequest | TellJoined | TellExpelled | Stale | Serve | Late | DropKept | SumUp | ApplySum | Completed
     | ForgetWorker | ForgetKept | SendClocks | replication.Instruction
 )  # fmt: skip

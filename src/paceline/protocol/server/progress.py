@@ -133,13 +133,13 @@ class Progress:
         # First of all: a sum that nobody is left to have counts as safe, and what was read may be here no more.
         self._out += [events.Stale(token) for token in self.reads.take_all()]
         self._reports = {}
-        self.replicate(replication.Change(view.version, view.groups))
+        self.replicate(self.replication.handle(replication.Change(view.version, view.groups)))
         for target in self.replication.filling:  # it may have been in no chain by a view that this server missed
             self._out.append(events.SendClocks(target))
 
-    def replicate(self, event: replication.Event) -> None:
-        """Feed an event to the chains."""
-        for instruction in self.replication.handle(event):
+    def replicate(self, instructions: Iterable[replication.Instruction]) -> None:
+        """Do as the chains say."""
+        for instruction in instructions:
             match instruction:
                 case replication.Forward() | replication.Apply():  # first, since every push has them
                     self._out.append(instruction)
@@ -175,8 +175,7 @@ class Progress:
             if self.replication.has_successors or each.buckets != self.replication.primary:
                 token = events.SumUp(each.iteration, each.workers, each.buckets)
                 self._out.append(token)
-                version = self.replication.version
-                self.replicate(replication.PushReceived(token, AGGREGATE, sequence, version, each.buckets))
+                self.replicate(self.replication.push(token, AGGREGATE, sequence, each.buckets))
             else:
                 self.replication.admit(AGGREGATE, sequence)
                 self._out.append(events.ApplySum(each.iteration, each.workers, each.buckets))

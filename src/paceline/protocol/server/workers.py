@@ -36,8 +36,8 @@ class Workers:
         self._gone: set[int] = set()  # they never come back
 
     def is_gone(self, incarnation: int) -> bool:
-        """Whether a process has left or is dead, as far as is known."""
-        return incarnation in self._gone
+        """Whether a process has left or is dead, as far as is known; 0, the number of sums, never was a member."""
+        return incarnation < 1 or incarnation in self._gone
 
     def is_unnamed(self, worker: int) -> bool:
         """Whether a worker is newer than the view that is here."""

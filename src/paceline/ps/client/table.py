@@ -151,7 +151,7 @@ class Table:
                 f"gradients for table {self.name!r} have shape {array.shape}: expected {(count, dim)}, one row per key"
             )
         flat = np.ascontiguousarray(array).reshape(-1)
-        check_finite(flat, f"{self._client.role} {self._client.rank}", self.name)
+        check_finite(flat, lambda: f"{self._client.role} {self._client.rank}", self.name)
         return flat
 
     def _check_out(self, out: Floats | None, count: int, dim: int) -> Floats:

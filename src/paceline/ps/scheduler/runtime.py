@@ -237,7 +237,7 @@ class Scheduler(Handler):
             assert endpoint is None or isinstance(endpoint, Endpoint)
             assert process is None or isinstance(process, messages.ProcessIdentity)
             # It may be found at once that one has ended, and that the cluster can be taken over without it.
-            if self.core.phase is Phase.RECOVERING or self.core.membership.find(each.incarnation) is not None:
+            if self.core.phase is Phase.RECOVERING or each.incarnation in self.core.newest.incarnations:
                 self._processes.watch(each.incarnation, process, endpoint, connected=False)
 
     @must_succeed
@@ -246,7 +246,7 @@ class Scheduler(Handler):
         for instruction in self.core.handle(event, time.monotonic()):
             self._execute(instruction)
         if was_recovering and self.core.phase is not Phase.RECOVERING:
-            self._processes.keep([member.incarnation for member in self.core.membership.members])
+            self._processes.keep(self.core.newest.incarnations)
         if self._held and not self._must_wait(None):
             held, self._held = self._held, []
             for peer, header, request, body in held:
@@ -358,7 +358,7 @@ class Scheduler(Handler):
         news = self.jobs.take_news()
         if news is None:
             return
-        workers = {member.incarnation for member in self.core.membership.of(Role.WORKER)}
+        workers = {member.incarnation for member in self.core.newest.members if member.role is Role.WORKER}
         keepers = [s for each, s in self.sessions.members.items() if each in workers or self.jobs.concerns(s)]
         notify_all(keepers, news)
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from paceline.errors import DeadlineError, NonFiniteError, NoRoomError, PeerError, StaleEpochError, UsageError
 from paceline.filters.base import Bytes
-from paceline.protocol import ServerCore
+from paceline.protocol import Sequential, ServerCore
 from paceline.protocol.buckets import Buckets
 from paceline.protocol.server import events
 from paceline.ps import messages
@@ -51,6 +51,7 @@ class Answers:
         self._core = core
         self._stale = stale
         self._min_replicas = min_replicas
+        self._is_sequential = isinstance(core.consistency, Sequential)
         self._replies: dict[Peer, np.ndarray[Any, np.dtype[np.float32]]] = {}
 
     def disconnected(self, peer: Peer) -> None:
@@ -77,7 +78,7 @@ class Answers:
         table.part.pull(selection, values)
         table.pulls += 1
         worker = peer.hello.incarnation
-        if worker in self._core.workers.counted:
+        if self._core.takes_part(worker):
             self._stale.pulled(worker, header, table, clock, selection, values)
         if header.flags & FILTERED and (body := self._filters.encode(peer, header, values)) is not None:
             peer.send(*self._frame(VALUES, flags | FILTERED, header, clock, body))
@@ -116,8 +117,7 @@ class Answers:
 
     def _clock(self, clock: int) -> int:
         """Return the clock of an answer: under sequential consistency, how many iterations are complete and safe."""
-        iterations = self._core.progress.iterations
-        return clock if iterations is None else iterations.durable
+        return self._core.durable if self._is_sequential else clock
 
     # What the core has answered.
 
@@ -139,7 +139,7 @@ class Answers:
         peer, header = (token.peer, token.header) if isinstance(token, ChainPush | BlockedRead) else _call(token)
         assert peer is not None
         assert header is not None
-        peer.send_error(header, self.not_a_member(peer))
+        peer.send_error(header, self.expelled(peer))
 
     def late(self, instruction: events.Late) -> None:
         """Tell a client that the time is over that it gave a request."""
@@ -154,27 +154,28 @@ class Answers:
     # Refusals.
 
     def check_member(self, peer: Peer) -> None:
-        """Raise PeerError if a process has left or is dead, or never was one: sums of iterations go by number 0."""
-        if peer.hello.incarnation < 1:
-            raise PeerError(
-                f"{name_of(peer)} is no member of the cluster (incarnation {peer.hello.incarnation}): server "
-                f"{self._tables.rank} takes nothing from it; connect to the scheduler first"
-            )
-        if self._core.workers.is_gone(peer.hello.incarnation):
-            raise self.not_a_member(peer)
+        """Raise PeerError if a process has left or is dead, or never was a member."""
+        if self._core.is_gone(peer.hello.incarnation):
+            raise self.expelled(peer)
 
-    def not_a_member(self, peer: Peer) -> PeerError:
-        """Return why nothing is taken from a process any more."""
+    def expelled(self, peer: Peer) -> PeerError:
+        """Return the reason for rejecting everything from a process that is no member."""
+        incarnation, rank = peer.hello.incarnation, self._tables.rank
+        if incarnation < 1:
+            return PeerError(
+                f"{name_of(peer)} is no member of the cluster (incarnation {incarnation}): server {rank} takes nothing "
+                "from it; connect to the scheduler first"
+            )
         return PeerError(
-            f"{name_of(peer)} (incarnation {peer.hello.incarnation}) left the cluster or was declared dead: server "
-            f"{self._tables.rank} takes nothing more from it; connect again"
+            f"{name_of(peer)} (incarnation {incarnation}) left the cluster or was declared dead: server {rank} takes "
+            "nothing more from it; connect again"
         )
 
     def stale(self) -> StaleEpochError:
         """Return why a request of an older map is refused."""
         return StaleEpochError(
             f"the map of the cluster has changed (server {self._tables.rank} has version "
-            f"{self._core.replication.version}): the request was not carried out; take the new map and send it again"
+            f"{self._core.version}): the request was not carried out; take the new map and send it again"
         )
 
     def no_memory(self, error: MemoryError) -> NoRoomError:
@@ -193,17 +194,15 @@ class Answers:
     def late_read(self, read: BlockedRead) -> DeadlineError:
         """Return why a read has waited too long."""
         core = self._core
-        gate, ranks = core.workers.gate, core.workers.ranks
-        late = [f"worker {ranks.get(worker, worker)}" for worker in gate.lagging(read.clock)]
-        late += [f"worker {ranks[worker]}" for worker in core.progress.updates.awaited if worker in ranks]
-        if not late and gate.is_open(read.clock) and not core.progress.updates.may_read(read.clock):
-            late.append(self.shortage(core.replication.primary) or "the servers that replicate this one")
-        missing = gate.num_missing
+        ranks, missing, by_chain = core.awaited(read.clock)
+        late = [f"worker {rank}" for rank in ranks]
+        if by_chain:
+            late.append(self.shortage(core.primary) or "the servers that replicate this one")
         if missing:
             late.append(f"{missing} {'worker that has' if missing == 1 else 'workers that have'} not joined yet")
         return DeadlineError(
             f"{name_of(read.peer)} waited {timeout_s(read.peer):g} s to begin iteration {read.clock} under "
-            f"{gate.consistency} consistency: server {self._tables.rank} still awaits {' and '.join(late)}"
+            f"{core.consistency} consistency: server {self._tables.rank} still awaits {' and '.join(late)}"
         )
 
     def late_push(self, push: ChainPush, peer: Peer) -> DeadlineError:
@@ -220,7 +219,7 @@ class Answers:
 
     def shortage(self, buckets: Buckets) -> str:
         """Return which bucket has too few replicas to acknowledge anything, in words; empty if none has."""
-        found = self._core.replication.place.shortage(buckets)
+        found = self._core.shortage(buckets)
         if found is None:
             return ""
         bucket, count = found

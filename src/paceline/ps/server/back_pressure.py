@@ -10,7 +10,6 @@ replicate are always read: their signs of life come by the same connections.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
 from typing import cast
 
 from paceline.protocol import ServerCore
@@ -40,17 +39,13 @@ class BackPressure:
 
     def count_held(self) -> int:
         """Return the bytes that are held for others: early frames, and pushes that wait for servers behind."""
-        early = sum(len(frame[2]) + len(frame[3]) for frame in cast("Iterable[Frame]", self._core.early))
-        payloads = (payload_of(token) for token in self._core.replication.pushes.waiting)
+        early = sum(len(frame[2]) + len(frame[3]) for frame in cast("list[Frame]", self._core.early_requests))
+        payloads = (payload_of(token) for token in self._core.pending_pushes)
         return early + sum(push.num_bytes for push in payloads)
 
     def count_ahead(self) -> int:
         """Return the bytes of iterations that are not complete: only workers that are ahead of another add to them."""
         return 0 if self._buffer is None else self._buffer.num_bytes
-
-    def _is_ahead(self, peer: Peer) -> bool:
-        gate = self._core.workers.gate
-        return gate.clocks.get(peer.hello.incarnation, 0) > gate.minimum
 
     def note(self, peer: Peer, num_bytes: int) -> None:
         """Take note of what a peer has sent, and that is kept; read it no more for now if that is too much."""
@@ -59,7 +54,7 @@ class BackPressure:
             return
         held, ahead = self.count_held(), self.count_ahead()
         self._added = held + ahead
-        if held > self.max_bytes or (held + ahead > self.max_bytes and self._is_ahead(peer)):
+        if held > self.max_bytes or (held + ahead > self.max_bytes and self._core.is_ahead(peer.hello.incarnation)):
             peer.pause_receiving()
             self._paused[peer] = None
             self._look_soon()
@@ -88,7 +83,9 @@ class BackPressure:
         held, ahead = self.count_held(), self.count_ahead()
         self._added = held + ahead
         for peer in list(self._paused):
-            if 2 * held <= self.max_bytes and (2 * (held + ahead) <= self.max_bytes or not self._is_ahead(peer)):
+            if 2 * held <= self.max_bytes and (
+                2 * (held + ahead) <= self.max_bytes or not self._core.is_ahead(peer.hello.incarnation)
+            ):
                 del self._paused[peer]
                 peer.resume_receiving()
         if self._paused:

@@ -43,7 +43,7 @@ class CheckRounds:
     def _next(self) -> None:
         """Have the next bucket compared, and in a while the one after."""
         took_s = None
-        found = self._checks.next(self._core.replication, self.targets)
+        found = self._checks.next(self._core, self.targets)
         if found is not None:
             began = time.perf_counter()
             self._send(*found)
@@ -52,13 +52,13 @@ class CheckRounds:
 
     def check_all(self) -> int:
         """Have every bucket compared now; return how many."""
-        rules = self._core.replication
-        found = [(target, bucket) for target in self.targets for bucket in buckets_in(rules.checkable(target))]
+        core = self._core
+        found = [(target, bucket) for target in self.targets for bucket in buckets_in(core.checkable(target))]
         return sum(self._send(target, bucket) for target, bucket in found)
 
     def _send(self, target: int, bucket: int) -> bool:
         peer = None if self._links is None else self._links.peer(target)
         if peer is not None:
-            info = self._checks.describe(self._core.replication, bucket)
-            peer.send(*frame_parts(CHECK, epoch=self._core.replication.version, meta=messages.encode(info)))
+            info = self._checks.describe(self._core, bucket)
+            peer.send(*frame_parts(CHECK, epoch=self._core.version, meta=messages.encode(info)))
         return peer is not None

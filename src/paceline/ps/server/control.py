@@ -126,7 +126,7 @@ class ServerControl:
         return len(keys), (keys, records)
 
     def _check_led(self, buckets: Buckets) -> None:
-        if buckets & ~self._core.replication.primary:
+        if buckets & ~self._core.primary:
             raise StaleEpochError(
                 f"server {self._tables.rank} does not lead all of these buckets (any more): take the new map of the "
                 "cluster and ask again"
@@ -174,7 +174,7 @@ class ServerControl:
         for number in request.also:
             self._sparse_part(number)  # raises
         keys = self._sparse_part(request.table).unseen_keys(request.bucket, request.passes).copy()
-        if not self._core.missing(peer.hello.incarnation | CALLS, header.sequence, 1 << request.bucket):
+        if not self._core.push(peer.hello.incarnation | CALLS, header.sequence, 0, 1 << request.bucket).fresh:
             keys = keys[:0]  # a repeat erases nothing more, and its answer waits for the servers behind
         numbers = (request.table, *(number for number in request.also if number != request.table))
         pieces = [Piece(number, Selection(keys), np.empty(0, np.float32)) for number in numbers]
@@ -210,7 +210,7 @@ class ServerControl:
             bytes_in=bytes_in,
             bytes_out=bytes_out,
             resident_bytes=psutil.Process().memory_info().rss,
-            held=self._core.progress.num_waiting,
+            held=self._core.num_waiting,
             num_compared=self._replicator.checks.num_compared,
             num_unordered=self._replicator.checks.num_unordered,
             differences=self._replicator.checks.differences,

@@ -67,7 +67,7 @@ class FillTransfers:
 
     def send_soon(self) -> None:
         """Have the next bucket sent to each server that is being filled."""
-        for target in self._core.replication.filling:
+        for target in self._core.filling:
             if target not in self._soon:
                 self._soon.add(target)
                 asyncio.get_running_loop().call_soon(self.send_next, target)
@@ -78,8 +78,7 @@ class FillTransfers:
         peer = None if self._links is None else self._links.peer(target)
         if peer is None:
             return
-        rules = self._core.replication
-        fill = rules.next_fill(target)
+        fill = self._core.next_fill(target)
         if fill is None:
             return
         began_s, busy_s = time.monotonic(), time.thread_time()
@@ -94,7 +93,7 @@ class FillTransfers:
         entries = tuple((incarnation, sequence, to_bytes(mask)) for incarnation, sequence, mask in state)
         info = messages.StateInfo(bucket, self._checks.orders.of(bucket), entries, infos)
         self._sent[target] = sent = _Sent(number, began_s, size=sum(part.nbytes for part in body))
-        peer.send(*frame_parts(STATE, request=number, epoch=rules.version, meta=messages.encode(info), body=body))
+        peer.send(*frame_parts(STATE, request=number, epoch=self._core.version, meta=messages.encode(info), body=body))
         sent.busy_s = time.thread_time() - busy_s
 
     def taken(self, target: int, header: Header) -> None:

@@ -22,9 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.kernels.sparse import digest_records
-from paceline.protocol import NUM_BUCKETS
+from paceline.protocol import NUM_BUCKETS, ServerCore
 from paceline.protocol.buckets import Buckets, buckets_in
-from paceline.protocol.replication import Replication
 from paceline.ps.messages import CheckInfo
 from paceline.tables.bucket_arrays import to_flags
 from paceline.tables.server_tables import ServerTables
@@ -112,14 +111,14 @@ class ReplicaChecks:
         self._differences = {key: line for key, line in self._differences.items() if not buckets >> key[0] & 1}
         self._unordered = {bucket for bucket in self._unordered if not buckets >> bucket & 1}
 
-    def next(self, rules: Replication, targets: Iterable[int]) -> tuple[int, int] | None:
+    def next(self, core: ServerCore, targets: Iterable[int]) -> tuple[int, int] | None:
         """Return a server and a bucket that is to be compared with its; None if there is nothing to compare."""
         for _ in range(2):
             while self._left:
                 target, bucket = self._left.pop()
-                if rules.checkable(target) >> bucket & 1:
+                if core.checkable(target) >> bucket & 1:
                     return target, bucket
-            self._left = [(target, bucket) for target in targets for bucket in buckets_in(rules.checkable(target))]
+            self._left = [(target, bucket) for target in targets for bucket in buckets_in(core.checkable(target))]
             self._num_in_round = max(1, len(self._left))
         return None
 
@@ -127,22 +126,22 @@ class ReplicaChecks:
         """Return after how long the next bucket is to be sent; the last one took so long, None if there was none."""
         return _IDLE_S if took_s is None else max(_ROUND_S / self._num_in_round, took_s / _SHARE)
 
-    def describe(self, rules: Replication, bucket: int) -> CheckInfo:
+    def describe(self, core: ServerCore, bucket: int) -> CheckInfo:
         """Return what the server behind is told of a bucket."""
         tables = tuple((number, *self._rows(number, bucket)) for number in self._tables.by_number)
-        return CheckInfo(bucket, self.orders.of(bucket), rules.applied_to(bucket), tables)
+        return CheckInfo(bucket, self.orders.of(bucket), core.applied_to(bucket), tables)
 
-    def compare(self, rules: Replication, source: int, rank: int, version: int, info: CheckInfo) -> None:
+    def compare(self, core: ServerCore, source: int, rank: int, version: int, info: CheckInfo) -> None:
         """Compare a bucket with what the server `source` of rank `rank` tells of it; log what differs."""
         bucket = info.bucket
         self.num_received += 1
-        if not rules.is_comparable(source, version, bucket):
+        if not core.is_comparable(source, version, bucket):
             return
         self.num_compared += 1
         found: dict[tuple[int, int], str] = {}
         is_ordered = info.order == self.orders.of(bucket)
         is_same = True
-        odd = sorted(set(info.applied).symmetric_difference(rules.applied_to(bucket)))
+        odd = sorted(set(info.applied).symmetric_difference(core.applied_to(bucket)))
         if odd:
             found[bucket, 0] = f"push {odd[0][1]} of incarnation {odd[0][0]} counts as applied on one of them only"
         for number, num_rows, theirs in info.tables:

@@ -101,7 +101,7 @@ class Replicator:
             *frame_parts(
                 FORWARD,
                 request=number,
-                epoch=self._core.replication.version,
+                epoch=self._core.version,
                 sequence=push.sequence,
                 meta=messages.encode(info),
                 body=body,
@@ -122,7 +122,7 @@ class Replicator:
                 (number, table.declared, table.spec, table.revision) for number, table in self._tables.by_number.items()
             )
             passes = ((number, table.part.pass_number) for number, table in self._tables.by_number.items())
-            known = self._core.workers.known_clocks()
+            known = self._core.known_clocks()
             info = messages.ClocksInfo(
                 tuple(tables),
                 known.workers,
@@ -130,7 +130,7 @@ class Replicator:
                 known.minimum,
                 tuple((number, noted) for number, noted in passes if noted),
             )
-            peer.send(*frame_parts(CLOCKS, epoch=self._core.replication.version, meta=messages.encode(info)))
+            peer.send(*frame_parts(CLOCKS, epoch=self._core.version, meta=messages.encode(info)))
 
     # From the servers before.
 
@@ -150,9 +150,7 @@ class Replicator:
         if header.kind == FORWARD:
             return self._read_forward(peer, header, messages.decode_forward(meta), body)
         if header.kind == CHECK:
-            self.checks.compare(
-                self._core.replication, source, peer.hello.rank, header.epoch, messages.decode_check(meta)
-            )
+            self.checks.compare(self._core, source, peer.hello.rank, header.epoch, messages.decode_check(meta))
             return None
         return self._read_state(peer, header, messages.decode_state(meta), body)
 
@@ -160,7 +158,7 @@ class Replicator:
         self, peer: Peer, header: Header, info: messages.ForwardInfo, body: memoryview
     ) -> replication.Forwarded:
         pieces, buckets = list(unpack(info.pieces, body)), from_bytes(info.buckets)
-        if header.epoch == self._core.replication.version:
+        if header.epoch == self._core.version:
             check_push(self._tables, info.operation, pieces, buckets)
         push = ChainPush(info.operation, info.incarnation, header.sequence, pieces, peer, header, buckets=buckets)
         return replication.Forwarded(
@@ -214,7 +212,7 @@ class Replicator:
         before = table.spec
         table.set_update(update, revision)
         if table.spec != before:  # a push before is not one behind
-            self.checks.orders.applied(number, zlib.crc32(messages.encode(update)), self._core.replication.held)
+            self.checks.orders.applied(number, zlib.crc32(messages.encode(update)), self._core.held)
 
     @must_succeed
     def _add_table(self, number: int, spec: messages.TableSpec) -> None:
@@ -223,8 +221,8 @@ class Replicator:
     def new_table(self, spec: messages.TableSpec) -> ServerTable:
         """Return an empty table with the buckets that are here. Raises PeerError if there is no memory for it."""
         try:
-            part = make_part(spec, self._core.replication.held, self._tables.memory)
+            part = make_part(spec, self._core.held, self._tables.memory)
         except MemoryError:
             raise PeerError(f"server {self._tables.rank} has no memory for its part of {spec}") from None
-        part.set_primary(self._core.replication.primary)
+        part.set_primary(self._core.primary)
         return ServerTable(spec, part)

@@ -9,7 +9,7 @@ import numpy as np
 
 from paceline.errors import ProtocolError
 from paceline.kernels.sparse import largest
-from paceline.protocol.server import Route, events
+from paceline.protocol.server import Route, Verdict, events
 from paceline.ps.fail_stop import Fail, must_succeed
 from paceline.ps.messages import DROPPED, RANGE, TICKS
 from paceline.ps.server.answers import name_of
@@ -25,15 +25,13 @@ from paceline.tables.sparse_part import check_finite
 from paceline.tables.types import Floats
 from paceline.transport import Header, Peer
 
-_KEEP, _CHAIN = Route.KEEP, Route.CHAIN
+_KEEP, _CHAIN, _, _STALE, _EXPELLED = Route
 
 
 class Requests:
-    """The requests of one server's clients; `replicas` is how many servers the cluster has behind each primary."""
+    """The requests of one server's clients."""
 
-    def __init__(
-        self, runtime: Runtime, pressure: BackPressure, non_finite: NonFinite, replicas: int, *, fail: Fail
-    ) -> None:
+    def __init__(self, runtime: Runtime, pressure: BackPressure, non_finite: NonFinite, *, fail: Fail) -> None:
         self._runtime = runtime
         self._core = runtime.core
         self._tables = runtime.tables
@@ -41,7 +39,6 @@ class Requests:
         self._stale = runtime.stale
         self._pressure = pressure
         self._non_finite = non_finite
-        self._replicas = replicas
         self._fail = fail
 
     def pull(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
@@ -59,33 +56,31 @@ class Requests:
 
     def push(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
         """Take a PUSH or PUSH_PULL frame."""
-        core = self._core
-        table, flags, worker = self._tables.find(header.table), 0, peer.hello.incarnation
-        route = core.route(worker, header.clock)
-        # What goes down a chain outlives the buffer that it was received in.
-        data = bytearray(body) if route is _CHAIN else body
-        whole, grads = self._split_push(table, header, data)
-        selection = whole
-        top = check_finite(grads, name_of(peer), table.spec.name)
-        if worker in core.workers.counted:
-            core.workers.check_leap(worker, header.clock, core.progress.updates)
-        else:
-            self._answers.check_member(peer)  # the filter has forgotten those that are gone
-        if route is _CHAIN:
-            self._push_down(peer, header, table, selection, grads, top)
+        core, table = self._core, self._tables.find(header.table)
+        selection, grads = self._split_push(table, header, body)
+        top = check_finite(grads, lambda: name_of(peer), table.spec.name)
+        buckets = table.part.buckets_of(selection) if core.has_copies else None
+        verdict = core.push(peer.hello.incarnation, header.sequence, header.clock, buckets)
+        if verdict.route is _CHAIN:
+            self._push_down(peer, header, table, (selection, grads), top, verdict)
             return
-        if route is _KEEP:
-            self._keep_for_iteration(peer, header, table, selection, grads, top)
+        if verdict.route is _STALE:
+            raise self._answers.stale()
+        if verdict.route is _EXPELLED:
+            raise self._answers.expelled(peer)
+        flags = 0
+        if not verdict.fresh:  # it was applied, or dropped, when it came first
+            flags = self._stale.flags_of_duplicate(verdict.worker, header)
         else:
-            primary = core.replication.primary
-            fresh = core.missing(worker, header.sequence, primary)
-            if fresh and fresh != primary:
-                selection, grads = table.part.restrict(selection, grads, fresh)
-            if fresh:
-                flags = self._apply(peer, header, table, selection, grads, top)
-            else:  # it was applied, or dropped, when it came first
-                flags = self._stale.flags_of_duplicate(worker, header)
-        self._runtime.answer_push(peer, header, whole, self._tick_of(worker, header), flags)
+            new = selection, grads
+            if verdict.fresh != verdict.buckets:
+                new = table.part.restrict(selection, grads, verdict.fresh)
+            if verdict.route is _KEEP:
+                self._keep_for_iteration(peer, header, table, new, top, verdict)
+            else:
+                flags = self._apply(peer, header, table, new, top, verdict)
+        clock = header.clock if not header.flags & TICKS else self._tick_of(peer, header)
+        self._runtime.answer_push(peer, header, selection, clock, flags)
 
     def tick(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
         """Take a TICK frame."""
@@ -94,10 +89,7 @@ class Requests:
 
     def count_tick(self, peer: Peer, header: Header) -> None:
         """Take note that a worker has ended the iteration of a frame."""
-        worker, core = peer.hello.incarnation, self._core
-        if worker in core.workers.counted:
-            core.workers.check_leap(worker, header.clock, core.progress.updates)
-        self._runtime.tick(worker, header.clock + 1)
+        self._runtime.tick(peer.hello.incarnation, header.clock + 1)
 
     def synced(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
         """Take a SYNCED frame."""
@@ -115,92 +107,82 @@ class Requests:
             )
         )
 
-    def _tick_of(self, worker: int, header: Header) -> int:
+    def _tick_of(self, peer: Peer, header: Header) -> int:
         """Tick, if the push ends its iteration; return the clock of what may be read behind it."""
         if not header.flags & TICKS:
             return header.clock
-        self._runtime.tick(worker, header.clock + 1)
+        self.count_tick(peer, header)
         return header.clock + 1
 
     def _keep_for_iteration(
-        self, peer: Peer, header: Header, table: ServerTable, selection: Selection, grads: Floats, top: float
+        self, peer: Peer, header: Header, table: ServerTable, new: Push, top: float, verdict: Verdict
     ) -> None:
         """Keep a new push for the end of its iteration."""
         assert self._runtime.sums is not None
-        primary = self._core.replication.primary
-        buckets = table.part.buckets_of(selection) if self._replicas else primary
-        if buckets & ~primary:
-            raise self._answers.stale()
-        kept = self._runtime.sums.buffer.copy(selection, grads)
-        self._keep(peer.hello.incarnation, header, table, kept, top, buckets)
-        self._pressure.note(peer, grads.nbytes)
+        kept = self._runtime.sums.buffer.copy(*new)
+        self._keep(header, table, kept, top, verdict)
+        self._pressure.note(peer, new[1].nbytes)
 
     @must_succeed
-    def _keep(self, worker: int, header: Header, table: ServerTable, kept: Push, top: float, buckets: int) -> None:
+    def _keep(self, header: Header, table: ServerTable, kept: Push, top: float, verdict: Verdict) -> None:
         assert self._runtime.sums is not None
-        fresh = self._core.keep(worker, header.sequence, header.clock, buckets)
-        if fresh:
-            table.pushes += 1
-            if fresh != buckets:
-                kept = table.part.restrict(*kept, fresh)
-            rank = self._core.workers.ranks[worker]
-            self._runtime.sums.buffer.add(header.clock, worker, rank, header.table, kept, top)
+        self._core.admit(verdict)
+        table.pushes += 1
+        worker = verdict.worker
+        self._runtime.sums.buffer.add(header.clock, worker, self._core.rank_of(worker), header.table, kept, top)
 
     def _push_down(
-        self, peer: Peer, header: Header, table: ServerTable, selection: Selection, grads: Floats, top: float
+        self, peer: Peer, header: Header, table: ServerTable, whole: Push, top: float, verdict: Verdict
     ) -> None:
-        """Apply a push here, and answer it when the servers behind have it too; nobody else has its arrays."""
-        worker, clock, core = peer.hello.incarnation, header.clock, self._core
-        buckets = table.part.buckets_of(selection)
-        fresh = core.missing(worker, header.sequence, buckets)
+        """Apply a push here and forward it; the answer waits for all successors."""
+        worker, (selection, grads), fresh = verdict.worker, whole, verdict.fresh
         if fresh:
-            if worker in core.workers.counted:
+            if verdict.takes_part:
                 dropped, grads, top = self._stale.treat(worker, header, table, selection, grads, top)
                 if dropped:
-                    clock = self._tick_of(worker, header)
+                    clock = self._tick_of(peer, header)
                     self._runtime.answer_push(peer, header, selection, clock, DROPPED)
                     return
             new = selection, grads
-            if fresh != buckets:
+            if fresh != verdict.buckets:
                 new = table.part.restrict(selection, grads, fresh)
                 top = float(largest(new[1]))
             self._non_finite.check_push(table, *new, top, lambda: self._name(peer))
         table.pushes += 1
         flags = self._stale.flags_of_duplicate(worker, header)
         pieces = [Piece(header.table, selection, grads)]
-        push = ChainPush(
-            PUSH_DOWN, worker, header.sequence, pieces, peer, header, flags, buckets=buckets, is_owned=True
-        )
-        if self._stale.alters and fresh != buckets:
+        push = ChainPush(PUSH_DOWN, worker, header.sequence, pieces, peer, header, flags, buckets=verdict.buckets)
+        if self._stale.alters and fresh != verdict.buckets:
             self._say_the_same(push, selection)
+        push.own()
         table.part.reserve(selection)
-        self._feed_push(push, clock)
+        self._admit(verdict, push)
         self._pressure.note(peer, push.num_bytes)
         if fresh:
-            table.staleness.applied(worker, clock)
-        self._tick_of(worker, header)
+            table.staleness.applied(worker, header.clock)
+        self._tick_of(peer, header)
 
     def _say_the_same(self, push: ChainPush, selection: Selection) -> None:
         """Have a repeat carry the gradients that were applied here, and not those that the client has sent again."""
         pieces: list[Piece] = []
         rest = push.buckets
-        for token, buckets in self._core.replication.pushes.forwarded(push.incarnation, push.sequence):
+        for token, buckets in self._core.forwarded(push.incarnation, push.sequence):
             pieces += payload_of(token).part(self._tables, buckets & rest)
             rest &= ~buckets
         push.pieces, push.asked = [*pieces, *push.part(self._tables, rest)], selection
 
-    def _feed_push(self, push: ChainPush, iteration: int) -> None:
-        version = self._core.replication.version
-        self._runtime.feed_surely(events.Push(push, push.incarnation, push.sequence, iteration, version, push.buckets))
-
     def push_own(self, push: ChainPush) -> None:
         """Apply what this server itself pushes, for a client, and send it on."""
-        self._feed_push(push, 0)
+        self._admit(self._core.push(push.incarnation, push.sequence, 0, push.buckets), push)
+
+    @must_succeed
+    def _admit(self, verdict: Verdict, push: ChainPush) -> None:
+        self._runtime.carry_out(self._core.admit(verdict, push))
 
     def _name(self, peer: Peer) -> str:
         return f"a push of {name_of(peer)} to server {self._tables.rank}"
 
-    def _split_push(self, table: ServerTable, header: Header, body: memoryview | bytearray) -> tuple[Selection, Floats]:
+    def _split_push(self, table: ServerTable, header: Header, body: memoryview) -> tuple[Selection, Floats]:
         part, at = table.part, 16
         if header.flags & RANGE:
             selection = _range(table, body)
@@ -214,29 +196,27 @@ class Requests:
             )
         return selection, np.frombuffer(body, np.float32, offset=at)
 
-    def _apply(
-        self, peer: Peer, header: Header, table: ServerTable, selection: Selection, grads: Floats, top: float
-    ) -> int:
+    def _apply(self, peer: Peer, header: Header, table: ServerTable, new: Push, top: float, verdict: Verdict) -> int:
         """Apply a new push; return the flags of the answer."""
-        worker, dropped = peer.hello.incarnation, False
-        if worker in self._core.workers.counted:
-            dropped, grads, top = self._stale.treat(worker, header, table, selection, grads, top)
+        (selection, grads), dropped = new, False
+        if verdict.takes_part:
+            dropped, grads, top = self._stale.treat(verdict.worker, header, table, selection, grads, top)
         if not dropped:
             self._non_finite.check_push(table, selection, grads, top, lambda: self._name(peer))
             table.part.reserve(selection)  # what may fail does before the filter takes the push for applied
         table.pushes += 1
         try:
-            self._core.admit(worker, header.sequence)
+            self._core.admit(verdict)
             if not dropped:
                 table.part.push(selection, grads)
-                table.staleness.applied(worker, header.clock)
+                table.staleness.applied(verdict.worker, header.clock)
         except Exception as error:
             self._fail(error)
             raise
         return DROPPED if dropped else 0
 
 
-def _range(table: ServerTable, body: memoryview | bytearray) -> Selection:
+def _range(table: ServerTable, body: memoryview) -> Selection:
     if table.spec.kind != "dense" or len(body) < 16:
         raise ProtocolError(
             f"a request for a range of table {table.spec.name!r} ({table.spec}) has a body of {len(body)} bytes: a "

@@ -63,7 +63,7 @@ class Runtime:
         self.stale = stale
         self.sums: IterationSums | None = None
         """What is kept until its iteration is complete; None unless consistency is sequential."""
-        consistency = core.workers.gate.consistency
+        consistency = core.consistency
         if isinstance(consistency, Sequential):
             self.sums = IterationSums(tables, non_finite, consistency.aggregate == "mean")
         self._snapshots = snapshots
@@ -163,7 +163,7 @@ class Runtime:
     ) -> None:
         """Answer with values as of iteration `clock`, now or when that may begin."""
         worker = peer.hello.incarnation
-        if worker not in self.core.workers.counted:
+        if not self.core.takes_part(worker):
             self.answers.check_member(peer)
         elif not self.core.is_readable(clock):
             table.part.num_values(selection)  # what is wrong with it is said now, and to the one who asked
@@ -221,7 +221,7 @@ class Runtime:
             self._expire_later()
 
     def _expire_later(self) -> None:
-        if self._expiry is None and self.core.progress.num_waiting:
+        if self._expiry is None and self.core.num_waiting:
             self._expiry = asyncio.get_running_loop().call_later(_EXPIRY_PERIOD_S, self._expire)
 
     def _expire(self) -> None:

@@ -60,8 +60,7 @@ _KINDS = {
     CALL: TimingClass.CALL,
     PING: TimingClass.OTHER,
 }
-_DATA = frozenset(kind for kind, time in _KINDS.items() if time is TimingClass.DATA)
-_VERSIONED = frozenset(kind for kind, time in _KINDS.items() if time not in (TimingClass.CALL, TimingClass.OTHER))
+_CALL, _NOW = TimingClass.CALL, Timing.NOW
 
 
 class Server(Handler):
@@ -112,7 +111,7 @@ class Server(Handler):
         self.pressure = BackPressure(self.core, None if sums is None else sums.buffer)
         self._traffic = Traffic()
         self._control = ServerControl(self.runtime, self._traffic, guard, self.snapshots)
-        requests = self._requests = Requests(self.runtime, self.pressure, guard, settings.replicas, fail=self._fail)
+        requests = self._requests = Requests(self.runtime, self.pressure, guard, fail=self._fail)
         self._handlers: dict[int, Callable[[Peer, Header, memoryview, memoryview], None]] = {
             PULL: requests.pull, PUSH: requests.push, PUSH_PULL: requests.push, TICK: requests.tick, CALL: self._call,
             SYNCED: requests.synced, READY: self._ready, FORWARD: self._chain, STATE: self._chain, CLOCKS: self._chain,
@@ -179,23 +178,17 @@ class Server(Handler):
     @override
     def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
         """Handle a frame. Raises the error that refuses a request; after a failure no answer is sent."""
-        core = self.core
         try:
             handle = self._handlers.get(header.kind)
             if handle is None:
                 raise ProtocolError(
                     f"server {self.rank} knows no frame of kind {header.kind}; is the peer of this version?"
                 )
-            is_ordinary = (
-                (header.epoch == core.replication.version or header.kind not in _VERSIONED)
-                and core.progress.has_clocks
-                and header.clock <= MAX_CLOCK
-                and (
-                    header.kind in _DATA
-                    or (core.early.is_empty and peer.hello.incarnation <= core.workers.last_incarnation)
-                )
-            )
-            if is_ordinary or self._is_timely(peer, header, meta, body):
+            kind = _KINDS[header.kind]
+            if kind is _CALL and peer.hello.role != "worker":
+                kind = TimingClass.OTHER
+            timing = self.core.time(kind, peer.hello.incarnation, header.epoch)
+            if (timing is _NOW and header.clock <= MAX_CLOCK) or self._is_timely(timing, peer, header, meta, body):
                 handle(peer, header, meta, body)
         except PacelineError as error:
             if self._is_sure:
@@ -211,33 +204,28 @@ class Server(Handler):
 
     def _end_iteration(self, peer: Peer, header: Header) -> None:
         """Take note of the tick of a push that was refused: the worker is further all the same, and told why."""
-        is_push = header.kind in _DATA and header.epoch == self.core.replication.version
+        is_push = _KINDS[header.kind] is TimingClass.DATA and header.epoch == self.core.version
         if is_push and header.flags & TICKS and header.clock <= MAX_CLOCK:
             self._requests.count_tick(peer, header)
 
-    def _is_timely(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> bool:
+    def _is_timely(self, timing: Timing, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> bool:
         """Return whether a frame is to be handled now; keep it if it is early. Raises StaleEpochError if it is late."""
-        kind = _KINDS[header.kind]
-        if kind is TimingClass.CALL and peer.hello.role != "worker":
-            kind = TimingClass.OTHER
-        sender = peer.hello.incarnation
-        timing = self.core.time(kind, sender, header.epoch)
         if timing in KEPT:
-            self.core.early.keep(timing, sender, (peer, header, bytes(meta), bytearray(body)))
+            self.core.postpone(timing, peer.hello.incarnation, (peer, header, bytes(meta), bytearray(body)))
             self.pressure.note(peer, len(meta) + len(body))
             return False
         if header.clock > MAX_CLOCK:
             raise ProtocolError(f"a frame of iteration {header.clock}: they go to {MAX_CLOCK}")
         if timing is Timing.STALE:
             raise self._answers.stale()
-        return timing is Timing.NOW
+        return timing is _NOW
 
     @must_succeed
     def members_changed(self, cluster: messages.ClusterMap) -> None:
         """Take the scheduler's new map: workers that are on it no more have left or are dead; chains may be others."""
         if cluster.epoch >= self.core.epoch:
             self.replicator.map_changed(cluster)
-        version = self.core.replication.version
+        version = self.core.version
         self.runtime.feed(
             events.ViewChanged(
                 epoch=cluster.epoch,
@@ -248,7 +236,7 @@ class Server(Handler):
                 last_incarnation=cluster.last_incarnation,
             )
         )
-        if self.core.replication.version > version:
+        if self.core.version > version:
             self.pressure.resume_all()
             self._filtered.view_changed()
         self._receive_early()

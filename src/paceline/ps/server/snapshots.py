@@ -324,7 +324,7 @@ class ServerSnapshots:
         for number in request.tables:
             self._tables.find(number)
         from_bytes(request.buckets)
-        clock = max(self._core.workers.gate.clocks.values(), default=0)
+        clock = self._core.latest_clock
         if request.boundary is not None and request.boundary <= clock:
             return SnapshotBegun(begun=False, clock=clock)
         if self._taking is not None and not self._taking.done:
@@ -361,7 +361,7 @@ class ServerSnapshots:
 
     def load(self, request: LoadParts) -> None:
         """Begin to load. Raises StaleEpochError by another map."""
-        version = self._core.replication.version
+        version = self._core.version
         if request.version != version:
             raise StaleEpochError(
                 f"server {self._tables.rank} goes by version {version} of the map, and a snapshot is to be "

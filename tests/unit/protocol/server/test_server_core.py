@@ -19,7 +19,6 @@ from paceline.protocol.replication import (
     Forward,
     Forwarded,
     LinkUp,
-    RefusePush,
     ReportFilled,
     StateReceived,
     Withhold,
@@ -33,9 +32,7 @@ from paceline.protocol.server.events import (
     Event,
     ForgetKept,
     ForgetWorker,
-    Keep,
     Late,
-    Push,
     Read,
     ReadyReceived,
     ResumeRequest,
@@ -91,9 +88,18 @@ class Driver:
         return self.feed(*(WorkerJoining(f"join {worker}", worker, worker - FIRST, clock) for worker in workers))
 
     def push(self, token: object, worker: int, sequence: int, iteration: int, buckets: int = BUCKETS) -> list[Any]:
-        """Push by the current view."""
-        version = self.core.replication.version
-        return self.feed(Push(token, worker, sequence, iteration, version, buckets))
+        """Push by the current view; return the instructions."""
+        verdict = self.core.push(worker, sequence, iteration, buckets)
+        out = self.core.admit(verdict, token)
+        self.core.validate()
+        return out
+
+    def fresh(self, worker: int, sequence: int, iteration: int, buckets: int = BUCKETS) -> int:
+        """Push, and return the buckets for which the push was new."""
+        verdict = self.core.push(worker, sequence, iteration, buckets)
+        self.core.admit(verdict)
+        self.core.validate()
+        return verdict.fresh & buckets
 
 
 def alone(consistency: Consistency) -> Driver:
@@ -178,7 +184,7 @@ def test_who_is_gone_is_waited_for_no_more_and_refused() -> None:
     out = driver.feed(view(1, (ME,), workers=(FIRST,), epoch=2))
     assert out == [TellExpelled("dead"), ForgetWorker(SECOND), Serve("read")]
     assert driver.join(SECOND) == [TellExpelled(f"join {SECOND}")]
-    assert driver.push("push", SECOND, 0, 0) == [TellExpelled("push")]
+    assert driver.core.push(SECOND, 0, 0, BUCKETS).route is Route.EXPELLED
     assert driver.feed(Read("again", SECOND, 0)) == [TellExpelled("again")]
 
 
@@ -234,34 +240,34 @@ def test_a_worker_that_has_never_taken_part_says_that_it_has_sent_all() -> None:
 @pytest.mark.parametrize("consistency", [Eventual(), BoundedDelay(tau=1)])
 def test_alone_a_push_is_applied_and_acknowledged_at_once(consistency: Consistency) -> None:
     driver = alone(consistency)
-    assert driver.core.route(FIRST, 0) is Route.ALONE
-    assert driver.push("push", FIRST, 0, 0, 0b11) == [Apply("push", 0b11), Acknowledge("push")]
+    assert driver.core.push(FIRST, 0, 0, BUCKETS).route is Route.ALONE
+    assert driver.push("push", FIRST, 0, 0, 0b11) == [Apply("push", BUCKETS), Acknowledge("push")]
     assert driver.push("again", FIRST, 0, 0, 0b11) == [Apply("again", 0), Acknowledge("again")]
 
 
 def test_what_this_server_does_not_lead_is_refused() -> None:
     driver = Driver(Eventual())
     driver.feed(view(1, (ME,), (OTHER,)))
-    assert driver.push("push", FIRST, 0, 0) == [RefusePush("push")]
+    assert driver.core.push(FIRST, 0, 0, BUCKETS).route is Route.STALE
     assert driver.feed(Read("read", FIRST, 0, buckets=BUCKETS)) == [Stale("read")]
 
 
 def test_alone_an_iteration_is_summed_and_applied_once() -> None:
     driver = alone(Sequential())
-    assert driver.push("first", FIRST, 0, 0, 0b1) == [Keep("first", 0b1), Acknowledge("first")]
-    assert driver.push("again", FIRST, 0, 0, 0b1) == [Keep("again", 0), Acknowledge("again")]
+    assert driver.push("first", FIRST, 0, 0, 0b1) == [Acknowledge("first")]
+    assert driver.fresh(FIRST, 0, 0, 0b1) == 0
     driver.push("second", SECOND, 0, 0)
     assert driver.feed(WorkerTicked(FIRST, 1), Read("read", FIRST, 1)) == []
     assert driver.feed(WorkerTicked(SECOND, 1)) == [ApplySum(0, (FIRST, SECOND), BUCKETS), Completed(0), Serve("read")]
-    assert driver.push("late", FIRST, 0, 0) == [Keep("late", 0), Acknowledge("late")]
+    assert driver.fresh(FIRST, 0, 0) == 0
 
 
 def test_what_a_retired_worker_has_ticked_counts_in_its_iteration() -> None:
     driver = alone(Sequential())
     driver.feed(WorkerTicked(FIRST, 1), WorkerRetired(FIRST))
-    assert driver.core.route(FIRST, 0) is Route.KEEP
-    assert driver.core.route(FIRST, 1) is Route.ALONE
-    assert driver.core.route(99, 0) is Route.ALONE
+    assert driver.core.push(FIRST, 0, 0, BUCKETS).route is Route.KEEP
+    assert driver.core.push(FIRST, 0, 1, BUCKETS).route is Route.ALONE
+    assert driver.core.push(99, 0, 0, BUCKETS).route is Route.ALONE
 
 
 def test_a_read_waits_for_the_gate_and_no_longer_than_its_deadline() -> None:
@@ -306,7 +312,7 @@ def test_a_call_counts_for_its_own_buckets_and_apart_from_pushes() -> None:
 
 def test_with_a_replica_a_push_is_acknowledged_when_it_has_it() -> None:
     driver = first_of_two(Eventual())
-    assert driver.core.route(FIRST, 0) is Route.CHAIN
+    assert driver.core.push(FIRST, 0, 0, BUCKETS).route is Route.CHAIN
     assert driver.push("push", FIRST, 0, 0) == [Forward("push", OTHER, 1, BUCKETS), Apply("push", BUCKETS)]
     assert driver.feed(Acknowledged(OTHER, 1)) == [Acknowledge("push")]
 
@@ -329,7 +335,7 @@ def test_a_sum_goes_down_the_chain_and_is_read_when_the_replica_has_it() -> None
 def test_too_few_replicas_withhold_acknowledgements_until_the_deadline() -> None:
     driver = Driver(Eventual(), replicas=1, min_replicas=1)
     driver.feed(view(1, (ME,)))
-    assert driver.core.route(FIRST, 0) is Route.CHAIN
+    assert driver.core.push(FIRST, 0, 0, BUCKETS).route is Route.CHAIN
     for sequence, token in enumerate(("late", "cut", "push")):
         assert driver.push(token, FIRST, sequence, 0) == [Apply(token, BUCKETS), Withhold(token)]
         driver.core.withhold(token, 5.0 + sequence)
