@@ -1,8 +1,8 @@
 """Access the memory of NumPy arrays and CPU tensors, without importing torch.
 
 Contiguous arrays (dtypes of `ml_dtypes` included) and PyTorch's CPU tensors (recognized by ``data_ptr``) are used in
-place. Others are copied, and results are copied back. An invalid target is rejected before anything is sent: after the
-exchange the error would come too late for the other ranks.
+place. Other arrays are copied, and results are copied back. An invalid target is rejected before the call sends
+messages, because a later error would leave the other ranks waiting.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class ArrayMemory:
     __slots__ = ("_original", "address", "array", "count", "dtype", "item_bytes", "num_bytes", "shape")
 
     def __init__(self, array: Any, *, target: bool = False) -> None:
-        """Take an array; `target` marks a result array.
+        """`target`: the array receives the result. It must then be writable, its items must not share memory, and
+        PyTorch's negative bit must not be set.
 
-        Raises UsageError for other objects, unknown dtypes and devices other than the CPU. A target must also be
-        writable, its items must not share memory, and PyTorch's negative bit must not be set.
+        Raises UsageError for other objects, unknown dtypes, devices other than the CPU, and invalid targets.
         """
         self._original: Any = None
         if type(array) is not np.ndarray and isinstance(array, np.ndarray):
-            array = _plain(array)
+            array = _as_ndarray(array)
         if type(array) is np.ndarray:
             dtype = _NUMPY_NAMES.get(array.dtype) or _numpy_name(array.dtype)
             flags = array.flags
@@ -73,8 +73,8 @@ class ArrayMemory:
         """Return the memory as writable bytes that keep the array alive."""
         return view_bytes(self.address, self.num_bytes, owner=self)
 
-    def give_back(self) -> None:
-        """Copy the result back into the caller's array if that one is not contiguous."""
+    def copy_back(self) -> None:
+        """Copy the result into the caller's array, if that array is not contiguous."""
         original = self._original
         if original is not None:
             if isinstance(self.array, np.ndarray):
@@ -96,7 +96,7 @@ def empty_like(array: Any, shape: Sequence[int]) -> Any:
 
 
 def view_bytes(address: int, num_bytes: int, owner: object = None) -> memoryview:
-    """Return memory as writable bytes, which keep `owner` alive; without one, the caller must."""
+    """Return memory as writable bytes, which keep `owner` alive. Without one, the caller keeps the memory valid."""
     if not num_bytes:
         return memoryview(bytearray())
     buffer = (ctypes.c_ubyte * num_bytes).from_address(address)
@@ -107,7 +107,7 @@ def view_bytes(address: int, num_bytes: int, owner: object = None) -> memoryview
 def words(tensor: Any, item_bytes: int) -> Any:
     """Return a tensor's memory as an array that keeps the tensor alive.
 
-    PyTorch rejects some writes depending on the thread's mode; the group's thread has another mode than the caller's.
+    PyTorch rejects some writes, depending on a mode of the thread, and the group's thread has its own mode.
     """
     strides = [stride * item_bytes for stride in tensor.stride()]
     reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, strides, strict=True)) + item_bytes
@@ -116,36 +116,36 @@ def words(tensor: Any, item_bytes: int) -> Any:
 
 
 def distinct(array: Any) -> Any:
-    """Return the array; raise UsageError if some of its items share memory."""
-    places = zip(array.strides, array.shape, strict=True)
-    axes = sorted((abs(stride), length) for stride, length in places if length > 1)
+    """Return the array. Raises UsageError if items share memory."""
+    offsets = zip(array.strides, array.shape, strict=True)
+    axes = sorted((abs(stride), length) for stride, length in offsets if length > 1)
     reach = array.itemsize
     for stride, length in axes:
-        if stride < reach:  # rare: items may overlap, or only interleave
+        if stride < reach:  # rare: items overlap or interleave
             break
         reach += (length - 1) * stride
     else:
         return array
-    if axes[0][0] and _lie_apart(array):
+    if axes[0][0] and _is_disjoint(array):
         return array
     raise UsageError("items of the result array share memory, as in an expanded tensor; pass a copy")
 
 
-def _plain(array: Any) -> Any:
+def _as_ndarray(array: Any) -> Any:
     """Return an array of a subclass, such as ``memmap``, as a plain array."""
     if isinstance(array, np.ma.MaskedArray):
         raise UsageError("got a masked array, expected a plain one; pass its .filled() values")
     return array.view(np.ndarray)
 
 
-def _lie_apart(array: Any) -> bool:
-    """Return whether no two items overlap, by comparing all offsets."""
-    places = np.zeros(array.shape, np.int64)
+def _is_disjoint(array: Any) -> bool:
+    """Return whether no items overlap, by comparing all offsets."""
+    offsets = np.zeros(array.shape, np.int64)
     for axis, (stride, length) in enumerate(zip(array.strides, array.shape, strict=True)):
         shape = [1] * array.ndim
         shape[axis] = length
-        places += (np.arange(length) * stride).reshape(shape)
-    return bool((np.diff(np.sort(places, axis=None)) >= array.itemsize).all())
+        offsets += (np.arange(length) * stride).reshape(shape)
+    return bool((np.diff(np.sort(offsets, axis=None)) >= array.itemsize).all())
 
 
 def _numpy_name(dtype: Any) -> str:

@@ -1,8 +1,8 @@
-"""Describe a rank's call in a form that ranks can compare. Pure.
+"""Describe a rank's call, so that ranks can compare their calls. Pure.
 
 Equal calls have equal signatures on all ranks. Every message of a collective, and every slot in shared memory, carries
-the signature. A rank that receives another signature requests both calls; then every rank raises MismatchError with the
-values of both sides.
+the signature. If a rank receives a different signature, the ranks exchange their calls, and every rank raises
+MismatchError with the values of both sides.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 from paceline.errors import MismatchError, name_ranks
 
 _MOST_NUMBERS: Final = 128
-"""Largest number of sizes in a call: the message header and a rank's part of a segment have room for about 1.7 KB."""
+"""Largest number of sizes in a call. A message header and a rank's part of a segment have room for about 1.7 KB."""
 _SHOWN_NUMBERS: Final = 20
 
 
@@ -26,9 +26,9 @@ class CollectiveCall(msgspec.Struct, frozen=True, array_like=True):
     operation: str
     """Name of the method of Group: ``all_reduce``, ``broadcast``, ..."""
     dtype: str = ""
-    """NumPy's name (``bfloat16`` too); empty without data (``barrier``)."""
+    """NumPy's name, or ``bfloat16``; empty without data (``barrier``)."""
     shape: tuple[int, ...] = ()
-    """Shape of the array that must be equal on every rank."""
+    """The numbers that must be equal on every rank: shape of the array, sizes."""
     reduction: str = ""
     """``sum``, ``mean``, ...; empty without a reduction."""
     root: int = -1
@@ -47,7 +47,7 @@ class CollectiveCall(msgspec.Struct, frozen=True, array_like=True):
         return f"{self.operation}({', '.join(parts)})"
 
 
-def shortened(call: CollectiveCall) -> CollectiveCall:
+def shorten(call: CollectiveCall) -> CollectiveCall:
     """Replace a long list of sizes by its length, its hash and the first sizes, to fit into a message.
 
     Equal calls stay equal, and different calls stay different.
@@ -65,8 +65,8 @@ def describe_mismatch(calls: Mapping[int, CollectiveCall], group: str, sequence:
     sides: dict[CollectiveCall, list[int]] = {}
     for rank in sorted(calls):
         sides.setdefault(calls[rank], []).append(rank)
-    told = "; ".join(f"{name_ranks(ranks)} called {call}" for call, ranks in sides.items())
+    sides_text = "; ".join(f"{name_ranks(ranks)} called {call}" for call, ranks in sides.items())
     return MismatchError(
-        f"the ranks of group {group!r} disagree in call {sequence}: {told}; every rank must make the same calls in the "
-        "same order with the same shapes and dtypes, and the group refuses further work"
+        f"the ranks of group {group!r} disagree in call {sequence}: {sides_text}; every rank must make the same calls "
+        "in the same order with the same shapes and dtypes, and the group refuses further work"
     )

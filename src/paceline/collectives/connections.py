@@ -70,7 +70,7 @@ class Connections:
             with self._making:
                 self._check_open()
                 mesh = Mesh(self._world.node, self._identity, self.layout.rank, self.layout.infos)
-                self._executor = ScheduleExecutor(mesh, group=self.layout.name, ask=self._ask)
+                self._executor = ScheduleExecutor(mesh, group=self.layout.name, request_status=self._request_status)
                 layered = None
                 if self._has_layers:
                     layered = Layered(self._executor, self.shared, self.layout.hosts, self.layout.rank)
@@ -89,7 +89,7 @@ class Connections:
                         self.layout.rank,
                         self.layout.infos,
                         connect_timeout_s=self._timeout_s,
-                        ask=self._ask,
+                        request_status=self._request_status,
                         on_failure=self._on_failure,
                     )
         return self._point_to_point
@@ -152,10 +152,10 @@ class Connections:
     def _status(self) -> bytes:
         waiting_for = () if self._executor is None or self.at[1] is None else self._executor.status().waiting_for
         if self.at[1] is None and self._point_to_point is not None:
-            waiting_for = self._point_to_point.awaited()
+            waiting_for = self._point_to_point.waiting_for()
         return msgspec.msgpack.encode(Status(*self.at, waiting_for, self._given_up))
 
-    def _ask(self, rank: int) -> Status | None:
+    def _request_status(self, rank: int) -> Status | None:
         answer = self._world.node.ask(self.layout.infos[rank], self._identity, _ASK_S)
         if answer is None:
             return None

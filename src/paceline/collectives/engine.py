@@ -1,7 +1,7 @@
-"""Define the interface between :class:`~paceline.collectives.Group` and the engines for shared memory and networks.
+"""Interface between :class:`~paceline.collectives.Group` and the engines for shared memory and networks.
 
 Engines work with addresses and byte counts; the caller has checked dtypes and shapes. Every rank of the group calls
-the same method, one call at a time, with an equal :class:`CollectiveCall` and number. A method returns when this rank's
+the same method with an equal :class:`CollectiveCall` and number, one call at a time. A method returns when this rank's
 part is done.
 """
 
@@ -41,11 +41,11 @@ class Order(NamedTuple):
     sequence: int
     timeout_s: float
     algorithm: str = ""
-    """Name of the schedule; empty for the engine's own choice."""
+    """Name of the schedule; empty if the engine chooses it."""
 
 
 def copy(source: Area, target: Area) -> None:
-    """Copy memory between two different areas."""
+    """Copy memory, unless both areas are the same."""
     if source.num_bytes and source.address != target.address:
         ctypes.memmove(target.address, source.address, source.num_bytes)
 
@@ -59,7 +59,7 @@ class Engine(ABC):
 
     @abstractmethod
     def all_reduce(self, order: Order, source: Area, target: Area, reduction: Reduction) -> None:
-        """Reduce `source` over all ranks into every `target`, which may be exactly the same memory."""
+        """Reduce `source` over all ranks into every rank's `target`, which may be the same area as `source`."""
 
     @abstractmethod
     def reduce(self, order: Order, source: Area, target: Area | None, reduction: Reduction, root: int) -> None:
@@ -91,4 +91,4 @@ class Engine(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release all resources; the other ranks detect it. Idempotent."""
+        """Release all resources. The other ranks detect it. Idempotent."""

@@ -91,7 +91,7 @@ class Founding:
             members=local,
         )
         try:
-            engine.find_out_about_peers(Order(_MEET, _MEET.signature, 0, max(deadline - time.monotonic(), 1.0)))
+            engine.test_peer_reads(Order(_MEET, _MEET.signature, 0, max(deadline - time.monotonic(), 1.0)))
         except BaseException as error:
             engine.close()
             if isinstance(error, RankLostError):

@@ -1,7 +1,7 @@
 """Arrange ranks in a Cartesian grid for stencil computations, and exchange ghost layers.
 
-Offers MPI's ``MPI_Cart_create``, ``MPI_Dims_create``, ``MPI_Cart_shift`` and ``MPI_Neighbor_alltoall`` (MPI 4.1,
-chapters 8.5 and 8.6), and the exchange of ghost layers, which MPI leaves to its users.
+Provides MPI's ``MPI_Cart_create``, ``MPI_Dims_create``, ``MPI_Cart_shift`` and ``MPI_Neighbor_alltoall`` (MPI 4.1,
+chapters 8.5 and 8.6), and an exchange of ghost layers, which MPI does not have.
 
 >>> from paceline.collectives import init
 >>> grid = Grid(init(rank=0, world_size=1), [1, 1], periodic=True)
@@ -38,8 +38,8 @@ _LOW, _HIGH = -1, 1
 class Grid:
     """The ranks of a group as the points of a grid, numbered row by row as in MPI.
 
-    Every rank creates the same grid and makes the same exchanges in the same order. The group's own calls, sends and
-    receives may run in between; tags from 2^62 up are reserved for the grid. Use all grids of a group in one thread at
+    Every rank creates the same grid and makes the same exchanges in the same order. Other calls, sends and receives of
+    the group may run in between; tags from 2^62 up are reserved for the grid. Use the grids of a group in one thread at
     a time. After a failed exchange (RankLostError, MismatchError) the grid raises GroupClosedError.
     """
 
@@ -54,18 +54,18 @@ class Grid:
         self.group = group
         self.shape = dims_create(group.size, (0, 0) if shape is None else shape)
         """Number of ranks along every axis."""
-        wrapped = [periodic] * len(self.shape) if isinstance(periodic, (bool, np.bool_)) else list(periodic)
-        if len(wrapped) != len(self.shape):
+        periodic_axes = [periodic] * len(self.shape) if isinstance(periodic, (bool, np.bool_)) else list(periodic)
+        if len(periodic_axes) != len(self.shape):
             raise UsageError(
-                f"got periodic for {len(wrapped)} axes, the grid {list(self.shape)} has {len(self.shape)}; pass one "
-                "bool for each axis, or one for all"
+                f"got periodic for {len(periodic_axes)} axes, the grid {list(self.shape)} has {len(self.shape)}; pass "
+                "one bool for each axis, or one for all"
             )
-        self.periodic = tuple(bool(each) for each in wrapped)
+        self.periodic = tuple(bool(flag) for flag in periodic_axes)
         """Whether each axis is periodic."""
         self.coordinates = self.coordinates_of(group.rank)
         """Coordinates of this rank."""
         self._plans: dict[tuple[Any, ...], list[list[_Side]]] = {}
-        self._under_way: list[CollectiveTicket] = []
+        self._pending: list[CollectiveTicket] = []
 
     def __repr__(self) -> str:
         return f"Grid({'x'.join(map(str, self.shape))} of {self.group!r}, at {self.coordinates})"
@@ -76,11 +76,11 @@ class Grid:
         """Return the coordinates of a rank of the group."""
         if not 0 <= rank < self.group.size:
             raise UsageError(f"got rank {rank}, expected a rank from 0 to {self.group.size - 1}")
-        found = []
+        coordinates = []
         for count in reversed(self.shape):
             rank, coordinate = divmod(rank, count)
-            found.append(coordinate)
-        return tuple(reversed(found))
+            coordinates.append(coordinate)
+        return tuple(reversed(coordinates))
 
     def rank_of(self, coordinates: Sequence[int]) -> int:
         """Return the rank at these coordinates, modulo the shape on periodic axes; else raise UsageError."""
@@ -93,29 +93,29 @@ class Grid:
         return rank
 
     def neighbour(self, axis: int, step: int) -> int | None:
-        """Return the rank `step` places along an axis (may be negative); None beyond an edge."""
+        """Return the rank at distance `step` (may be negative) along an axis; None beyond an edge."""
         if not 0 <= axis < len(self.shape):
             raise UsageError(f"got axis {axis}, expected an axis from 0 to {len(self.shape) - 1}")
-        there = list(self.coordinates)
-        there[axis] += step
-        return self._find(there)
+        coordinates = list(self.coordinates)
+        coordinates[axis] += step
+        return self._find(coordinates)
 
     def shift(self, axis: int, step: int = 1) -> tuple[int | None, int | None]:
         """Return the source and the target of a shift by `step`, like ``MPI_Cart_shift``."""
         return self.neighbour(axis, -step), self.neighbour(axis, step)
 
     def local_slice(self, global_shape: Sequence[int], *, rank: int | None = None) -> tuple[slice, ...]:
-        """Return the part of an array of `global_shape` that this rank, or `rank`, owns, without ghost layers.
+        """Return the part of an array of `global_shape` that `rank` (default: this rank) owns, without ghost layers.
 
-        :func:`split_evenly` divides the first axes over the grid's axes; the remaining axes are not divided.
+        The first axes are divided over the grid's axes by :func:`split_evenly`. The remaining axes are not divided.
         """
         if len(global_shape) < len(self.shape):
             raise UsageError(
                 f"got an array of shape {list(global_shape)} for the grid {list(self.shape)}; it needs at least "
                 f"{len(self.shape)} axes"
             )
-        at = self.coordinates if rank is None else self.coordinates_of(rank)
-        split = [split_evenly(n, parts)[i] for n, parts, i in zip(global_shape, self.shape, at, strict=False)]
+        coordinates = self.coordinates if rank is None else self.coordinates_of(rank)
+        split = [split_evenly(n, parts)[i] for n, parts, i in zip(global_shape, self.shape, coordinates, strict=False)]
         return (*split, *(slice(0, n) for n in global_shape[len(self.shape) :]))
 
     # exchanges
@@ -123,16 +123,16 @@ class Grid:
     def exchange_halos(self, array: _Array, width: int = 1, *, corners: bool = False) -> None:
         """Fill the ghost layers of this rank's block from its neighbours' cells, in place.
 
-        `array` is a writable NumPy array. Its first axes are the grid's. Along each of these it has `width` ghost
-        layers on both sides, and at least `width` own cells between. Later axes (components, for instance) are sent
-        whole.
+        `array` is a writable NumPy array whose first axes are the axes of the grid. Along each of these it has `width`
+        ghost layers on both sides, and at least `width` own cells between. Further axes, such as components, are not
+        divided.
 
-        Without `corners`, all axes are exchanged at the same time, and ghost cells outside on several axes keep their
-        values; a 5-point stencil does not read these. With `corners`, the axes are exchanged one after another, and
-        each exchange includes the ghost cells of the previous axes. Ghost cells beyond an edge of the grid always keep
-        their values.
+        Without `corners`, all axes are exchanged at the same time, and corner cells (ghost cells on several axes) keep
+        their values; a 5-point stencil does not read them. With `corners`, the axes are exchanged one after another,
+        and each exchange includes the ghost cells of the previous axes. Ghost cells beyond an edge of the grid always
+        keep their values.
 
-        Raises UsageError before anything is sent, MismatchError for a neighbour's block of another shape or dtype, and
+        Raises UsageError before the first message, MismatchError if a neighbour's block has another shape or dtype, and
         RankLostError.
         """
         self._check(array, width)
@@ -145,22 +145,22 @@ class Grid:
         for sides in phases:
             incoming, outgoing = [], []
             for side in sides:
-                incoming.append(array[side.taken] if side.incoming is None else side.incoming)
+                incoming.append(array[side.ghost_cells] if side.incoming is None else side.incoming)
                 if side.outgoing is None:
-                    outgoing.append(array[side.given])
+                    outgoing.append(array[side.sent_cells])
                 else:
-                    side.outgoing[...] = array[side.given]
+                    side.outgoing[...] = array[side.sent_cells]
                     outgoing.append(side.outgoing)
             self._transfer(sides, outgoing, incoming)
             for side in sides:
                 if side.incoming is not None:
-                    array[side.taken] = side.incoming
+                    array[side.ghost_cells] = side.incoming
 
     def neighbour_all_to_all(self, array: _Array, *, out: _Array | None = None) -> _Array:
-        """Send each neighbour one row of `array`, and return the rows received from the neighbours.
+        """Send one row of `array` to each neighbour, and return the rows received from the neighbours.
 
-        Rows are in MPI's order, two for each axis: the lower neighbour of the first axis, the higher one, then the
-        next axis. Rows of missing neighbours are neither sent nor written; they are zero in a new array.
+        Rows are in MPI's order, two for each axis: lower neighbour, then higher neighbour. Rows of missing neighbours
+        are neither sent nor written; they are zero in a new array.
         """
         rows = 2 * len(self.shape)
         if not array.ndim or array.shape[0] != rows:
@@ -186,7 +186,7 @@ class Grid:
         return out
 
     def neighbour_all_gather(self, array: _Array, *, out: _Array | None = None) -> _Array:
-        """Send all neighbours the same array, and return their arrays as rows; see :meth:`neighbour_all_to_all`."""
+        """Send `array` to all neighbours, and return their arrays as rows; see :meth:`neighbour_all_to_all`."""
         return self.neighbour_all_to_all(np.broadcast_to(array, (2 * len(self.shape), *array.shape)), out=out)
 
     # internals
@@ -216,17 +216,18 @@ class Grid:
                 f"got a block of shape {list(array.shape)} for the grid {list(self.shape)}; it needs at least "
                 f"{len(self.shape)} axes"
             )
-        own = [length - 2 * width for length in array.shape[: len(self.shape)]]
-        if min(own) < width:
+        own_cells = [length - 2 * width for length in array.shape[: len(self.shape)]]
+        if min(own_cells) < width:
             raise UsageError(
-                f"got a block of shape {list(array.shape)} with {width} ghost layers on both sides: {own} own cells, "
-                f"expected at least {width} along each of the first {len(own)} axes; use fewer ranks or layers"
+                f"got a block of shape {list(array.shape)} with {width} ghost layers on both sides: {own_cells} own "
+                f"cells, expected at least {width} along each of the first {len(own_cells)} axes; use fewer ranks or "
+                "layers"
             )
         if not array.flags.writeable:
             raise UsageError("got a read-only array, expected an array with writable ghost layers")
 
     def _plan(self, array: _Array, width: int, corners: bool) -> list[list[_Side]]:
-        """Return the phases of an exchange; their buffers serve all arrays of this layout."""
+        """Return the phases of an exchange. Arrays of the same layout share their buffers."""
         phases: list[list[_Side]] = []
         for axis in range(len(self.shape)):
             length = array.shape[axis]
@@ -241,13 +242,13 @@ class Grid:
                 for other in range(len(self.shape))
             ]
             sides = []
-            for direction, given, taken in (
+            for direction, sent_cells, ghost_cells in (
                 (_LOW, slice(width, 2 * width), slice(0, width)),
                 (_HIGH, slice(length - 2 * width, length - width), slice(length - width, length)),
             ):
                 neighbour = self.neighbour(axis, direction)
                 if neighbour is not None:
-                    out_of, into = ((*cut[:axis], layers, *cut[axis + 1 :]) for layers in (given, taken))
+                    out_of, into = ((*cut[:axis], layers, *cut[axis + 1 :]) for layers in (sent_cells, ghost_cells))
                     buffers = _buffer(array[out_of]), _buffer(array[into])
                     tags = _tag(axis, direction), _tag(axis, -direction)
                     sides.append(_Side(neighbour, *tags, out_of, into, *buffers))
@@ -255,20 +256,20 @@ class Grid:
         return phases if corners else [[side for sides in phases for side in sides]]
 
     def _transfer(self, sides: Sequence[_Side], outgoing: Sequence[_Array], incoming: Sequence[_Array]) -> None:
-        """Send and receive contiguous arrays; post receives first, so that no message must be buffered."""
-        if self._under_way:
+        """Send and receive contiguous arrays. Receives are posted first, so that messages need no buffer."""
+        if self._pending:
             raise GroupClosedError(
                 f"{self!r} refuses further exchanges because an earlier one failed; create a new group and grid"
             )
-        # The tickets use the buffers until the exchange is complete, so both are kept after a failure.
-        tickets = self._under_way
+        # The tickets use the buffers until the exchange is complete, so keep both after a failure.
+        tickets = self._pending
         try:
             for side, array in zip(sides, incoming, strict=True):
                 tickets.append(self.group.recv_async(_plain(array), side.neighbour, tag=side.receive_tag))
             for side, array in zip(sides, outgoing, strict=True):
                 tickets.append(self.group.send_async(_plain(array), side.neighbour, tag=side.send_tag))
         except GroupClosedError:
-            for ticket in tickets:  # their errors name the cause
+            for ticket in tickets:  # the error of the failed ticket names the cause
                 ticket.wait()
             raise
         for ticket in tickets:
@@ -283,9 +284,9 @@ class _Side:
     neighbour: int
     send_tag: int
     receive_tag: int
-    given: tuple[slice, ...] = ()
+    sent_cells: tuple[slice, ...] = ()
     """Cells to send."""
-    taken: tuple[slice, ...] = ()
+    ghost_cells: tuple[slice, ...] = ()
     """Ghost cells to fill."""
     outgoing: _Array | None = None
     """Buffer for the sent cells; ``None`` if they are contiguous in memory."""
@@ -295,9 +296,9 @@ class _Side:
 def dims_create(size: int, shape: Sequence[int]) -> tuple[int, ...]:
     """Replace the zeros in `shape` so that its product is `size`, like ``MPI_Dims_create``.
 
-    The new numbers do not increase from axis to axis, and are as even as possible: the largest number is minimal, then
-    the second, and so on. (A greedy distribution of prime factors, used by some MPIs, gives 12 x 6 for 72 instead of
-    9 x 8: Träff and Lübbe, Specification Guideline Violations by MPI_Dims_create, EuroMPI 2015.)
+    The new numbers do not increase from axis to axis. They are as even as possible: the largest number is minimal, then
+    the second, and so on. (Some MPIs distribute prime factors greedily and get 12 x 6 for 72 instead of 9 x 8: Träff
+    and Lübbe, Specification Guideline Violations by MPI_Dims_create, EuroMPI 2015.)
 
     Raises UsageError if no shape fits.
 
@@ -306,30 +307,30 @@ def dims_create(size: int, shape: Sequence[int]) -> tuple[int, ...]:
     """
     if size < 1:
         raise UsageError(f"got {size} ranks, expected at least 1")
-    given = [operator.index(count) for count in shape]
-    if not given or min(given) < 0:
-        raise UsageError(f"got the shape {given}, expected at least one axis, and no negative numbers")
-    fixed = math.prod(count for count in given if count)
-    num_free = given.count(0)
+    counts = [operator.index(count) for count in shape]
+    if not counts or min(counts) < 0:
+        raise UsageError(f"got the shape {counts}, expected at least one axis, and no negative numbers")
+    fixed = math.prod(count for count in counts if count)
+    num_free = counts.count(0)
     if size % fixed or (not num_free and fixed != size):
         raise UsageError(
-            f"got the shape {given} of {fixed} ranks for {size} ranks; "
+            f"got the shape {counts} of {fixed} ranks for {size} ranks; "
             + ("the ranks must be a multiple of it" if num_free else "make both equal, or pass 0 for some axis")
         )
     filled = iter(_even_factors(size // fixed, num_free, size) or ())
-    return tuple(count or next(filled) for count in given)
+    return tuple(count or next(filled) for count in counts)
 
 
 def split_evenly(n: int, parts: int) -> list[slice]:
-    """Return `parts` slices that cover ``range(n)`` in order; the first ``n % parts`` have one item more.
+    """Return `parts` slices that cover ``range(n)`` in order; the first ``n % parts`` slices have one item more.
 
     >>> split_evenly(7, 3)
     [slice(0, 3, None), slice(3, 5, None), slice(5, 7, None)]
     """
     if n < 0 or parts < 1:
         raise UsageError(f"got {n} to split into {parts} parts, expected at least 0 and at least 1 part")
-    each, longer = divmod(n, parts)
-    bounds = [part * each + min(part, longer) for part in range(parts + 1)]
+    length, longer = divmod(n, parts)
+    bounds = [part * length + min(part, longer) for part in range(parts + 1)]
     return [slice(low, high) for low, high in pairwise(bounds)]
 
 
@@ -339,19 +340,19 @@ def _even_factors(size: int, num_factors: int, most: int) -> tuple[int, ...] | N
         return () if size == 1 else None
     for first in range(1, min(size, most) + 1):
         if size % first == 0 and first**num_factors >= size:
-            rest = _even_factors(size // first, num_factors - 1, first)
-            if rest is not None:
-                return (first, *rest)
+            remainder = _even_factors(size // first, num_factors - 1, first)
+            if remainder is not None:
+                return (first, *remainder)
     return None
 
 
 def _tag(axis: int, direction: int) -> int:
-    """Return the tag of an axis and direction. One rank may be the neighbour on both sides, so tags must differ."""
+    """Return the tag of an axis and direction. Tags differ because one rank may be the neighbour on both sides."""
     return _TAG + 2 * axis + (direction == _HIGH)
 
 
 def _buffer(cells: _Array) -> _Array | None:
-    """Return a contiguous array for these cells; None if the cells are contiguous."""
+    """Return a contiguous buffer for these cells; None if the cells are contiguous."""
     if cells.flags.c_contiguous and cells.dtype.isnative:
         return None
     return np.empty(cells.shape, cells.dtype.newbyteorder("="))

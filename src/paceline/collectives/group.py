@@ -42,7 +42,7 @@ class Group(Closing):
     def __init__(
         self, world: World, ranks: Sequence[int], name: str, *, timeout: timedelta, algorithm: str | None = None
     ) -> None:
-        """Not for users: call :func:`init` or :meth:`subgroup`."""
+        """Users call :func:`init` or :meth:`subgroup` instead."""
         check_algorithm(algorithm)
         self._timeout_s = timeout.total_seconds()
         self.name = name
@@ -57,9 +57,9 @@ class Group(Closing):
         self._operations = Operations(self._connections, self._tuner, self._timeout_s)
         self._sequence = 0
         self._failure: str = ""
-        self._unheard: CollectiveError | None = None
-        """An error of a message, to be raised by the next call."""
-        self._spreader: threading.Thread | None = None
+        self._unreported: CollectiveError | None = None
+        """The error of a failed message that no operation has raised yet. The next call raises it."""
+        self._reporter: threading.Thread | None = None
         self._lock = threading.RLock()
         self._submitting = threading.Lock()
         self._num_pending = 0
@@ -81,63 +81,64 @@ class Group(Closing):
     # collectives
 
     def barrier(self) -> None:
-        """Return when every rank has called it."""
-        self._now(self._operations.barrier())
+        """Wait until every rank has called this method."""
+        self._run_blocking(self._operations.barrier())
 
     def barrier_async(self) -> CollectiveTicket:
         """See :meth:`barrier`."""
-        return self._later(self._operations.barrier())
+        return self._submit(self._operations.barrier())
 
     def all_reduce(self, array: Any, op: str = "sum", *, out: Any = None) -> Any:
         """Return the reduction of `array` over all ranks; `out` may be `array` itself (in place)."""
-        return self._now(self._operations.all_reduce(array, op, out))
+        return self._run_blocking(self._operations.all_reduce(array, op, out))
 
     def all_reduce_async(self, array: Any, op: str = "sum", *, out: Any = None) -> CollectiveTicket:
         """See :meth:`all_reduce`."""
-        return self._later(self._operations.all_reduce(array, op, out))
+        return self._submit(self._operations.all_reduce(array, op, out))
 
     def reduce(self, array: Any, op: str = "sum", *, root: int = 0, out: Any = None) -> Any:
         """Return the reduction over all ranks on `root`, None on other ranks."""
-        return self._now(self._operations.reduce(array, op, root, out))
+        return self._run_blocking(self._operations.reduce(array, op, root, out))
 
     def reduce_async(self, array: Any, op: str = "sum", *, root: int = 0, out: Any = None) -> CollectiveTicket:
         """See :meth:`reduce`."""
-        return self._later(self._operations.reduce(array, op, root, out))
+        return self._submit(self._operations.reduce(array, op, root, out))
 
     def reduce_scatter(
         self, array: Any, op: str = "sum", *, sizes: Sequence[int] | None = None, out: Any = None
     ) -> Any:
         """Return this rank's part of the reduction; `array` is divided along its first axis.
 
-        `sizes`: rows of every rank's part, equal on all ranks. Default: equal parts; the number of rows must then be a
-        multiple of the group's size.
+        `sizes` are the numbers of rows of the ranks' parts, the same list on all ranks. By default all parts are equal,
+        and the number of rows must be a multiple of the group's size.
         """
-        return self._now(self._operations.reduce_scatter(array, op, sizes, out))
+        return self._run_blocking(self._operations.reduce_scatter(array, op, sizes, out))
 
     def reduce_scatter_async(
         self, array: Any, op: str = "sum", *, sizes: Sequence[int] | None = None, out: Any = None
     ) -> CollectiveTicket:
         """See :meth:`reduce_scatter`."""
-        return self._later(self._operations.reduce_scatter(array, op, sizes, out))
+        return self._submit(self._operations.reduce_scatter(array, op, sizes, out))
 
     def broadcast(self, array: Any, *, root: int = 0) -> Any:
         """Copy the root's `array` into `array` on all ranks and return it; shapes and dtypes must be equal."""
-        return self._now(self._operations.broadcast(array, root))
+        return self._run_blocking(self._operations.broadcast(array, root))
 
     def broadcast_async(self, array: Any, *, root: int = 0) -> CollectiveTicket:
         """See :meth:`broadcast`."""
-        return self._later(self._operations.broadcast(array, root))
+        return self._submit(self._operations.broadcast(array, root))
 
     def all_gather(self, array: Any, *, sizes: Sequence[int] | None = None, out: Any = None) -> Any:
         """Return the arrays of all ranks, concatenated along the first axis (0-d arrays as a vector).
 
-        `sizes`: rows of every rank's array if they differ, equal on all ranks; :meth:`gather_sizes` collects them.
+        `sizes` are the numbers of rows of the ranks' arrays, the same list on all ranks. Pass it if they differ;
+        :meth:`gather_sizes` returns it.
         """
-        return self._now(self._operations.all_gather(array, sizes, out))
+        return self._run_blocking(self._operations.all_gather(array, sizes, out))
 
     def all_gather_async(self, array: Any, *, sizes: Sequence[int] | None = None, out: Any = None) -> CollectiveTicket:
         """See :meth:`all_gather`."""
-        return self._later(self._operations.all_gather(array, sizes, out))
+        return self._submit(self._operations.all_gather(array, sizes, out))
 
     def gather_sizes(self, array: Any) -> list[int]:
         """Return the number of rows of every rank's array."""
@@ -147,26 +148,26 @@ class Group(Closing):
 
     def gather(self, array: Any, *, root: int = 0, sizes: Sequence[int] | None = None, out: Any = None) -> Any:
         """Like :meth:`all_gather`, on `root`; other ranks get None."""
-        return self._now(self._operations.gather(array, root, sizes, out))
+        return self._run_blocking(self._operations.gather(array, root, sizes, out))
 
     def gather_async(
         self, array: Any, *, root: int = 0, sizes: Sequence[int] | None = None, out: Any = None
     ) -> CollectiveTicket:
         """See :meth:`gather`."""
-        return self._later(self._operations.gather(array, root, sizes, out))
+        return self._submit(self._operations.gather(array, root, sizes, out))
 
     def scatter(self, array: Any, out: Any, *, root: int = 0, sizes: Sequence[int] | None = None) -> Any:
         """Fill `out` with this rank's part of the root's `array`, divided along its first axis.
 
         On other ranks `array` is None.
         """
-        return self._now(self._operations.scatter(array, out, root, sizes))
+        return self._run_blocking(self._operations.scatter(array, out, root, sizes))
 
     def scatter_async(
         self, array: Any, out: Any, *, root: int = 0, sizes: Sequence[int] | None = None
     ) -> CollectiveTicket:
         """See :meth:`scatter`."""
-        return self._later(self._operations.scatter(array, out, root, sizes))
+        return self._submit(self._operations.scatter(array, out, root, sizes))
 
     def all_to_all(
         self,
@@ -178,10 +179,10 @@ class Group(Closing):
     ) -> Any:
         """Send part d of `array` (along its first axis) to rank d; return the received parts in rank order.
 
-        Without sizes all parts are equal. `send_sizes` are the rows for every rank. `receive_sizes`, the rows from
-        every rank, are optional, because the ranks exchange them.
+        `send_sizes` are the numbers of rows for every rank; by default all parts are equal. `receive_sizes`, the
+        numbers of rows from every rank, are optional: the ranks exchange them.
         """
-        return self._now(self._operations.all_to_all(array, send_sizes, receive_sizes, out))
+        return self._run_blocking(self._operations.all_to_all(array, send_sizes, receive_sizes, out))
 
     def all_to_all_async(
         self,
@@ -192,16 +193,16 @@ class Group(Closing):
         out: Any = None,
     ) -> CollectiveTicket:
         """See :meth:`all_to_all`."""
-        return self._later(self._operations.all_to_all(array, send_sizes, receive_sizes, out))
+        return self._submit(self._operations.all_to_all(array, send_sizes, receive_sizes, out))
 
     # objects
 
     def broadcast_object(self, value: Any = None, *, root: int = 0) -> Any:
-        """Return the root's value: numbers, strings, bytes, lists and dicts. Nothing is pickled."""
+        """Return the root's value: numbers, strings, bytes, lists and dicts. Does not use pickle."""
         return _objects.broadcast(self, value, root)
 
     def all_gather_objects(self, value: Any) -> list[Any]:
-        """Return the values of all ranks; for their types see :meth:`broadcast_object`."""
+        """Return the values of all ranks. See :meth:`broadcast_object` for their types."""
         return _objects.all_gather(self, value)
 
     def gather_objects(self, value: Any, *, root: int = 0) -> list[Any] | None:
@@ -211,9 +212,9 @@ class Group(Closing):
     # send and receive
 
     def send(self, array: Any, to: int, *, tag: int = 0) -> None:
-        """Send an array to a rank that calls :meth:`recv` with this tag and an array of the same dtype and size.
+        """Send an array to a rank, which calls :meth:`recv` with the same tag and an array of the same dtype and size.
 
-        Tags are numbers below 2^62; higher ones are reserved.
+        Tags are numbers below 2^62; higher numbers are reserved.
         """
         self.send_async(array, to, tag=tag).wait()
 
@@ -221,8 +222,8 @@ class Group(Closing):
         """See :meth:`send`."""
         self._check_alive()
         memory = ArrayMemory(array)
-        what = f"{memory.dtype}[{memory.count}]"
-        pending = self._connections.point_to_point().send(memory.view(), to, tag, what)
+        description = f"{memory.dtype}[{memory.count}]"
+        pending = self._connections.point_to_point().send(memory.view(), to, tag, description)
         return MessageTicket(pending, self.timeout, memory)
 
     def recv(self, out: Any, source: int | None = None, *, tag: int = 0) -> int:
@@ -233,8 +234,8 @@ class Group(Closing):
         """See :meth:`recv`."""
         self._check_alive()
         memory = ArrayMemory(out, target=True)
-        what = f"{memory.dtype}[{memory.count}]"
-        pending = self._connections.point_to_point().receive(memory.view(), source, tag, what)
+        description = f"{memory.dtype}[{memory.count}]"
+        pending = self._connections.point_to_point().receive(memory.view(), source, tag, description)
         return MessageTicket(pending, self.timeout, memory)
 
     # groups
@@ -242,15 +243,15 @@ class Group(Closing):
     def subgroup(self, ranks: Iterable[int], *, timeout: timedelta | None = None) -> Group | None:
         """Return the group of these ranks of this group, in this order; None on other ranks.
 
-        All ranks of the new group must call it. Other ranks may call it, without cost.
+        All ranks of the new group must call this method. Other ranks may call it, without communication.
         """
         chosen = tuple(ranks)
         if len(set(chosen)) != len(chosen) or not all(0 <= rank < self.size for rank in chosen) or not chosen:
             raise UsageError(f"got ranks {list(chosen)}, expected different ones from 0 to {self.size - 1}")
-        return self._make(tuple(self.ranks[rank] for rank in chosen), timeout)
+        return self._create_subgroup(tuple(self.ranks[rank] for rank in chosen), timeout)
 
     def split(self, color: int | None, key: int = 0) -> Group | None:
-        """Return the group of the ranks with the same `color`, ordered by `key`, then rank; None without a color.
+        """Return the group of the ranks with the same `color`, ordered by `key`, then rank; None if `color` is None.
 
         A collective call: every rank of this group must make it.
         """
@@ -258,30 +259,30 @@ class Group(Closing):
             own = np.array([[color is not None, color or 0, key]], np.int64)
         except (OverflowError, TypeError, ValueError) as error:
             raise UsageError(f"got color {color!r} and key {key!r}, expected integers of 64 bits ({error})") from None
-        told = self.all_gather(own)
+        colors = self.all_gather(own)
         if color is None:
             return None
-        same = [rank for rank in range(self.size) if told[rank, 0] and told[rank, 1] == color]
-        same.sort(key=lambda rank: (int(told[rank, 2]), rank))
-        return self._make(tuple(self.ranks[rank] for rank in same), label="split")
+        same = [rank for rank in range(self.size) if colors[rank, 0] and colors[rank, 1] == color]
+        same.sort(key=lambda rank: (int(colors[rank, 2]), rank))
+        return self._create_subgroup(tuple(self.ranks[rank] for rank in same), label="split")
 
     def union(self, other: Group | Iterable[int]) -> Group | None:
         """Return the group of the ranks of both, in the order of the world.
 
-        `other` is a group or a list of world ranks. All ranks of the new group must call it, on either group.
+        `other` is a group or a list of world ranks. All ranks of the new group must call this method, on either group.
         """
-        return self._make(tuple(sorted({*self.ranks, *_world_ranks(other)})))
+        return self._create_subgroup(tuple(sorted({*self.ranks, *_world_ranks(other)})))
 
     def intersection(self, other: Group | Iterable[int]) -> Group | None:
         """Return the group of the ranks in both, in the order of the world; None on other ranks."""
-        return self._make(tuple(sorted({*self.ranks} & {*_world_ranks(other)})))
+        return self._create_subgroup(tuple(sorted({*self.ranks} & {*_world_ranks(other)})))
 
     def difference(self, other: Group | Iterable[int]) -> Group | None:
         """Return the group of this group's ranks that are not in `other`; None on other ranks."""
-        return self._make(tuple(sorted({*self.ranks} - {*_world_ranks(other)})))
+        return self._create_subgroup(tuple(sorted({*self.ranks} - {*_world_ranks(other)})))
 
     def explain(self, nbytes: int, operation: str = "all_reduce") -> str:
-        """Return a table of the algorithms for an operation: predicted and measured times, and the choice."""
+        """Return a table of the algorithms for an operation, with predicted and measured times and the choice."""
         return self._tuner.explain(operation, nbytes)
 
     def candidates(self, nbytes: int, operation: str = "all_reduce") -> list[Candidate]:
@@ -291,7 +292,7 @@ class Group(Closing):
     def close(self) -> None:
         """Leave the group; the other ranks' next call raises RankLostError. Idempotent.
 
-        Closing the group of all ranks closes its subgroups. In a forked child it has no effect.
+        Closing the group of all ranks also closes its subgroups. In a forked child this method has no effect.
         """
         if self._failure == _FORKED:
             return
@@ -300,10 +301,10 @@ class Group(Closing):
             thread, self._thread = self._thread, None
             if thread is not None:
                 self._queue.put(None)
-            spreader = self._spreader
+            reporter = self._reporter
         self._connections.close()
-        if spreader is not None:
-            spreader.join()
+        if reporter is not None:
+            reporter.join()
         if thread is not None and thread is not threading.current_thread():
             thread.join()
         self._world.leave(self)
@@ -311,10 +312,10 @@ class Group(Closing):
             self._world.close()
 
     def abort(self) -> None:
-        """End all work in progress: this rank's calls, tickets and messages raise GroupClosedError, also later ones.
+        """End all work in progress: this rank's current and later calls, tickets and messages raise GroupClosedError.
 
-        The other ranks raise RankLostError with this rank, in the first call that needs it. Returns immediately, may be
-        called by any thread, and is idempotent. :meth:`close` must still be called.
+        The other ranks raise RankLostError with this rank, in their first call that needs it. Returns immediately;
+        thread-safe and idempotent. :meth:`close` must still be called.
         """
         with self._submitting:
             self._failure = self._failure or _ABORTED
@@ -322,7 +323,7 @@ class Group(Closing):
             self._connections.cut()
 
     def disown(self) -> None:
-        """Leave the group to this forked process's parent."""
+        """Make the group unusable in a forked child. It belongs to the parent."""
         self._failure = _FORKED
 
     def __repr__(self) -> str:
@@ -331,9 +332,9 @@ class Group(Closing):
     # execution
 
     def _check_alive(self) -> None:
-        unheard, self._unheard = self._unheard, None
-        if unheard is not None:
-            raise unheard
+        unreported, self._unreported = self._unreported, None
+        if unreported is not None:
+            raise unreported
         if self._failure:
             raise GroupClosedError(f"group {self.name!r} refuses further work: {self._failure}")
 
@@ -347,35 +348,37 @@ class Group(Closing):
                 self._connections.at = (self._sequence, None)
                 return result
             except BaseException as error:
-                self._unheard = None
+                self._unreported = None
                 if self._failure == _ABORTED and isinstance(error, CollectiveError):
                     raise GroupClosedError(f"group {self.name!r} ended this call: {_ABORTED}") from error
                 self._failure = self._failure or f"a call failed: {error}"
                 self._connections.abort(error, self._sequence)
                 raise
 
-    def _message_failed(self, error: CollectiveError, is_heard: bool) -> None:
-        """Refuse further work and end the current call; see :class:`PointToPoint`."""
+    def _message_failed(self, error: CollectiveError, is_reported: bool) -> None:
+        """Refuse further work and end the current call (``on_failure`` of :class:`PointToPoint`)."""
         if not self._failure:
-            self._unheard = None if is_heard else error
+            self._unreported = None if is_reported else error
             self._failure = f"a message failed: {error}"
-            self._spreader = threading.Thread(target=self._spread, args=(error,), name="paceline-spreader", daemon=True)
-            self._spreader.start()
+            self._reporter = threading.Thread(
+                target=self._report_failure, args=(error,), name="paceline-spreader", daemon=True
+            )
+            self._reporter.start()
 
-    def _spread(self, error: CollectiveError) -> None:
+    def _report_failure(self, error: CollectiveError) -> None:
         self._connections.interrupt(error)
         with self._lock:  # after the end of the interrupted call
             self._connections.abort(error, self._sequence)
 
-    def _now(self, work: Work) -> Any:
+    def _run_blocking(self, work: Work) -> Any:
         if self._thread is not None:
             if self._thread is threading.current_thread():
                 raise no_waiting_in_callbacks()
             if self._num_pending:
-                return self._later(work).result()
+                return self._submit(work).result()
         return self._run(work)
 
-    def _later(self, work: Work) -> CollectiveTicket:
+    def _submit(self, work: Work) -> CollectiveTicket:
         with self._submitting:
             self._check_alive()
             if self._thread is None:
@@ -387,7 +390,7 @@ class Group(Closing):
         return ticket
 
     def _serve(self) -> None:
-        """Run asynchronous calls, in a thread."""
+        """Run the asynchronous calls. Runs in the group's thread."""
         while (item := self._queue.get()) is not None:
             work, ticket = item
             result, error = None, None
@@ -402,11 +405,13 @@ class Group(Closing):
 
     # subgroups
 
-    def _make(self, world_ranks: tuple[int, ...], timeout: timedelta | None = None, label: str = "") -> Group | None:
+    def _create_subgroup(
+        self, world_ranks: tuple[int, ...], timeout: timedelta | None = None, label: str = ""
+    ) -> Group | None:
         """Return the group of these world ranks; None if this rank is not included."""
         world = self._world
         if world.is_closed:
-            raise GroupClosedError(f"no group can be made of {self.name!r}: all groups of this program were closed")
+            raise GroupClosedError(f"cannot create a subgroup of {self.name!r}: all groups of this program were closed")
         if not all(0 <= rank < world.size for rank in world_ranks):
             raise UsageError(f"got ranks {list(world_ranks)} of the world, which has 0 to {world.size - 1}")
         if world.rank not in world_ranks:
@@ -419,15 +424,15 @@ class Group(Closing):
             ):
                 return Group(world, world_ranks, name, timeout=timeout, algorithm=self._tuner.forced)
         except RankLostError as error:
-            # A late rank may join the next attempt, except where all ranks have agreed on the group in a call.
+            # A late rank may join the next attempt, unless all ranks have agreed on the group in a call.
             if label or (isinstance(error, EndedError) and set(error.ranks) & set(self.ranks)):
-                self._part_failed(error)
+                self._subgroup_failed(error)
             raise RankLostError(str(error), error.ranks) from error.__cause__
 
-    def _part_failed(self, error: RankLostError) -> None:
-        """Refuse further work and notify the other ranks: without the lost ranks this group is unusable."""
+    def _subgroup_failed(self, error: RankLostError) -> None:
+        """Refuse further work and notify the other ranks, because the group is unusable without the lost ranks."""
         with self._lock:
-            self._failure = self._failure or f"a part of it could not be made: {error}"
+            self._failure = self._failure or f"a subgroup could not be created: {error}"
             self._connections.abort(error, self._sequence)
 
 

@@ -1,4 +1,4 @@
-"""Implement a group's calls: check the arguments now, and return the work to run later."""
+"""Implement a group's calls: check the arguments, and return the work to run later."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from paceline.collectives.arrays import ArrayMemory, as_array, empty_like
-from paceline.collectives.calls import CollectiveCall, shortened
+from paceline.collectives.calls import CollectiveCall, shorten
 from paceline.collectives.connections import Connections
 from paceline.collectives.engine import Area, Engine, Order, Reduction, copy
 from paceline.collectives.tuner import SHARED, Tuner
@@ -43,7 +43,7 @@ class Operations:
         self._timeout_s = timeout_s
         self._calls: dict[tuple[Any, ...], tuple[CollectiveCall, int]] = {}
         self._reductions: dict[tuple[str, str], Reduction] = {}
-        self._doing: tuple[str, str, int, float] | None = None
+        self._running: tuple[str, str, int, float] | None = None
 
     def barrier(self) -> Work:
         """See :meth:`Group.barrier`."""
@@ -68,15 +68,15 @@ class Operations:
         call = self._call("all_reduce", source.dtype, source.shape, op)
         reduction = self._reduction(source, op)
         num_bytes = source.num_bytes
-        given, taken = Area(source.address, num_bytes), Area(target.address, num_bytes)
+        source_area, target_area = Area(source.address, num_bytes), Area(target.address, num_bytes)
 
         def work(sequence: int) -> Any:
             if self.size > 1:
                 engine, order = self._begin("all_reduce", num_bytes, call, sequence)
-                engine.all_reduce(order, given, taken, reduction)
+                engine.all_reduce(order, source_area, target_area, reduction)
             elif source is not target:
-                copy(given, taken)
-            target.give_back()
+                copy(source_area, target_area)
+            target.copy_back()
             return out
 
         return work
@@ -94,14 +94,14 @@ class Operations:
             target = _matching(out, source, source.shape)
 
         def work(sequence: int) -> Any:
-            taken = None if target is None else _area(target)
+            target_area = None if target is None else _area(target)
             if self.size > 1:
                 engine, order = self._begin("reduce", source.num_bytes, call, sequence)
-                engine.reduce(order, _area(source), taken, reduction, root)
+                engine.reduce(order, _area(source), target_area, reduction, root)
             else:
-                assert taken is not None
-                copy(_area(source), taken)
-            return _given_back(target, out)
+                assert target_area is not None
+                copy(_area(source), target_area)
+            return _copied_back(target, out)
 
         return work
 
@@ -110,8 +110,8 @@ class Operations:
         array = as_array(array)
         source = ArrayMemory(array)
         rows = self._rows(source.shape, sizes, "reduce_scatter")
-        told = source.shape if sizes is None else (*source.shape[1:], *rows)
-        call = self._call(_named("reduce_scatter", sizes), source.dtype, told, op)
+        compared_shape = source.shape if sizes is None else (*source.shape[1:], *rows)
+        call = self._call(_named("reduce_scatter", sizes), source.dtype, compared_shape, op)
         reduction = self._reduction(source, op)
         shape = (rows[self.rank], *source.shape[1:])
         out = empty_like(array, shape) if out is None else out
@@ -123,7 +123,7 @@ class Operations:
                 engine.reduce_scatter(order, _parts(source, rows), _area(target), reduction)
             else:
                 copy(_area(source), _area(target))
-            return _given_back(target, out)
+            return _copied_back(target, out)
 
         return work
 
@@ -137,7 +137,7 @@ class Operations:
             if self.size > 1:
                 engine, order = self._begin("broadcast", memory.num_bytes, call, sequence)
                 engine.broadcast(order, _area(memory), root)
-            return _given_back(memory, array)
+            return _copied_back(memory, array)
 
         return work
 
@@ -145,8 +145,8 @@ class Operations:
         """See :meth:`Group.all_gather`."""
         array = as_array(array)
         source = ArrayMemory(array)
-        rows, shape, told = self._gathered(source, sizes)
-        call = self._call(_named("all_gather", sizes), source.dtype, told)
+        rows, shape, compared_shape = self._gathered(source, sizes)
+        call = self._call(_named("all_gather", sizes), source.dtype, compared_shape)
         out = empty_like(array, shape) if out is None else out
         target = _matching(out, source, shape)
 
@@ -156,7 +156,7 @@ class Operations:
                 engine.all_gather(order, _area(source), _parts(target, rows))
             else:
                 copy(_area(source), _area(target))
-            return _given_back(target, out)
+            return _copied_back(target, out)
 
         return work
 
@@ -165,8 +165,8 @@ class Operations:
         self._check_root(root)
         array = as_array(array)
         source = ArrayMemory(array)
-        rows, shape, told = self._gathered(source, sizes)
-        call = self._call(_named("gather", sizes), source.dtype, told, "", root)
+        rows, shape, compared_shape = self._gathered(source, sizes)
+        call = self._call(_named("gather", sizes), source.dtype, compared_shape, "", root)
         target: ArrayMemory | None = None
         if self.rank == root:
             out = empty_like(array, shape) if out is None else out
@@ -179,7 +179,7 @@ class Operations:
                 engine.gather(order, _area(source), targets, root)
             elif target is not None:
                 copy(_area(source), _area(target))
-            return _given_back(target, out)
+            return _copied_back(target, out)
 
         return work
 
@@ -202,8 +202,8 @@ class Operations:
             raise UsageError(
                 f"got sizes {list(sizes)} and out of shape {list(target.shape)} on rank {self.rank}; both must agree"
             )
-        told = target.shape if sizes is None else (*target.shape[1:], *(int(number) for number in sizes))
-        call = self._call(_named("scatter", sizes), target.dtype, told, "", root)
+        compared_shape = target.shape if sizes is None else (*target.shape[1:], *(int(number) for number in sizes))
+        call = self._call(_named("scatter", sizes), target.dtype, compared_shape, "", root)
 
         def work(sequence: int) -> Any:
             sources = [] if source is None else _parts(source, rows)
@@ -212,7 +212,7 @@ class Operations:
                 engine.scatter(order, sources, _area(target), root)
             else:
                 copy(sources[0], _area(target))
-            return _given_back(target, out)
+            return _copied_back(target, out)
 
         return work
 
@@ -250,7 +250,7 @@ class Operations:
                 engine.all_to_all(order, _parts(source, send_rows), _parts(filled, rows), equal=equal)
             else:
                 copy(_area(source), _area(filled))
-            return _given_back(filled, result)
+            return _copied_back(filled, result)
 
         return work
 
@@ -268,21 +268,21 @@ class Operations:
     def _exchange_sizes(
         self, call: tuple[CollectiveCall, int], sends: list[int], receives: list[int] | None, sequence: int
     ) -> list[int]:
-        """Return the rows that every rank sends to this one; raise MismatchError if others are expected.
+        """Return the numbers of rows from every rank. Raises MismatchError if they differ from `receives`.
 
-        The exchange carries the signature of `call`, so that no rank mistakes the sizes for data of another call.
+        The exchange carries the signature of `call`, so that a rank in another call detects the mismatch.
         """
         numbers = np.array([sends, sends], np.int64)  # sent and received
         if self.size > 1:
-            given, taken = (_parts(ArrayMemory(row), [1] * self.size) for row in numbers)
+            source_area, target_area = (_parts(ArrayMemory(row), [1] * self.size) for row in numbers)
             engine, order = self._begin("all_to_all", numbers[0].nbytes, call, sequence)
-            engine.all_to_all(order, given, taken, equal=True)
-        told: list[int] = numbers[1].tolist()
-        if receives is not None and receives != told:
+            engine.all_to_all(order, source_area, target_area, equal=True)
+        rows: list[int] = numbers[1].tolist()
+        if receives is not None and receives != rows:
             raise MismatchError(
-                f"rank {self.rank} expects receive_sizes {receives} in all_to_all, but the ranks send {told} rows"
+                f"rank {self.rank} expects receive_sizes {receives} in all_to_all, but the ranks send {rows} rows"
             )
-        return told
+        return rows
 
     # checks
 
@@ -290,19 +290,19 @@ class Operations:
         self, operation: str, dtype: str = "", shape: tuple[int, ...] = (), op: str = "", root: int = -1
     ) -> tuple[CollectiveCall, int]:
         key = (operation, dtype, shape, op, root)
-        found = self._calls.get(key)
-        if found is None:
+        entry = self._calls.get(key)
+        if entry is None:
             if len(self._calls) >= _MAX_KNOWN_CALLS:
                 self._calls.clear()
-            call = shortened(CollectiveCall(operation, dtype, shape, op, root))
-            found = self._calls[key] = (call, call.signature)
-        return found
+            call = shorten(CollectiveCall(operation, dtype, shape, op, root))
+            entry = self._calls[key] = (call, call.signature)
+        return entry
 
     def _reduction(self, memory: ArrayMemory, op: str) -> Reduction:
-        found = self._reductions.get((memory.dtype, op))
-        if found is None:
-            found = self._reductions[memory.dtype, op] = self._make_reduction(memory, op)
-        return found
+        entry = self._reductions.get((memory.dtype, op))
+        if entry is None:
+            entry = self._reductions[memory.dtype, op] = self._make_reduction(memory, op)
+        return entry
 
     def _make_reduction(self, memory: ArrayMemory, op: str) -> Reduction:
         dtype = memory.dtype
@@ -355,19 +355,19 @@ class Operations:
     def _begin(
         self, operation: str, num_bytes: int, call: tuple[CollectiveCall, int], sequence: int
     ) -> tuple[Engine, Order]:
-        """Return the tuner's choice for a call. `num_bytes` must be the same on all ranks."""
+        """Return the tuner's choice for a call. `num_bytes` must be equal on all ranks."""
         self._connections.at = (sequence, call[0])
         order = Order(call[0], call[1], sequence, self._timeout_s)
         engine, algorithm = self._tuner.choose(operation, num_bytes, order)
-        self._doing = (operation, algorithm, num_bytes, time.perf_counter())
+        self._running = (operation, algorithm, num_bytes, time.perf_counter())
         return engine, order._replace(algorithm=algorithm) if algorithm != SHARED else order
 
     def finished(self) -> None:
         """Record the duration of the finished call."""
-        if self._doing is not None:
-            operation, algorithm, num_bytes, start = self._doing
+        if self._running is not None:
+            operation, algorithm, num_bytes, start = self._running
             self._tuner.record(operation, algorithm, num_bytes, time.perf_counter() - start)
-            self._doing = None
+            self._running = None
 
 
 def _named(operation: str, sizes: Sequence[int] | None) -> str:
@@ -398,8 +398,8 @@ def _matching(out: Any, source: ArrayMemory, shape: tuple[int, ...]) -> ArrayMem
     return target
 
 
-def _given_back(target: ArrayMemory | None, out: Any) -> Any:
+def _copied_back(target: ArrayMemory | None, out: Any) -> Any:
     if target is None:
         return None
-    target.give_back()
+    target.copy_back()
     return out

@@ -28,17 +28,17 @@ def init(
     """Connect the ranks of this program and return the group of all ranks.
 
     Missing arguments come from the variables of PyTorch's launchers: ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
-    ``MASTER_PORT`` (`address` is ``host:port``). ``PACELINE_TOKEN`` is the secret of all ranks and is needed between
-    hosts; ``PACELINE_ALGORITHM`` is the default of `algorithm`. `timeout` limits the rendezvous and every later call.
-    With `tls` (``PACELINE_TLS_CERT``, ``PACELINE_TLS_KEY``, ``PACELINE_TLS_CA``) all TCP traffic is encrypted.
+    ``MASTER_PORT`` (`address` is ``host:port``). `token` (``PACELINE_TOKEN``) is the secret of all ranks, required
+    between hosts. ``PACELINE_ALGORITHM`` is the default of `algorithm`. `timeout` limits the rendezvous and every later
+    call. `tls` (``PACELINE_TLS_CERT``, ``PACELINE_TLS_KEY``, ``PACELINE_TLS_CA``) encrypts all TCP traffic.
 
     Raises UsageError, AddressError (the port is in use), AuthenticationError (another token), DeadlineError (rank 0
     does not answer), RankLostError (missing ranks) or MismatchError (different algorithms).
     """
-    told = environment()
-    check_algorithm(algorithm or told.algorithm)
-    tls = tls or TLS.of_files(told.tls_cert, told.tls_key, told.tls_ca)
-    meeting = rendezvous(rank, world_size, address, token, timeout.total_seconds(), told=told, tls=tls)
+    variables = environment()
+    check_algorithm(algorithm or variables.algorithm)
+    tls = tls or TLS.of_files(variables.tls_cert, variables.tls_key, variables.tls_ca)
+    meeting = rendezvous(rank, world_size, address, token, timeout.total_seconds(), told=variables, tls=tls)
     try:
         return join(
             meeting.store,
@@ -48,7 +48,7 @@ def init(
             host=meeting.host,
             tls=tls,
             timeout=timeout,
-            algorithm=algorithm or told.algorithm,
+            algorithm=algorithm or variables.algorithm,
         )
     except BaseException:
         meeting.close()

@@ -30,7 +30,7 @@ class CollectiveTicket:
     __slots__ = ("_callbacks", "_error", "_finished", "_lock", "_result", "_worker")
 
     def __init__(self, worker: threading.Thread | None = None) -> None:
-        """`worker`: the thread that runs the call, and so must not wait for the ticket."""
+        """`worker` is the thread that runs the call. It must not wait for the ticket."""
         self._worker = worker
         self._finished = threading.Event()
         self._lock = threading.Lock()
@@ -39,10 +39,10 @@ class CollectiveTicket:
         self._callbacks: list[Callable[[CollectiveTicket], None]] = []
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Wait until the call is done, and raise its error.
+        """Wait until the call is done. Raises the call's error.
 
         Raises DeadlineError after ``timeout``; the call continues. Raises UsageError in a callback of the same group,
-        because the call can only run after the callback.
+        because the call would run only after the callback.
         """
         if not self._finished.is_set() and threading.current_thread() is self._worker:
             raise no_waiting_in_callbacks()
@@ -62,13 +62,13 @@ class CollectiveTicket:
         return self._result
 
     def exception(self) -> BaseException | None:
-        """Return the error of a failed call; ``None`` before the end."""
+        """Return the error of a failed call; ``None`` if it is running or done."""
         return self._error
 
     def add_done_callback(self, callback: Callable[[CollectiveTicket], None]) -> None:
-        """Call ``callback(ticket)`` at the end of the call, in the group's thread; immediately if it has ended.
+        """Call ``callback(ticket)`` in the group's thread when the call ends, or immediately if it has ended.
 
-        The callback may make asynchronous calls of the group, but must not wait for them.
+        The callback may start asynchronous calls of the group, but must not wait for them.
         """
         with self._lock:
             if not self._finished.is_set():
@@ -91,36 +91,36 @@ class CollectiveTicket:
 class MessageTicket(CollectiveTicket):
     """A send or receive. Its result is the sender's rank."""
 
-    __slots__ = ("_given_back", "_memory", "_pending", "_timeout")
+    __slots__ = ("_is_copied_back", "_memory", "_pending", "_timeout")
 
     def __init__(self, pending: Pending, timeout: timedelta, memory: ArrayMemory) -> None:
         super().__init__()
         self._pending = pending
         self._timeout = timeout
         self._memory = memory
-        self._given_back = False
+        self._is_copied_back = False
 
     @override
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Wait; without ``timeout``, wait for the group's timeout and then cancel the message."""
+        """Wait until the message is done. Without ``timeout``, fail after the group's timeout."""
         if timeout is None:
             self._pending.wait(self._timeout.total_seconds())
         elif not self._pending.wait_for(timeout.total_seconds()):
             raise DeadlineError(f"the message is not done after {timeout.total_seconds():g} s; wait again, or longer")
-        self._give_back()
+        self._copy_back()
         if self._pending.error is not None:
             raise self._pending.error
 
-    def _give_back(self) -> None:
+    def _copy_back(self) -> None:
         with self._lock:
-            if not self._given_back and self._pending.error is None:
-                self._memory.give_back()
-                self._given_back = True
+            if not self._is_copied_back and self._pending.error is None:
+                self._memory.copy_back()
+                self._is_copied_back = True
 
     @override
     def done(self) -> bool:
         if self._pending.finished:
-            self._give_back()
+            self._copy_back()
             return True
         return False
 
@@ -134,7 +134,7 @@ class MessageTicket(CollectiveTicket):
         return self._pending.error
 
     def add_done_callback(self, callback: Callable[[CollectiveTicket], None]) -> None:
-        """Call ``callback(ticket)`` at the end, in a new thread."""
+        """Call ``callback(ticket)`` in a new thread when the message is done or has failed."""
 
         def wait() -> None:
             try:

@@ -1,9 +1,9 @@
 """Choose the algorithm of each operation of a group, and explain the choice.
 
-On one host there are ``shared`` (slots of a shared segment) and, for large all-reduces, ``direct`` (reads from the
-other ranks' arrays). The distance of the cores decides which is faster, so both are timed once. Between hosts the tuner
-takes the schedule with the shortest predicted time in the model α + nβ + nγ. All ranks of a group measure the constants
-together, once, in 10 ms to 1 s. All ranks agree on the slowest rank's values, so their choices are equal.
+On one host the algorithms are ``shared`` (slots of a shared segment) and, for large all-reduces, ``direct`` (reads the
+other ranks' arrays). The faster one depends on the distance of the cores, so both are timed once. Between hosts the
+tuner chooses the schedule with the shortest predicted time in the model α + nβ + nγ. The ranks measure these constants
+together, once, in 10 ms to 1 s. All ranks use the values of the slowest rank, so that their choices are equal.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _NAMES: Final = sorted({name for found in ALGORITHMS.values() for name in found}
 _REPEATS: Final = {DIRECT_BYTES: 25, 1 << 20: 21, 1 << 22: 13, 1 << 24: 9, 1 << 26: 5}
 """Sizes at which both algorithms on one host are timed, and the number of repetitions."""
 _LIMITS: Final = {DIRECT_BYTES: 0.8, 1 << 24: 1.1, 1 << 26: 1.5}
-"""From each size on, ``direct`` is taken if its time is below this multiple of the time of ``shared``.
+"""For arrays of at least this size, ``direct`` is chosen if its time is below this multiple of the time of ``shared``.
 
 Virtual cores move while a program runs. On close cores ``direct`` is up to three times slower for small data and equal
 for large data. On distant cores it is equal for small data and 1.5 to 4 times faster for large data (2 and 4 ranks,
-1 to 100 MB). So the weight of a measurement decreases with the size.
+1 to 100 MB). The limit therefore grows with the size.
 """
-_LEAST_S: Final = 0.05
-_MOST_BYTES: Final = 1 << 24
-_KEPT: Final = 32
+_MIN_TIMED_S: Final = 0.05
+_MAX_TIMED_BYTES: Final = 1 << 24
+_NUM_RECENT: Final = 32
 
 
 class Model(NamedTuple):
@@ -73,7 +73,7 @@ class Tuner:
     """Choose the algorithms of one group."""
 
     def __init__(self, connections: Connections, timeout_s: float, algorithm: str | None) -> None:
-        """`algorithm` is used wherever it supports the operation."""
+        """`algorithm`, if given, is used for every operation that it supports."""
         self.forced = algorithm
         self.model: Model | None = None
         """``None`` before the first operation between hosts."""
@@ -88,8 +88,8 @@ class Tuner:
     def choose(self, operation: str, num_bytes: int, order: Order) -> tuple[Engine, str]:
         """Return the engine and the algorithm for a call.
 
-        A measurement is a collective call. It begins with a barrier in the name of `order`, so that ranks with
-        different calls raise an error instead of measuring different things.
+        A measurement is a collective call. It begins with a barrier for `order`, so that ranks with different calls
+        raise MismatchError instead of starting different measurements.
         """
         shared = self._shared()
         forced = self._forced_schedule(operation)
@@ -98,7 +98,7 @@ class Tuner:
                 return shared, SHARED
             if self.forced in (SHARED, DIRECT):
                 return shared, self.forced
-            return shared, self._fastest_here(shared, num_bytes, order)
+            return shared, self._fastest_local(shared, num_bytes, order)
         network = self._connections.network(self._choose_schedule)
         if forced is None and self.model is None and len(self._names(operation)) > 1:
             network.barrier(order)
@@ -108,10 +108,10 @@ class Tuner:
     def record(self, operation: str, algorithm: str, num_bytes: int, seconds: float) -> None:
         """Record the duration of a call."""
         key = (operation, algorithm, num_bytes.bit_length())
-        kept = self._measured.get(key)
-        if kept is None:
-            kept = self._measured[key] = deque(maxlen=_KEPT)
-        kept.append(seconds)
+        recent = self._measured.get(key)
+        if recent is None:
+            recent = self._measured[key] = deque(maxlen=_NUM_RECENT)
+        recent.append(seconds)
 
     def candidates(self, operation: str, num_bytes: int) -> list[Candidate]:
         """Return the algorithms for an operation with their known times, without communication."""
@@ -119,10 +119,10 @@ class Tuner:
         shared = self._shared()
         if shared is not None:
             names = [SHARED, DIRECT] if self._may_be_direct(shared, operation, num_bytes) else [SHARED]
-            near = self._near(num_bytes)
+            timed_size = self._timed_size(num_bytes)
             for name in names:
-                timed = self._local.get(near, {}).get(name)
-                predicted = None if timed is None else timed * max(num_bytes, 1) / near
+                times = self._local.get(timed_size, {}).get(name)
+                predicted = None if times is None else times * max(num_bytes, 1) / timed_size
                 found.append(Candidate(name, predicted, self._median(operation, name, num_bytes)))
         for name in ALGORITHMS.get(operation, ()):
             if ALGORITHMS[operation][name].supports(self._connections.layout.size):
@@ -138,8 +138,8 @@ class Tuner:
         if operation not in ALGORITHMS:
             raise UsageError(f"got operation {operation!r}, expected one of {', '.join(ALGORITHMS)}")
         candidates = self.candidates(operation, num_bytes)
-        chosen, why = self._explain_choice(operation, num_bytes)
-        lines = [f"{operation} of {num_bytes:,} bytes on {self._connections.layout.size} ranks: {chosen} ({why})"]
+        chosen, reason = self._explain_choice(operation, num_bytes)
+        lines = [f"{operation} of {num_bytes:,} bytes on {self._connections.layout.size} ranks: {chosen} ({reason})"]
         lines.append(f"  {'algorithm':<20}{'predicted':>12}{'measured':>12}")
         for name, predicted, measured in candidates:
             mark = "*" if name == chosen else " "
@@ -172,11 +172,11 @@ class Tuner:
                 return SHARED, "all ranks are on one host"
             if self.forced is not None and self.forced in (SHARED, DIRECT):
                 return self.forced, "set by PACELINE_ALGORITHM or the caller"
-            near = self._near(num_bytes)
-            timed = self._local.get(near)
-            if timed is None:
+            timed_size = self._timed_size(num_bytes)
+            times = self._local.get(timed_size)
+            if times is None:
                 return SHARED, "all ranks are on one host; not yet timed against direct"
-            return _faster(timed, near), "the fastest on this host, as timed"
+            return _faster(times, timed_size), "the fastest on this host, as timed"
         if self.model is None and len(self._names(operation)) > 1:
             return "none yet", "the first call measures the links, then chooses"
         return self._choose_schedule(operation, num_bytes), "the shortest predicted time"
@@ -193,22 +193,22 @@ class Tuner:
         return operation == "all_reduce" and num_bytes >= DIRECT_BYTES and shared.reads_peers
 
     def _median(self, operation: str, name: str, num_bytes: int) -> float | None:
-        kept = self._measured.get((operation, name, num_bytes.bit_length()))
-        return statistics.median(kept) if kept else None
+        recent = self._measured.get((operation, name, num_bytes.bit_length()))
+        return statistics.median(recent) if recent else None
 
     # on one host
 
     @staticmethod
-    def _near(num_bytes: int) -> int:
+    def _timed_size(num_bytes: int) -> int:
         return max((size for size in _REPEATS if size <= num_bytes), default=DIRECT_BYTES)
 
-    def _fastest_here(self, shared: SharedMemory, num_bytes: int, order: Order) -> str:
-        near = self._near(num_bytes)
-        timed = self._local.get(near)
-        if timed is None:
+    def _fastest_local(self, shared: SharedMemory, num_bytes: int, order: Order) -> str:
+        timed_size = self._timed_size(num_bytes)
+        times = self._local.get(timed_size)
+        if times is None:
             shared.barrier(order)
-            timed = self._local[near] = self._time_locally(shared, near)
-        return _faster(timed, near)
+            times = self._local[timed_size] = self._time_locally(shared, timed_size)
+        return _faster(times, timed_size)
 
     def _time_locally(self, shared: SharedMemory, num_bytes: int) -> dict[str, float]:
         array = np.ones(num_bytes // 4, np.float32)
@@ -216,13 +216,13 @@ class Tuner:
         reduction = Reduction(combine.combiner("float32"), combine.MAX, 1.0, 4)
         times: dict[str, list[float]] = {SHARED: [], DIRECT: []}
         for _ in range(_REPEATS[num_bytes] + 1):
-            for name, taken in times.items():
+            for name, durations in times.items():
                 order = self._order(name)
                 shared.barrier(order)
                 start = time.perf_counter()
                 shared.all_reduce(order, area, area, reduction)
-                taken.append(time.perf_counter() - start)
-        medians = np.array([statistics.median(taken[1:]) for taken in times.values()])
+                durations.append(time.perf_counter() - start)
+        medians = np.array([statistics.median(durations[1:]) for durations in times.values()])
         self._agree(shared, medians)
         return dict(zip(times, medians.tolist(), strict=True))
 
@@ -243,13 +243,13 @@ class Tuner:
         return [name for name, known in ALGORITHMS[operation].items() if known.supports(self._connections.layout.size)]
 
     def measure(self) -> Model:
-        """Measure the model together with all ranks: each sends to its successor and receives from its predecessor."""
+        """Measure the model. A collective call: each rank sends to the next rank and receives from the previous one."""
         network = self._connections.network(self._choose_schedule)
         alpha = self._time_shift(network, 8, 15)
         num_bytes, seconds = 1 << 16, 0.0
         while True:
             seconds = self._time_shift(network, num_bytes, 3)
-            if seconds > _LEAST_S or num_bytes >= _MOST_BYTES:
+            if seconds > _MIN_TIMED_S or num_bytes >= _MAX_TIMED_BYTES:
                 break
             num_bytes *= 4
         gamma = np.array([_time_combining()])
@@ -288,16 +288,16 @@ class Tuner:
 _TUNE: Final = CollectiveCall("tune")
 
 
-def _faster(timed: dict[str, float], num_bytes: int) -> str:
+def _faster(times: dict[str, float], num_bytes: int) -> str:
     limit = next(limit for size, limit in reversed(_LIMITS.items()) if size <= num_bytes)
-    return DIRECT if timed[DIRECT] < limit * timed[SHARED] else SHARED
+    return DIRECT if times[DIRECT] < limit * times[SHARED] else SHARED
 
 
 def _time_combining() -> float:
     """Return the seconds per byte of a float32 addition."""
     array = np.ones(1 << 18, np.float32)
-    other = np.ones(1 << 18, np.float32)
-    table = (ctypes.c_uint64 * 2)(array.ctypes.data, other.ctypes.data)
+    addend = np.ones(1 << 18, np.float32)
+    table = (ctypes.c_uint64 * 2)(array.ctypes.data, addend.ctypes.data)
     function = COMBINER(combine.combiner("float32"))
     times = []
     for _ in range(5):

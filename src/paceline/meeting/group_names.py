@@ -1,12 +1,12 @@
-"""Agree on names of groups: equal on all ranks of a group, different from their earlier groups.
+"""Agree on the name of a group: equal on all its ranks, different from the names of their earlier groups.
 
-A name ends in a number, and every rank has its own count. A rank that failed to create a group because another rank was
-missing has a higher count than that rank. Therefore the ranks exchange their counts and take the highest one.
+A name ends in a number, which every rank counts. If a rank failed to create a group because another rank was missing,
+its count is higher than that rank's count. Therefore the ranks exchange their counts and use the highest one.
 
 A count stays in the store until its rank publishes the next one; a rank whose attempt failed deletes its count. A
-stored count is therefore from the present attempt, or from an earlier one that succeeded for its rank. In the second
-case all ranks took part and have higher counts themselves. Hence all ranks find the same maximum. A rank may also be
-ahead of ranks that still wait for its count. For them it publishes the counts of its last groups as well.
+stored count is therefore from the current attempt, or from an earlier attempt that succeeded for its rank. In the
+second case all ranks took part and have higher counts. Hence all ranks find the same maximum. A rank may also be ahead
+of ranks that still wait for its count. For these it also publishes the counts of its last groups.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from paceline.transport import read_meta
 _NUM_AGREED: Final = 64
 
 
-class _Told(msgspec.Struct, frozen=True, array_like=True):
+class _Count(msgspec.Struct, frozen=True, array_like=True):
     """A rank's count, for the other ranks."""
 
     number: int
     agreed: list[int]
-    """Counts of the last groups that were created; failed attempts are left out."""
+    """Counts of the last created groups, without failed attempts."""
 
     def number_for(self, number: int) -> int:
-        """Return this rank's count in the attempt in which another rank has ``number``."""
-        return next((before for before in self.agreed if before >= number), self.number)
+        """Return this rank's count in the attempt that another rank counts as ``number``."""
+        return next((earlier for earlier in self.agreed if earlier >= number), self.number)
 
 
 class GroupNames:
-    """Generator of the names of one rank's groups."""
+    """Creates the names of one rank's groups."""
 
-    def __init__(self, store: Store, rank: int, program: str, look: Look) -> None:
-        """`rank` is the rank in the program; `look` raises :class:`EndedError` for ranks that have ended."""
-        self._store, self._rank, self._program, self._look = store, rank, program, look
+    def __init__(self, store: Store, rank: int, program: str, check_alive: Look) -> None:
+        """`rank` is the rank in the program; `check_alive` raises :class:`EndedError` for ranks that have ended."""
+        self._store, self._rank, self._program, self._check_alive = store, rank, program, check_alive
         self._counts: dict[str, int] = {}
         self._agreed: dict[str, list[int]] = {}
 
@@ -52,52 +52,52 @@ class GroupNames:
 
         Raises RankLostError with the missing ranks, and EndedError for ranks that have ended.
         """
-        plain = f"{self._program}/{label}{','.join(map(str, ranks))}"
-        number = self._counts[plain] = self._counts.get(plain, 0) + 1
+        base_name = f"{self._program}/{label}{','.join(map(str, ranks))}"
+        number = self._counts[base_name] = self._counts.get(base_name, 0) + 1
         if len(ranks) == 1:
-            yield f"{plain}#{number}"
+            yield f"{base_name}#{number}"
             return
-        told = PrefixStore(self._store, f"number of {plain}")
-        place = ranks.index(self._rank)
-        agreed = self._agreed.setdefault(plain, [])
-        own = msgspec.msgpack.encode(_Told(number, agreed[-_NUM_AGREED:]))
+        count_store = PrefixStore(self._store, f"number of {base_name}")
+        position = ranks.index(self._rank)
+        agreed = self._agreed.setdefault(base_name, [])
+        own = msgspec.msgpack.encode(_Count(number, agreed[-_NUM_AGREED:]))
         try:
-            told.delete(f"number/rank {place}")
+            count_store.delete(f"number/rank {position}")
             deadline = time.monotonic() + timeout_s
             try:
                 numbers = exchange(
-                    told,
-                    place,
+                    count_store,
+                    position,
                     len(ranks),
                     own,
                     deadline,
                     what="number",
-                    look=lambda missing: self._look([ranks[other] for other in missing]),
+                    look=lambda missing: self._check_alive([ranks[other] for other in missing]),
                 )
             except EndedError:
                 raise
             except RankLostError as error:
-                raise absent(tuple(ranks[missing] for missing in error.ranks), plain) from None
-            others = [read_meta(value, _Told, "a count of groups") for value in numbers]
-            number = self._counts[plain] = max(other.number_for(number) for other in others)
-            yield f"{plain}#{number}"
+                raise absent(tuple(ranks[missing] for missing in error.ranks), base_name) from None
+            counts = [read_meta(value, _Count, "a count of groups") for value in numbers]
+            number = self._counts[base_name] = max(other.number_for(number) for other in counts)
+            yield f"{base_name}#{number}"
             agreed.append(number)
         except (ConnectionLostError, DeadlineError):
             raise  # the store is lost
         except BaseException:
             with contextlib.suppress(Exception):
-                told.delete(f"number/rank {place}")
+                count_store.delete(f"number/rank {position}")
             raise
 
 
 class EndedError(RankLostError):
-    """A group cannot be created, because some of its ranks (world ranks) died or left."""
+    """A group cannot be created, because ranks (world ranks) died or left."""
 
 
 def absent(ranks: tuple[int, ...], group: str) -> RankLostError:
     """Return the error for ranks (world ranks) that did not take part in creating a group."""
     return RankLostError(
-        f"{name_ranks(ranks)} did not come to create group {group!r}; every rank of a group must create it, "
-        "and all may try again",
+        f"{name_ranks(ranks)} did not create group {group!r} in time; every rank of a group must create it. All ranks "
+        "may try again",
         ranks,
     )

@@ -11,14 +11,14 @@ import psutil
 
 
 class Watch:
-    """Watch processes: detect the end of a process immediately, even before it is reaped."""
+    """Detects the end of processes immediately, even before they are reaped."""
 
     def __init__(self, processes: Mapping[int, int]) -> None:
-        """`processes`: rank to process id; this process is left out."""
+        """`processes` maps ranks to process ids; this process is not watched."""
         self._processes = {rank: pid for rank, pid in processes.items() if pid != os.getpid()}
         self._descriptors: dict[int, int] = {}  # descriptor to rank
         self._poll = select.poll()
-        self._gone: set[int] = set()
+        self._ended: set[int] = set()
         for rank, pid in self._processes.items():
             self._open(rank, pid)
 
@@ -27,7 +27,7 @@ class Watch:
             try:
                 descriptor = os.pidfd_open(pid)
             except ProcessLookupError:
-                self._gone.add(rank)
+                self._ended.add(rank)
                 return
             except OSError:  # not supported by this kernel, or not allowed
                 return
@@ -37,12 +37,12 @@ class Watch:
     def dead(self) -> tuple[int, ...]:
         """Return the ranks whose processes have ended. Takes a few microseconds."""
         for descriptor, _ in self._poll.poll(0) if self._descriptors else ():
-            self._gone.add(self._descriptors[descriptor])
+            self._ended.add(self._descriptors[descriptor])
         watched = set(self._descriptors.values())
         for rank, pid in self._processes.items():
             if rank not in watched and not is_alive(pid):
-                self._gone.add(rank)
-        return tuple(sorted(self._gone))
+                self._ended.add(rank)
+        return tuple(sorted(self._ended))
 
     def close(self) -> None:
         """Stop watching. Idempotent."""

@@ -377,7 +377,7 @@ class TestTicketsOfMessages:
                 assert lost.value.ranks == (1,)
                 is_over.set()
             assert is_over.wait(60)
-            with pytest.raises(CollectiveError, match="no message with tag 3 came from rank 1"):
+            with pytest.raises(CollectiveError, match="no message with tag 3 arrived from rank 1"):
                 group.barrier()
 
         run_ranks(2, call, timeout=_SHORT)

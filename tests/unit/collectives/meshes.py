@@ -25,7 +25,7 @@ class PairLink(Link):
     def fileno(self) -> int:
         return self.socket.fileno()
 
-    def send_some(self, buffers: Sequence[memoryview]) -> int:
+    def send_nowait(self, buffers: Sequence[memoryview]) -> int:
         try:
             return self.socket.sendmsg(buffers)
         except BlockingIOError:
@@ -33,7 +33,7 @@ class PairLink(Link):
         except OSError as error:
             raise RankLostError(f"rank {self.rank} has closed its link: {error}", (self.rank,)) from None
 
-    def receive_some(self, buffer: memoryview) -> int:
+    def receive_nowait(self, buffer: memoryview) -> int:
         try:
             count = self.socket.recv_into(buffer)
         except BlockingIOError:

@@ -27,7 +27,7 @@ def test_contiguous_arrays_are_taken_where_they_lie() -> None:
     memory = ArrayMemory(array, target=True)
     assert memory.address == array.ctypes.data
     view_bytes(memory.address, memory.num_bytes)[:8] = np.array([7.0]).tobytes()
-    memory.give_back()
+    memory.copy_back()
     assert array.tolist() == [7, 1, 2, 3, 4, 5]
 
 
@@ -39,7 +39,7 @@ def test_what_has_gaps_is_copied_and_given_back(way: object) -> None:
     memory = ArrayMemory(array, target=True)
     view_bytes(memory.address, memory.num_bytes)[:] = np.arange(array.size, dtype=np.float32).tobytes()
     assert not whole.any()
-    memory.give_back()
+    memory.copy_back()
     assert array.tolist() == np.arange(array.size).reshape(array.shape).tolist()
 
 
@@ -47,7 +47,7 @@ def test_a_source_is_never_written() -> None:
     array = np.arange(6)[::2]
     memory = ArrayMemory(array)
     view_bytes(memory.address, memory.num_bytes)[:] = bytes(memory.num_bytes)
-    memory.give_back()
+    memory.copy_back()
     assert array.tolist() == [0, 2, 4]
 
 
@@ -106,7 +106,7 @@ def test_a_target_may_have_gaps_and_items_between_one_another(shape: tuple[int, 
     memory = ArrayMemory(array, target=True)
     values = np.arange(memory.count, dtype=np.float32)
     view_bytes(memory.address, memory.num_bytes)[:] = values.tobytes()
-    memory.give_back()
+    memory.copy_back()
     assert isinstance(array, np.ndarray)
     assert array.ravel().tolist() == values.tolist()
 

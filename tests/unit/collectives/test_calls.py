@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from paceline.collectives.calls import CollectiveCall, describe_mismatch, shortened
+from paceline.collectives.calls import CollectiveCall, describe_mismatch, shorten
 from paceline.collectives.network.frames import Heads
 from paceline.errors import name_ranks
 
@@ -39,11 +39,11 @@ def test_the_sizes_of_thousands_of_ranks_fit_into_a_message() -> None:
         CollectiveCall("all_gather (uneven)", "float32", (4, *sizes)),
     )
     last = CollectiveCall("all_gather (uneven)", "float32", (3, *sizes[:-1], 0))
-    assert shortened(call) == shortened(CollectiveCall("all_gather (uneven)", "float32", (3, *sizes)))
-    assert len({shortened(each).signature for each in (call, other, last)}) == 3
+    assert shorten(call) == shorten(CollectiveCall("all_gather (uneven)", "float32", (3, *sizes)))
+    assert len({shorten(each).signature for each in (call, other, last)}) == 3
     for each in (call, other, last):
-        assert Heads(shortened(each), 1).head_bytes < 1000
-    assert "all_gather (uneven) of 5001 sizes with hash " in str(shortened(call))
+        assert Heads(shorten(each), 1).head_bytes < 1000
+    assert "all_gather (uneven) of 5001 sizes with hash " in str(shorten(call))
     few = CollectiveCall("all_gather (uneven)", "float32", (1 << 40,) * 128)
-    assert shortened(few) is few
+    assert shorten(few) is few
     assert Heads(few, 1).head_bytes < 1500

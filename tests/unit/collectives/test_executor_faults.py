@@ -52,9 +52,9 @@ def run(
 
 
 def executors_of(
-    meshes: Sequence[PairLinks], ask: Callable[[int], Status | None] | None = None
+    meshes: Sequence[PairLinks], request_status: Callable[[int], Status | None] | None = None
 ) -> list[ScheduleExecutor]:
-    return [ScheduleExecutor(mesh, group="world", ask=ask) for mesh in meshes]
+    return [ScheduleExecutor(mesh, group="world", request_status=request_status) for mesh in meshes]
 
 
 def all_reduces(name: str, size: int) -> list[Schedule]:
@@ -122,9 +122,9 @@ class Fuse:
             self._arm(link)
 
     def _arm(self, link: PairLink) -> None:
-        send = link.send_some
+        send = link.send_nowait
 
-        def send_some(buffers: Sequence[memoryview]) -> int:
+        def send_nowait(buffers: Sequence[memoryview]) -> int:
             first = [buffer for buffer in buffers if buffer.nbytes][:1]
             count = send([first[0][: max(1, self.left)]])
             self.left -= count
@@ -132,7 +132,7 @@ class Fuse:
                 self.mesh.close()
             return count
 
-        link.send_some = send_some  # type: ignore[method-assign]
+        link.send_nowait = send_nowait  # type: ignore[method-assign]
 
     @property
     def has_blown(self) -> bool:
@@ -172,8 +172,8 @@ def test_a_rank_that_does_not_come_is_named_and_not_its_neighbour(name: str, laz
     schedules = all_reduces(name, size)
     executors: list[ScheduleExecutor] = []
     with open_meshes(size, lazy=lazy) as meshes:
-        ask = asker(executors, {absent: None if silent else Status(16, None, ())})
-        executors += executors_of(meshes, ask)
+        request_status = asker(executors, {absent: None if silent else Status(16, None, ())})
+        executors += executors_of(meshes, request_status)
         start = time.monotonic()
         present = [rank for rank in range(size) if rank != absent]
         results = in_ranks(lambda rank: run(executors[rank], schedules[rank], 4000, timeout_s=timeout_s), present)
@@ -200,12 +200,12 @@ def test_a_rank_that_comes_while_others_are_asked_is_not_lost() -> None:
     schedules = all_reduces("ring", 2)
     asked = threading.Event()
 
-    def ask(_: int) -> Status:
+    def request_status(_: int) -> Status:
         asked.set()
         return Status(16, None, ())
 
     with open_meshes(2) as meshes:
-        executors = executors_of(meshes, ask)
+        executors = executors_of(meshes, request_status)
 
         def work(rank: int) -> None:
             if rank == 1:
@@ -301,11 +301,11 @@ def test_the_status_tells_who_is_waited_for() -> None:
     with open_meshes(2) as meshes:
         executors: list[ScheduleExecutor] = []
 
-        def ask(_: int) -> Status | None:
+        def request_status(_: int) -> Status | None:
             seen.append(executors[0].status())
             return None
 
-        executors += executors_of(meshes, ask)
+        executors += executors_of(meshes, request_status)
         assert executors[0].status() == Status(-1, None, ())
         with pytest.raises(RankLostError):
             run(executors[0], schedules[0], 4000, timeout_s=0.5)

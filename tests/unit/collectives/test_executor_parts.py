@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.collectives.calls import CollectiveCall
-from paceline.collectives.network.blocks import collide, rest_touches
+from paceline.collectives.network.blocks import collide, remaining_overlaps
 from paceline.collectives.network.culprits import Status, find_culprits
 from paceline.collectives.network.frames import Abort, Heads, MessageKind, Scanner, pack_abort
 from paceline.errors import ProtocolError
@@ -87,4 +87,4 @@ def test_what_is_left_of_a_message_is_told_by_bytes(
     spans: list[tuple[int, int]], done: int, low: int, nbytes: int
 ) -> None:
     left = [byte for span in spans for byte in range(*span)][done:]
-    assert rest_touches(spans, done, low, low + nbytes) == bool(set(left) & set(range(low, low + nbytes)))
+    assert remaining_overlaps(spans, done, low, low + nbytes) == bool(set(left) & set(range(low, low + nbytes)))

@@ -24,9 +24,9 @@ def test_a_dropped_message_leaves_nothing_behind() -> None:
     matching = Matching()
     for tag in range(3):
         half = message(0, tag, 10)
-        matching.keep(half)
+        matching.add_buffered(half)
         matching.drop(half)
-    assert not matching.kept
+    assert not matching.buffered
     assert matching.has_room(message(0, 0, 64 << 20))
 
 
@@ -51,7 +51,7 @@ def test_it_is_as_looking_through_two_lists(events: list[tuple[bool, int | None,
             assert matching.match(come) is (taken is not None)
             assert come.receive is taken
             if taken is None:
-                matching.keep(come)
+                matching.add_buffered(come)
                 messages.append(come)
             else:
                 receives.remove(taken)
@@ -59,10 +59,10 @@ def test_it_is_as_looking_through_two_lists(events: list[tuple[bool, int | None,
 
 
 def test_room_is_counted_for_each_rank() -> None:
-    matching = Matching(max_kept_bytes=100)
+    matching = Matching(max_buffered_bytes=100)
     first = message(1, size=60)
     assert matching.has_room(first)
-    matching.keep(first)
+    matching.add_buffered(first)
     assert not matching.has_room(message(1, size=60))
     assert matching.has_room(message(2, size=60))
     assert matching.post(posted(1)) is first
@@ -70,7 +70,7 @@ def test_room_is_counted_for_each_rank() -> None:
 
 
 def test_there_is_room_while_a_receive_waits_for_another_message_of_the_rank() -> None:
-    matching = Matching(max_kept_bytes=10)
+    matching = Matching(max_buffered_bytes=10)
     other = posted(1, tag=7)
     matching.post(other)
     assert matching.has_room(message(1, tag=3, size=60))
@@ -82,8 +82,8 @@ def test_there_is_room_while_a_receive_waits_for_another_message_of_the_rank() -
 def test_a_message_whose_rest_does_not_come_is_not_received() -> None:
     matching = Matching()
     first, second = message(1), message(1)
-    matching.keep(first)
-    matching.keep(second)
+    matching.add_buffered(first)
+    matching.add_buffered(second)
     matching.drop(first)
     assert matching.post(posted(1)) is second
     assert matching.post(posted(1)) is None

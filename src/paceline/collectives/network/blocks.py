@@ -1,6 +1,6 @@
 """Map the block numbers of a schedule to bytes, and detect overlaps.
 
-Overlap is judged by address, because input and output may be the same memory.
+Overlap is detected by address, because input and output may be the same memory.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Ranges: TypeAlias = list[tuple[int, int]]
 
 
 class Blocks:
-    """The working memory of a schedule: block index to bytes.
+    """The working memory of a schedule: block number to bytes.
 
-    Each part is a writable buffer with the sizes (in bytes) of the consecutive blocks from its start. Block numbers
-    run through all parts. A part is one block space: the input, the output, scratch memory.
+    The memory has one or more parts: input, output and scratch memory. A part is a writable buffer with the sizes (in
+    bytes) of its consecutive blocks. Blocks are numbered across all parts.
     """
 
     def __init__(self, parts: Sequence[tuple[memoryview, Sequence[int]]]) -> None:
@@ -42,8 +42,8 @@ class Blocks:
     @classmethod
     def even(cls, buffer: memoryview, num_blocks: int, item_bytes: int) -> Blocks:
         """Split one buffer as evenly as possible at item boundaries; the first blocks may have one item more."""
-        num_items, rest = divmod(buffer.nbytes, item_bytes)
-        if rest:
+        num_items, remainder = divmod(buffer.nbytes, item_bytes)
+        if remainder:
             raise ValueError(f"a buffer of {buffer.nbytes} bytes does not hold whole items of {item_bytes} bytes")
         small, num_large = divmod(num_items, num_blocks)
         sizes = [(small + 1) * item_bytes] * num_large + [small * item_bytes] * (num_blocks - num_large)
@@ -53,7 +53,7 @@ class Blocks:
         return len(self._offsets) - 1
 
     def views(self, spans: Spans) -> list[memoryview]:
-        """Return the bytes of these blocks, in this order, with neighbours merged and without empty blocks."""
+        """Return the bytes of these blocks, in this order. Adjacent blocks are merged and empty ones left out."""
         return self.locate(spans)[0]
 
     def locate(self, spans: Spans) -> tuple[list[memoryview], Ranges]:
@@ -97,7 +97,7 @@ def collide(written: Iterable[tuple[int, int]], read: Iterable[tuple[int, int]])
     return False
 
 
-def rest_touches(ranges: Ranges, done: int, low: int, high: int) -> bool:
+def remaining_overlaps(ranges: Ranges, done: int, low: int, high: int) -> bool:
     """Return whether ``ranges`` without their first ``done`` bytes overlap low:high."""
     for start, end in ranges:
         if done >= end - start:

@@ -1,4 +1,4 @@
-"""Run schedules over connections: for groups on several hosts, or for a requested algorithm."""
+"""Run schedules over connections, for groups on several hosts or with a requested algorithm."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PIECE_BYTES: Final = 1 << 18
 _MAX_PIECES: Final = 64
 
 Choose = Callable[[str, int], str]
-"""Function from a collective and a number of bytes to the name of an algorithm."""
+"""Returns the name of the algorithm for a collective and a number of bytes."""
 
 
 class NetworkEngine(Engine):
@@ -34,7 +34,7 @@ class NetworkEngine(Engine):
         choose: Choose,
         layered: Layered | None = None,
     ) -> None:
-        """`hosts`: host number of every rank; `layered`: runs hierarchical all-reduces, if given."""
+        """`hosts` are the host numbers of the ranks. `layered`, if given, runs hierarchical all-reduces."""
         self.rank, self.size = links.rank, links.size
         self._links = links
         self._executor = executor
@@ -140,7 +140,7 @@ class NetworkEngine(Engine):
         reduction: Reduction | None = None,
         algorithm: str = "",
     ) -> None:
-        """Run an algorithm with exactly these `blocks`."""
+        """Run an algorithm with these `blocks`, whose sizes may differ."""
         name = algorithm or self.algorithm(order, collective, num_bytes)
         self.execute(order, self._schedule(collective, name, root, 1), blocks, reduction)
 
@@ -167,7 +167,7 @@ class NetworkEngine(Engine):
         self.run(order, collective, blocks, total, root=root, algorithm=algorithm)
 
     def _agree(self, order: Order) -> None:
-        """Run a barrier first, because a rank that only sends would not detect a mismatch."""
+        """Run a barrier before the call, because a rank that only sends would not detect a mismatch."""
         self.execute(order, self._schedule("barrier", "dissemination", 0, 1), Blocks([]), None)
 
     def _only(self, own: Area) -> list[Area]:

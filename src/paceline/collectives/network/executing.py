@@ -1,4 +1,4 @@
-"""Translate an engine's call into a run of the executor, with reductions on bytes."""
+"""Run an engine's call on the executor, with reductions on bytes."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""End a group together after an error: last reads and writes on a rank's links.
+"""End a group after an error: the last reads and writes on a rank's links.
 
 The first rank that detects an error sends an ABORT on all its links. A rank that receives an ABORT forwards it once on
-all its links, also back to the sender. So the ABORT reaches all connected ranks, and the returned ABORT is the last
-message of a link. Only then is the link closed: closing a socket with unread bytes resets the connection, and the other
-end could lose the ABORT. Until then received bytes are discarded, for a limited time.
+all its links, also back to the sender. The ABORT thus reaches all connected ranks, and the returned ABORT is the last
+message of a link. A rank discards received bytes and closes a link only after that message, or after a time limit:
+closing a socket with unread bytes resets the connection, and the other end could lose the ABORT.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from paceline.errors import PacelineError, ProtocolError
 from paceline.transport.decoding import UNREADABLE, register_type
 
 _CHUNK_BYTES = 1 << 17
-_NUM_CHUNKS = 16  # from one link before the others' turn
+_NUM_CHUNKS = 16  # read from one link before the next link
 
 
 def read_frame(peer: PeerMessages, deadline: float) -> Head | None:
-    """Return the next message of a link without its body; None at its end or after the deadline.
+    """Return the next message of a link without its body; None if the link ended or after the deadline.
 
     Raises ProtocolError on invalid bytes.
     """
@@ -35,7 +35,7 @@ def read_frame(peer: PeerMessages, deadline: float) -> Head | None:
     poll.register(peer.link.fileno(), select.POLLIN)
     while not scanner.frames:
         try:
-            count = peer.link.receive_some(buffer)
+            count = peer.link.receive_nowait(buffer)
         except PacelineError:
             return None
         if count:
@@ -57,77 +57,77 @@ def find_abort(peer: PeerMessages, deadline: float) -> Abort | None:
 
 
 def unpack_abort(frame: Head) -> Abort:
-    """Decode the ABORT in a message; raise ProtocolError for other data."""
+    """Decode the ABORT in a message. Raises ProtocolError."""
     try:
         return msgspec.msgpack.decode(frame.text, type=register_type(Abort))
     except UNREADABLE as error:
         raise ProtocolError(f"got an ABORT that cannot be read: {error}") from None
 
 
-def spread(abort: Abort, peers: Iterable[PeerMessages], *, has_come: Iterable[int], deadline: float) -> None:
-    """Send an ABORT on all links, and read the links until their ABORTs come back.
+def spread(abort: Abort, peers: Iterable[PeerMessages], *, read_from: Iterable[int], deadline: float) -> None:
+    """Send an ABORT on all links, and read each link until an ABORT comes back.
 
-    Links to ranks in ``has_come`` are not read: their ABORT has arrived, or the rank is lost.
+    The links to ranks in ``read_from`` are not read: their ABORT has arrived, or the rank is lost.
     """
     frame = pack_abort(abort)
     poll = select.poll()
-    leaving: dict[int, _Leaving] = {}
+    exchanges: dict[int, _AbortExchange] = {}
     for peer in peers:
-        one = _Leaving(peer, frame, peer.rank not in has_come)
+        exchange = _AbortExchange(peer, frame, peer.rank not in read_from)
         fd = peer.link.fileno()
-        if one.is_done or fd < 0:
+        if exchange.is_done or fd < 0:
             continue
-        leaving[fd] = one
-        poll.register(fd, one.awaited)
-    while leaving and (left_s := deadline - time.monotonic()) > 0:
+        exchanges[fd] = exchange
+        poll.register(fd, exchange.events)
+    while exchanges and (left_s := deadline - time.monotonic()) > 0:
         for fd, _ in poll.poll(math.ceil(left_s * 1e3)):
-            one = leaving[fd]
-            one.advance()
-            if one.is_done:
+            exchange = exchanges[fd]
+            exchange.advance()
+            if exchange.is_done:
                 poll.unregister(fd)
-                del leaving[fd]
+                del exchanges[fd]
             else:
-                poll.modify(fd, one.awaited)
+                poll.modify(fd, exchange.events)
 
 
-class _Leaving:
-    """A link on which the ABORTs are exchanged."""
+class _AbortExchange:
+    """The exchange of ABORTs on one link."""
 
-    def __init__(self, peer: PeerMessages, frame: bytes, awaits: bool) -> None:
+    def __init__(self, peer: PeerMessages, frame: bytes, expects_abort: bool) -> None:
         self._peer = peer
-        self._awaits = awaits
+        self._expects_abort = expects_abort
         self._is_readable = True
-        rest = peer.sends[0].rest if peer.sends else []
-        self._buffers = [*rest, memoryview(frame)]
+        unsent = peer.sends[0].unsent if peer.sends else []
+        self._buffers = [*unsent, memoryview(frame)]
         self._chunk = memoryview(bytearray(_CHUNK_BYTES))
         try:
             self._scanner = peer.scan()
         except ProtocolError:  # after invalid bytes no message can follow
-            self._awaits = self._is_readable = False
+            self._expects_abort = self._is_readable = False
         self.advance()
 
     @property
     def is_done(self) -> bool:
-        return not self._buffers and not self._awaits
+        return not self._buffers and not self._expects_abort
 
     @property
-    def awaited(self) -> int:
+    def events(self) -> int:
         return (select.POLLIN if self._is_readable else 0) | (select.POLLOUT if self._buffers else 0)
 
     def advance(self) -> None:
         try:
             self._send()
-        except PacelineError:  # the other end is closed: it reads nothing, but its data may still arrive
+        except PacelineError:  # the other end is closed, but bytes that it sent before may still arrive
             self._buffers = []
         try:
             self._receive()
         except PacelineError:
-            self._awaits = self._is_readable = False
+            self._expects_abort = self._is_readable = False
             self._buffers = []
 
     def _send(self) -> None:
         while self._buffers:
-            count = self._peer.link.send_some(self._buffers[:64])
+            count = self._peer.link.send_nowait(self._buffers[:64])
             if not count:
                 return
             while self._buffers and count >= len(self._buffers[0]):
@@ -141,9 +141,9 @@ class _Leaving:
         for _ in range(_NUM_CHUNKS):
             while self._scanner.frames:
                 if self._scanner.frames.popleft().header.kind == MessageKind.ABORT:
-                    self._awaits = self._is_readable = False
+                    self._expects_abort = self._is_readable = False
                     return
-            count = self._peer.link.receive_some(self._chunk)
+            count = self._peer.link.receive_nowait(self._chunk)
             if not count:
                 return
             self._scanner.feed(self._chunk[:count])

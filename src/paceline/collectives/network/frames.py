@@ -6,9 +6,9 @@ A message is a header of 32 bytes, a text (msgpack) and the body (raw bytes of b
     | magic | version | kind | text_bytes | sequence | signature | nbytes | text, padded to 16 | body |
 
 All fields are unsigned and little-endian. The text of DATA is the sender's call. It costs about 60 bytes per message,
-but the receiver of an unexpected message can report both sides without a request. The receiver predicts the header, so
-it compares 32 bytes instead of parsing them. The text of ABORT is an :class:`Abort`; it has no body and is the last
-message of a link. ``nbytes`` counts the body only.
+but lets the receiver of an unexpected message report both calls. The receiver knows the expected header, and compares
+32 bytes instead of parsing them. The text of ABORT is an :class:`Abort`. ABORT has no body and is the last message of a
+link. ``nbytes`` counts the body only.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Abort(msgspec.Struct, frozen=True, array_like=True):
     ranks: tuple[int, ...]
     """Lost ranks, or the rank that failed."""
     calls: dict[int, CollectiveCall]
-    """For a mismatch: the known calls of the ranks with the number ``sequence``."""
+    """For a mismatch: the known calls with number ``sequence``, by rank."""
     sequence: int
 
 
@@ -74,7 +74,7 @@ class Head(NamedTuple):
 
 
 class Heads:
-    """Heads (header and text) of one call's messages, which differ in the length of the body only."""
+    """Heads (header and text) of one call's messages. They differ only in the length of the body."""
 
     __slots__ = ("_heads", "_padded", "_sequence", "_signature", "_text_bytes", "head_bytes")
 
@@ -97,7 +97,7 @@ class Heads:
 
 
 class Scanner:
-    """Read a link after an error: collect heads, skip bodies."""
+    """Splits the bytes of a link, read after an error: collects heads and skips bodies."""
 
     def __init__(self, skip: int = 0) -> None:
         self.frames: deque[Head] = deque()
@@ -105,7 +105,7 @@ class Scanner:
         self._held = bytearray()
 
     def feed(self, data: bytes | memoryview) -> None:
-        """Process the next bytes; complete heads are in :attr:`frames`. Raises ProtocolError on invalid bytes."""
+        """Process the next bytes; add complete heads to :attr:`frames`. Raises ProtocolError on invalid bytes."""
         used = min(self._skip, len(data))
         self._skip -= used
         held = self._held
@@ -141,7 +141,7 @@ def unpack_header(buffer: bytes | bytearray | memoryview) -> MessageHeader:
 
 
 def pack_abort(abort: Abort) -> bytes:
-    """Return the encoded message."""
+    """Return an ABORT message."""
     text = msgspec.msgpack.encode(abort)
     return HEADER.pack(MAGIC, WIRE_VERSION, MessageKind.ABORT, len(text), abort.sequence, 0, 0) + _pad(text)
 

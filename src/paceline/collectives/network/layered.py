@@ -23,7 +23,7 @@ class Layered:
     def __init__(
         self, executor: ScheduleExecutor, shared: SharedMemory | None, hosts: Sequence[int], rank: int
     ) -> None:
-        """`shared`: engine for the ranks of this host; None if there is only one."""
+        """`shared` is the engine for the ranks of this host; None if this rank is alone on it."""
         self._executor, self._shared = executor, shared
         self._leaders = [hosts.index(host) for host in sorted(set(hosts))]
         self._is_leader = rank in self._leaders
@@ -39,7 +39,7 @@ class Layered:
         """See :meth:`Engine.all_reduce`."""
         sums = reduction._replace(scale=1.0)
         try:
-            # A barrier over the links first, so that a host can report a mismatch that it finds in shared memory.
+            # The barrier creates the links, so that a host can report a mismatch that it finds in shared memory.
             execute(self._executor, order, self._barrier, Blocks([]), None)
             if self._shared is not None:
                 self._shared.reduce(order, source, target if self._is_leader else None, sums, 0)

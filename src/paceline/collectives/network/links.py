@@ -17,22 +17,22 @@ class Link(ABC):
         """Return the descriptor, for ``select.poll``."""
 
     @abstractmethod
-    def send_some(self, buffers: Sequence[memoryview]) -> int:
-        """Send as many bytes as the system accepts without waiting; return their number (0: it would block).
+    def send_nowait(self, buffers: Sequence[memoryview]) -> int:
+        """Send as many bytes as the system accepts without waiting; return their number.
 
         Raises RankLostError if the connection is broken.
         """
 
     @abstractmethod
-    def receive_some(self, buffer: memoryview) -> int:
-        """Receive available bytes into ``buffer``; return their number (0: it would block).
+    def receive_nowait(self, buffer: memoryview) -> int:
+        """Receive available bytes into ``buffer``; return their number, possibly 0.
 
         Raises RankLostError if the connection is broken or closed.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Close the connection, which the other end detects. Idempotent."""
+        """Close the connection; the other end detects it. Idempotent."""
 
 
 class LinkSet(ABC):
@@ -43,10 +43,10 @@ class LinkSet(ABC):
 
     @abstractmethod
     def link(self, rank: int, deadline: float) -> Link:
-        """Return the link to a rank, connected before ``deadline`` (a time of ``time.monotonic``).
+        """Return the link to a rank; connect it before ``deadline`` (a time of ``time.monotonic``).
 
-        Both ranks must call this method. Raises RankLostError if the other rank is dead or does not come,
-        AuthenticationError if it holds another token.
+        Both ranks must call this method. Raises RankLostError if the other rank is dead or does not connect in time,
+        AuthenticationError if it has another token.
         """
 
     @abstractmethod

@@ -24,7 +24,7 @@ from paceline.transport.client import shut
 
 _MAX_BUFFERS = 64
 """POSIX guarantees 16 in one call, Linux and macOS accept 1024."""
-_LOOK_S = 1.0
+_CHECK_S = 1.0
 """Interval at which a rank that waits for a connection checks that the other rank is alive."""
 
 
@@ -41,7 +41,7 @@ class SocketLink(Link):
         return self._socket.fileno()
 
     @override
-    def send_some(self, buffers: Sequence[memoryview]) -> int:
+    def send_nowait(self, buffers: Sequence[memoryview]) -> int:
         try:
             if len(buffers) == 1:
                 return self._socket.send(buffers[0])
@@ -52,7 +52,7 @@ class SocketLink(Link):
             raise self._broken(error) from None
 
     @override
-    def receive_some(self, buffer: memoryview) -> int:
+    def receive_nowait(self, buffer: memoryview) -> int:
         if not buffer.nbytes:
             return 0
         try:
@@ -67,7 +67,7 @@ class SocketLink(Link):
 
     @override
     def close(self) -> None:
-        """Close the link and wake a thread that polls it."""
+        """Close the link, and wake the thread that polls it."""
         shut(self._socket)
 
     def _broken(self, error: OSError | None) -> RankLostError | GroupClosedError:
@@ -85,12 +85,12 @@ def connection_closed(rank: int, error: OSError | None) -> RankLostError:
 
 
 class Mesh(LinkSet):
-    """The links of one rank. The lower rank of a pair connects, the higher one accepts, at first use."""
+    """The links of one rank, created at first use. The lower rank of a pair connects, the higher one accepts."""
 
     def __init__(
         self, node: Node, group: str, rank: int, infos: Sequence[NodeInfo], purpose: Purpose = "collective"
     ) -> None:
-        """``group`` must be equal on all its ranks and unique; ``infos`` are the ranks' nodes."""
+        """``group`` is a unique name, equal on all ranks of the group. ``infos`` are the nodes of the ranks."""
         self.rank = rank
         self.size = len(infos)
         self.infos = infos
@@ -104,14 +104,14 @@ class Mesh(LinkSet):
 
     @override
     def link(self, rank: int, deadline: float) -> Link:
-        made = self._links.get(rank)
-        if made is not None:
-            return made
+        link = self._links.get(rank)
+        if link is not None:
+            return link
         if not 0 <= rank < self.size or rank == self.rank:
             raise UsageError(f"rank {self.rank} of {self.size} has no link to rank {rank}")
         with self._making[rank]:
             if rank not in self._links:
-                self._keep(SocketLink(rank, self._connected(rank, deadline)))
+                self._add(SocketLink(rank, self._connect(rank, deadline)))
             return self._links[rank]
 
     @override
@@ -127,7 +127,7 @@ class Mesh(LinkSet):
         for link in links:
             link.close()
 
-    def _keep(self, link: SocketLink) -> None:
+    def _add(self, link: SocketLink) -> None:
         with self._lock:
             if not self._is_closed:
                 self._links[link.rank] = link
@@ -135,14 +135,14 @@ class Mesh(LinkSet):
         link.close()
         raise GroupClosedError(f"group {self.group!r} was closed while it connected to rank {link.rank}")
 
-    def _connected(self, rank: int, deadline: float) -> socket.socket:
+    def _connect(self, rank: int, deadline: float) -> socket.socket:
         if self._is_closed:
             raise GroupClosedError(f"group {self.group!r} is closed")
         start = time.monotonic()
         try:
             if self.rank < rank:
                 return self._node.connect(self.infos[rank], self.group, self.rank, self._purpose, deadline)
-            return self._accepted(rank, deadline)
+            return self._accept(rank, deadline)
         except DeadlineError as error:
             raise RankLostError(
                 f"rank {rank} did not connect to rank {self.rank} within {time.monotonic() - start:.3g} s ({error}); "
@@ -154,11 +154,11 @@ class Mesh(LinkSet):
                 raise
             raise unreachable(rank, error) from None
 
-    def _accepted(self, rank: int, deadline: float) -> socket.socket:
+    def _accept(self, rank: int, deadline: float) -> socket.socket:
         while True:
-            until = min(deadline, time.monotonic() + _LOOK_S)
+            check_at = min(deadline, time.monotonic() + _CHECK_S)
             try:
-                return self._node.accept(self.group, rank, self._purpose, until)
+                return self._node.accept(self.group, rank, self._purpose, check_at)
             except DeadlineError:
                 if time.monotonic() >= deadline:
                     raise

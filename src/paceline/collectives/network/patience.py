@@ -1,4 +1,4 @@
-"""Control the waits of one call: when to poll the other ranks, and when to raise a timeout error."""
+"""Control the waits of one call: poll the other ranks during long waits, and detect the timeout."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from paceline.collectives.calls import CollectiveCall
-from paceline.collectives.network.culprits import Ask, Search, find_culprits, given_up
+from paceline.collectives.network.culprits import RequestStatus, Search, find_culprits, first_abort
 from paceline.collectives.network.frames import Abort
 from paceline.collectives.network.links import LinkSet
 from paceline.collectives.network.rounds import Round
 
-GIVE_UP_S: Final = 1.0
-"""Longest time that a failed rank stays to notify the other ranks."""
-_MIN_ASKING_S: Final = 0.3
-_MAX_ASKING_S: Final = 1.5
-_NUDGE_S: Final = 0.25
-"""Interval at which a sleeping call checks for failed messages of its group."""
-_FIRST_LOOK_S: Final = 2.0
+LINGER_S: Final = 1.0
+"""Longest time for which a failed rank keeps its links open to notify the other ranks."""
+_MIN_POLL_S: Final = 0.3
+_MAX_POLL_S: Final = 1.5
+_MAX_SLEEP_S: Final = 0.25
+"""Longest sleep of a call. After it, the call checks for failed messages of its group."""
+_FIRST_CHECK_S: Final = 2.0
 _ANSWER_S: Final = 1.2
 """Slightly longer than the timeout of a status request."""
 
 
 class TooLate(Exception):  # noqa: N818  (a signal to the executor, which raises the error)
-    """The time for these awaited ranks is over."""
+    """The call timed out while it waited for these ranks."""
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         super().__init__(ranks)
@@ -32,15 +32,15 @@ class TooLate(Exception):  # noqa: N818  (a signal to the executor, which raises
 
 
 class Disagreement(Exception):  # noqa: N818
-    """Other ranks are in another call of the same number; ``calls`` are these calls, by rank."""
+    """Other ranks made different calls with the same number; ``calls`` are these calls, by rank."""
 
     def __init__(self, calls: dict[int, CollectiveCall]) -> None:
         super().__init__(calls)
         self.calls = calls
 
 
-class GivenUp(Exception):  # noqa: N818
-    """The group has ended, as reported by another rank or by another part of this one."""
+class GroupEnded(Exception):  # noqa: N818
+    """Another rank, or another part of this rank, has reported the end of the group."""
 
     def __init__(self, abort: Abort) -> None:
         super().__init__(abort)
@@ -50,90 +50,92 @@ class GivenUp(Exception):  # noqa: N818
 class Patience:
     """The waits of one call.
 
-    Ranks with different calls may wait for messages that will never be sent. Therefore a long wait polls all ranks for
-    their current call: after two seconds, then at intervals that grow by a factor of 4, and before the timeout.
+    Ranks that made different calls may wait for messages that will never be sent. A long wait therefore polls all ranks
+    for their current calls: after two seconds, then at intervals that grow by a factor of 4, and before the timeout.
     """
 
     def __init__(
         self,
         timeout_s: float,
-        ask: Ask | None,
+        request_status: RequestStatus | None,
         links: LinkSet,
-        tell: Callable[[tuple[int, ...]], None],
+        set_waiting_for: Callable[[tuple[int, ...]], None],
         call: CollectiveCall,
         sequence: int,
-        interrupted: Callable[[], Abort | None] = lambda: None,
+        interruption: Callable[[], Abort | None] = lambda: None,
     ) -> None:
-        """``tell`` receives the awaited ranks before each wait; ``interrupted`` returns a reason to stop."""
+        """``set_waiting_for`` is called with the awaited ranks before each wait. ``interruption`` returns the reason to
+        end the call early, if any.
+        """
         self.timeout_s = timeout_s
         self._call = call
         self._sequence = sequence
-        self._look_after_s = _FIRST_LOOK_S
-        self._looks_at = time.monotonic() + _FIRST_LOOK_S
+        self._check_interval_s = _FIRST_CHECK_S
+        self._next_check_at = time.monotonic() + _FIRST_CHECK_S
         self._first_search: Search | None = None
         self.deadline = time.monotonic() + timeout_s
-        self._gives_up_at = self.deadline - min(GIVE_UP_S, 0.1 * timeout_s)
-        self._asks_at = self._gives_up_at - min(max(_MIN_ASKING_S, 0.2 * timeout_s), _MAX_ASKING_S)
-        self._ask = ask
+        self._fails_at = self.deadline - min(LINGER_S, 0.1 * timeout_s)
+        self._final_poll_at = self._fails_at - min(max(_MIN_POLL_S, 0.2 * timeout_s), _MAX_POLL_S)
+        self._request_status = request_status
         self._links = links
-        self._tell = tell
-        self._interrupted = interrupted
+        self._set_waiting_for = set_waiting_for
+        self._interruption = interruption
         self._search: Search | None = None
 
-    def wake(self, open_: Round) -> float:
+    def wake(self, round_: Round) -> float:
         """See :meth:`RoundLoop.finish`."""
-        peers = [*open_.sending, *(peer for peer in open_.receiving if peer.wants_bytes)]
-        return min(self.wait_for(tuple(sorted({peer.rank for peer in peers}))), time.monotonic() + _NUDGE_S)
+        peers = [*round_.sending, *(peer for peer in round_.receiving if peer.wants_bytes)]
+        return min(self.wait_for(tuple(sorted({peer.rank for peer in peers}))), time.monotonic() + _MAX_SLEEP_S)
 
     def wait_for(self, ranks: tuple[int, ...]) -> float:
-        """Return the time (of ``time.monotonic``) until which these ranks may be awaited; then raise TooLate.
+        """Return the time (of ``time.monotonic``) until which the caller may wait for these ranks.
 
-        Raises GivenUp and Disagreement as soon as they are detected.
+        Raises TooLate when the call's time is over, and GroupEnded or Disagreement when a poll detects them.
         """
-        self._tell(ranks)
-        abort = self._interrupted()
+        self._set_waiting_for(ranks)
+        abort = self._interruption()
         if abort is not None:
-            raise GivenUp(abort)
-        now = time.monotonic()
-        if now >= self._gives_up_at:
+            raise GroupEnded(abort)
+        time_s = time.monotonic()
+        if time_s >= self._fails_at:
             self._compare(self._search)
             raise TooLate(ranks)
-        if self._ask is None or self._search is not None:
-            return self._gives_up_at
-        if now < self._asks_at:
-            return min(self._look(now), self._asks_at)
-        self._search = self._ask_all()
-        return self._gives_up_at
+        if self._request_status is None or self._search is not None:
+            return self._fails_at
+        if time_s < self._final_poll_at:
+            return min(self._check_ranks(time_s), self._final_poll_at)
+        self._search = self._poll_ranks()
+        return self._fails_at
 
-    def _look(self, now: float) -> float:
-        """Poll the other ranks when it is time, and compare their answers later; return the time of the next call."""
-        if now >= self._looks_at:
+    def _check_ranks(self, time_s: float) -> float:
+        """Poll the other ranks, or compare their answers, if it is time; return the time of the next call."""
+        if time_s >= self._next_check_at:
             if self._first_search is None:
-                self._first_search = self._ask_all()
-                self._looks_at = now + _ANSWER_S
+                self._first_search = self._poll_ranks()
+                self._next_check_at = time_s + _ANSWER_S
             else:
                 self._compare(self._first_search)
                 self._first_search = None
-                self._look_after_s *= 4
-                self._looks_at = now + self._look_after_s
-        return self._looks_at
+                self._check_interval_s *= 4
+                self._next_check_at = time_s + self._check_interval_s
+        return self._next_check_at
 
-    def _ask_all(self) -> Search:
-        assert self._ask is not None
-        return Search(self._ask, [rank for rank in range(self._links.size) if rank != self._links.rank])
+    def _poll_ranks(self) -> Search:
+        assert self._request_status is not None
+        return Search(self._request_status, [rank for rank in range(self._links.size) if rank != self._links.rank])
 
     def _compare(self, search: Search | None) -> None:
-        """Raise GivenUp if a rank has given up, Disagreement if one is in another call of this number."""
+        """Raise GroupEnded if a rank has ended the group, Disagreement if a rank made another call with this number."""
         answers = {} if search is None else search.answers()
-        abort = given_up(answers)
+        abort = first_abort(answers)
         if abort is not None:
-            raise GivenUp(abort)
+            raise GroupEnded(abort)
         calls = {
             rank: status.call for rank, status in answers.items() if status is not None and status.call is not None
         }
-        there = {rank: call for rank, call in calls.items() if answers[rank].sequence == self._sequence}  # type: ignore[union-attr]
-        if any(call != self._call for call in there.values()):
-            raise Disagreement(there)
+        current = {rank: call for rank, call in calls.items() if answers[rank].sequence == self._sequence}  # type: ignore[union-attr]
+        if any(call != self._call for call in current.values()):
+            raise Disagreement(current)
 
     def culprits(self, sequence: int, waiting_for: Sequence[int]) -> dict[int, str]:
         """Return the ranks to blame, with reasons."""

@@ -1,8 +1,8 @@
 """The messages of one link: track them, receive them, and decide when their bytes may be written.
 
-All sends of a round read the memory as of the round's beginning. So received bytes may only be written where nothing
-remains to be sent; until then they wait in scratch memory, piece by piece. By the same rule, receives that write to the
-same memory run in the order of their actions: floating-point sums are equal in every run.
+All sends of a round read the memory as it was at the round's beginning. Received bytes may therefore not overwrite
+unsent bytes. They wait in scratch memory, piece by piece, until those bytes are sent. By the same rule, receives that
+write to the same memory run in the order of their actions, so that floating-point sums are equal in every run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from paceline.collectives.network.blocks import Ranges, rest_touches
+from paceline.collectives.network.blocks import Ranges, remaining_overlaps
 from paceline.collectives.network.frames import HEADER_BYTES, MAX_HEAD_BYTES, MessageKind, Scanner, unpack_header
 from paceline.collectives.network.links import Link
 from paceline.collectives.network.sending import Blocker, OutgoingMessage
@@ -22,21 +22,21 @@ from paceline.errors import ProtocolError, RankLostError
 Combine: TypeAlias = Callable[[memoryview, memoryview, bool], None]
 """Combine received bytes into the target, in place: ``(target, incoming, incoming_first)``, bytes of whole items.
 
-The value of the lower rank is the first operand on both ranks. If both compute the same result (recursive doubling),
-they must agree on the sign of min(-0, 0) and on the choice between two NaNs.
+The value of the lower rank is the first operand on both ranks. In recursive doubling both ranks compute the same
+result, and must get the same sign of min(-0, 0) and the same of two NaNs.
 """
 
 SMALL_BYTES: Final = 1 << 13
 """Bodies up to this size are received together with the head, by one system call."""
 PIECE_BYTES: Final = 1 << 17
-"""Bytes per combination, while the next ones arrive in the system's buffer. Should fit into the L2 cache."""
-_KEPT_BYTES: Final = 1 << 24
+"""Bytes per combination. Meanwhile the next bytes arrive in the system's buffer. Should fit into the L2 cache."""
+_REUSED_BYTES: Final = 1 << 24
 _MIN_IN_PLACE_BYTES: Final = 1 << 14  # per view; for smaller ones a copy is cheaper than a system call per view
-_NUM_RECEIVES: Final = 8  # before the other links' turn
+_NUM_RECEIVES: Final = 8  # receive calls on one link before the next link
 
 
 class UnexpectedMessage(Exception):  # noqa: N818  (a signal to the executor, which raises the error)
-    """A peer sent another head than the expected one."""
+    """A peer sent a head that differs from the expected one."""
 
     def __init__(self, peer: PeerMessages) -> None:
         super().__init__(peer.rank)
@@ -44,7 +44,7 @@ class UnexpectedMessage(Exception):  # noqa: N818  (a signal to the executor, wh
 
 
 class LinkBroken(Exception):  # noqa: N818
-    """A link has ended or broken."""
+    """A link was closed or has broken."""
 
     def __init__(self, peer: PeerMessages) -> None:
         super().__init__(peer.rank)
@@ -69,7 +69,7 @@ class PeerMessages:
         """Send the bytes that the link accepts; return whether any were sent."""
         moved = False
         sends = self.sends
-        was_stuck = bool(sends) and sends[0].has_begun
+        was_partial = bool(sends) and sends[0].is_started
         try:
             while sends and sends[0].advance(self.link):
                 moved = True
@@ -78,8 +78,8 @@ class PeerMessages:
                 sends.popleft()
         except RankLostError as error:
             raise LinkBroken(self) from error
-        if was_stuck and not self.receives:
-            self._look_back()
+        if was_partial and not self.receives:
+            self._check_for_abort()
         return moved
 
     def pull(self) -> bool:
@@ -103,13 +103,13 @@ class PeerMessages:
 
     @property
     def has_next_head(self) -> bool:
-        """Whether a message without a receive has begun to arrive."""
+        """Whether the header of a message without a receive has arrived."""
         return self.got >= HEADER_BYTES and not self.receives
 
     def peek(self) -> None:
-        """Check a link without a receive for its end or an ABORT; keep received bytes."""
+        """Check a link without a receive for an ABORT or a closed connection; keep the received bytes."""
         try:
-            count = self.link.receive_some(self.stage[self.got : HEADER_BYTES]) if self.got < HEADER_BYTES else 0
+            count = self.link.receive_nowait(self.stage[self.got : HEADER_BYTES]) if self.got < HEADER_BYTES else 0
         except RankLostError as error:
             raise LinkBroken(self) from error
         self.got += count
@@ -117,22 +117,22 @@ class PeerMessages:
             raise UnexpectedMessage(self)
 
     def scan(self) -> Scanner:
-        """Return the scanner that reads this link after an error."""
+        """Return the scanner for the unread bytes of this link after an error."""
         if self.scanner is None:
             receive = self.receives[0] if self.receives else None
-            if receive is not None and receive.is_headed:
+            if receive is not None and receive.has_head:
                 self.scanner = Scanner(skip=receive.nbytes - receive.got)
             else:
                 self.scanner = Scanner()
                 self.scanner.feed(self.stage[: self.got])
         return self.scanner
 
-    def _look_back(self) -> None:
-        # A rank that gives up sends its ABORT before it reads and discards our remaining bytes.
+    def _check_for_abort(self) -> None:
+        # A rank that ends the group sends its ABORT before it reads and discards this rank's remaining bytes.
         try:
             self.peek()
         except LinkBroken:
-            if self.sends:  # else it may have received everything, finished and closed
+            if self.sends:  # otherwise the peer may have received all bytes, finished and closed
                 raise
 
     def _is_data(self) -> bool:
@@ -156,7 +156,7 @@ class Scratch:
 
     def give(self, piece: memoryview) -> None:
         """Return a piece for reuse."""
-        if len(piece) == PIECE_BYTES and len(self._pieces) < _KEPT_BYTES // PIECE_BYTES:
+        if len(piece) == PIECE_BYTES and len(self._pieces) < _REUSED_BYTES // PIECE_BYTES:
             self._pieces.append(piece)
 
 
@@ -182,8 +182,8 @@ class IncomingMessage:
         "_views",
         "blockers",
         "got",
+        "has_head",
         "is_done",
-        "is_headed",
         "nbytes",
     )
 
@@ -200,7 +200,7 @@ class IncomingMessage:
         *,
         is_first: bool,
     ) -> None:
-        """`is_first`: whether the received value is the first operand."""
+        """`is_first`: the received value is the first operand."""
         self._peer = peer
         self._head = head
         self._views = views
@@ -218,18 +218,18 @@ class IncomingMessage:
         self.blockers: list[Blocker] = []
         self.got = 0
         """Received bytes of the body."""
-        self.is_headed = self.is_done = False
+        self.has_head = self.is_done = False
 
     @property
     def wants_bytes(self) -> bool:
         """Whether bytes of the message are missing."""
-        return not self.is_headed or self.got < self.nbytes
+        return not self.has_head or self.got < self.nbytes
 
     def advance(self) -> bool:
         """Receive available bytes and write permitted ones; return whether there was progress."""
-        if not self.is_headed:
+        if not self.has_head:
             return self._receive_head()
-        moved = self._settle() if self._backlog else False
+        moved = self._write_backlog() if self._backlog else False
         if self.got < self.nbytes:
             receive = self._receive_in_place if self._is_in_place and not self.blockers else self._receive_pieces
             moved = receive() or moved
@@ -237,13 +237,13 @@ class IncomingMessage:
 
     def holds(self, low: int, high: int) -> bool:
         """See :class:`Blocker`."""
-        return not self.is_done and rest_touches(self._ranges, self._applied, low, high)
+        return not self.is_done and remaining_overlaps(self._ranges, self._applied, low, high)
 
     def _receive_head(self) -> bool:
         peer = self._peer
         if peer.got >= HEADER_BYTES:
             self._check_head()
-        count = peer.link.receive_some(peer.stage[peer.got : self._limit])
+        count = peer.link.receive_nowait(peer.stage[peer.got : self._limit])
         if not count:
             return False
         peer.got += count
@@ -251,18 +251,18 @@ class IncomingMessage:
             self._check_head()
         if peer.got == self._limit:
             peer.got = 0
-            self.is_headed = True
+            self.has_head = True
             head_bytes = len(self._head)
             if self._limit > head_bytes:
                 self.got = self.nbytes
                 self._backlog.append((None, peer.stage[head_bytes : self._limit]))
-                self._settle()
+                self._write_backlog()
             elif not self.nbytes:
                 self.is_done = True
         return True
 
     def _check_head(self) -> None:
-        # The header contains the call's signature: equal headers imply equal texts.
+        # The header contains the call's signature, so that equal headers imply equal texts.
         if self._peer.stage[:HEADER_BYTES] != self._head[:HEADER_BYTES]:
             raise UnexpectedMessage(self._peer)
 
@@ -270,7 +270,7 @@ class IncomingMessage:
         link, views = self._peer.link, self._views
         moved = False
         for _ in range(_NUM_RECEIVES):
-            count = link.receive_some(views[self._index][self._offset :])
+            count = link.receive_nowait(views[self._index][self._offset :])
             if not count:
                 return moved
             moved = True
@@ -291,7 +291,7 @@ class IncomingMessage:
                 piece = self._piece = self._scratch.take(self._piece_bytes)
                 self._filled = 0
             limit = min(self._piece_bytes, self.nbytes - self.got + self._filled)
-            count = link.receive_some(piece[self._filled : limit])
+            count = link.receive_nowait(piece[self._filled : limit])
             if not count:
                 return moved
             moved = True
@@ -300,12 +300,12 @@ class IncomingMessage:
             if self._filled == limit:
                 self._backlog.append((piece, piece[:limit]))
                 self._piece = None
-                self._settle()
-                if self._backlog or self.got == self.nbytes:  # continue the sends that it waits for
+                self._write_backlog()
+                if self._backlog or self.got == self.nbytes:  # the backlog waits for sends of other links
                     break
         return moved
 
-    def _settle(self) -> bool:
+    def _write_backlog(self) -> bool:
         moved = False
         while self._backlog:
             piece, data = self._backlog[0]

@@ -1,4 +1,4 @@
-"""Run a round to its end: try all links, spin briefly, then sleep until a link is ready."""
+"""Run a round to its end: try all links, poll briefly, then sleep until a link is ready."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from paceline.transport.spinning import Spinner
 
 _IN = select.POLLIN
 _OUT = select.POLLOUT
-_MOVED = (-1, 0)  # in place of a descriptor: the work was done during the check
-_MAX_TRIED = 3  # links; for more links one poll is cheaper than trying each
+_MOVED = (-1, 0)  # an event without a descriptor: the links were already advanced
+_MAX_TRIED = 3  # links; with more links one poll is cheaper than trying each
 
 
 class RoundLoop:
@@ -29,8 +29,8 @@ class RoundLoop:
     def finish(self, round_: Round, wake: Callable[[Round], float]) -> None:
         """Run a round until all its actions are done.
 
-        Before each sleep ``wake`` receives the open round; it returns the time (of ``time.monotonic``) for its next
-        call, or raises.
+        ``wake`` is called with the round before each sleep. It returns the latest end of the sleep (a time of
+        ``time.monotonic``), or raises.
         """
         sending: Sequence[PeerMessages] = round_.sending
         receiving: Sequence[PeerMessages] = round_.receiving
@@ -48,14 +48,14 @@ class RoundLoop:
     def _wait(
         self, round_: Round, wake: Callable[[Round], float]
     ) -> tuple[Sequence[PeerMessages], Sequence[PeerMessages]]:
-        everything = round_.sending, round_.receiving
-        look: Callable[[int], list[tuple[int, int]]]
+        all_peers = round_.sending, round_.receiving
+        try_links: Callable[[int], list[tuple[int, int]]]
         if len(round_.sending) + len(round_.receiving) <= _MAX_TRIED:
 
-            def look(_: int) -> list[tuple[int, int]]:
-                return [_MOVED] if _advance(round_, *everything) else []
+            def try_links(_: int) -> list[tuple[int, int]]:
+                return [_MOVED] if _advance(round_, *all_peers) else []
 
-            if self._spinner.poll(look):
+            if self._spinner.poll(try_links):
                 round_.prune()
                 return round_.sending, round_.receiving
             self._watch(round_)
@@ -69,7 +69,7 @@ class RoundLoop:
         return _ready(round_, events)
 
     def _watch(self, round_: Round) -> None:
-        """Register the open links, for reading also where this rank only sends, because the other end may abort."""
+        """Register the links of a round. Links that only send are also read, because the other end may abort."""
         wanted = {peer.link.fileno(): _IN for peer in round_.receiving if peer.wants_bytes}
         for peer in round_.sending:
             fd = peer.link.fileno()
@@ -105,11 +105,11 @@ def _advance(round_: Round, sending: Sequence[PeerMessages], receiving: Sequence
 
 def _ready(round_: Round, events: Sequence[tuple[int, int]]) -> tuple[Sequence[PeerMessages], Sequence[PeerMessages]]:
     """Return the peers to try."""
-    happened = dict(events)
-    sending = [peer for peer in round_.sending if happened.get(peer.link.fileno(), 0) & ~_IN]
+    ready = dict(events)
+    sending = [peer for peer in round_.sending if ready.get(peer.link.fileno(), 0) & ~_IN]
     for peer in round_.sending:
-        if happened.get(peer.link.fileno(), 0) & ~_OUT and not peer.receives:
+        if ready.get(peer.link.fileno(), 0) & ~_OUT and not peer.receives:
             peer.peek()
-    if sending:  # sent bytes may make room for received ones
+    if sending:  # received bytes may wait for these sends
         return sending, round_.receiving
-    return sending, [peer for peer in round_.receiving if peer.link.fileno() in happened]
+    return sending, [peer for peer in round_.receiving if peer.link.fileno() in ready]

@@ -1,4 +1,4 @@
-"""Turn one round of a schedule into messages, in an order that protects unsent data."""
+"""Convert a round of a schedule into messages, in an order that protects unsent data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Read: TypeAlias = list[tuple[Blocker, Ranges]]
 
 
 class Round:
-    """The open messages and copies of a round."""
+    """The unfinished messages and copies of a round."""
 
     __slots__ = ("copies", "receiving", "sending")
 
@@ -27,7 +27,7 @@ class Round:
 
     @property
     def is_done(self) -> bool:
-        """Whether the round has ended."""
+        """Whether all messages and copies are done."""
         return not (self.sending or self.receiving or self.copies)
 
     def prune(self) -> None:
@@ -61,35 +61,35 @@ class RoundPlanner:
 
     def begin(self, actions: Sequence[Action]) -> Round:
         """Enqueue the messages of a round on their links, and run copies without conflicts."""
-        begun = Round()
+        round_ = Round()
         read: _Read = []
         written: _Written = []
         copies: list[Copy] = []
         for action in actions:
             if type(action) is Send:
-                read.append(self._begin_send(begun, action))
+                read.append(self._begin_send(round_, action))
             elif type(action) is Receive:
-                written.append(self._begin_receive(begun, action))
+                written.append(self._begin_receive(round_, action))
             else:
                 assert type(action) is Copy
                 copies.append(action)
         if copies:
-            written = self._begin_copies(begun, copies, read) + written
+            written = self._begin_copies(round_, copies, read) + written
         if len(read) + len(written) > 1:
             _order(read, written)
-        return begun
+        return round_
 
-    def _begin_send(self, begun: Round, send: Send) -> tuple[Blocker, Ranges]:
+    def _begin_send(self, round_: Round, send: Send) -> tuple[Blocker, Ranges]:
         views, ranges = self._blocks.locate(send.spans) if send.spans else ([], [])
         nbytes = sum(map(len, views))
         peer = self._peer(send.peer)
         if not peer.sends:
-            begun.sending.append(peer)
+            round_.sending.append(peer)
         outgoing = OutgoingMessage(self._heads.head(nbytes), views, ranges, nbytes)
         peer.sends.append(outgoing)
         return outgoing, ranges
 
-    def _begin_receive(self, begun: Round, receive: Receive) -> tuple[IncomingMessage, Ranges]:
+    def _begin_receive(self, round_: Round, receive: Receive) -> tuple[IncomingMessage, Ranges]:
         views, ranges = self._blocks.locate(receive.spans) if receive.spans else ([], [])
         nbytes = sum(map(len, views))
         combine = None
@@ -98,7 +98,7 @@ class RoundPlanner:
             combine = self._combine
         peer = self._peer(receive.peer)
         if not peer.receives:
-            begun.receiving.append(peer)
+            round_.receiving.append(peer)
         head = self._heads.head(nbytes)
         is_first = receive.peer < self._rank
         incoming = IncomingMessage(
@@ -107,7 +107,7 @@ class RoundPlanner:
         peer.receives.append(incoming)
         return incoming, ranges
 
-    def _begin_copies(self, begun: Round, copies: Sequence[Copy], read: _Read) -> _Written:
+    def _begin_copies(self, round_: Round, copies: Sequence[Copy], read: _Read) -> _Written:
         located = [(self._blocks.locate(copy.source), self._blocks.locate(copy.target)) for copy in copies]
         targets = [span for _, (_, ranges) in located for span in ranges]
         sources = [span for (_, ranges), _ in located for span in ranges]
@@ -115,24 +115,20 @@ class RoundPlanner:
             for (views, _), (target_views, _) in located:
                 _copy(views, target_views)
             return []
-        begun.copies = [LateCopy(source[0], target[0], target[1]) for source, target in located]
-        return [(late, target[1]) for late, (_, target) in zip(begun.copies, located, strict=True)]
+        round_.copies = [LateCopy(source[0], target[0], target[1]) for source, target in located]
+        return [(late, target[1]) for late, (_, target) in zip(round_.copies, located, strict=True)]
 
 
 def _order(read: _Read, written: _Written) -> None:
-    """Set the sends and earlier writes that each write must wait for; usually none."""
+    """Set the sends and earlier writes that each write must wait for. Usually there are none."""
     spans_written = [span for _, ranges in written for span in ranges]
     if not spans_written or not collide(spans_written, [span for _, ranges in read for span in ranges]):
         return
-    before = list(read)
+    earlier = list(read)
     for write, ranges in written:
-        write.blockers.extend(blocker for blocker, others in before if _touch(ranges, others))
-        before.append((write, ranges))
-
-
-def _touch(ranges: Ranges, others: Ranges) -> bool:
-    # Both are lists of writes; one message writes nothing twice.
-    return collide(ranges, others)
+        # Passes both lists as writes: one message writes no byte twice.
+        write.blockers.extend(blocker for blocker, earlier_ranges in earlier if collide(ranges, earlier_ranges))
+        earlier.append((write, ranges))
 
 
 def _copy(sources: Sequence[memoryview], targets: Sequence[memoryview]) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from paceline.collectives.network.blocks import Ranges, rest_touches, scatter
+from paceline.collectives.network.blocks import Ranges, remaining_overlaps, scatter
 from paceline.collectives.network.links import Link
 
 _MAX_BUFFERS: Final = 512  # per sendmsg; IOV_MAX is 1024
 
 
 class Blocker(Protocol):
-    """A use of memory that must end before the memory is written."""
+    """A pending use of memory that must end before the memory is written."""
 
     def holds(self, low: int, high: int) -> bool:
         """Return whether the addresses low:high must not change yet."""
@@ -21,23 +21,23 @@ class Blocker(Protocol):
 class OutgoingMessage:
     """One message to send."""
 
-    __slots__ = ("_buffers", "_head_bytes", "_num_left", "_ranges", "_total", "is_done")
+    __slots__ = ("_buffers", "_head_bytes", "_num_unsent", "_ranges", "_total", "is_done")
 
     def __init__(self, head: bytes, views: list[memoryview], ranges: Ranges, nbytes: int) -> None:
         self._buffers = [memoryview(head), *views]
         self._ranges = ranges
         self._head_bytes = len(head)
-        self._total = self._num_left = len(head) + nbytes
+        self._total = self._num_unsent = len(head) + nbytes
         self.is_done = False
 
     def advance(self, link: Link) -> bool:
         """Send the bytes that the link accepts; return whether any were sent."""
         buffers = self._buffers
-        count = link.send_some(buffers if len(buffers) <= _MAX_BUFFERS else buffers[:_MAX_BUFFERS])
+        count = link.send_nowait(buffers if len(buffers) <= _MAX_BUFFERS else buffers[:_MAX_BUFFERS])
         if not count:
             return False
-        self._num_left -= count
-        if not self._num_left:
+        self._num_unsent -= count
+        if not self._num_unsent:
             self.is_done = True
             return True
         for index, buffer in enumerate(buffers):
@@ -48,23 +48,23 @@ class OutgoingMessage:
         return True
 
     @property
-    def has_begun(self) -> bool:
+    def is_started(self) -> bool:
         """Whether some bytes were sent."""
-        return self._num_left < self._total
+        return self._num_unsent < self._total
 
     @property
-    def rest(self) -> list[memoryview]:
-        """Unsent bytes of a partly sent message; the next message must follow them."""
-        return [] if self.is_done or not self.has_begun else self._buffers
+    def unsent(self) -> list[memoryview]:
+        """Unsent bytes of a partly sent message. They must be sent before the next message."""
+        return [] if self.is_done or not self.is_started else self._buffers
 
     def holds(self, low: int, high: int) -> bool:
         """See :class:`Blocker`."""
-        sent = max(0, self._total - self._num_left - self._head_bytes)
-        return not self.is_done and rest_touches(self._ranges, sent, low, high)
+        sent = max(0, self._total - self._num_unsent - self._head_bytes)
+        return not self.is_done and remaining_overlaps(self._ranges, sent, low, high)
 
 
 class LateCopy:
-    """A copy whose target is still being sent: the source is saved, and the target written later."""
+    """A copy whose target is still being sent. The source is saved now, and the target written later."""
 
     def __init__(self, sources: Sequence[memoryview], targets: Sequence[memoryview], ranges: Ranges) -> None:
         self._saved = memoryview(b"".join(sources))
@@ -74,7 +74,7 @@ class LateCopy:
         self.is_done = False
 
     def advance(self) -> bool:
-        """Write the target if nothing needs its old contents."""
+        """Write the target if its old contents are no longer needed."""
         if any(blocker.holds(low, high) for blocker in self.blockers for low, high in self._ranges):
             return False
         scatter(self._targets, self._saved)
@@ -83,4 +83,4 @@ class LateCopy:
 
     def holds(self, low: int, high: int) -> bool:
         """See :class:`Blocker`."""
-        return not self.is_done and rest_touches(self._ranges, 0, low, high)
+        return not self.is_done and remaining_overlaps(self._ranges, 0, low, high)

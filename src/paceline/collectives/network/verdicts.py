@@ -1,6 +1,6 @@
-"""Create the ABORT message and the error of each rank for a failed call. Pure.
+"""Create the ABORT message of a failed call, and the error that each rank raises. Pure.
 
-All ranks raise the same kind of error with the same text; for a mismatch, each rank adds its own call.
+All ranks raise the same kind of error with the same text. For a mismatch, each rank adds its own call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SAME: Final = f"every rank must make the same calls in the same order with the 
 
 
 class CurrentCall(NamedTuple):
-    """A call from one rank's view."""
+    """The current call of one rank, for error messages."""
 
     group: str
     rank: int
@@ -32,82 +32,83 @@ class CurrentCall(NamedTuple):
         return f"{self.call}, call {self.sequence} of group {self.group!r}"
 
 
-def lost(place: CurrentCall, ranks: tuple[int, ...]) -> Abort:
+def lost(current: CurrentCall, ranks: tuple[int, ...]) -> Abort:
     """Return the ABORT for ranks that died or left."""
-    text = f"{name_ranks(ranks)} died or left during {place}; {_REFUSES}"
-    return Abort("lost", text, ranks, {}, place.sequence)
+    text = f"{name_ranks(ranks)} died or left during {current}; {_REFUSES}"
+    return Abort("lost", text, ranks, {}, current.sequence)
 
 
-def late(place: CurrentCall, culprits: Mapping[int, str], timeout_s: float) -> Abort:
+def late(current: CurrentCall, culprits: Mapping[int, str], timeout_s: float) -> Abort:
     """Return the ABORT for ranks that delayed a call beyond its timeout."""
-    told = "; ".join(f"rank {rank} {what}" for rank, what in culprits.items())
-    text = f"{place} did not finish within {timeout_s:.3g} s: {told}; {_REFUSES}"
-    return Abort("lost", text, tuple(culprits), {}, place.sequence)
+    reasons = "; ".join(f"rank {rank} {reason}" for rank, reason in culprits.items())
+    text = f"{current} did not finish within {timeout_s:.3g} s: {reasons}; {_REFUSES}"
+    return Abort("lost", text, tuple(culprits), {}, current.sequence)
 
 
-def failed(place: CurrentCall, error: BaseException) -> Abort:
+def failed(current: CurrentCall, error: BaseException) -> Abort:
     """Return the ABORT for an error of this rank."""
-    what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    text = f"rank {place.rank} failed during {place}, with {what}; {_REFUSES}"
-    return Abort("error", text[:_MAX_TEXT], (place.rank,), {}, place.sequence)
+    reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    text = f"rank {current.rank} failed during {current}, with {reason}; {_REFUSES}"
+    return Abort("error", text[:_MAX_TEXT], (current.rank,), {}, current.sequence)
 
 
-def of_error(place: CurrentCall, error: BaseException) -> Abort:
-    """Return the ABORT for an error of this rank; errors of groups are forwarded unchanged."""
+def of_error(current: CurrentCall, error: BaseException) -> Abort:
+    """Return the ABORT for an error of this rank. The text of a CollectiveError is forwarded unchanged."""
     if isinstance(error, CollectiveError):
-        return msgspec.structs.replace(abort_of(error), sequence=place.sequence)
-    return failed(place, error)
+        return msgspec.structs.replace(abort_of(error), sequence=current.sequence)
+    return failed(current, error)
 
 
 def abort_of(error: CollectiveError) -> Abort:
-    """Return the ABORT for an error with a complete text."""
+    """Return the ABORT for an error whose text already names the ranks and the call."""
     text = str(error)[:_MAX_TEXT]
     if isinstance(error, RankLostError):
         return Abort("lost", text, error.ranks, {}, -1)
     return Abort("mismatch" if isinstance(error, MismatchError) else "error", text, (), {}, -1)
 
 
-def garbled(place: CurrentCall, rank: int, error: Exception) -> Abort:
+def garbled(current: CurrentCall, rank: int, error: Exception) -> Abort:
     """Return the ABORT for a rank that sent invalid bytes."""
-    text = f"rank {rank} sent invalid bytes during {place} ({error}); {_REFUSES}"
-    return Abort("error", text, (rank,), {}, place.sequence)
+    text = f"rank {rank} sent invalid bytes during {current} ({error}); {_REFUSES}"
+    return Abort("error", text, (rank,), {}, current.sequence)
 
 
-def disagreement(place: CurrentCall, calls: Mapping[int, CollectiveCall]) -> Abort:
-    """Return the ABORT for ranks in different calls of one number."""
-    told = {place.rank: place.call, **calls}
-    return Abort("mismatch", str(describe_mismatch(told, place.group, place.sequence)), (), told, place.sequence)
+def disagreement(current: CurrentCall, calls: Mapping[int, CollectiveCall]) -> Abort:
+    """Return the ABORT for ranks that made different calls with the same number."""
+    all_calls = {current.rank: current.call, **calls}
+    text = str(describe_mismatch(all_calls, current.group, current.sequence))
+    return Abort("mismatch", text, (), all_calls, current.sequence)
 
 
-def unexpected(place: CurrentCall, rank: int, frame: Head) -> Abort:
+def unexpected(current: CurrentCall, rank: int, frame: Head) -> Abort:
     """Return the ABORT for a message of another call or length."""
     header = frame.header
     try:
-        theirs = msgspec.msgpack.decode(frame.text, type=register_type(CollectiveCall))
+        peer_call = msgspec.msgpack.decode(frame.text, type=register_type(CollectiveCall))
     except UNREADABLE as error:
-        return garbled(place, rank, error)
-    calls = {place.rank: place.call, rank: theirs}
-    if header.sequence == place.sequence and theirs != place.call:
-        text = str(describe_mismatch(calls, place.group, place.sequence))
-        return Abort("mismatch", text, (), calls, place.sequence)
-    if header.sequence != place.sequence:
+        return garbled(current, rank, error)
+    calls = {current.rank: current.call, rank: peer_call}
+    if header.sequence == current.sequence and peer_call != current.call:
+        text = str(describe_mismatch(calls, current.group, current.sequence))
+        return Abort("mismatch", text, (), calls, current.sequence)
+    if header.sequence != current.sequence:
         text = (
-            f"the ranks of group {place.group!r} are not in the same call: rank {place.rank} is in call "
-            f"{place.sequence}, {place.call}, and rank {rank} in call {header.sequence}, {theirs}; {_SAME}"
+            f"the ranks of group {current.group!r} are not in the same call: rank {current.rank} is in call "
+            f"{current.sequence}, {current.call}, and rank {rank} in call {header.sequence}, {peer_call}; {_SAME}"
         )
     else:
         text = (
-            f"rank {rank} sent a message of {header.nbytes} bytes that rank {place.rank} did not expect in {place}: "
-            f"they disagree about sizes or about the algorithm; {_REFUSES}"
+            f"rank {rank} sent an unexpected message of {header.nbytes} bytes to rank {current.rank} in {current}: "
+            f"the ranks disagree about sizes or about the algorithm; {_REFUSES}"
         )
-    return Abort("mismatch", text, (), {}, place.sequence)
+    return Abort("mismatch", text, (), {}, current.sequence)
 
 
-def received(place: CurrentCall, abort: Abort) -> Abort:
-    """Return the ABORT of another rank; for a mismatch, add this rank's call."""
-    if abort.kind != "mismatch" or not abort.calls or abort.sequence != place.sequence:
+def received(current: CurrentCall, abort: Abort) -> Abort:
+    """Return another rank's ABORT. For a mismatch, add this rank's call."""
+    if abort.kind != "mismatch" or not abort.calls or abort.sequence != current.sequence:
         return abort
-    return msgspec.structs.replace(abort, calls={**abort.calls, place.rank: place.call})
+    return msgspec.structs.replace(abort, calls={**abort.calls, current.rank: current.call})
 
 
 def to_error(abort: Abort, group: str) -> CollectiveError:

@@ -1,4 +1,4 @@
-"""Connect one rank to the other ranks of its group at the first message, and close with a reason."""
+"""Connect one rank to the other ranks of its group at the first message; close with the reason for a failure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing_extensions import override
 
 from paceline.collectives.network.mesh import unreachable
-from paceline.collectives.p2p.leaving import Leaving, say_last_words
+from paceline.collectives.p2p.closing import ClosingConnection, send_and_close
 from paceline.collectives.p2p.matching import Matching
 from paceline.collectives.p2p.pending import Receiving
 from paceline.collectives.p2p.progress import READ, ProgressLoop
@@ -46,19 +46,19 @@ class Streams(Taker):
         self._ends = ends
         self.outgoing: dict[int, Outgoing] = {}
         self.incoming: dict[int, Incoming] = {}
-        self.last_words = b""
-        """Message with the reason, sent on every connection before it is closed after the group's end."""
-        self._num_coming: dict[int, int] = {}
+        self.abort_message = b""
+        """The last message on every connection after a failure: the reason. Empty before."""
+        self._num_expected: dict[int, int] = {}
         self._connectors: set[threading.Thread] = set()
 
     # with the lock held
 
     @property
-    def _is_over(self) -> bool:
-        return bool(self.last_words) or self._progress.is_closed
+    def _has_ended(self) -> bool:
+        return bool(self.abort_message) or self._progress.is_closed
 
-    def reach(self, to: int) -> Outgoing:
-        """Return the stream to a rank, possibly not yet connected."""
+    def stream_to(self, to: int) -> Outgoing:
+        """Return the stream to a rank, which may not be connected yet."""
         outgoing = self.outgoing.get(to)
         if outgoing is None:
             outgoing = self.outgoing[to] = Outgoing(to, self._progress, self._ends)
@@ -70,17 +70,17 @@ class Streams(Taker):
             connector.start()
         return outgoing
 
-    def may_bring(self, rank: int) -> bool:
-        """Return whether a message of this rank may still arrive."""
-        return rank in self.incoming or self._num_coming.get(rank, 0) > 0
+    def may_deliver(self, rank: int) -> bool:
+        """Return whether messages of this rank may still arrive."""
+        return rank in self.incoming or self._num_expected.get(rank, 0) > 0
 
     def receiving(self) -> dict[int, Receiving]:
-        """Return the receives with arriving messages, by source."""
+        """Return the receives whose messages have partly arrived, by source."""
         found = {incoming.source: incoming.receive for incoming in self.incoming.values()}
         return {source: receive for source, receive in found.items() if receive is not None}
 
     def drop(self, incoming: Incoming) -> None:
-        """Close a stream after its end."""
+        """Close an incoming stream that has ended."""
         self.incoming.pop(incoming.source, None)
         self._progress.unwatch(incoming)
         incoming.connected.close()
@@ -90,21 +90,21 @@ class Streams(Taker):
     @override
     def coming(self, rank: int) -> None:
         with self._progress.lock:
-            self._num_coming[rank] = self._num_coming.get(rank, 0) + 1
+            self._num_expected[rank] = self._num_expected.get(rank, 0) + 1
 
     @override
     def arrived(self, rank: int, connected: socket.socket | None) -> None:
         with self._progress.lock:
-            self._num_coming[rank] -= 1
+            self._num_expected[rank] -= 1
             if connected is None:
                 return
-            if not self._is_over and rank not in self.incoming and 0 <= rank < len(self._infos):
+            if not self._has_ended and rank not in self.incoming and 0 <= rank < len(self._infos):
                 incoming = Incoming(rank, self._rank, connected, self._matching, self._progress, self._ends)
                 self.incoming[rank] = incoming
                 self._progress.start()
                 self._progress.watch(incoming, READ)
                 return
-        self._dismiss(connected)
+        self._reject(connected)
 
     # without the lock
 
@@ -117,41 +117,42 @@ class Streams(Taker):
         except (PacelineError, OSError) as error:
             failure = unreachable(outgoing.to, error)
         with self._progress.lock:
-            is_over = self._is_over or outgoing.error is not None
-            if failure is not None and not is_over:
+            has_ended = self._has_ended or outgoing.error is not None
+            if failure is not None and not has_ended:
                 self._ends.outgoing_lost(outgoing, failure)
-            elif connected is not None and not is_over:
+            elif connected is not None and not has_ended:
                 outgoing.attach(connected)
                 connected = None
             self._progress.kick()
         if connected is not None:
-            self._dismiss(connected)
+            self._reject(connected)
         with self._progress.lock:
             self._connectors.discard(threading.current_thread())
 
-    def leave(self) -> None:
-        """Send the last message on all connections, and close them; its receivers do the same."""
-        self._progress.close("given up")  # no other thread uses the connections from here
-        words = memoryview(self.last_words)
-        leaving = []
+    def send_abort(self) -> None:
+        """Send the reason for the failure on all connections and close them. Its receivers do the same."""
+        self._progress.close("given up")  # afterwards no other thread uses the connections
+        message = memoryview(self.abort_message)
+        closing = []
         with self._progress.lock:
             for outgoing in self.outgoing.values():
                 if outgoing.is_connected:
                     outgoing.is_connected = False
-                    begun = [part for each in list(outgoing.queue)[:1] if each.has_begun for part in each.parts]
-                    leaving.append(Leaving(outgoing.connected, [*begun, words]))
+                    first = outgoing.queue[0] if outgoing.queue else None
+                    unsent = first.parts if first is not None and first.is_started else []
+                    closing.append(ClosingConnection(outgoing.connected, [*unsent, message]))
                 outgoing.queue.clear()
-            leaving += [Leaving(incoming.connected, [words]) for incoming in self.incoming.values()]
+            closing += [ClosingConnection(incoming.connected, [message]) for incoming in self.incoming.values()]
             self.incoming.clear()
-        say_last_words(leaving, time.monotonic() + _LINGER_S)
+        send_and_close(closing, time.monotonic() + _LINGER_S)
 
-    def _dismiss(self, connected: socket.socket) -> None:
-        """Close a late connection, with the reason."""
-        words = [memoryview(self.last_words)] if self.last_words else []
-        say_last_words([Leaving(connected, words)], time.monotonic() + (_LINGER_S if words else 0.0))
+    def _reject(self, connected: socket.socket) -> None:
+        """Close a connection that arrived too late; send the reason first, if any."""
+        message = [memoryview(self.abort_message)] if self.abort_message else []
+        send_and_close([ClosingConnection(connected, message)], time.monotonic() + (_LINGER_S if message else 0.0))
 
     def close(self) -> None:
-        """Close every connection, after the loop."""
+        """Close every connection, after the progress loop has stopped."""
         with self._progress.lock:
             for outgoing in self.outgoing.values():
                 outgoing.fail(RankLostError(f"group {self._group!r} is closed"))

@@ -16,28 +16,28 @@ from paceline.errors import CollectiveError, MismatchError, ProtocolError, RankL
 from paceline.transport import read_meta
 
 HEADER: Final = struct.Struct("<2sBB4xqQ40s")
-"""Magic, kind, length of ``what``, tag, length in bytes, ``what``."""
+"""Magic, kind, length of ``description``, tag, length in bytes, ``description``."""
 MAGIC: Final = b"PM"
 MESSAGE: Final = 1
 ABORT: Final = 2
-"""The last message of a connection in either direction; the reason follows (:class:`Abort`)."""
+"""The last message of a connection in either direction. Its body is an :class:`Abort`."""
 MAX_ABORT_BYTES: Final = 1 << 20
-_WHAT_BYTES: Final = 40
+_DESCRIPTION_BYTES: Final = 40
 
 
 class Waiting(Protocol):
     """Owner of pending operations."""
 
     def wait(self, pending: Pending, timeout_s: float) -> None:
-        """Return when ``pending`` is finished, with an error after ``timeout_s``."""
+        """Return when ``pending`` has finished or failed; fail it after ``timeout_s``."""
 
     def wait_for(self, pending: Pending, timeout_s: float) -> bool:
-        """Return whether ``pending`` is finished, after at most ``timeout_s``; it continues otherwise."""
+        """Wait for at most ``timeout_s``; return whether ``pending`` has finished or failed."""
         ...
 
 
 class Pending(Waitable):
-    """A send or receive in progress, which owns its buffer until the end."""
+    """A send or receive in progress. It owns its buffer until its end."""
 
     def __init__(self, owner: Waiting) -> None:
         self._owner = owner
@@ -45,19 +45,19 @@ class Pending(Waitable):
         self.error: CollectiveError | None = None
 
     def done(self) -> bool:
-        """Return whether it is done; raise the error if it has failed."""
+        """Return whether the operation is done; raise its error if it has failed."""
         if self.error is not None:
             raise self.error
         return self.finished
 
     def wait(self, timeout_s: float) -> int:
-        """Wait until it is done; return the sender's rank.
+        """Wait until the operation is done; return the sender's rank.
 
-        For a send: until the buffer may be written; the message may not have been received yet.
+        A send is done when its buffer may be written; the message may not have arrived yet.
 
         Raises RankLostError if the other rank is dead or after ``timeout_s``, MismatchError if the two sides differ in
-        size or ``what``, another rank's error, and GroupClosedError. All but the last end the group: no messages are
-        transferred and no buffers written afterwards.
+        size or ``description``, another rank's error, and GroupClosedError. All errors but GroupClosedError end the
+        group: no later messages are transferred and no buffers written.
         """
         if not self.finished:
             self._owner.wait(self, timeout_s)
@@ -66,17 +66,17 @@ class Pending(Waitable):
         return self.source
 
     def wait_for(self, timeout_s: float) -> bool:
-        """Wait without a timeout error; return whether it is done or has failed."""
+        """Wait for at most ``timeout_s``; return whether the operation is done or has failed."""
         return self.finished or self._owner.wait_for(self, timeout_s)
 
     def finish(self, source: int) -> None:
-        """Mark as done (with the lock held)."""
+        """Mark as done. Call with the lock held."""
         if not self.finished:
             self.source = source
             self.finished = True
 
     def fail(self, error: CollectiveError) -> None:
-        """Mark as failed (with the lock held)."""
+        """Mark as failed. Call with the lock held."""
         if not self.finished:
             self.error = error
             self.finished = True
@@ -85,31 +85,31 @@ class Pending(Waitable):
 class Sending(Pending):
     """A send with its unsent parts."""
 
-    def __init__(self, owner: Waiting, buffer: memoryview, to: int, tag: int, what: str) -> None:
+    def __init__(self, owner: Waiting, buffer: memoryview, to: int, tag: int, description: str) -> None:
         super().__init__(owner)
         self.to = to
         self.tag = tag
-        self.what = what
+        self.description = description
         self.nbytes = buffer.nbytes
-        self.parts: list[memoryview] = [memoryview(pack(MESSAGE, tag, buffer.nbytes, what)), buffer]
-        self.has_begun = False
+        self.parts: list[memoryview] = [memoryview(pack(MESSAGE, tag, buffer.nbytes, description)), buffer]
+        self.is_started = False
 
     def advance(self, sent: int) -> bool:
         """Remove sent bytes; return whether all are sent."""
-        self.has_begun = self.has_begun or sent > 0
+        self.is_started = self.is_started or sent > 0
         while self.parts and sent >= len(self.parts[0]):
             sent -= len(self.parts.pop(0))
         if sent:
             self.parts[0] = self.parts[0][sent:]
         return not self.parts
 
-    def overdue(self, timeout_s: float, rank: int, answers: Mapping[int, Status | None]) -> RankLostError:
-        """Return the timeout error for a message of `rank`; `answers` are the statuses of the ranks."""
-        gone = self.nbytes - min(total(self.parts), self.nbytes)
-        culprits, told = _blame(rank, (self.to,), answers)
+    def timeout_error(self, timeout_s: float, rank: int, answers: Mapping[int, Status | None]) -> RankLostError:
+        """Return the timeout error of rank `rank`'s send, given the statuses of the other ranks."""
+        num_sent = self.nbytes - min(total(self.parts), self.nbytes)
+        culprits, reasons = _blame(rank, (self.to,), answers)
         return RankLostError(
-            f"rank {self.to} took {gone} of the {describe(self.nbytes, self.what)} with tag {self.tag} in "
-            f"{timeout_s:g} s: {told or 'it is stopped, does not receive or cannot be reached'}",
+            f"rank {self.to} received {num_sent} of the {describe(self.nbytes, self.description)} with tag {self.tag} "
+            f"in {timeout_s:g} s: {reasons or 'it is stopped, does not receive or cannot be reached'}",
             culprits or (self.to,),
         )
 
@@ -117,21 +117,24 @@ class Sending(Pending):
 class Receiving(Pending):
     """A receive that waits for its message."""
 
-    def __init__(self, owner: Waiting, buffer: memoryview, source: int | None, tag: int, what: str) -> None:
+    def __init__(self, owner: Waiting, buffer: memoryview, source: int | None, tag: int, description: str) -> None:
         super().__init__(owner)
-        self.posted = Posted(buffer, source, tag, what, self)
+        self.posted = Posted(buffer, source, tag, description, self)
 
-    def overdue(
-        self, timeout_s: float, rank: int, answers: Mapping[int, Status | None], begun: int | None, size: int
+    def timeout_error(
+        self, timeout_s: float, rank: int, answers: Mapping[int, Status | None], partial_source: int | None, size: int
     ) -> RankLostError:
-        """Return the timeout error for a message to `rank`; `begun`: source of a partly received message."""
-        source = self.posted.source if begun is None else begun
-        culprits, told = _blame(rank, range(size) if source is None else (source,), answers)
-        what = "no message" if begun is None else "not the whole of a message"
-        whom = "any rank" if source is None else f"rank {source}"
+        """Return the timeout error of rank `rank`'s receive.
+
+        `partial_source` is the sender of a partly received message, None if no part has arrived.
+        """
+        source = self.posted.source if partial_source is None else partial_source
+        culprits, reasons = _blame(rank, range(size) if source is None else (source,), answers)
+        missing = "no message" if partial_source is None else "only a part of a message"
+        sender = "any rank" if source is None else f"rank {source}"
         return RankLostError(
-            f"{what} with tag {self.posted.tag} came from {whom} in {timeout_s:g} s: "
-            f"{told or 'it is stopped, has not sent it or cannot be reached'}",
+            f"{missing} with tag {self.posted.tag} arrived from {sender} in {timeout_s:g} s: "
+            f"{reasons or 'the rank is stopped, has not sent it or cannot be reached'}",
             culprits or (() if source is None else (source,)),
         )
 
@@ -139,41 +142,41 @@ class Receiving(Pending):
 def _blame(rank: int, waits_for: Sequence[int], answers: Mapping[int, Status | None]) -> tuple[tuple[int, ...], str]:
     """Return the ranks that delay a rank, and the reasons."""
     culprits = find_silent(answers, rank, waits_for) if answers else {}
-    return tuple(culprits), "; ".join(f"rank {each} {what}" for each, what in culprits.items())
+    return tuple(culprits), "; ".join(f"rank {culprit} {reason}" for culprit, reason in culprits.items())
 
 
-def pack(kind: int, tag: int, nbytes: int, what: str) -> bytes:
+def pack(kind: int, tag: int, nbytes: int, description: str) -> bytes:
     """Return the header of a message."""
-    text = what.encode()
+    text = description.encode()
     return HEADER.pack(MAGIC, kind, len(text), tag, nbytes, text)
 
 
 def unpack(header: Any) -> tuple[int, int, int, str]:
-    """Return kind, tag, nbytes and ``what``; raise ProtocolError for invalid bytes or too long a text."""
+    """Return kind, tag, nbytes and ``description``. Raises ProtocolError."""
     magic, kind, length, tag, nbytes, text = HEADER.unpack(header)
     if magic != MAGIC or kind not in (MESSAGE, ABORT):
         raise ProtocolError(
-            f"got bytes that are no message: they begin with {magic!r} and kind {kind}, expected {MAGIC!r} and kind "
-            f"{MESSAGE} or {ABORT}"
+            f"got bytes that are not a message: they begin with {magic!r} and kind {kind}, expected {MAGIC!r} and "
+            f"kind {MESSAGE} or {ABORT}"
         )
     if kind == ABORT and nbytes > MAX_ABORT_BYTES:
         raise ProtocolError(f"got an ABORT of {nbytes} bytes, expected at most {MAX_ABORT_BYTES}")
     return kind, tag, nbytes, str(text[:length], "utf-8", "replace")
 
 
-def pack_last(abort: Abort) -> bytes:
-    """Return the last message of a connection."""
+def pack_abort_message(abort: Abort) -> bytes:
+    """Return the last message of a connection after a failure."""
     text = msgspec.msgpack.encode(abort)
     return pack(ABORT, 0, len(text), "") + text
 
 
-def unpack_last(text: Any) -> Abort:
-    """Decode the body of an ABORT; raise ProtocolError for other data."""
+def unpack_abort_message(text: Any) -> Abort:
+    """Decode the body of an ABORT. Raises ProtocolError."""
     abort: Abort = read_meta(text, Abort, "an ABORT")
     return abort
 
 
-def check(buffer: memoryview, tag: int, what: str, *, writable: bool = False) -> memoryview:
+def check(buffer: memoryview, tag: int, description: str, *, writable: bool = False) -> memoryview:
     """Return the buffer as bytes, or raise UsageError."""
     if not buffer.c_contiguous:
         raise UsageError("got a buffer with gaps, expected a contiguous one; copy it first")
@@ -181,22 +184,24 @@ def check(buffer: memoryview, tag: int, what: str, *, writable: bool = False) ->
         raise UsageError("got a read-only buffer to receive into, expected a writable one")
     if not -(1 << 63) <= tag < 1 << 63:
         raise UsageError(f"got tag {tag}, expected a number of 64 bits")
-    if len(what.encode()) > _WHAT_BYTES:
-        raise UsageError(f"got the description {what!r} of a message, expected at most {_WHAT_BYTES} bytes")
+    if len(description.encode()) > _DESCRIPTION_BYTES:
+        raise UsageError(
+            f"got the description {description!r} of a message, expected at most {_DESCRIPTION_BYTES} bytes"
+        )
     return buffer.cast("B") if buffer.nbytes else memoryview(bytearray() if writable else b"")
 
 
 def mismatch(message: Message, posted: Posted, rank: int) -> MismatchError:
     """Return the error for a receive with a message of another size or type."""
     return MismatchError(
-        f"rank {message.source} sent {describe(message.nbytes, message.what)} with tag {message.tag}, but rank {rank} "
-        f"receives {describe(posted.buffer.nbytes, posted.what)} with this tag; both must be equal"
+        f"rank {message.source} sent {describe(message.nbytes, message.description)} with tag {message.tag}, but rank "
+        f"{rank} receives {describe(posted.buffer.nbytes, posted.description)}; sizes and types must be equal"
     )
 
 
-def describe(nbytes: int, what: str) -> str:
+def describe(nbytes: int, description: str) -> str:
     """Return size and type as text."""
-    return f"{nbytes} bytes ({what})" if what else f"{nbytes} bytes"
+    return f"{nbytes} bytes ({description})" if description else f"{nbytes} bytes"
 
 
 def total(parts: Sequence[memoryview]) -> int:

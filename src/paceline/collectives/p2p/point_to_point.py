@@ -1,12 +1,12 @@
 """Send and receive tagged messages between the ranks of one group.
 
-Each pair of communicating ranks has one connection per direction, created at the first send. Messages of one rank with
-one tag are received in the order of sending. Messages without a receive are buffered, up to 64 MB from each rank.
-Beyond that the sender waits until a receive is posted that its message may satisfy.
+Each pair of communicating ranks has one connection per direction, created at the first send. Messages from one rank
+with the same tag are received in the order of sending. Messages without a receive are buffered, up to 64 MB from each
+rank. Above that the sender waits until a matching receive is posted.
 
-The first failed message ends the group: each rank sends the reason on all its connections, and every receiver does the
-same. A waiting rank periodically checks whether the awaited ranks have given up. Before its timeout it polls all ranks
-for the ranks they wait for, to report the rank that causes the delay and not a neighbour.
+The first failed message ends the group: the rank sends the reason on all its connections, and every receiver does the
+same. A waiting rank periodically checks whether the awaited ranks have ended the group. Before its timeout it polls all
+ranks for the ranks that they wait for, to report the rank that causes the delay and not a neighbour.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from collections.abc import Callable, Sequence
 
 from typing_extensions import override
 
-from paceline.collectives.network.culprits import Ask, Search, given_up
+from paceline.collectives.network.culprits import RequestStatus, Search, first_abort
 from paceline.collectives.network.frames import Abort
 from paceline.collectives.network.verdicts import abort_of, to_error
 from paceline.collectives.p2p.connecting import Streams
-from paceline.collectives.p2p.matching import MAX_KEPT_BYTES, Matching
-from paceline.collectives.p2p.pending import Pending, Receiving, Sending, check, pack_last
+from paceline.collectives.p2p.matching import MAX_BUFFERED_BYTES, Matching
+from paceline.collectives.p2p.pending import Pending, Receiving, Sending, check, pack_abort_message
 from paceline.collectives.p2p.progress import ProgressLoop
-from paceline.collectives.p2p.streams import Ends, Incoming, Outgoing, deliver, deliver_here, lost_connection
+from paceline.collectives.p2p.streams import Ends, Incoming, Outgoing, deliver, deliver_to_self, lost_connection
 from paceline.errors import CollectiveError, GroupClosedError, PeerError, RankLostError, UsageError
 from paceline.meeting.node import Node, NodeInfo
 
-_LOOK_S = 1.0
-"""Time after which a waiting rank checks the other rank; grows by a factor of 4."""
+_CHECK_S = 1.0
+"""Time until a waiting rank first checks the other rank; later intervals grow by a factor of 4."""
 _ANSWER_S = 1.2
-_MIN_ASKING_S = 0.3
-_MAX_ASKING_S = 1.5
+_MIN_POLL_S = 0.3
+_MAX_POLL_S = 1.5
 
 __all__ = ["Pending", "PointToPoint"]
 
 
 class PointToPoint(Ends):
-    """Send and receive of one rank. Thread-safe; operations progress in the background."""
+    """Sends and receives of one rank. Thread-safe; operations progress in the background."""
 
     def __init__(
         self,
@@ -48,63 +48,63 @@ class PointToPoint(Ends):
         infos: Sequence[NodeInfo],
         *,
         connect_timeout_s: float = 60.0,
-        max_kept_bytes: int = MAX_KEPT_BYTES,
-        ask: Ask | None = None,
+        max_buffered_bytes: int = MAX_BUFFERED_BYTES,
+        request_status: RequestStatus | None = None,
         on_failure: Callable[[CollectiveError, bool], None] | None = None,
     ) -> None:
-        """``group`` must be equal on all its ranks and unique; ``infos`` are the ranks' nodes.
+        """``group`` is a unique name, equal on all ranks of the group. ``infos`` are the nodes of the ranks.
 
-        ``ask`` requests a rank's status. ``on_failure`` is called once, with the first error and whether an operation
-        of this rank raises it. It runs in any thread with the lock held, so it must not wait.
+        ``on_failure`` is called once, with the first error and whether an operation of this rank raises it. It runs in
+        any thread with the lock held, so it must not wait.
         """
         self.rank = rank
         self.size = len(infos)
         self.group = group
-        self._matching = Matching(max_kept_bytes)
+        self._matching = Matching(max_buffered_bytes)
         self._progress = ProgressLoop(self._is_sending)
         self._streams = Streams(node, group, rank, infos, connect_timeout_s, self._matching, self._progress, self)
         self._lost: dict[int, RankLostError] = {}
-        self._ask = ask
+        self._request_status = request_status
         self._on_failure = on_failure
         self._error: CollectiveError | None = None
-        self._speaker: threading.Thread | None = None
+        self._reporter: threading.Thread | None = None
         node.take(group, "p2p", self._streams)
 
-    def send(self, buffer: memoryview, to: int, tag: int, what: str = "") -> Pending:
+    def send(self, buffer: memoryview, to: int, tag: int, description: str = "") -> Pending:
         """Start a send; do not write to the buffer before its end.
 
-        ``what`` (at most 40 bytes) describes the data, such as ``float32[1000]``; the receiver must expect the same.
-        Raises UsageError, RankLostError and GroupClosedError.
+        ``description`` (at most 40 bytes) is the type of the data, such as ``float32[1000]``; the receiver's must be
+        equal. Raises UsageError, RankLostError and GroupClosedError.
         """
         self._check_rank(to)
-        sending = Sending(self, check(buffer, tag, what), to, tag, what)
+        sending = Sending(self, check(buffer, tag, description), to, tag, description)
         with self._progress.lock:
             self._check_open()
             if to == self.rank:
-                deliver_here(sending, self.rank, self._matching, self)
+                deliver_to_self(sending, self.rank, self._matching, self)
                 if self._error is None:
                     sending.finish(self.rank)
                 else:
                     sending.fail(self._error)
-                self._progress.tell()
+                self._progress.notify()
                 return sending
-            outgoing = self._streams.reach(to)
+            outgoing = self._streams.stream_to(to)
             if outgoing.error is not None:
-                self._end(outgoing.error, is_heard=True)
+                self._end(outgoing.error, is_reported=True)
                 raise outgoing.error
             outgoing.add(sending)
             if outgoing.queue:
                 self._progress.kick()
         return sending
 
-    def receive(self, buffer: memoryview, source: int | None, tag: int, what: str = "") -> Pending:
-        """Start to receive a message of exactly this size and ``what``, from ``source`` or (None) from any rank.
+    def receive(self, buffer: memoryview, source: int | None, tag: int, description: str = "") -> Pending:
+        """Start to receive a message of the buffer's size, from ``source`` or, if None, from any rank.
 
         Raises UsageError, GroupClosedError, and RankLostError if the rank is known to be dead.
         """
         if source is not None:
             self._check_rank(source)
-        receiving = Receiving(self, check(buffer, tag, what, writable=True), source, tag, what)
+        receiving = Receiving(self, check(buffer, tag, description, writable=True), source, tag, description)
         with self._progress.lock:
             self._check_open()
             self._progress.start()
@@ -117,8 +117,8 @@ class PointToPoint(Ends):
                 deliver(message, self.rank, self)
         return receiving
 
-    def awaited(self) -> tuple[int, ...]:
-        """Return the other ranks of all pending messages."""
+    def waiting_for(self) -> tuple[int, ...]:
+        """Return the other ranks that pending messages wait for."""
         with self._progress.lock:
             ranks: set[int] = set()
             for posted in self._matching.posted():
@@ -132,15 +132,15 @@ class PointToPoint(Ends):
         with self._progress.lock:
             self._end(error)
 
-    def close(self, how: str = "closed") -> None:
-        """Close every connection; pending operations raise GroupClosedError that mentions `how`. Idempotent."""
+    def close(self, cause: str = "closed") -> None:
+        """Close every connection. Pending operations raise GroupClosedError with `cause` in its text. Idempotent."""
         with self._progress.lock:
-            speaker = self._speaker
-        if speaker is not None:
-            speaker.join()
-        self._progress.close(how)
+            reporter = self._reporter
+        if reporter is not None:
+            reporter.join()
+        self._progress.close(cause)
         with self._progress.lock:
-            self._fail_all(GroupClosedError(f"group {self.group!r} was {how} while a message was pending"))
+            self._fail_all(GroupClosedError(f"group {self.group!r} was {cause} while a message was pending"))
         self._streams.close()
 
     # called by Pending
@@ -149,31 +149,33 @@ class PointToPoint(Ends):
         """See :meth:`Pending.wait`."""
         start = time.monotonic()
         deadline = start + timeout_s
-        asks_at = deadline - min(max(_MIN_ASKING_S, 0.2 * timeout_s), _MAX_ASKING_S)
-        look_s = _LOOK_S
-        while not self._progress.wait(pending, min(time.monotonic() + look_s, asks_at)):
-            if time.monotonic() >= asks_at:
+        poll_at = deadline - min(max(_MIN_POLL_S, 0.2 * timeout_s), _MAX_POLL_S)
+        check_s = _CHECK_S
+        while not self._progress.wait(pending, min(time.monotonic() + check_s, poll_at)):
+            if time.monotonic() >= poll_at:
                 break
-            if self._looks_after(pending, asks_at):
+            if self._check_peer(pending, poll_at):
                 return
-            look_s *= 4
+            check_s *= 4
         else:
             return
-        search = _search(self._ask, range(self.size), self.rank)
+        search = _search(self._request_status, range(self.size), self.rank)
         if self._progress.wait(pending, deadline):
             return
         answers = search.answers() if search is not None else {}
-        abort = given_up(answers)
+        abort = first_abort(answers)
         with self._progress.lock:
             if pending.finished:
                 return
             if abort is not None:
-                self.told(abort)
+                self.abort_received(abort)
             elif isinstance(pending, Sending):
-                self._end(pending.overdue(timeout_s, self.rank, answers))
+                self._end(pending.timeout_error(timeout_s, self.rank, answers))
             elif isinstance(pending, Receiving):
-                begun = next((source for source, each in self._streams.receiving().items() if each is pending), None)
-                self._end(pending.overdue(timeout_s, self.rank, answers, begun, self.size))
+                partial_source = next(
+                    (source for source, receive in self._streams.receiving().items() if receive is pending), None
+                )
+                self._end(pending.timeout_error(timeout_s, self.rank, answers, partial_source, self.size))
 
     def wait_for(self, pending: Pending, timeout_s: float) -> bool:
         """See :meth:`Pending.wait_for`."""
@@ -195,12 +197,12 @@ class PointToPoint(Ends):
             raise GroupClosedError(f"group {self.group!r} is closed")
 
     @override
-    def told(self, abort: Abort) -> None:
+    def abort_received(self, abort: Abort) -> None:
         self._end(to_error(abort, self.group))
 
     @override
     def failed(self, error: CollectiveError) -> None:
-        self._end(error, is_heard=True)
+        self._end(error, is_reported=True)
 
     @override
     def incoming_lost(self, incoming: Incoming, error: OSError | PeerError | None) -> None:
@@ -221,9 +223,9 @@ class PointToPoint(Ends):
             return
         failure = lost_connection(outgoing.to, error)
         if outgoing.fail(failure):
-            self._end(failure, is_heard=True)
-        # The rank's last messages may still arrive; then the end of that connection reports the loss.
-        elif not self._streams.may_bring(outgoing.to):
+            self._end(failure, is_reported=True)
+        # The rank's last messages may still arrive. The end of the incoming connection then reports the loss.
+        elif not self._streams.may_deliver(outgoing.to):
             self._rank_lost(outgoing.to, failure)
 
     def _rank_lost(self, rank: int, failure: RankLostError) -> None:
@@ -233,7 +235,7 @@ class PointToPoint(Ends):
             self._fail_if_lost(posted.owner)
 
     def _fail_if_lost(self, receiving: Receiving) -> None:
-        """Fail a receive without a message if no remaining rank could send it."""
+        """Fail a receive without a message if every rank that could send it is lost."""
         source = receiving.posted.source
         if source is not None:
             error = self._lost.get(source)
@@ -244,55 +246,55 @@ class PointToPoint(Ends):
         if error is not None:
             self._end(error)
 
-    def _looks_after(self, pending: Pending, deadline: float) -> bool:
-        """Check the awaited rank even without a connection from it; return whether the operation has ended.
+    def _check_peer(self, pending: Pending, deadline: float) -> bool:
+        """Check the awaited rank, also without a connection from it; return whether the operation has ended.
 
-        A rank whose process has ended refuses connections, and a rank that has given up reports it in its status.
+        A rank whose process has ended refuses connections. A rank that has ended the group reports it in its status.
         """
-        awaited = pending.to if isinstance(pending, Sending) else None
+        waiting_for = pending.to if isinstance(pending, Sending) else None
         with self._progress.lock:
             if isinstance(pending, Receiving) and not pending.finished and not self._progress.is_closed:
-                awaited = pending.posted.source
-                if awaited not in (None, self.rank) and awaited not in self._streams.incoming:
-                    assert awaited is not None
-                    self._streams.reach(awaited)
-        search = _search(self._ask, range(self.size) if awaited is None else (awaited,), self.rank)
+                waiting_for = pending.posted.source
+                if waiting_for not in (None, self.rank) and waiting_for not in self._streams.incoming:
+                    assert waiting_for is not None
+                    self._streams.stream_to(waiting_for)
+        search = _search(self._request_status, range(self.size) if waiting_for is None else (waiting_for,), self.rank)
         if search is None:
             return False
         if self._progress.wait(pending, min(time.monotonic() + _ANSWER_S, deadline)):
             return True
-        abort = given_up(search.answers())
+        abort = first_abort(search.answers())
         if abort is not None:
             with self._progress.lock:
-                self.told(abort)
+                self.abort_received(abort)
         return abort is not None
 
     # the end of the group
 
-    def _end(self, error: CollectiveError, *, is_heard: bool = False) -> None:
-        """Fail all pending operations, and start to report the reason (with the lock held)."""
+    def _end(self, error: CollectiveError, *, is_reported: bool = False) -> None:
+        """Fail all pending operations, and start to report the reason. Call with the lock held."""
         if self._error is not None or self._progress.is_closed:
             return
         self._error = error
-        self._streams.last_words = pack_last(abort_of(error))
-        is_heard = self._fail_all(error) or is_heard
+        self._streams.abort_message = pack_abort_message(abort_of(error))
+        is_reported = self._fail_all(error) or is_reported
         if self._on_failure is not None:
-            self._on_failure(error, is_heard)
-        self._speaker = threading.Thread(target=self._streams.leave, name="paceline-giving-up", daemon=True)
-        self._speaker.start()
+            self._on_failure(error, is_reported)
+        self._reporter = threading.Thread(target=self._streams.send_abort, name="paceline-giving-up", daemon=True)
+        self._reporter.start()
 
     def _fail_all(self, error: CollectiveError) -> bool:
         """Fail all pending operations; return whether there were any."""
-        under_way: list[Pending] = [each for out in self._streams.outgoing.values() for each in out.queue]
+        unfinished: list[Pending] = [receive for out in self._streams.outgoing.values() for receive in out.queue]
         for posted in self._matching.posted():
             assert isinstance(posted.owner, Receiving)
-            under_way.append(posted.owner)
-        under_way += self._streams.receiving().values()
-        for pending in under_way:
+            unfinished.append(posted.owner)
+        unfinished += self._streams.receiving().values()
+        for pending in unfinished:
             pending.fail(error)
-        self._progress.tell()
-        return bool(under_way)
+        self._progress.notify()
+        return bool(unfinished)
 
 
-def _search(ask: Ask | None, ranks: Sequence[int], own: int) -> Search | None:
-    return None if ask is None else Search(ask, [rank for rank in ranks if rank != own])
+def _search(request_status: RequestStatus | None, ranks: Sequence[int], own: int) -> Search | None:
+    return None if request_status is None else Search(request_status, [rank for rank in ranks if rank != own])

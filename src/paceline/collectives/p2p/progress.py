@@ -1,11 +1,11 @@
-"""Move the bytes of send and receive: in the waiting thread, else in a background thread.
+"""Move the bytes of sends and receives in a waiting thread, or in a background thread if no thread waits.
 
-Waking another thread costs more than moving a small message. Therefore a waiting thread runs the selector loop itself
-(leader and followers, Schmidt et al. 2000), and the background thread takes over without one. A receive posted ahead
-does not start the background thread: its message stays in the socket until the receiver waits. In pipelines this is
-soon (a step with 16 messages of 16 KB takes 10 ms, but 18 ms with the background thread, because each wait then takes
-the loop back). Round trips of 8 bytes and 1 MB between two processes over Unix sockets on two cores: 24 and 162 µs, but
-143 and 447 µs if the background thread always runs the loop.
+Waking another thread costs more than moving a small message. A waiting thread therefore runs the selector loop itself
+(leader and followers, Schmidt et al. 2000). The background thread runs it only if no thread waits. A receive that is
+posted ahead does not start the background thread: its message stays in the socket until the receiver waits. In
+pipelines the receiver waits soon: a step with 16 messages of 16 KB takes 10 ms, but 18 ms if the background thread
+starts, because each wait then takes the loop back. Round trips of 8 bytes and 1 MB between two processes over Unix
+sockets on two cores: 24 and 162 µs, but 143 and 447 µs if the background thread always runs the loop.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Watched(ABC):
 
 
 class Waitable:
-    """An operation with an end, which only the holder of the lock may mark."""
+    """An operation that can be waited for. Only the holder of the lock may set `finished`."""
 
     finished = False
 
@@ -50,10 +50,10 @@ class ProgressLoop:
     """One selector loop, run by one thread at a time. ``lock`` protects it and the data of its users."""
 
     def __init__(self, is_sending: Callable[[], bool]) -> None:
-        """``is_sending`` (called with the lock held) returns whether unsent bytes remain."""
+        """``is_sending`` returns whether unsent bytes remain. It is called with the lock held."""
         self.lock = threading.Lock()
         self.is_closed = False
-        self._how = "closed"
+        self._cause = "closed"
         self._is_sending = is_sending
         self._changed = threading.Condition(self.lock)
         self._has_leader = False
@@ -67,8 +67,8 @@ class ProgressLoop:
         self._wanted: dict[Watched, int] = {}
         self._stale: set[Watched] = set()
         self._waker, self._wakened = socket.socketpair()
-        for each in (self._waker, self._wakened):
-            each.setblocking(False)
+        for end in (self._waker, self._wakened):
+            end.setblocking(False)
         self._selector.register(self._wakened, READ)
         self._resume = threading.Event()
         self._thread: threading.Thread | None = None
@@ -76,13 +76,13 @@ class ProgressLoop:
     # with the lock held
 
     def start(self) -> None:
-        """Start the background thread once."""
+        """Start the background thread, if it has not been started."""
         if self._thread is None and not self.is_closed:
             self._thread = threading.Thread(target=self._run, name="paceline-progress", daemon=True)
             self._thread.start()
 
     def watch(self, watched: Watched, events: int) -> None:
-        """Call ``watched.ready`` on these events; 0 pauses until the next ``watch``."""
+        """Call ``watched.ready`` on these events; 0 means never, until the next ``watch``."""
         if self._wanted.get(watched, 0) == events:
             return
         self._wanted[watched] = events
@@ -94,8 +94,8 @@ class ProgressLoop:
 
     def unwatch(self, watched: Watched) -> None:
         """Remove a socket, which may then be closed."""
-        # Other threads may do this while the leader selects: epoll and kqueue support it, and removed sockets are not
-        # called.
+        # Other threads may do this while the leader selects: epoll and kqueue support it, and the loop does not call
+        # removed sockets.
         self._wanted.pop(watched, None)
         self._stale.discard(watched)
         if not self.is_closed and watched.connected in self._selector.get_map():
@@ -110,7 +110,7 @@ class ProgressLoop:
         elif not self._num_waiting:
             self._resume.set()
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Wake waiting threads after an operation has finished or failed outside the loop."""
         if self._num_waiting:
             self._changed.notify_all()
@@ -118,23 +118,26 @@ class ProgressLoop:
 
     # without the lock
 
-    def wait(self, awaited: Waitable, deadline: float) -> bool:
-        """Lead or follow until ``awaited`` is finished; return whether it is. Raises GroupClosedError."""
+    def wait(self, operation: Waitable, deadline: float) -> bool:
+        """Wait until ``operation`` is finished or the deadline; return whether it is. Raises GroupClosedError.
+
+        The waiting thread runs the loop if no other thread does.
+        """
         with self.lock:
             self._num_waiting += 1
             if self._is_in_background:
                 self.kick()
             try:
-                while not awaited.finished:
+                while not operation.finished:
                     if self.is_closed:
-                        raise GroupClosedError(f"the group was {self._how} while a message was pending")
+                        raise GroupClosedError(f"the group was {self._cause} while a message was pending")
                     left = deadline - time.monotonic()
                     if left <= 0:
                         return False
                     if self._has_leader:
                         self._changed.wait(left)
                     else:
-                        self._lead(left, self._look)
+                        self._lead(left, self._spin_and_select)
             finally:
                 self._num_waiting -= 1
                 self._last_wait = time.monotonic()
@@ -142,12 +145,12 @@ class ProgressLoop:
                     self._resume.set()
         return True
 
-    def close(self, how: str = "closed") -> None:
-        """Stop; waiting threads raise GroupClosedError that mentions `how`. Idempotent."""
+    def close(self, cause: str = "closed") -> None:
+        """Stop the loop. Waiting threads raise GroupClosedError; `cause` is part of its text. Idempotent."""
         with self.lock:
             if self.is_closed:
                 return
-            self._how = how
+            self._cause = cause
             self.kick()
             self.is_closed = True
             self._resume.set()
@@ -161,8 +164,8 @@ class ProgressLoop:
 
     # the loop
 
-    def _look(self, timeout: float | None) -> list[tuple[selectors.SelectorKey, int]]:
-        # Not Spinner.wait: a benefit of longer spinning has not been measured here.
+    def _spin_and_select(self, timeout: float | None) -> list[tuple[selectors.SelectorKey, int]]:
+        # Not Spinner.wait: measurements showed no benefit of longer spinning here.
         return self._spinner.poll(self._selector.select) or self._selector.select(timeout)
 
     def _lead(self, timeout: float | None, select: _Select) -> None:

@@ -14,21 +14,21 @@ from typing_extensions import override
 from paceline.collectives.network.frames import Abort
 from paceline.collectives.network.mesh import connection_closed
 from paceline.collectives.p2p.matching import Matching, Message
-from paceline.collectives.p2p.pending import ABORT, HEADER, Receiving, Sending, mismatch, unpack, unpack_last
+from paceline.collectives.p2p.pending import ABORT, HEADER, Receiving, Sending, mismatch, unpack, unpack_abort_message
 from paceline.collectives.p2p.progress import READ, WRITE, ProgressLoop, Watched
 from paceline.errors import CollectiveError, PeerError, ProtocolError, RankLostError
 from paceline.transport.client import shut
 from paceline.transport.receiving import allocate
 
-_AT_ONCE_BYTES = 1 << 22
-"""Bytes that one connection may move before the others' turn."""
+_MAX_MOVED_BYTES = 1 << 22
+"""Bytes that one connection may move before the next connection."""
 
 
 class Ends(Protocol):
     """Receiver of the events of both ends."""
 
-    def told(self, abort: Abort) -> None:
-        """Handle the failure of another rank."""
+    def abort_received(self, abort: Abort) -> None:
+        """Handle another rank's report that the group has ended."""
 
     def failed(self, error: CollectiveError) -> None:
         """Handle a failed message, which ends the group."""
@@ -55,7 +55,7 @@ class Incoming(Watched):
         self._header = bytearray(HEADER.size)
         self._into = memoryview(self._header)
         self._message: Message | None = None
-        self._last_words: memoryview | None = None
+        self._abort_message: memoryview | None = None
         self.is_paused = False
 
     @property
@@ -75,7 +75,7 @@ class Incoming(Watched):
     def ready(self, events: int) -> None:
         try:
             moved = 0
-            while moved < _AT_ONCE_BYTES and not self.is_paused:
+            while moved < _MAX_MOVED_BYTES and not self.is_paused:
                 got = self.connected.recv_into(self._into)
                 if not got:
                     self._ends.incoming_lost(self, None)
@@ -83,18 +83,18 @@ class Incoming(Watched):
                 moved += got
                 self._into = self._into[got:]
                 if not self._into and self._received():
-                    return  # probably nothing has followed yet; the selector reports it
+                    return  # the next message has probably not arrived yet; the selector will report it
         except BlockingIOError:
             pass
         except (OSError, PeerError) as error:
             self._ends.incoming_lost(self, error)
 
     def resume(self) -> None:
-        """Check again, after a post, whether the waiting message has a receive or space."""
+        """Check again, after a receive was posted, whether the waiting message has a receive or space."""
         if self.is_paused:
             self.is_paused = False
             try:
-                self._place()
+                self._choose_buffer()
             except PeerError as error:
                 self._ends.incoming_lost(self, error)
                 return
@@ -110,23 +110,23 @@ class Incoming(Watched):
 
     def _received(self) -> bool:
         """Process a complete header or body; return whether a message is complete."""
-        if self._last_words is not None:
+        if self._abort_message is not None:
             self.stop()
-            self._ends.told(unpack_last(self._last_words))
+            self._ends.abort_received(unpack_abort_message(self._abort_message))
             return True
         if self._message is None:
-            kind, tag, nbytes, what = unpack(self._header)
+            kind, tag, nbytes, description = unpack(self._header)
             if kind == ABORT:
-                self._into = self._last_words = memoryview(bytearray(nbytes))
+                self._into = self._abort_message = memoryview(bytearray(nbytes))
                 return False
-            self._message = Message(self.source, tag, what, nbytes)
-            self._place()
+            self._message = Message(self.source, tag, description, nbytes)
+            self._choose_buffer()
             if self._into or self.is_paused:
                 return False
         self._complete()
         return True
 
-    def _place(self) -> None:
+    def _choose_buffer(self) -> None:
         """Choose the buffer for a message whose header has arrived."""
         message = self._message
         assert message is not None
@@ -134,29 +134,29 @@ class Incoming(Watched):
         if self._matching.match(message):
             posted = message.receive
             assert posted is not None
-            if posted.fits(message):
+            if posted.matches(message):
                 self._into = posted.buffer
             else:
                 self.stop()
-                refuse(message, self._rank, self._ends)
+                fail_mismatched(message, self._rank, self._ends)
                 return
         elif self._matching.has_room(message):
-            message.payload = self._room_for(message)
+            message.payload = self._allocate(message)
             self._into = message.payload
-            self._matching.keep(message)
+            self._matching.add_buffered(message)
         else:
             self.stop()
             return
         if not message.nbytes:
             self._into = memoryview(b"")
 
-    def _room_for(self, message: Message) -> memoryview:
+    def _allocate(self, message: Message) -> memoryview:
         try:
             return memoryview(allocate(message.nbytes))
         except (MemoryError, OverflowError, ValueError):
             raise PeerError(
-                f"rank {self.source} announces a message of {message.nbytes} bytes without a receive, and there is not "
-                "enough memory to buffer it"
+                f"not enough memory to buffer a message of {message.nbytes} bytes from rank {self.source}; post its "
+                "receive earlier"
             ) from None
 
     def _complete(self) -> None:
@@ -170,29 +170,29 @@ class Incoming(Watched):
 
 
 def deliver(message: Message, rank: int, ends: Ends) -> None:
-    """Finish the receive of a complete message; copy buffered bytes to it."""
+    """Finish the receive of a complete message; copy its bytes if they were buffered."""
     posted = message.receive
     assert posted is not None
     assert isinstance(posted.owner, Receiving)
-    if not posted.fits(message):
-        refuse(message, rank, ends)
+    if not posted.matches(message):
+        fail_mismatched(message, rank, ends)
         return
     if message.payload:
         posted.buffer[:] = message.payload
     posted.owner.finish(message.source)
 
 
-def deliver_here(sending: Sending, rank: int, matching: Matching, ends: Ends) -> None:
-    """Pass a rank's message to itself to its receive, or buffer a copy."""
-    message = Message(rank, sending.tag, sending.what, sending.nbytes, sending.parts[1], is_complete=True)
+def deliver_to_self(sending: Sending, rank: int, matching: Matching, ends: Ends) -> None:
+    """Deliver a rank's message to itself: finish its receive, or buffer a copy."""
+    message = Message(rank, sending.tag, sending.description, sending.nbytes, sending.parts[1], is_complete=True)
     if matching.match(message):
         deliver(message, rank, ends)
     else:
         message.payload = memoryview(bytes(message.payload))
-        matching.keep(message)
+        matching.add_buffered(message)
 
 
-def refuse(message: Message, rank: int, ends: Ends) -> None:
+def fail_mismatched(message: Message, rank: int, ends: Ends) -> None:
     """Fail a receive with a message of another size or type."""
     assert message.receive is not None
     assert isinstance(message.receive.owner, Receiving)
@@ -202,7 +202,7 @@ def refuse(message: Message, rank: int, ends: Ends) -> None:
 
 
 class Outgoing(Watched):
-    """The sender's end: messages in the order of sending, queued before the connection is made."""
+    """The sender's end: sends messages in order; queues them until it is connected."""
 
     def __init__(self, to: int, progress: ProgressLoop, ends: Ends) -> None:
         self.to = to
@@ -238,7 +238,7 @@ class Outgoing(Watched):
         """Send the bytes that the connection accepts."""
         try:
             moved = 0
-            while self.queue and moved < _AT_ONCE_BYTES:
+            while self.queue and moved < _MAX_MOVED_BYTES:
                 first = self.queue[0]
                 sent = self.connected.sendmsg(first.parts)
                 moved += sent
@@ -248,14 +248,14 @@ class Outgoing(Watched):
         except BlockingIOError:
             pass
         except OSError as error:
-            self._read()  # may contain the reason
+            self._read()  # the received bytes may contain the reason
             if self.is_connected:
                 self._ends.outgoing_lost(self, error)
             return
         self._progress.watch(self, READ | WRITE if self.queue else READ)
 
     def fail(self, error: RankLostError) -> bool:
-        """Fail all unsent and future messages; return whether there were unsent ones."""
+        """Fail all unsent and later messages; return whether any were unsent."""
         self.error = error
         had_any = bool(self.queue)
         while self.queue:
@@ -271,7 +271,7 @@ class Outgoing(Watched):
             shut(self.connected)
 
     def _read(self) -> None:
-        """Read returned bytes: only an ABORT is possible."""
+        """Read bytes from the receiver, which may only send an ABORT."""
         try:
             while got := self.connected.recv(1 << 16):
                 self._answer += got
@@ -281,7 +281,7 @@ class Outgoing(Watched):
                         raise ProtocolError(f"got a message from rank {self.to} on a connection to it")
                     if len(self._answer) >= HEADER.size + nbytes:
                         self._progress.watch(self, 0)
-                        self._ends.told(unpack_last(self._answer[HEADER.size :]))
+                        self._ends.abort_received(unpack_abort_message(self._answer[HEADER.size :]))
                         return
             self._ends.outgoing_lost(self, None)
         except BlockingIOError:
@@ -295,5 +295,5 @@ def lost_connection(rank: int, error: OSError | PeerError | None) -> RankLostErr
     if isinstance(error, RankLostError):
         return error
     if isinstance(error, PeerError):
-        return RankLostError(f"the connection to rank {rank} was given up: {error}", (rank,))
+        return RankLostError(f"the connection to rank {rank} was closed: {error}", (rank,))
     return connection_closed(rank, error)

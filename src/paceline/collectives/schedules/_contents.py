@@ -1,6 +1,6 @@
-"""Track the blocks of all ranks in the checker's symbolic run: start, changes, expected end.
+"""The blocks of all ranks in the checker's symbolic run: start, changes and expected end.
 
-A symbol is one integer, ``(block << size) | contributors``: the original block, and the set of ranks that contributed
+A symbol is an integer, ``(block << size) | contributors``: the original block, and the set of ranks that contributed
 (without a reduction, the source rank).
 """
 
@@ -49,8 +49,8 @@ class Contents:
                 raise ScheduleError(f"rank {rank} has {number} blocks, which do not fit {collective} of {size} ranks.")
         self._num_blocks: Final = num_blocks[0]
         self._memories: Final = [self._begin(rank) for rank in range(size)]
-        # A barrier has no blocks. Its messages carry the ranks that have reached the barrier, as known to the sender.
-        self._heard: Final = [1 << rank for rank in range(size)]
+        # A barrier has no blocks. Its messages carry the ranks that the sender knows to have reached the barrier.
+        self._reached: Final = [1 << rank for rank in range(size)]
 
     def read(self, place: tuple[int, int], spans: Spans) -> list[int]:
         """Return the symbols in these blocks of the rank."""
@@ -61,46 +61,46 @@ class Contents:
         return read
 
     def write(self, place: tuple[int, int], spans: Spans, symbols: Sequence[int], *, reduce: bool = False) -> None:
-        """Write symbols into these blocks of the rank, or combine them with the present ones."""
+        """Write symbols into these blocks of the rank, or combine them with the current symbols."""
         memory = self._memories[place[0]]
         blocks = (block for start, stop in spans for block in range(start, stop))
         for block, symbol in zip(blocks, symbols, strict=True):
             if self._collective != "all_to_all" and symbol >> self._size != block:
-                raise self._fault(place, block, f"gets {self._told(symbol)}")
+                raise self._fault(place, block, f"gets {self._describe(symbol)}")
             if not reduce:
                 memory[block] = symbol
                 continue
             if memory[block] == _NOTHING or self._collective not in _REDUCING:
                 raise self._fault(place, block, "is reduced into, but is empty or not reducible")
-            twice = memory[block] & symbol & ((1 << self._size) - 1)
-            if twice:
-                raise self._fault(place, block, f"counts ranks {_ranks(twice)} twice")
+            repeated = memory[block] & symbol & ((1 << self._size) - 1)
+            if repeated:
+                raise self._fault(place, block, f"counts ranks {_ranks(repeated)} twice")
             memory[block] |= symbol
 
     def send(self, place: tuple[int, int], action: Send) -> None:
         """Enqueue a message."""
-        symbols = self.read(place, action.spans) if self._collective != "barrier" else [self._heard[place[0]]]
+        symbols = self.read(place, action.spans) if self._collective != "barrier" else [self._reached[place[0]]]
         self._messages[place[0], action.peer].append(symbols)
 
     def receive(self, place: tuple[int, int], action: Receive) -> None:
-        """Take the oldest message from the peer; one must exist."""
+        """Apply the oldest message from the peer, which must exist."""
         symbols = self._messages[action.peer, place[0]].popleft()
         if self._collective == "barrier":
-            self._heard[place[0]] |= symbols[0]
+            self._reached[place[0]] |= symbols[0]
         else:
             self.write(place, action.spans, symbols, reduce=action.reduce)
 
     def check_end(self) -> None:
         """Raise ScheduleError unless each rank has the expected result."""
         for rank, memory in enumerate(self._memories):
-            missing = ((1 << self._size) - 1) & ~self._heard[rank]
+            missing = ((1 << self._size) - 1) & ~self._reached[rank]
             if self._collective == "barrier" and missing:
                 raise ScheduleError(f"rank {rank} leaves the barrier without a message from ranks {_ranks(missing)}.")
             for block, expected in self._end(rank):
                 if memory[block] != expected:
                     raise ScheduleError(
-                        f"rank {rank} ends with {self._told(memory[block])} in block {block}, "
-                        f"expected {self._told(expected)}."
+                        f"rank {rank} ends with {self._describe(memory[block])} in block {block}, "
+                        f"expected {self._describe(expected)}."
                     )
 
     def _expected_num_blocks(self, first: int) -> int:
@@ -113,15 +113,15 @@ class Contents:
         return (block << self._size) | contributors
 
     def _begin(self, rank: int) -> list[int]:
-        mine = [self._symbol(block, 1 << rank) for block in range(self._num_blocks)]
+        own = [self._symbol(block, 1 << rank) for block in range(self._num_blocks)]
         nothing = [_NOTHING] * self._num_blocks
         if self._collective in ("broadcast", "scatter"):
-            return mine if rank == self._root else nothing
+            return own if rank == self._root else nothing
         if self._collective in ("all_gather", "gather"):
-            return [*nothing[:rank], mine[rank], *nothing[rank + 1 :]]
+            return [*nothing[:rank], own[rank], *nothing[rank + 1 :]]
         if self._collective == "all_to_all":
-            return [*mine[: self._size], *nothing[self._size :]]
-        return mine
+            return [*own[: self._size], *nothing[self._size :]]
+        return own
 
     def _end(self, rank: int) -> list[tuple[int, int]]:
         """Return the blocks of the result at this rank, with the expected symbols."""
@@ -138,13 +138,13 @@ class Contents:
             return [(block, self._symbol(block, 1 << block)) for block in blocks]
         return [(block, self._symbol(block, (1 << self._size) - 1)) for block in blocks]
 
-    def _told(self, symbol: int) -> str:
+    def _describe(self, symbol: int) -> str:
         if symbol == _NOTHING:
             return "nothing"
         return f"block {symbol >> self._size} of ranks {_ranks(symbol & ((1 << self._size) - 1))}"
 
-    def _fault(self, place: tuple[int, int], block: int, what: str) -> ScheduleError:
-        return ScheduleError(f"{self._collective}: rank {place[0]} in round {place[1]}: block {block} {what}.")
+    def _fault(self, place: tuple[int, int], block: int, problem: str) -> ScheduleError:
+        return ScheduleError(f"{self._collective}: rank {place[0]} in round {place[1]}: block {block} {problem}.")
 
 
 def _block_at(spans: Spans, index: int) -> int:

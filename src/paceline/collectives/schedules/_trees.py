@@ -1,11 +1,11 @@
 """Build trees of ranks with a timetable, and pipelines along them.
 
 A vector is divided into pieces that follow each other up the tree (reduce), down the tree (broadcast), or up and then
-down (all-reduce). Each edge has a step at which the first piece passes; piece k passes k steps later, and every action
-belongs to one step. A rank's rounds are its actions in the order of steps. Both ends of a message have the same step.
-So there is no deadlock, even if a send waits for its receive: the ranks at the smallest step can always finish it.
+down (all-reduce). Each edge has a step at which the first piece passes; piece k passes k steps later. A rank's rounds
+are its actions in the order of steps. Both ends of a message have the same step. Therefore the ranks cannot deadlock,
+even if a send waits for its receive: the ranks at the smallest step can always finish it.
 
-Two children never send the same piece to their parent at the same step: the parent adds one at a time.
+Two children never send the same piece to their parent at the same step, because the parent adds one at a time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Tree:
     parents: tuple[int, ...]
     """Parent of each rank; ``NO_RANK`` for the root."""
     children: tuple[tuple[int, ...], ...]
-    """Children of each rank, the one with the largest subtree first, because it needs most time."""
+    """Children of each rank. The child with the largest subtree is first, because it needs most time."""
     up_steps: tuple[int, ...]
     """Step at which each rank sends piece 0 to its parent."""
     down_steps: tuple[int, ...]
@@ -40,7 +40,7 @@ class Tree:
 
 
 def tree_of(parents: Sequence[int]) -> Tree:
-    """Return the tree with these parents (``NO_RANK`` for the root), with the earliest timetable."""
+    """Return the tree with these parents (``NO_RANK`` for the root) and its earliest timetable."""
     num_ranks = len(parents)
     children: list[list[int]] = [[] for _ in parents]
     for rank, parent in enumerate(parents):

@@ -34,7 +34,7 @@ Spans: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class ScheduleError(PacelineError, AssertionError):
-    """Schedules that do not implement their collective: an error in the algorithm, not in a caller's data."""
+    """The schedules do not implement their collective: an error in the algorithm, not in the caller's data."""
 
 
 class Send(NamedTuple):
@@ -45,7 +45,7 @@ class Send(NamedTuple):
 
 
 class Receive(NamedTuple):
-    """Receive these blocks from ``peer``; ``reduce`` combines them with the present ones."""
+    """Receive these blocks from ``peer``; ``reduce`` combines them with the current contents."""
 
     peer: int
     spans: Spans
@@ -103,7 +103,7 @@ def merged(blocks: Iterable[int]) -> Spans:
 
 
 def renamed(rounds: Iterable[Round], ranks: Sequence[int]) -> tuple[Round, ...]:
-    """Return the rounds with peer i replaced by ``ranks[i]``, to run an algorithm among some of the ranks."""
+    """Return the rounds with peer i replaced by ``ranks[i]``, to run an algorithm among a subset of the ranks."""
     return tuple(
         tuple(action if isinstance(action, Copy) else action._replace(peer=ranks[action.peer]) for action in actions)
         for actions in rounds

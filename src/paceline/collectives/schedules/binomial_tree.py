@@ -43,7 +43,7 @@ def all_reduce(rank: int, size: int, *, pieces: int = 1) -> Schedule:
 
 
 def gather(rank: int, size: int, *, root: int = 0) -> Schedule:
-    """Collect the blocks of each rank's subtree, then send them to its parent."""
+    """Receive the blocks of the children's subtrees, then send the blocks of the rank's subtree to its parent."""
     tree = _tree(size, root)
     parent = tree.parents[rank]
     collect: Round = tuple(Receive(child, _subtree(child, size, root)) for child in tree.children[rank])
@@ -52,7 +52,7 @@ def gather(rank: int, size: int, *, root: int = 0) -> Schedule:
 
 
 def scatter(rank: int, size: int, *, root: int = 0) -> Schedule:
-    """Receive the blocks of each rank's subtree, and send its children theirs."""
+    """Receive the blocks of the rank's subtree, and send each child the blocks of its subtree."""
     tree = _tree(size, root)
     parent = tree.parents[rank]
     take: Round = () if parent == NO_RANK else (Receive(parent, _subtree(rank, size, root)),)

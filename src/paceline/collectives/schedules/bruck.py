@@ -31,14 +31,14 @@ def all_gather(rank: int, size: int) -> Schedule:
 
 def all_to_all(rank: int, size: int) -> Schedule:
     """Keep the block at distance o in scratch block ``2 * size + o`` between its hops."""
-    mine = Copy(((rank, rank + 1),), ((size + rank, size + rank + 1),))
-    rounds: list[Round] = [] if size > 1 else [(mine,)]
+    copy_own = Copy(((rank, rank + 1),), ((size + rank, size + rank + 1),))
+    rounds: list[Round] = [] if size > 1 else [(copy_own,)]
     for hop in _hops(size):
         distances = [distance for distance in range(1, size) if distance & hop]
         send = Send((rank + hop) % size, merged(_departure(rank, size, distance, hop) for distance in distances))
         spans = merged(_arrival(rank, size, distance, hop) for distance in distances)
         receive = Receive((rank - hop) % size, spans)
-        rounds.append((send, receive, mine) if hop == 1 else (send, receive))
+        rounds.append((send, receive, copy_own) if hop == 1 else (send, receive))
     return Schedule(3 * size, tuple(rounds))
 
 

@@ -61,21 +61,21 @@ def scatter(rank: int, size: int, *, root: int = 0) -> Schedule:
 
 
 def all_gather(rank: int, size: int) -> Schedule:
-    """Gather to rank 0, which sends each rank the blocks of the others."""
+    """Gather to rank 0, which sends each rank the blocks of all other ranks."""
     if size == 1:
         return Schedule(size, ())
-    spread: Round
+    distribute: Round
     if rank:
-        spread = (Receive(0, _all_but(rank, size)),)
+        distribute = (Receive(0, _all_but(rank, size)),)
     else:
-        spread = tuple(Send(peer, _all_but(peer, size)) for peer in range(1, size))
-    return Schedule(size, (*gather(rank, size).rounds, spread))
+        distribute = tuple(Send(peer, _all_but(peer, size)) for peer in range(1, size))
+    return Schedule(size, (*gather(rank, size).rounds, distribute))
 
 
 def reduce_scatter(rank: int, size: int) -> Schedule:
     """Add all blocks at rank 0, which sends each rank its block."""
-    whole = ((0, size),)
-    return Schedule(size, in_rounds(passed_up(_star(size, 0), rank, (whole,))) + scatter(rank, size).rounds)
+    vector = ((0, size),)
+    return Schedule(size, in_rounds(passed_up(_star(size, 0), rank, (vector,))) + scatter(rank, size).rounds)
 
 
 @lru_cache(maxsize=64)

@@ -1,12 +1,12 @@
 """Prove by a symbolic run that the schedules of all ranks implement their collective.
 
-The symbol of a block consists of the block's number and the set of ranks that contributed. A combination unites two
-sets; a rank in both has been counted twice. Schedules do not depend on the data, so one symbolic run of a size covers
-all runs of that size.
+The symbol of a block consists of the block's number and the set of ranks that contributed. A reduction forms the union
+of two sets; a rank in both sets would be counted twice. Schedules do not depend on the data, so one symbolic run covers
+all runs with that number of ranks.
 
 The run also excludes deadlocks. A round ends only when the rounds at the other ends of its messages have begun, as if
-sends waited for their receives. If this succeeds, runs with any buffering succeed, with the same data, because messages
-are matched in order.
+sends waited for their receives. If this run succeeds, runs with any buffering succeed with the same data, because
+messages are matched in order.
 """
 
 from __future__ import annotations
@@ -109,26 +109,26 @@ def _partners(schedules: Sequence[Schedule]) -> dict[_Place, list[_Place]]:
 
 def _run(schedules: Sequence[Schedule], contents: Contents, partners: dict[_Place, list[_Place]]) -> None:
     """Start each rank's next round when its last one has ended, until all rounds have ended."""
-    begun = [-1] * len(schedules)
+    started = [-1] * len(schedules)
     current: list[_Round | None] = [None] * len(schedules)
     runnable = deque(range(len(schedules)))
     while runnable:
         rank = runnable.popleft()
-        now = current[rank]
-        if now is not None:
-            if any(begun[peer] < number for peer, number in partners[now.place]):
+        round_ = current[rank]
+        if round_ is not None:
+            if any(started[peer] < number for peer, number in partners[round_.place]):
                 continue
-            now.end(contents)
+            round_.end(contents)
             current[rank] = None
-        number = begun[rank] + 1
+        number = started[rank] + 1
         if number < len(schedules[rank].rounds):
-            begun[rank] = number
+            started[rank] = number
             current[rank] = _Round((rank, number), schedules[rank].rounds[number], contents)
             runnable.append(rank)
             runnable.extend(peer for peer, _ in partners[rank, number])
-    stuck = [now.place for now in current if now is not None]
+    stuck = [round_.place for round_ in current if round_ is not None]
     if stuck:
-        waits = (peer for peer in partners[stuck[0]] if begun[peer[0]] < peer[1])
+        waits = (peer for peer in partners[stuck[0]] if started[peer[0]] < peer[1])
         raise ScheduleError(
             f"{_at(stuck[0])} waits forever for {' and '.join(map(_at, waits))} to begin: "
             f"stuck ranks are {[rank for rank, _ in stuck]}."

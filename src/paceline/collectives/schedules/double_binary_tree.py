@@ -63,7 +63,7 @@ def _trees_below(size: int, root: int) -> tuple[Tree, Tree]:
     """Return two trees over all ranks except the root, which is the parent of both their roots."""
     if size == 1:
         return _trees(1)
-    ranks = [(root + 1 + place) % size for place in range(size - 1)]
+    ranks = [(root + 1 + position) % size for position in range(size - 1)]
     first, second = (_placed(parents, ranks, root) for parents in _parent_lists(size - 1))
     return tree_of(first), tree_of(second)
 
@@ -71,8 +71,8 @@ def _trees_below(size: int, root: int) -> tuple[Tree, Tree]:
 def _placed(parents: Sequence[int], ranks: Sequence[int], root: int) -> list[int]:
     """Convert a tree of places to one of ranks: place i is ``ranks[i]``, below ``root``."""
     result = [NO_RANK] * (len(ranks) + 1)
-    for place, parent in enumerate(parents):
-        result[ranks[place]] = root if parent == NO_RANK else ranks[parent]
+    for position, parent in enumerate(parents):
+        result[ranks[position]] = root if parent == NO_RANK else ranks[parent]
     return result
 
 
@@ -82,8 +82,8 @@ def _parent_lists(size: int) -> tuple[list[int], list[int]]:
     In the first tree the odd places are inner nodes (if they have children) and the even ones leaves; in the second
     tree it is the reverse.
     """
-    first = [_in_order_parent(place + 1, size) - 1 for place in range(size)]
-    shifted = [first[(place + 1) % size] for place in range(size)]
+    first = [_in_order_parent(position + 1, size) - 1 for position in range(size)]
+    shifted = [first[(position + 1) % size] for position in range(size)]
     second = [NO_RANK if parent == NO_RANK else (parent - 1) % size for parent in shifted]
     return first, second
 

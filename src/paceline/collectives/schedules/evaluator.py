@@ -1,10 +1,10 @@
 """Predict the time of schedules in the α-β-γ model.
 
 A message of n bytes takes ``α + β n`` over a link, and ``γ n`` of the receiver's time if it is combined with the
-receiver's data. Each rank has one output port and one input port, which work concurrently: the messages of one rank
-leave one after another, ``β n`` apart, and arrivals at one rank are received one after another. If several ranks share
-a host, messages between hosts use the single port of each host instead. A send is done when the message has left; a
-message that arrives before its round waits in a buffer. Local copies cost nothing.
+receiver's data. Each rank has one output port and one input port, which work concurrently. A rank's messages leave one
+after another, ``β n`` apart, and arrive one after another. If several ranks share a host, messages between hosts use
+the single port of each host instead. A send is done when the message has left. A message that arrives before its round
+is buffered. Local copies take no time.
 
 Source: Hockney 1994 "The communication challenge for MPP" (α and β); with γ, Thakur, Rabenseifner and Gropp 2005
 "Optimization of collective communication operations in MPICH" (the section on the cost model).
@@ -53,7 +53,7 @@ def predict(
 
 
 class _Run:
-    """One run of events in the order of time; simultaneous events keep the order of their causes."""
+    """One run of events in the order of time. Simultaneous events run in the order of their creation."""
 
     def __init__(
         self,
@@ -71,10 +71,10 @@ class _Run:
         self._hosts: Final = [0] * size if hosts is None else hosts
         self._next_round: Final = [0] * size
         self._round_end_s: Final = [0.0] * size
-        self._awaited: Final[list[int]] = [0] * size
+        self._num_missing: Final[list[int]] = [0] * size
         self._combining_until_s: Final = [0.0] * size
         self._sending_until_s: Final = defaultdict[tuple[str, int], float](float)
-        self._taking_until_s: Final = defaultdict[tuple[str, int], float](float)
+        self._receiving_until_s: Final = defaultdict[tuple[str, int], float](float)
         # By (source, target): messages before their receive, and receives before their message.
         self._buffered: Final = defaultdict[tuple[int, int], int](int)
         self._posted: Final = defaultdict[tuple[int, int], deque[Receive]](deque)
@@ -85,74 +85,74 @@ class _Run:
         for rank in range(len(self._rounds)):
             self._begin_round(rank, 0.0)
         while self._events:
-            now_s, _, happen = heapq.heappop(self._events)
-            happen(now_s)
+            time_s, _, action = heapq.heappop(self._events)
+            action(time_s)
         for rank, rounds in enumerate(self._rounds):
-            if self._awaited[rank]:
+            if self._num_missing[rank]:
                 number = self._next_round[rank] - 1
                 raise ScheduleError(f"rank {rank} in round {number} of {len(rounds)} waits forever for a message.")
         return max(self._round_end_s, default=0.0)
 
-    def _at(self, time_s: float, happen: Callable[[float], None]) -> None:
-        heapq.heappush(self._events, (time_s, self._num_events, happen))
+    def _at(self, time_s: float, action: Callable[[float], None]) -> None:
+        heapq.heappush(self._events, (time_s, self._num_events, action))
         self._num_events += 1
 
-    def _begin_round(self, rank: int, now_s: float) -> None:
+    def _begin_round(self, rank: int, time_s: float) -> None:
         """Begin the next round, if any."""
         if self._next_round[rank] == len(self._rounds[rank]):
             return
         actions = self._rounds[rank][self._next_round[rank]]
         self._next_round[rank] += 1
-        self._round_end_s[rank] = now_s
+        self._round_end_s[rank] = time_s
         receives = [action for action in actions if isinstance(action, Receive)]
-        self._awaited[rank] = len(receives)
+        self._num_missing[rank] = len(receives)
         for action in actions:
             if isinstance(action, Send):
-                self._send(rank, action, now_s)
+                self._send(rank, action, time_s)
         for receive in receives:
             channel = (receive.peer, rank)
             if self._buffered[channel]:
                 self._buffered[channel] -= 1
-                self._take(rank, receive, now_s)
+                self._receive(rank, receive, time_s)
             else:
                 self._posted[channel].append(receive)
         if not receives:
-            self._at(self._round_end_s[rank], lambda now_s: self._begin_round(rank, now_s))
+            self._at(self._round_end_s[rank], lambda time_s: self._begin_round(rank, time_s))
 
-    def _send(self, rank: int, send: Send, now_s: float) -> None:
+    def _send(self, rank: int, send: Send, time_s: float) -> None:
         link = self._link if isinstance(self._link, LinkCost) else self._link(rank, send.peer)
         busy_s = link.beta_s_per_byte * self._num_bytes(send.spans)
         port, peer_port = ("rank", rank), ("rank", send.peer)
         if self._hosts[rank] != self._hosts[send.peer]:
             port, peer_port = ("host", self._hosts[rank]), ("host", self._hosts[send.peer])
-        start_s = max(now_s, self._sending_until_s[port])
+        start_s = max(time_s, self._sending_until_s[port])
         self._sending_until_s[port] = start_s + busy_s
         self._round_end_s[rank] = max(self._round_end_s[rank], start_s + busy_s)
 
-        def reach(now_s: float) -> None:
+        def reach(time_s: float) -> None:
             """Handle the arrival of the first byte at the receiver's port."""
-            end_s = max(now_s, self._taking_until_s[peer_port]) + busy_s
-            self._taking_until_s[peer_port] = end_s
-            self._at(end_s, lambda now_s: self._arrive((rank, send.peer), now_s))
+            end_s = max(time_s, self._receiving_until_s[peer_port]) + busy_s
+            self._receiving_until_s[peer_port] = end_s
+            self._at(end_s, lambda time_s: self._arrive((rank, send.peer), time_s))
 
         self._at(start_s + link.alpha_s, reach)
 
-    def _arrive(self, channel: tuple[int, int], now_s: float) -> None:
+    def _arrive(self, channel: tuple[int, int], time_s: float) -> None:
         """Handle the arrival of the last byte."""
         if self._posted[channel]:
-            self._take(channel[1], self._posted[channel].popleft(), now_s)
+            self._receive(channel[1], self._posted[channel].popleft(), time_s)
         else:
             self._buffered[channel] += 1
 
-    def _take(self, rank: int, receive: Receive, now_s: float) -> None:
-        done_s = now_s
+    def _receive(self, rank: int, receive: Receive, time_s: float) -> None:
+        done_s = time_s
         if receive.reduce:
-            done_s = max(now_s, self._combining_until_s[rank]) + self._gamma * self._num_bytes(receive.spans)
+            done_s = max(time_s, self._combining_until_s[rank]) + self._gamma * self._num_bytes(receive.spans)
             self._combining_until_s[rank] = done_s
         self._round_end_s[rank] = max(self._round_end_s[rank], done_s)
-        self._awaited[rank] -= 1
-        if not self._awaited[rank]:
-            self._at(self._round_end_s[rank], lambda now_s: self._begin_round(rank, now_s))
+        self._num_missing[rank] -= 1
+        if not self._num_missing[rank]:
+            self._at(self._round_end_s[rank], lambda time_s: self._begin_round(rank, time_s))
 
 
 def _sizes(block_bytes: Sequence[int] | int) -> Callable[[Spans], int]:

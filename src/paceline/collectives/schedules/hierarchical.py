@@ -27,30 +27,30 @@ def all_reduce(rank: int, size: int, *, hosts: Sequence[int]) -> Schedule:
     """
     if len(hosts) != size:
         raise UsageError(f"{len(hosts)} host numbers for {size} ranks: expected one for each rank.")
-    neighbours = [other for other in range(size) if hosts[other] == hosts[rank]]
+    neighbours = [peer for peer in range(size) if hosts[peer] == hosts[rank]]
     first_ranks: dict[int, int] = {}
-    for other, host in enumerate(hosts):
-        first_ranks.setdefault(host, other)
+    for peer, host in enumerate(hosts):
+        first_ranks.setdefault(host, peer)
     leaders = list(first_ranks.values())
-    place = neighbours.index(rank)
+    position = neighbours.index(rank)
     between = ring.all_reduce if len(leaders) & (len(leaders) - 1) else halving_doubling.all_reduce
     middle = between(leaders.index(neighbours[0]), len(leaders))
-    whole = ((0, middle.num_blocks),)
-    up = binomial_tree.reduce(place, len(neighbours)).rounds
-    down = binomial_tree.broadcast(place, len(neighbours)).rounds
+    vector = ((0, middle.num_blocks),)
+    up = binomial_tree.reduce(position, len(neighbours)).rounds
+    down = binomial_tree.broadcast(position, len(neighbours)).rounds
     return Schedule(
         middle.num_blocks,
         (
-            *renamed(_widened(up, whole), neighbours),
-            *(renamed(middle.rounds, leaders) if place == 0 else ()),
-            *renamed(_widened(down, whole), neighbours),
+            *renamed(_widened(up, vector), neighbours),
+            *(renamed(middle.rounds, leaders) if position == 0 else ()),
+            *renamed(_widened(down, vector), neighbours),
         ),
     )
 
 
-def _widened(rounds: tuple[Round, ...], whole: Spans) -> tuple[Round, ...]:
+def _widened(rounds: tuple[Round, ...], vector: Spans) -> tuple[Round, ...]:
     """Convert messages of one block to messages of the whole vector."""
-    return tuple(tuple(_with_spans(action, whole) for action in actions) for actions in rounds)
+    return tuple(tuple(_with_spans(action, vector) for action in actions) for actions in rounds)
 
 
 def _with_spans(action: Action, spans: Spans) -> Action:

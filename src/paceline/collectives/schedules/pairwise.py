@@ -16,13 +16,13 @@ from paceline.collectives.schedules.base import Copy, Receive, Round, Schedule, 
 
 def all_to_all(rank: int, size: int) -> Schedule:
     """Send from input to output without scratch memory; copy the own block in the first round."""
-    mine = Copy(_one(rank), _one(size + rank))
+    copy_own = Copy(_one(rank), _one(size + rank))
     if size == 1:
-        return Schedule(3, ((mine,),))
+        return Schedule(3, ((copy_own,),))
     rounds: list[Round] = []
     for after, before in _peers(rank, size):
         rounds.append((Send(after, _one(after)), Receive(before, _one(size + before))))
-    rounds[0] = (*rounds[0], mine)
+    rounds[0] = (*rounds[0], copy_own)
     return Schedule(3 * size, tuple(rounds))
 
 

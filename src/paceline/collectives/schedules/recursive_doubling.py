@@ -36,13 +36,15 @@ def all_gather(rank: int, size: int) -> Schedule:
     distance = 1
     while distance < size:
         peer = rank ^ distance
-        mine, theirs = rank & -distance, peer & -distance
-        rounds.append((Send(peer, ((mine, mine + distance),)), Receive(peer, ((theirs, theirs + distance),))))
+        own_start, peer_start = rank & -distance, peer & -distance
+        rounds.append(
+            (Send(peer, ((own_start, own_start + distance),)), Receive(peer, ((peer_start, peer_start + distance),)))
+        )
         distance *= 2
     return Schedule(size, tuple(rounds))
 
 
 def _power_of_two(rank: int, size: int) -> Schedule:
-    whole = ((0, 1),)
+    vector = ((0, 1),)
     peers = (rank ^ (1 << bit) for bit in range(size.bit_length() - 1))
-    return Schedule(1, tuple((Send(peer, whole), Receive(peer, whole, reduce=True)) for peer in peers))
+    return Schedule(1, tuple((Send(peer, vector), Receive(peer, vector, reduce=True)) for peer in peers))

@@ -36,7 +36,7 @@ class Algorithm:
     build: Callable[..., Schedule]
     """Function of the algorithm's module, which takes only the options that it uses."""
     pipelined: bool = False
-    """Divides the vector into ``pieces`` (the double binary tree into twice as many) that follow each other."""
+    """Divides the vector into ``pieces`` that follow each other (the double binary tree into ``2 * pieces``)."""
     hierarchical: bool = False
     """Needs the host of each rank."""
     powers_of_two_only: bool = False

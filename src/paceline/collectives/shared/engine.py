@@ -1,7 +1,7 @@
 """Run collectives on one host with kernels on a shared segment (`kernels.shared`).
 
-A waiting kernel returns every few milliseconds; then the engine checks the clock, the other processes and signals. The
-first rank that fails writes the reason into the segment's header; the other ranks read it and raise the same error.
+A waiting kernel returns every few milliseconds, so that the engine can check the clock, the other processes and
+signals. The first rank that fails writes the reason into the segment's header. The other ranks raise the same error.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from paceline.errors import GroupClosedError
 from paceline.kernels import peer_memory, shared, steps
 
 _SPINS: Final = 300
-"""About 5 microseconds. After that a rank yields: nearly as fast, and a rank on the same core can run."""
+"""About 5 microseconds. Afterwards a rank yields, which is nearly as fast and lets a rank on the same core run."""
 _YIELDS: Final = 300
 _CLOSE_S: Final = 2.0
 _SCRATCH_BYTES: Final = 1 << 18
 _LINE: Final = 64
-_KNOWN: Final = 0x5041_4345
+_PROBE: Final = 0x5041_4345
 _PR_SET_PTRACER: Final = 0x59616D61
 
 _DIRECT_PART_BYTES: Final = 1 << 20
-_NOTHING_PUT: Final = np.zeros((0, 2), np.uint64)
-_NOTHING_TAKEN: Final = np.zeros((0, 4), np.uint64)
+_NO_PUTS: Final = np.zeros((0, 2), np.uint64)
+_NO_TAKES: Final = np.zeros((0, 4), np.uint64)
 
 DIRECT_BYTES: Final = 1 << 18
 """Below this size, reading other processes' memory is always slower."""
@@ -54,7 +54,7 @@ class SharedMemory(Engine):
         num_cores: int,
         members: Sequence[int] | None = None,
     ) -> None:
-        """`processes`: process id of every rank; `members`: ranks in error messages, by default 0, 1, ..."""
+        """`processes` are the process ids of the ranks, `members` the ranks in error messages (default 0, 1, ...)."""
         size = len(processes)
         self.rank, self.size, self.name = rank, size, name
         self._segment = segment
@@ -74,27 +74,27 @@ class SharedMemory(Engine):
         self.control = segment.address + steps.HEADER_BYTES + rank * steps.CONTROL_BYTES
         steps.publish_word(np.uint64(self.control + steps.PROCESS), np.uint64(os.getpid()))
         self.reads_peers = False
-        """Whether every rank can read every other rank's memory; see :meth:`find_out_about_peers`."""
+        """Whether every rank can read every other rank's memory; see :meth:`test_peer_reads`."""
         self._in_use = threading.Lock()
         self._mapping = threading.Lock()
-        """Guards the mapping against writes during unmapping. Acquire it after `_in_use`."""
+        """Prevents writes to the mapping while it is unmapped. Acquire it after `_in_use`."""
         self._is_closing = False
 
-    def find_out_about_peers(self, order: Order) -> None:
-        """Test together with the other ranks whether every rank can read every other rank's memory."""
+    def test_peer_reads(self, order: Order) -> None:
+        """Set :attr:`reads_peers`. A collective call: all ranks test whether they can read the other ranks' memory."""
         if sys.platform != "linux":
             return
         _let_peers_read()
         offset = steps.TARGETS
-        word = np.array([_KNOWN + self.rank, 0], np.uint64)
+        word = np.array([_PROBE + self.rank, 0], np.uint64)
         steps.publish_word(np.uint64(self.control + offset), np.uint64(word.ctypes.data))
         self.barrier(order)
         can_read = True
-        for other in self._others():
-            place = np.uint64(self._faults.word(other, offset))
+        for peer in self._peers():
+            probe_address = np.uint64(self._faults.word(peer, offset))
             found = np.uint64(word.ctypes.data + 8)
-            can_read = can_read and bool(peer_memory.read_peer(self._plan, other, found, place, 8))
-            can_read = can_read and int(word[1]) == _KNOWN + other
+            can_read = can_read and bool(peer_memory.read_peer(self._plan, peer, found, probe_address, 8))
+            can_read = can_read and int(word[1]) == _PROBE + peer
         steps.publish_word(np.uint64(self.control + steps.READABLE), np.uint64(can_read))
         self.barrier(order)
         self.reads_peers = all(self._faults.word(rank, steps.READABLE) for rank in range(self.size))
@@ -103,26 +103,26 @@ class SharedMemory(Engine):
 
     @override
     def barrier(self, order: Order) -> None:
-        self._move(order, _NOTHING_PUT, _NOTHING_TAKEN, steps.SLOT_BYTES)
+        self._move(order, _NO_PUTS, _NO_TAKES, steps.SLOT_BYTES)
 
     @override
     def all_reduce(self, order: Order, source: Area, target: Area, reduction: Reduction) -> None:
         num_bytes = source.num_bytes
-        given, taken = source.address, target.address
+        source_at, target_at = source.address, target.address
         plan, state, signature = self._plan, self._state, order.signature
         item_bytes, combiner, op, scale = (
             reduction.item_bytes, reduction.combiner, reduction.op, reduction.scale,
         )  # fmt: skip
         if num_bytes <= _small_bytes(self.size):
-            small = (plan, state, signature, given, taken, num_bytes, item_bytes, combiner, op, scale)
+            small = (plan, state, signature, source_at, target_at, num_bytes, item_bytes, combiner, op, scale)
             self._run(order, shared.all_reduce_small, small)
         elif order.algorithm == "direct" and self.reads_peers:
             part = _part(num_bytes, self.size, _DIRECT_PART_BYTES)
-            large = (plan, state, signature, given, taken, num_bytes, item_bytes, part, combiner, op, scale)
+            large = (plan, state, signature, source_at, target_at, num_bytes, item_bytes, part, combiner, op, scale)
             self._run(order, peer_memory.all_reduce_direct, large)
         else:
             part = _part(num_bytes, self.size, self._block())
-            large = (plan, state, signature, given, taken, num_bytes, item_bytes, part, combiner, op, scale)
+            large = (plan, state, signature, source_at, target_at, num_bytes, item_bytes, part, combiner, op, scale)
             self._run(order, shared.all_reduce, large)
 
     @override
@@ -130,9 +130,9 @@ class SharedMemory(Engine):
         if self.rank == root:
             assert target is not None
             takes = _table((0, 0, target.address, target.num_bytes))
-            self._move(order, _NOTHING_PUT, takes, steps.SLOT_BYTES, source.address, reduction)
+            self._move(order, _NO_PUTS, takes, steps.SLOT_BYTES, source.address, reduction)
         else:
-            self._move(order, _table(source), _NOTHING_TAKEN, steps.SLOT_BYTES, source.address, reduction)
+            self._move(order, _table(source), _NO_TAKES, steps.SLOT_BYTES, source.address, reduction)
 
     @override
     def reduce_scatter(self, order: Order, sources: Sequence[Area], target: Area, reduction: Reduction) -> None:
@@ -144,14 +144,14 @@ class SharedMemory(Engine):
     def broadcast(self, order: Order, area: Area, root: int) -> None:
         block = steps.SLOT_BYTES // 4
         if self.rank == root:
-            self._move(order, _table(area), _NOTHING_TAKEN, block)
+            self._move(order, _table(area), _NO_TAKES, block)
         else:
-            self._move(order, _NOTHING_PUT, _table((root, 0, *area)), block)
+            self._move(order, _NO_PUTS, _table((root, 0, *area)), block)
 
     @override
     def all_gather(self, order: Order, source: Area, targets: Sequence[Area]) -> None:
         copy(source, targets[self.rank])
-        takes = [(rank, 0, *targets[rank]) for rank in self._others()]
+        takes = [(rank, 0, *targets[rank]) for rank in self._peers()]
         self._move(order, _table(source), _table(*takes), steps.SLOT_BYTES // 2)
 
     @override
@@ -159,23 +159,23 @@ class SharedMemory(Engine):
         block = steps.SLOT_BYTES // 2
         if self.rank == root:
             copy(source, targets[root])
-            takes = [(rank, 0, *targets[rank]) for rank in self._others()]
-            self._move(order, _NOTHING_PUT, _table(*takes), block)
+            takes = [(rank, 0, *targets[rank]) for rank in self._peers()]
+            self._move(order, _NO_PUTS, _table(*takes), block)
         else:
-            self._move(order, _table(source), _NOTHING_TAKEN, block)
+            self._move(order, _table(source), _NO_TAKES, block)
 
     @override
     def scatter(self, order: Order, sources: Sequence[Area], target: Area, root: int) -> None:
         if self.rank == root:
             copy(sources[root], target)
-            self._move(order, _table(*self._without_own(sources)), _NOTHING_TAKEN, self._block())
+            self._move(order, _table(*self._without_own(sources)), _NO_TAKES, self._block())
         else:
-            self._move(order, _NOTHING_PUT, _table((root, self.rank, *target)), self._block())
+            self._move(order, _NO_PUTS, _table((root, self.rank, *target)), self._block())
 
     @override
     def all_to_all(self, order: Order, sources: Sequence[Area], targets: Sequence[Area], *, equal: bool) -> None:
         copy(sources[self.rank], targets[self.rank])
-        takes = [(rank, self.rank, *targets[rank]) for rank in self._others()]
+        takes = [(rank, self.rank, *targets[rank]) for rank in self._peers()]
         self._move(order, _table(*self._without_own(sources)), _table(*takes), self._block())
 
     @override
@@ -194,10 +194,10 @@ class SharedMemory(Engine):
     # sizes
 
     def _block(self) -> int:
-        """Return the bytes of one block if a slot holds a block for every rank."""
+        """Return the size of a block, so that a slot holds one block for every rank."""
         return steps.SLOT_BYTES // self.size // _LINE * _LINE
 
-    def _others(self) -> list[int]:
+    def _peers(self) -> list[int]:
         return [(self.rank + distance) % self.size for distance in range(1, self.size)]
 
     def _without_own(self, areas: Sequence[Area]) -> list[Area]:
@@ -226,23 +226,23 @@ class SharedMemory(Engine):
                 raise GroupClosedError(f"group {self.name!r} was closed")
             code = kernel(*arguments)
             if code:
-                self._go_on(code, order, kernel, arguments)
+                self._resume(code, order, kernel, arguments)
 
-    def _go_on(self, code: int, order: Order, kernel: Callable[..., int], arguments: tuple[Any, ...]) -> None:
-        """Call a kernel again until it is done; on an error, end the group."""
+    def _resume(self, code: int, order: Order, kernel: Callable[..., int], arguments: tuple[Any, ...]) -> None:
+        """Call a kernel again until it is done. After an error, end the group."""
         start = time.monotonic()
         spins = self._plan[steps.SPINS]
         try:
             while code == steps.ATTENTION:
                 if self._is_closing:
                     raise GroupClosedError(f"group {self.name!r} was closed during {order.call}")
-                self._faults.look_around(order, start)
+                self._faults.check_ranks(order, start)
                 self._plan[steps.SPINS] = 0
                 code = kernel(*arguments)
             if code == steps.MISMATCH:
                 raise self._faults.describe(order)
             if code == steps.ABORTED:
-                raise self._faults.told()
+                raise self._faults.reported_error()
             if code == steps.UNREADABLE:
                 raise self._faults.unreadable(order, int(self._state[steps.UNREAD]))
         except BaseException as error:
@@ -255,16 +255,16 @@ class SharedMemory(Engine):
         """Make the other ranks raise this error in their current or next call."""
         with self._mapping:
             if not self._is_closing:
-                self._faults.tell(error)
+                self._faults.report(error)
 
 
 def _small_bytes(size: int) -> int:
-    """Return the largest size at which every rank reads all data: fewer waits, but more reads."""
+    """Return the largest size at which every rank reads all data, which needs fewer waits but more reads."""
     return 1 << 15 if size == 2 else (1 << 13 if size <= 8 else 1 << 10)
 
 
 def _part(num_bytes: int, size: int, most: int) -> int:
-    """Return the bytes of a rank's part of a chunk, at most `most`; small arrays need one chunk."""
+    """Return the size of a rank's part of a chunk, at most `most` bytes. Small arrays have one chunk."""
     return min(most, -(-num_bytes // size // _LINE) * _LINE + _LINE)
 
 
@@ -273,7 +273,10 @@ def _table(*rows: tuple[int, ...]) -> Any:
 
 
 def _let_peers_read() -> None:
-    """Under Yama's scope 1, which restricts reads to parents, allow this user's processes to read, like OpenMPI."""
+    """Allow this user's processes to read this process's memory, like OpenMPI.
+
+    Yama's scope 1 otherwise restricts reads to parent processes.
+    """
     try:
         scope = Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip()
     except OSError:

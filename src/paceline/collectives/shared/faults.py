@@ -20,30 +20,30 @@ from paceline.transport import register_type
 
 _DESCRIBE_S: Final = 2.0
 _EARLY_S: Final = 0.1
-"""Time before the timeout at which a rank fails, so that the error arrives in time."""
+"""A rank fails this long before the timeout, so that the other ranks get its error in time."""
 DYING_S: Final = 1.0
-_STORY_BYTES: Final = 3000
+_REPORT_BYTES: Final = 3000
 _MAX_BLAMED: Final = 100
 
 
-class Story(msgspec.Struct, frozen=True):
-    """The reason for the end of a group."""
+class FailureReport(msgspec.Struct, frozen=True):
+    """The reason for the end of a group, for the other ranks."""
 
     kind: str
     message: str
     ranks: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, error: BaseException) -> Story:
-        """Return the story of an error, for the other ranks."""
+    def of(cls, error: BaseException) -> FailureReport:
+        """Return the report of an error."""
         if isinstance(error, MismatchError):
             return cls("mismatch", str(error))
         return cls("lost" if isinstance(error, RankLostError) else "error", str(error), getattr(error, "ranks", ()))
 
-    def cut(self) -> Story:
-        """Return the story, truncated to fit into the segment."""
-        text = self.message.encode()[:_STORY_BYTES].decode(errors="ignore")
-        return Story(self.kind, text, self.ranks[:_MAX_BLAMED])
+    def cut(self) -> FailureReport:
+        """Return the report, truncated to fit into the segment."""
+        text = self.message.encode()[:_REPORT_BYTES].decode(errors="ignore")
+        return FailureReport(self.kind, text, self.ranks[:_MAX_BLAMED])
 
     def error(self) -> CollectiveError:
         """Return the error to raise."""
@@ -53,7 +53,7 @@ class Story(msgspec.Struct, frozen=True):
 
 
 class SharedFaults:
-    """Fault detection and reports of one rank; `state` is its kernels' state."""
+    """Fault detection and reports of one rank; `state` is the state of its kernels."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class SharedFaults:
         name: str,
         members: Sequence[int] | None,
     ) -> None:
-        """For `processes` and `members` see :class:`SharedMemory`."""
+        """See :class:`SharedMemory` for `processes` and `members`."""
         self._segment, self._rank, self._size, self._name = segment, rank, len(processes), name
         self._processes = tuple(processes)
         self._members = tuple(range(len(processes))) if members is None else tuple(members)
@@ -76,7 +76,10 @@ class SharedFaults:
         self._watch.close()
 
     def unreadable(self, order: Order, rank: int) -> RankLostError:
-        """Return the error for a rank with unreadable memory; memory disappears shortly before its process ends."""
+        """Return the error for a rank whose memory cannot be read.
+
+        A dying process loses its memory shortly before its end is visible, so wait for that first.
+        """
         until = time.monotonic() + min(DYING_S, order.timeout_s)
         while rank not in self._watch.dead() and time.monotonic() < until:
             time.sleep(0.001)
@@ -90,28 +93,31 @@ class SharedFaults:
             self._called((rank,)),
         )
 
-    def look_around(self, order: Order, start: float) -> None:
-        """Raise RankLostError for awaited ranks that died or left, and after the timeout."""
+    def check_ranks(self, order: Order, start: float) -> None:
+        """Raise RankLostError for awaited ranks that died or left, and for all awaited ranks after the timeout."""
         late = self._late()
         self._blame_dead(order, late)
-        where = f"{order.call}, call {order.sequence} of group {self._name!r}"
+        call_text = f"{order.call}, call {order.sequence} of group {self._name!r}"
         left = [rank for rank in late if self.word(rank, steps.LEFT)]
         if left:
-            raise RankLostError(f"{self._names(left)} left the group before {where}", self._called(left))
+            raise RankLostError(f"{self._names(left)} left the group before {call_text}", self._called(left))
         if time.monotonic() - start > order.timeout_s - min(_EARLY_S, order.timeout_s / 10):
             stopped = [rank for rank in late if is_stopped(self._processes[rank])]
             late = stopped or late
-            reason = "is stopped (SIGSTOP)" if stopped else "did not come"
+            reason = "is stopped (SIGSTOP)" if stopped else "did not make the call"
             raise RankLostError(
-                f"{self._names(late)} {reason}: {where} was not done within {order.timeout_s:g} s", self._called(late)
+                f"{self._names(late)} {reason}: {call_text} was not done within {order.timeout_s:g} s",
+                self._called(late),
             )
 
     def _blame_dead(self, order: Order, ranks: Sequence[int]) -> None:
         dead = [rank for rank in self._watch.dead() if rank in ranks]
         if dead:
-            told = ", ".join(f"process {self._processes[rank]}" for rank in dead)
-            where = f"{order.call}, call {order.sequence} of group {self._name!r}"
-            raise RankLostError(f"{self._names(dead)} ({told}) died before or during {where}", self._called(dead))
+            processes = ", ".join(f"process {self._processes[rank]}" for rank in dead)
+            call_text = f"{order.call}, call {order.sequence} of group {self._name!r}"
+            raise RankLostError(
+                f"{self._names(dead)} ({processes}) died before or during {call_text}", self._called(dead)
+            )
 
     def _called(self, ranks: Sequence[int]) -> tuple[int, ...]:
         return tuple(self._members[rank] for rank in ranks)
@@ -129,25 +135,25 @@ class SharedFaults:
         control = self._segment.address + steps.HEADER_BYTES + rank * steps.CONTROL_BYTES
         return int(steps.read_word(np.uint64(control + offset)))
 
-    def tell(self, error: BaseException) -> None:
+    def report(self, error: BaseException) -> None:
         """Make the other ranks raise this error in their current or next call."""
         header = self._segment.address
         if not steps.claim(np.uint64(header + steps.CLAIMED)):
             return
-        story = Story.of(error)
-        if story.kind == "error" and not isinstance(error, CollectiveError):
+        report = FailureReport.of(error)
+        if report.kind == "error" and not isinstance(error, CollectiveError):
             own = self._members[self._rank]
             text = f"rank {own} of group {self._name!r} failed: {type(error).__name__} {error}"
-            story = Story("error", text.strip(), (own,))
-        self._write(steps.STORY, msgspec.msgpack.encode(story.cut()))
+            report = FailureReport("error", text.strip(), (own,))
+        self._write(steps.STORY, msgspec.msgpack.encode(report.cut()))
         steps.publish_word(np.uint64(header + steps.ABORT), np.uint64(1))
 
-    def told(self) -> CollectiveError:
+    def reported_error(self) -> CollectiveError:
         """Return the error that another rank has reported."""
-        return msgspec.msgpack.decode(self._read(steps.STORY), type=register_type(Story)).error()
+        return msgspec.msgpack.decode(self._read(steps.STORY), type=register_type(FailureReport)).error()
 
     def describe(self, order: Order) -> CollectiveError:
-        """Publish this rank's call, and return the error that lists the calls of all ranks."""
+        """Publish this rank's call; return the error that lists the calls of all ranks."""
         offset = steps.HEADER_BYTES + self._rank * steps.CONTROL_BYTES
         text = msgspec.msgpack.encode(order.call)
         assert len(text) <= steps.CONTROL_BYTES - steps.DESCRIPTION - 8

@@ -1,10 +1,10 @@
-"""Share memory between the ranks of one host, without a name that could outlive them.
+"""Share memory between the ranks of one host, without a file that could outlive them.
 
-On Linux it is an anonymous file (``memfd_create``), which the other ranks open through ``/proc``. On other systems it
-is a temporary file, unlinked as soon as all ranks have opened it. So killed ranks leave nothing in ``/dev/shm`` or
-other folders, and a small or full ``/dev/shm`` (64 MB in a container) has no effect.
+On Linux a segment is an anonymous file (``memfd_create``), which the other ranks open through ``/proc``. On other
+systems it is a temporary file, unlinked as soon as all ranks have opened it. Killed ranks therefore leave no files, and
+a small or full ``/dev/shm`` (64 MB in a container) does not matter.
 
-A rank checks a file before mapping it: it must be such a file, of this user, from the expected process.
+Before a rank maps a segment, it checks that the expected process of this user created the file in this way.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NAME: Final = "paceline"
 
 
 class SegmentError(CollectiveError):
-    """Memory could not be shared; the ranks use sockets instead."""
+    """Memory could not be shared. The ranks use sockets instead."""
 
 
 class Segment(Closing):
@@ -86,7 +86,7 @@ class Segment(Closing):
             raise
 
     def hide(self) -> None:
-        """Prevent further opens, after all ranks have opened the segment."""
+        """Prevent further opens. Call after all ranks have opened the segment."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -106,11 +106,11 @@ def _check(descriptor: int, path: str, num_bytes: int) -> None:
     found = os.fstat(descriptor)
     is_own = found.st_uid == os.getuid() and stat.S_ISREG(found.st_mode)
     if hasattr(os, "memfd_create"):
-        # Only a memfd has this link text and no links: some process created the memory in the same way.
-        is_ours = found.st_nlink == 0 and os.readlink(f"/proc/self/fd/{descriptor}") == f"/memfd:{_NAME} (deleted)"
+        # Only a memfd has this link text and no links.
+        is_segment = found.st_nlink == 0 and os.readlink(f"/proc/self/fd/{descriptor}") == f"/memfd:{_NAME} (deleted)"
     else:
-        is_ours = not found.st_mode & 0o077 and os.path.basename(path).startswith(f"{_NAME}-")
-    if not (is_own and is_ours):
+        is_segment = not found.st_mode & 0o077 and os.path.basename(path).startswith(f"{_NAME}-")
+    if not (is_own and is_segment):
         raise SegmentError(f"another rank's path {path!r} is not a shared memory segment; it was not mapped")
     if found.st_size != num_bytes:
         raise SegmentError("another rank's shared memory has another size")

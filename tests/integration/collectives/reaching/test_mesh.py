@@ -23,14 +23,14 @@ from .ranks import TOKEN, meshes, nodes, on_ranks, soon
 def send_all(link: Link, data: bytes) -> None:
     view = memoryview(data)
     while view:
-        view = view[link.send_some([view]) :]
+        view = view[link.send_nowait([view]) :]
 
 
 def receive_all(link: Link, size: int) -> bytes:
     got = bytearray(size)
     view = memoryview(got)
     while view:
-        view = view[link.receive_some(view) :]
+        view = view[link.receive_nowait(view) :]
     return bytes(got)
 
 
@@ -87,19 +87,19 @@ def test_many_buffers_go_in_several_calls() -> None:
     with meshes(2) as links:
         ends = on_ranks(2, lambda rank: links[rank].link(1 - rank, soon()))
         parts = [memoryview(bytes([number])) for number in range(200)]
-        assert ends[0].send_some(parts) == 64
+        assert ends[0].send_nowait(parts) == 64
         assert receive_all(ends[1], 64) == bytes(range(64))
-        assert ends[1].receive_some(memoryview(bytearray(1))) == 0
-        assert ends[1].receive_some(memoryview(b"")) == 0
+        assert ends[1].receive_nowait(memoryview(bytearray(1))) == 0
+        assert ends[1].receive_nowait(memoryview(b"")) == 0
 
 
 def test_a_full_link_takes_nothing() -> None:
     with meshes(2) as links:
         ends = on_ranks(2, lambda rank: links[rank].link(1 - rank, soon()))
         block = memoryview(bytes(1 << 20))
-        while ends[0].send_some([block]):
+        while ends[0].send_nowait([block]):
             pass
-        assert ends[0].send_some([block, block]) == 0
+        assert ends[0].send_nowait([block, block]) == 0
 
 
 def test_the_end_of_a_link_names_the_rank() -> None:
@@ -112,7 +112,7 @@ def test_the_end_of_a_link_names_the_rank() -> None:
         with pytest.raises(RankLostError, match="rank 0"):
             send_all(ends[1], bytes(1 << 20))
         with pytest.raises(GroupClosedError):
-            ends[0].send_some([memoryview(b"x")])
+            ends[0].send_nowait([memoryview(b"x")])
 
 
 def test_who_connects_to_a_dead_rank_hears_so_at_once() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from paceline.collectives.p2p.matching import MAX_KEPT_BYTES
+from paceline.collectives.p2p.matching import MAX_BUFFERED_BYTES
 from paceline.collectives.p2p.pending import MESSAGE, pack
 from paceline.collectives.p2p.point_to_point import Pending, PointToPoint
 from paceline.errors import GroupClosedError, MismatchError, RankLostError, UsageError
@@ -154,16 +154,16 @@ def test_large_messages_move_while_nobody_waits() -> None:
 
 
 def test_what_nobody_asked_for_is_kept_up_to_the_limit() -> None:
-    with talkers(2, max_kept_bytes=1 << 20) as ends:
+    with talkers(2, max_buffered_bytes=1 << 20) as ends:
         block = bytes(300_000)
         pending = [ends[0].send(memoryview(block), 1, tag) for tag in range(200)]
-        with pytest.raises(RankLostError, match="rank 1 took"):
+        with pytest.raises(RankLostError, match="rank 1 received"):
             pending[-1].wait(0.2)
         assert pending[0].done()
 
 
 def test_a_receive_of_a_later_message_is_not_held_up_by_the_limit() -> None:
-    with talkers(2, max_kept_bytes=1 << 20) as ends:
+    with talkers(2, max_buffered_bytes=1 << 20) as ends:
         block = bytes(300_000)
         pending = [ends[0].send(memoryview(block), 1, tag) for tag in range(100)]
         for tag in reversed(range(100)):
@@ -198,7 +198,7 @@ def test_a_failure_fails_all_messages_of_all_ranks_that_talk() -> None:
         receive(ends[0], 5, 2)
         pending = [
             ends[2].receive(empty(8), 0, 5),
-            ends[1].send(memoryview(bytes(2 * MAX_KEPT_BYTES)), 2, 2),  # more than is kept
+            ends[1].send(memoryview(bytes(2 * MAX_BUFFERED_BYTES)), 2, 2),  # more than is kept
             ends[0].receive(empty(50 << 20), 1, 3),
             ends[0].receive(empty(1), None, 4),
             ends[1].receive(empty(8), 0, 1),
@@ -214,13 +214,13 @@ def test_a_failure_fails_all_messages_of_all_ranks_that_talk() -> None:
 def test_a_message_that_does_not_come_names_rank_and_tag() -> None:
     with talkers(3) as ends:
         pending = ends[0].receive(empty(4), 2, 7)
-        with pytest.raises(RankLostError, match=r"no message with tag 7 came from rank 2 in 0\.05 s") as lost:
+        with pytest.raises(RankLostError, match=r"no message with tag 7 .* rank 2 in 0\.05 s") as lost:
             pending.wait(0.05)
         assert lost.value.ranks == (2,)
-        with pytest.raises(RankLostError, match="no message with tag 7 came from any rank"):
+        with pytest.raises(RankLostError, match="no message with tag 7 arrived from any rank"):
             ends[1].receive(empty(4), None, 7).wait(0)
         for end in ends[:2]:
-            with pytest.raises(GroupClosedError, match="no message with tag 7 came"):
+            with pytest.raises(GroupClosedError, match="no message with tag 7 arrived"):
                 end.receive(empty(4), 2, 7)
 
 
@@ -238,7 +238,7 @@ def test_the_end_of_a_rank_is_noticed_by_who_awaits_it(has_talked: bool) -> None
         with pytest.raises(RankLostError, match="rank 1") as lost:
             pending.wait(PATIENCE_S)
         assert lost.value.ranks == (1,)
-        assert "came from" not in str(lost.value)
+        assert "arrived from" not in str(lost.value)
         with pytest.raises(GroupClosedError, match="rank 1"):
             ends[0].receive(empty(4), 1, 8)
         with pytest.raises(GroupClosedError, match="rank 1"):
@@ -315,13 +315,13 @@ def test_many_threads_of_one_rank() -> None:
 def test_a_message_of_an_impossible_size_costs_its_sender_the_connection(nbytes: int, is_posted_first: bool) -> None:
     with nodes(2) as made:
         infos = [node.info for node in made]
-        end = PointToPoint(made[0], "all", 0, infos, max_kept_bytes=100)
+        end = PointToPoint(made[0], "all", 0, infos, max_buffered_bytes=100)
         posted = [end.receive(empty(4), 1, 7)] if is_posted_first else []
         with made[1].connect(infos[0], "all", 1, "p2p", soon()) as connected:
             connected.send(pack(MESSAGE, 8, nbytes, ""))
             threading.Event().wait(0.0 if posted else 0.1)  # until it waits for room
             posted = posted or [end.receive(empty(4), 1, 7)]
-            with pytest.raises(RankLostError, match=rf"rank 1 announces a message of {nbytes} bytes"):
+            with pytest.raises(RankLostError, match=rf"message of {nbytes} bytes from rank 1"):
                 posted[0].wait(PATIENCE_S)
         end.close()
 

@@ -116,7 +116,7 @@ def test_a_stopped_rank_does_not_answer() -> None:
         while process.status() != psutil.STATUS_STOPPED:
             os.sched_yield()
         assert ranks.node.ask(ranks.infos[1], "all", 0.1) is None
-        with pytest.raises(RankLostError, match="no message with tag 2 came from rank 1"):
+        with pytest.raises(RankLostError, match="no message with tag 2 arrived from rank 1"):
             ranks.end.receive(memoryview(bytearray(8)), 1, 2).wait(0.1)
         ranks.other.send_signal(signal.SIGCONT)
         assert ranks.node.ask(ranks.infos[1], "all", PATIENCE_S) == b"here"
