@@ -186,13 +186,13 @@ class PointToPointEpisode(Episode):
         self.sockets += pair
         return pair
 
-    def told(self, abort: object) -> None:
+    def abort_received(self, abort: object) -> None:
         """See :class:`Ends`: a group ends here. Have other connections."""
         self.failed(None)
         self.outgoing = None
 
     def failed(self, error: Exception | None) -> None:
-        """See :meth:`told`."""
+        """See :meth:`abort_received`."""
         self.incoming_lost(self.incoming, error)
 
     def incoming_lost(self, incoming: Incoming, error: Exception | None) -> None:
