@@ -265,7 +265,7 @@ def run_stages(module: nn.Module, cuts: list[int], x: Tensor, *, split_backward:
         for route in partition.routes.inputs_of(number):
             leaves[route.value, number] = made[route.value].detach().requires_grad_()
             inputs[route.value] = leaves[route.value, number]
-        products = stage.products(puts_off=split_backward)
+        products = stage.products(defers=split_backward)
         values, output = stage.forward(inputs, {"x": x}, 1, 0, products)
         made.update(values)
         own = [values[route.value] for route in partition.routes.outputs_of(number)]

@@ -32,29 +32,29 @@ class Mixed(nn.Module):
         return F.linear(weight=self.first.weight, input=x) + self.attention(x, x, x)[0]
 
 
-def gradients(puts_off: bool | None, shape: tuple[int, ...]) -> list[Tensor | None]:
+def gradients(defers: bool | None, shape: tuple[int, ...]) -> list[Tensor | None]:
     torch.manual_seed(0)
     model, x = Mixed(), torch.randn(*shape, 4)
     for _ in range(2):  # the second backward adds
-        if puts_off is None:
+        if defers is None:
             model(x).square().sum().backward()
             continue
-        products = WeightProducts(puts_off=puts_off)
+        products = WeightProducts(defers=defers)
         with products:
             loss = model(x).square().sum()
         before = model.first.weight.grad
-        with products.taking():
+        with products.active():
             loss.backward()
-        if puts_off:
+        if defers:
             assert model.first.weight.grad is before
         products.finish()
     return [each.grad for each in model.parameters()]
 
 
-@pytest.mark.parametrize("puts_off", [False, True])
-def test_gradients_are_those_of_autograd(puts_off: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("defers", [False, True])
+def test_gradients_are_those_of_autograd(defers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.torch.strategies.pipeline.run.weights._LARGE_BYTES", 0)
-    torch.testing.assert_close(gradients(puts_off, (2, 3)), gradients(None, (2, 3)))
+    torch.testing.assert_close(gradients(defers, (2, 3)), gradients(None, (2, 3)))
 
 
 def test_a_gradient_that_a_forward_takes_is_right() -> None:
@@ -67,11 +67,11 @@ def test_a_gradient_that_a_forward_takes_is_right() -> None:
 
     penalized().backward()
     expected, layer.weight.grad = layer.weight.grad, None
-    products = WeightProducts(puts_off=True)
+    products = WeightProducts(defers=True)
     with products:
         loss = penalized()
     assert layer.weight.grad is None
-    with products.taking():
+    with products.active():
         loss.backward()
     products.finish()
     torch.testing.assert_close(layer.weight.grad, expected)

@@ -134,7 +134,7 @@ class Runner:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what the model returns; in training its values may come later."""
-        with self._failures.told():
+        with self._failures.raised_everywhere():
             called = bind(self.module, args, kwargs)
             leaves = list(called.values.values())
             if any(leaf.requires_grad for leaf in leaves):
@@ -183,7 +183,7 @@ class Runner:
         output_grads: Mapping[int, Sequence[Tensor | None]] | None = None,
     ) -> None:
         """Carry out this rank's actions; after backward, leave the gradients as one process would."""
-        with self._failures.told():
+        with self._failures.raised_everywhere():
             self._agree(doing, "")
             goes_back = any(action.kind != "F" for action in orders[self._rank])
             assert self.ownership is not None
@@ -208,7 +208,7 @@ class Runner:
         """
         assert self.plan is not None
         last = place_stages(self.plan.schedule, self._options.stages)[-1]
-        with self._failures.told(), torch.no_grad():
+        with self._failures.raised_everywhere(), torch.no_grad():
             tensors: list[Tensor] = []
             if self._rank == last:
                 outputs = [step.outputs[number] for number in range(len(step.arguments))]
@@ -229,7 +229,7 @@ class Runner:
         """Return on every rank the losses that the last stage has."""
         assert self.plan is not None
         last = place_stages(self.plan.schedule, self._options.stages)[-1]
-        with self._failures.told():
+        with self._failures.raised_everywhere():
             found = torch.tensor([0.0 if loss is None else float(loss) for loss in losses], dtype=torch.float64)
             if self._group.size() > 1:
                 dist.broadcast(found, group=self._group, group_src=last)
@@ -259,7 +259,7 @@ class Runner:
         assert self.ownership is not None
         known = self.ownership.known_norms
         if order not in known:
-            with self._failures.told():
+            with self._failures.raised_everywhere():
                 found = self._agree("reads norms of gradients", f"order {order}", self.ownership.norms(order))
                 known[order] = {key: value for norms in found for key, value in norms.items()}
         return known[order].get(name, 0.0)

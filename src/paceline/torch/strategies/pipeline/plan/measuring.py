@@ -163,7 +163,7 @@ def _run(
         inputs = {name: _leaf(value) for name, value in inputs.items()}
         cold.add_(1.0)
         wall, began = time.perf_counter(), time.thread_time()
-        products = stage.products(puts_off=splits)
+        products = stage.products(defers=splits)
         made, output = stage.forward(inputs, arguments, 0, 0, products)
         forward_s, wall_s = time.thread_time() - began, time.perf_counter() - wall
         ends = [each for each in (*tensors_in(made), *tensors_in(output)) if each.requires_grad]

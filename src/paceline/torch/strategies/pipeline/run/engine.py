@@ -1,4 +1,4 @@
-"""One rank's part of a step: its actions in order, with values and gradients sent to those that need them."""
+"""One rank's part of a step: its actions in order, with the messages of values and gradients."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from paceline.torch.strategies.pipeline.run.values import put_together, take_apa
 from paceline.torch.strategies.pipeline.run.weights import WeightProducts
 
 _AHEAD = 2
-"""Actions before their turn that room is made for what they need."""
+"""Number of actions whose receives are posted ahead of their turn."""
 
 LossOf = Callable[[int, Any], Tensor]
-"""From a microbatch's number and the model's output to its part of the loss."""
+"""Returns the part of the loss, given a microbatch's number and the model's output."""
 
 
 class PipelineStep:
-    """One step of one rank. :meth:`run` may be called with parts of the actions, one after another."""
+    """One step of one rank. :meth:`run` may be called several times, with parts of the actions."""
 
     def __init__(
         self,
@@ -38,29 +38,29 @@ class PipelineStep:
         number: int,
         split: Set[tuple[int, int]] = frozenset(),
     ) -> None:
-        """`stages` are this rank's; `arguments` the model's, by microbatch; `number` the step's.
+        """`stages`: this rank's stages. `arguments`: the model's, by microbatch. `number`: the step's.
 
-        `split` are the (stage, microbatch) whose backward is made in two halves.
+        `split`: the (stage, microbatch) with a backward in two halves.
         """
         self._partition = partition
         self._stages = stages
         self._rank = rank
         self._messages = messages
         self.arguments = arguments
-        """The model's, by microbatch."""
+        """The model's arguments, by microbatch."""
         self._number = number
         self._split = split
         self._route_number = {route.value: number for number, route in enumerate(self._routes.routes)}
-        self._held: dict[tuple[str, int], Any] = {}
-        """Values of earlier stages, by (name, microbatch): leaves of this rank's graph."""
-        self._made: dict[tuple[str, int], Any] = {}
-        """Values that this rank's stages have made for others, with their graph."""
+        self._inputs: dict[tuple[str, int], Any] = {}
+        """Values of earlier stages, by (name, microbatch): leaves of this rank's autograd graph."""
+        self._sent_tensors: dict[tuple[str, int], Any] = {}
+        """Tensors of this rank's stages for other stages, with their autograd graph."""
         self._saved: dict[tuple[int, int], Saved] = {}
         self.outputs: dict[int, Any] = {}
-        """By microbatch, what the model returned; on the rank of the last stage."""
+        """The model's output by microbatch, on the rank of the last stage."""
         self.losses: dict[int, Tensor] = {}
         self.busy_s: dict[str, float] = {}
-        """Seconds of computing, by ``F3`` or ``B3``: the kind and the stage."""
+        """Seconds of computing by direction and stage: ``F3``, ``B3``."""
 
     @property
     def _routes(self) -> ValueRoutes:
@@ -74,12 +74,12 @@ class PipelineStep:
     ) -> Self:
         """Carry out actions in order.
 
-        The last stage goes backward from ``loss_of``'s result, or from `output_grads`, by microbatch, of the output's
-        tensors. Raises ActionError, and what the process group raises if other ranks fail.
+        The last stage goes backward from the result of `loss_of`, or from `output_grads`: by microbatch, the gradients
+        of the output's tensors. Raises ActionError, and the errors of the process group if other ranks fail.
         """
         for number, action in enumerate(actions):
             for following in actions[number : number + _AHEAD + 1]:
-                self._ask_for(following)
+                self._post_receives(following)
             if action.kind == "F":
                 self._forward(action, loss_of)
             else:
@@ -90,7 +90,7 @@ class PipelineStep:
 
     @property
     def has_outputs(self) -> bool:
-        """Whether the last stage is this rank's."""
+        """Whether this rank has the last stage."""
         return self._partition.num_stages - 1 in self._stages
 
     # Forward.
@@ -100,13 +100,13 @@ class PipelineStep:
         inputs = {}
         for route in self._routes.inputs_of(action.stage):
             key = (route.value, microbatch)
-            if key not in self._held:
+            if key not in self._inputs:
                 source = self._routes.places[route.source]
-                self._held[key] = self._messages.receive_value(self._number_of(route), microbatch, source)
-            inputs[route.value] = self._held[key]
+                self._inputs[key] = self._messages.receive_value(self._number_of(route), microbatch, source)
+            inputs[route.value] = self._inputs[key]
         began = time.perf_counter()
         loss: Tensor | None = None
-        products = stage.products(puts_off=(action.stage, microbatch) in self._split)
+        products = stage.products(defers=(action.stage, microbatch) in self._split)
         is_last = action.stage == self._partition.num_stages - 1
         try:
             made, output = stage.forward(inputs, self.arguments[microbatch], self._number, microbatch, products)
@@ -116,7 +116,7 @@ class PipelineStep:
             raise ActionError(action) from error
         self._count(action, began)
         for route in self._routes.outputs_of(action.stage):
-            self._hand_on(route, microbatch, made[route.value])
+            self._send_value(route, microbatch, made[route.value])
         if is_last:
             self.outputs[microbatch] = output if loss is None else _detached(output)
         if loss is not None:
@@ -125,19 +125,19 @@ class PipelineStep:
         if not torch.is_grad_enabled():
             for route in self._routes.inputs_of(action.stage):
                 if action.stage == self._routes.last_user_on(route, self._rank):
-                    self._held.pop((route.value, microbatch), None)
+                    self._inputs.pop((route.value, microbatch), None)
 
-    def _hand_on(self, route: ValueRoute, microbatch: int, value: Any) -> None:
-        """Give a value to each rank that uses it, this one included."""
+    def _send_value(self, route: ValueRoute, microbatch: int, value: Any) -> None:
+        """Send a value to the ranks that use it, and keep it if this rank does."""
         what = f"the value {route.value!r} of stage {route.source}"
         description, tensors = take_apart(value, what)
         for rank in self._routes.destinations(route):
             self._messages.send_value(value, what, self._number_of(route), microbatch, rank)
         if torch.is_grad_enabled():
-            self._made[route.value, microbatch] = [tensor for tensor in tensors if tensor.requires_grad]
+            self._sent_tensors[route.value, microbatch] = [tensor for tensor in tensors if tensor.requires_grad]
         if self._rank in (self._routes.places[user] for user in route.users):
             leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
-            self._held[route.value, microbatch] = put_together(description, leaves)
+            self._inputs[route.value, microbatch] = put_together(description, leaves)
 
     def _save(self, action: Action, output: Any, loss: Tensor | None, products: WeightProducts | None) -> None:
         if not torch.is_grad_enabled():
@@ -145,7 +145,7 @@ class PipelineStep:
         outputs = [
             tensor
             for route in self._routes.outputs_of(action.stage)
-            for tensor in self._made[route.value, action.microbatch]
+            for tensor in self._sent_tensors[route.value, action.microbatch]
         ]
         if loss is not None:
             outputs.append(loss)
@@ -174,22 +174,22 @@ class PipelineStep:
             raise ActionError(action) from error
         self._count(action, began)
         if action.kind != "W":
-            self._hand_back(action)
+            self._return_grads(action)
         if action.kind != "I":
             del self._saved[key]
 
     def _grads_of(self, route: ValueRoute, microbatch: int) -> list[Tensor | None]:
-        """Return the gradients of a value's tensors, summed over all that have used it."""
-        tensors = self._made.pop((route.value, microbatch))
+        """Return the gradients of a value's tensors, summed over its users."""
+        tensors = self._sent_tensors.pop((route.value, microbatch))
         grads: list[Tensor | None] = [None] * len(tensors)
         if not tensors:
             return grads
         if self._rank in (self._routes.places[user] for user in route.users):
-            leaves = [leaf for leaf in _tensors(self._held.pop((route.value, microbatch))) if leaf.requires_grad]
+            leaves = [leaf for leaf in _tensors(self._inputs.pop((route.value, microbatch))) if leaf.requires_grad]
             grads = [leaf.grad for leaf in leaves]
         for rank in self._routes.destinations(route):
-            found = self._messages.receive_grads(tensors, self._number_of(route), microbatch, rank)
-            grads = [new if grad is None else grad + new for grad, new in zip(grads, found, strict=True)]
+            received = self._messages.receive_grads(tensors, self._number_of(route), microbatch, rank)
+            grads = [new if grad is None else grad + new for grad, new in zip(grads, received, strict=True)]
         return grads
 
     def _last_grads(
@@ -200,33 +200,35 @@ class PipelineStep:
         needs = [tensor.requires_grad for tensor in _tensors(self.outputs[microbatch])]
         return [grad for grad, needed in zip(output_grads[microbatch], needs, strict=True) if needed]
 
-    def _hand_back(self, action: Action) -> None:
-        """Send the gradients of values whose last use on this rank has gone backward to where they came from."""
+    def _return_grads(self, action: Action) -> None:
+        """Return gradients of values to their sources, after the last backward of their users on this rank."""
         for route in self._routes.inputs_of(action.stage):
             if action.stage != self._routes.first_user_on(route, self._rank):
                 continue
             source = self._routes.places[route.source]
             if source == self._rank:
-                continue  # the stage that made it takes them itself
-            leaves = [leaf for leaf in _tensors(self._held.pop((route.value, action.microbatch))) if leaf.requires_grad]
+                continue  # the source reads them from the leaves
+            leaves = [
+                leaf for leaf in _tensors(self._inputs.pop((route.value, action.microbatch))) if leaf.requires_grad
+            ]
             grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
             self._messages.send_grads(grads, self._number_of(route), action.microbatch, source)
 
-    # Both.
+    # Forward and backward.
 
-    def _ask_for(self, action: Action) -> None:
-        """Make room for what an action will need from other ranks, as far as it is known."""
+    def _post_receives(self, action: Action) -> None:
+        """Post the receives of an action, if the shapes are known."""
         microbatch = action.microbatch
         if action.kind == "F":
             for route in self._routes.inputs_of(action.stage):
                 source = self._routes.places[route.source]
-                if source != self._rank and (route.value, microbatch) not in self._held:
-                    self._messages.ask_value(self._number_of(route), microbatch, source)
+                if source != self._rank and (route.value, microbatch) not in self._inputs:
+                    self._messages.post_value(self._number_of(route), microbatch, source)
         elif action.kind != "W":
             for route in self._routes.outputs_of(action.stage):
-                tensors = self._made.get((route.value, microbatch), [])
+                tensors = self._sent_tensors.get((route.value, microbatch), [])
                 for rank in self._routes.destinations(route) if tensors else ():
-                    self._messages.ask_grads(tensors, self._number_of(route), microbatch, rank)
+                    self._messages.post_grads(tensors, self._number_of(route), microbatch, rank)
 
     def _number_of(self, route: ValueRoute) -> int:
         return self._route_number[route.value]

@@ -1,4 +1,4 @@
-"""One error on every rank: a rank whose stage raises tells the others where and what, before it ends their waiting."""
+"""One error on every rank: a failing rank reports the error to all ranks, then aborts their waits."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _PATIENCE = timedelta(milliseconds=200)
 
 
 class Failures:
-    """What a rank of a pipeline says and hears of failures."""
+    """Reports of failures, from this rank and to it."""
 
     def __init__(self, rank: int, groups: Sequence[Any]) -> None:
-        """`groups` are the process groups that others may wait in."""
+        """`groups`: the process groups in which other ranks may wait."""
         self._rank = rank
         self._groups = groups
         # The same store may serve a program's next pipeline.
@@ -36,16 +36,16 @@ class Failures:
         """The present call's arguments that are cut, as text for errors."""
 
     def name_stages(self, names: Sequence[str], places: Sequence[int]) -> None:
-        """Know what the stages are made of, and on which rank of the program each is."""
+        """Set the layers of each stage, as text, and its rank in the program."""
         self._stages, self._places = list(names), list(places)
 
     @contextlib.contextmanager
-    def told(self) -> Iterator[None]:
-        """Have what fails in here fail on every rank, with one sentence and the traceback of where it began."""
+    def raised_everywhere(self) -> Iterator[None]:
+        """Raise an error of the block on every rank, with the traceback of the first rank that failed."""
         try:
             yield
         except (PeerError, dist.DistBackendError) as error:
-            text = self._hear()
+            text = self._receive()
             if text is not None:
                 raise StageError(text) from None
             ranks = getattr(error, "ranks", ())
@@ -57,14 +57,14 @@ class Failures:
                 "again from its last checkpoint"
             ) from None
         except ActionError as failure:
-            raise StageError(self._tell(self._describe(failure))) from failure.__cause__
+            raise StageError(self._report(self._describe(failure))) from failure.__cause__
         except LayerError as failure:
-            raise StageError(self._tell(self._describe_layer(failure))) from failure.__cause__
+            raise StageError(self._report(self._describe_layer(failure))) from failure.__cause__
         except UsageError as error:
-            self._tell(f"rank {self._rank}: {error}")
+            self._report(f"rank {self._rank}: {error}")
             raise
-        except Exception as error:  # what comes of outputs, say; the others would wait for ever
-            self._tell(f"rank {self._rank} failed: {self._with_traceback(error)}")
+        except Exception as error:  # an error in outputs, for example: the other ranks would wait forever
+            self._report(f"rank {self._rank} failed: {self._with_traceback(error)}")
             raise
 
     def _describe(self, failure: ActionError) -> str:
@@ -89,11 +89,11 @@ class Failures:
         )
 
     def _with_traceback(self, error: BaseException) -> str:
-        """Return what was raised, with its traceback indented: the launcher shows what comes before it, too."""
+        """Return an error with its traceback; indented, so that the launcher also shows the text before it."""
         trace = "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip()
         return f"{type(error).__name__}: {error}{self.cut}\n{textwrap.indent(trace, '  ')}"
 
-    def _tell(self, text: str) -> str:
+    def _report(self, text: str) -> str:
         with contextlib.suppress(Exception):
             dist.distributed_c10d._get_default_store().set(self._key, json.dumps(text))
         for group in self._groups:
@@ -101,8 +101,8 @@ class Failures:
                 group.abort()
         return text
 
-    def _hear(self) -> str | None:
-        """Return what another rank has said, if any has."""
+    def _receive(self) -> str | None:
+        """Return the report of another rank, if any."""
         with contextlib.suppress(Exception):
             store = dist.distributed_c10d._get_default_store()
             store.wait([self._key], _PATIENCE)

@@ -1,4 +1,4 @@
-"""A model's layers and how values flow between them, as the graph of its forward tells."""
+"""The layers of a model and the values between them, found in the graph of its forward."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from paceline.torch.capture.tracing import capture
 
 @dataclass(slots=True)
 class ModelLayer:
-    """Nodes that stay together: a module's call and what is done with its result until the next one's."""
+    """Nodes that stay together: the call of a module and all operations up to the next call."""
 
     name: str
     nodes: list[fx.Node]
     modules: set[str] = field(default_factory=set)
-    """Paths of all modules that a node of it is in, its own included."""
+    """Paths of the modules around its first node, and its own name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,52 +33,52 @@ class LayerGraph:
     captured: CapturedGraph
     layers: list[ModelLayer]
     marks: tuple[int, ...]
-    """The layers before which ``pipe_split()`` stands."""
+    """Numbers of the layers after a ``pipe_split()``."""
     free: frozenset[fx.Node]
-    """Nodes that depend on the model's arguments alone: every stage that uses one computes it itself."""
+    """Nodes that depend on the model's arguments alone: every stage that uses such a node computes it."""
 
     def place_of(self, layer: ModelLayer) -> tuple[str, int]:
-        """Return a layer's name, and how many layers before it have the same."""
-        same = [each for each in self.layers if each.name == layer.name]
+        """Return a layer's name, and the number of earlier layers with the same name."""
+        same = [other for other in self.layers if other.name == layer.name]
         return layer.name, same.index(layer)
 
     def number_of(self, name: str, occurrence: int) -> int | None:
-        """Return the number of the layer of this place, or of the first one in a module of this name; None: neither."""
+        """Return the number of the layer of this place, else of the first layer in a module of this name, else None."""
         same = [number for number, layer in enumerate(self.layers) if layer.name == name]
         if occurrence < len(same):
             return same[occurrence]
         return next((number for number, layer in enumerate(self.layers) if name in layer.modules), None)
 
     def begin_of(self, name: str, module: nn.Module) -> int:
-        """Return the number of the first layer of a module. Raises UsageError, which says why there is none."""
+        """Return the number of the first layer of a module. Raises UsageError with the reason if there is none."""
         for number, layer in enumerate(self.layers):
             if name in layer.modules:
                 return number
         modules = dict(module.named_modules())
-        outer = next((found for found in _enclosing(name) if any(layer.name == found for layer in self.layers)), None)
+        outer = next((path for path in _enclosing(name) if any(layer.name == path for layer in self.layers)), None)
         if name not in modules:
             known = ", ".join(dict.fromkeys(layer.name for layer in self.layers))
             raise UsageError(f"--split {name}: the model has no module of this name; its layers are {known[:400]}")
         if outer is not None:
             raise UsageError(
-                f"--split {name}: {outer} ({type(modules[outer]).__name__}) stands in the way, it cannot be taken "
-                "apart: its forward cannot be traced, or is torch's own; split before or behind it"
+                f"--split {name}: {outer} ({type(modules[outer]).__name__}) stands in the way, because it stays whole: "
+                "its forward cannot be traced, or is torch's own; split before or after it"
             )
         raise UsageError(f"--split {name}: the model's forward does not call this module; name one that it calls")
 
 
 def key_of(node: fx.Node) -> str:
-    """Return what a node's value goes under: arguments of the model by their own names, which nodes may have too."""
+    """Return the key of a node's value. Arguments of the model have a prefix, because nodes may have the same names."""
     return f"argument {node.target}" if node.op == "placeholder" else node.name
 
 
 def trace(module: nn.Module, arguments: CallArguments) -> LayerGraph:
-    """Find the layers of a model that is called with these arguments. Raises UsageError if there is no graph of it."""
+    """Find the layers of a model for a call with these arguments. Raises UsageError if it has no graph."""
     return _find_layers(capture(module, arguments, opens_torch_modules=True))
 
 
 def _find_layers(captured: CapturedGraph) -> LayerGraph:
-    """Gather the nodes of a graph in layers."""
+    """Group the nodes of a graph into layers."""
     layers: list[ModelLayer] = []
     marks: list[int] = []
     layer_of: dict[fx.Node, ModelLayer] = {}
@@ -89,7 +89,7 @@ def _find_layers(captured: CapturedGraph) -> LayerGraph:
             continue
         if node.target is stage_boundary:
             has_mark = bool(layers)
-        elif _takes_out(node) and node.args[0] in layer_of:
+        elif _is_part(node) and node.args[0] in layer_of:
             layer_of[node] = layer_of[node.args[0]]
             layer_of[node].nodes.append(node)
         elif has_mark or _begins_layer(node) or not layers:
@@ -114,7 +114,7 @@ def _find_layers(captured: CapturedGraph) -> LayerGraph:
 
 
 def _free_nodes(captured: CapturedGraph) -> frozenset[fx.Node]:
-    """Return the nodes that depend on arguments alone, draw nothing, and share memory with nothing that is changed."""
+    """Return the nodes that depend on arguments alone, draw no random numbers, and share no memory that changes."""
     graph, root = captured.graph, captured.root
     changed: set[fx.Node] = set()
     for node in reversed(list(graph.nodes)):
@@ -123,8 +123,8 @@ def _free_nodes(captured: CapturedGraph) -> frozenset[fx.Node]:
     free: set[fx.Node] = set()
     for node in graph.nodes:
         is_call = node.op in ("call_function", "call_method") and node.target is not stage_boundary
-        is_lasting = node not in changed and not draws(node, root)
-        if is_call and is_lasting and all(each.op == "placeholder" or each in free for each in node.all_input_nodes):
+        is_constant = node not in changed and not draws(node, root)
+        if is_call and is_constant and all(arg.op == "placeholder" or arg in free for arg in node.all_input_nodes):
             free.add(node)
     return frozenset(free)
 
@@ -133,7 +133,7 @@ def _begins_layer(node: fx.Node) -> bool:
     return node.op == "call_module" or any(arg.op == "get_attr" for arg in node.all_input_nodes)
 
 
-def _takes_out(node: fx.Node) -> bool:
+def _is_part(node: fx.Node) -> bool:
     return node.target is operator.getitem and len(node.all_input_nodes) == 1
 
 
@@ -142,9 +142,9 @@ def _name(node: fx.Node) -> str:
         return str(node.target)
     stack = modules_around(node)
     if stack and (isinstance(node.target, torch._ops.OpOverload) or node.target is F.linear):
-        return stack[-1]  # in a graph of operations they are all that there is of a module
-    own = getattr(node.target, "__name__", str(node.target))
-    return f"{stack[-1]}:{own}" if stack else own
+        return stack[-1]  # an exported graph has a module's operations only
+    function = getattr(node.target, "__name__", str(node.target))
+    return f"{stack[-1]}:{function}" if stack else function
 
 
 def _enclosing(name: str) -> Iterator[str]:

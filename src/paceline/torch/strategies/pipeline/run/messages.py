@@ -1,7 +1,7 @@
-"""What ranks of a pipeline send one another: values forward, gradients back, each under a tag of its own.
+"""Messages between the ranks of a pipeline: values forward, gradients back, each with a unique tag.
 
-Shapes are the same in every step of one kind of batch. So a value's description goes before it only when a kind is
-new; from then on its receiver has the room ready, and asks ahead.
+Shapes are the same in every step of one kind of batch. A value's description is sent with the first batch of a kind
+only; later, receives are posted before the value is needed.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ class Messages:
     """The messages of one rank in one step."""
 
     def __init__(self, group: Any, device: torch.device, known: dict[tuple[int, int], Any], *, is_new: bool) -> None:
-        """`known` are the descriptions of values, by (route, microbatch), for this kind of batch.
+        """`known`: the descriptions of values by (route, microbatch), for this kind of batch.
 
-        A kind that `is_new` fills it: descriptions are sent.
+        `is_new`: the kind has no descriptions yet; they are sent too.
         """
         self._group = group
         self._device = device
         self._known = known
         self._is_new = is_new
         self._sending: list[tuple[Any, Tensor]] = []
-        self._asked: dict[tuple[int, int, int, int], list[tuple[Any, Tensor]]] = {}
+        self._posted: dict[tuple[int, int, int, int], list[tuple[Any, Tensor]]] = {}
 
     def send_value(self, value: Any, what: str, route: int, microbatch: int, to: int) -> None:
-        """Begin to send a value to a rank. Raises UsageError for one that cannot travel."""
+        """Begin to send a value to a rank. Raises UsageError for a value that cannot travel."""
         description, tensors = take_apart(value, what)
         if len(tensors) > _MAX_TENSORS:
             raise UsageError(f"{what} has {len(tensors)} tensors, at most {_MAX_TENSORS} can travel as one value")
@@ -50,15 +50,15 @@ class Messages:
         for number, tensor in enumerate(tensors):
             self._send(tensor.detach().contiguous(), to, _tag(route, microbatch, FORWARD, number))
 
-    def ask_value(self, route: int, microbatch: int, source: int) -> None:
-        """Make room for a value that will come, if its shapes are known."""
+    def post_value(self, route: int, microbatch: int, source: int) -> None:
+        """Post the receives of a value, if its shapes are known."""
         key = (route, microbatch, FORWARD, source)
-        if self._is_new or key in self._asked:
+        if self._is_new or key in self._posted:
             return
-        self._ask(key, tensors_of(self._known[route, microbatch]))
+        self._post(key, tensors_of(self._known[route, microbatch]))
 
     def receive_value(self, route: int, microbatch: int, source: int) -> Any:
-        """Return a value when it has come: its tensors are leaves that need a gradient where the source's did."""
+        """Wait for a value. Its tensors are leaves, and need a gradient if the source's tensors do."""
         key = (route, microbatch, FORWARD, source)
         if self._is_new:
             length = torch.zeros(1, dtype=torch.int64)
@@ -68,51 +68,51 @@ class Messages:
             self._known[route, microbatch] = json.loads(bytes(text.tolist()))
         description = self._known[route, microbatch]
         metas = tensors_of(description)
-        if key not in self._asked:
-            self._ask(key, metas)
-        tensors = self._take(key)
+        if key not in self._posted:
+            self._post(key, metas)
+        tensors = self._wait_for(key)
         grads = torch.is_grad_enabled()
         for tensor, (_, _, needs_grad) in zip(tensors, metas, strict=True):
             tensor.requires_grad_(needs_grad and grads)
         return put_together(description, tensors)
 
     def send_grads(self, grads: Sequence[Tensor], route: int, microbatch: int, to: int) -> None:
-        """Begin to send the gradients of a value's tensors, of those that need one, back to where it came from."""
+        """Begin to return the gradients of a value's tensors, without those that need none, to its source."""
         for number, grad in enumerate(grads):
             self._send(grad.contiguous(), to, _tag(route, microbatch, BACK, number))
 
-    def ask_grads(self, like: Sequence[Tensor], route: int, microbatch: int, source: int) -> None:
-        """Make room for gradients that will come, of tensors like these."""
+    def post_grads(self, like: Sequence[Tensor], route: int, microbatch: int, source: int) -> None:
+        """Post the receives of gradients of tensors like these."""
         key = (route, microbatch, BACK, source)
-        if key not in self._asked:
-            self._ask(key, [(tensor.dtype, list(tensor.shape), False) for tensor in like])
+        if key not in self._posted:
+            self._post(key, [(tensor.dtype, list(tensor.shape), False) for tensor in like])
 
     def receive_grads(self, like: Sequence[Tensor], route: int, microbatch: int, source: int) -> list[Tensor]:
-        """Return gradients when they have come."""
-        self.ask_grads(like, route, microbatch, source)
-        return self._take((route, microbatch, BACK, source))
+        """Wait for gradients of tensors like these."""
+        self.post_grads(like, route, microbatch, source)
+        return self._wait_for((route, microbatch, BACK, source))
 
     def wait_sends(self, *, wait: bool) -> None:
-        """Let go of what has been sent; with `wait`, when all of it has been."""
-        left = []
+        """Release the tensors that are sent; with `wait`, wait for all of them."""
+        pending = []
         for work, tensor in self._sending:
             if wait:
                 work.wait()
             elif not work.is_completed():
-                left.append((work, tensor))
-        self._sending = left
+                pending.append((work, tensor))
+        self._sending = pending
 
-    def _ask(self, key: tuple[int, int, int, int], metas: Sequence[tuple[torch.dtype, list[int], bool]]) -> None:
+    def _post(self, key: tuple[int, int, int, int], metas: Sequence[tuple[torch.dtype, list[int], bool]]) -> None:
         route, microbatch, direction, source = key
-        self._asked[key] = []
+        self._posted[key] = []
         for number, (dtype, shape, _) in enumerate(metas):
-            room = torch.empty(shape, dtype=dtype, device=self._device)
-            work = self._receive(room, source, _tag(route, microbatch, direction, number))
-            self._asked[key].append((work, room))
+            buffer = torch.empty(shape, dtype=dtype, device=self._device)
+            work = self._receive(buffer, source, _tag(route, microbatch, direction, number))
+            self._posted[key].append((work, buffer))
 
-    def _take(self, key: tuple[int, int, int, int]) -> list[Tensor]:
+    def _wait_for(self, key: tuple[int, int, int, int]) -> list[Tensor]:
         tensors = []
-        for work, tensor in self._asked.pop(key):
+        for work, tensor in self._posted.pop(key):
             work.wait()
             tensors.append(tensor)
         return tensors
@@ -120,10 +120,10 @@ class Messages:
     def _send(self, tensor: Tensor, to: int, tag: int) -> None:
         self._sending.append((dist.isend(tensor, group=self._group, tag=tag, group_dst=to), tensor))
 
-    def _receive(self, room: Tensor, source: int, tag: int) -> Any:
-        return dist.irecv(room, group=self._group, tag=tag, group_src=source)
+    def _receive(self, buffer: Tensor, source: int, tag: int) -> Any:
+        return dist.irecv(buffer, group=self._group, tag=tag, group_src=source)
 
 
 def _tag(route: int, microbatch: int, direction: int, tensor: int) -> int:
-    """Return the number that a message goes under: no two of a step between the same ranks have the same."""
+    """Return the tag of a message, unique among the messages of a step between two ranks."""
     return ((route * _MAX_MICROBATCHES + microbatch) * 2 + direction) * (_TEXT + 1) + tensor

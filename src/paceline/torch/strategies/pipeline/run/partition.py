@@ -1,4 +1,4 @@
-"""A traced model with its cuts: which nodes, values and parameters are whose."""
+"""A traced model with its cuts: the nodes, values and parameters of each stage."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ class Partition:
     graph: LayerGraph
     stages: tuple[tuple[ModelLayer, ...], ...]
     preludes: tuple[tuple[fx.Node, ...], ...]
-    """By stage, nodes of other stages that it computes itself, because they depend on the arguments alone."""
+    """By stage, the nodes of other stages that it computes too, because they depend on the arguments alone."""
     routes: ValueRoutes
     parameters: dict[str, list[int]]
-    """By name, the stages that use it."""
+    """The stages that use each parameter, by its name."""
     buffers: dict[str, list[int]]
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return len(self.stages)
 
     def modules_of(self, stage: int) -> str:
-        """Return a stage's layers as people name them: first to last."""
+        """Return a text for a stage's layers: first to last."""
         names = list(dict.fromkeys(layer.name for layer in self.stages[stage]))
         return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
@@ -43,7 +43,7 @@ def cut(
 ) -> Partition:
     """Cut a graph before the layers numbered `cuts`; `places` are the stages' ranks.
 
-    `repeats`: whether stages compute for themselves what depends on the arguments alone, or send it as all else.
+    `repeats`: compute a value that depends on the arguments alone in each stage that uses it, instead of sending it.
     """
     bounds = [0, *cuts, len(graph.layers)]
     stages = tuple(tuple(graph.layers[a:b]) for a, b in itertools.pairwise(bounds))
@@ -72,7 +72,7 @@ def _nodes_of(layers: Sequence[ModelLayer]) -> list[fx.Node]:
 
 
 def _with_inputs(wanted: set[fx.Node], made_by: Mapping[fx.Node, int], stage: int) -> tuple[fx.Node, ...]:
-    """Return nodes and all that they depend on and other stages make, in the graph's order."""
+    """Return these nodes, and the nodes of other stages that they depend on, in the graph's order."""
     for node in reversed(list(made_by)):
         if node in wanted:
             wanted |= {arg for arg in node.all_input_nodes if arg in made_by and made_by[arg] != stage}
@@ -80,33 +80,31 @@ def _with_inputs(wanted: set[fx.Node], made_by: Mapping[fx.Node, int], stage: in
 
 
 def cuts_by_name(graph: LayerGraph, names: Sequence[str], module: nn.Module) -> list[int]:
-    """Return the layers that begin the stages that modules of these names begin. Raises UsageError."""
-    found = [graph.begin_of(name, module) for name in names]
-    for name, number in zip(names, found, strict=True):
+    """Return the numbers of the layers at which modules of these names begin. Raises UsageError."""
+    cuts = [graph.begin_of(name, module) for name in names]
+    for name, number in zip(names, cuts, strict=True):
         if number == 0:
             raise UsageError(f"--split {name}: nothing comes before it, so it begins stage 0 anyway; leave it out")
-    for (first, a), (second, b) in zip(
-        list(zip(names, found, strict=True)), list(zip(names, found, strict=True))[1:], strict=False
-    ):
+    for (first, a), (second, b) in itertools.pairwise(zip(names, cuts, strict=True)):
         if b <= a:
             raise UsageError(
                 f"--split {','.join(names)}: {second} does not come after {first} in the model's forward; give the "
                 "names in the order in which the model calls them"
             )
-    return found
+    return cuts
 
 
 def same_cuts(reference: Partition, graph: LayerGraph) -> list[int]:
-    """Return the cuts of another trace of the model: before the same layers. Raises UsageError."""
+    """Return the cuts before the same layers in another trace of the model. Raises UsageError."""
     firsts = [stage[0] for stage in reference.stages[1:]]
-    found = [graph.number_of(*reference.graph.place_of(layer)) for layer in firsts]
-    if None in found or sorted(set(found)) != found:  # type: ignore[type-var]
+    cuts = [graph.number_of(*reference.graph.place_of(layer)) for layer in firsts]
+    if None in cuts or sorted(set(cuts)) != cuts:  # type: ignore[type-var]
         names = ", ".join(layer.name for layer in firsts)
         raise UsageError(
             f"the model calls other layers now than in its first call, so that stages cannot begin at {names}: a model "
-            "that is cut calls the same layers in training, in evaluation and with all arguments"
+            "in a pipeline must call the same layers in training, in evaluation and with all arguments"
         )
-    return [number for number in found if number is not None]
+    return [number for number in cuts if number is not None]
 
 
 def crossing_values(graph: LayerGraph, cut_at: int) -> list[fx.Node]:
@@ -120,19 +118,19 @@ def crossing_values(graph: LayerGraph, cut_at: int) -> list[fx.Node]:
 def _find_users(
     module: nn.Module, root: nn.Module, nodes: Sequence[Sequence[fx.Node]]
 ) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
-    """Return by name of parameters, and of buffers, the stages with nodes that use them."""
+    """Return the stages that use each parameter, and each buffer, by name."""
     parameters: dict[str, set[int]] = {name: set() for name, _ in module.named_parameters()}
     buffers: dict[str, set[int]] = {name: set() for name, _ in module.named_buffers()}
     names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
     for number, stage_nodes in enumerate(nodes):
         for node in stage_nodes:
             read = [arg for arg in node.all_input_nodes if arg.op == "get_attr"]
-            for tensor in (held for each in (node, *read) for held in tensors_of(each, root)):
+            for tensor in (tensor for holder in (node, *read) for tensor in tensors_of(holder, root)):
                 name = names.get(id(tensor), "")
-                for found in (parameters, buffers):
-                    if name in found:
-                        found[name].add(number)
-    # What no stage uses stays with the first.
+                for users in (parameters, buffers):
+                    if name in users:
+                        users[name].add(number)
+    # A tensor that no stage uses stays with the first stage.
     return tuple(  # type: ignore[return-value]
-        {name: sorted(used) or [0] for name, used in found.items()} for found in (parameters, buffers)
+        {name: sorted(stages) or [0] for name, stages in users.items()} for users in (parameters, buffers)
     )

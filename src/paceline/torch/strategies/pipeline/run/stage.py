@@ -1,4 +1,4 @@
-"""One stage at work on one microbatch: its nodes forward, its gradients backward. Talks to nobody."""
+"""One stage on one microbatch: its nodes forward, its gradients backward. Without communication."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from paceline.torch.strategies.pipeline.run.weights import WeightProducts, is_la
 
 
 class LayerError(Exception):
-    """A layer's forward has raised; its name is the message, what it raised the cause."""
+    """The forward of a layer failed. The message is the layer's name, the cause its exception."""
 
 
 @dataclass(slots=True)
 class Saved:
-    """What a stage keeps of a microbatch between forward and backward."""
+    """A stage's state of a microbatch between forward and backward."""
 
     outputs: list[Tensor]
-    """Those that need a gradient."""
+    """The outputs that need a gradient."""
     products: WeightProducts | None
 
 
 class Stage:
-    """The layers of one stage. Dropout and the like draw from (seed, step, layer, microbatch), wherever they run."""
+    """The layers of one stage. Random numbers depend on (seed, step, layer, microbatch), not on the rank."""
 
     def __init__(self, module: nn.Module, partition: Partition, number: int, seed: int) -> None:
         self.number = number
@@ -42,7 +42,7 @@ class Stage:
         self._is_last = number == partition.num_stages - 1
         self._output = partition.graph.captured.output
         self._nodes = [
-            *(("what depends on the arguments", node) for node in partition.preludes[number]),
+            *(("an operation on the arguments", node) for node in partition.preludes[number]),
             *((layer.name, node) for layer in partition.stages[number] for node in layer.nodes),
         ]
         self._inputs = [route.value for route in partition.routes.inputs_of(number)]
@@ -53,14 +53,14 @@ class Stage:
         self._random = {node for _, node in self._nodes if may_draw(node, root)}
         self._clones = any(_may_change_inputs(node, root) for _, node in self._nodes)
         self._last_use = self._find_last_uses()
-        own = [attribute(module, name) for name, stages in partition.parameters.items() if number in stages]
-        self._has_large_weights = any(each.dim() == 2 and is_large(each) for each in own)
+        weights = [attribute(module, name) for name, stages in partition.parameters.items() if number in stages]
+        self._has_large_weights = any(weight.dim() == 2 and is_large(weight) for weight in weights)
 
-    def products(self, *, puts_off: bool) -> WeightProducts | None:
-        """Return what a microbatch's forward is to run in; None: nothing. `puts_off`: its backward is split."""
-        if not torch.is_grad_enabled() or not (puts_off or self._has_large_weights):
+    def products(self, *, defers: bool) -> WeightProducts | None:
+        """Return the weights' products of a microbatch; None: autograd computes them. `defers`: split the backward."""
+        if not torch.is_grad_enabled() or not (defers or self._has_large_weights):
             return None
-        return WeightProducts(puts_off=puts_off)
+        return WeightProducts(defers=defers)
 
     def forward(
         self,
@@ -70,9 +70,9 @@ class Stage:
         microbatch: int,
         products: WeightProducts | None = None,
     ) -> tuple[dict[str, Any], Any]:
-        """Compute; return the values that other stages use, by name, and, of the last stage, the model's output.
+        """Return the values that other stages use, by name, and the model's output if this is the last stage.
 
-        `inputs` are the values of earlier stages, `arguments` those of the model. Raises LayerError.
+        `inputs`: values of earlier stages; `arguments`: the model's arguments. Raises LayerError.
         """
         with nullcontext() if products is None else products:
             return self._forward(inputs, arguments, step, microbatch)
@@ -95,16 +95,16 @@ class Stage:
         return {name: values[name] for name in self._kept if name in values}, output
 
     def backward(self, saved: Saved, grads: Sequence[Tensor | None]) -> None:
-        """Add to the gradients of the parameters and the inputs. `grads` are those of ``saved.outputs``."""
+        """Add to the gradients of the parameters and the inputs. `grads`: the gradients of ``saved.outputs``."""
         pairs = [(o, g) for o, g in zip(saved.outputs, grads, strict=True) if g is not None]
         saved.outputs = []
         if not pairs:
             return
-        with nullcontext() if saved.products is None else saved.products.taking():
+        with nullcontext() if saved.products is None else saved.products.active():
             torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
 
     def backward_weights(self, saved: Saved) -> None:
-        """Add to the gradients of weights what :meth:`backward` has put off."""
+        """Add the products that :meth:`backward` deferred to the gradients of weights."""
         if saved.products is not None:
             saved.products.finish()
 
@@ -116,7 +116,7 @@ class Stage:
         return attribute(self._root, str(node.target)) if node.op == "get_attr" else values[key_of(node)]
 
     def _seeded(self, call: Any, node: fx.Node, step: int, microbatch: int) -> Any:
-        # Not torch.manual_seed, which also has every other device seeded later: 25 ms of a step of 140 ms.
+        # torch.manual_seed would also seed every other device: 25 ms of a step of 140 ms.
         generator = torch.default_generator
         state = generator.get_state()
         try:
@@ -131,14 +131,14 @@ class Stage:
             last[node.name] = node
             for arg in node.all_input_nodes:
                 last[key_of(arg)] = node
-        found: dict[fx.Node, list[str]] = {}
-        for name, node in last.items():
-            if name not in self._kept:
-                found.setdefault(node, []).append(name)
+        lasting = set(self._kept)
         if self._is_last:
-            used = {key_of(node) for node in self._output.graph_nodes}
-            found = {node: [name for name in names if name not in used] for node, names in found.items()}
-        return found
+            lasting |= {key_of(node) for node in self._output.graph_nodes}
+        names: dict[fx.Node, list[str]] = {}
+        for name, node in last.items():
+            if name not in lasting:
+                names.setdefault(node, []).append(name)
+        return names
 
 
 def _callable(node: fx.Node, module: nn.Module) -> Any:
@@ -150,7 +150,7 @@ def _callable(node: fx.Node, module: nn.Module) -> Any:
 
 
 def _may_change_inputs(node: fx.Node, module: nn.Module) -> bool:
-    """Whether a node changes values in place, or a module within the one that it calls does."""
+    """Return whether a node changes values in place, or a module inside the one that it calls does."""
     within = module.get_submodule(str(node.target)).modules() if node.op == "call_module" else ()
     return changes_in_place(node, module) or any(getattr(inner, "inplace", False) is True for inner in within)
 

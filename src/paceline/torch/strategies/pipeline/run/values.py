@@ -1,4 +1,4 @@
-"""Values that travel: tensors in tuples, lists and dictionaries, taken apart into tensors and a description in JSON."""
+"""Values that travel: structures of tensors, as a list of tensors and a description in JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.torch.capture.calls import of_class
 
 
 def take_apart(value: Any, what: str) -> tuple[Any, list[Tensor]]:
-    """Return a description of a value, and its tensors in order. Raises UsageError for what cannot travel."""
+    """Return a description of a value, and its tensors in order. Raises UsageError if it cannot travel."""
     tensors: list[Tensor] = []
 
     def describe(part: Any) -> Any:
@@ -35,9 +35,9 @@ def take_apart(value: Any, what: str) -> tuple[Any, list[Tensor]]:
             plain = tuple(part) if isinstance(part, tuple) else _fields(part)
             return {"n": [type(part).__module__, type(part).__qualname__, describe(plain)]}
         if isinstance(part, (tuple, list)):
-            return {"l" if isinstance(part, list) else "u": [describe(each) for each in part]}
+            return {"l" if isinstance(part, list) else "u": [describe(item) for item in part]}
         if isinstance(part, dict) and all(isinstance(key, str) for key in part):
-            return {"d": {key: describe(each) for key, each in part.items()}}
+            return {"d": {key: describe(item) for key, item in part.items()}}
         raise UsageError(
             f"{what} is of type {type(part).__name__}, which cannot travel between stages: tensors, numbers and text "
             "can, in tuples, lists and dictionaries; cut the model elsewhere"
@@ -49,30 +49,30 @@ def take_apart(value: Any, what: str) -> tuple[Any, list[Tensor]]:
 def _fields(value: Any) -> dict[str, Any]:
     if isinstance(value, dict):
         return dict(value)
-    return {each.name: getattr(value, each.name) for each in dataclasses.fields(value) if each.init}
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
 
 
 def put_together(description: Any, tensors: Sequence[Tensor]) -> Any:
-    """Return the value of a description, with these tensors in it."""
+    """Return the value of a description, with these tensors."""
     return _build(description, iter(tensors))
 
 
 def tensors_of(description: Any) -> list[tuple[torch.dtype, list[int], bool]]:
-    """Return each tensor's dtype, shape and whether it needs a gradient."""
+    """Return dtype, shape, and whether a gradient is needed, of each tensor of a description."""
     (kind, content), *_ = description.items()
     if kind == "t":
         return [(getattr(torch, content[0]), list(content[1]), bool(content[2]))]
     parts = content[2:] if kind == "n" else content if kind in ("l", "u") else content.values() if kind == "d" else ()
-    return [found for part in parts for found in tensors_of(part)]
+    return [meta for part in parts for meta in tensors_of(part)]
 
 
 def plain_values(description: Any) -> list[Any]:
-    """Return what is no tensor in a described value."""
+    """Return the leaves of a described value that are not tensors."""
     (kind, content), *_ = description.items()
     parts = content[2:] if kind == "n" else content if kind in ("l", "u") else content.values() if kind == "d" else None
     if parts is None:
         return [] if kind == "t" else [content]
-    return [found for part in parts for found in plain_values(part)]
+    return [leaf for part in parts for leaf in plain_values(part)]
 
 
 def _build(description: Any, tensors: Iterator[Tensor]) -> Any:
@@ -95,19 +95,19 @@ def _build(description: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 def _as_named(module: str, name: str, value: Any) -> Any:
-    """Return a tuple or a dictionary as one of a class that this process has, too: the output of a model's part.
+    """Return a tuple or dictionary as an object of a class: a tuple, dictionary or dataclass.
 
-    Raises UsageError if it has not, or the class is neither, nor a dataclass.
+    Raises UsageError if this process has no such class.
     """
-    found: Any = sys.modules.get(module)
+    kind: Any = sys.modules.get(module)
     for part in name.split("."):
-        found = getattr(found, part, None)
-    is_structure = isinstance(found, type) and (issubclass(found, (tuple, dict)) or dataclasses.is_dataclass(found))
+        kind = getattr(kind, part, None)
+    is_structure = isinstance(kind, type) and (issubclass(kind, (tuple, dict)) or dataclasses.is_dataclass(kind))
     if not is_structure:
         raise UsageError(
             f"a value of the class {module}.{name} came from another stage, and this process has no such class: define "
             "it at the top of a module that every process imports"
         )
     if isinstance(value, tuple):
-        return found(*value) if hasattr(found, "_fields") else found(value)
-    return of_class(found, value)
+        return kind(*value) if hasattr(kind, "_fields") else kind(value)
+    return of_class(kind, value)

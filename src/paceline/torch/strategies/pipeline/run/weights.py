@@ -1,13 +1,13 @@
-"""Gradients of linear layers' weights: added in place, and put off where a schedule wants them later.
+"""Gradients of linear layers' weights: added in place, and deferred if the schedule splits backwards.
 
 Autograd computes the gradient of a weight of n bytes into new memory and adds it to the sum, for each microbatch: 5n
-bytes go through memory. One product that adds to the sum where it lies moves 2n. (Megatron-LM calls it gradient
-accumulation fusion.) The same products, put off, are the second half of a backward that zero-bubble schedules split (Qi
-et al., "Zero Bubble Pipeline Parallelism", ICLR 2024).
+bytes of memory traffic. One product that adds to the sum in place moves 2n. (Megatron-LM calls it gradient accumulation
+fusion.) Deferred, the same products are the second half of a split backward in zero-bubble schedules (Qi et al., "Zero
+Bubble Pipeline Parallelism", ICLR 2024).
 
-A call of it costs 0.1 ms of Python. Processor time of a step of one rank, 8 microbatches: 3 layers of 2048 x 2048 on
-32 rows 236 ms, and 275 with autograd's sums; 4 transformer layers of width 256 on 64 rows 162 ms, and 145 with
-autograd's. So small weights are left to autograd, unless they are to be put off.
+A call costs 0.1 ms of Python. Processor time of a step of one rank, 8 microbatches: 3 layers of 2048 x 2048 on 32 rows
+236 ms, and 275 with autograd's sums; 4 transformer layers of width 256 on 64 rows 162 ms, and 145 with autograd's. So
+autograd handles small weights, unless they are deferred.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ _top_hooks: Final = getattr(torch._C._autograd, "_top_saved_tensors_default_hook
 
 
 class WeightProducts(TorchFunctionMode):
-    """The gradients of weights that one microbatch's backward through one stage leaves.
+    """The gradients of weights of one microbatch's backward through one stage.
 
-    Enter it around the forward, and :meth:`taking` around the backward. Outside of that gradients of weights are
-    returned as any layer's are, so that those which a forward takes within itself are right.
+    Enter it around the forward, and :meth:`active` around the backward. In other backwards, such as one inside the
+    forward, autograd receives the gradients of weights as usual.
     """
 
-    def __init__(self, *, puts_off: bool) -> None:
-        """`puts_off`: products wait for :meth:`finish`."""
+    def __init__(self, *, defers: bool) -> None:
+        """`defers`: products are computed in :meth:`finish`."""
         super().__init__()
         self.is_open = False
-        self._puts_off = puts_off
-        self._waiting: list[tuple[nn.Parameter, Tensor, Tensor]] = []
+        self._puts_off = defers
+        self._deferred: list[tuple[nn.Parameter, Tensor, Tensor]] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Compute, linear layers by :class:`_Linear`."""
+        """Call `func`; linear layers by :class:`_Linear`."""
         kwargs = kwargs or {}
         if func is F.linear and len(args) + len(kwargs) in (2, 3):
             named: dict[str, Any] = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
@@ -52,8 +52,8 @@ class WeightProducts(TorchFunctionMode):
         return func(*args, **kwargs)
 
     @contextmanager
-    def taking(self) -> Iterator[None]:
-        """Take the gradients of weights of a backward that is made in here."""
+    def active(self) -> Iterator[None]:
+        """Receive the gradients of weights of the backward inside."""
         self.is_open = True
         try:
             yield
@@ -63,15 +63,15 @@ class WeightProducts(TorchFunctionMode):
     def add(self, weight: nn.Parameter, grad: Tensor, x: Tensor) -> None:
         """Add the product of an output's gradient and an input, both as matrices, to a weight's gradient."""
         if self._puts_off:
-            self._waiting.append((weight, grad, x))
+            self._deferred.append((weight, grad, x))
         else:
             _accumulate(weight, grad, x)
 
     def finish(self) -> None:
-        """Add what was put off."""
-        for weight, grad, x in self._waiting:
+        """Compute and add the deferred products."""
+        for weight, grad, x in self._deferred:
             _accumulate(weight, grad, x)
-        self._waiting.clear()
+        self._deferred.clear()
 
 
 class _Linear(torch.autograd.Function):
@@ -81,7 +81,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, products: WeightProducts, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.products, ctx.parameter = products, weight
         ctx.save_for_backward(x, weight)
-        # Not F.linear, whose output may be a view, which nothing could change in place behind a function of ours.
+        # The output of F.linear may be a view, and a view from a custom function cannot be changed in place.
         output = x.new_empty(*x.shape[:-1], weight.shape[0])
         rows, into = x.reshape(-1, x.shape[-1]), output.view(-1, weight.shape[0])
         if bias is None:
@@ -94,21 +94,21 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         grads, rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-        back = (grads @ weight).view(x.shape) if ctx.needs_input_grad[1] else None
-        of_bias = grads.sum(0) if ctx.needs_input_grad[3] else None
+        input_grad = (grads @ weight).view(x.shape) if ctx.needs_input_grad[1] else None
+        bias_grad = grads.sum(0) if ctx.needs_input_grad[3] else None
         if ctx.products.is_open:
             ctx.products.add(ctx.parameter, grads, rows)
-            return None, back, None, of_bias
-        return None, back, grads.t() @ rows, of_bias
+            return None, input_grad, None, bias_grad
+        return None, input_grad, grads.t() @ rows, bias_grad
 
 
 def is_large(weight: Tensor) -> bool:
-    """Return whether it pays to add to a weight's gradient in place."""
+    """Return whether adding to a weight's gradient in place is faster."""
     return weight.numel() * weight.element_size() >= _LARGE_BYTES
 
 
 def _is_plain(x: Any, weight: Any) -> bool:
-    """Whether nobody but the optimizer waits for this weight's gradient, and nothing changes how it is computed."""
+    """Return whether only the optimizer uses this weight's gradient, and no mode changes its computation."""
     return (
         type(weight) is nn.Parameter
         and weight.requires_grad
@@ -121,7 +121,7 @@ def _is_plain(x: Any, weight: Any) -> bool:
         and not getattr(weight, "_post_accumulate_grad_hooks", None)
         and not torch.is_autocast_enabled("cpu")
         and torch._C._functorch.peek_interpreter_stack() is None
-        and _top_hooks(True) is None  # of torch.utils.checkpoint, which computes once more without us
+        and _top_hooks(True) is None  # torch.utils.checkpoint computes again outside this mode
     )
 
 
