@@ -1,7 +1,7 @@
 """Gradients of parameters that are on other processes: they have shapes and norms, and no values.
 
-So ``torch.nn.utils.clip_grad_norm_`` and what else looks at norms works as in one process, elementwise changes in
-place do nothing here (they are made where the gradient is), and whatever needs values is refused.
+``torch.nn.utils.clip_grad_norm_`` and other functions of norms work as in one process. Elementwise changes in place do
+nothing here: the process with the gradient applies them. Functions that need values raise an error.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.errors import UsageError
 
 NormOf = Callable[[str, float], float]
-"""From a parameter's name and the order of a norm to the norm of its gradient, wherever that is."""
+"""Returns the norm of a parameter's gradient, on any process, given its name and the order of the norm."""
 
 _PLAIN: Final = (
     "shape", "size", "dim", "ndim", "numel", "dtype", "device", "layout", "is_sparse", "requires_grad", "grad_fn",
@@ -47,7 +47,7 @@ class AbsentGrad(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Answer what asks for no values, or for a norm; refuse the rest."""
+        """Call functions that need no values, and norms; reject all others."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__"):
@@ -61,17 +61,17 @@ class AbsentGrad(torch.Tensor):
         if name == "_foreach_norm":
             order = args[1] if len(args) > 1 else kwargs.get("ord")
             return tuple(
-                each.norm_value(order)
-                if isinstance(each, AbsentGrad)
-                else torch.linalg.vector_norm(each, 2.0 if order is None else order)
-                for each in args[0]
+                grad.norm_value(order)
+                if isinstance(grad, AbsentGrad)
+                else torch.linalg.vector_norm(grad, 2.0 if order is None else order)
+                for grad in args[0]
             )
         if name.endswith("_") and not name.endswith("__") and not name.startswith("_amp"):
-            return _change_others(func, args, kwargs)
-        shown = next(each for each in _absent_in((args, kwargs)))
+            return _change_here(func, args, kwargs)
+        absent = _absent_in((args, kwargs))[0]
         raise UsageError(
-            f"{name}() of the gradient of {shown.parameter_name!r}, which is on another process of the pipeline: its "
-            "norm can be asked for, and changes in place be made; do the rest in a hook of the parameter"
+            f"{name}() of the gradient of {absent.parameter_name!r}, which is on another process of the pipeline: only "
+            "its norm and changes in place are available; do the rest in a hook of the parameter"
         )
 
     @classmethod
@@ -84,20 +84,20 @@ class AbsentGrad(torch.Tensor):
         return f"AbsentGrad({self.parameter_name!r}, on another process)"
 
 
-def _change_others(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Make a change in place to those tensors of a call that are here."""
+def _change_here(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Apply a change in place to the tensors of a call that are on this process."""
     first = args[0]
     if not isinstance(first, (list, tuple)):
         return first
-    here = [number for number, each in enumerate(first) if not isinstance(each, AbsentGrad)]
+    here = [number for number, grad in enumerate(first) if not isinstance(grad, AbsentGrad)]
 
-    def kept(value: Any) -> Any:
+    def of_here(value: Any) -> Any:
         if isinstance(value, (list, tuple)) and len(value) == len(first):
             return [value[number] for number in here]
         return value
 
     if here:
-        func(*(kept(each) for each in args), **{key: kept(value) for key, value in kwargs.items()})
+        func(*map(of_here, args), **{key: of_here(value) for key, value in kwargs.items()})
     return None
 
 

@@ -13,7 +13,7 @@ from paceline.errors import UsageError
 
 
 def batch_size(leaves: Sequence[Any]) -> int:
-    """Return the rows of a batch: of the first tensor that has any. Raises UsageError."""
+    """Return the rows of a batch: the length of the first tensor with a dimension. Raises UsageError."""
     size = next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
     if not size:
         raise UsageError(
@@ -31,26 +31,27 @@ def batch_size(leaves: Sequence[Any]) -> int:
 
 
 def describe_cut(arguments: Mapping[str, Any], size: int) -> str:
-    """Say which of the model's arguments are cut into microbatches, and which go whole to each; "" if all are cut."""
-    named = [
+    """Return a text about arguments that are cut into microbatches and arguments that are not; "" if all are cut."""
+    tensors = [
         (name, leaf)
         for name, value in arguments.items()
         for leaf in torch.utils._pytree.tree_leaves(value)
         if isinstance(leaf, Tensor) and leaf.dim()
     ]
-    cut, whole = ([f"{n} {list(t.shape)}" for n, t in named if (len(t) == size) is is_cut] for is_cut in (True, False))
+    cut = [f"{name} {list(tensor.shape)}" for name, tensor in tensors if len(tensor) == size]
+    whole = [f"{name} {list(tensor.shape)}" for name, tensor in tensors if len(tensor) != size]
     if not whole:
         return ""
-    elsewhere = [f"{n}'s dimension {t.shape.index(size)}" for n, t in named if len(t) != size and size in t.shape]
-    hint = f"; if {' and '.join(elsewhere)} is the batch, give it first, and transpose it within the model"
+    as_long = [f"{n}'s dimension {t.shape.index(size)}" for n, t in tensors if len(t) != size and size in t.shape]
+    hint = f"; if {' and '.join(as_long)} is the batch, give it first, and transpose it within the model"
     return (
         f"; microbatches cut {', '.join(cut)} along the first dimension, which must be the batch, and have all of "
-        f"{', '.join(whole)}{hint if elsewhere else ''}"
+        f"{', '.join(whole)}{hint if as_long else ''}"
     )
 
 
 def cut_rows(value: Any, size: int, parts: int) -> list[Any]:
-    """Return a value's microbatches: tensors of `size` rows are cut, others are the same in all."""
+    """Return a value's microbatches: tensors of `size` rows are cut, other leaves are repeated."""
     bounds = row_bounds(size, parts)
 
     def part_of(leaf: Any, first: int, end: int) -> Any:
@@ -61,19 +62,18 @@ def cut_rows(value: Any, size: int, parts: int) -> list[Any]:
 
 
 def row_bounds(size: int, parts: int) -> list[int]:
-    """Return where the parts of `size` rows begin and end: the first ones have one more where it does not divide."""
+    """Return the bounds of the parts of `size` rows; the first parts have one row more if it does not divide."""
     small, larger = divmod(size, parts)
     return [part * small + min(part, larger) for part in range(parts + 1)]
 
 
 def join_rows(parts: Sequence[Tensor]) -> Tensor:
-    """Return the microbatches' tensors as one, rows one after another."""
+    """Return the microbatches' tensors as one, with all rows."""
     return torch.cat(list(parts))
 
 
 def add_numbers(parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """Return the sum of the microbatches' numbers, each times its weight."""
-    total = sum(
-        part * weight for part, weight in zip(parts, weights, strict=True) if weight
-    )  # a mean of nothing is NaN
+    # Parts with weight 0 are left out: a mean of nothing is NaN.
+    total = sum(part * weight for part, weight in zip(parts, weights, strict=True) if weight)
     return torch.as_tensor(total, dtype=parts[0].dtype)

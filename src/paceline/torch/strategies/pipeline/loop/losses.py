@@ -1,7 +1,7 @@
-"""Losses that can be computed a microbatch at a time: the sum of the parts is the loss of the whole batch, exactly.
+"""Losses in parts: the sum of the microbatches' parts is exactly the loss of the whole batch.
 
-A mean over the batch is a sum over each microbatch divided by what the whole batch is divided by, which depends on the
-targets alone. So parts of unequal size, ignored targets and class weights come out as in one process.
+A mean over the batch is a sum over the microbatches divided by the count of the whole batch, which depends on the
+targets alone. So parts of unequal size, ignored targets and class weights give the result of one process.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class RowOperation:
-    """A call on a tensor that is not there yet, to be made on each microbatch of it."""
+    """A call on a tensor that is not computed yet, for each of its microbatches."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """Make the call on a tensor."""
+        """Call the function with a tensor."""
         result: Tensor = self.function(tensor, *self.args, **self.kwargs)
         return result
 
@@ -47,15 +47,15 @@ class RowOperation:
 def as_operation(
     function: Any, shape: Sequence[int], rows: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[RowOperation, list[int]] | None:
-    """Return a call that does the same to each row of a batch, and its result's shape; None if it does not.
+    """Return a call that treats each row of a batch alike, and the shape of its result; None for other calls.
 
-    `shape` is the whole tensor's, of a batch of `rows`. Views are tried on shapes alone: what puts rows first, as many
-    as there are for each example, for batches of several sizes, keeps examples apart.
+    `shape`: the whole tensor's, for a batch of `rows`. Views are tried on shapes alone, for several sizes of batches: a
+    view keeps examples apart if the first dimension of its result has the same number of rows for each example.
     """
     name = getattr(function, "__name__", "")
     if not shape or shape[0] % rows or name not in (*_RESHAPING, *_POINTWISE, *_NORMALIZING):
         return None
-    if any(_has_tensor(each) for each in (args, kwargs)):
+    if _has_tensor((args, kwargs)):
         return None
     if name in _NORMALIZING:
         dim = kwargs.get("dim", args[0] if args else None)
@@ -63,38 +63,38 @@ def as_operation(
             return None
     operation = RowOperation(function, args, dict(kwargs))
     per_example = shape[0] // rows
-    found = []
+    shapes = []
     try:
         for size in (rows, rows + 1, 2 * rows + 3):
             result = operation(torch.empty([per_example * size, *shape[1:]], device="meta"))
-            found.append((size, list(result.shape)))
-    except Exception:  # a view of a fixed size: of the whole batch only
+            shapes.append((size, list(result.shape)))
+    except Exception:  # a view of a fixed size, for the whole batch only
         return None
-    whole = found[0][1]
+    whole = shapes[0][1]
     if not whole or whole[0] % rows:
         return None
     factor = whole[0] // rows
-    if any(found_shape != [factor * size, *whole[1:]] for size, found_shape in found):
+    if any(found != [factor * size, *whole[1:]] for size, found in shapes):
         return None
     return operation, whole
 
 
 class PartialLoss(Protocol):
-    """A part of a loss that microbatches compute by themselves, as a sum of what each computes."""
+    """A term of a loss that is a sum of the microbatches' parts."""
 
     @property
     def leaf(self) -> int:
-        """Which of the output's tensors it is computed from."""
+        """The number of the output's tensor that it uses."""
         ...
 
     @property
     def base(self) -> int:
-        """Its number among all terms; the same for multiples of it."""
+        """A unique number; multiples of the term share it."""
         ...
 
     @property
     def scale(self) -> float | Tensor:
-        """What the parts are multiplied by."""
+        """The factor of the parts."""
         ...
 
     def part(self, output: Tensor, rows: int, parts: int, number: int) -> Tensor:
@@ -112,14 +112,14 @@ class ReturnedLoss:
 
     leaf: int
     weights: Callable[[int], Sequence[float]]
-    """From the leaf to what each microbatch's number counts."""
+    """Returns the weight of each microbatch's number, given the leaf."""
     base: int = field(default_factory=lambda: next(_numbers))
     scale: float | Tensor = 1.0
 
     def part(self, output: Tensor, rows: int, parts: int, number: int) -> Tensor:
         """Return microbatch `number`'s part of the loss, without `scale`."""
         weight = self.weights(self.leaf)[number]
-        return output * weight if weight else output.nan_to_num() * 0.0  # a mean of no target is NaN
+        return output * weight if weight else output.nan_to_num() * 0.0  # the mean of no targets is NaN
 
     def times(self, factor: float | Tensor) -> ReturnedLoss:
         """Return the term multiplied."""
@@ -131,16 +131,16 @@ class OutputLoss:
     """One loss over a model's output, as a sum over examples."""
 
     leaf: int
-    """Which of the output's tensors."""
+    """The number of the output's tensor."""
     operations: tuple[RowOperation, ...]
-    """What is done to it first."""
+    """Operations on the tensor before the loss."""
     function: Callable[..., Tensor]
     target: Tensor
     options: Mapping[str, Any]
     norm: float | Tensor
-    """What the sum is multiplied by: 1 over the count, of a mean."""
+    """The factor of the sum: 1 over the count for a mean."""
     base: int
-    """Its number among all losses; the same for multiples of it."""
+    """A unique number; multiples of the loss share it."""
     scale: float | Tensor = 1.0
 
     def part(self, output: Tensor, rows: int, parts: int, number: int) -> Tensor:
@@ -166,7 +166,7 @@ def as_term(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> OutputLoss | None:
-    """Return the loss of a call of one of :data:`LOSSES` on an output of this shape; None if it is no sum over rows."""
+    """Return the loss of a call of one of :data:`LOSSES` on an output; None if it is not a sum over rows."""
     if function not in LOSSES or not shape:
         return None
     bound = inspect.signature(function).bind(None, *args, **kwargs)
@@ -190,18 +190,18 @@ def as_term(
             return None
         count = count_targets(target, options["ignore_index"], options.get("weight"))
     options["reduction"] = "sum"
-    norm = (
-        (1.0 / count if count else float("inf")) if reduction == "mean" else 1.0
-    )  # as torch: the mean of no target is NaN
+    norm: float | Tensor = 1.0
+    if reduction == "mean":
+        norm = 1.0 / count if count else float("inf")  # as in torch, the mean of no targets is NaN
     return OutputLoss(leaf, operations, function, target, options, norm, next(_numbers))
 
 
 def count_targets(target: Tensor, ignored: int, weight: Tensor | None) -> float | Tensor:
-    """Return what the mean of a loss by class is divided by, as PyTorch defines it; `weight` is what classes count."""
+    """Return the divisor of the mean of a loss by class, as in PyTorch; `weight`: the weights of the classes."""
     if target.is_floating_point():  # probabilities of classes, in dimension 1 if there are rows
         return float(target.numel() // target.shape[1 if target.dim() > 1 else 0])
-    kept = target[target != ignored]
-    return float(kept.numel()) if weight is None else weight[kept].sum()
+    counted = target[target != ignored]
+    return float(counted.numel()) if weight is None else weight[counted].sum()
 
 
 def _has_tensor(value: Any) -> bool:

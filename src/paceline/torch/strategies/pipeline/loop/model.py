@@ -1,4 +1,4 @@
-"""The model that a training loop calls under a pipeline: it looks like the one that was given, and runs in stages."""
+"""The model of the training loop: it looks like the user's model and runs in stages."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from paceline.torch.strategies.pipeline.run.values import take_apart
 
 
 class StepRunner(Protocol):
-    """What runs the steps of a pipelined model on one rank."""
+    """Runs the steps of a pipelined model on one rank."""
 
     module: nn.Module
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what the model returns."""
+        """Return the model's result."""
         ...
 
     def run(
@@ -48,7 +48,7 @@ class StepRunner(Protocol):
         ...
 
     def share_losses(self, losses: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return on every rank the losses that the last stage has."""
+        """Return the losses of the last stage on every rank."""
         ...
 
     def check_whole(self, what: str) -> None:
@@ -56,19 +56,19 @@ class StepRunner(Protocol):
         ...
 
     def hold_all(self) -> None:
-        """Make room for all values on this rank."""
+        """Allocate memory for all values on this rank."""
         ...
 
     def release(self) -> None:
-        """Let go of what other ranks keep."""
+        """Free the values that other ranks hold."""
         ...
 
 
 class PipelinedModel(nn.Module):
-    """Stands for a model of which each process runs some layers.
+    """The stand-in for a model whose layers run on several processes.
 
-    Parameters, buffers, training mode and attributes are the model's own. A parameter that is on another process has
-    its shape here, and no values: they read as NaN.
+    Parameters, buffers, training mode and attributes are the model's own. A parameter of another process has its shape
+    here, and its values read as NaN.
     """
 
     def __init__(self, module: nn.Module, runner: StepRunner) -> None:
@@ -121,22 +121,22 @@ class PipelinedModel(nn.Module):
 
     @override
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's. Raises UsageError where values of it are on other processes."""
+        """Return the model's state. Raises UsageError if some values are on other processes."""
         self.__dict__["_runner"].check_whole("state_dict()")
         return self.__dict__["_module"].state_dict(*args, **kwargs)
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load values; every process calls it, and keeps those of its stages."""
+        """Load values; every process calls it, and keeps the values of its stages."""
         runner = self.__dict__["_runner"]
         runner.hold_all()
-        found = self.__dict__["_module"].load_state_dict(state_dict, strict, assign)
+        keys = self.__dict__["_module"].load_state_dict(state_dict, strict, assign)
         runner.release()
-        return found
+        return keys
 
 
 class ModelCall:
-    """One call of the model: forward when its values or its loss's gradients are asked for."""
+    """One call of the model. It runs when values, or gradients of a loss, are requested."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class ModelCall:
         *,
         grads: bool,
     ) -> None:
-        """`output` describes what the model returns for the whole batch; None where that is not known yet."""
+        """`output`: the description of the model's result for the whole batch; None if it is not known yet."""
         self.rows = rows
         self._output_rows = output_rows
         self._runner = runner
@@ -165,29 +165,29 @@ class ModelCall:
 
     @property
     def output(self) -> Any:
-        """The description of what the model returns; :meth:`values` has been called where it was not known."""
+        """The description of the model's result; None before :meth:`values`, if it was not known."""
         return self._output
 
     @property
     def has_gone_forward(self) -> bool:
-        """Whether all microbatches have gone forward, for :meth:`values`, and none backward."""
+        """Whether :meth:`values` has run all forwards, and no backward has run."""
         return self._joined is not None and not self._is_done
 
     def values(self) -> Sequence[Tensor]:
-        """Return the output's tensors on every rank, after all microbatches have gone forward."""
+        """Return the output's tensors on every rank, after the forwards of all microbatches."""
         if self._joined is None:
             if not self._is_done:
                 with torch.set_grad_enabled(self._grads):
                     self._runner.run(self._step, forward_part(self._orders), "calls the model")
-            self._output, found = self._runner.share_output(
+            self._output, tensors = self._runner.share_output(
                 self._step, self.rows, self._output_rows, self._output, self.number_weights
             )
             if self._grads and not self._is_done:
                 anchor = torch.zeros((), requires_grad=True)
-                # torch.autograd.grad() meets the parameters in the graph, and is refused in a sentence.
-                own = [each for each in self._runner.module.parameters() if not each._backward_hooks]
-                found = list(_Joined.apply(self, anchor, len(own), *own, *found))  # type: ignore[no-untyped-call]
-            self._joined = found
+                # The parameters are in the graph, so that torch.autograd.grad() gets an error that explains it.
+                parameters = [each for each in self._runner.module.parameters() if not each._backward_hooks]
+                tensors = list(_Joined.apply(self, anchor, len(parameters), *parameters, *tensors))  # type: ignore[no-untyped-call]
+            self._joined = tensors
         return self._joined
 
     def train(self, terms: Sequence[PartialLoss], factor: float | Tensor) -> None:
@@ -220,7 +220,7 @@ class ModelCall:
         self._losses = dict(zip(bases, self._runner.share_losses([sums.get(base) for base in bases]), strict=True))
 
     def value_of(self, terms: Sequence[PartialLoss]) -> Tensor | None:
-        """Return the sum of losses that were trained on, as a tensor that needs no gradient."""
+        """Return the sum of losses that :meth:`train` computed, as a tensor that needs no gradient."""
         if any(term.base not in self._losses for term in terms):
             return None
         return torch.stack([self._losses[term.base] * term.scale for term in terms]).sum()
@@ -245,7 +245,7 @@ class ModelCall:
             )
 
     def number_weights(self, leaf: int) -> Sequence[float]:
-        """Return what each microbatch's number counts in that of the batch; on the rank of the last stage."""
+        """Return the weight of each microbatch's number in the batch's; on the rank of the last stage."""
         if leaf not in self._weights:
             bounds = row_bounds(self.rows, self._number_of_parts)
             rows = [end - begin for begin, end in itertools.pairwise(bounds)]
@@ -265,16 +265,16 @@ class ModelCall:
 
 
 class _Joined(torch.autograd.Function):
-    """The output's tensors in the loop's graph; what comes back goes through the stages."""
+    """The output's tensors in the loop's graph; its backward runs the stages' backwards."""
 
     @staticmethod
     def forward(ctx: Any, call: ModelCall, anchor: Tensor, num_parameters: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.call, ctx.num_parameters = call, num_parameters
         ctx.anchor = get_gradient_edge(anchor)
-        found = tuple(tensor.view_as(tensor) for tensor in tensors[num_parameters:])
-        ctx.mark_non_differentiable(*(each for each in found if not each.is_floating_point()))
+        outputs = tuple(tensor.view_as(tensor) for tensor in tensors[num_parameters:])
+        ctx.mark_non_differentiable(*(output for output in outputs if not output.is_floating_point()))
         ctx.set_materialize_grads(False)
-        return found
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:

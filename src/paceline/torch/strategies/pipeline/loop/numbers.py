@@ -1,8 +1,8 @@
-"""Numbers that a model returns, a loss of its own above all: how those of microbatches make up the batch's.
+"""Numbers that a model returns, such as its own loss: how the microbatches' numbers make up the batch's.
 
-The graph tells. A sum over rows is the sum of the parts; a mean the parts' mean, each weighted with its share of the
-rows, or, of a loss by class, of the targets that count. The targets depend on the model's arguments alone, so the
-shares are known before anything is computed.
+The rule follows from the graph. A sum over rows is the sum of the parts. A mean is the weighted mean of the parts; the
+weights are the shares of the rows, or for a loss by class the shares of the targets that count. The targets depend on
+the model's arguments alone, so the weights are known before the forward.
 """
 
 from __future__ import annotations
@@ -22,68 +22,68 @@ from paceline.torch.strategies.pipeline.loop.row_dimensions import RowShapes
 from paceline.torch.strategies.pipeline.run.layers import LayerGraph
 
 _PASSING: Final = {"alias", "clone", "contiguous", "detach", "double", "float", "neg", "squeeze", "to", "_to_copy"}
-_BY_CLASS: Final = {*(each.__name__ for each in BY_CLASS), "cross_entropy_loss", "nll_loss_nd"}
-_ELEMENTWISE: Final = {*(each.__name__ for each in ELEMENTWISE), "soft_margin_loss", "kl_div"}
-_REDUCTIONS: Final = ("none", "mean", "sum")  # as operations number them
+_BY_CLASS: Final = {*(loss.__name__ for loss in BY_CLASS), "cross_entropy_loss", "nll_loss_nd"}
+_ELEMENTWISE: Final = {*(loss.__name__ for loss in ELEMENTWISE), "soft_margin_loss", "kl_div"}
+_REDUCTIONS: Final = ("none", "mean", "sum")  # by the numbers in operations
 
 
 @dataclass(frozen=True, slots=True)
 class NumberRule:
-    """How a number of the batch is made of those of its microbatches."""
+    """The rule that makes a number of the batch from the microbatches' numbers."""
 
     kind: Literal["constant", "sum", "mean over rows", "mean over targets"]
     counted: fx.Node | None = None
-    """What a mean over targets counts: the targets, or the number that a sum is divided by."""
+    """For a mean over targets: the targets, or the divisor of a sum."""
     ignored: int | None = None
-    """The target that does not count."""
+    """The value of targets that do not count."""
     by_class: fx.Node | None = None
-    """What each class counts."""
+    """The weights of the classes."""
     plain: Mapping[fx.Node, Any] = field(default_factory=dict, compare=False)
-    """Numbers that are the same in all batches."""
+    """Numbers that are equal in all batches."""
     terms: tuple[NumberRule, ...] = ()
-    """Instead: the rules of the terms of a sum, which must agree on the weights."""
+    """For a sum of numbers: the rules of its terms, whose weights must be equal."""
 
     def weights(self, graph: LayerGraph, arguments: Sequence[Mapping[str, Any]], rows: Sequence[int]) -> list[float]:
-        """Return what each microbatch's number is multiplied by, before all are added.
+        """Return the factor of each microbatch's number in their sum.
 
-        `arguments` are the model's, and `rows` the number of rows, by microbatch.
+        `arguments`: the model's arguments; `rows`: the number of rows; both by microbatch.
         """
         if self.terms:
-            first, second = (each.weights(graph, arguments, rows) for each in self.terms)
+            first, second = (term.weights(graph, arguments, rows) for term in self.terms)
             if first != second:
                 raise UsageError(
                     "the model returns a sum of losses, and the examples or targets that count are not shared out over "
-                    "the microbatches alike in each: return the losses one by one, and add them in the training loop"
+                    "the microbatches alike in both: return the losses separately, and add them in the training loop"
                 )
             return first
         if self.kind == "sum":
             return [1.0] * len(rows)
-        counts = [float(each) for each in rows]
+        counts = [float(count) for count in rows]
         if self.counted is not None:
-            counts = [self._count(graph, each) for each in arguments]
+            counts = [self._count(graph, part) for part in arguments]
         total = sum(counts)
         return [count / total if total else float("nan") for count in counts]
 
     def _count(self, graph: LayerGraph, arguments: Mapping[str, Any]) -> float:
         assert self.counted is not None
-        found = _evaluate(self.counted, graph, arguments, self.plain)
+        counted = _evaluate(self.counted, graph, arguments, self.plain)
         if self.ignored is None:
-            return float(found)
+            return float(counted)
         by_class = None if self.by_class is None else _evaluate(self.by_class, graph, arguments, self.plain)
-        return float(count_targets(found, self.ignored, by_class))
+        return float(count_targets(counted, self.ignored, by_class))
 
 
 def rule_of(node: fx.Node, graph: LayerGraph, shapes: RowShapes) -> NumberRule:
-    """Return the rule of a number that a graph computes. Raises UsageError if the graph does not tell."""
-    found = _find(node, graph, shapes)
-    if found is None:
+    """Return the rule of a number that a graph computes. Raises UsageError if there is none."""
+    rule = _find(node, graph, shapes)
+    if rule is None:
         raise UsageError(
-            f"the model returns a number ({node.name}) of which it is not known how those of microbatches make up that "
-            "of the batch: means and sums over all of a tensor that has a row for each example, computed from that "
-            "example alone, can be, and torch's losses of arguments of the model, times constants; return what it is "
-            "computed from, and compute it in the training loop"
+            f"the model returns a number ({node.name}), and it is not known how the microbatches' numbers make up the "
+            "batch's. Means and sums over a whole tensor with independent rows are supported, and torch's losses of "
+            "arguments of the model, times constants. Return the tensor instead, and compute the number in the "
+            "training loop"
         )
-    return found
+    return rule
 
 
 def _find(node: Any, graph: LayerGraph, shapes: RowShapes) -> NumberRule | None:
@@ -93,13 +93,13 @@ def _find(node: Any, graph: LayerGraph, shapes: RowShapes) -> NumberRule | None:
     if name in ("mean", "sum") and len(node.args) == 1 and not {"dim", "axis"} & set(node.kwargs):
         return NumberRule("sum" if name == "sum" else "mean over rows") if _has_rows(node.args, shapes) else None
     if name in _BY_CLASS or name in _ELEMENTWISE:
-        return _of_loss(name, _named(node), graph, shapes)
+        return _of_loss(name, _arguments_of(node), graph, shapes)
     if name in _PASSING:
         return _find(node.args[0], graph, shapes)
-    found = [_find(arg, graph, shapes) for arg in node.args[:2]]
-    if len(found) < 2 or None in found:
+    rules = [_find(arg, graph, shapes) for arg in node.args[:2]]
+    if len(rules) < 2 or None in rules:
         return None
-    return _combined(name, node, found[0], found[1], graph)  # type: ignore[arg-type]
+    return _combined(name, node, rules[0], rules[1], graph)  # type: ignore[arg-type]
 
 
 def _combined(name: str, node: fx.Node, a: NumberRule, b: NumberRule, graph: LayerGraph) -> NumberRule | None:
@@ -107,7 +107,7 @@ def _combined(name: str, node: fx.Node, a: NumberRule, b: NumberRule, graph: Lay
     if name in ("add", "sub", "iadd", "add_", "rsub"):
         if a == b:
             return a
-        constants = [each.kind == "constant" for each in (a, b)]
+        constants = [rule.kind == "constant" for rule in (a, b)]
         other = b if constants[0] else a
         if any(constants):
             return other if other.kind != "sum" else None
@@ -124,11 +124,11 @@ def _combined(name: str, node: fx.Node, a: NumberRule, b: NumberRule, graph: Lay
 
 
 def _has_rows(values: Sequence[Any], shapes: RowShapes) -> bool:
-    """Return whether tensors that are taken together elementwise have a row for each example, in one dimension."""
-    nodes = [each for each in values if isinstance(each, fx.Node)]
-    rows = [each for each in nodes if shapes.role(each) == "rows"]
-    return len({shapes.from_last(each) for each in rows}) == 1 and all(
-        each in rows or shapes.role(each) == "constant" for each in nodes
+    """Return whether the tensors of an elementwise operation have a row for each example, in one dimension."""
+    nodes = [value for value in values if isinstance(value, fx.Node)]
+    rows = [node for node in nodes if shapes.role(node) == "rows"]
+    return len({shapes.from_last(node) for node in rows}) == 1 and all(
+        node in rows or shapes.role(node) == "constant" for node in nodes
     )
 
 
@@ -142,7 +142,7 @@ def _of_loss(name: str, options: Mapping[str, Any], graph: LayerGraph, shapes: R
         return NumberRule("sum" if reduction == "sum" else "mean over rows") if has_rows else None
     target, by_class = options["target"], options.get("weight")
     score = options.get("input", options.get("self"))
-    if any(shapes.role(each) != "rows" or shapes.dimension(each) != 0 for each in (score, target)):
+    if any(shapes.role(node) != "rows" or shapes.dimension(node) != 0 for node in (score, target)):
         return None
     if reduction == "sum":
         return NumberRule("sum")
@@ -155,26 +155,26 @@ def _of_loss(name: str, options: Mapping[str, Any], graph: LayerGraph, shapes: R
     return NumberRule("mean over targets", target, int(plain.get(ignored, ignored)), by_class, plain)
 
 
-def _named(node: fx.Node) -> dict[str, Any]:
+def _arguments_of(node: fx.Node) -> dict[str, Any]:
     """Return the arguments of a loss's call by name."""
     if isinstance(node.target, torch._ops.OpOverload):
-        names = [each.name for each in node.target._schema.arguments]
+        names = [argument.name for argument in node.target._schema.arguments]
         return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     function: Callable[..., Any] = node.target  # type: ignore[assignment]
     return dict(inspect.signature(function).bind(*node.args, **node.kwargs).arguments)
 
 
 def _is_known(node: fx.Node, graph: LayerGraph, plain: Mapping[fx.Node, Any]) -> bool:
-    """Return whether a node depends on the arguments and on numbers that all batches share."""
+    """Return whether a node depends only on the arguments and on numbers that are equal in all batches."""
     if node.op == "placeholder" or node in graph.free or node in plain:
         return True
     root = graph.captured.root
     is_call = node.op in ("call_function", "call_method") and not changes_in_place(node, root)
-    return is_call and not draws(node, root) and all(_is_known(each, graph, plain) for each in node.all_input_nodes)
+    return is_call and not draws(node, root) and all(_is_known(arg, graph, plain) for arg in node.all_input_nodes)
 
 
 def _evaluate(node: fx.Node, graph: LayerGraph, arguments: Mapping[str, Any], plain: Mapping[fx.Node, Any]) -> Any:
-    """Return the value of a node of which :func:`_is_known` holds."""
+    """Return the value of a node for which :func:`_is_known` is true."""
     if node in plain:
         return plain[node]
     if node.op == "placeholder":

@@ -1,8 +1,8 @@
-"""What a training loop sees of a pipeline's output: a tensor whose values are not there until somebody asks.
+"""The output of a pipeline in the training loop: a tensor whose values are computed at first use.
 
-A loop computes a loss from it and calls ``backward()``. If the loss is one that microbatches can compute by themselves,
-the schedule runs then, forward and backward mixed as it likes. If the loop wants values before, all microbatches go
-forward at that moment, and the rest is ordinary PyTorch on ordinary tensors.
+The loop computes a loss from it and calls ``backward()``. If microbatches can compute their parts of the loss, the
+schedule runs then and may mix forwards and backwards. If the loop reads values earlier, all microbatches go forward at
+that moment, and the rest is ordinary PyTorch on ordinary tensors.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _PLAIN: Final = (
     "__len__",
     "is_sparse", "is_floating_point", "is_complex", "element_size", "is_cpu", "is_quantized", "is_nested", "is_meta",
 )  # fmt: skip
-"""What needs no values of a tensor."""
+"""Attributes and functions that need no values of a tensor."""
 
 
 class PendingForward(Protocol):
-    """A call of the model that is still to be made."""
+    """A call of the model that has not run yet."""
 
     rows: int
 
@@ -36,20 +36,20 @@ class PendingForward(Protocol):
         ...
 
     def values(self) -> Sequence[Tensor]:
-        """Return the output's tensors, after all microbatches have gone forward; the same ones every time."""
+        """Return the output's tensors after the forwards of all microbatches; the same tensors every time."""
         ...
 
     def train(self, terms: Sequence[PartialLoss], factor: float | Tensor) -> None:
-        """Run the schedule on the sum of some losses, so that its gradients times `factor` are left."""
+        """Run the schedule on the sum of some losses, times `factor`."""
         ...
 
     def value_of(self, terms: Sequence[PartialLoss]) -> Tensor | None:
-        """Return the sum of losses that :meth:`train` has computed; None if it has not computed all of them."""
+        """Return the sum of losses that :meth:`train` computed; None if it did not compute all of them."""
         ...
 
 
 class _Awaited(torch.Tensor):
-    """Abstract: a tensor without values, which knows how to get them."""
+    """Abstract: a tensor that computes its values at first use."""
 
     @staticmethod
     def __new__(cls, *_: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
@@ -72,28 +72,28 @@ class _Awaited(torch.Tensor):
         name = getattr(func, "__name__", "")
         if name == "__get__":
             name = getattr(getattr(func, "__self__", None), "__name__", "")
-            if name in ("requires_grad", "is_leaf") and owner is not None and not owner.is_there:
+            if name in ("requires_grad", "is_leaf") and owner is not None and not owner.has_values:
                 return name == "requires_grad"
         if name in _PLAIN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if owner is not None:
-            found = owner.follow(func, args, kwargs)
-            if found is not NotImplemented:
-                return found
-        args, kwargs = torch.utils._pytree.tree_map(_real, (args, kwargs))
+            result = owner.follow(func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        args, kwargs = torch.utils._pytree.tree_map(_with_values, (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = torch.utils._pytree.tree_map(_real, (args, kwargs or {}))
+        args, kwargs = torch.utils._pytree.tree_map(_with_values, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     @property
-    def is_there(self) -> bool:
-        """Whether the values have been asked for."""
+    def has_values(self) -> bool:
+        """Whether the values have been requested."""
         return bool(self.__dict__.get("is_known"))
 
     @override
@@ -120,11 +120,11 @@ class AwaitedOutput(_Awaited):
     def value(self) -> Tensor:
         self.is_known = True
         tensor = self.forward.values()[self.leaf]
-        return functools.reduce(lambda found, operation: operation(found), self.operations, tensor)
+        return functools.reduce(lambda value, operation: operation(value), self.operations, tensor)
 
     @override
     def follow(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.is_there:
+        if self.has_values:
             return NotImplemented
         shape, rows = list(self.shape), self.forward.rows
         term = as_term(function, self.leaf, self.operations, shape, rows, args[1:], kwargs)
@@ -137,10 +137,10 @@ class AwaitedOutput(_Awaited):
                 dtype=self.dtype,
                 device=self.device,
             )
-        found = as_operation(function, shape, rows, args[1:], kwargs)
-        if found is None:
+        row_operation = as_operation(function, shape, rows, args[1:], kwargs)
+        if row_operation is None:
             return NotImplemented
-        operation, whole = found
+        operation, whole = row_operation
         dtype = (
             operation(torch.empty(0 if not shape else [1, *shape[1:]], dtype=self.dtype, device="meta")).dtype
             if getattr(function, "__name__", "") in ("to", "float", "double")
@@ -152,7 +152,7 @@ class AwaitedOutput(_Awaited):
 
 
 class AwaitedLoss(_Awaited):
-    """A loss of outputs that are not there yet. ``backward()`` runs the schedule; then its value is known."""
+    """A loss of outputs that are not computed yet. ``backward()`` runs the schedule and computes the value."""
 
     def __init__(
         self,
@@ -166,26 +166,26 @@ class AwaitedLoss(_Awaited):
     ) -> None:
         """`compute` returns the loss from the output's values."""
         self.forward, self.terms, self.compute = forward, terms, compute
-        self.found: Tensor | None = None
+        self.known_value: Tensor | None = None
 
     @override
     def value(self) -> Tensor:
-        if self.found is None:
+        if self.known_value is None:
             self.is_known = True
             trained = self.forward.value_of(self.terms)
-            self.found = self.compute() if trained is None else trained
-        return self.found
+            self.known_value = self.compute() if trained is None else trained
+        return self.known_value
 
     @override
     def follow(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.found is not None:
+        if self.known_value is not None:
             return NotImplemented
         if function is torch.Tensor.backward:
             return self._backward(*args[1:], **kwargs)
         name = getattr(function, "__name__", "")
         other = args[1] if len(args) > 1 else None
         if name in ("add", "__add__", "__radd__") and isinstance(other, AwaitedLoss) and other.forward is self.forward:
-            if other.found is None and not kwargs:
+            if other.known_value is None and not kwargs:
                 compute = functools.partial(_sum, self, other)
                 return self._with((*self.terms, *other.terms), compute)
         elif other is not None and len(args) == 2 and not kwargs and _is_number(other):
@@ -194,7 +194,7 @@ class AwaitedLoss(_Awaited):
             if name in ("div", "true_divide", "__truediv__"):
                 return self._times(1 / other, 1 / other)
             if name in ("add", "__add__", "__radd__") and not isinstance(other, Tensor) and other == 0:
-                return self  # of sum([...])
+                return self  # the start of sum([...])
         elif name in ("neg", "__neg__") and len(args) == 1:
             return self._times(-1.0, -1.0)
         return NotImplemented
@@ -210,10 +210,10 @@ class AwaitedLoss(_Awaited):
             self.value().backward(gradient, retain_graph, create_graph, inputs)  # type: ignore[no-untyped-call]
             return
         self.forward.train(self.terms, 1.0 if gradient is None else gradient)
-        self.found = self.forward.value_of(self.terms)
+        self.known_value = self.forward.value_of(self.terms)
 
-    def _times(self, factor: Any, shown: Any) -> AwaitedLoss:
-        return self._with(tuple(term.times(factor) for term in self.terms), lambda: self.value() * shown)
+    def _times(self, factor: Any, value_factor: Any) -> AwaitedLoss:
+        return self._with(tuple(term.times(factor) for term in self.terms), lambda: self.value() * value_factor)
 
     def _with(self, terms: tuple[PartialLoss, ...], compute: Callable[[], Tensor]) -> AwaitedLoss:
         return AwaitedLoss(self.forward, terms, compute, shape=(), dtype=self.dtype, device=self.device)
@@ -229,5 +229,5 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _real(value: Any) -> Any:
+def _with_values(value: Any) -> Any:
     return value.value() if isinstance(value, _Awaited) else value

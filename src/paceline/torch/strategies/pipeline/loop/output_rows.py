@@ -17,7 +17,7 @@ from paceline.torch.strategies.pipeline.run.values import plain_values, put_toge
 from paceline.torch.strategies.splitting import check_outputs
 
 NumberWeights = Callable[[int], Sequence[float]]
-"""From a number among the output's tensors to the weight of each microbatch's number in the batch's."""
+"""Returns the weights of the microbatches' numbers, given the leaf of the output."""
 
 
 class OutputRows:
@@ -48,35 +48,35 @@ class OutputRows:
         return rule_of(shapes.output_node(leaf), self._graph, shapes).weights(self._graph, self._arguments, rows)
 
     def check_plain(self, outputs: Sequence[Any]) -> None:
-        """Raise UsageError if the model returns numbers that are no tensors and differ between microbatches."""
+        """Raise UsageError if the model returns plain numbers that differ between microbatches."""
         if len(outputs) < 2:
             return
         assert self._shapes is not None
         found = [plain_values(take_apart(output, "the model's output")[0]) for output in outputs]
         if any(numbers != found[0] for numbers in found) or self._shapes().has_plain_of_rows:
             raise UsageError(
-                "the model returns a number that is no tensor and depends on the batch (its size, for instance), so "
-                "that each microbatch has another: return what it is computed from, or the tensor that it is of"
+                "the model returns a plain number that depends on the batch, for instance its size, so that each "
+                "microbatch returns another one: return a tensor from which the loop can compute it"
             )
 
 
 def joined_output(
     parts: Sequence[Any], rows: int, dimension_of: Callable[[int], int | None], weights: NumberWeights
 ) -> tuple[Any, list[Tensor]]:
-    """Return the description and the tensors of the whole output of a batch of `rows`, of its microbatches'.
+    """Return the description and the tensors of the output of a batch of `rows`, given its microbatches' outputs.
 
-    ``dimension_of(leaf)`` is the dimension of the batch in one of the tensors, None where it is not known: then it is 0
-    if the shapes leave no other. Raises UsageError where it does not go with a microbatch's rows.
+    ``dimension_of(leaf)`` is the dimension of the batch in one of the tensors. If it is None (unknown), it is 0, unless
+    the shapes allow another one. Raises UsageError for an ambiguous or wrong dimension.
     """
     apart = [take_apart(part, "the model's output") for part in parts]
     sizes = [end - first for first, end in itertools.pairwise(row_bounds(rows, len(parts)))]
     dimensions = [
         _dimension(dimension_of(leaf), column, sizes)
-        for leaf, column in enumerate(zip(*(found for _, found in apart), strict=False))
+        for leaf, column in enumerate(zip(*(tensors for _, tensors in apart), strict=False))
     ]
     rows_first = [
-        [each.movedim(dimensions[leaf], 0) if each.dim() else each for leaf, each in enumerate(found)]
-        for _, found in apart
+        [tensor.movedim(dimensions[leaf], 0) if tensor.dim() else tensor for leaf, tensor in enumerate(tensors)]
+        for _, tensors in apart
     ]
     check_outputs(rows_first, sizes)
     tensors = [
@@ -91,8 +91,8 @@ def _dimension(known: int | None, column: Sequence[Tensor], sizes: Sequence[int]
     """Return the dimension of the batch in one of the output's tensors, by microbatch. Raises UsageError."""
     if known is not None:
         return known
-    others = range(1, min(each.dim() for each in column))
-    if len(column) > 1 and any(all(t.shape[k] == n for t, n in zip(column, sizes, strict=True)) for k in others):
+    later = range(1, min(tensor.dim() for tensor in column))
+    if len(column) > 1 and any(all(t.shape[k] == n for t, n in zip(column, sizes, strict=True)) for k in later):
         raise UsageError(
             f"the model returned a tensor of shape {tuple(column[0].shape)} for {sizes[0]} examples, and it is not "
             "known which dimension is the batch: a module within it decides by values, so that it cannot be "

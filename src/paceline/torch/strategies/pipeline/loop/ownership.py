@@ -1,4 +1,4 @@
-"""Which process keeps which parameter: stage by stage, with stand-ins elsewhere, and sums where several keep one."""
+"""The parameters that each process holds: those of its stages, and stand-ins for the rest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.torch.strategies.pipeline.run.routing import shared_parameters
 
 
 class Ownership:
-    """The parameters and buffers of a model that is cut, as one rank of its pipeline has them."""
+    """The parameters and buffers of a model in a pipeline, on one rank."""
 
     def __init__(self, module: nn.Module, optimizer: Optimizer | None, partition: Partition, rank: int) -> None:
         places = partition.routes.places
@@ -31,27 +31,27 @@ class Ownership:
         self._kept_grads: dict[str, Tensor | None] = {}
         self.is_released = False
         self.known_norms: dict[float, dict[str, float]] = {}
-        """By order, the norms of all gradients, as far as they were asked for since the last backward."""
+        """By order, the norms of all gradients that were requested since the last backward."""
 
     def is_here(self, name: str) -> bool:
-        """Whether this rank keeps a parameter or a buffer."""
+        """Return whether this rank holds a parameter or a buffer."""
         return self._rank in self._ranks[name]
 
     def keeper(self, name: str) -> int:
-        """Return the first of the ranks that keep a parameter or a buffer."""
+        """Return the first rank that holds a parameter or a buffer."""
         return self._ranks[name][0]
 
     def kept_ids(self) -> set[int]:
-        """Return the ``id()`` of each parameter and buffer that this rank keeps."""
-        named = (*self._module.named_parameters(), *self._module.named_buffers())
-        return {id(each) for name, each in named if self.is_here(name)}
+        """Return the ``id()`` of each parameter and buffer that this rank holds."""
+        tensors = (*self._module.named_parameters(), *self._module.named_buffers())
+        return {id(tensor) for name, tensor in tensors if self.is_here(name)}
 
     def own_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that this rank keeps."""
-        return [each for name, each in self._module.named_parameters() if self.is_here(name)]
+        """Return the parameters that this rank holds."""
+        return [parameter for name, parameter in self._module.named_parameters() if self.is_here(name)]
 
     def release(self) -> None:
-        """Let go of the values of parameters that other ranks keep: they have their shape, and read as NaN."""
+        """Free the values of parameters that only other ranks hold: they keep their shape and read as NaN."""
         for name, parameter in self._module.named_parameters():
             if not self.is_here(name):
                 value = float("nan") if parameter.is_floating_point() else 0
@@ -62,14 +62,14 @@ class Ownership:
         self.is_released = True
 
     def hold_all(self) -> None:
-        """Make room for all values on this rank again."""
+        """Allocate memory for all values on this rank again."""
         for name, parameter in self._module.named_parameters():
             if not self.is_here(name) and self.is_released:
                 parameter.data = torch.zeros(parameter.shape, dtype=parameter.dtype)
         self.is_released = False
 
     def gather_values(self, group: Any) -> None:
-        """Have rank 0 hold all values; every rank of the pipeline calls it."""
+        """Collect all values on rank 0; every rank of the pipeline calls it."""
         tensors = dict((*self._module.named_parameters(), *self._module.named_buffers()))
         if self._rank == 0:
             self.hold_all()
@@ -80,15 +80,15 @@ class Ownership:
             if self._rank == keeper:
                 dist.send(tensor.detach().contiguous(), group=group, group_dst=0)
             elif self._rank == 0:
-                room = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-                dist.recv(room, group=group, group_src=keeper)
+                buffer = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+                dist.recv(buffer, group=group, group_src=keeper)
                 with torch.no_grad():
-                    tensor.copy_(room)
+                    tensor.copy_(buffer)
 
     # Gradients.
 
     def before_backward(self) -> None:
-        """Put the gradients of shared parameters aside: what the next backward adds is summed by itself."""
+        """Set the gradients of shared parameters aside: only the next backward's gradients are summed over ranks."""
         self.known_norms.clear()
         for name in self._shared:
             parameter = self._module.get_parameter(name)
@@ -96,26 +96,26 @@ class Ownership:
                 self._kept_grads[name], parameter.grad = parameter.grad, None
 
     def after_backward(self, group: Any, norm_of: NormOf) -> None:
-        """Sum the gradients of shared parameters over their ranks, and stand in for those that are elsewhere."""
+        """Sum the gradients of shared parameters over their ranks, and set stand-ins for gradients on other ranks."""
         for name, ranks in self._shared.items():
             if self._rank in ranks:
                 parameter = self._module.get_parameter(name)
                 if parameter.requires_grad:
                     total = _summed(parameter, ranks, self._rank, group)
-                    kept = self._kept_grads.pop(name, None)
-                    parameter.grad = total if kept is None else kept.add_(total)
+                    earlier = self._kept_grads.pop(name, None)
+                    parameter.grad = total if earlier is None else earlier.add_(total)
         for name, parameter in self._module.named_parameters():
             if not self.is_here(name) and parameter.requires_grad:
                 parameter.grad = AbsentGrad(parameter, name, norm_of)
 
     def before_step(self) -> None:
-        """Take the stand-ins away: the optimizer leaves parameters without a gradient alone."""
+        """Remove the stand-ins: the optimizer skips parameters without a gradient."""
         for name, parameter in self._module.named_parameters():
             if not self.is_here(name):
                 parameter.grad = None
 
     def norms(self, order: float) -> dict[str, float]:
-        """Return the norm of each gradient that this rank is the first to keep."""
+        """Return the norm of each gradient for which this rank is the first holder."""
         return {
             name: float(torch.linalg.vector_norm(parameter.grad, order))
             for name, parameter in self._module.named_parameters()
@@ -124,20 +124,20 @@ class Ownership:
 
 
 def _summed(parameter: nn.Parameter, ranks: Sequence[int], rank: int, group: Any) -> Tensor:
-    """Return the sum of a parameter's gradients over some ranks, in their order, on each of them."""
+    """Return the sum of a parameter's gradients over some ranks, in their order, on all of these ranks."""
     grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().contiguous()
-    first, *others = ranks
+    first, *rest = ranks
     if rank != first:
         dist.send(grad, group=group, group_dst=first)
         total = torch.empty_like(grad)
         dist.recv(total, group=group, group_src=first)
         return total
-    total, room = grad.clone(), torch.empty_like(grad)
-    for other in others:
-        dist.recv(room, group=group, group_src=other)
-        total += room
-    for other in others:
-        dist.send(total, group=group, group_dst=other)
+    total, buffer = grad.clone(), torch.empty_like(grad)
+    for source in rest:
+        dist.recv(buffer, group=group, group_src=source)
+        total += buffer
+    for destination in rest:
+        dist.send(total, group=group, group_dst=destination)
     return total
 
 
@@ -146,11 +146,11 @@ def gather_state(
 ) -> dict[int, dict[str, Any]]:
     """Return on rank 0 the optimizer state of all parameters, each from its keeper; every rank calls it.
 
-    `keepers` are by the parameter's number.
+    `keepers`: by the parameter's number.
     """
     own = {number: entries for number, entries in state.items() if keepers[number] == rank}
     described = [[number, name, _describe(value)] for number, entries in own.items() for name, value in entries.items()]
-    found: dict[int, dict[str, Any]] = {}
+    gathered: dict[int, dict[str, Any]] = {}
     for source, rows in enumerate(pg.group.all_gather_objects(described)):
         for number, name, (kind, value) in rows:
             if kind != "value":
@@ -162,8 +162,8 @@ def gather_state(
                 elif rank == 0:
                     dist.recv(tensor, group=pg, group_src=source)
                 value = tensor
-            found.setdefault(number, {})[name] = value
-    return found
+            gathered.setdefault(number, {})[name] = value
+    return gathered
 
 
 def _describe(value: Any) -> tuple[str, Any]:

@@ -1,4 +1,4 @@
-"""Where the rows of a batch are in each value of a model's graph: found on shapes alone, with two sizes of batch."""
+"""The rows of a batch in each value of a model's graph, found on shapes alone with two sizes of batch."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from paceline.torch.strategies.pipeline.loop.batches import batch_size
 from paceline.torch.strategies.pipeline.run.layers import LayerGraph
 
 RowRole = Literal["constant", "size", "rows", "mixed"]
-"""What a value has of a batch's rows: nothing; how many there are; each row apart; or what several make together."""
+"""A value's relation to the rows: none; their number; separate rows; or a combination of several rows."""
 
 _SIZED: Final = {
     "arange", "as_strided", "broadcast_to", "empty", "expand", "flatten", "full", "getitem", "narrow", "new_empty",
     "new_full", "new_ones", "new_zeros", "ones", "repeat", "reshape", "resize", "slice", "split", "tile", "unflatten",
     "view", "zeros", "_unsafe_view",
 }  # fmt: skip
-"""Operations that take sizes of tensors, not numbers to compute with."""
+"""Operations with sizes of tensors among their arguments."""
 
 _ALONG: Final = {
     "argsort": 1, "cummax": 1, "cummin": 1, "cumprod": 1, "cumsum": 1, "diff": 2, "flip": 1, "log_softmax": 1,
     "logcumsumexp": 1, "normalize": 2, "roll": 2, "softmax": 1, "_log_softmax": 1, "_softmax": 1, "sort": 1,
 }  # fmt: skip
-"""Operations that keep a tensor's shape and take together what is in one dimension: which argument tells it."""
+"""Operations that keep a tensor's shape and combine the items along one dimension: the place of this argument."""
 
 
 class RowShapes:
-    """The values of a graph for batches of one row more than the batch and of two, without their contents."""
+    """The shapes of a graph's values, for a batch with one more row and with two more."""
 
     def __init__(self, graph: LayerGraph, arguments: Mapping[str, Any]) -> None:
-        """`arguments` are those of a whole batch."""
+        """`arguments`: the model's arguments for a whole batch."""
         self._root = graph.captured.root
         self._rows = batch_size(list(arguments.values()))
-        self._cut = {name for name, each in arguments.items() if _has_rows(each, self._rows)}
+        self._cut = {name for name, value in arguments.items() if _has_rows(value, self._rows)}
         nodes = graph.captured.graph
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), _quiet():
-            fakes = {n: mode.from_tensor(each) if isinstance(each, Tensor) else each for n, each in arguments.items()}
+            fakes = {k: mode.from_tensor(v) if isinstance(v, Tensor) else v for k, v in arguments.items()}
             self._values = [self._run(nodes, fakes, more) for more in (1, 2)]
         self._outputs = [node for node in graph.captured.output.nodes if self._is_tensor(node)]
         self._plain = [n for n in graph.captured.output.nodes if isinstance(n, fx.Node) and n not in self._outputs]
@@ -54,17 +54,17 @@ class RowShapes:
                 self._roles[node] = self._find_role(node)
 
     def role(self, node: fx.Node) -> RowRole:
-        """Return what a node's value has of the rows; "mixed" if it is not known."""
+        """Return a node's relation to the rows; "mixed" if it is unknown."""
         return self._roles[node]
 
     def plain_values(self) -> dict[fx.Node, Any]:
-        """Return the numbers in the graph that are the same for every batch."""
+        """Return the numbers in the graph that are equal for every batch."""
         constants = [node for node, role in self._roles.items() if role == "constant" and node in self._values[0]]
         return {node: self._values[0][node] for node in constants if isinstance(self._values[0][node], (int, float))}
 
     @property
     def has_plain_of_rows(self) -> bool:
-        """Whether the model returns a number that is no tensor and depends on the batch."""
+        """Whether the model returns a plain number that depends on the batch."""
         return any(self._roles[node] != "constant" for node in self._plain)
 
     def output_node(self, leaf: int) -> fx.Node:
@@ -75,7 +75,7 @@ class RowShapes:
     def output_dimension(self, leaf: int) -> int | None:
         """Return the first dimension of one of the output's tensors that grows with the rows, 0 where none does.
 
-        An LSTM's state, say, has its layers in dimension 0 and the batch in dimension 1. None: it is not known.
+        For example, an LSTM's state has its layers in dimension 0 and the batch in dimension 1. None: unknown.
         """
         node = self._outputs[leaf]
         return (self.dimension(node) or 0) if self._is_known(node) else None
@@ -84,7 +84,7 @@ class RowShapes:
         return not any(values[node] is _Unknown for values in self._values)
 
     def _is_tensor(self, node: Any) -> bool:
-        """Return whether a node's value is a tensor, or may be one: it is not known."""
+        """Return whether a node's value is a tensor, or is unknown."""
         return (
             isinstance(node, fx.Node)
             and name_of(node) not in ("item", "tolist")
@@ -96,20 +96,20 @@ class RowShapes:
         return next(iter(self._grown(node)[0]), None)
 
     def from_last(self, node: fx.Node) -> int | None:
-        """Return that dimension as tensors are lined up elementwise: -1 is the last."""
+        """Return this dimension counted from the last, which is -1."""
         dimension = self.dimension(node)
         return None if dimension is None else dimension - int(self._values[0][node].dim())
 
     def _run(self, nodes: fx.Graph, arguments: Mapping[str, Any], more: int) -> dict[fx.Node, Any]:
         grown = [
-            torch.cat([each, *[each[:1]] * more]) if name in self._cut else each for name, each in arguments.items()
+            torch.cat([value, *[value[:1]] * more]) if name in self._cut else value for name, value in arguments.items()
         ]
         run = _ShapeRun(self._root, garbage_collect_values=False, graph=nodes)
         run.run(*grown, enable_io_processing=False)
         return run.env
 
     def _grown(self, node: fx.Node) -> list[list[int]]:
-        """Return by tensor of a node's value the dimensions that grow."""
+        """Return the growing dimensions of each tensor of a node's value."""
         pairs = zip(*(pytree.tree_leaves(values[node]) for values in self._values), strict=False)
         return [
             [k for k, (a, b) in enumerate(zip(small.shape, large.shape, strict=False)) if a != b]
@@ -120,7 +120,7 @@ class RowShapes:
     def _find_role(self, node: fx.Node) -> RowRole:
         if node.op == "placeholder":
             return "rows" if node.target in self._cut else "constant"
-        inputs = {self._roles[each] for each in node.all_input_nodes}
+        inputs = {self._roles[arg] for arg in node.all_input_nodes}
         if inputs <= {"constant"}:
             return "constant"
         if not self._is_known(node) or "mixed" in inputs:
@@ -134,9 +134,9 @@ class RowShapes:
         return "rows" if is_sized and self._keeps_rows(node, grown) else "mixed"
 
     def _keeps_rows(self, node: fx.Node, grown: list[list[int]]) -> bool:
-        """Return whether tensors grow in one dimension, in proportion, and no operation takes rows together in it."""
+        """Return whether tensors grow proportionally in one dimension, and no operation combines the rows in it."""
         small, large = (
-            [each for each in pytree.tree_leaves(values[node]) if isinstance(each, Tensor)] for values in self._values
+            [leaf for leaf in pytree.tree_leaves(values[node]) if isinstance(leaf, Tensor)] for values in self._values
         )
         for a, b, dimensions in zip(small, large, grown, strict=True):
             if len(dimensions) > 1 or any(
@@ -146,7 +146,7 @@ class RowShapes:
         return any(grown) and [self._along(node, small[0].dim())] != grown[0]
 
     def _along(self, node: fx.Node, dims: int) -> int | None:
-        """Return the dimension in which an operation takes together what is in it; None if it has none."""
+        """Return the dimension along which an operation combines items; None if there is none."""
         if node.op == "call_module":
             dimension = getattr(self._root.get_submodule(str(node.target)), "dim", None)
         else:
@@ -164,23 +164,23 @@ def _has_rows(value: Any, rows: int) -> bool:
 
 
 class _Unknown:
-    """Stands for the value of a node that cannot be computed on shapes alone."""
+    """The value of a node that cannot be computed on shapes alone."""
 
 
 class _ShapeRun(fx.Interpreter):
     @override
     def run_node(self, n: fx.Node) -> Any:
-        if n.op != "output" and any(self.env.get(each) is _Unknown for each in n.all_input_nodes):
+        if n.op != "output" and any(self.env.get(arg) is _Unknown for arg in n.all_input_nodes):
             return _Unknown
         try:
             return super().run_node(n)
-        except Exception:  # whatever a module says that is run on shapes alone
+        except Exception:  # a module may raise anything if it has shapes alone
             return _Unknown
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep PyTorch from logging what operations raise that are run on shapes alone."""
+    """Suppress PyTorch's log of operations that fail on shapes alone."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:

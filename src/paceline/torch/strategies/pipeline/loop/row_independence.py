@@ -1,7 +1,7 @@
-"""Whether a model computes each row by itself, and the same in each call, tried on values: else results would differ.
+"""Check on values that a model computes rows independently, and the same in each call: else results would differ.
 
-A tensor whose batch is in another dimension than the first (``batch_first=False``) has as many rows as any, and shapes
-alone do not tell. So in the first call the rows of two microbatches go through the model together and apart.
+Shapes do not show whether the batch is in another dimension than the first (``batch_first=False``). So in the first
+call the rows of two microbatches go through the model together and separately.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from paceline.torch.capture.calls import CallArguments, unfold
 from paceline.torch.capture.trial_calls import undone
 
 _TOLERANCE: Final = {torch.float32: 1e-3, torch.float64: 1e-6}
-"""Of the largest value; what rows together and apart differ by in rounding is a hundredth of it."""
-_COARSE: Final = 0.05  # of shorter numbers
+"""Relative to the largest value. Rounding causes a hundredth of this difference."""
+_COARSE: Final = 0.05  # for 16-bit numbers
 
 
 def check_repeatable(module: nn.Module, called: CallArguments) -> None:
     """Raise UsageError if a second call of a model on the same batch differs from the first one.
 
-    A pipeline traces a forward once and calls its layers for each microbatch, so state of Python does not follow.
+    A pipeline traces a forward once and calls its layers for each microbatch, so it does not update state in Python.
     """
-    modes = [(each, each.training) for each in module.modules()]
+    modes = [(submodule, submodule.training) for submodule in module.modules()]
     args, kwargs = called.fill(list(called.values.values()))
     for trains in (False, True):
         if trains and all(mode for _, mode in modes):
-            return  # as in the first turn
+            return  # the same as the first round
         states, outputs = [_state_of_python(module)], []
         try:
-            for each, mode in modes:
-                each.training = mode or trains
+            for submodule, mode in modes:
+                submodule.training = mode or trains
             for _ in range(2):
                 with undone(module), torch.no_grad(), warnings.catch_warnings():
                     warnings.simplefilter("ignore")
-                    outputs.append([each for each in unfold(module(*args, **kwargs))[0] if isinstance(each, Tensor)])
+                    outputs.append([leaf for leaf in unfold(module(*args, **kwargs))[0] if isinstance(leaf, Tensor)])
                 states.append(_state_of_python(module))
         except UsageError:
             raise
         except Exception:  # the trace reports it
             return
         finally:
-            for each, mode in modes:
-                each.training = mode
+            for submodule, mode in modes:
+                submodule.training = mode
         _, (later_numbers, drawn, drawn_by_numpy), (last_numbers, *_) = states
         counts = [name for name, value in last_numbers.items() if later_numbers.get(name) not in (None, value)]
         cause = ""
@@ -70,30 +70,31 @@ def check_repeatable(module: nn.Module, called: CallArguments) -> None:
 
 
 def _state_of_python(module: nn.Module) -> tuple[dict[str, Any], Any, Any]:
-    """Return the numbers among the modules' attributes, and what Python and NumPy draw from."""
-    named = [
+    """Return the numbers among the modules' attributes, and the random states of Python and NumPy."""
+    attributes = [
         (f"{path}.{name}".lstrip("."), value)
-        for path, each in module.named_modules()
-        for name, value in vars(each).items()
+        for path, submodule in module.named_modules()
+        for name, value in vars(submodule).items()
     ]
-    numbers = {name: value for name, value in named if type(value) in (int, float)}
+    numbers = {name: value for name, value in attributes if type(value) in (int, float)}
     return numbers, random.getstate(), str(np.random.get_state(legacy=False))
 
 
 def check_rows_independent(module: nn.Module, called: CallArguments, rows: int, part: int) -> None:
     """Raise UsageError if a model's output for `part` rows depends on the next ones.
 
-    It goes without gradients and in evaluation, where BatchNorm and dropout leave rows apart. A model that draws
-    numbers there, or cannot be called so, is not checked.
+    The check runs without gradients and in evaluation, where BatchNorm and dropout keep rows apart. It skips models
+    that draw random numbers in evaluation or fail.
     """
-    if 2 * part > rows or any(isinstance(each, _BatchNorm) and each.running_mean is None for each in module.modules()):
+    norms = [submodule for submodule in module.modules() if isinstance(submodule, _BatchNorm)]
+    if 2 * part > rows or any(norm.running_mean is None for norm in norms):
         return
     both = _rows_of(called.values, rows, 0, 2 * part)
-    trained = [each for each in module.modules() if each.training]
+    trained = [submodule for submodule in module.modules() if submodule.training]
     with undone(module), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for each in trained:
-            each.training = False
+        for submodule in trained:
+            submodule.training = False
         try:
             together = _outputs(module, called, both)
             apart = [_outputs(module, called, _rows_of(called.values, rows, k * part, part)) for k in (0, 1)]
@@ -101,11 +102,11 @@ def check_rows_independent(module: nn.Module, called: CallArguments, rows: int, 
                 raise UsageError(_describe(module, called, together, both, rows, part))
         except UsageError:
             raise
-        except Exception:  # what the model says to so few rows, the pipeline tells where it matters
+        except Exception:  # if the error matters, the pipeline raises it later
             return
         finally:
-            for each in trained:
-                each.training = True
+            for submodule in trained:
+                submodule.training = True
 
 
 class _DrawsError(Exception):
@@ -114,28 +115,29 @@ class _DrawsError(Exception):
 
 def _rows_of(values: Mapping[str, Tensor], rows: int, first: int, count: int) -> dict[str, Tensor]:
     return {
-        name: each[first : first + count] if each.dim() and len(each) == rows else each for name, each in values.items()
+        name: value[first : first + count] if value.dim() and len(value) == rows else value
+        for name, value in values.items()
     }
 
 
 def _outputs(module: nn.Module, called: CallArguments, values: Mapping[str, Tensor]) -> list[Tensor]:
     args, kwargs = called.fill(list(values.values()))
     state = torch.get_rng_state()
-    found, _ = unfold(module(*args, **kwargs))
+    leaves, _ = unfold(module(*args, **kwargs))
     if not state.equal(torch.get_rng_state()):
         raise _DrawsError
-    return [each for each in found if isinstance(each, Tensor)]
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def _differ(together: Sequence[Tensor], apart: Sequence[Sequence[Tensor]]) -> bool:
-    """Return whether an output of all rows is not those of its parts, one behind another."""
+    """Return whether an output of all rows differs from the concatenated outputs of the parts."""
     return any(_are_other(whole, parts) for whole, *parts in zip(together, *apart, strict=True))
 
 
 def _are_other(whole: Tensor, parts: Sequence[Tensor]) -> bool:
     shape, of_part = list(whole.shape), list(parts[0].shape)
     grown = [k for k, (a, b) in enumerate(zip(shape, of_part, strict=False)) if a != b]
-    if len(grown) > 1:  # each row beside each other one, as a contrastive model has it
+    if len(grown) > 1:  # pairs of rows, as in a contrastive model
         return True
     if not whole.is_floating_point() or not grown or shape[grown[0]] != 2 * of_part[grown[0]]:
         return False
@@ -159,12 +161,12 @@ def _describe(
     rows: int,
     part: int,
 ) -> str:
-    cut = [name for name, each in called.values.items() if each.dim() and len(each) == rows]
+    cut = [name for name, value in called.values.items() if value.dim() and len(value) == rows]
     mixed = [name for name in cut if _matters(module, called, name, together, both, part)] or cut
-    named = ", ".join(f"{name} {list(called.values[name].shape)}" for name in mixed)
+    shapes = ", ".join(f"{name} {list(called.values[name].shape)}" for name in mixed)
     return (
-        f"microbatches would change the result: what the model returns for some rows of {named} depends on other rows. "
-        "A pipeline cuts along the first dimension: if the batch is in another one, give it first (batch_first=True, "
+        f"microbatches would change the result: the model's output for some rows of {shapes} depends on other rows. A "
+        "pipeline cuts along the first dimension: if the batch is in another one, give it first (batch_first=True, "
         "or transpose within the model); if examples of a batch do depend on one another, take another strategy, or "
         "--schedule gpipe --microbatches 1"
     )
@@ -178,8 +180,8 @@ def _matters(
     both: Mapping[str, Tensor],
     part: int,
 ) -> bool:
-    """Return whether other second rows of one argument change the output of the first ones."""
-    other: Any = torch.cat([both[name][:part]] * 2)
-    found = _outputs(module, called, {**both, name: other})
-    pairs = [pair for pair in zip(together, found, strict=True) if pair[0].is_floating_point() and pair[0].dim()]
+    """Return whether the second rows of one argument change the output of the first rows."""
+    changed: Any = torch.cat([both[name][:part]] * 2)
+    outputs = _outputs(module, called, {**both, name: changed})
+    pairs = [pair for pair in zip(together, outputs, strict=True) if pair[0].is_floating_point() and pair[0].dim()]
     return any(_is_other(a[:part], b[:part]) for a, b in pairs)
