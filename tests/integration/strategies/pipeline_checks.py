@@ -453,7 +453,7 @@ def check_what_cannot_be_is_said_on_every_rank(rank: int, size: int) -> None:
                 use(prepared)
 
     refused(
-        "2 stages were asked for, and the model has no more than 1 layers", lambda net: net(x.float()), nn.Linear(3, 3)
+        "2 stages were requested, and the model has no more than 1 layers", lambda net: net(x.float()), nn.Linear(3, 3)
     )
     refused(
         r"no more than 1 layers .*; 0 \(Deciding, .*pipeline_checks.py:\d+\) stays whole: .*torch.export says",

@@ -65,7 +65,7 @@ def test_a_split_keeps_the_memory_limit_or_says_what_does_not_fit() -> None:
     assert stage_bytes(layers[:2], limits) == 4 << 20
     with pytest.raises(UsageError, match=r"all of it takes 8 MiB .* each of 2 stages may take 3 MiB"):
         split_layers(layers, 2, lambda cut: 0.0, StageLimits(memory_bytes=3 << 20))
-    with pytest.raises(UsageError, match="5 stages were asked for, and the model has no more than 4 layers"):
+    with pytest.raises(UsageError, match="5 stages were requested, and the model has no more than 4 layers"):
         split_layers(layers, 5, lambda cut: 0.0)
 
 
@@ -208,12 +208,12 @@ def test_what_was_measured_is_told_beside_what_was_predicted() -> None:
     for _ in range(6):
         for rank, each in enumerate(ranks):
             each.add(10.0, {f"F{rank}": 2.0, f"B{rank}": 6.0}, 2, is_whole=True)
-            found.take(rank, each.own)
+            found.receive(rank, each.own)
     for rank, each in enumerate(ranks):
         each.begin_update()
         each.end_update()
         assert each.own[1] > 40.0
-        found.take(rank, [4, 40.0, each.own[2]])
+        found.receive(rank, [4, 40.0, each.own[2]])
     text = describe_measured(plan, found)
     assert text is not None
     assert "measured over 4 steps: step 10000.00 ms" in text

@@ -1,4 +1,4 @@
-"""What happens when a pipelined model is called: all ranks agree, the first call makes the plan, then a step runs."""
+"""Calls of a pipelined model: all ranks agree, the first call makes the plan, then a step runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from paceline.torch.strategies.pipeline.plan.choosing import (
 )
 from paceline.torch.strategies.pipeline.plan.measured import Measurements, describe_measured
 from paceline.torch.strategies.pipeline.plan.measuring import (
-    costs_as_told,
+    encode_costs,
     mean_costs,
     measure_layers,
 )
@@ -64,12 +64,12 @@ from paceline.torch.update_rules import rule_of
 
 @dataclass(slots=True)
 class BatchKind:
-    """What is known of batches of one shape, in one mode."""
+    """Descriptions for batches of one shape, in one mode."""
 
     values: dict[tuple[int, int], Any] = field(default_factory=dict)
-    """Descriptions of what travels, by (route, microbatch)."""
+    """Descriptions of the values that travel, by (route, microbatch)."""
     output: Any = None
-    """The description of the model's output; None before the first batch has gone forward."""
+    """The description of the model's output; None before the first forward."""
 
 
 @dataclass(slots=True)
@@ -81,14 +81,14 @@ class TracedStages:
     _row_shapes: RowShapes | None = None
 
     def row_shapes(self, batch: Mapping[str, Any]) -> RowShapes:
-        """Return the places of rows in the model's values; `batch` are the arguments of any whole batch."""
+        """Return the places of rows in the model's values; `batch`: the arguments of any whole batch."""
         if self._row_shapes is None:
             self._row_shapes = RowShapes(self.partition.graph, batch)
         return self._row_shapes
 
 
 class Runner:
-    """One rank of a pipeline: the stages that it runs, and what it says to the other ranks."""
+    """One rank of a pipeline: its stages, and its communication with the other ranks."""
 
     def __init__(
         self,
@@ -100,9 +100,9 @@ class Runner:
         data_group: Any,
         deferred: DeferredValues | None = None,
     ) -> None:
-        """`stage_group` are the ranks of this pipeline, `data_group` those with the same stages in others, or None.
+        """`stage_group`: the ranks of this pipeline. `data_group`: the ranks with the same stages in all pipelines.
 
-        `deferred` gives values to a model that has none yet.
+        `deferred` initializes a model without values.
         """
         self._deferred = deferred
         self.module = module
@@ -130,10 +130,10 @@ class Runner:
         """The process group of this pipeline."""
         return self._group
 
-    # The model is called.
+    # Calls of the model.
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what the model returns; in training its values may come later."""
+        """Return the model's output; in training its values may be computed later."""
         with self._failures.raised_everywhere():
             called = bind(self.module, args, kwargs)
             leaves = list(called.values.values())
@@ -182,7 +182,7 @@ class Runner:
         loss_of: LossOf | None = None,
         output_grads: Mapping[int, Sequence[Tensor | None]] | None = None,
     ) -> None:
-        """Carry out this rank's actions; after backward, leave the gradients as one process would."""
+        """Run this rank's actions; after a backward the gradients are those of one process."""
         with self._failures.raised_everywhere():
             self._agree(doing, "")
             goes_back = any(action.kind != "F" for action in orders[self._rank])
@@ -204,7 +204,7 @@ class Runner:
     ) -> tuple[Any, list[Tensor]]:
         """Return the whole output of a batch of `rows` on every rank: its description, and its tensors.
 
-        `known` is the description, if it is; `weights` are what numbers count.
+        `known`: the description, or None; `weights`: the weights of numbers.
         """
         assert self.plan is not None
         last = place_stages(self.plan.schedule, self._options.stages)[-1]
@@ -213,9 +213,9 @@ class Runner:
             if self._rank == last:
                 outputs = [step.outputs[number] for number in range(len(step.arguments))]
                 output_rows.check_plain(outputs)
-                found, tensors = joined_output(outputs, rows, output_rows.dimension, weights)
+                description, tensors = joined_output(outputs, rows, output_rows.dimension, weights)
                 tensors = [tensor.detach().contiguous() for tensor in tensors]
-                known = found if known is None else known
+                known = description if known is None else known
             if self._group.size() > 1:
                 known = self._group.group.broadcast_object(known, root=last)
                 if self._rank != last:
@@ -226,16 +226,16 @@ class Runner:
             return known, tensors
 
     def share_losses(self, losses: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return on every rank the losses that the last stage has."""
+        """Return the losses of the last stage on every rank."""
         assert self.plan is not None
         last = place_stages(self.plan.schedule, self._options.stages)[-1]
         with self._failures.raised_everywhere():
-            found = torch.tensor([0.0 if loss is None else float(loss) for loss in losses], dtype=torch.float64)
+            values = torch.tensor([0.0 if loss is None else float(loss) for loss in losses], dtype=torch.float64)
             if self._group.size() > 1:
-                dist.broadcast(found, group=self._group, group_src=last)
-            return list(found.to(torch.get_default_dtype()))
+                dist.broadcast(values, group=self._group, group_src=last)
+            return list(values.to(torch.get_default_dtype()))
 
-    # Values and gradients that are elsewhere.
+    # Values and gradients on other ranks.
 
     def check_whole(self, what: str) -> None:
         """Raise UsageError if values of the model are on other processes only."""
@@ -246,12 +246,12 @@ class Runner:
             )
 
     def hold_all(self) -> None:
-        """Make room for all values on this rank."""
+        """Allocate memory for all values on this rank."""
         if self.ownership is not None:
             self.ownership.hold_all()
 
     def release(self) -> None:
-        """Let go of what other ranks keep."""
+        """Free the values that other ranks hold."""
         if self.ownership is not None:
             self.ownership.release()
 
@@ -260,38 +260,39 @@ class Runner:
         known = self.ownership.known_norms
         if order not in known:
             with self._failures.raised_everywhere():
-                found = self._agree("reads norms of gradients", f"order {order}", self.ownership.norms(order))
-                known[order] = {key: value for norms in found for key, value in norms.items()}
+                all_norms = self._agree("reads norms of gradients", f"order {order}", self.ownership.norms(order))
+                known[order] = {key: value for norms in all_norms for key, value in norms.items()}
         return known[order].get(name, 0.0)
 
-    # What was measured.
+    # Measurements and agreements.
 
     def report(self) -> str | None:
-        """Return what steps were measured to take, beside what was predicted; None before the third step."""
+        """Return the measured times beside the predicted ones; None before the third step."""
         if self.plan is None:
             return None
         return describe_measured(self.plan, self._measurements)
 
     def _agree(self, doing: str, detail: str, value: Any = None) -> list[Any]:
-        """Return every rank's value, if all are at this place of the program; raise UsageError on every rank if not."""
+        """Return every rank's value. Raise UsageError on every rank if they are at different places of the program."""
         if self._group.size() == 1:
-            self._measurements.take(0, self._measurements.own)
+            self._measurements.receive(0, self._measurements.own)
             return [value]
-        told = self._group.group.all_gather_objects([doing, detail, value, self._measurements.own])
-        for rank, (theirs, other, _, _) in enumerate(told):
-            if theirs != told[0][0]:
+        reports = self._group.group.all_gather_objects([doing, detail, value, self._measurements.own])
+        first_doing, first_detail, _, _ = reports[0]
+        for rank, (its_doing, its_detail, _, _) in enumerate(reports):
+            if its_doing != first_doing:
                 raise UsageError(
-                    f"process {rank} of the pipeline {theirs}, and process 0 {told[0][0]}: have every process do the "
-                    "same (what only rank 0 prints must be computed on all)"
+                    f"process {rank} of the pipeline {its_doing}, and process 0 {first_doing}: have every process do "
+                    "the same (compute on all ranks what only rank 0 prints)"
                 )
-            if other != told[0][1]:
+            if its_detail != first_detail:
                 raise UsageError(
-                    f"process {rank} of the pipeline {doing} with {other}, and process 0 with {told[0][1]}: give every "
-                    "process of a pipeline the same batches, of strategy.prepare(loader) for instance"
+                    f"process {rank} of the pipeline {doing} with {its_detail}, and process 0 with {first_detail}: "
+                    "give every process of a pipeline the same batches, for instance from strategy.prepare(loader)"
                 )
-        for rank, (_, _, _, measured) in enumerate(told):
-            self._measurements.take(rank, measured)
-        return [value for _, _, value, _ in told]
+        for rank, (_, _, _, measured) in enumerate(reports):
+            self._measurements.receive(rank, measured)
+        return [value for _, _, value, _ in reports]
 
     # The plan.
 
@@ -327,7 +328,7 @@ class Runner:
         if self._deferred is not None:
             kept = self.ownership.kept_ids()
             self._deferred.fill(lambda tensor: id(tensor) in kept)
-            self.ownership.release()  # a module may have a parameter that is here and one that is not
+            self.ownership.release()  # a module may have parameters on several ranks
         if self._optimizer is not None:
             ownership = self.ownership
             self._optimizer.register_step_pre_hook(lambda *_: ownership.before_step())
@@ -341,7 +342,7 @@ class Runner:
             print(describe_plan(self.plan, names, places), file=sys.stderr, flush=True)
 
     def _measure(self, graph: LayerGraph, values: Mapping[str, Any], rows: int) -> Measured:
-        """Return what layers take, at each size of a microbatch that comes into question; every rank calls it."""
+        """Return the costs of layers, at each possible size of a microbatch; every rank calls it."""
         by_rows, crossing = {}, {}
         for size in sorted({-(-rows // count) for count in microbatch_counts(self._options, rows)}):
             part = cut_rows(values, rows, -(-rows // size))[0]
@@ -354,7 +355,7 @@ class Runner:
                 splits=splits_backwards(self._options),
                 filled=lambda names: lent_memory(attribute(self.module, name) for name in names),
             )
-            by_rows[size] = mean_costs(self._ranks.exchange(costs_as_told(own)))
+            by_rows[size] = mean_costs(self._ranks.exchange(encode_costs(own)))
         return Measured(by_rows, crossing)
 
     def _find_plan(self, graph: LayerGraph, measured: Measured, rows: int, link: MessageCost) -> PipelinePlan:
@@ -370,7 +371,7 @@ class Runner:
                 if len(graph.marks) + 1 != num_stages:
                     raise UsageError(
                         f"pipe_split() stands at {len(graph.marks)} places of the model, which makes "
-                        f"{len(graph.marks) + 1} stages, and {num_stages} were asked for: change one of them"
+                        f"{len(graph.marks) + 1} stages, and {num_stages} were requested: change one of them"
                     )
                 return graph.marks
             return None
@@ -378,7 +379,7 @@ class Runner:
         return make_plan(measured, self._options, rows, link, self._state_bytes(), cuts_for)
 
     def _state_bytes(self) -> float:
-        """Return what a byte of parameters takes: itself, its gradient, and the optimizer's state."""
+        """Return the memory for a byte of parameters: itself, its gradient, and the optimizer's state."""
         if self._optimizer is None:
             return 1.0
         try:
@@ -394,7 +395,7 @@ class Runner:
     def _stages(
         self, called: CallArguments, arguments: Sequence[Mapping[str, Any]], graph: LayerGraph | None = None
     ) -> TracedStages:
-        """Return the stages for a call with these arguments, by microbatch; trace it if no earlier graph is for it."""
+        """Return the stages for a call with these arguments, by microbatch; trace if no earlier graph fits."""
         modes = "".join("et"[each.training] for each in self.module.modules())
         known = self._graphs.setdefault(f"{modes} {torch.is_grad_enabled()} {called.kind}", [])
         for traced in known:
@@ -403,7 +404,7 @@ class Runner:
         assert self.plan is not None
         if graph is None:
             graph = trace(self.module, called)
-        reference = next((found[0].partition for found in self._graphs.values() if found), None)
+        reference = next((traces[0].partition for traces in self._graphs.values() if traces), None)
         cuts = self.plan.cuts if reference is None else tuple(same_cuts(reference, graph))
         places = place_stages(self.plan.schedule, self._options.stages)
         partition = cut(graph, cuts, places, self.module)
@@ -413,7 +414,7 @@ class Runner:
         return known[-1]
 
     def _orders(self, rows: int) -> Orders:
-        """Return the plan's orders; for a smaller batch of fewer rows than microbatches, plain ones."""
+        """Return the plan's orders; for a batch with fewer rows than microbatches, all forwards first."""
         assert self.plan is not None
         count, num_ranks = self.plan.microbatches, self._options.stages
         if rows >= count:
@@ -426,7 +427,7 @@ def _num_parts(orders: Orders) -> int:
 
 
 def _awaited(call: ModelCall, leaf: int, dtype: torch.dtype, shape: list[int], needs_grad: bool) -> Tensor:
-    """Return one tensor of an output that is not there yet: a number that needs a gradient is a loss of the model's."""
+    """Return one tensor of a later output. A number that needs a gradient is a loss of the model."""
     device = torch.device("cpu")
     if shape or not needs_grad:
         return AwaitedOutput(call, leaf, shape=shape, dtype=dtype, device=device)
@@ -435,7 +436,7 @@ def _awaited(call: ModelCall, leaf: int, dtype: torch.dtype, shape: list[int], n
 
 
 def _key(called: CallArguments, training: bool, grads: bool) -> str:
-    """Return what must be the same on all ranks of a pipeline, as text: shapes, constants and modes."""
+    """Return the text that must be equal on all ranks of a pipeline: shapes, constants and modes."""
     shapes = [
         f"{name}={str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" for name, leaf in called.values.items()
     ]

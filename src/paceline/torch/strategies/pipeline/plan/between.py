@@ -1,4 +1,4 @@
-"""What a step takes between its computations: messages from rank to rank, and agreements of all ranks."""
+"""Times of a step outside its computations: messages between ranks, and agreements of all ranks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _SMALL, _LARGE = 1 << 8, 1 << 18  # elements of float32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageCost:
-    """What a message between two ranks takes, and what of it the sender cannot compute in."""
+    """Times of a message between two ranks, in total and at the sender."""
 
     latency_s: float = 0.0
     seconds_per_byte: float = 0.0
     sending_s: float = 0.0
     sending_s_per_byte: float = 0.0
     agreement_s: float = 0.0
-    """What all ranks of a pipeline take to tell one another where they are, twice, and the loss, once a step."""
+    """Time of a step's agreements of all ranks: two on the program's position, one on the loss."""
 
     def seconds(self, num_bytes: float) -> float:
         """Return the time from the beginning of a send to the end of the receive."""
@@ -37,7 +37,7 @@ class MessageCost:
 
 
 def measure_link(group: Any, rank: int) -> MessageCost:
-    """Return what messages take between the first two ranks of a group; both call it."""
+    """Return the times of messages between the first two ranks of a group; both call it."""
     small, large = (_trip(group, rank, size) for size in (_SMALL, _LARGE))
     (latency_s, per_byte), (sending_s, sending_per_byte) = (
         (of_small, max(of_large - of_small, 0.0) / ((_LARGE - _SMALL) * 4))
@@ -52,33 +52,33 @@ def measure_link(group: Any, rank: int) -> MessageCost:
 
 
 def measure_agreement(group: Any) -> float:
-    """Return what the agreements of a step take; all ranks of a pipeline call it."""
-    took = []
+    """Return the time of a step's agreements; all ranks of a pipeline call it."""
+    times = []
     for _ in range(1 + _REPEATS):
         began = time.perf_counter()
         group.group.all_gather_objects(["measures", "", None, [0, 0.0, {}]])
-        took.append(time.perf_counter() - began)
-    return _AGREEMENTS * statistics.median(took[1:])
+        times.append(time.perf_counter() - began)
+    return _AGREEMENTS * statistics.median(times[1:])
 
 
 def _trip(group: Any, rank: int, size: int) -> tuple[float, float]:
-    """Return what a message takes there, and what its sender is busy."""
+    """Return the time of a message, and the time that its sender is busy."""
     trips, sends = zip(*_round_trips(group, rank, size), strict=True)
     return statistics.median(trips) / 2, statistics.median(sends)
 
 
 def _round_trips(group: Any, rank: int, size: int) -> Iterator[tuple[float, float]]:
-    buffer, room = torch.zeros(size), torch.zeros(size)
+    outgoing, incoming = torch.zeros(size), torch.zeros(size)
     for number in range(1 + _REPEATS):
         began = time.perf_counter()
         for sender in (0, 1):
             if rank == sender:
                 sending = time.perf_counter()
-                work = dist.isend(buffer, group=group, group_dst=1 - rank)
+                work = dist.isend(outgoing, group=group, group_dst=1 - rank)
                 sent = time.perf_counter()
                 assert work is not None
                 work.wait()
             else:
-                dist.recv(room, group=group, group_src=1 - rank)
+                dist.recv(incoming, group=group, group_src=1 - rank)
         if number:
             yield time.perf_counter() - began, sent - sending

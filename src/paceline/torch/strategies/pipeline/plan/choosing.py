@@ -1,4 +1,4 @@
-"""Which schedule, how many microbatches, where to cut: what measured layers take is played through. Pure."""
+"""Choose schedule, microbatches and cuts by prediction from measured layers. Pure."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from paceline.torch.strategies.pipeline.plan.orders import most_in_flight, order
 from paceline.torch.strategies.pipeline.plan.splitting import LayerCost, StageLimits, split_layers, stage_bytes
 from paceline.torch.strategies.pipeline.plan.timeline import StageTimes, Timeline, bubble_bound, play
 
-_TRIED = ("1f1b", "interleaved", "zbv")
-"""What ``auto`` chooses from, in this order where they are equal."""
+_AUTO_SCHEDULES = ("1f1b", "interleaved", "zbv")
+"""The schedules for ``auto``, in the order of preference."""
 _WORTH_IT = 0.98
-"""A schedule with more messages must be predicted to take at most this share of the time."""
+"""A schedule with more messages must have at most this share of the predicted time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,47 +28,47 @@ class PipelinePlan:
     schedule: str
     microbatches: int
     cuts: tuple[int, ...]
-    """The layers that begin stages 1, 2, …"""
+    """The first layers of stages 1, 2, …"""
     times: tuple[StageTimes, ...]
-    """By stage, for one microbatch."""
+    """Times of one microbatch, by stage."""
     memory_bytes: tuple[float, ...]
-    """By stage."""
+    """Memory by stage."""
     timeline: Timeline
     seed: int = 0
-    """Of dropout and the like."""
+    """For random numbers, such as dropout."""
 
     def encode(self) -> dict[str, Any]:
-        """Return it as what msgpack can hold."""
+        """Return the plan as plain values for msgpack."""
         return asdict(self)
 
     @classmethod
-    def decode(cls, found: Mapping[str, Any]) -> PipelinePlan:
-        """Return what :meth:`encode` was called on."""
-        timeline = Timeline(step_s=found["timeline"]["step_s"], busy_s=tuple(found["timeline"]["busy_s"]))
+    def decode(cls, encoded: Mapping[str, Any]) -> PipelinePlan:
+        """Return the plan, given the result of :meth:`encode`."""
+        timeline = Timeline(step_s=encoded["timeline"]["step_s"], busy_s=tuple(encoded["timeline"]["busy_s"]))
         return cls(
-            schedule=found["schedule"],
-            microbatches=found["microbatches"],
-            cuts=tuple(found["cuts"]),
-            times=tuple(StageTimes(**each) for each in found["times"]),
-            memory_bytes=tuple(found["memory_bytes"]),
+            schedule=encoded["schedule"],
+            microbatches=encoded["microbatches"],
+            cuts=tuple(encoded["cuts"]),
+            times=tuple(StageTimes(**times) for times in encoded["times"]),
+            memory_bytes=tuple(encoded["memory_bytes"]),
             timeline=timeline,
-            seed=found["seed"],
+            seed=encoded["seed"],
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a model's layers take, at some sizes of a microbatch."""
+    """Costs of a model's layers, at some sizes of a microbatch."""
 
     by_rows: dict[int, list[LayerCost]]
     crossing: dict[int, list[int]]
-    """By rows, the bytes that cross before each layer."""
+    """By rows, the bytes that cross a cut before each layer."""
 
     def at(self, rows: float) -> list[LayerCost]:
-        """Return what layers take at any size, on a line through the two nearest."""
+        """Return the costs of layers at any size, by linear interpolation."""
         sizes = sorted(self.by_rows)
         if len(sizes) == 1:
-            return [_scaled(each, rows / sizes[0]) for each in self.by_rows[sizes[0]]]
+            return [_scaled(cost, rows / sizes[0]) for cost in self.by_rows[sizes[0]]]
         upper = next((k for k, size in enumerate(sizes[1:-1], 1) if rows <= size), len(sizes) - 1)
         small, large = sizes[upper - 1], sizes[upper]
         share = (rows - small) / (large - small)
@@ -89,9 +89,9 @@ class Measured:
         ]
 
     def crossing_at(self, rows: float) -> list[float]:
-        """Return the bytes that cross before each layer, at any size."""
-        size, found = max(self.crossing.items())
-        return [count * rows / size for count in found]
+        """Return the bytes that cross a cut before each layer, at any size."""
+        size, counts = max(self.crossing.items())
+        return [count * rows / size for count in counts]
 
 
 def _scaled(cost: LayerCost, factor: float) -> LayerCost:
@@ -115,14 +115,14 @@ def make_plan(
 ) -> PipelinePlan:
     """Return the plan with the shortest predicted step.
 
-    `rows` is the size of a batch, `state_bytes` what a byte of parameters takes with its gradient and the optimizer's
-    state, ``cuts_for(stages)`` the cuts that the user has named for so many stages, or None to find them.
+    `rows`: the size of a batch. `state_bytes`: the memory of a byte of parameters with its gradient and the optimizer's
+    state. ``cuts_for(stages)`` returns the user's cuts for a number of stages, or None to find them.
 
-    Raises UsageError if no plan is possible, with the reason of the first that was tried.
+    Raises UsageError if no plan is possible, with the reason of the first attempt.
     """
     plans: list[PipelinePlan] = []
     first: UsageError | None = None
-    for schedule in [options.schedule] if options.schedule != AUTO else _TRIED:
+    for schedule in [options.schedule] if options.schedule != AUTO else _AUTO_SCHEDULES:
         for count in microbatch_counts(options, rows):
             try:
                 plans.append(_plan_of(measured, options, schedule, count, rows, link, state_bytes, cuts_for))
@@ -139,17 +139,17 @@ def make_plan(
 
 
 def splits_backwards(options: PipelineOptions) -> bool:
-    """Return whether a schedule that comes into question makes backwards in two halves."""
-    tried = [options.schedule] if options.schedule != AUTO else _TRIED
-    return any(split_backwards(row) for each in tried for row in orders_of(each, 2, 4))
+    """Return whether one of the possible schedules splits backwards into halves."""
+    schedules = [options.schedule] if options.schedule != AUTO else _AUTO_SCHEDULES
+    return any(split_backwards(row) for schedule in schedules for row in orders_of(schedule, 2, 4))
 
 
 def microbatch_counts(options: PipelineOptions, rows: int) -> list[int]:
-    """Return the numbers of microbatches that come into question for a batch of so many rows."""
+    """Return the possible numbers of microbatches for a batch of `rows`."""
     if options.microbatches is not None:
         return [min(options.microbatches, rows)]
-    found = [options.stages * factor for factor in (1, 2, 4, 8)]
-    return [count for count in found if count <= rows] or [rows]
+    counts = [options.stages * factor for factor in (1, 2, 4, 8)]
+    return [count for count in counts if count <= rows] or [rows]
 
 
 def _plan_of(
@@ -174,8 +174,8 @@ def _plan_of(
         cuts = split_layers(layers, num_stages, lambda cut: link.seconds(crossing[cut]), limits)
     bounds = [0, *cuts, len(layers)]
     stages = [layers[a:b] for a, b in itertools.pairwise(bounds)]
-    times = tuple(_times_of(each) for each in stages)
-    memory_bytes = tuple(stage_bytes(each, limits) for each in stages)
+    times = tuple(map(_times_of, stages))
+    memory_bytes = tuple(stage_bytes(stage, limits) for stage in stages)
     _check_memory(memory_bytes, memory)
     timeline = play(
         orders,
@@ -196,24 +196,24 @@ def _plan_of(
 
 
 def _times_of(layers: Sequence[LayerCost]) -> StageTimes:
-    """Return what a stage of these layers takes."""
-    names = [each.name for each in fields(StageTimes)]
+    """Return the times of a stage of these layers."""
+    names = [field.name for field in fields(StageTimes)]
     return StageTimes(**{name: sum(getattr(layer, name) for layer in layers) for name in names})
 
 
 def _check_memory(memory_bytes: Sequence[float], limit: int | None) -> None:
     if limit is None:
         return
-    for stage, found in enumerate(memory_bytes):
-        if found > limit:
+    for stage, size in enumerate(memory_bytes):
+        if size > limit:
             raise UsageError(
-                f"stage {stage} of --split takes {found / 2**20:.0f} MiB for parameters, optimizer and activations, a "
+                f"stage {stage} of --split takes {size / 2**20:.0f} MiB for parameters, optimizer and activations, a "
                 f"stage may take {limit / 2**20:.0f} MiB (--stage-memory); split elsewhere, or leave --split out"
             )
 
 
 def describe_plan(plan: PipelinePlan, names: Sequence[str], places: Sequence[int]) -> str:
-    """Return the split as a table, with what is predicted."""
+    """Return the stages as a table, with predicted times."""
     lines = [
         f"pipeline: schedule {plan.schedule}, {plan.microbatches} microbatches a batch, predicted step "
         f"{plan.timeline.step_s * 1e3:.2f} ms, bubble {plan.timeline.bubble:.1%} (bound of 1f1b with equal stages: "

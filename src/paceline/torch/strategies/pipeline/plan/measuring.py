@@ -1,8 +1,7 @@
-"""What layers take: each goes forward and backward by itself on a microbatch, and is updated, on all ranks at once.
+"""Measure the costs of layers: each runs alone, forward, backward and update, on all ranks at the same time.
 
-Ranks share memory and caches, and a stage's weights are out of the cache when its next microbatch comes. So all ranks
-measure at the same time, and what lies in the cache is driven out between calls. A layer is run as a stage of its own,
-by the code that runs stages.
+Ranks share memory and caches, and a stage's weights are out of the cache when its next microbatch arrives. So all ranks
+measure at the same time, and the cache is flushed between calls. Each layer runs as a stage, by the code of stages.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from paceline.torch.strategies.pipeline.run.values import put_together, take_apa
 
 _REPEATS: Final = 8
 _FIRST_OF: Final = 3
-"""Every which call of a layer finds no gradients."""
+"""One of this many calls of a layer starts without gradients."""
 _UPDATES: Final = 3
 _LONG_S: Final = 0.5
 _MAX_COLD_BYTES: Final = 32 << 20
 
 Filling = Callable[[Sequence[str]], AbstractContextManager[None]]
-"""From names of parameters and buffers to a context in which they have memory."""
+"""Returns a context in which the named parameters and buffers have memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +49,9 @@ class _LayerRun:
     backward_s: float
     weights_s: float
     wall_s: float
-    """Forward and backward, waits for a core included; the others are processor time."""
+    """Forward and backward, with waits for a core; the other times are processor time."""
     is_first: bool
-    """Whether there were no gradients to add to."""
+    """Whether the parameters had no gradients before."""
 
 
 def measure_layers(
@@ -64,10 +63,10 @@ def measure_layers(
     splits: bool = False,
     filled: Filling = lambda names: nullcontext(),
 ) -> tuple[list[LayerCost], list[int]]:
-    """Return what each layer takes for one microbatch, and by cut the bytes of the values that cross it.
+    """Return the cost of each layer for one microbatch, and the bytes that cross each cut.
 
-    `optimizer`: what updates the parameters. `splits`: whether to find what of a backward can be put off. Values,
-    buffers, gradients and the random state are afterwards what they were before.
+    `optimizer` updates the parameters. `splits`: also measure the part of a backward that can be deferred. Values,
+    buffers, gradients and the random state do not change.
     """
     count = len(graph.layers)
     partition = cut(graph, range(1, count), [0] * count, module, repeats=False)
@@ -80,30 +79,30 @@ def measure_layers(
         for number, layer in enumerate(graph.layers):
             names = [
                 name
-                for found in (partition.parameters, partition.buffers)
-                for name, stages in found.items()
+                for users in (partition.parameters, partition.buffers)
+                for name, stages in users.items()
                 if number in stages
             ]
             with filled(names):
                 stage = Stage(module, partition, number, 0)
                 inputs = {route.value: values[route.value] for route in partition.routes.inputs_of(number)}
                 tensors = [attribute(module, name) for name in names]
-                weights = [each for each in tensors if isinstance(each, nn.Parameter)]
-                kept = _saved_bytes(stage, inputs, arguments, weights)
+                weights = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
+                saved_bytes = _saved_bytes(stage, inputs, arguments, weights)
                 runs = list(_runs(stage, inputs, arguments, cold, weights))
                 halves = list(_runs(stage, inputs, arguments, cold, weights, splits=True)) if splits else []
-                new = {id(each): each for each in weights if id(each) not in counted}
+                new = {id(weight): weight for weight in weights if id(weight) not in counted}
                 update_s = _update_s(optimizer, list(new.values()), cold)
-                for each in weights:
-                    each.grad = None
+                for weight in weights:
+                    weight.grad = None
             values.update(runs[-1].made)
             counted.update(new)
             layers.append(
                 replace(
                     _cost_of(layer.name, runs, halves),
                     update_s=update_s,
-                    parameter_bytes=sum(each.numel() * each.element_size() for each in new.values()),
-                    activation_bytes=kept,
+                    parameter_bytes=sum(weight.numel() * weight.element_size() for weight in new.values()),
+                    activation_bytes=saved_bytes,
                 )
             )
             all_runs.append(runs)
@@ -113,17 +112,17 @@ def measure_layers(
 
 
 def mean_costs(by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> list[LayerCost]:
-    """Return what layers take, of what each rank has measured, as ``asdict`` of :class:`LayerCost` tells it."""
-    found = []
+    """Return the mean costs of layers over the ranks; each rank's are the result of :func:`encode_costs`."""
+    means = []
     for same in zip(*by_rank, strict=True):
-        means = {name: statistics.fmean(each[name] for each in same) for name in same[0] if name.endswith("_s")}
-        found.append(LayerCost(**{**same[0], **means}))
-    return found
+        times = {name: statistics.fmean(cost[name] for cost in same) for name in same[0] if name.endswith("_s")}
+        means.append(LayerCost(**{**same[0], **times}))
+    return means
 
 
-def costs_as_told(costs: Sequence[LayerCost]) -> list[dict[str, Any]]:
-    """Return costs as msgpack can hold them."""
-    return [asdict(each) for each in costs]
+def encode_costs(costs: Sequence[LayerCost]) -> list[dict[str, Any]]:
+    """Return costs as plain values for msgpack."""
+    return [asdict(cost) for cost in costs]
 
 
 def _runs(
@@ -135,16 +134,16 @@ def _runs(
     *,
     splits: bool = False,
 ) -> Iterator[_LayerRun]:
-    """Yield calls of a layer, some without gradients before: the first aside, and fewer of one that takes long."""
+    """Yield calls of a layer, some without earlier gradients; without the first call, and fewer of a slow layer."""
     end = time.perf_counter() + _LONG_S
     for number in range(1 + _REPEATS):
         is_first = number % _FIRST_OF == 0
         if is_first:
-            for each in weights:
-                each.grad = None
-        found = _run(stage, inputs, arguments, cold, splits=splits, is_first=is_first)
+            for weight in weights:
+                weight.grad = None
+        run = _run(stage, inputs, arguments, cold, splits=splits, is_first=is_first)
         if number:
-            yield found
+            yield run
         if number >= _FIRST_OF and time.perf_counter() > end:
             return
 
@@ -158,7 +157,7 @@ def _run(
     splits: bool,
     is_first: bool,
 ) -> _LayerRun:
-    """Run a layer forward and backward as a pipeline would, which adds to gradients."""
+    """Run a layer forward and backward as in a pipeline; gradients are added."""
     with torch.enable_grad():
         inputs = {name: _leaf(value) for name, value in inputs.items()}
         cold.add_(1.0)
@@ -166,7 +165,7 @@ def _run(
         products = stage.products(defers=splits)
         made, output = stage.forward(inputs, arguments, 0, 0, products)
         forward_s, wall_s = time.thread_time() - began, time.perf_counter() - wall
-        ends = [each for each in (*tensors_in(made), *tensors_in(output)) if each.requires_grad]
+        ends = [tensor for tensor in (*tensors_in(made), *tensors_in(output)) if tensor.requires_grad]
         grads = [torch.ones_like(end) for end in ends]
         cold.add_(1.0)
         wall, began = time.perf_counter(), time.thread_time()
@@ -184,7 +183,7 @@ def _run(
 
 
 def _cost_of(name: str, runs: Sequence[_LayerRun], halves: Sequence[_LayerRun]) -> LayerCost:
-    """Return the times of a layer, of its calls with whole backwards and with halves."""
+    """Return the times of a layer, given its calls with whole and with split backwards."""
     later, first = _median_of([run for run in runs if not run.is_first]), [run for run in runs if run.is_first]
     halved = _median_of([run for run in halves if not run.is_first])
     return replace(
@@ -204,39 +203,39 @@ def _median_of(runs: Sequence[_LayerRun]) -> LayerCost:
 
 
 def _stretched(layers: Sequence[LayerCost], runs: Sequence[Sequence[_LayerRun]]) -> list[LayerCost]:
-    """Return costs that add up to what all calls took by the clock.
+    """Return costs whose sum is the wall time of all calls.
 
-    Layers compare by processor time, so that a split does not depend on what else the machine did meanwhile; a step
-    waits that out.
+    Layers are compared by processor time, so that a split does not depend on other work of the machine. The duration of
+    a step includes that work.
     """
-    usual = sum(layer.seconds for layer in layers)
-    took = sum(statistics.fmean(run.wall_s for run in each if not run.is_first) for each in runs)
-    stretch = took / usual if usual else 1.0
+    processor_s = sum(layer.seconds for layer in layers)
+    wall_s = sum(statistics.fmean(run.wall_s for run in layer_runs if not run.is_first) for layer_runs in runs)
+    stretch = wall_s / processor_s if processor_s else 1.0
     times = [name for name in asdict(layers[0]) if name.endswith("_s")]
     return [replace(layer, **{name: getattr(layer, name) * stretch for name in times}) for layer in layers]
 
 
 def _update_s(optimizer: Optimizer | None, weights: Sequence[nn.Parameter], cold: Tensor) -> float:
-    """Return what an optimizer takes to update copies of parameters by the gradients that they have."""
+    """Return the time of an optimizer's update, on copies of parameters with gradients."""
     if optimizer is None:
         return 0.0
-    own = {id(each) for each in weights if each.grad is not None}
+    updated = {id(weight) for weight in weights if weight.grad is not None}
     twin = copy.copy(optimizer)
     twin.state = defaultdict(dict)
     twin.param_groups = [
-        {**group, "params": [_copy_with_grad(each) for each in group["params"] if id(each) in own]}
+        {**group, "params": [_copy_with_grad(weight) for weight in group["params"] if id(weight) in updated]}
         for group in optimizer.param_groups
     ]
-    took = []
-    for _ in range(1 + _UPDATES if own else 0):
+    times = []
+    for _ in range(1 + _UPDATES if updated else 0):
         cold.add_(1.0)
         began = time.thread_time()
         try:
             twin.step()
-        except Exception:  # one that wants a closure, or has more than torch's base class to copy
+        except Exception:  # it needs a closure, or has more state than torch's base class
             return 0.0
-        took.append(time.thread_time() - began)
-    return statistics.median(took[1:] or [0.0])
+        times.append(time.thread_time() - began)
+    return statistics.median(times[1:] or [0.0])
 
 
 def _copy_with_grad(weight: nn.Parameter) -> nn.Parameter:
@@ -248,8 +247,8 @@ def _copy_with_grad(weight: nn.Parameter) -> nn.Parameter:
 def _saved_bytes(
     stage: Stage, inputs: Mapping[str, Any], arguments: Mapping[str, Any], weights: Sequence[Tensor]
 ) -> int:
-    """Return the bytes that a layer keeps for backward, its weights aside."""
-    own = {each.untyped_storage().data_ptr() for each in weights}
+    """Return the bytes that a layer saves for backward, without its weights."""
+    own = {weight.untyped_storage().data_ptr() for weight in weights}
     sizes: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -265,14 +264,14 @@ def _saved_bytes(
 
 
 def _cold_bytes(module: nn.Module) -> int:
-    """Return what there is to be gone through for a model's weights to leave the caches."""
-    size = sum(each.numel() * each.element_size() for each in module.parameters())
+    """Return the bytes to write so that a model's weights leave the caches."""
+    size = sum(weight.numel() * weight.element_size() for weight in module.parameters())
     return min(max(2 * size, 64), _MAX_COLD_BYTES)
 
 
 def _crossing_bytes(graph: LayerGraph, number: int, values: Mapping[str, Any]) -> int:
-    found = [each for node in crossing_values(graph, number) for each in tensors_in(values.get(node.name))]
-    return sum(math.prod(each.shape) * each.element_size() for each in found)
+    tensors = [tensor for node in crossing_values(graph, number) for tensor in tensors_in(values.get(node.name))]
+    return sum(math.prod(tensor.shape) * tensor.element_size() for tensor in tensors)
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -286,5 +285,5 @@ def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def _leaf(value: Any) -> Any:
-    """Return a value whose tensors are leaves that need a gradient where its own do."""
+    """Return a value with leaves of autograd as tensors; they need a gradient if the value's own tensors do."""
     return _map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), value)

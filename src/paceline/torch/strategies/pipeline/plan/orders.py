@@ -1,7 +1,4 @@
-"""What every process of a pipeline does, in order: the schedules of ``torch.distributed.pipelining`` as data. Pure.
-
-The schedules are torch's own; here they are asked for their order, and nothing else.
-"""
+"""The actions of every process of a pipeline, in order: torch's own pipeline schedules as data. Pure."""
 
 from __future__ import annotations
 
@@ -15,13 +12,12 @@ from paceline.torch.strategies.pipeline.run.actions import Action
 
 _V_SHAPED: Final = ("zbv", "dualpipev")
 
-
 Orders = tuple[tuple[Action, ...], ...]
-"""By rank, its actions in order."""
+"""The actions of each rank, in order."""
 
 
 def place_stages(schedule: str, num_ranks: int) -> list[int]:
-    """Return the rank of each stage: dealt round robin, or in a V (0, 1, 1, 0) where the schedule wants it."""
+    """Return the rank of each stage: round robin, or in a V (0, 1, 1, 0) if the schedule needs it."""
     parts = SCHEDULES[schedule].parts_per_rank
     if schedule in _V_SHAPED:
         return [*range(num_ranks), *reversed(range(num_ranks))]
@@ -30,7 +26,7 @@ def place_stages(schedule: str, num_ranks: int) -> list[int]:
 
 @lru_cache
 def orders_of(schedule: str, num_ranks: int, num_microbatches: int) -> Orders:
-    """Return what each rank does under a schedule. Raises UsageError if it cannot take so many microbatches."""
+    """Return the actions of each rank. Raises UsageError for an unsupported number of microbatches."""
     kind = SCHEDULES[schedule]
     if num_ranks == 1 and schedule not in ("gpipe", "1f1b"):
         return all_forward_first(place_stages(schedule, 1), 1, num_microbatches)
@@ -44,13 +40,13 @@ def orders_of(schedule: str, num_ranks: int, num_microbatches: int) -> Orders:
 
     parts = None if kind.parts_per_rank == 1 else kind.parts_per_rank
     try:
-        found = get_schedule_ops(kind.torch_name, num_ranks, num_microbatches, parts)
+        rows = get_schedule_ops(kind.torch_name, num_ranks, num_microbatches, parts)
     except (ValueError, RuntimeError, AssertionError) as error:
         raise UsageError(
             f"schedule {schedule} cannot take {num_microbatches} microbatches over {num_ranks} processes: {error}; "
             "give another number of --microbatches"
         ) from None
-    orders = tuple(_in_number_order(_actions(row)) for row in found)
+    orders = tuple(_in_number_order(_actions(row)) for row in rows)
     _check_complete(orders, len(place_stages(schedule, num_ranks)), num_microbatches, schedule)
     return orders
 
@@ -92,21 +88,21 @@ def most_in_flight(row: Sequence[Action]) -> int:
 
 
 def _actions(row: Sequence[Any]) -> list[Action]:
-    found: list[Action] = []
+    actions: list[Action] = []
     for action in row:
         if action is None:
             continue
-        for each in action.sub_actions or (action,):
-            kind = str(each.computation_type.value)
+        for part in action.sub_actions or (action,):
+            kind = str(part.computation_type.value)
             if kind in ("F", "B", "I", "W"):
-                found.append(Action(kind, each.stage_index, each.microbatch_index))  # type: ignore[arg-type]
-    return found
+                actions.append(Action(kind, part.stage_index, part.microbatch_index))  # type: ignore[arg-type]
+    return actions
 
 
 def _in_number_order(row: list[Action]) -> tuple[Action, ...]:
-    """Number each stage's forwards anew where they are all in turn: torch 2.13 lists those of 1F1B's last rank from 1.
+    """Number each stage's forwards from 0: torch 2.13 lists the forwards of 1F1B's last rank from 1.
 
-    What it runs is right, only the list is off by one.
+    Only torch's list is wrong, not its execution.
     """
     shift: dict[int, int] = {}
     for action in row:
@@ -116,7 +112,7 @@ def _in_number_order(row: list[Action]) -> tuple[Action, ...]:
 
 
 def _check_complete(orders: Orders, num_stages: int, num_microbatches: int, schedule: str) -> None:
-    """Raise UsageError unless every stage takes every microbatch forward and backward exactly once."""
+    """Raise UsageError unless every stage runs every microbatch forward and backward exactly once."""
     for kinds in (("F",), ("B", "I"), ("B", "W")):
         done = sorted((a.stage, a.microbatch) for row in orders for a in row if a.kind in kinds)
         if done != [(s, m) for s in range(num_stages) for m in range(num_microbatches)]:

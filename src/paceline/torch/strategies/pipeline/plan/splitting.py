@@ -1,7 +1,7 @@
-"""Where a model is cut: the dynamic program over contiguous stages of measured layers. Pure.
+"""Cut a model into stages: a dynamic program over contiguous ranges of measured layers. Pure.
 
-Sources: Narayanan et al., "PipeDream", SOSP 2019, section 3.1 (the slowest stage, transfers included, is made as fast
-as possible); Zheng et al., "Alpa", OSDI 2022, section 5.2 (a step takes the sum of all stages and m - 1 times the
+Sources: Narayanan et al., "PipeDream", SOSP 2019, section 3.1 (minimize the time of the slowest stage, transfers
+included); Zheng et al., "Alpa", OSDI 2022, section 5.2 (the time of a step is the sum of all stages and m - 1 times the
 slowest).
 """
 
@@ -16,22 +16,22 @@ from paceline.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCost:
-    """What one layer was measured to take, for one microbatch."""
+    """The measured costs of one layer, for one microbatch."""
 
     name: str
     forward_s: float
     backward_s: float
     weights_s: float = 0.0
-    """Of backward, what zero-bubble schedules can put off."""
+    """The part of backward that zero-bubble schedules can defer."""
     halving_s: float = 0.0
-    """What forward and backward take more when backward is made in two halves."""
+    """The extra time of forward and backward if backward is split."""
     first_s: float = 0.0
-    """What a step's first backward takes more, which has no gradients to add to and makes room for them."""
+    """The extra time of a step's first backward, which allocates the gradients."""
     update_s: float = 0.0
-    """What the optimizer takes, once a step."""
+    """The time of the optimizer, once a step."""
     parameter_bytes: int = 0
     activation_bytes: int = 0
-    """What is kept until backward."""
+    """The memory that is held until backward."""
 
     @property
     def seconds(self) -> float:
@@ -41,14 +41,14 @@ class LayerCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLimits:
-    """What a stage may take."""
+    """The limits of a stage."""
 
     memory_bytes: int | None = None
     """None: no limit."""
     bytes_per_parameter_byte: float = 2.0
     """Parameters, gradients and the optimizer's state, as a multiple of the parameters."""
     in_flight: int = 1
-    """Microbatches whose activations are kept at once."""
+    """Number of microbatches whose activations are held at once."""
 
 
 def split_layers(
@@ -57,18 +57,18 @@ def split_layers(
     crossing_s: Callable[[int], float],
     limits: StageLimits = StageLimits(),
 ) -> list[int]:
-    """Return the numbers of the layers that begin stages 1, 2, …, so that the slowest stage is as fast as it can be.
+    """Return the numbers of the first layers of stages 1, 2, … with the least time of the slowest stage.
 
-    ``crossing_s(c)`` is what it takes to send what crosses a cut before layer `c`, there and back. A stage's time is
-    its layers' and its two cuts'. Of equally fast splits it is the one with the least that crosses.
+    ``crossing_s(c)`` is the time to send the values that cross a cut before layer `c`, and to return the gradients. A
+    stage's time is the sum of its layers and its two cuts. Among equally fast splits the total crossing time decides.
 
-    Raises UsageError for more stages than layers, and if no split keeps every stage within the memory limit.
+    Raises UsageError for more stages than layers, and if every split exceeds the memory limit.
     """
     count = len(layers)
     if num_stages > count:
         raise UsageError(
-            f"{num_stages} stages were asked for, and the model has no more than {count} layers that can be told "
-            "apart: ask for fewer stages"
+            f"{num_stages} stages were requested, and the model has no more than {count} layers that can be "
+            "separated: use fewer stages"
         )
     seconds = [0.0, *itertools.accumulate(layer.seconds for layer in layers)]
     memory = [0.0, *itertools.accumulate(stage_bytes([layer], limits) for layer in layers)]
@@ -86,9 +86,9 @@ def split_layers(
                 if best[first] == worst:
                     continue
                 time = seconds[end] - seconds[first] + crossing[first] + crossing[end]
-                found = (max(best[first][0], time), best[first][1] + crossing[first])
-                if found < following[end]:
-                    following[end], begin[end] = found, first
+                candidate = (max(best[first][0], time), best[first][1] + crossing[first])
+                if candidate < following[end]:
+                    following[end], begin[end] = candidate, first
         best = following
         begins.append(begin)
     if best[count] == worst:
@@ -102,7 +102,7 @@ def split_layers(
 
 
 def stage_bytes(layers: Sequence[LayerCost], limits: StageLimits) -> float:
-    """Return the memory that a stage of these layers takes."""
+    """Return the memory of a stage of these layers."""
     return sum(
         layer.parameter_bytes * limits.bytes_per_parameter_byte + layer.activation_bytes * limits.in_flight
         for layer in layers
@@ -117,5 +117,5 @@ def _describe_shortage(layers: Sequence[LayerCost], num_stages: int, limits: Sta
         f"the model does not fit: all of it takes {stage_bytes(layers, limits) * megabytes:.0f} MiB for parameters, "
         f"optimizer and activations, its largest layer {largest.name} takes "
         f"{stage_bytes([largest], limits) * megabytes:.0f} MiB, and each of {num_stages} stages may take "
-        f"{limits.memory_bytes * megabytes:.0f} MiB; ask for more stages, more microbatches or more --stage-memory"
+        f"{limits.memory_bytes * megabytes:.0f} MiB; use more stages, more microbatches or more --stage-memory"
     )

@@ -1,4 +1,4 @@
-"""How long a pipeline's step takes: its orders played through with the times of stages and transfers. Pure."""
+"""Predict a pipeline's step: simulate its actions with the times of stages and transfers. Pure."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from paceline.torch.strategies.pipeline.run.actions import Action
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
-    """What one stage takes for one microbatch, in seconds."""
+    """The times of one stage for one microbatch, in seconds."""
 
     forward_s: float
     backward_s: float
     weights_s: float = 0.0
-    """Of backward, what can be put off."""
+    """The part of backward that can be deferred."""
     halving_s: float = 0.0
-    """What putting it off takes."""
+    """The cost of deferring it."""
     first_s: float = 0.0
-    """What the first of a step's gradients of weights take more."""
+    """The extra time of a step's first backward."""
     update_s: float = 0.0
-    """What the optimizer takes, once a step."""
+    """The time of the optimizer, once a step."""
 
     def of(self, action: Action) -> float:
         """Return the time of an action."""
@@ -36,15 +36,15 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """A step as it is predicted."""
+    """The prediction of a step."""
 
     step_s: float
     busy_s: tuple[float, ...]
-    """By rank, the time in which it computes."""
+    """The computing time of each rank."""
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time in which they wait."""
+        """The share of waiting in the time of all ranks."""
         return 1 - sum(self.busy_s) / (self.step_s * len(self.busy_s)) if self.step_s else 0.0
 
 
@@ -56,23 +56,23 @@ def play(
     sending_s: Callable[[int], float] = lambda stage: 0.0,
     sources: Sequence[Sequence[int]] | None = None,
 ) -> Timeline:
-    """Play the orders through: an action begins when its rank is free and what it needs has come.
+    """Simulate a step: an action begins when its rank is free and its inputs have arrived.
 
-    `transfer_s` of a stage is what it takes to bring it its inputs, or its gradients back, and `sending_s` what of that
-    the sender cannot compute in. `sources` are, by stage, the stages whose values it takes; default: the one before.
-    When all have computed, each rank updates its parameters. Raises ValueError if the orders wait for one another.
+    ``transfer_s(stage)``: the time to bring a stage its inputs, or to return their gradients. ``sending_s(stage)``: the
+    part of it that the sender cannot use to compute. `sources`: for each stage, the stages whose values it uses;
+    default: the previous stage. At the end each rank updates its parameters. Raises ValueError for a deadlock.
     """
     if sources is None:
         sources = [[stage - 1] if stage else [] for stage in range(len(places))]
     users: list[list[int]] = [[] for _ in places]
-    for stage, found in enumerate(sources):
-        for source in found:
+    for stage, stage_sources in enumerate(sources):
+        for source in stage_sources:
             users[source].append(stage)
     ended: dict[tuple[str, int, int], float] = {}
     free, busy, at = [0.0] * len(orders), [0.0] * len(orders), [0] * len(orders)
-    waiting = sum(len(row) for row in orders)
-    while waiting:
-        before = waiting
+    num_left = sum(len(row) for row in orders)
+    while num_left:
+        before = num_left
         for rank, row in enumerate(orders):
             while at[rank] < len(row):
                 action = row[at[rank]]
@@ -84,19 +84,19 @@ def play(
                     crosses = places[key[1]] != places[action.stage]
                     stage = action.stage if action.kind == "F" else key[1]
                     begin = max(begin, ended[key] + (transfer_s(stage) if crosses else 0.0))
-                took = times[action.stage].of(action)
+                duration = times[action.stage].of(action)
                 done = "G" if action.kind in ("B", "I") else action.kind
-                ended[done, action.stage, action.microbatch] = begin + took
-                free[rank], busy[rank] = begin + took, busy[rank] + took
+                ended[done, action.stage, action.microbatch] = begin + duration
+                free[rank], busy[rank] = begin + duration, busy[rank] + duration
                 for stage in _crossings(action, sources, users, places):
                     free[rank] += sending_s(stage)
                 at[rank] += 1
-                waiting -= 1
-        if waiting == before:
+                num_left -= 1
+        if num_left == before:
             stuck = [row[at[rank]] for rank, row in enumerate(orders) if at[rank] < len(row)]
             raise ValueError(f"the orders wait for one another: {stuck}")
     for rank in range(len(orders)):
-        update_s = sum(each.update_s for each, place in zip(times, places, strict=True) if place == rank)
+        update_s = sum(stage.update_s for stage, place in zip(times, places, strict=True) if place == rank)
         free[rank], busy[rank] = free[rank] + update_s, busy[rank] + update_s
     return Timeline(step_s=max(free, default=0.0), busy_s=tuple(busy))
 
@@ -115,7 +115,7 @@ def _needs(
 def _crossings(
     action: Action, sources: Sequence[Sequence[int]], users: Sequence[Sequence[int]], places: Sequence[int]
 ) -> list[int]:
-    """Return the stages whose inputs, or whose inputs' gradients, an action's rank sends to another rank after it."""
+    """Return the stages whose inputs, or gradients of inputs, travel to another rank after an action."""
     own = places[action.stage]
     if action.kind == "F":
         return [user for user in users[action.stage] if places[user] != own]
