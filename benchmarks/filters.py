@@ -30,11 +30,11 @@ from typing import Any
 from hosts import NETWORK, network  # type: ignore[import-not-found]  # beside this program
 
 from paceline.data import ClickLogSpec, write_click_log
-from paceline.launch.train.options import TrafficFilters, TrainOptions
-from paceline.launch.train.results import TrainResult
-from paceline.launch.train.train import train_locally
 from paceline.models.metrics import ClickEvaluation
 from paceline.protocol import parse_consistency
+from paceline.training.driver import train_locally
+from paceline.training.options import TrafficFilters, TrainOptions
+from paceline.training.results import TrainResult
 from paceline.transport.security.authentication import make_token
 
 TRAIN_SHARE = 0.8

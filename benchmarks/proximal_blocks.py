@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 
 from paceline.data import Batch, open_dataset
-from paceline.launch.train.options import PassOptions, TrainOptions
-from paceline.launch.train.train import train_locally
 from paceline.models.proximal.rules import ProximalBlocks
 from paceline.protocol import Sequential
+from paceline.training.driver import train_locally
+from paceline.training.options import PassOptions, TrainOptions
 
 FOLDER = Path(os.environ.get("PACELINE_TEST_DATA", Path(__file__).parents[2] / "shared" / "data"))
 FILES = ("a9a/a9a", "agaricus/agaricus.txt.train", "criteo/train.tsv.gz")

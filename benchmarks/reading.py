@@ -33,10 +33,10 @@ import psutil
 
 from paceline.data import ClickLogSpec, open_dataset, write_click_log
 from paceline.launch import prepare_kernels
-from paceline.launch.train.converting import convert_data, look_at_sources
-from paceline.launch.train.options import TrainOptions
-from paceline.launch.train.train import train_locally
 from paceline.protocol import BoundedDelay
+from paceline.training.driver import train_locally
+from paceline.training.files.converting import convert_data, look_at_sources
+from paceline.training.options import TrainOptions
 
 _BATCH = 256
 _ROWS_OF_A_FILE = 1_000_000

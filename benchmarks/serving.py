@@ -26,8 +26,8 @@ import psutil
 from paceline.bench.others import Others
 from paceline.data import ClickLogSpec, write_click_log
 from paceline.data.feature_names import CRITEO_NAMES
-from paceline.launch.train.options import TrainOptions
-from paceline.launch.train.train import train_locally
+from paceline.training.driver import train_locally
+from paceline.training.options import TrainOptions
 
 _BODIES = 500
 

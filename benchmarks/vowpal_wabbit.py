@@ -26,10 +26,10 @@ from pathlib import Path
 import numpy as np
 
 from paceline.data import ClickLogSpec, write_click_log
-from paceline.launch.train.options import TrainOptions
-from paceline.launch.train.train import train_locally
 from paceline.models.metrics import ClickEvaluation, evaluate
 from paceline.protocol import BoundedDelay
+from paceline.training.driver import train_locally
+from paceline.training.options import TrainOptions
 
 TRAIN_SHARE = 0.8
 VW = """

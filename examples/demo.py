@@ -22,12 +22,12 @@ from typing import Any
 from rich.console import Console
 
 from paceline.data import ClickLogSpec, write_click_log
-from paceline.launch.train.options import TrainOptions
-from paceline.launch.train.training_run import run_training
 from paceline.models.metrics import ClickEvaluation
 from paceline.observe import ResultRow, results_table, strategies_table
 from paceline.protocol import BoundedDelay, Consistency, Eventual, Sequential
 from paceline.ps.messages import ClusterSettings
+from paceline.training.options import TrainOptions
+from paceline.training.training_run import run_training
 
 EPOCHS = 1
 DIGITS = Path(__file__).with_name("digits.py")

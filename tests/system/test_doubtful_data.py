@@ -9,11 +9,11 @@ import pytest
 
 from paceline.data.guessing import ReadOptions
 from paceline.errors import DataError
-from paceline.launch.train.data_files import settle_files
-from paceline.launch.train.options import TrainOptions
-from paceline.launch.train.planning import plan_training
-from paceline.launch.train.train import train_locally
 from paceline.models.registry import make_model
+from paceline.training.driver import train_locally
+from paceline.training.files.data_files import settle_files
+from paceline.training.options import TrainOptions
+from paceline.training.planning import plan_training
 
 
 def write(path: Path, num_good: int, num_bad: int, bad: str = "no row\n") -> Path:

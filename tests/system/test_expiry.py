@@ -12,12 +12,12 @@ import pytest
 
 import paceline
 from paceline.errors import UsageError
-from paceline.launch.train.options import PassOptions, TrainOptions
-from paceline.launch.train.train import train_locally
 from paceline.models.fm import SparseFactorizationMachine
 from paceline.models.metrics import ClickEvaluation
 from paceline.protocol import Sequential
 from paceline.ps import read_model
+from paceline.training.driver import train_locally
+from paceline.training.options import PassOptions, TrainOptions
 
 pytestmark = pytest.mark.usefixtures("warm_clusters")
 

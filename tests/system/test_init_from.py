@@ -9,9 +9,9 @@ import pytest
 
 import paceline as package
 from paceline.inference.inspection import compare_models
-from paceline.launch.train.options import PassOptions, TrainOptions
-from paceline.launch.train.train import train_locally
 from paceline.protocol import Sequential
+from paceline.training.driver import train_locally
+from paceline.training.options import PassOptions, TrainOptions
 
 from .running import Commands
 

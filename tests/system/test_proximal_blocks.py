@@ -17,12 +17,13 @@ import pytest
 import paceline as package
 from paceline.errors import PeerError
 from paceline.launch.local import LocalCluster
-from paceline.launch.train.options import PassOptions, TrainOptions
-from paceline.launch.train.planning import plan_training
-from paceline.launch.train.train import Training, train_locally
 from paceline.models.proximal.rules import ProximalBlocks
 from paceline.protocol import Sequential
 from paceline.ps.messages import ClusterSettings
+from paceline.training.driver import train_locally
+from paceline.training.options import PassOptions, TrainOptions
+from paceline.training.planning import plan_training
+from paceline.training.train import Training
 
 from .running import Commands
 

@@ -12,16 +12,16 @@ import msgspec
 import pytest
 
 from paceline.launch import LocalCluster
-from paceline.launch.train.options import SnapshotPlan, TrainOptions
-from paceline.launch.train.planning import plan_training
-from paceline.launch.train.train import Training
-from paceline.launch.train.training_run import run_training
 from paceline.models.stored import find_version
 from paceline.ps.client import snapshot_loading
 from paceline.ps.client.connection import ServerConnection
 from paceline.ps.messages import ClusterSettings
 from paceline.ps.messages.snapshots import LoadState
 from paceline.storage.snapshot_directory import read_newest
+from paceline.training.options import SnapshotPlan, TrainOptions
+from paceline.training.planning import plan_training
+from paceline.training.train import Training
+from paceline.training.training_run import run_training
 
 from .running import Commands, Running, wait_until
 

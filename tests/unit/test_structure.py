@@ -37,7 +37,6 @@ LARGE_CLASSES = {
     "collectives/p2p/progress.py:ProgressLoop": (12, 19),
     "environment.py:Environment": (1, 22),
     "launch/run/options.py:RunOptions": (0, 27),
-    "launch/train/options.py:TrainOptions": (0, 21),
     "protocol/iterations.py:Iterations": (21, 12),
     "protocol/server/state.py:ServerState": (26, 14),  # queries of one line
     "ps/client/servers.py:Servers": (19, 16),
@@ -52,6 +51,7 @@ LARGE_CLASSES = {
     "tables/sparse_part.py:SparsePart": (25, 3),
     "torch/strategies/base.py:Strategy": (29, 11),
     "torch/strategies/server/dense_parameters.py:DenseParameters": (23, 13),
+    "training/options.py:TrainOptions": (0, 21),
     "transport/channel.py:StreamChannel": (27, 22),
 }
 

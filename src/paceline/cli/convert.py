@@ -46,8 +46,8 @@ def convert(
     from rich.console import Console
 
     from paceline.errors import UsageError
-    from paceline.launch.train.converting import convert_data, look_at_sources
-    from paceline.launch.train.describing import show_columns
+    from paceline.training.files.converting import convert_data, look_at_sources
+    from paceline.training.files.describing import show_columns
 
     if len(sources) < 2:
         raise UsageError(f"which file is to be written? paceline convert {sources[0]} OUT")

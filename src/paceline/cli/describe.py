@@ -27,7 +27,7 @@ def describe(
     """
     from rich.console import Console
 
-    from paceline.launch.train.describing import describe_data, show_description
+    from paceline.training.files.describing import describe_data, show_description
 
     reading = columns.parse(label)
     found = describe_data(

@@ -30,7 +30,7 @@ def predict(
     With --json the final figures go to standard output as one object, and predictions only to --output.
     Example: paceline predict model day4.tsv --output predictions.txt
     """
-    from paceline.launch.train.predict import run_prediction
+    from paceline.training.predict import run_prediction
 
     result = run_prediction(model, data, output=output, format=format, header=header, strict=strict, echo=not json)
     if json:

@@ -150,7 +150,7 @@ def worker(
 
     Example: paceline worker --scheduler 127.0.0.1:7337 --token-file token
     """
-    from paceline.models.worker import run_worker
+    from paceline.training.worker.worker import run_worker
 
     filter_modules.load()
     joining = _prepare_to_join("worker", scheduler, token_file, tls.load(), wait)

@@ -17,8 +17,8 @@ from .solver import choose_blocks, describe_end, write_plot
 from .train_flags import TrainFlags
 
 if TYPE_CHECKING:
-    from paceline.launch.train.options import TrainOptions
-    from paceline.launch.train.results import TrainResult
+    from paceline.training.options import TrainOptions
+    from paceline.training.results import TrainResult
 
 
 @expand_flags
@@ -27,7 +27,7 @@ def train(context: typer.Context, flags: TrainFlags) -> None:
 
     Example: paceline train day1.tsv day2.tsv.gz --eval day3.tsv --servers 2 --workers 4 --save model
     """
-    from paceline.launch.train.training_run import run_training
+    from paceline.training.training_run import run_training
 
     cluster, connection, save = flags.cluster, flags.connection, flags.saving.save
     flags.filters.modules.load(flags.filters.filters, flags.filters.pull_filters)
@@ -58,7 +58,7 @@ def train(context: typer.Context, flags: TrainFlags) -> None:
 
 def _choose_options(context: typer.Context, flags: TrainFlags) -> TrainOptions:
     """Return the options of the training. Raises UsageError."""
-    from paceline.launch.train.options import TrainOptions
+    from paceline.training.options import TrainOptions
 
     blocks = choose_blocks(context, flags)
     weights = flags.weights.parse()

@@ -14,19 +14,19 @@ from . import options
 from .data_arguments import find_data
 
 if TYPE_CHECKING:
-    from paceline.launch.train.options import (
+    from paceline.models.base import SparseModel
+    from paceline.models.proximal.rules import ProximalBlocks
+    from paceline.models.update import RuleChoice
+    from paceline.ps import UpdateRule
+    from paceline.ps.messages import ClusterSettings
+    from paceline.training.options import (
         EarlyStopping,
         ExampleWeights,
         PassOptions,
         SnapshotPlan,
         TrafficFilters,
     )
-    from paceline.models.base import SparseModel
-    from paceline.models.proximal.rules import ProximalBlocks
-    from paceline.models.schedules import RatePlan
-    from paceline.models.update import RuleChoice
-    from paceline.ps import UpdateRule
-    from paceline.ps.messages import ClusterSettings
+    from paceline.training.schedules import RatePlan
 
 MINIBATCHES: Final = "minibatches"
 """The default solver."""
@@ -93,7 +93,7 @@ class PassFlags:
 
     def parse(self, rates: RatePlan, blocks: ProximalBlocks | None) -> PassOptions:
         """Return the options of passes. Raises UsageError."""
-        from paceline.launch.train.options import PassOptions
+        from paceline.training.options import PassOptions
 
         return PassOptions(
             order=cast("Literal['shuffle', 'file'] | None", self.order),
@@ -104,7 +104,7 @@ class PassFlags:
         )
 
     def _parse_stopping(self) -> EarlyStopping | None:
-        from paceline.launch.train.options import EarlyStopping
+        from paceline.training.options import EarlyStopping
 
         if self.validation is None:
             for name, value in (("--patience", self.patience), ("--min-delta", self.min_delta)):
@@ -182,7 +182,7 @@ class UpdateFlags:
 
     def parse_rates(self) -> RatePlan:
         """Return the plan of learning rates. Raises UsageError."""
-        from paceline.models.schedules import RatePlan, parse_schedule
+        from paceline.training.schedules import RatePlan, parse_schedule
 
         return RatePlan(schedule=parse_schedule(self.schedule), warmup=self.warmup)
 
@@ -222,8 +222,8 @@ class WeightFlags:
 
     def parse(self) -> ExampleWeights:
         """Return the weights of examples. Raises UsageError."""
-        from paceline.launch.train.options import ExampleWeights
-        from paceline.models.weighting import parse_class_weights
+        from paceline.training.options import ExampleWeights
+        from paceline.training.weighting import parse_class_weights
 
         classes = None if self.class_weight is None else parse_class_weights(self.class_weight)
         return ExampleWeights(column=self.weight, classes=classes, keep_negatives=self.keep_negatives)
@@ -242,7 +242,7 @@ class FilterFlags:
 
     def parse(self) -> TrafficFilters:
         """Return the filters. Raises UsageError."""
-        from paceline.launch.train.options import TrafficFilters
+        from paceline.training.options import TrafficFilters
 
         return TrafficFilters(pushed=self.filters, pulled=self.pull_filters)
 
@@ -269,8 +269,8 @@ class SaveFlags:
 
     def parse_snapshots(self) -> SnapshotPlan | None:
         """Return the plan of snapshots, None for no snapshots. Raises UsageError."""
-        from paceline.launch.train.options import SnapshotPlan
-        from paceline.launch.train.snapshots import parse_every
+        from paceline.training.options import SnapshotPlan
+        from paceline.training.snapshots import parse_every
 
         if self.snapshot_every is None:
             for name, value in (("--snapshot-dir", self.snapshot_dir), ("--snapshots", self.snapshots)):

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from paceline.errors import DataError
-from paceline.launch.train.bad_data import find_bad_lines, no_line_left
 from paceline.models.metrics import Evaluation
 from paceline.models.prediction import Predictor
 from paceline.tables.types import Floats
+from paceline.training.files.bad_data import find_bad_lines, no_line_left
 
 NUM_GROUPS = 10
 

@@ -14,10 +14,10 @@ from paceline.data import Columns
 from paceline.data.key_scaling import read_key_scaling
 from paceline.errors import UsageError
 from paceline.inference.weights import Weights, read_weights
-from paceline.launch.train.feature_names import name_features
 from paceline.models.features.interactions import Interactions
 from paceline.models.stored import StoredModel, read_stored_model
 from paceline.tables.types import Doubles, Floats, Keys
+from paceline.training.files.feature_names import name_features
 
 _BINS = 21
 

@@ -25,11 +25,13 @@ from .roles import Joining, run_scheduler, run_server
 from .supervisor import watch_parent
 
 _ANSWER_S = 2.0
+_WORKER = "paceline.training.worker.worker"
+"""Imported by name, because training is above this package: it starts processes."""
 
 
 def prepare() -> None:
     """Load what every role needs, in a process that forks them."""
-    importlib.import_module("paceline.models.worker")
+    importlib.import_module(_WORKER)
     load_kernels_nowait()
 
 
@@ -111,9 +113,9 @@ def _run_member(options: dict[str, Any], token: str, tls: TLS | None) -> None:
             if "scratch" in options:  # no scheduler here that would see to it if the parent is killed
                 _remove_if_empty(options["scratch"])
     else:
-        from paceline.models.worker import run_worker
-
-        run_worker(joining.transport(), joining.scheduler, rank=options["rank"], watch=watch_parent)
+        importlib.import_module(_WORKER).run_worker(
+            joining.transport(), joining.scheduler, rank=options["rank"], watch=watch_parent
+        )
 
 
 def _answers(joining: Joining) -> bool:

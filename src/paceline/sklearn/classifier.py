@@ -14,9 +14,9 @@ from sklearn.utils.multiclass import check_classification_targets, type_of_targe
 from typing_extensions import Self, override
 
 from paceline.errors import UsageError
-from paceline.models.weighting import BALANCED, Weighting
 from paceline.sklearn.estimator import PARAMETERS, SparseEstimator
 from paceline.tables.types import Doubles, Floats
+from paceline.training.weighting import BALANCED, Weighting
 
 CLASSIFIER_PARAMETERS: Final[dict[str, list[Any]]] = {
     **PARAMETERS,

@@ -25,20 +25,20 @@ from paceline.errors import UsageError
 from paceline.inference.arrays import ArrayReader
 from paceline.inference.frames import ColumnReader, is_frame
 from paceline.launch import prepare_kernels
-from paceline.launch.train.numeric_scales import choose_key_scaling
-from paceline.launch.train.options import ExampleWeights, PassOptions, TrainOptions
-from paceline.launch.train.plan import TrainingPlan
-from paceline.launch.train.planning import plan_on_sample
 from paceline.models.base import SparseModel
-from paceline.models.tuning import suggested_batch_size
 from paceline.models.update import UPDATE_NAMES, make_update
-from paceline.models.weighting import Weighting
 from paceline.protocol import parse_consistency
 from paceline.ps import UpdateRule
 from paceline.sklearn.frames import choose_columns, has_text
 from paceline.sklearn.model_tables import ModelTables
 from paceline.sklearn.on_cluster import ClusterChoice, train_on_cluster
 from paceline.tables.types import Doubles, Floats
+from paceline.training.files.numeric_scales import choose_key_scaling
+from paceline.training.options import ExampleWeights, PassOptions, TrainOptions
+from paceline.training.plan import TrainingPlan
+from paceline.training.planning import plan_on_sample
+from paceline.training.tuning import suggested_batch_size
+from paceline.training.weighting import Weighting
 
 _NUMBERS: dict[str, Any] = {"accept_sparse": "csr", "dtype": [np.float64, np.float32], "ensure_all_finite": False}
 """What is asked of arrays; that all is finite is said by those who read them."""

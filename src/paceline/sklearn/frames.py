@@ -16,7 +16,7 @@ from paceline.data.columns import import_arrow
 from paceline.data.example_sampling import sample_batch
 from paceline.data.guessing import judge_column
 from paceline.inference.frames import ColumnReader, list_names, names_of
-from paceline.launch.train.numeric_scales import choose_scales
+from paceline.training.files.numeric_scales import choose_scales
 
 LABEL = "\0label"
 """Stands where a file has its label; no column of a frame is called so."""

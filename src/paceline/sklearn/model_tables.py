@@ -16,12 +16,12 @@ from paceline.inference.weights import Weights, join_weights, weights_of_data
 from paceline.models.base import KeyScratch, Minibatch, ModelTable, Optimism, SparseModel
 from paceline.models.clicks import ClickMinibatch
 from paceline.models.softmax import SoftmaxMinibatch
-from paceline.models.tuning.in_process import InProcessTables
 from paceline.ps import SparseStore, UpdateRule, to_fields
 from paceline.storage.model_directory import fill_store, save_model
 from paceline.tables.initializers import Zeros
 from paceline.tables.spec import TableSpec
 from paceline.tables.types import Doubles, Floats, Keys
+from paceline.training.tuning.in_process import InProcessTables
 
 _BATCH = 4096
 _SEEDS = 1 << 31

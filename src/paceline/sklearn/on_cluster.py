@@ -13,14 +13,13 @@ import numpy.typing as npt
 from paceline.data import Batch
 from paceline.data.key_scaling import read_key_scaling
 from paceline.launch import connect
-from paceline.launch.train.options import TrainOptions
-from paceline.launch.train.planning import plan_training
-from paceline.launch.train.train import Training, train_locally
 from paceline.models.registry import read_model_settings
 from paceline.models.stored import read_stored_model
 from paceline.protocol import parse_consistency
 from paceline.sklearn.model_tables import ModelTables
 from paceline.temporary import TemporaryFolder
+from paceline.training.driver import train_locally, train_on
+from paceline.training.options import TrainOptions
 
 _ROWS = 4096
 
@@ -48,16 +47,12 @@ def train_on_cluster(
             consistency = parse_consistency(where.consistency)
             train_locally(options, servers=where.servers, workers=where.workers, consistency=consistency)
         else:
-            _train_there(options, where.scheduler, where.token)
+            with contextlib.closing(connect(where.scheduler, token=where.token, observer=True)) as client:
+                train_on(options, client)
         stored = read_stored_model(directory)
         model = read_model_settings(stored.described)
         tables = [(table.spec, stored.load_store(table.spec.name)) for table in stored.tables]
         return ModelTables(model, tables, read_key_scaling(stored.described))
-
-
-def _train_there(options: TrainOptions, scheduler: str, token: str | None) -> None:
-    with contextlib.closing(connect(scheduler, token=token, observer=True)) as client:
-        Training(options, plan_training(options), client, num_workers=client.settings.num_workers).run()
 
 
 def write_libsvm(path: Path, examples: Batch, order: npt.NDArray[np.int64]) -> None:

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from paceline.errors import PeerError
-from paceline.models.worker import run_worker
 from paceline.protocol import Role
 from paceline.ps import SGD, SchedulerLink, make_node_name, messages
 from paceline.tables.settings import to_fields
+from paceline.training.worker.worker import run_worker
 from paceline.transport import Hello
 
 from .harness import Cluster, floats, keys_of, wait_until

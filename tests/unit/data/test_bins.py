@@ -16,10 +16,10 @@ from paceline.errors import UsageError
 from paceline.inference.frames import ColumnReader
 from paceline.kernels.hashing import field_of, name_seed
 from paceline.kernels.text.criteo import integer_category
-from paceline.launch.train.converting import convert_data, look_at_sources
-from paceline.launch.train.data_files import look_at
-from paceline.launch.train.describing import describe_data
 from paceline.models.features.interactions import Interactions
+from paceline.training.files.converting import convert_data, look_at_sources
+from paceline.training.files.data_files import look_at
+from paceline.training.files.describing import describe_data
 
 RANDOM = np.random.default_rng(3)
 NUMBERS = RANDOM.normal(size=4000)

@@ -12,8 +12,8 @@ from paceline.data import Columns, Sample, describe_named, guess_columns, open_d
 from paceline.data.guessing import ReadOptions, judge_column
 from paceline.data.labels import CLICKS
 from paceline.errors import UsageError
-from paceline.launch.train.data_files import look_at
-from paceline.launch.train.describing import find_warnings
+from paceline.training.files.data_files import look_at
+from paceline.training.files.describing import find_warnings
 
 ROWS = 4000
 RANDOM = random.Random(1)

@@ -14,8 +14,8 @@ import pytest
 from paceline.data import Batch, Columns, Scale, check_numeric_scale, fit_scale, open_dataset, open_spec
 from paceline.errors import UsageError
 from paceline.kernels.features.scaling import MOST_DEVIATIONS, scale_columns, scale_numbers
-from paceline.launch.train.converting import convert_data, look_at_sources
-from paceline.launch.train.data_files import look_at
+from paceline.training.files.converting import convert_data, look_at_sources
+from paceline.training.files.data_files import look_at
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'paceline[parquet]'")
 pq = pytest.importorskip("pyarrow.parquet")

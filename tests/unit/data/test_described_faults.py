@@ -15,10 +15,10 @@ from paceline.data import detect_format, open_dataset
 from paceline.data.labels import describe_no_numbers
 from paceline.data.streams import standard_input
 from paceline.errors import PacelineError
-from paceline.launch.train.bad_data import BadData
-from paceline.launch.train.converting import convert_data
-from paceline.launch.train.data_files import look_at
-from paceline.launch.train.describing import describe_data, show_description
+from paceline.training.files.bad_data import BadData
+from paceline.training.files.converting import convert_data
+from paceline.training.files.data_files import look_at
+from paceline.training.files.describing import describe_data, show_description
 
 ROWS = "site,price,outcome\n" + "a,1.5,won\nb,2,lost\n" * 20
 

@@ -14,8 +14,8 @@ import pytest
 from paceline.data import Columns, open_dataset
 from paceline.data.feature_names import find_feature_names, read_feature_names, write_feature_names
 from paceline.errors import ModelError
-from paceline.launch.train.feature_names import name_features
 from paceline.models.features.interactions import Interactions
+from paceline.training.files.feature_names import name_features
 
 COLUMNS = Columns("label", ("site", "text"), ("age",))
 ROWS: dict[str, list[Any]] = {

@@ -22,7 +22,7 @@ from paceline.errors import DataError, UsageError
 from paceline.kernels.hashing import field_of, hash_bytes, name_seed
 from paceline.kernels.text import lines as kernels
 from paceline.kernels.text.values import split_words
-from paceline.launch.train.data_files import DataLook, look_at
+from paceline.training.files.data_files import DataLook, look_at
 
 WORDS = [("cheap", "pills", "offer"), ("meeting", "agenda", "notes")]
 

@@ -13,9 +13,9 @@ from pyarrow import parquet
 from paceline.data import Columns, open_dataset, open_spec
 from paceline.data.guessing import ReadOptions
 from paceline.errors import PacelineError
-from paceline.launch.train.converting import convert_data, look_at_sources
-from paceline.launch.train.data_files import look_at
-from paceline.launch.train.describing import describe_data
+from paceline.training.files.converting import convert_data, look_at_sources
+from paceline.training.files.data_files import look_at
+from paceline.training.files.describing import describe_data
 
 _FORMATS = ["csv", "parquet", "jsonl"]
 _ROWS = [("malignant", 1.5), ("benign", 2.0), (" benign", 0.5), ("malignant", 0.25)] * 50

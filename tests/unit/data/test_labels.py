@@ -26,8 +26,8 @@ from paceline.data.labels import (
 )
 from paceline.errors import UsageError
 from paceline.kernels.text.values import LABEL_WORDS
-from paceline.launch.train.data_files import look_at
 from paceline.models.registry import make_model, read_model_settings
+from paceline.training.files.data_files import look_at
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ import pytest
 import paceline as pt
 from paceline.errors import PacelineError, UsageError
 from paceline.filters import FilterChain, parse_filters
-from paceline.launch.train.options import TrafficFilters, TrainOptions
-from paceline.launch.train.train import train_locally
+from paceline.training.options import TrafficFilters, TrainOptions
+from paceline.training.driver import train_locally
 from paceline.protocol import Sequential
 
 with pytest.raises(UsageError, match="filter 'Signs' of module 'signs' is unknown here.*--filter-module signs"):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from paceline.launch.train.options import BETWEEN_MACHINES, TrafficFilters
 from paceline.ps.messages import MemberInfo, ProcessIdentity
+from paceline.training.options import BETWEEN_MACHINES, TrafficFilters
 from paceline.transport import Address, Endpoint
 
 HERE = Endpoint(tcp=Address.parse("127.0.0.1:7"))

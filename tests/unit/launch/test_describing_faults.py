@@ -10,7 +10,7 @@ import pytest
 
 from paceline.data import open_dataset
 from paceline.errors import DataError
-from paceline.launch.train.describing import describe_data
+from paceline.training.files.describing import describe_data
 
 
 def describe(path: Path) -> dict[str, Any]:

@@ -22,7 +22,7 @@ def run(program: str) -> Any:
 def test_a_client_and_a_training_import_neither_server_nor_scheduler() -> None:
     program = """
 import json, sys
-import paceline.ps.client.client, paceline.models.worker
+import paceline.ps.client.client, paceline.training.worker.worker
 both = ("paceline.ps.server.server", "paceline.ps.scheduler.runtime", "paceline.protocol.server", "paceline.torch")
 print(json.dumps([[name in sys.modules for name in both], len([m for m in sys.modules if m.startswith("paceline")])]))
 """

@@ -7,11 +7,11 @@ import math
 from pathlib import Path
 
 from paceline.launch.supervisor import describe_status
-from paceline.launch.train.bad_data import BadData, describe_bad_lines
-from paceline.launch.train.results import TrainResult, mean_loss, summarize_staleness
-from paceline.launch.train.training_run import RunningLoss
 from paceline.models.metrics import evaluate
 from paceline.models.registry import make_model
+from paceline.training.files.bad_data import BadData, describe_bad_lines
+from paceline.training.results import TrainResult, mean_loss, summarize_staleness
+from paceline.training.training_run import RunningLoss
 
 
 def test_a_shard_that_two_workers_read_counts_once(tmp_path: Path) -> None:

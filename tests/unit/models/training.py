@@ -8,8 +8,8 @@ import numpy.typing as npt
 
 from paceline.data import Batch
 from paceline.models.base import KeyScratch, SparseModel
-from paceline.models.tuning.in_process import InProcessTables
 from paceline.ps import FTRL, SparseStore
+from paceline.training.tuning.in_process import InProcessTables
 
 Array = npt.NDArray[Any]
 

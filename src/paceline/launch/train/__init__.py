@@ -1,1 +1,0 @@
-"""``paceline train`` and ``paceline predict``: the driver of a click model."""

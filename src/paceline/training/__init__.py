@@ -1,0 +1,1 @@
+"""Training of models: options, files, plan, driver, the worker's loop and trials of settings."""

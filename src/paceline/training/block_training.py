@@ -1,0 +1,171 @@
+"""A training by blocks of columns, from the driver's side: workers read the data once, and solve.
+
+The rows that a worker holds are gone when it dies: then all is read again by those that are left, and the passes begin
+anew. In the end the weights, which lie in a table of their own, become those of an ordinary logistic regression.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from paceline.data import Dataset
+from paceline.errors import LostRowsError, PacelineError, UsageError
+from paceline.models.base import BIAS_KEY, open_tables
+from paceline.models.proximal.rules import ProximalBlocks
+from paceline.models.proximal.solver import BlockPass, SolveTask
+from paceline.protocol import Sequential
+from paceline.ps import Client, read_records, write_records
+from paceline.tables.rules.proximal import ProximalNewton
+from paceline.tables.types import Floats, Keys
+from paceline.training.job_running import FinishedJob, JobRunner
+from paceline.training.plan import TrainingPlan
+from paceline.training.worker import jobs
+
+_MOST_ATTEMPTS = 4
+_ENDS = {
+    "passes": "the objective still changes by {0.change:.1e} in a pass: a larger --epochs goes on",
+    "separable": "a plane separates the labels: without --l1 or --l2 the weights have no optimum and would grow for "
+    "ever; those of now are kept",
+}
+
+
+class BlockTraining:
+    """One training on a cluster; `on_news` is told of each pass."""
+
+    def __init__(
+        self,
+        client: Client,
+        runner: JobRunner,
+        plan: TrainingPlan,
+        blocks: ProximalBlocks,
+        *,
+        on_news: Callable[[str], None],
+        warn: Callable[[str], None],
+    ) -> None:
+        consistency = client.consistency
+        if not isinstance(consistency, Sequential) or consistency.aggregate != "sum":
+            raise UsageError(
+                f"--solver proximal-blocks needs sums over all workers, and this cluster is {consistency}: start it "
+                "with --consistency sequential"
+            )
+        self._client = client
+        self._runner = runner
+        self._plan = plan
+        self._blocks = blocks
+        self._on_news = on_news
+        self._warn = warn
+
+    def run(self, reading: jobs.WorkerTask, dataset: Dataset, share: float) -> FinishedJob:
+        """Have columns read and weights found, which is this share of the whole work, and leave them in the model.
+
+        What workers report of each pass is among the reports. Interrupted, it leaves the weights of then.
+        """
+        attempt = 0
+        while True:
+            attempt += 1
+            read = self._runner.run(reading, dataset, span=(0.0, share / 2))
+            table = f"blocks {attempt}"
+            self._empty_table(table)
+            try:
+                solved = self._solve(reading, read, table, dataset, share)
+                break
+            except LostRowsError as error:
+                if attempt == _MOST_ATTEMPTS:
+                    raise
+                self._move_weights(table, is_wanted=False)
+                self._warn(f"{error}: all is read again, and the passes begin anew")
+            except (KeyboardInterrupt, PacelineError):
+                with contextlib.suppress(PacelineError):
+                    self._move_weights(table)
+                raise
+        self._move_weights(table)
+        passes = block_passes(solved)
+        last = passes[-1]
+        if last.ended in _ENDS:
+            self._warn(_ENDS[last.ended].format(last))
+        progress = {**read.state.progress, "loss": last.loss, "bytes": solved.state.progress.get("bytes", 0.0)}
+        seconds = read.state.seconds + solved.state.seconds
+        state = dataclasses.replace(read.state, progress=progress, seconds=seconds)
+        return FinishedJob(state, read.reports + solved.reports, read.account)
+
+    def _solve(
+        self, reading: jobs.WorkerTask, read: FinishedJob, table: str, dataset: Dataset, share: float
+    ) -> FinishedJob:
+        progress = read.state.progress
+        examples, positives = int(progress.get("held", 0)), int(progress.get("positives", 0))
+        if not 0 < positives < examples:
+            what = f"all {examples:,} labels are {int(positives > 0)}" if examples else "there are no examples"
+            self._warn(f"{what}: there is no best intercept, and it stays as it is")
+        cluster, settings = self._client.link.cluster, self._client.settings
+        ranks = [] if cluster is None else [member.rank for member in cluster.of_role("worker")]
+        num_places = max(settings.num_workers, *(rank + 1 for rank in ranks), 1)
+        task = SolveTask(
+            table=table,
+            blocks=self._blocks,
+            examples=examples,
+            num_places=num_places,
+            offset=float(self._plan.model.describe()["offset"]),
+        )
+        job = msgspec.structs.replace(reading, task="solve-blocks", solve=task)
+        return self._runner.run(job, dataset, span=(share / 2, share), num_shards=num_places, on_report=self._tell_pass)
+
+    def _tell_pass(self, fields: dict[str, Any]) -> None:
+        if fields["kind"] == "pass":
+            self._on_news(describe_pass(_read_pass(fields)))
+
+    def _empty_table(self, name: str) -> None:
+        """Have a table that a former training has left, on a cluster that outlasts trainings, be as new."""
+        self._move_weights(name, is_wanted=False)
+        for spec in self._client.tables():
+            if spec.name == name:
+                self._client.open_table(spec).set_update(ProximalNewton(l1=self._blocks.l1, l2=self._blocks.l2))
+
+    def _move_weights(self, name: str, *, is_wanted: bool = True) -> None:
+        """Empty the solver's table; what is not 0 in it goes to the model's, unless it is not wanted."""
+        spec = next((each for each in self._client.tables() if each.name == name), None)
+        if spec is None:
+            return
+        solved, model = self._client.open_table(spec), open_tables(self._client, self._plan.model, self._plan.update)
+        for keys, records in read_records(self._client, spec):
+            if is_wanted:
+                chosen = _is_weight(keys, records)
+                rows = _as_model_has_them(records[chosen, 0], model[0].spec.record_words, self._plan.update)
+                write_records(self._client, model[0].spec, keys[chosen], rows)
+            solved.erase(keys)  # type: ignore[union-attr]
+
+
+def block_passes(finished: FinishedJob) -> list[BlockPass]:
+    """Return what was told of each pass over blocks; nothing where there were none."""
+    return [_read_pass(fields) for fields, _ in finished.reports if fields["kind"] == "pass"]
+
+
+def describe_pass(told: BlockPass) -> str:
+    """Return a line of what is told of a pass."""
+    return (
+        f"pass {told.number}: objective {told.objective:.8g}, relative change {told.change:.1e}, {told.nonzero:,} of "
+        f"{told.features:,} weights other than 0, {told.active:.1%} of the columns active"
+    )
+
+
+def _read_pass(fields: dict[str, Any]) -> BlockPass:
+    return msgspec.convert({name: value for name, value in fields.items() if name != "kind"}, BlockPass)
+
+
+def _is_weight(keys: Keys, records: Floats) -> Any:
+    """Return which rows are weights other than 0, and that of the intercept: all others have no radius, or are 0."""
+    return (records[:, 2] > 0) & ((records[:, 0] != 0) | (keys == BIAS_KEY))
+
+
+def _as_model_has_them(weights: Floats, num_words: int, update: Any) -> Floats:
+    """Return the records of weights that no push of `update` has changed: float32 [n, num_words]."""
+    records = np.zeros((len(weights), num_words), np.float32)
+    records[:, 0] = weights
+    if update.initialize_reference is not None:
+        update.initialize_reference(records[:, 0], list(records[:, 1:].T), np.array(update.hyper))
+    return records

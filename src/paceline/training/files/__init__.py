@@ -1,0 +1,1 @@
+"""The files of a training: columns, labels, scales and malformed lines."""

@@ -1,0 +1,189 @@
+"""Conversion of data files to one that is read without parsing: ``paceline convert``."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from paceline.data import (
+    CONVERTED,
+    KEPT_SCALES,
+    Columns,
+    Dataset,
+    DataWriter,
+    Description,
+    Scale,
+    describe_converted,
+    detect_format,
+    open_dataset,
+)
+from paceline.data.batch import cut_by_bytes
+from paceline.data.feature_names import find_feature_names
+from paceline.data.guessing import NO_OPTIONS, ReadOptions
+from paceline.errors import DataError, UsageError
+from paceline.launch.kernels import prepare_kernels
+from paceline.storage.durable_io import replacing, sync_directory
+from paceline.training.files.bad_data import BadData, find_bad_lines, no_line_left
+from paceline.training.files.data_files import DataLook, look_at
+
+_BLOCK_BYTES = 1 << 18
+_BLOCK_ROWS = 256
+"""A multiple of it are a block's rows: minibatches, which are seldom larger, are read without a seam."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What a conversion amounts to."""
+
+    num_examples: int
+    num_positives: int
+    num_bytes: int
+    seconds: float
+    bad_lines: BadData
+
+    def as_json(self) -> dict[str, int | float]:
+        """Return the object of ``paceline convert --json``."""
+        return {
+            "examples": self.num_examples,
+            "positives": self.num_positives,
+            "bytes": self.num_bytes,
+            "seconds": self.seconds,
+            "examples_per_s": self.num_examples / self.seconds,
+            "bad_lines": self.bad_lines.count,
+        }
+
+    def sentence(self) -> str:
+        """Return the result for people."""
+        share = self.num_positives / self.num_examples
+        text = (
+            f"converted {self.num_examples:,} examples ({share:.1%} above 0) in {self.seconds:.2f} s "
+            f"({self.num_examples / self.seconds:,.0f}/s): {self.num_bytes:,} bytes"
+        )
+        return f"{text}\npaceline: {self.bad_lines.sentence(self.num_examples)}" if self.bad_lines.count else text
+
+
+def look_at_sources(
+    sources: Sequence[str],
+    out: Path,
+    *,
+    format: str | None,
+    columns: Columns | None = None,
+    weight: str | None = None,
+    reading: ReadOptions = NO_OPTIONS,
+) -> DataLook:
+    """Look at files before they are converted to `out`. Raises what is wrong with them, or with that place."""
+    _check_place(sources, out)
+    look = look_at(sources, format, columns, "none", weight, reading)
+    if look.format == CONVERTED:
+        raise UsageError(f"{sources[0]} is converted already: name the files that it was made from")
+    return look
+
+
+def convert_data(
+    sources: Sequence[str],
+    out: Path,
+    look: DataLook,
+    *,
+    strict: bool = False,
+    feature_names: bool = False,
+    on_progress: Callable[[int], None] = lambda num_examples: None,
+    report_s: float = 0.2,
+) -> Conversion:
+    """Write the examples of the sources to `out`, which is there whole or not at all.
+
+    `look` is what :func:`look_at_sources` returned; every `report_s` seconds `on_progress` is told how many
+    examples are written. Raises DataError for what is wrong with the sources, and where `out` cannot be written.
+    """
+    prepare_kernels()
+    start = time.perf_counter()
+    with _written(out) as aside, contextlib.closing(DataWriter(aside)) as writer:
+        scales = _find_scales(look)
+        columns = look.columns and dataclasses.replace(look.columns, scales=_centring(scales))
+        with open_dataset(sources, look.format, columns, strict=strict, labels="numbers") as dataset:
+            told = start
+            for block in cut_by_bytes(dataset.blocks(), _BLOCK_BYTES, _BLOCK_ROWS):
+                writer.append(block)
+                if time.perf_counter() - told > report_s:
+                    told = time.perf_counter()
+                    on_progress(writer.num_examples)
+            if not writer.num_examples:
+                raise no_line_left(sources[0], "read", find_bad_lines(dataset))
+            names = None
+            if feature_names:
+                keys = _distinct_keys(dataset)
+                names = find_feature_names(dataset.files, dataset.format, dataset.columns, keys)
+            found = find_bad_lines(dataset)
+            described = _describe(look, dataset, scales)
+        writer.finish(described, names)
+    seconds = time.perf_counter() - start
+    return Conversion(writer.num_examples, writer.num_positives, out.stat().st_size, seconds, found)
+
+
+def _find_scales(look: DataLook) -> dict[str, tuple[Scale, ...]]:
+    """Return the scales of csv and parquet files' numeric columns by how they are found."""
+    if look.sample is None or look.columns is None:
+        return {}
+    return {how: look.fit_scales(how) for how in KEPT_SCALES}
+
+
+def _centring(scales: Mapping[str, Sequence[Scale]]) -> tuple[Scale, ...]:
+    """Return what numbers are brought to in the file: as they stand, less a centre where float32 needs it."""
+    found = tuple(scale.centring for scale in next(iter(scales.values()), ()))
+    return found if any(scale.centre for scale in found) else ()
+
+
+def _describe(look: DataLook, dataset: Dataset, scales: Mapping[str, tuple[Scale, ...]]) -> Description:
+    return Description(
+        format=dataset.source_format,
+        columns=look.columns,
+        scales=scales,
+        guesses=() if look.guesses is None else look.guesses.guesses,
+        num_guessed_rows=0 if look.guesses is None else look.guesses.num_rows,
+        sources=dataset.files,
+        num_bad=dataset.bad_lines.count,
+        bad=dataset.bad_lines.first,
+        fields=look.fields,
+    )
+
+
+def _distinct_keys(dataset: Dataset) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    keys = np.empty(0, np.uint64)
+    for block in dataset.blocks():
+        keys = np.union1d(keys, block.keys)
+    return keys
+
+
+def _check_place(sources: Sequence[str], out: Path) -> None:
+    """Raise UsageError for a place that is none for a new file; one that was written before is replaced."""
+    if out.is_dir():
+        raise UsageError(f"{out} is a folder: name the file to write, as in {out / 'train.paceline'}")
+    if not out.exists():
+        return
+    for source in sources:
+        if os.path.exists(source) and out.samefile(source):
+            raise UsageError(f"{out} is a source too: name another file to write")
+    try:
+        if detect_format(out) == CONVERTED:
+            describe_converted(str(out))
+            return
+    except DataError:
+        pass
+    raise UsageError(f"{out} exists, and 'paceline convert' did not write it: name another file, or remove it first")
+
+
+@contextlib.contextmanager
+def _written(out: Path) -> Iterator[Path]:
+    """Give a name to write under; the file is renamed and on the disk in the end, or nothing stays."""
+    try:
+        with replacing(out) as aside:
+            yield aside
+        sync_directory(out.absolute().parent)
+    except OSError as error:
+        raise DataError(f"cannot write {out}: {error.strerror or error}") from error

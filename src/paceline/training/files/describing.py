@@ -1,0 +1,311 @@
+"""What was understood of data files, for people: ``paceline describe``, and a table before a training."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from paceline.data import KEYED_FORMATS, Batch, Columns, Dataset, describe_not_binary, open_dataset
+from paceline.data.bad_lines import shorten
+from paceline.data.dialect import is_number
+from paceline.data.example_sampling import sample_examples
+from paceline.data.feature_names import find_feature_names
+from paceline.data.guessing import NO_OPTIONS, ReadOptions
+from paceline.data.labels import CLICKS, clicks_where, describe_label_words, describe_one_label, resolve_positive
+from paceline.data.sampling import spread
+from paceline.data.scales.bins import bin_names
+from paceline.data.streams import stat_file
+from paceline.errors import DataError, printable
+from paceline.kernels.hashing import field_of, name_seed
+from paceline.launch.kernels import prepare_kernels
+from paceline.training.files.bad_data import BadData, find_bad_lines
+from paceline.training.files.data_files import DataLook, look_at
+from paceline.training.files.numeric_scales import choose_key_scaling
+
+_MOST_COLUMNS, _MOST_LABELS = 40, 10
+_MOST_TEXT = 24
+_SHARD_BYTES, _SHARDS, _MOST_BEFORE = 256 << 10, 16, 256 << 20
+_ROWS, _BATCHES = 4096, 8  # of a shard, at most; of lines of text it has fewer
+
+
+def describe_data(
+    data: Sequence[str],
+    format: str | None = None,
+    columns: Columns | None = None,
+    numeric_scale: str = "auto",
+    positive: float | str | None = None,
+    reading: ReadOptions = NO_OPTIONS,
+) -> dict[str, Any]:
+    """Return what was understood of the files, fit for JSON: the object of ``paceline describe --json``.
+
+    Arguments as :class:`TrainOptions` and models of clicks have them. Raises what is wrong with the files.
+    """
+    look = look_at(data, format, columns, numeric_scale, reading=reading)
+    prepare_kernels()
+    classes = look.columns.classes if look.columns is not None else ()
+    labels = clicks_where(resolve_positive(positive, classes))
+    with open_dataset(data, look.format, look.columns, _SHARD_BYTES, labels=labels) as dataset:
+        first, num_good = _read_spread(dataset)
+        bad = _find_bad(look, dataset)
+        if first is None:
+            raise DataError(f"{data[0]} has no row that can be read" + (f": {bad.first[0]}" if bad.first else ""))
+        return {
+            "format": look.format,
+            "files": list(data),
+            "converted": _describe_converted(look),
+            "bytes": sum(stat_file(file).num_bytes for file in dataset.files),
+            "rows_looked_at": sum(look.labels.values()) if look.guesses is None else look.guesses.num_rows,
+            "malformed": {
+                "rows_read": num_good + bad.count,
+                "count": bad.count,
+                "first": bad.first[0] if bad.first else None,
+            },
+            "labels": _name_labels(look),
+            "positive": _positive_of(positive, classes),
+            "classes": list(classes),
+            "label_words": list(look.label_words),
+            "header": look.header_news,
+            "warning": _warning(look, labels, classes),
+            "columns": _describe_columns(look),
+            "bent_features": _describe_bent(look, dataset, numeric_scale),
+            "first_row": {
+                "label": float(first.labels[0]),
+                "is_scaled": dataset.source_format not in KEYED_FORMATS or numeric_scale == "none",
+                "features": _describe_row(look, dataset, first),
+            },
+        }
+
+
+def _name_labels(look: DataLook) -> dict[str, int]:
+    """Return how many of the rows looked at have each label, at most 100 of them."""
+    classes = look.columns.classes if look.columns is not None else ()
+    labels = sorted(look.labels)[:100]
+    return {classes[int(label)] if classes else f"{label:g}": look.labels[label] for label in labels}
+
+
+def _positive_of(positive: float | str | None, classes: Sequence[str]) -> float | str | None:
+    """Return the label that is the positive one; None for numbers above 0, and for more words than two."""
+    if not classes:
+        return resolve_positive(positive, classes)
+    return classes[1] if positive is None and len(classes) == 2 else positive
+
+
+def find_warnings(look: DataLook, labels: str) -> list[str]:
+    """Return what people should know of the data although it can be trained on; `labels` say how they are read."""
+    classes = look.columns.classes if look.columns is not None else ()
+    one_label = describe_one_label(look.labels, labels, classes)
+    found = [] if one_label is None else [one_label]
+    texts = () if look.sample is None else (cell for row in (look.sample.names, *look.sample.rows) for cell in row)
+    odd = next((text for text in texts if "\ufffd" in str(text)), None)
+    if odd is not None:
+        found.append(
+            f"text such as '{shorten(str(odd))}' is not UTF-8: its bytes are taken as they are, and in UTF-8 it is "
+            "another category; convert it, as iconv -f LATIN1 -t UTF-8 does"
+        )
+    return found
+
+
+def _warning(look: DataLook, labels: str, classes: Sequence[str]) -> str | None:
+    odd = describe_not_binary(look.labels, labels, classes)
+    if odd is not None:
+        return odd if labels != CLICKS else f"{odd}: --positive says which one is positive"
+    return "; ".join(find_warnings(look, labels)) or None
+
+
+def _read_spread(dataset: Dataset) -> tuple[Batch | None, int]:
+    """Read rows that are spread over the files; return the first batch of them, and how many can be read."""
+    first, num_good = None, 0
+    for file in spread(len(dataset.files), _SHARDS):
+        there = dataset.num_shards(file) or 1  # unknown where the file is packed: then its beginning
+        if dataset.source_format == "csv":  # whose rows are found by reading all before them
+            there = min(there, _MOST_BEFORE // _SHARD_BYTES)
+        for shard in spread(there, max(_SHARDS // len(dataset.files), 1)):
+            with contextlib.closing(dataset.read(file, shard, _ROWS)) as batches:  # type: ignore[type-var]  # a generator
+                for batch in itertools.islice(batches, _BATCHES):
+                    first, num_good = first or batch, num_good + batch.num_examples
+    return first, num_good
+
+
+def _find_bad(look: DataLook, dataset: Dataset) -> BadData:
+    """Return what was malformed in the rows read; of converted data what was left out of it too."""
+    found = find_bad_lines(dataset)
+    for file in look.known:
+        left_out = file.description
+        first = [f"{line.file}: {line.reason}: '{line.text}'" for line in left_out.bad]
+        found = BadData(found.count + left_out.num_bad, [*found.first, *first])
+    return found
+
+
+def _describe_converted(look: DataLook) -> dict[str, Any] | None:
+    if not look.known:
+        return None
+    return {
+        "format": look.known[0].description.format,
+        "examples": sum(file.num_examples for file in look.known),
+        "positives": sum(file.num_positives for file in look.known),
+        "sources": [source for file in look.known for source in file.description.sources],
+    }
+
+
+def _describe_columns(look: DataLook) -> list[dict[str, Any]]:
+    if look.guesses is None or look.columns is None:
+        return []
+    scales = dict(zip(look.columns.numeric, look.columns.scales, strict=False))  # there may be none
+    return [
+        {
+            "name": guess.name,
+            "kind": guess.kind,
+            "reason": guess.reason,
+            "scale": scales[guess.name].describe() if guess.name in scales else None,
+            "distinct": guess.num_distinct,
+            "examples": list(guess.examples),
+        }
+        for guess in look.guesses.guesses
+    ]
+
+
+def _describe_bent(look: DataLook, dataset: Dataset, numeric_scale: str) -> list[dict[str, Any]]:
+    """Say which features of formats without columns a training puts on logarithms or cuts into bins."""
+    if dataset.source_format not in KEYED_FORMATS or numeric_scale == "none":
+        return []
+    sample = sample_examples(dataset)
+    scaling = choose_key_scaling(sample, numeric_scale, absent_is_zero=dataset.source_format != "jsonl")
+    bent = {} if scaling is None else scaling.bent()
+    names = find_feature_names(dataset.files, dataset.format, look.columns, np.array([*bent], np.uint64))
+    return [{"name": names.get(key), "key": key, "scale": scale.describe()} for key, scale in bent.items()]
+
+
+def _describe_row(look: DataLook, dataset: Dataset, batch: Batch) -> list[dict[str, Any]]:
+    """The features of the first row: column, or in formats without columns the name that is known, key and value."""
+    row = batch.slice(0, 1)
+    values = np.ones(len(row.keys), np.float32) if row.values is None else row.values
+    if look.columns is None or look.columns.is_open:
+        known = find_feature_names(dataset.files, dataset.format, look.columns, row.keys)
+        names: list[str | None] = [known.get(key) for key in row.keys.tolist()]
+    else:
+        numeric = {name_seed(name): name for name in look.columns.numeric}
+        types = {} if look.sample is None else dict(zip(look.sample.names, look.sample.types, strict=True))
+        single = [name for name in look.columns.categorical if types.get(name) != "list"]
+        for name, scale in zip(look.columns.numeric, look.columns.scales, strict=False):
+            numeric |= bin_names(name, scale.edges, scale.centre) if scale.edges else {}
+        if row.fields is None:
+            names = [*single, *(numeric.get(key) for key in row.keys[len(single) :].tolist())]
+        else:
+            texts = look.columns.text
+            columns = {field_of(name): name for name in (*look.columns.categorical, *look.columns.numeric, *texts)}
+            pairs = zip(row.keys.tolist(), row.fields.tolist(), strict=True)
+            names = [numeric.get(key) or columns.get(field) for key, field in pairs]
+    return [
+        {"column": name, "key": key, "value": value}
+        for name, key, value in zip(names, row.keys.tolist(), values.tolist(), strict=True)
+    ]
+
+
+def show_description(console: Console, found: dict[str, Any]) -> None:
+    """Print what :func:`describe_data` returned."""
+    labels = ", ".join(f"{label}: {count:,}" for label, count in found["labels"].items())
+    if found["positive"] is not None:
+        positive = found["positive"] if found["classes"] else f"{found['positive']:g}"
+        labels += f" ({positive} is the positive one)"
+    words = describe_label_words(found["label_words"]) if found["label_words"] else None
+    for name, text in (
+        ("format", found["format"] + _converted_from(found["converted"])),
+        ("files", f"{len(found['files']):,}, {found['bytes']:,} bytes"),
+        ("rows", f"{found['rows_looked_at']:,} looked at" + (f"; labels {labels}" if labels else "")),
+        ("words", words),
+        ("bad rows", _describe_malformed(found["malformed"])),
+        ("header", found["header"]),
+        ("warning", found["warning"]),
+    ):
+        if text:
+            console.print(f"{name:8} {text}", highlight=False, markup=False, soft_wrap=True)
+    if found["columns"]:
+        console.print()
+        _show_table(console, found["columns"])
+    if found["bent_features"]:
+        console.print("\nnumbers whose effect is bent, and what training makes of them:", highlight=False)
+        table = _new_table("feature", "key", "scale")
+        for each in found["bent_features"][:_MOST_COLUMNS]:
+            table.add_row(_plain(each["name"] or ""), str(each["key"]), each["scale"])
+        console.print(table, highlight=False)
+        if len(found["bent_features"]) > _MOST_COLUMNS:
+            console.print(f"... and {len(found['bent_features']) - _MOST_COLUMNS} more (--json shows all)")
+    rows = found["first_row"]
+    table = _new_table("column", "key", "value")
+    for feature in rows["features"]:
+        table.add_row(_plain(feature["column"] or ""), str(feature["key"]), f"{feature['value']:g}")
+    scale = "" if rows["is_scaled"] else " (values as they stand: training brings them to a scale)"
+    console.print(f"\nthe first row has label {rows['label']:g} and these features{scale}:", highlight=False)
+    console.print(table, highlight=False)
+
+
+def _describe_malformed(found: dict[str, Any]) -> str | None:
+    if not found["count"]:
+        return None
+    of_all = f"{found['count']:,} of the {found['rows_read']:,} rows read ({found['count'] / found['rows_read']:.0%})"
+    return f"{of_all} are malformed, and skipped in training: {found['first']}"
+
+
+def _converted_from(converted: dict[str, Any] | None) -> str:
+    if converted is None:
+        return ""
+    return (
+        f", converted from {converted['format']}: {converted['examples']:,} examples, "
+        f"{converted['positives']:,} of them above 0"
+    )
+
+
+def show_columns(console: Console, look: DataLook) -> None:
+    """Print what columns were taken for, before a training: the first of them."""
+    columns = _describe_columns(look)
+    rows = f"{look.guesses.num_rows:,} rows" if look.guesses is not None else "rows"
+    console.print(
+        f"columns, by {rows} (--categorical, --numeric, --text and --ignore change them):",
+        highlight=False,
+        soft_wrap=True,
+    )
+    _show_table(console, columns[:_MOST_COLUMNS])
+    if len(columns) > _MOST_COLUMNS:
+        console.print(f"... and {len(columns) - _MOST_COLUMNS} more ('paceline describe' shows all)")
+    labels = [f"{label}: {count:,}" for label, count in _name_labels(look).items()]
+    shown = ", ".join(labels[:_MOST_LABELS]) + ", ..." * (len(labels) > _MOST_LABELS)
+    console.print(f"labels: {shown}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _show_table(console: Console, columns: Sequence[dict[str, Any]]) -> None:
+    table = _new_table("column", "taken for", "distinct", "values")
+    for column in columns:
+        notes = "; ".join(filter(None, (column["reason"], column["scale"])))
+        kind = f"{column['kind']} ({notes})" if notes else column["kind"]
+        table.add_row(
+            _plain(column["name"]),
+            kind,
+            f"{column['distinct']:,}",
+            ", ".join(_example(text, column["kind"]) for text in column["examples"]),
+        )
+    console.print(table, highlight=False)
+
+
+def _new_table(*headings: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, justify="right" if heading in ("distinct", "key", "value") else "left")
+    return table
+
+
+def _example(text: str, kind: str) -> str:
+    """A value of a column: numbers with six digits that count, an empty text as such."""
+    if kind == "numeric" and is_number(text) and not text.strip().lstrip("+-").isdigit():
+        return f"{float(text):.6g}"
+    return _plain(text) or "''"
+
+
+def _plain(text: str) -> str:
+    """A text of the data, short, and without what rich would take for markup."""
+    return printable(text, _MOST_TEXT).replace("[", "\\[")

@@ -1,0 +1,84 @@
+"""Which scales, or bins, the numbers of a training's data get, by a sample of its examples."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from paceline.data import Columns, Scale, fit_numbers, open_dataset
+from paceline.data.example_sampling import ExampleSample, sample_examples
+from paceline.data.key_scaling import KeyScaling, find_key_scaling, scaling_of_columns, with_scales
+from paceline.data.scales.candidates import candidate_scales, explain_features, known_labels
+from paceline.data.scales.numeric_features import find_numeric_features, numbers_of
+from paceline.kernels.hashing import name_seed
+from paceline.launch.kernels import prepare_kernels
+from paceline.models.base import SparseModel
+from paceline.models.fm import FactorModel
+from paceline.training.tuning import best_scaling, is_worse_for_factors
+
+
+def choose_column_scales(files: Sequence[str], format: str, columns: Columns) -> tuple[Scale, ...]:
+    """Return the scales that suit numeric columns of csv and parquet files; `columns` have standard ones."""
+    if not columns.numeric:
+        return ()
+    prepare_kernels()
+    centring = dataclasses.replace(columns, scales=tuple(scale.centring for scale in columns.scales))
+    with open_dataset(files, format, centring, labels="numbers") as dataset:
+        return choose_scales(sample_examples(dataset), centring)
+
+
+def choose_scales(sample: ExampleSample, columns: Columns) -> tuple[Scale, ...]:
+    """Return the scales that suit numeric columns, by examples that hold their numbers less the centres of `columns`.
+
+    Those of `columns` where there is no example.
+    """
+    if not sample.batch.num_examples:
+        return columns.scales
+    centres = [scale.centre for scale in columns.scales]
+    found = numbers_of(sample.batch, [name_seed(name) for name in columns.numeric], absent_is_zero=False)
+    features = [
+        dataclasses.replace(feature, numbers=feature.numbers + centre)
+        for feature, centre in zip(found, centres, strict=True)
+    ]
+    candidates = candidate_scales(explain_features(features))
+    scalings = [scaling_of_columns(features, scales, centres) for scales in candidates]
+    best = candidates[_best(sample, scalings)]
+    return tuple(scale.centred_at(centre) for scale, centre in zip(best, centres, strict=True))
+
+
+def choose_key_scaling(
+    sample: ExampleSample, how: str, *, absent_is_zero: bool, model: SparseModel | None = None
+) -> KeyScaling | None:
+    """Return the scaling of values that suits examples of numbered or named features; None where all are 1.
+
+    `how` as :func:`paceline.data.fit_scale` has it. Each feature is divided by the root of its mean square, or
+    standardised, but where logarithms or bins suit it better; these are for features that are numbers, not marks.
+    A `model` that is a factorization machine has them only if it is no worse with them.
+    """
+    usual = find_key_scaling(sample.batch)
+    if how == "standard":
+        return usual
+    features = find_numeric_features(sample.batch, absent_is_zero=absent_is_zero)
+    if not features:
+        return usual
+    if how != "auto":
+        scales = [fit_numbers(each.numbers, how, known_labels(each.labels)) for each in features]
+        return with_scales(usual, features, scales, absent_is_zero=absent_is_zero)
+    candidates = candidate_scales(explain_features(features))
+    scalings = [with_scales(usual, features, scales, absent_is_zero=absent_is_zero) for scales in candidates]
+    found = scalings[_best(sample, scalings)]
+    is_bent = found is not None and not found.is_linear
+    if is_bent and isinstance(model, FactorModel) and model.name == "fm" and model.interactions is None:
+        return usual if is_worse_for_factors(model, sample, found, usual) else found
+    return found
+
+
+def _best(sample: ExampleSample, scalings: Sequence[KeyScaling | None]) -> int:
+    """Return the place of the best scaling; of labels that are not of two classes the first, which is the usual one."""
+    labels = np.unique(sample.batch.labels)
+    if len(labels) != 2:
+        return 0
+    batch = dataclasses.replace(sample.batch, labels=(sample.batch.labels == labels[1]).astype(np.float32))
+    return best_scaling(dataclasses.replace(sample, batch=batch), scalings)

@@ -1,0 +1,178 @@
+"""The model that a training begins with: one that was saved, or a snapshot, is trained further."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable
+
+from paceline.data import (
+    COLUMN_FORMATS,
+    Columns,
+    Dataset,
+    column_names,
+    detect_format,
+    have_same_features,
+    source_format,
+)
+from paceline.errors import DataError, UsageError
+from paceline.models.base import SparseModel, open_tables
+from paceline.models.clicks import for_classes
+from paceline.models.registry import read_model_settings
+from paceline.models.stored import StoredModel, read_stored_model
+from paceline.models.update import rule_of
+from paceline.ps import FTRL, Client, SparseTable, UpdateRule, messages, read_records, write_records
+from paceline.ps.client.client import make_spec
+from paceline.tables.settings import to_fields
+from paceline.training.options import TrainOptions
+from paceline.training.tuning import L1
+
+_PATIENCE_S, _PAUSE_S = 5.0, 0.1
+
+
+class InitialModel:
+    """A model on disk that has the tables of the one that is trained. Raises UsageError if it has others."""
+
+    def __init__(self, stored: StoredModel, model: SparseModel, update: UpdateRule) -> None:
+        self._stored = stored
+        self._model, self._update = model, update
+        for table in model.tables:
+            found = next((each.spec for each in stored.tables if each.spec.name == table.name), None)
+            rule = to_fields(table.update or update)
+            if found is None or found.dim != table.dim or found.update["kind"] != rule["kind"]:
+                kept = "is not there" if found is None else f"is kept as {found}"
+                raise UsageError(
+                    f"table {table.name!r} of the model in {stored.directory} {kept}, and what is trained has "
+                    f"{rule['kind']} and dim={table.dim}: train with the same --update and sizes"
+                )
+
+    @classmethod
+    def read(cls, directory: str | os.PathLike[str], model: SparseModel, update: UpdateRule) -> InitialModel:
+        """Read the manifest. Raises ModelError if there is no model."""
+        return cls(read_stored_model(directory), model, update)
+
+    def check_data(self, dataset: Dataset) -> None:
+        """Raise DataError unless features of the data have the keys that the model knows them by."""
+        _check_format(self._stored, dataset.source_format)
+        columns = self._stored.described.get("columns")
+        read = None if dataset.columns is None else dataset.columns.unweighted
+        if columns is not None and read != Columns.from_fields(columns).unweighted:
+            raise DataError(
+                f"the model in {self._stored.directory} was trained with other columns: leave --label, --categorical "
+                "and --numeric out, and it is trained with the same"
+            )
+
+    def load(self, client: Client, check: Callable[[], None]) -> None:
+        """Write its rows into the tables of a new cluster; `check` is called now and then, and may raise."""
+        stored = {each.spec.name: each for each in self._stored.tables}
+        for handle in open_tables(client, self._model, self._update):
+            for keys, records in self._stored.records(stored[handle.name]):
+                check()
+                write_records(client, handle.spec, keys, records)
+
+
+def _wait_until_free(client: Client, check: Callable[[], None]) -> None:
+    """Wait a moment for a training that has just ended. Raises UsageError if another training uses the cluster."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while client.link.call(messages.HasOtherPoster(), bool):
+        check()
+        if time.monotonic() > deadline:
+            raise UsageError("another training uses this cluster: wait for its end, or start another cluster")
+        time.sleep(_PAUSE_S)
+
+
+def clear_tables(client: Client, model: SparseModel, update: UpdateRule, check: Callable[[], None]) -> None:
+    """Erase the rows of an earlier training on this cluster, and set the hyperparameters of this one.
+
+    `check` is called between requests, and may raise. Raises UsageError if another training uses the cluster, or if a
+    table has another size or update rule.
+    """
+    _wait_until_free(client, check)
+    known = {spec.name: spec for spec in client.tables()}
+    for table in model.tables:
+        spec, rule = known.get(table.name), table.update or update
+        if spec is None:
+            continue
+        wanted = make_spec(table.name, "sparse", rule, table.initializer, spec.seed, dim=table.dim)
+        if spec.update["kind"] != wanted.update["kind"] or spec.with_update(wanted.update) != wanted:
+            raise UsageError(
+                f"table {table.name!r} of an earlier training on this cluster is {spec}, but this training needs "
+                f"{wanted}: end the cluster and start another one"
+            )
+        handle = client.open_table(spec)
+        assert isinstance(handle, SparseTable)
+        for keys, _ in read_records(client, spec):
+            check()
+            handle.erase(keys)
+        if spec != wanted:
+            handle.set_update(rule)
+
+
+def continue_from(options: TrainOptions) -> TrainOptions:
+    """Return the options with settings and columns of the model that is trained further, if one is.
+
+    Raises UsageError if it is another one than is to be trained, ModelError if there is none.
+    """
+    if options.init_from is None:
+        return options
+    if options.resume is not None:
+        raise UsageError("--resume goes on from a snapshot, and --init-from begins with a model: give one of them")
+    stored = read_stored_model(options.init_from)
+    _check_format(stored, source_format(options.data[0], options.format))
+    columns = stored.described.get("columns")
+    classes = () if columns is None else Columns.from_fields(columns).classes
+    options = dataclasses.replace(options, model=for_classes(options.model, classes))
+    if columns is not None:
+        known = dataclasses.replace(Columns.from_fields(columns), weight=options.weights.column or "")
+        if options.reading.header != "auto":
+            known = dataclasses.replace(known, header=options.reading.header)
+        if _names_no_others(options, known):
+            options = dataclasses.replace(options, columns=known, numeric_scale="none")
+    options = dataclasses.replace(options, model=_continue_model(stored, options.model))
+    InitialModel(stored, options.model, rule_of(options.update, FTRL().alpha, L1))
+    return options
+
+
+def _names_no_others(options: TrainOptions, known: Columns) -> bool:
+    """Return whether the columns that options name, if any, are those of the model."""
+    named = options.columns
+    if named is not None and (named.label, named.categorical, named.numeric) != (
+        known.label,
+        known.categorical,
+        known.numeric,
+    ):
+        return False
+    path = str(options.data[0])
+    format = options.format or detect_format(path)
+    is_table = format in COLUMN_FORMATS
+    names = column_names(path, format, known.names, known.header) if is_table else known.names + options.reading.names
+    return options.reading.fit(path, known, names)
+
+
+def _continue_model(stored: StoredModel, wanted: SparseModel) -> SparseModel:
+    """Return the stored model's settings; raise UsageError where others were asked for."""
+    kind = stored.described.get("kind")
+    if kind != wanted.name:
+        raise UsageError(f"the model in {stored.directory} is of kind {kind!r}: train it further with --model {kind}")
+    found = read_model_settings(stored.described)
+    kept, asked = found.interactions, wanted.interactions
+    if kept is not None and asked is not None and kept.text == asked.text:
+        wanted = dataclasses.replace(wanted, interactions=kept)
+    before, now, usual = found.describe(), wanted.describe(), type(wanted)().describe()
+    for name, value in now.items():
+        former = before.get(name)
+        if value not in (former, usual.get(name)):
+            raise UsageError(
+                f"the model in {stored.directory} has {name}={former}, and {name}={value} is wanted: train it further "
+                "with the same"
+            )
+    return found
+
+
+def _check_format(stored: StoredModel, format: str) -> None:
+    before = stored.described.get("format")
+    if not have_same_features(format, str(before)):
+        raise DataError(
+            f"the model in {stored.directory} was trained on {before}, and has none of the features of {format}"
+        )

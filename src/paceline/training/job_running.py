@@ -1,0 +1,200 @@
+"""The jobs of a training: posted to its cluster, and watched to their end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.data import Dataset
+from paceline.errors import (
+    DataError,
+    DeadlineError,
+    LostRowsError,
+    ModelLostError,
+    NoRoomError,
+    PacelineError,
+    TableMismatchError,
+    UsageError,
+)
+from paceline.launch.interrupts import DeferredSignals
+from paceline.models.progressive import progressive_losses
+from paceline.protocol import Sequential
+from paceline.protocol.jobs import JobAccount, JobSpec, JobState, TakenReport
+from paceline.ps import Client, messages
+from paceline.training.cluster_health import ClusterHealth
+from paceline.training.results import TrainingState
+from paceline.training.snapshots import TrainingSnapshots
+from paceline.training.worker import jobs
+from paceline.transport.backoff import Backoff
+
+_FIRST_POLL_S, _POLL_S = 0.002, 0.05  # a job on little data has ended soon
+_TELL_S = 0.2
+_ANSWER_S = 1.0
+_PATIENCE_S = 90.0  # longer than the client's with a scheduler that is gone
+_ERRORS: dict[str, type[PacelineError]] = {
+    kind.__name__: kind for kind in (DataError, LostRowsError, NoRoomError, TableMismatchError, UsageError)
+}
+
+
+@dataclass(frozen=True)
+class FinishedJob:
+    """What came of a job: its state at the end, and what workers have reported."""
+
+    state: JobState
+    reports: list[tuple[dict[str, Any], bytes]]
+    account: JobAccount
+    """What is done, as a job that goes on from it begins."""
+
+
+class JobRunner:
+    """Runs jobs on a cluster, one after the other. `own_processes` says whether it is our own cluster."""
+
+    def __init__(
+        self,
+        client: Client,
+        health: ClusterHealth,
+        signals: DeferredSignals,
+        snapshots: TrainingSnapshots | None,
+        on_progress: Callable[[TrainingState], None],
+        *,
+        own_processes: bool,
+    ) -> None:
+        self._client = client
+        self._health = health
+        self._signals = signals
+        self._snapshots = snapshots
+        self._on_progress = on_progress
+        self._own_processes = own_processes
+
+    def run(
+        self,
+        job: jobs.WorkerTask,
+        dataset: Dataset,
+        *,
+        epochs: int = 1,
+        before: JobAccount | None = None,
+        span: tuple[float, float] = (0.0, 1.0),
+        num_shards: int | None = None,
+        on_report: Callable[[dict[str, Any]], None] = lambda fields: None,
+    ) -> FinishedJob:
+        """Run a job on the shards of a data set, of which those `before` are done, and take what is reported.
+
+        `span` is the part of the whole work that it makes up. With `num_shards` it is no data that is shared out but so
+        many turns. `on_report` is told of reports as they come. Raises DataError, LostRowsError, NoRoomError,
+        TableMismatchError and UsageError as workers do; ModelLostError, PeerError and KeyboardInterrupt for what
+        happens meanwhile.
+        """
+        self._health.begin_job()
+        strided = job.task != "evaluate" and isinstance(self._client.consistency, Sequential)
+        known = [None] * len(dataset.files) if before is None else before.files
+        spec = JobSpec(
+            description=jobs.encode(job),
+            files=tuple(dataset.num_shards(i) if size is None else size for i, size in enumerate(known))
+            if num_shards is None
+            else (num_shards,),
+            epochs=epochs,
+            assignment="strided" if strided else "first-come",
+            done=() if before is None else before.done,
+            progress={} if before is None else before.progress,
+        )
+        number = self._client.link.call(messages.PostJob(spec=spec), int)
+        if job.task == "train" and self._snapshots is not None:
+            self._snapshots.follow(number)
+        state, reports = self._watch(number, job.task, epochs, span, on_report)
+        account = self._client.link.call(messages.GetAccount(job=number), JobAccount)
+        return FinishedJob(state, reports, account)
+
+    def check_gone(self) -> None:
+        """Raise ModelLostError if a part of the model, or of the cluster, is gone for good."""
+        gone = self._health.find_gone()
+        if gone is None:
+            return
+        what = (
+            "as were those that took its place" if gone.startswith("scheduler") else "and with it its part of the model"
+        )
+        if self._snapshots is None or self._snapshots.newest is None:
+            raise ModelLostError(f"{gone}, {what}: start again from the last saved one")
+        directory = str(self._snapshots.directory)
+        number = self._snapshots.newest.number
+        raise ModelLostError(f"{gone}, {what}: go on from snapshot {number} with --resume {directory}", directory)
+
+    def _watch(
+        self,
+        number: int,
+        task: str,
+        epochs: int,
+        span: tuple[float, float],
+        on_report: Callable[[dict[str, Any]], None],
+    ) -> tuple[JobState, list[tuple[dict[str, Any], bytes]]]:
+        reports: list[tuple[dict[str, Any], bytes]] = []
+        told_s, pauses = 0.0, Backoff(_FIRST_POLL_S, _POLL_S)
+        while True:
+            state = self._ask_state(number)
+            self._health.note_lost_workers(task, state)
+            num_known = len(reports)
+            self._take_reports(number, state.num_reports, reports)
+            for fields, _ in reports[num_known:]:
+                on_report(fields)
+            if state.failed is not None:
+                raise _ERRORS.get(state.failed[0], DataError)(state.failed[1])
+            if state.finished and not state.num_reports:  # what a new scheduler hears again, it counts again
+                self._tell(task, epochs, span, state)
+                return state, reports
+            self._check_signals(number)
+            self._health.note_replaced()
+            self.check_gone()
+            self._health.check_workers(state)
+            if task == "train" and self._snapshots is not None:
+                self._snapshots.look(state)
+            if time.monotonic() - told_s >= _TELL_S:
+                told_s = time.monotonic()
+                self._tell(task, epochs, span, state)
+            time.sleep(pauses.next_s())
+
+    def _ask_state(self, number: int) -> JobState:
+        """Ask how far a job is. That may take long, while the scheduler is replaced; what else happens is noticed."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                state: JobState = self._client.link.call(messages.JobStatus(job=number), JobState, timeout_s=_ANSWER_S)
+                return state
+            except DeadlineError:
+                self._check_signals(number)
+                if self._own_processes:
+                    self.check_gone()
+                if time.monotonic() > deadline:
+                    raise
+
+    def _check_signals(self, number: int) -> None:
+        try:
+            self._signals.check()
+        except KeyboardInterrupt:
+            interrupted = messages.JobFailed(job=number, error="PacelineError", message="the training was interrupted")
+            self._client.link.tell(interrupted)
+            raise
+
+    def _take_reports(self, number: int, most: int, reports: list[tuple[dict[str, Any], bytes]]) -> None:
+        for _ in range(most):
+            report, body = self._client.link.call_with_body(messages.TakeReports(job=number), TakenReport | None)
+            if report is None:
+                return
+            reports.append((report.fields, bytes(body)))
+
+    def _tell(self, task: str, epochs: int, span: tuple[float, float], state: JobState) -> None:
+        done = state.done / state.total if state.total else None
+        self._on_progress(
+            TrainingState(
+                task=task,
+                fraction=None if done is None else span[0] + done * (span[1] - span[0]),
+                epoch=None if done is None else min(int(done * epochs) + 1, epochs),
+                examples=int(state.progress.get("examples", 0)),
+                weight=state.progress.get("weight", 0.0),
+                loss=state.progress.get("loss", 0.0),
+                num_bytes=int(state.progress.get("bytes", 0)),
+                num_workers=state.num_workers,
+                seconds=state.seconds,
+                progressive=progressive_losses(state.progress, 0 if state.finished else max(state.num_workers, 1)),
+            )
+        )

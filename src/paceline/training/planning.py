@@ -1,0 +1,273 @@
+"""The plan of a training: what its options say, and, where they say nothing, what a sample of its data suggests."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from paceline.data import KEYED_FORMATS, BadLines, open_dataset
+from paceline.data.batch import Batch
+from paceline.data.example_sampling import ExampleSample, sample_examples
+from paceline.data.key_scaling import KeyScaling, read_key_scaling
+from paceline.errors import UsageError
+from paceline.models.base import Optimism, SparseModel
+from paceline.models.clicks import ClickProbabilityModel
+from paceline.models.fm import FactorModel
+from paceline.models.rate_drift import changed_rates
+from paceline.models.stored import StoredModel, read_stored_model
+from paceline.models.update import rule_of
+from paceline.ps import FTRL, RULES, UpdateRule, from_fields
+from paceline.training.files.bad_data import describe_bad_lines, no_line_left, plain_bad_lines
+from paceline.training.files.data_files import weighting_of
+from paceline.training.files.numeric_scales import choose_key_scaling
+from paceline.training.options import TrainOptions
+from paceline.training.plan import TrainingPlan
+from paceline.training.snapshots import Resumption
+from paceline.training.tuning import (
+    FASTER_RATES,
+    L1,
+    LINEAR_RATES,
+    RATES,
+    SPARSE,
+    WIDE_L1,
+    WIDE_RATES,
+    FactorSearch,
+    TriedRule,
+    TunedModel,
+    has_steady_loss,
+    is_sorted_by_label,
+    passes_for_all,
+    scaled_sample,
+    suggested_alpha,
+    suggested_batch_size,
+    suggested_l2,
+    tune,
+    tune_linear,
+    wants_sparsity,
+)
+
+_EPOCHS = 4  # where they are not found by trial
+_BATCH_SIZE = 256
+_SHARDS_AT_ONCE = 8
+_OPTIMISM_OF_MANY = Optimism(0.0, 0.02)  # without a trial of all examples: many are not learned by heart
+
+
+def plan_training(options: TrainOptions, warn: Callable[[str], None] = lambda text: None) -> TrainingPlan:
+    """Look at the data, and choose what the options leave open; or go on as the snapshot of ``options.resume`` did.
+
+    Raises DataError if there is nothing to train on, ModelError if there is no snapshot.
+    """
+    for name, value in (("epochs", options.epochs), ("batch_size", options.batch_size)):
+        if value is not None and value < 1:
+            raise UsageError(f"{name}={value}: expected a positive whole number")
+    if options.resume is not None:
+        return _plan_of_snapshot(options, Resumption.find(options.resume, warn))
+    if options.init_from is not None:
+        return _plan_of_model(options, read_stored_model(options.init_from))
+    if options.adapt == "no":
+        return _fixed_plan(options)
+    sample, format = _sample(options)
+    scaling = _find_scaling(options, sample, format)
+    return plan_on_sample(options, sample, scaling)
+
+
+def _sample(options: TrainOptions) -> tuple[ExampleSample, str]:
+    """Return examples as they are trained on, and the format that their features come from."""
+    with open_dataset(options.data, options.format, options.columns, labels=options.model.read_labels_as) as dataset:
+        sample = sample_examples(dataset)
+        lines = sample.bad_lines or BadLines(0, ())
+        bad = describe_bad_lines([([(0, 0, lines.count)], plain_bad_lines(lines))])
+        if not sample.batch.num_examples:
+            raise no_line_left(options.data[0], "trained on", bad)
+        bad.check(sample.num_read, options.reading.max_malformed, options.format)
+        format = dataset.source_format
+    return dataclasses.replace(sample, batch=weighting_of(options).weighted(sample.batch)), format
+
+
+def _find_scaling(options: TrainOptions, sample: ExampleSample, format: str) -> KeyScaling | None:
+    """Return how values are changed of formats without columns."""
+    if format not in KEYED_FORMATS or options.numeric_scale == "none":
+        return None
+    return choose_key_scaling(sample, options.numeric_scale, absent_is_zero=format != "jsonl", model=options.model)
+
+
+def plan_on_sample(options: TrainOptions, sample: ExampleSample, scaling: KeyScaling | None) -> TrainingPlan:
+    """Choose what the options leave open; `scaling` is how values are changed before they are used."""
+    sample = scaled_sample(sample, scaling)
+    is_sorted = is_sorted_by_label(sample)
+    model = options.model
+    if model.labels == "clicks":  # what others must know of the labels, they know by now
+        model = model.starting_from(sample.batch.labels, sample.batch.weights)
+    clicks = model if isinstance(model, ClickProbabilityModel) and not is_sorted else None
+    rates = None if clicks is None else changed_rates(sample.batch.labels, sample.batch.weights)
+    crossed = dataclasses.replace(sample, batch=model.crossed(sample.batch))
+    batch_size = options.batch_size or suggested_batch_size(sample.num_examples, options.model.least_batch_size)
+    is_mixed = rates is None
+    if clicks is not None and is_mixed and options.epochs is None:
+        is_mixed = has_steady_loss(crossed, clicks.offset, batch_size)
+    found = _find_settings(options, model, crossed, batch_size, is_mixed=is_mixed)
+    return TrainingPlan(
+        model=found.model,
+        epochs=found.passes,
+        batch_size=batch_size,
+        update=found.rule,
+        note=found.note,
+        scaling=scaling,
+        shards_at_once=_shards_at_once(options, is_sorted=is_sorted),
+        order=options.passes.order or "shuffle",
+        optimism=found.optimism if sample.is_whole and found.optimism is not None else _OPTIMISM_OF_MANY,
+        rates=rates,
+        recent=_recent(sample, is_sorted=is_sorted),
+        chosen_on=sample.batch.num_examples,
+        num_examples=sample.num_examples,
+    )
+
+
+def _plan_of_model(options: TrainOptions, stored: StoredModel) -> TrainingPlan:
+    """Return what suits a model that is trained further: its own rule, and values scaled as it knows them."""
+    update = _rule_after(from_fields(RULES, stored.tables[0].spec.update), options)
+    plan = dataclasses.replace(_fixed_plan(options), update=update, scaling=read_key_scaling(stored.described))
+    if options.adapt == "no":
+        return plan
+    sample = scaled_sample(_sample(options)[0], plan.scaling)
+    is_sorted = is_sorted_by_label(sample)
+    return dataclasses.replace(
+        plan,
+        num_examples=sample.num_examples,
+        batch_size=options.batch_size or suggested_batch_size(sample.num_examples, options.model.least_batch_size),
+        shards_at_once=_shards_at_once(options, is_sorted=is_sorted),
+        chosen_on=sample.batch.num_examples,
+    )
+
+
+def _shards_at_once(options: TrainOptions, *, is_sorted: bool) -> int:
+    return _SHARDS_AT_ONCE if is_sorted and options.passes.order != "file" else 1
+
+
+def _fixed_plan(options: TrainOptions) -> TrainingPlan:
+    return TrainingPlan(
+        model=options.model.settled(),
+        epochs=options.epochs or _EPOCHS,
+        batch_size=options.batch_size or _BATCH_SIZE,
+        update=rule_of(options.update, FTRL().alpha, L1),
+        order=options.passes.order or "shuffle",
+    )
+
+
+def _rule_after(former: UpdateRule, options: TrainOptions) -> UpdateRule:
+    """Return the rule that goes on from a former one: that, but for what the options give."""
+    if isinstance(options.update, UpdateRule) or not isinstance(former, FTRL):
+        return rule_of(options.update, FTRL().alpha, L1)
+    rule = options.update(former.alpha, former.l1, former.l2)
+    if not isinstance(rule, FTRL):
+        return rule
+    return dataclasses.replace(rule, beta=former.beta if rule.beta == FTRL().beta else rule.beta)
+
+
+def given_settings(options: TrainOptions) -> list[str]:
+    """Return the names of the settings that the user gave: those of the update rule that suggestions do not change."""
+    one, other = (rule_of(options.update, suggested, suggested) for suggested in (0.25, 0.5))
+    return [name for name in ("alpha", "l1") if getattr(one, name, None) == getattr(other, name, None)]
+
+
+def _find_settings(
+    options: TrainOptions, model: SparseModel, sample: ExampleSample, batch_size: int, *, is_mixed: bool
+) -> TunedModel:
+    """Return what suits the data, of what is left open; `sample` has interactions.
+
+    With ``--tune`` the default settings stay unless others are better by more than a standard error.
+    """
+    rule, default = rule_of(options.update, suggested_alpha(sample), L1), None
+    if options.adapt == "widely":
+        narrow = dataclasses.replace(options, adapt="yes")
+        default = _find_settings(narrow, model, sample, batch_size, is_mixed=is_mixed)
+        rule = default.rule
+    is_open = any(getattr(model, name) is None for name in model.usual)
+    if options.epochs is not None and not is_open and default is None:
+        return TunedModel(model=model, rule=rule, passes=options.epochs)
+    if not isinstance(model, ClickProbabilityModel) or not isinstance(rule, FTRL):
+        plain = dataclasses.replace(model.settled(), interactions=None)
+        rules = [rule, *_rules_of(options, sample, itertools.product(LINEAR_RATES, [L1], [0.0]))]
+        found = tune_linear(
+            plain, sample, batch_size, list(dict.fromkeys(rules)),
+            is_mixed=is_mixed, passes=options.epochs, default=default, given=given_settings(options),
+        )  # fmt: skip
+        return dataclasses.replace(found, model=model.settled())
+    linear = TunedModel(model=model.settled(), rule=rule, passes=options.epochs or 1)
+    if options.epochs is None or default is not None:
+        tried = _tuned(options, sample, model.offset, batch_size, rule, is_mixed=is_mixed)
+        passes = options.epochs or passes_for_all(tried.passes, sample)
+        linear = dataclasses.replace(linear, rule=tried.rule, passes=passes, optimism=tried.optimism)
+    if not isinstance(model, FactorModel):
+        return default if default is not None and linear.rule == default.rule else linear
+    if not is_open and default is None:
+        return linear
+    search = FactorSearch(
+        dataclasses.replace(model, interactions=None), sample, batch_size,
+        is_mixed=is_mixed, passes=options.epochs, default=default,
+    )  # fmt: skip
+    found = search.run(linear, rule_of(options.update, getattr(linear.rule, "alpha", rule.alpha), 0.0))
+    return dataclasses.replace(found, model=dataclasses.replace(found.model, interactions=model.interactions))
+
+
+def _rules_of(
+    options: TrainOptions, sample: ExampleSample, settings: Iterable[tuple[float, float, float]]
+) -> list[FTRL]:
+    """Return the update rules of rates, L1 and L2 penalties, as far as the options leave them open."""
+    rules = (rule_of(options.update, suggested_alpha(sample, rate), l1, l2) for rate, l1, l2 in settings)
+    return list(dict.fromkeys(each for each in rules if isinstance(each, FTRL)))
+
+
+def _tuned(
+    options: TrainOptions, sample: ExampleSample, offset: float, batch_size: int, rule: FTRL, *, is_mixed: bool
+) -> TriedRule:
+    """Return what is best for a logistic regression of the sample.
+
+    With ``--tune`` that is `rule`, the default, unless another is better by more than a standard error.
+    """
+    is_wide = options.adapt == "widely"
+    rates, penalties = (WIDE_RATES, WIDE_L1) if is_wide else (RATES, (L1,))
+    usual = itertools.product(rates, penalties, suggested_l2(sample))
+    rules = list(dict.fromkeys([rule, *_rules_of(options, sample, usual)]))
+    sparse, faster = (
+        [each for each in _rules_of(options, sample, settings) if each not in rules]
+        for settings in (SPARSE if wants_sparsity(sample) else (), [(rate, L1, 0.0) for rate in FASTER_RATES])
+    )
+    found = tune(sample, offset, batch_size, rules, sparse=sparse, faster=faster, is_mixed=is_mixed)
+    default = next(each for each in found if each.rule == rule)
+    return default if is_wide and not found[0].losses.is_below(default.losses) else found[0]
+
+
+def _recent(sample: ExampleSample, *, is_sorted: bool) -> Batch:
+    """Return examples in their order, but mixed where labels stand in runs."""
+    batch = sample.batch
+    return batch.take(np.random.default_rng(0).permutation(batch.num_examples)) if is_sorted else batch
+
+
+def _plan_of_snapshot(options: TrainOptions, resumption: Resumption) -> TrainingPlan:
+    """Return what the training of a snapshot did, but for what the options say now."""
+    training = resumption.training
+    known = training.get("update")
+    former = FTRL(l1=L1) if known is None else from_fields(RULES, known)  # 0.1 did not say
+    shards_at_once, scaling = int(training.get("shards_at_once", 1)), read_key_scaling(training["dataset"])
+    optimism, order = training.get("optimism"), options.passes.order or str(training.get("order", "file"))
+    if shards_at_once > 1 and options.passes.order == "file":
+        raise UsageError(f"--order file: the training of {resumption.snapshot} mixes shards; resume it without --order")
+    sample = None if optimism is None else scaled_sample(_sample(options)[0], scaling)
+    return TrainingPlan(
+        model=options.model.continued_from(resumption.model).settled(),
+        epochs=options.epochs or int(training["epochs"]),
+        order=order,
+        batch_size=options.batch_size or int(training["batch_size"]),
+        update=_rule_after(former, options),
+        scaling=scaling,
+        shards_at_once=shards_at_once,
+        optimism=None if optimism is None else Optimism(*map(float, optimism)),
+        recent=None if sample is None else _recent(sample, is_sorted=is_sorted_by_label(sample)),
+        num_examples=int(training.get("num_examples", 0)),
+        resumed=resumption.snapshot,
+        **({"run": training["run"]} if "run" in training else {}),  # 0.1 gave it none
+    )

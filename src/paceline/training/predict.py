@@ -1,0 +1,150 @@
+"""Prediction as a person runs it: a file of predictions, and how good they are."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from paceline.data import Dataset, describe_not_binary, sample_labels
+from paceline.data.labels import CLICKS
+from paceline.errors import ModelError
+from paceline.launch.kernels import prepare_kernels
+from paceline.models.metrics import ClickEvaluation, Evaluation
+from paceline.models.prediction import Predictor
+from paceline.storage.durable_io import replacing
+from paceline.tables.types import Floats
+from paceline.training.files.bad_data import BadData, find_bad_lines, no_line_left
+
+
+@dataclass(frozen=True)
+class PredictionResult:
+    """What a prediction amounts to."""
+
+    evaluation: Evaluation | None
+    """None where the data has no labels."""
+    examples: int
+    seconds: float
+    """Of the whole run, the loading of the model included."""
+    loading_seconds: float
+    bad_lines: BadData
+    warnings: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the object of ``paceline predict --json``."""
+        found = self.evaluation
+        return {
+            **({} if found is None else found.as_json()),
+            "examples": self.examples,
+            "seconds": self.seconds,
+            "loading_seconds": self.loading_seconds,
+            "examples_per_s": self.examples / max(self.seconds - self.loading_seconds, 1e-9),
+            "bad_lines": self.bad_lines.count,
+        }
+
+    def sentence(self) -> str:
+        """Return the result for people."""
+        found = self.evaluation
+        text = f"{self.examples:,} prediction{'s' * (self.examples != 1)} in {self.seconds:.2f} s "
+        text += f"({self.loading_seconds:.2f} s to load the model): "
+        text += "the data has no labels" if found is None else found.sentence()
+        if found is not None and found.examples < self.examples:
+            text += f" (on {found.examples:,} examples that have a label)"
+        return text
+
+    def notes(self) -> list[str]:
+        """Return what makes the result doubtful, a sentence each."""
+        notes = list(self.warnings)
+        if self.bad_lines.count:
+            notes.append(f"no prediction for what was not understood: {self.bad_lines.sentence(self.examples)}")
+        return notes
+
+
+def run_prediction(
+    model: Path,
+    data: Sequence[str],
+    *,
+    output: Path | None,
+    format: str | None,
+    header: str = "auto",
+    strict: bool,
+    echo: bool,
+) -> PredictionResult:
+    """Predict every line of the data; write predictions to `output`, or to standard output if `echo`."""
+    prepare_kernels()
+    start = time.perf_counter()
+    predictor = Predictor(model)
+    loading_seconds = time.perf_counter() - start
+    with predictor.open_data(data, format, strict=strict, header=header) as dataset:
+        labels, predictions = [], []
+        with _opened(output, echo) as out:
+            for found, predicted in predictor.predict(dataset):
+                if not np.isfinite(predicted).all():
+                    raise ModelError(
+                        f"the model in {model} gives predictions that are no numbers: its training diverged; train "
+                        "again with a smaller --lr"
+                    )
+                labels.append(found.copy())
+                predictions.append(predicted)
+                if out is not None:
+                    out.write(_lines(predicted))
+            if not labels:
+                raise no_line_left(data[0], "predicted", find_bad_lines(dataset))
+        seconds = time.perf_counter() - start
+        known, predicted = np.concatenate(labels), np.concatenate(predictions)
+        has_label = ~np.isnan(known)
+        evaluation = predictor.model.evaluate(known[has_label], predicted[has_label]) if has_label.any() else None
+        return PredictionResult(
+            evaluation,
+            len(known),
+            seconds,
+            loading_seconds,
+            find_bad_lines(dataset),
+            tuple(_find_warnings(predictor, dataset, evaluation)),
+        )
+
+
+def _lines(predicted: Floats) -> str:
+    """Return a line per example; several numbers are separated by spaces."""
+    if predicted.ndim == 1:
+        return "".join([f"{value:.9g}\n" for value in predicted.tolist()])
+    return "".join([" ".join([f"{value:.9g}" for value in row]) + "\n" for row in predicted.tolist()])
+
+
+def _find_warnings(predictor: Predictor, dataset: Dataset, evaluation: Evaluation | None) -> Iterator[str]:
+    if not predictor.knows_some:
+        yield (
+            "no feature of this data occurs in the model, so every prediction is the same: is it written as what the "
+            "model was trained on?"
+        )
+    if evaluation is None:
+        return
+    if issubclass(predictor.model.evaluation, ClickEvaluation):
+        classes = dataset.columns.classes if dataset.columns is not None else ()
+        found = sample_labels(dataset.files, dataset.format, dataset.columns)
+        odd = describe_not_binary(found, dataset.labels, classes)
+        if odd is not None:
+            consequence = "those above 0 for positive" if dataset.labels == CLICKS else "all for negative"
+            yield f"{odd}: these figures take {consequence}"
+    useless = evaluation.find_useless()
+    if useless is not None:
+        yield f"these predictions are of no use: {useless}"
+
+
+@contextlib.contextmanager
+def _opened(output: Path | None, echo: bool) -> Iterator[TextIO | None]:
+    """Open the output aside and rename it into place at the end, so that a failure leaves no half file."""
+    if output is None:
+        yield sys.stdout if echo else None
+        return
+    try:
+        with replacing(output) as aside, open(aside, "w", encoding="ascii") as out:
+            yield out
+    except OSError as error:
+        raise ModelError(f"cannot write the predictions to {output}: {error.strerror or error}") from None

@@ -1,0 +1,149 @@
+"""What a training tells: how far it is, what came of it, how stale its gradients were."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from paceline.data import Batch
+from paceline.models.base import SparseModel
+from paceline.models.metrics import ClickEvaluation, Evaluation, find_useless
+from paceline.models.progressive import ProgressiveLoss
+from paceline.models.proximal.solver import BlockPass
+from paceline.models.softmax import ClassEvaluation, label_counts
+from paceline.ps import Client
+from paceline.tables.staleness import HISTOGRAM_SIZE
+from paceline.training.files.bad_data import BadData
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """How far a training is."""
+
+    task: str
+    """``train``, or ``evaluate``, which follows."""
+    fraction: float | None
+    """Of the whole work, evaluation included; None until it is known how much there is."""
+    epoch: int | None
+    """The pass that the next shard belongs to, from 1."""
+    examples: int
+    """Of this task, as are the figures that follow."""
+    weight: float
+    """How often they count, summed."""
+    loss: float
+    num_bytes: int
+    num_workers: int
+    seconds: float
+    progressive: Sequence[ProgressiveLoss] = ()
+    """The losses before learning in the first pass, as far as they will not change any more."""
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What came of a training. Seconds run from the first shard leased to the last update applied."""
+
+    model: SparseModel
+    settings: dict[str, Any]
+    """What was chosen: passes, minibatch, update rule."""
+    examples: int
+    seconds: float
+    examples_per_s: float
+    train_loss: float
+    """The mean of the loss before each update."""
+    num_features: int
+    evaluation: Evaluation | None
+    staleness: dict[str, Any]
+    bad_lines: BadData
+    lost_workers: int
+    bytes: int
+    progressive: Sequence[ProgressiveLoss] = ()
+    """The losses before learning in the first pass."""
+    validation: dict[str, Any] | None = None
+    """The metrics on the validation file after each pass, and which pass was best; None if there is no such file."""
+    block_passes: Sequence[BlockPass] = ()
+    """What was told of each pass over blocks of columns."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the final object of ``paceline train --json``."""
+        found = self.evaluation
+        return {
+            **(dict.fromkeys(self.model.evaluation.names()) if found is None else found.as_json()),
+            "eval_examples": None if found is None else found.examples,
+            f"train_{self.model.loss_name.replace(' ', '_')}": json_number(self.train_loss),
+            "examples": self.examples,
+            "seconds": self.seconds,
+            "examples_per_s": self.examples_per_s,
+            "num_features": self.num_features,
+            "staleness": self.staleness,
+            "bad_lines": self.bad_lines.count,
+            "lost_workers": self.lost_workers,
+            "bytes": self.bytes,
+            "settings": self.settings,
+            "progressive": [each.as_json() for each in self.progressive],
+            "validation": self.validation,
+            "block_passes": [msgspec.to_builtins(each) for each in self.block_passes],
+        }
+
+
+def mean_loss(progress: Mapping[str, float]) -> float:
+    """Return the mean loss of what a job's counters say; examples count as often as they weigh."""
+    loss, weight = progress.get("loss", 0.0), progress.get("weight", progress.get("examples", 0.0))
+    return loss / weight if weight else 0.0
+
+
+def json_number(value: float) -> float | None:
+    """Return a number as JSON knows it: infinity and NaN are null there."""
+    return float(value) if math.isfinite(value) else None
+
+
+def summarize_staleness(histograms: Sequence[Sequence[int]], num_dropped: int = 0) -> dict[str, Any]:
+    """Return mean, maximum and histogram of the staleness that servers observed, and how many pushes they dropped."""
+    total = np.sum(np.array(histograms, np.int64), axis=0)
+    count = int(total.sum())
+    seen = np.flatnonzero(total)
+    last = int(seen[-1]) if count else 0
+    return {
+        "mean": float((total * np.arange(len(total))).sum() / count) if count else 0.0,
+        "max": last,
+        "histogram": total[: last + 1].tolist(),
+        "dropped": num_dropped,
+    }
+
+
+def judge_losses(model: SparseModel, progress: Mapping[str, Any], sample: Batch | None) -> str | None:
+    """Return why a model may have learned nothing, by the losses in its training and the labels of a sample."""
+    if issubclass(model.evaluation, ClickEvaluation):
+        examples, positives = int(progress["examples"]), int(progress.get("positives", 0))
+        return find_useless(progress["loss"] / examples, (examples - positives, positives))
+    if issubclass(model.evaluation, ClassEvaluation) and sample is not None:
+        return find_useless(mean_loss(progress), label_counts(sample.labels))
+    return None
+
+
+class ObservedStaleness:
+    """The staleness that a cluster's servers have counted in a model's tables since this was made."""
+
+    def __init__(self, client: Client, model: SparseModel) -> None:
+        self._client = client
+        self._tables = [table.name for table in model.tables]
+        self._before, self._dropped_before = self._counts()
+
+    def summary(self) -> dict[str, Any]:
+        """Return what `summarize_staleness` does; zeros if no gradient has come."""
+        counts, num_dropped = self._counts()
+        return summarize_staleness([(counts - self._before).tolist()], num_dropped - self._dropped_before)
+
+    def _counts(self) -> tuple[npt.NDArray[np.int64], int]:
+        counts, num_dropped = np.zeros(HISTOGRAM_SIZE, np.int64), 0
+        for server in self._client.statistics():
+            for name in self._tables:
+                if name in server.tables:
+                    counts += np.array(server.tables[name].staleness, np.int64)
+                    num_dropped += server.tables[name].dropped
+        return counts, num_dropped

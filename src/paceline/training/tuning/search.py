@@ -1,0 +1,223 @@
+"""Which settings of a model suit a sample of the data: a few are tried, and then those next to the best.
+
+Linear models are tried with several rates and L1 penalties. Of models with factors, the weights have the rate, the
+penalty and the passes that suit a logistic regression of the same data; tried are rates and penalties of the factors,
+how often a feature must have occurred to have some, and whether weights are penalized at all: what matters in pairs
+alone has no weight of its own otherwise. Deep models' layers are tried with several rates and penalties too.
+
+A logistic regression is tried on the same examples. Where the trial has all the data, the best is taken, and features
+have factors if that is better than the logistic regression by more than the standard error. Where it has a part, in
+which features are rarer than in all, the usual settings are taken unless others are better by more than the standard
+error, and features have factors unless the logistic regression is better by more than two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from paceline.data.example_sampling import ExampleSample
+from paceline.models.base import Optimism, SparseModel
+from paceline.models.deep.base import DeepModel
+from paceline.models.features.counting import MOST_COUNTED
+from paceline.models.fm import FactorModel
+from paceline.ps import FTRL, UpdateRule
+from paceline.training.tuning.choices import passes_for_all
+from paceline.training.tuning.model_trial import SECONDS, ModelTrial, TriedModel
+from paceline.training.tuning.trial import MAX_PASSES, SMALL, HeldOutLosses, SampleTrial
+
+Settings = Mapping[str, Any]
+
+FACTORS: Final[tuple[Settings, ...]] = tuple(
+    {"factor_lr": 0.1, "factor_l2": l2, "factor_min_count": 1} for l2 in (0.3, 0.1, 0.03, 0.01)
+)
+"""What factors are tried with, beside the usual settings."""
+NO_FACTORS: Final[Settings] = {"factor_min_count": MOST_COUNTED}
+_OTHER_L2 = (0.55, 1.8)
+_OTHER_RATES = (0.3, 3.0)
+_OTHER_COUNTS = (1, 30)
+_TOWER_RATES = (0.25, 2.5)
+_TOWER_L2 = 0.1
+_OTHER_L1 = (0.1, 10.0, 100.0)
+_ROUNDS = 2
+_WIDE_ROUNDS = 5
+_LEAST_REFINED = 200  # examples: fewer cannot tell settings apart that are alike
+_LEAST_GAIN = 1e-3  # of the loss
+_CHANCE = 2.0  # standard errors: of a part, in which features are rarer than in all; and of few examples
+_WIDE = 4.0  # times as long a trial
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TunedModel:
+    """The settings found for a model. `note` is a sentence about the search for the user."""
+
+    model: SparseModel
+    rule: UpdateRule
+    passes: int
+    optimism: Optimism | None = None
+    note: str | None = None
+
+
+def tune_linear(
+    model: SparseModel,
+    sample: ExampleSample,
+    batch_size: int,
+    rules: Sequence[UpdateRule],
+    *,
+    is_mixed: bool,
+    passes: int | None,
+    default: TunedModel | None = None,
+    given: Collection[str] = (),
+) -> TunedModel:
+    """Return what suits a linear model, of these update rules and those next to the best of them.
+
+    The first rule is kept unless another is better by more than a standard error, or two of up to 5,000 examples: the
+    best of many rules is better by chance. The settings of a rule that were `given` by the user, such as ``l1``, do not
+    change. With a `default`, whose rule is the first one, the search is wide.
+    """
+    is_wide = default is not None
+    trial = ModelTrial(
+        model, sample, batch_size, is_mixed=is_mixed, passes=passes, seconds=SECONDS * (_WIDE if is_wide else 1.0)
+    )
+    tried = trial.run_all([(model, rule) for rule in rules])
+    best = min(tried, key=_mean_loss)
+    seen = set(rules)
+    for _ in range(_WIDE_ROUNDS if is_wide else _ROUNDS if trial.num_examples >= _LEAST_REFINED else 0):
+        others = [rule for rule in _next_rules(best.rule, given) if len(rules) > 1 and rule not in seen]
+        seen.update(others)
+        former, best = best, min([best, *trial.run_all([(model, rule) for rule in others])], key=_mean_loss)
+        if best is former:
+            break
+    if not best.losses.is_below(tried[0].losses, _CHANCE if trial.num_examples <= SMALL else 1.0):
+        if default is not None:
+            return default
+        best = tried[0]
+    return TunedModel(model=model, rule=best.rule, passes=passes or passes_for_all(best.passes, sample))
+
+
+def _next_rules(rule: UpdateRule, given: Collection[str]) -> list[UpdateRule]:
+    """Return rules next to one, which differ from it in settings that were not `given`."""
+    if not isinstance(rule, FTRL):
+        return []
+    return [
+        *(dataclasses.replace(rule, l1=rule.l1 * factor) for factor in _OTHER_L1 if "l1" not in given),
+        *(dataclasses.replace(rule, alpha=rule.alpha * factor) for factor in (0.6, 1.7) if "alpha" not in given),
+    ]
+
+
+class FactorSearch:
+    """Settings of a model with factors, tried on a sample."""
+
+    def __init__(
+        self,
+        model: FactorModel,
+        sample: ExampleSample,
+        batch_size: int,
+        *,
+        is_mixed: bool,
+        passes: int | None,
+        default: TunedModel | None = None,
+    ) -> None:
+        self._model, self._sample, self._passes, self._default = model, sample, passes, default
+        self._is_wide = default is not None
+        seconds = SECONDS * (_WIDE if self._is_wide else 1.0)
+        self._trial = ModelTrial(model, sample, batch_size, is_mixed=is_mixed, passes=passes, seconds=seconds)
+        self._linear = SampleTrial(self._trial.batch, model.offset, batch_size, self._trial.splits)
+        self._tried: dict[tuple[SparseModel, UpdateRule], TriedModel] = {}
+
+    def run(self, linear: TunedModel, unpenalized: UpdateRule) -> TunedModel:
+        """Return the settings that suit the data.
+
+        `linear` is what was found for a logistic regression; `unpenalized` its rule without an L1 penalty, or with the
+        one that was given. With a default, the search is wide, and the default is kept unless others are better by more
+        than a standard error.
+        """
+        rule = linear.rule
+        usual = self._try([({}, rule)])[0]
+        self._try([(settings, rule) for settings in FACTORS])
+        if self._is_thorough:
+            best = min(self._tried.values(), key=_mean_loss)
+            for _ in range(_WIDE_ROUNDS if self._is_wide else _ROUNDS):
+                self._try(self._next_to(best, unpenalized))
+                former, best = best, min(self._tried.values(), key=_mean_loss)
+                if not best.losses.is_below(former.losses):
+                    break
+        elif not self._trial.is_whole:
+            self._try([(self._settings_of(min(self._tried.values(), key=_mean_loss).model), unpenalized)])
+        chosen = self._chosen(usual)
+        of_linear = self._losses_of_linear(rule)
+        has_factors = of_linear is None or self._are_worth_it(chosen.losses, of_linear)
+        found = chosen.losses if of_linear is None or has_factors else of_linear
+        if self._default is not None and not found.is_below(self._losses_of(self._default)):
+            return self._default
+        if of_linear is not None and not has_factors:
+            without = self._model.settled(NO_FACTORS)
+            if without.value_of("factor_min_count") == MOST_COUNTED:
+                note = (
+                    f"factors do not help here: on held-out examples {self._model.loss_name} is "
+                    f"{chosen.losses.mean:.4f} with them and {of_linear.mean:.4f} without, so that no feature has any "
+                    "(--factor-min-count gives them some)"
+                )
+                return dataclasses.replace(linear, model=without, note=note)
+        optimism = self._trial.optimism(chosen) if self._trial.is_whole else linear.optimism
+        if self._passes is not None:
+            wanted = self._passes
+        elif chosen is usual and not self._trial.is_whole:
+            wanted = linear.passes
+        else:
+            wanted = passes_for_all(chosen.passes, self._sample, self._trial.num_represented)
+        return TunedModel(model=chosen.model, rule=chosen.rule, passes=wanted, optimism=optimism)
+
+    @property
+    def _is_thorough(self) -> bool:
+        return self._is_wide or (self._trial.is_whole and self._trial.num_examples >= _LEAST_REFINED)
+
+    def _chosen(self, usual: TriedModel) -> TriedModel:
+        best = min(self._tried.values(), key=_mean_loss)
+        return best if self._trial.is_whole or best.losses.is_below(usual.losses) else usual
+
+    def _losses_of(self, found: TunedModel) -> HeldOutLosses:
+        of_linear = self._losses_of_linear(found.rule) if found.note is not None else None
+        return of_linear or self._try([(self._settings_of(found.model), found.rule)])[0].losses
+
+    def _are_worth_it(self, with_factors: HeldOutLosses, without: HeldOutLosses) -> bool:
+        if self._trial.is_whole:
+            return with_factors.is_below(without) and with_factors.mean < (1 - _LEAST_GAIN) * without.mean
+        return not without.is_below(with_factors, _CHANCE)
+
+    def _losses_of_linear(self, rule: UpdateRule) -> HeldOutLosses | None:
+        if not isinstance(rule, FTRL):
+            return None
+        most = MAX_PASSES if self._trial.is_whole and self._passes is None else self._trial.max_passes
+        return self._linear.run(rule, max_passes=most).losses
+
+    def _settings_of(self, model: SparseModel) -> dict[str, Any]:
+        return {name: getattr(model, name) for name in self._model.usual}
+
+    def _try(self, settings: Iterable[tuple[Settings, UpdateRule]]) -> list[TriedModel]:
+        """Try what has not been tried; return what came of all."""
+        wanted = [(self._model.settled(found), rule) for found, rule in settings]
+        new = [each for each in dict.fromkeys(wanted) if each not in self._tried]
+        self._tried |= dict(zip(new, self._trial.run_all(new), strict=True))
+        return [self._tried[each] for each in wanted]
+
+    def _next_to(self, best: TriedModel, unpenalized: UpdateRule) -> list[tuple[Settings, UpdateRule]]:
+        """Return the settings that differ in one from the best."""
+        found = self._settings_of(best.model)
+        changes = [
+            *({"factor_l2": found["factor_l2"] * factor} for factor in _OTHER_L2),
+            *({"factor_lr": found["factor_lr"] * factor} for factor in _OTHER_RATES),
+            *({"factor_min_count": count} for count in _OTHER_COUNTS),
+        ]
+        if isinstance(self._model, DeepModel):
+            changes = [
+                *(change for change in changes if "factor_lr" not in change),
+                *({"tower_lr": found["tower_lr"] * factor} for factor in _TOWER_RATES),
+                {"tower_l2": _TOWER_L2},
+            ]
+        return [(found, unpenalized), *(({**found, **change}, best.rule) for change in changes)]
+
+
+def _mean_loss(tried: TriedModel) -> float:
+    return tried.losses.mean

@@ -1,0 +1,449 @@
+"""A worker process: it takes jobs from the scheduler, shards of their data, and trains or predicts.
+
+The loop overlaps what it can. While a minibatch's weights are on their way, the next one is parsed and its keys
+deduped; where the consistency allows a worker to be an iteration behind itself (τ ≥ 1), the next one's weights are
+asked for as well, so that servers work while gradients are computed. Nor does it wait at the end of a shard: a shard is
+reported done when the servers have acknowledged the last push that came of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from paceline.data import Dataset, open_spec
+from paceline.errors import DataError, LostRowsError, NoRoomError, PacelineError, PeerError, UsageError
+from paceline.models.base import KeyScratch, Minibatch, SparseModel, open_tables, summed_weight
+from paceline.models.proximal.columns import ColumnCollector, ExampleColumns
+from paceline.models.proximal.solver import BlockSolver
+from paceline.models.registry import read_model_settings
+from paceline.protocol.jobs import ALL_DONE, Job, Lease
+from paceline.ps import RULES, Client, SparseTable, Ticket, from_fields, messages
+from paceline.training.worker import jobs
+from paceline.training.worker.jobs import FOREVER_S, WorkerCounters, WorkerLeases
+from paceline.training.worker.mixed_shards import MixedShards
+from paceline.training.worker.prepared import PreparedShards
+from paceline.training.worker.table_rates import WorkerRates
+from paceline.transport import Transport
+
+_PROGRESS_S = 0.2
+_READ_AT_ONCE = 16_384
+_EXPELLED = "this worker gave no sign of life for too long and was declared dead: start it again"
+
+
+def run_worker(
+    transport: Transport,
+    scheduler: str,
+    *,
+    rank: int | None = None,
+    timeout_s: float = 60.0,
+    watch: Callable[[Callable[[], None]], None] | None = None,
+    on_ready: Callable[[int], None] = lambda rank: None,
+) -> None:
+    """Work until the cluster ends.
+
+    `watch`, if given, is called with a function that ends this process at once; `on_ready` with the rank.
+    """
+    if watch is not None:
+        watch(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    expelled, ended = threading.Event(), threading.Event()
+
+    def heard(notice: msgspec.Struct) -> None:
+        if isinstance(notice, messages.Expelled):
+            expelled.set()
+            raise PeerError(_EXPELLED)  # ends the line to the scheduler: a call may wait on it for a job
+        if isinstance(notice, messages.Ended):
+            ended.set()
+
+    with Client.connect(transport, scheduler, rank=rank, timeout_s=timeout_s, on_notice=heard) as client:
+        on_ready(client.rank)
+        worker = Worker(client, expelled)
+        number = 0
+        while True:
+            try:
+                worker.rest()  # others may be at the end of a job, and would wait for this worker's ticks
+                job: Job = client.link.call(messages.GetJob(after=number), Job, timeout_s=FOREVER_S)
+                if job.number < 0:
+                    return
+                number = job.number
+                worker.work(number, jobs.decode(job.description))
+            except PacelineError as error:
+                if ended.is_set():
+                    return
+                if expelled.is_set():
+                    raise PeerError(_EXPELLED) from error
+                raise
+
+
+class Worker:
+    """One worker's part in the jobs of a cluster."""
+
+    def __init__(self, client: Client, expelled: threading.Event) -> None:
+        self._client = client
+        self._expelled = expelled
+        self._retired = False
+        self._scratch = KeyScratch()
+        self._prepared = PreparedShards()
+        self._counters = WorkerCounters(0)
+        self._columns: ExampleColumns | None = None
+        """What this worker holds between the two jobs of the solver by blocks."""
+
+    def work(self, number: int, job: jobs.WorkerTask) -> None:
+        """Do this worker's share of a job; a failure of the data is the job's, not this process's."""
+        client = self._client
+        if number != self._counters.job:  # else shards of it have come back
+            self._counters = WorkerCounters(number, start_bytes=client.byte_counts())
+            self._scratch = KeyScratch()
+        counters = self._counters
+        try:
+            model = read_model_settings(job.model)
+            tables = open_tables(client, model, from_fields(RULES, job.update))
+            for table, its in zip(tables, model.tables, strict=True):
+                table.set_filters(*job.filter_chains(exact=its.is_count))
+            with open_spec(job.dataset) as dataset:
+                if job.task == "train":
+                    self._train(job, model, dataset, tables, counters)
+                elif job.task == "read-columns":
+                    self._read_columns(job, model, dataset, counters)
+                elif job.task == "solve-blocks":
+                    self._solve_blocks(job, counters)
+                else:
+                    self._evaluate(job, model, dataset, tables, counters)
+                self.rest()
+                self._report_data(number, dataset, counters)
+        except (DataError, LostRowsError, NoRoomError, UsageError) as error:
+            self._rest_after_failure()
+            self._call(messages.JobFailed(job=number, error=type(error).__name__, message=str(error)))
+
+    # Training.
+
+    def _train(
+        self,
+        job: jobs.WorkerTask,
+        model: SparseModel,
+        dataset: Dataset,
+        tables: Sequence[SparseTable],
+        counters: WorkerCounters,
+    ) -> None:
+        leases = WorkerLeases(self._client.link, counters.job)
+        tau = self._client.consistency.tau
+        pipeline = _Pipeline(self._client, tables, leases, counters, ahead=0 if tau == 0 else 1)
+        rates = None if job.rates is None else WorkerRates.open(job, job.rates, model, dataset, tables)
+        self._take_part()
+        if job.shards_at_once > 1:
+            self._train_mixed(job, model, dataset, pipeline, leases, rates)
+            return
+        self._prepared.begin(job, model)
+        while True:
+            lease = leases.next_nowait()
+            if lease is None:
+                pipeline.drain()
+                self.rest()
+                lease = leases.wait_next()
+            if lease.lease == ALL_DONE:
+                pipeline.drain()
+                return
+            self._take_part()
+            leases.prefetch()
+            is_first = lease.epoch == 0
+            num_before = 0
+            for minibatch, num_read in self._prepared.read(job, model, dataset, lease, self._scratch):
+                if rates is not None:
+                    rates.set_within(lease, num_before)
+                pipeline.feed(minibatch, num_read, is_first)
+                num_before += num_read
+                self._tell(counters)
+            leases.read(lease.file, dataset.ended(lease.file))
+            pipeline.end_shard(lease)
+
+    def _train_mixed(
+        self,
+        job: jobs.WorkerTask,
+        model: SparseModel,
+        dataset: Dataset,
+        pipeline: _Pipeline,
+        leases: WorkerLeases,
+        rates: WorkerRates | None,
+    ) -> None:
+        shards = MixedShards(dataset, job.weighting, job.batch_size, job.shards_at_once)
+        may_ask = True
+        while True:
+            while may_ask and shards.has_room:
+                lease = leases.next_nowait()
+                if lease is None or lease.lease == ALL_DONE:
+                    may_ask = False
+                else:
+                    shards.open(lease)
+                    leases.prefetch()
+                    if rates is not None:
+                        rates.set_within(lease)
+            if not shards:
+                pipeline.drain()
+                self.rest()
+                lease = leases.wait_next()
+                if lease.lease == ALL_DONE:
+                    return
+                self._take_part()
+                shards.open(lease)
+                if rates is not None:
+                    rates.set_within(lease)
+                may_ask = True
+            is_first = shards.is_first_pass
+            batch, num_read, ended = shards.next_batch()
+            if batch is not None:
+                minibatch = model.prepare_training(batch, self._scratch, is_first_pass=is_first)
+                pipeline.feed(minibatch, num_read, is_first)
+                self._tell(self._counters)
+            for lease in ended:
+                may_ask = True
+                leases.read(lease.file, dataset.ended(lease.file))
+                pipeline.end_shard(lease)
+
+    # Evaluation.
+
+    def _evaluate(
+        self,
+        job: jobs.WorkerTask,
+        model: SparseModel,
+        dataset: Dataset,
+        tables: Sequence[SparseTable],
+        counters: WorkerCounters,
+    ) -> None:
+        self.rest()
+        leases = WorkerLeases(self._client.link, counters.job)
+        while True:
+            lease = leases.next_nowait() or leases.wait_next()
+            if lease.lease == ALL_DONE:
+                return
+            leases.prefetch()
+            found = []
+            for batch in dataset.read(lease.file, lease.shard, max(job.batch_size, 4096)):
+                minibatch = model.prepare(batch, self._scratch)
+                asked = _ask(tables, minibatch)
+                weights = [ticket.result() for ticket in asked]
+                found.append((minibatch.labels.copy(), minibatch.predict(weights)))
+                counters.examples += minibatch.num_examples
+                self._tell(counters)
+            self._report_predictions(counters.job, lease, found)
+            leases.read(lease.file, dataset.ended(lease.file))
+            leases.done(lease, counters.as_progress(self._client))
+
+    def _report_predictions(
+        self, number: int, lease: Lease, found: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]
+    ) -> None:
+        if found:
+            labels = np.concatenate([labels for labels, _ in found])
+            predictions = np.concatenate([predictions for _, predictions in found])
+            fields = {"kind": "predictions", "examples": len(labels)}
+            report = messages.Report(job=number, fields=fields, shard=lease.key)
+            self._call(report, (labels, predictions.reshape(-1)))
+
+    # Delayed block proximal gradient.
+
+    def _read_columns(
+        self, job: jobs.WorkerTask, model: SparseModel, dataset: Dataset, counters: WorkerCounters
+    ) -> None:
+        """Read this worker's share of the examples, and hold it by column.
+
+        Shards are reported when there are no more: what a worker that dies has read, others read again.
+        """
+        leases, collector = WorkerLeases(self._client.link, counters.job), ColumnCollector()
+        held: list[Lease] = []
+        self._columns = None
+        self._take_part()
+        while True:
+            lease = leases.next_nowait()
+            if lease is None:
+                for each in held:
+                    leases.done(each, counters.as_progress(self._client))
+                held = []
+                lease = leases.wait_next()
+            if lease.lease == ALL_DONE:
+                break
+            leases.prefetch()
+            for batch, num_read in job.weighting.apply(
+                dataset.read(lease.file, lease.shard, _READ_AT_ONCE), lease, _READ_AT_ONCE
+            ):
+                collector.add(model.crossed(batch))
+                counters.examples += num_read
+                counters.held += batch.num_examples
+                counters.weight += summed_weight(batch.num_examples, batch.weights)
+                counters.positives += int(np.count_nonzero(batch.labels))
+                self._tell(counters)
+            leases.read(lease.file, dataset.ended(lease.file))
+            held.append(lease)
+        self._columns = collector.finish()
+
+    def _solve_blocks(self, job: jobs.WorkerTask, counters: WorkerCounters) -> None:
+        """Take part in the passes over blocks of columns, with the examples read in the job before."""
+        assert job.solve is not None
+        leases, columns = WorkerLeases(self._client.link, counters.job), self._columns
+        self._columns = None
+        self._take_part()
+        lease = leases.next_nowait()
+        if lease is None:  # this worker came later
+            self.rest()
+            lease = leases.wait_next()
+        if lease.lease == ALL_DONE:
+            return
+        if columns is None:
+            raise LostRowsError("a worker that held examples was started again")
+        held = [lease]
+        solver = BlockSolver.open(self._client, job.solve, columns, *job.filter_chains())
+        for told in solver.run(job.solve.examples):
+            self._tell(counters)
+            if told is None:
+                continue
+            if solver.is_teller:
+                fields = {"kind": "pass", **msgspec.to_builtins(told)}
+                self._call(messages.Report(job=counters.job, fields=fields))
+            more = leases.next_nowait()
+            if more is not None and more.lease == ALL_DONE:  # whoever posted the job has ended it
+                return
+            held += [] if more is None else [more]
+        self.rest()
+        for each in held:
+            leases.done(each, counters.as_progress(self._client))
+
+    # With the scheduler.
+
+    def _tell(self, counters: WorkerCounters) -> None:
+        if self._expelled.is_set():  # its shards are others' by now
+            raise PeerError(_EXPELLED)
+        now = time.monotonic()
+        if now - counters.told > _PROGRESS_S:
+            counters.told = now
+            self._client.link.tell(messages.Heartbeat(progress=counters.as_progress(self._client)))
+
+    def _call(self, message: msgspec.Struct, body: tuple[Any, ...] = ()) -> Any:
+        return self._client.link.call(message, body=body)
+
+    def rest(self) -> None:
+        """Have no other worker wait for this one."""
+        if not self._retired:
+            self._client.retire()
+            self._retired = True
+
+    def _rest_after_failure(self) -> None:
+        """Rest; that more of what was pushed before is refused as well is no news."""
+        with contextlib.suppress(NoRoomError, UsageError):
+            self.rest()
+        self.rest()
+
+    def _take_part(self) -> None:
+        if self._retired:
+            self._client.join()
+            self._retired = False
+
+    def _report_data(self, number: int, dataset: Dataset, counters: WorkerCounters) -> None:
+        bad = dataset.bad_lines
+        counters.bad_lines += bad.count
+        self._client.link.tell(messages.Heartbeat(progress=counters.as_progress(self._client)))
+        if bad.count or dataset.cache_error:
+            lines = [[str(line.file), line.offset, line.row, line.text, line.reason] for line in bad.first]
+            fields = {
+                "kind": "data",
+                "bad_lines": [[*where, count] for where, count in dataset.bad_lines_by_shard.items()],
+                "first": lines,
+                "cache_error": dataset.cache_error,
+            }
+            self._call(messages.Report(job=number, fields=fields))
+
+
+def _ask(tables: Sequence[SparseTable], minibatch: Minibatch, ahead: int = 0) -> list[Ticket]:
+    """Ask for the rows that a minibatch needs; of a table that is for training alone, none to predict."""
+    return [
+        table.pull_async(keys, assume_unique=True, ahead=ahead)
+        for table, keys in zip(tables, minibatch.keys, strict=False)
+    ]
+
+
+class _Pipeline:
+    """Minibatches on their way: asked for, computed, pushed, acknowledged.
+
+    `ahead` is 1 where the next minibatch's weights may be asked for before this one's gradient is pushed.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        tables: Sequence[SparseTable],
+        leases: WorkerLeases,
+        counters: WorkerCounters,
+        *,
+        ahead: int,
+    ) -> None:
+        self._client = client
+        self._tables = tables
+        self._leases = leases
+        self._counters = counters
+        self._ahead = ahead
+        self._current: tuple[Minibatch, int, bool, list[Ticket]] | None = None
+        self._shards: list[Lease] = []  # whose last minibatch is the current one
+        self._unconfirmed: deque[tuple[Ticket, list[Lease], dict[str, float]]] = deque()
+
+    def feed(self, minibatch: Minibatch, num_read: int, is_first_pass: bool) -> None:
+        """Take the next minibatch, which stands for so many examples; finish the one before."""
+        if self._ahead and self._current is not None:
+            asked = _ask(self._tables, minibatch, ahead=1)
+            self._finish_current()
+        else:
+            self._finish_current()
+            asked = _ask(self._tables, minibatch)
+        self._current = (minibatch, num_read, is_first_pass, asked)
+        if self._unconfirmed and self._unconfirmed[0][0].done():
+            self._confirm()
+
+    def end_shard(self, lease: Lease) -> None:
+        """Note that the current minibatch is the last of a shard."""
+        self._shards.append(lease)
+        if self._current is None:  # the shard was empty
+            self.drain()
+
+    def drain(self) -> None:
+        """Finish all that is on its way."""
+        self._finish_current()
+        while self._unconfirmed:
+            self._confirm()
+        self._client.flush()
+        self._report(self._shards, self._counters.as_progress(self._client))
+        self._shards = []
+
+    def _finish_current(self) -> None:
+        if self._current is None:
+            return
+        minibatch, num_read, is_first_pass, asked = self._current
+        self._current = None
+        gradients, loss = minibatch.gradients([ticket.result() for ticket in asked])
+        for number, keys in reversed(list(enumerate(minibatch.gradient_keys))):  # the first table ends the iteration
+            if len(keys) or not number:
+                pushed = self._tables[number].push(keys, gradients[number], tick=not number, assume_unique=True)
+        self._counters.examples += num_read
+        self._counters.weight += minibatch.summed_weight
+        self._counters.loss += loss
+        self._counters.positives += int(np.count_nonzero(minibatch.labels))
+        if is_first_pass:
+            self._counters.first_pass.add(num_read, loss, minibatch.sums())
+        if self._shards:
+            self._unconfirmed.append((pushed, self._shards, self._counters.as_progress(self._client)))
+            self._shards = []
+
+    def _confirm(self) -> None:
+        pushed, shards, progress = self._unconfirmed.popleft()
+        pushed.wait()
+        with self._client.servers.lock:
+            self._client.servers.raise_failures()  # of the shards' pushes before
+        self._report(shards, progress)
+
+    def _report(self, shards: list[Lease], progress: dict[str, float]) -> None:
+        for lease in shards:
+            self._leases.done(lease, progress)

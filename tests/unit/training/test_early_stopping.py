@@ -1,0 +1,101 @@
+"""Early stopping: which pass is the best one, when the training ends, and what is told of it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from paceline.errors import UsageError
+from paceline.models.metrics import ClickEvaluation
+from paceline.ps import Client
+from paceline.storage.model_directory import save_model
+from paceline.training.early_stopping import BestPass, PassLosses
+from paceline.training.options import EarlyStopping
+
+
+def found(loss: float) -> ClickEvaluation:
+    return ClickEvaluation(100, 0.75, loss, 1.0, 0.8, 30)
+
+
+def passes(*losses: float, patience: int = 2, min_delta: float = 0.0) -> PassLosses:
+    """Note losses until the training is over."""
+    noted = PassLosses(EarlyStopping(validation=["v"], patience=patience, min_delta=min_delta))
+    for number, loss in enumerate(losses, 1):
+        noted.note(number, found(loss))
+        if noted.is_over:
+            break
+    return noted
+
+
+@pytest.mark.parametrize(
+    ("losses", "settings", "best", "last"),
+    [
+        ((0.5, 0.4, 0.41, 0.42, 0.3), {}, 2, 4),
+        ((0.5, 0.4, 0.41, 0.39, 0.4, 0.4), {}, 4, 6),
+        ((0.5, 0.4, 0.41, 0.3), {"patience": 1}, 2, 3),
+        ((0.5, 0.495, 0.49, 0.48), {"min_delta": 0.01}, 1, 3),
+        ((0.5, 0.4), {}, 2, 2),
+        ((math.nan, 0.5, math.nan, math.inf), {}, 2, 4),
+        ((math.nan, math.nan, math.nan), {"patience": 1}, 3, 3),
+    ],
+)
+def test_the_best_pass_and_the_last(
+    losses: tuple[float, ...], settings: dict[str, float], best: int, last: int
+) -> None:
+    noted = passes(*losses, **settings)  # type: ignore[arg-type]
+    assert (noted.best_pass, noted.last_pass) == (best, last)
+
+
+def test_what_is_told() -> None:
+    noted = passes(0.5, 0.4, 0.45, 0.46)
+    assert noted.line(found(0.46)).startswith("pass 4: on the validation file AUC 0.7500, log loss 0.4600")
+    assert noted.line(found(0.46)).endswith("(2 after the best)")
+    assert noted.summary(9) == "stopped after pass 4 of at most 9: no progress since pass 2, whose model it is"
+    assert noted.summary(4) == "all 4 passes are done, the best was pass 2, whose model it is"
+    told = noted.as_json()
+    assert (told["best_pass"], told["best_loss"]) == (2, 0.4)
+    assert [(each["pass"], each["log_loss"]) for each in told["passes"]] == [(1, 0.5), (2, 0.4), (3, 0.45), (4, 0.46)]
+    assert passes(0.5, 0.4).summary(2) == "all 2 passes are done, the best was pass 2"
+
+
+def test_passes_of_a_former_run_are_kept() -> None:
+    noted = PassLosses(EarlyStopping(validation=["v"]))
+    noted.go_on(passes(0.5, 0.4).as_json())
+    noted.note(3, found(0.3))
+    assert [each["pass"] for each in noted.as_json()["passes"]] == [1, 2, 3]
+
+
+def test_a_pass_that_a_former_run_has_done_better() -> None:
+    """The last pass has the best one's number, or a lower one, and is another model."""
+    noted = PassLosses(EarlyStopping(validation=["v"]))
+    noted.best_pass, noted.best_loss = 2, 0.4
+    for number in (1, 2):
+        assert not noted.note(number, found(0.45))
+        assert not noted.is_over
+        assert noted.line(found(0.45)).endswith("(the former run's pass 2 was better)")
+    assert noted.summary(2) == "all 2 passes are done, the best was pass 2, whose model it is"
+
+
+def test_the_best_pass_of_another_training_is_none(tmp_path: Path) -> None:
+    """Nor is one that other files have judged, or the one of a directory that holds no model."""
+    kept = {"best_pass": 3, "best_loss": 0.1, "origin": {"run": "a", "validation": [["v", 10]]}}
+    save_model(tmp_path, [], kept)
+    for origin, number in (
+        (kept["origin"], 3),
+        ({"run": "b", "validation": [["v", 10]]}, 0),
+        ({"run": "a", "validation": [["w", 10]]}, 0),
+    ):
+        best = BestPass(cast(Client, None), tmp_path, PassLosses(EarlyStopping(validation=["v"])), [], origin)  # type: ignore[arg-type]
+        best.find(tmp_path / "none")
+        assert not best.is_kept
+        best.find(tmp_path)
+        assert (best.losses.best_pass, best.is_kept) == (number, number > 0)
+
+
+@pytest.mark.parametrize("settings", [{"patience": 0}, {"min_delta": -0.1}, {"min_delta": math.nan}])
+def test_wrong_settings(settings: dict[str, float]) -> None:
+    with pytest.raises(UsageError, match=r"--patience 0: expected at least 1|--min-delta .*: expected a number from 0"):
+        EarlyStopping(validation=["v"], **settings)  # type: ignore[arg-type]

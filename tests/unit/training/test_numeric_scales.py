@@ -1,0 +1,160 @@
+"""Scales and bins of numbers that are chosen for all of them together, in every format alike."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.data import Batch, Scale
+from paceline.data.example_sampling import sample_batch
+from paceline.data.key_scaling import KeyScaling, scaling_of_columns, with_scales
+from paceline.data.scales.candidates import candidate_scales, explain_features
+from paceline.data.scales.numeric_features import NumericFeature, find_numeric_features
+from paceline.models.fm import FactorModel
+from paceline.models.registry import make_model
+from paceline.training.files.data_files import look_at
+from paceline.training.files.describing import describe_data
+from paceline.training.files.numeric_scales import choose_key_scaling
+from paceline.training.tuning import best_scaling, is_worse_for_factors, scale_trial
+from paceline.training.tuning.trial import Split, held_out_splits
+
+RANDOM = np.random.default_rng(7)
+
+
+def examples(x: Any, labels: Any) -> Batch:
+    """Rows of numbered features; those that are 0 are left out."""
+    row, column = np.nonzero(x)
+    indptr = np.cumsum([0, *np.bincount(row, minlength=len(x))])
+    return Batch(labels.astype(np.float32), indptr, column.astype(np.uint64), x[row, column].astype(np.float32))
+
+
+def bent(n: int = 1500) -> tuple[Any, Any]:
+    """Two numbers, of which one has an effect that no line has, and a mark of two values."""
+    x = np.column_stack([RANDOM.normal(size=(n, 2)), RANDOM.integers(1, 3, n)])
+    return x, RANDOM.random(n) < 1 / (1 + np.exp(3 - 3 * x[:, 0] ** 2 - x[:, 1]))
+
+
+def test_features_that_are_numbers() -> None:
+    """Of three values or more in a tenth of the rows; absent ones are 0 where the format says so."""
+    x, labels = bent(400)
+    x = np.column_stack([x, np.where(np.arange(400) % 4, 0, x[:, 0]), np.where(np.arange(400) % 40, 0, x[:, 0])])
+    batch = examples(x, labels)
+    found = find_numeric_features(batch, absent_is_zero=True)
+    assert [each.key for each in found] == [0, 1, 3]
+    assert found[2].numbers == pytest.approx(x[:, 3])
+    present = find_numeric_features(batch, absent_is_zero=False)
+    assert [(each.key, len(each.numbers)) for each in present] == [(0, 400), (1, 400), (3, 100)]
+    assert present[2].labels.tolist() == labels[::4].tolist()
+    assert find_numeric_features(Batch(batch.labels, batch.indptr, batch.keys), absent_is_zero=True) == []
+    words = RANDOM.permuted(np.tile(np.arange(900) < 8, (400, 1)), axis=1)  # beside which few zeros are made up
+    found = find_numeric_features(examples(np.column_stack([x, words]), labels), absent_is_zero=True)
+    assert [each.key for each in found] == [0, 1]
+
+
+def test_candidates_begin_with_the_usual_scales_and_none_comes_twice() -> None:
+    x, labels = bent()
+    features = [NumericFeature(key, None, x[:, key], labels.astype(np.float64)) for key in (0, 1)]
+    found = candidate_scales(explain_features(features))
+    assert [bool(scale.edges) for scale in found[0]] == [True, False]
+    assert len(set(found)) == len(found)
+    assert (8, 8) in [tuple(len(scale.edges) + 1 for scale in each) for each in found]
+    assert not any(scale.edges for scale in found[-1])
+    unlabelled = [NumericFeature(0, None, x[:, 0], np.arange(1500.0) % 3)]  # classes, or counts
+    assert not candidate_scales(explain_features(unlabelled))[0][0].edges
+
+
+def test_other_scales_are_left_as_they_were() -> None:
+    before = KeyScaling(np.array([0, 1], np.uint64), np.array([3.0, 0.0]), np.array([2.0, 4.0]), 8.0)
+    features = [NumericFeature(key, None, RANDOM.normal(size=50), np.zeros(50)) for key in (0, 1, 5)]
+    scales = [Scale(0, 7, 7), Scale(0, 0, 0, 1.0, (-1.0, 1.0)), Scale(2.0, 0.5, 1.5)]
+    assert with_scales(before, features, scales[:1] * 3, absent_is_zero=True) is before
+    found = with_scales(before, features, scales, absent_is_zero=True)
+    assert found is not None
+    assert found.other_scale == 8.0
+    assert (found.means.tolist(), found.scales.tolist()) == ([3.0, 0.0, 0.5], [2.0, 1.0, 1.5])
+    assert found.edges == {1: (0.0, 2.0)}  # less the centre
+    assert found.filled is not None
+    assert found.filled.tolist() == [True, True, True]
+    of_columns = scaling_of_columns(features[:2], scales[:2], [2.0, 1.0])
+    assert (of_columns.means.tolist(), of_columns.edges) == ([5.0, -1.0], {1: (-1.0, 1.0)})
+
+
+def test_the_trial_takes_what_is_better_beyond_chance_and_else_the_usual() -> None:
+    x, labels = bent()
+    sample = sample_batch(examples(x, labels))
+    edges = np.quantile(x[:, 0], np.arange(1, 16) / 16).astype(np.float32).tolist()
+    bins = KeyScaling(np.array([0], np.uint64), np.zeros(1), np.ones(1), 1.0, edges={0: tuple(edges)})
+    assert best_scaling(sample, [None, bins]) == 1
+    assert best_scaling(sample, [bins, None]) == 0
+    noise = sample_batch(examples(x, RANDOM.random(len(x)) < 0.5))
+    assert best_scaling(noise, [None, bins]) == 0
+
+
+def test_numbered_features_on_any_scale() -> None:
+    x, labels = bent()
+    sample = sample_batch(examples(x, labels))
+    chosen = choose_key_scaling(sample, "auto", absent_is_zero=True)
+    assert chosen is not None
+    assert [*chosen.edges] == [0]
+    for how, num_bins in (("standard", 0), ("log", 0), ("quantile:4", 2)):
+        found = choose_key_scaling(sample, how, absent_is_zero=True)
+        assert found is not None
+        assert (len(found.edges), found.is_linear) == (num_bins, how == "standard")
+
+
+def write(path: Path, lines: Sequence[str]) -> str:
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+def test_equal_numbers_are_cut_into_equal_bins_in_every_format(tmp_path: Path) -> None:
+    """And what is said of them is said with their names."""
+    x, labels = bent()
+    rows = [[f"{value:.6g}" for value in row] for row in x[:, :2].tolist()]
+    y = labels.astype(int).tolist()
+    csv = write(tmp_path / "x.csv", ["label,a,b", *(f"{label},{a},{b}" for label, (a, b) in zip(y, rows, strict=True))])
+    vw = write(tmp_path / "x.vw", [f"{label or -1} |n a:{a} b:{b}" for label, (a, b) in zip(y, rows, strict=True)])
+    objects = [{"label": label, "n": {"a": float(a), "b": float(b)}} for label, (a, b) in zip(y, rows, strict=True)]
+    jsonl = write(tmp_path / "x.jsonl", list(map(json.dumps, objects)))
+    columns = look_at([csv]).columns
+    assert columns is not None
+    assert [len(scale.edges) > 6 for scale in columns.scales] == [True, False]
+    for path, name in ((vw, "n^a"), (jsonl, "n.a")):
+        (found,) = describe_data([path])["bent_features"]
+        assert (found["name"], found["scale"]) == (name, columns.scales[0].describe())
+        assert describe_data([path], numeric_scale="none")["bent_features"] == []
+
+
+def test_a_factorization_machine_has_numbers_where_pairs_say_more_than_bins() -> None:
+    x, labels = bent()
+    edges = dict.fromkeys((0, 1), tuple(np.linspace(-2, 2, 30).astype(np.float32).tolist()))
+    bins = KeyScaling(np.arange(2, dtype=np.uint64), np.zeros(2), np.ones(2), 1.0, edges=edges)
+    model = make_model("fm")
+    assert isinstance(model, FactorModel)
+    products = RANDOM.random(1500) < 1 / (1 + np.exp(-3 * x[:, 0] * x[:, 1]))
+    assert is_worse_for_factors(model, sample_batch(examples(x, products)), bins, None)
+    sample = sample_batch(examples(x, labels))
+    assert not is_worse_for_factors(model, sample, bins, None)
+    found = choose_key_scaling(sample, "auto", absent_is_zero=True, model=model)
+    assert found is not None
+    assert found.edges
+
+
+def test_scales_are_tried_on_examples_from_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial of scales holds out the same kind of examples as that of rates."""
+    x, labels = bent()
+    held_out: list[bool] = []
+
+    def split(batch: Batch, *, is_mixed: bool) -> Iterator[Split]:
+        held_out.append(is_mixed)
+        return held_out_splits(batch, is_mixed=is_mixed)
+
+    monkeypatch.setattr(scale_trial, "held_out_splits", split)
+    best_scaling(sample_batch(examples(x, labels)), [None, None])
+    best_scaling(sample_batch(examples(np.sort(x, axis=0), np.sort(labels))), [None, None])
+    assert held_out == [True, True]
