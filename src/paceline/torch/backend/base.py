@@ -1,4 +1,4 @@
-"""What a process group is and how it ends, whatever it is asked to carry out."""
+"""Identity and lifecycle of a process group."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from paceline.torch.device import DeviceGroups
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _PATIENCE_S: Final = 1.0
-"""How long a shutdown waits for asynchronous calls that nobody has waited for."""
+"""Time limit of a shutdown for pending asynchronous calls."""
 
 
 def on_cpu(method: _Method) -> _Method:
-    """Give calls whose tensors are on another device to the group for it."""
+    """Pass calls with tensors on another device to the group of that device."""
 
     @functools.wraps(method)
     def routed(self: BaseProcessGroup, *arguments: Any, **options: Any) -> Any:
@@ -48,14 +48,14 @@ def first_tensor(arguments: tuple[Any, ...]) -> Tensor | None:
 
 
 _AnyProcessGroup: Any = ProcessGroup
-"""As typed, it has overloads that no single method can stand for."""
+"""Untyped, because its overloads do not match single methods."""
 
 
 class BaseProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
     """Abstract: identity and lifecycle of a process group over one of our groups."""
 
     def __init__(self, store: Store, group: Group, global_ranks: tuple[int, ...] = ()) -> None:
-        super().__init__(group.rank, group.size)  # with a store, pybind11 makes no object whose methods C++ finds
+        super().__init__(group.rank, group.size)  # with a store, C++ would not find the methods of the Python object
         self._store = store
         self._group = group
         self._terms = Terms(group.timeout, global_ranks)
@@ -66,10 +66,10 @@ class BaseProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
 
     @property
     def group(self) -> Group:
-        """The group that carries out the calls; its :meth:`~paceline.collectives.Group.explain` says how."""
+        """The group that runs the calls; :meth:`~paceline.collectives.Group.explain` shows the algorithms."""
         return self._group
 
-    # identity, also by C++
+    # identity; C++ uses the other names
 
     def rank(self) -> int:
         """Return this process's rank in the group."""
@@ -89,26 +89,26 @@ class BaseProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
     name = getBackendName
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
-        """Take the name by which ``torch.distributed`` knows the group."""
+        """Set the group's name in ``torch.distributed``."""
         self._name = name
 
     def getGroupName(self) -> str:  # noqa: N802
-        """Return the name by which ``torch.distributed`` knows the group."""
+        """Return the group's name in ``torch.distributed``."""
         return self._name
 
     def setGroupDesc(self, description: str) -> None:  # noqa: N802
-        """Take what the group is for."""
+        """Set the group's description."""
         self._description = description
 
     def getGroupDesc(self) -> str:  # noqa: N802
-        """Return what the group is for."""
+        """Return the group's description."""
         return self._description
 
     def get_group_store(self) -> Store:
-        """Return the store in which the ranks have met."""
+        """Return the store of the rendezvous."""
         return self._store
 
-    # what PyTorch asks the backend of a device
+    # the interface of a device's backend
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -116,13 +116,13 @@ class BaseProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
         return [torch.device("cpu"), *cuda]
 
     def _get_backend(self, device: torch.device) -> Any:
-        """Return who carries out calls on tensors of a device."""
+        """Return the group for calls on tensors of a device."""
         device = torch.device(device)
         group = None if device.type == "cpu" else self._devices.of_device(device)
         return self if group is None else group._get_backend(device)
 
     def _on_device(self, tensor: Tensor, method: str, *arguments: Any, **options: Any) -> Work:
-        """Make a call of a tensor that is not on the CPU."""
+        """Run a call with a tensor that is not on the CPU."""
         group = self._devices.of(tensor)
         if group is None:
             return through_host(functools.partial(getattr(self, method), **options), arguments)
@@ -130,7 +130,7 @@ class BaseProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
         return work
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Return False: tensors are taken where they are."""
+        """Return False: tensors are used in place."""
         return False
 
     supports_splitting = False
@@ -143,12 +143,12 @@ class BaseProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
     # the end
 
     def shutdown(self) -> None:
-        """Leave the group, once its calls are done; the other ranks' next call fails. Idempotent."""
+        """Leave the group after its pending calls; the other ranks' next call fails. Idempotent."""
         self._devices.close(abort=False)
         self._end(_PATIENCE_S)
 
     def abort(self) -> None:
-        """Leave the group at once; calls under way fail, here and on the other ranks. Idempotent."""
+        """Leave the group at once; pending calls fail on all ranks. Idempotent."""
         self._devices.close(abort=True)
         self._end(0.0)
 
@@ -163,5 +163,5 @@ class BaseProcessGroup(_AnyProcessGroup):  # type: ignore[misc]
         group.close()
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Return when every rank has called it; rank 0 raises which have not."""
+        """Return when every rank has called it; on rank 0 the error names the missing ranks."""
         self._monitored.wait(self._group.timeout if timeout is None else timeout, wait_all_ranks=wait_all_ranks)

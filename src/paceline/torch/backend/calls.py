@@ -1,4 +1,4 @@
-"""How a process group's calls are carried out: here and now, or by the group's thread."""
+"""Run a process group's calls, in the caller's thread or in the group's."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from paceline.torch.backend.work import FinishedWork, TicketWork, Value
 
 
 class Step(NamedTuple):
-    """One call of the group's: its method, without ``_async``, and the arguments."""
+    """One call of the group: a method, without ``_async``, and arguments."""
 
     method: str
     arguments: tuple[Any, ...] = ()
-    options: dict[str, Any] = {}  # noqa: RUF012  (never written)
+    options: dict[str, Any] = {}  # noqa: RUF012  (read only)
 
 
 class Calls:
@@ -33,7 +33,7 @@ class Calls:
         self._nested: Group | None = None
 
     def group(self) -> Group:
-        """Return the group for a call of this thread; if it is the first from a callback, all ranks make one."""
+        """Return the group for a call of this thread. Callbacks use a second group, created at first use."""
         if not is_in_callback():
             return self._group
         if self._nested is None:
@@ -42,7 +42,7 @@ class Calls:
         return self._nested
 
     def close(self) -> None:
-        """Let go of what was made for calls from callbacks. Idempotent."""
+        """Close the group for callbacks. Idempotent."""
         if self._nested is not None:
             self._nested.close()
 
@@ -56,9 +56,9 @@ class Calls:
         shown: Sequence[Tensor] = (),
         after: After | None = None,
     ) -> Work:
-        """Carry out `steps`, then `after`. `event` and the tensors that are `shown` are for the profiler.
+        """Run `steps`, then `after`. The profiler shows `event` and the tensors in `shown`.
 
-        What is not asynchronous is done in the caller's thread, where it takes some microseconds less.
+        Synchronous calls run in the caller's thread, which saves some microseconds.
         """
         if not steps:
             return FinishedWork(value)

@@ -1,4 +1,4 @@
-"""Our errors, as PyTorch programs expect them: each is ours and a ``DistBackendError`` (so a RuntimeError) as well."""
+"""Errors for PyTorch programs: each is an error of Paceline and a ``DistBackendError`` (a RuntimeError)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paceline.errors import (
 
 
 class BackendError(PeerError, DistBackendError):
-    """Any other error that a peer caused."""
+    """Any other error caused by a peer."""
 
 
 class BackendCollectiveError(CollectiveError, DistBackendError):
@@ -56,21 +56,21 @@ _KINDS: dict[type[PacelineError], type[DistBackendError]] = {
 
 
 class Terms(NamedTuple):
-    """What a process group's errors tell beyond what our group knows."""
+    """Details of a process group for its errors."""
 
     timeout: timedelta
     global_ranks: tuple[int, ...] = ()
-    """By the rank in the process group, the rank in the program; empty where they are the same."""
+    """The rank in the program of each rank in the process group; empty if they are equal."""
 
 
 def in_torch_terms(error: BaseException, terms: Terms) -> BaseException:
-    """Return the error to raise; what is the caller's own fault stays as it is, a ValueError."""
+    """Return the error to raise. Errors of the caller, which are ValueErrors, do not change."""
     if not isinstance(error, PeerError) or isinstance(error, DistBackendError):
         return error
     if isinstance(error, RankLostError):
         text = str(error)
         if _WAITED.search(text):
-            # Who has waited in vain says how long; PyTorch's own tests look for the word timeout then.
+            # PyTorch's own tests expect the word timeout in errors after a wait.
             text += f"; the timeout of this process group is {terms.timeout.total_seconds():g} s"
         return BackendRankLostError(text + _numbering(text, terms.global_ranks, error.ranks), error.ranks)
     text = str(error)
@@ -78,7 +78,7 @@ def in_torch_terms(error: BaseException, terms: Terms) -> BaseException:
 
 
 def _numbering(text: str, global_ranks: Sequence[int], named: Sequence[int] = ()) -> str:
-    """Say which ranks of the program are meant, if the text names ranks of a group that has other numbers."""
+    """Return a text with the ranks in the program, if the text has ranks of a group with other numbers."""
     if not _RANK.search(text) or all(rank == number for number, rank in enumerate(global_ranks)):
         return ""
     shown = [rank for rank in named if rank < len(global_ranks)] or range(len(global_ranks))

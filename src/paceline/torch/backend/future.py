@@ -1,9 +1,9 @@
-"""Futures of calls, with a place of their own for the calls that are made when they are done.
+"""Futures of calls, whose callbacks use a group of their own.
 
-What is chained to a future (a communication hook's ``then``) may make calls itself and wait for them, as PowerSGD's
-does. It runs in the group's thread, which then is not free for them, or, if the future is done already, in the
-caller's; which of the two differs from rank to rank, and so does its place among the calls of the main thread. So these
-calls go to a group of their own: there the order is that of the futures they follow, the same on all ranks.
+A callback of a future (a communication hook's ``then``) may make calls and wait for them, as PowerSGD's does. It runs
+in the group's thread, which is then not available for these calls, or in the caller's thread if the future is done.
+This, and the order among the calls of the main thread, differ between ranks. So callbacks use a second group, where
+the order of calls is the order of the futures, equal on all ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _here = _Here()
 
 
 def is_in_callback() -> bool:
-    """Return whether this thread is carrying out what was chained to a future of ours."""
+    """Return whether this thread runs a callback of a :class:`CallFuture`."""
     return _here.depth > 0
 
 
@@ -32,7 +32,7 @@ _AnyTensor: Any = torch.Tensor
 
 
 class _Failed(_AnyTensor):  # type: ignore[misc]
-    """Stands where a result would: whoever uses it raises the error. So C++ hears of it, which sees values only."""
+    """The value of a failed call: each use raises the error. C++ code receives values only."""
 
     error: Exception
 
@@ -54,12 +54,12 @@ class _Failed(_AnyTensor):  # type: ignore[misc]
 
 
 class CallFuture(torch.futures.Future[Any]):
-    """A future that knows what is chained to it."""
+    """A future that marks its callbacks."""
 
     def fail(self, error: Exception, *, is_one_tensor: bool) -> None:
-        """Complete it with an error, which is raised by ``wait()`` and ``value()``, and by who uses it in C++.
+        """Complete the future with an error. ``wait()``, ``value()`` and uses of the value in C++ raise it.
 
-        ``is_one_tensor``: that, and not a list of tensors, is what C++ expects of it.
+        ``is_one_tensor``: C++ expects one tensor, not a list of tensors.
         """
 
         def unwrap(_: Any) -> None:
@@ -69,7 +69,7 @@ class CallFuture(torch.futures.Future[Any]):
         self.set_result(_Failed(error) if is_one_tensor else [_Failed(error)])
 
     def then(self, callback: Callable[[torch.futures.Future[Any]], Any]) -> CallFuture:
-        """Return a future of what `callback` returns; it is called with this one when it is done."""
+        """Return a future of the result of `callback`, which receives this future when it is done."""
         child = CallFuture()
 
         def run(done: torch.futures.Future[Any]) -> None:
@@ -77,7 +77,7 @@ class CallFuture(torch.futures.Future[Any]):
             try:
                 result = callback(done)
             except Exception as error:
-                child.fail(error, is_one_tensor=True)  # as hooks return it
+                child.fail(error, is_one_tensor=True)  # as the result of a hook
             else:
                 child.set_result(result)
             finally:

@@ -1,4 +1,4 @@
-"""Collectives of device tensors through copies of them in the host's memory."""
+"""Collectives of device tensors through copies in host memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.torch.backend.work import CallWork
 
 
 def through_host(call: Callable[..., Work], arguments: Sequence[Any]) -> Work:
-    """Make a call with host copies of its tensors; those of the first argument are copied back when it is done."""
+    """Run a call with host copies of its tensors; the first argument's copies are copied back at the end."""
     copies: list[tuple[Tensor, Tensor]] = []
 
     def copied(value: Any) -> Any:
@@ -31,7 +31,7 @@ def through_host(call: Callable[..., Work], arguments: Sequence[Any]) -> Work:
 
 
 class HostWork(CallWork):
-    """A call on host copies; `filled` has each device tensor that it fills, and its copy."""
+    """A call on host copies; `filled`: the device tensors that it fills, with their copies."""
 
     def __init__(self, call: Work, filled: Sequence[tuple[Tensor, Tensor]]) -> None:
         super().__init__([tensor for tensor, _ in filled])
@@ -42,33 +42,33 @@ class HostWork(CallWork):
             self._copy()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait until it is done, and raise its error; see the work of a call on the CPU."""
+        """Wait for the call, and raise its error."""
         self._call.wait(timeout)
         self._copy()
         return True
 
     def is_completed(self) -> bool:
-        """Return whether it is done, or has failed."""
+        """Return whether the call is done or has failed."""
         return self._call.is_completed()
 
     def exception(self) -> Any:
-        """Return its error."""
+        """Return the error of the call."""
         return self._call.exception()
 
     def source_rank(self) -> int:
-        """Return the rank whose message was received."""
+        """Return the rank of the sender of a received message."""
         return self._call.source_rank()
 
     _source_rank = source_rank
 
     def get_future(self) -> CallFuture:
-        """Return a future of the tensors that were filled."""
+        """Return a future of the filled tensors."""
         future = CallFuture(devices=list({tensor.device for tensor, _ in self._filled if tensor.is_cuda}))
 
         def complete(_: Any) -> None:
             try:
                 future.set_result(self.result())
-            except Exception as error:  # nobody catches in the group's thread
+            except Exception as error:  # the group's thread does not handle exceptions
                 future.fail(error, is_one_tensor=False)
 
         self._call.get_future().add_done_callback(complete)

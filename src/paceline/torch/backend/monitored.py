@@ -1,4 +1,4 @@
-"""The monitored barrier: a barrier after which rank 0 knows who has not come."""
+"""The monitored barrier: rank 0 reports the missing ranks."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from paceline.errors import CollectiveError, DeadlineError, PeerError
 
 
 class MonitoredBarrier:
-    """The monitored barriers of one group; apart from its collectives, so they can follow one that hangs."""
+    """The monitored barriers of one group. They use messages, so that they work while a collective hangs."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self._tags = itertools.count(-2, -2)
-        """Below zero there are no tags of users; two for every barrier, so a late message disturbs no other."""
+        """Users' tags are not negative. Each barrier has two tags, so that late messages do no harm."""
 
     def wait(self, timeout: timedelta, *, wait_all_ranks: bool) -> None:
-        """Return when every rank has called it; rank 0 raises who has not, all of them or the first."""
+        """Return when every rank has called it; rank 0 raises an error with all missing ranks, or the first one."""
         tag = next(self._tags)
         if self._group.rank == 0:
             self._collect(tag, timeout, wait_all_ranks)
@@ -41,14 +41,14 @@ class MonitoredBarrier:
                 missing.append(rank)
                 if not wait_all_ranks:
                     break
-            except PeerError as error:  # the group is over
+            except PeerError as error:  # the group has ended
                 missing += [lost for lost in getattr(error, "ranks", ()) or (rank,) if lost not in missing]
                 break
         if missing:
-            told = ", ".join(map(str, missing))
+            names = ", ".join(map(str, missing))
             ms = int(timeout.total_seconds() * 1000)
             raise DistBackendError(
-                f"[Rank 0]: Rank {told} failed to pass monitoredBarrier in {ms} ms: Rank 0 timed out in "
+                f"[Rank 0]: Rank {names} failed to pass monitoredBarrier in {ms} ms: Rank 0 timed out in "
                 f"monitoredBarrier after {ms} ms"
             )
         try:

@@ -1,4 +1,4 @@
-"""A process group's collectives that only move data, and its messages."""
+"""The collectives of a process group that only move data, and its messages."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class Moving(BaseProcessGroup):
         receives = None if is_even else self._rows(output, output_splits, "output")
         sends = None if is_even else self._rows(input, input_splits, "input")
         given, out, after = _tensors.movable(input), _tensors.writable(output), None
-        if input.shape[1:] != output.shape[1:]:  # as long as the items are as many, that is allowed
+        if input.shape[1:] != output.shape[1:]:  # allowed if the numbers of items are equal
             given, (out, after) = _tensors.source(input), _tensors.target(output)
             sends, receives = _tensors.in_items(sends, input, given), _tensors.in_items(receives, output, out)
         step = Step("all_to_all", (given,), {"send_sizes": sends, "receive_sizes": receives, "out": out})
@@ -196,7 +196,7 @@ class Moving(BaseProcessGroup):
         return tensors
 
     def _rows(self, tensor: Tensor, splits: Sequence[int], what: str) -> list[int]:
-        """Return the rows of every rank's part. Checked here: found out in the midst of the call, it ends the group."""
+        """Return the rows of every rank's part. An error during the call would end the group, so check before it."""
         num_rows, size = tensor.shape[0] if tensor.dim() else 0, self._group.size
         rows = list(splits) or [num_rows // size] * size
         if len(rows) != size or min(rows) < 0 or sum(rows) != num_rows:

@@ -1,4 +1,4 @@
-"""A process group's collectives that compute: all-reduce, reduce, reduce-scatter."""
+"""The collectives of a process group that compute: all-reduce, reduce, reduce-scatter."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _NAMES: Final[dict[int, str]] = {
     int(_RED_OP_TYPE.BOR): "bitwise_or",
     int(_RED_OP_TYPE.BXOR): "bitwise_xor",
 }
-"""By the number of the operation, which is a ReduceOp's hash: the quickest way to it."""
+"""By the number of the operation, which is the hash of a ReduceOp: the fastest access."""
 
 
 class Reducing(BaseProcessGroup):
@@ -53,7 +53,7 @@ class Reducing(BaseProcessGroup):
         name = _NAMES.get(hash(opts.reduceOp))
         is_plain = name is not None and tensor.layout is torch.strided and not tensor.is_complex()
         if is_plain and not opts.asyncOp and not _profiling.is_enabled():
-            # The way of every synchronous all-reduce: nothing here may take long.
+            # The fast path of synchronous all-reduces.
             try:
                 self._calls.group().all_reduce(tensor, name, out=tensor)  # type: ignore[arg-type]
             except PacelineError as error:
@@ -71,7 +71,7 @@ class Reducing(BaseProcessGroup):
 
     @on_cpu
     def reduce(self, tensors: Sequence[Tensor], opts: Any = _REDUCE) -> Work:
-        """Reduce a tensor into that of the root."""
+        """Reduce a tensor into the root's tensor."""
         tensor, root = only(tensors), opts.rootRank
         name, factor = op_and_factor(opts.reduceOp)
         is_root = root == self._group.rank
@@ -116,7 +116,7 @@ class Reducing(BaseProcessGroup):
         return self._calls.run("all_reduce", steps, tensors, is_async=opts.asyncOp, shown=tensors)
 
     def _all_reduce_sparse(self, tensor: Tensor, opts: Any) -> Work:
-        """What is sent depends on what the others have, so it is done at once, asynchronous or not."""
+        """Reduce a sparse tensor, always synchronously: the sizes depend on all ranks."""
         name, factor = op_and_factor(opts.reduceOp)
         event = _profiling.TracedOperation("sparse_all_reduce", [tensor]) if _profiling.is_enabled() else None
         try:
@@ -138,7 +138,7 @@ class Reducing(BaseProcessGroup):
         sizes: Sequence[list[int] | None],
         opts: Any,
     ) -> Work:
-        """Reduce what the lists of `inputs` have behind one another, each into its output."""
+        """Reduce each list of inputs, concatenated, into its output."""
         name, factor = op_and_factor(opts.reduceOp)
         steps: list[Step] = []
         afters: list[_tensors.After | None] = []
@@ -156,7 +156,7 @@ class Reducing(BaseProcessGroup):
 
 
 def only(tensors: Sequence[Any]) -> Any:
-    """Return the only one; PyTorch has lists for times when a process had several devices."""
+    """Return the only tensor of a list; PyTorch's lists are for several devices in one process."""
     if len(tensors) != 1:
         raise UsageError(f"got {len(tensors)} tensors, expected one")
     return tensors[0]
@@ -202,7 +202,7 @@ def _sum_sparse(group: Group, tensor: Tensor, op: str) -> None:
 
 
 def op_and_factor(op: Any) -> tuple[str, Any]:
-    """Return our name of a reduction, and what its input is to be multiplied with (None: nothing)."""
+    """Return Paceline's name of a reduction, and the factor of its input, or None."""
     name = _NAMES.get(hash(op))
     if name is not None:
         return name, None
@@ -214,5 +214,5 @@ def op_and_factor(op: Any) -> tuple[str, Any]:
 
 
 def _scaled(tensor: Tensor, factor: Any) -> Tensor:
-    """Return the tensor times a factor, as a new one; itself if there is none."""
+    """Return a new tensor times the factor; the same tensor for None."""
     return tensor if factor is None else tensor * factor

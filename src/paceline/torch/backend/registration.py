@@ -36,9 +36,9 @@ class PacelineProcessGroup(Reducing, Moving):
 
 
 def create(options: Any) -> PacelineProcessGroup:
-    """Meet the other ranks of a group, in the store of ``init_process_group``."""
+    """Create a process group through the store of ``init_process_group``."""
     store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
-    global_ranks = tuple(options.global_ranks_in_group)  # none of them for the group of all
+    global_ranks = tuple(options.global_ranks_in_group)  # empty for the group of all ranks
     try:
         group = join_through(store, rank, size, options.group_id, timeout)
     except (RankLostError, DeadlineError) as error:
@@ -51,8 +51,8 @@ def join_through(
 ) -> Group:
     """Return a group of the ranks that share one of PyTorch's stores; `name` tells groups apart.
 
-    Such a store lets everybody in. So no secret is put there, only a number for this program, of which the ranks make
-    a token with the secret that they share; and nothing is believed that is there without a proof of that token.
+    Such a store has no authentication, so it never contains a secret. Rank 0 writes a random number, and all ranks
+    derive a token from this number and their common secret. Values without a proof of this token are rejected.
 
     Raises UsageError if there is no PACELINE_TOKEN and other machines reach the store, and AuthenticationError if the
     ranks have different ones.
@@ -84,11 +84,11 @@ def join_through(
 
 
 def find_place(store: CStore, master: str | None) -> str:
-    """Return the host of a store: loopback if it leads no further than this machine."""
+    """Return the host of a store; loopback if only this machine can reach it."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     if isinstance(store, TCPStore):
         return str(store.host)
     if isinstance(store, FileStore):
-        return master or _LOOPBACK  # a file that several hosts see, if a launcher says where the first is
+        return master or _LOOPBACK  # several hosts may share the file, if a launcher names the first host
     return _LOOPBACK

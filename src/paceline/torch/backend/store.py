@@ -1,4 +1,4 @@
-"""A store of ``torch.distributed`` as one of ours."""
+"""An adapter from stores of ``torch.distributed`` to :class:`Store`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _FIRST_PAUSE_S: Final = 0.0005
 _PAUSE_S: Final = 0.05
 _PAUSE_A_KEY_S: Final = 0.001
 _SET: Final = b"="
-"""Before every value: FileStore and TCPStore cannot tell an empty value from one that is not there."""
+"""Prefix of every value: FileStore and TCPStore treat an empty value as missing."""
 
 
 class TorchStore(Store):
-    """Keys under ``prefix`` in a c10d store; what this rank has set is removed when it is closed.
+    """Keys under ``prefix`` in a c10d store; closing removes this rank's keys.
 
-    Its errors are RuntimeErrors of several kinds, the plain one included.
+    A c10d store raises RuntimeError and its subclasses.
     """
 
     place = "torch.distributed"
@@ -35,18 +35,18 @@ class TorchStore(Store):
 
     @override
     def set(self, key: str, value: bytes) -> None:
-        wanted = _text(value)
+        text = _text(value)
         try:
-            found = self._store.compare_set(self._prefix + key, "", wanted)
+            found = self._store.compare_set(self._prefix + key, "", text)
         except RuntimeError as error:
             raise _lost(key, error) from error
-        if found not in (b"", wanted.encode()):
+        if found not in (b"", text.encode()):
             raise written_twice(key)
         self._own.add(key)
 
     @override
     def collect(self, keys: Sequence[str], deadline: float) -> list[bytes | None]:
-        """Look from time to time: c10d writes two warnings to standard error for every wait that is cut short."""
+        """Poll, because c10d writes two warnings to standard error for every wait that times out."""
         places = [self._prefix + key for key in keys]
         longest = max(_PAUSE_S, len(keys) * _PAUSE_A_KEY_S)
         backoff = Backoff(_FIRST_PAUSE_S, longest)
@@ -73,13 +73,13 @@ class TorchStore(Store):
         for key in sorted(self._own):
             try:
                 self.delete(key)
-            except RuntimeError:  # whoever serves the store has gone, and the keys with it
+            except RuntimeError:  # the store's server has ended, so the keys are lost too
                 break
         self._own.clear()
 
 
 def _text(value: bytes) -> str:
-    """c10d takes text; it is UTF-8 on the way, so bytes are written as hexadecimal digits."""
+    """Return bytes as hexadecimal digits: c10d sends values as UTF-8 text."""
     return _SET.decode() + value.hex()
 
 
@@ -88,4 +88,4 @@ def _value(text: bytes) -> bytes:
 
 
 def _lost(key: str, error: Exception) -> ConnectionLostError:
-    return ConnectionLostError(f"the store of torch.distributed cannot be asked for {key!r}: {error}")
+    return ConnectionLostError(f"the store of torch.distributed failed for {key!r}: {error}")

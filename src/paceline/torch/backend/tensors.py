@@ -1,4 +1,4 @@
-"""Tensors as our collectives take them: of a dtype that they know, contiguous, and several behind one another."""
+"""Convert tensors for the collectives: supported dtypes, contiguous, several as one vector."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from paceline.errors import UsageError
 from paceline.kernels.combine import DTYPES
 
 After: TypeAlias = Callable[[], None]
-"""What remains to be done when a call is: a result is copied to where it was wanted."""
+"""Work after a call: copy a result into its tensors."""
 
 _KNOWN: Final = frozenset(getattr(torch, name) for name in DTYPES)
 _SAME_SIZE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def movable(tensor: Tensor) -> Tensor:
-    """Return the tensor, or the same memory as one of a dtype that can be moved, though perhaps not reduced.
+    """Return the tensor, or a view of its memory with a supported dtype, which may be wrong for reductions.
 
-    With a conjugate or negative bit, which says that the memory is not to be taken as it is, return a copy without.
+    Return a copy for tensors with the conjugate or negative bit, because their memory differs from their values.
     """
     if tensor.is_neg():
         tensor = tensor.resolve_neg()
@@ -34,7 +34,7 @@ def movable(tensor: Tensor) -> Tensor:
 
 
 def writable(tensor: Tensor) -> Tensor:
-    """Return what :func:`movable` does, to be written; raise UsageError if that cannot be, before anything is sent."""
+    """Return the result of :func:`movable` for a tensor to write to. Raises UsageError if it cannot be written."""
     if tensor.is_conj() or tensor.is_neg():
         raise UsageError(
             "got a tensor with the conjugate or negative bit for a result; give a .resolve_conj().resolve_neg() tensor"
@@ -46,12 +46,12 @@ def writable(tensor: Tensor) -> Tensor:
 
 
 def source(tensor: Tensor) -> Tensor:
-    """Return the items of a tensor as a contiguous vector, copied if need be."""
+    """Return the items of a tensor as a contiguous vector; a copy if necessary."""
     return movable(tensor).reshape(-1)
 
 
 def target(tensor: Tensor) -> tuple[Tensor, After | None]:
-    """Return a contiguous vector to write into, and what remains then."""
+    """Return a contiguous vector to write to, and the work after the write."""
     tensor = writable(tensor)
     if tensor.is_contiguous():
         return tensor.view(-1), None
@@ -60,16 +60,16 @@ def target(tensor: Tensor) -> tuple[Tensor, After | None]:
 
 
 def sources(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the items of several tensors behind one another; no copy if they already lie so."""
+    """Return the items of several tensors as one vector; without a copy if they are adjacent in memory."""
     tensors = [movable(tensor) for tensor in tensors]
-    whole = _one_behind_the_other(tensors)
+    whole = _as_one_vector(tensors)
     return torch.cat([tensor.reshape(-1) for tensor in tensors]) if whole is None else whole
 
 
 def targets(tensors: Sequence[Tensor]) -> tuple[Tensor, After | None]:
-    """Return a contiguous vector for the items of several tensors, and what remains when it is written."""
+    """Return a contiguous vector for the items of several tensors, and the work after the write."""
     tensors = [writable(tensor) for tensor in tensors]
-    whole = _one_behind_the_other(tensors)
+    whole = _as_one_vector(tensors)
     if whole is not None:
         return whole, None
     vector = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
@@ -77,7 +77,7 @@ def targets(tensors: Sequence[Tensor]) -> tuple[Tensor, After | None]:
 
 
 def sizes(tensors: Sequence[Tensor]) -> list[int] | None:
-    """Return the number of items of every tensor; None if it is the same for all."""
+    """Return the number of items of every tensor; None if all are equal."""
     found = counts(tensors)
     return None if len(set(found)) == 1 else found
 
@@ -88,14 +88,14 @@ def counts(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def in_items(rows: list[int] | None, tensor: Tensor, vector: Tensor) -> list[int] | None:
-    """Return numbers of a tensor's rows as those of the items that :func:`source` or :func:`target` made of them."""
+    """Convert numbers of a tensor's rows to numbers of items of its vector from :func:`source` or :func:`target`."""
     if rows is None or not sum(rows):
         return rows
     return [number * (vector.numel() // tensor.shape[0]) for number in rows]
 
 
 def check_reducible(tensors: Sequence[Tensor], op: str) -> None:
-    """Raise UsageError for tensors of a dtype that can be moved, but not reduced like this."""
+    """Raise UsageError for tensors with a dtype that does not support the reduction."""
     for tensor in tensors:
         if tensor.dtype not in _KNOWN and not (tensor.is_complex() and op in ("sum", "mean")):
             raise UsageError(
@@ -105,20 +105,20 @@ def check_reducible(tensors: Sequence[Tensor], op: str) -> None:
 
 
 def one_after_another(afters: Sequence[After | None]) -> After | None:
-    """Return all that remains of several calls, None for nothing."""
-    remaining = [after for after in afters if after is not None]
-    if not remaining:
+    """Return the work after several calls; None for no work."""
+    work = [after for after in afters if after is not None]
+    if not work:
         return None
 
-    def all_of_them() -> None:
-        for after in remaining:
+    def run_all() -> None:
+        for after in work:
             after()
 
-    return all_of_them
+    return run_all
 
 
-def _one_behind_the_other(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return the vector that consists of the tensors, as the parts of :func:`torch.chunk` do; None if there is none."""
+def _as_one_vector(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return one vector for tensors that are adjacent in memory, such as parts of :func:`torch.chunk`, else None."""
     first = tensors[0]
     address, storage = first.data_ptr(), first.untyped_storage().data_ptr()
     for tensor in tensors:
@@ -138,7 +138,7 @@ def _copy(vector: Tensor, tensors: Sequence[Tensor]) -> None:
     start = 0
     for tensor in tensors:
         end = start + tensor.numel()
-        # What was made in inference mode can be written in that only; it is the caller's thread's, and not this one's.
+        # Inference tensors can be written in inference mode only, and the mode belongs to the caller's thread.
         with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
             tensor.copy_(vector[start:end].view(tensor.shape))
         start = end

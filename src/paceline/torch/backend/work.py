@@ -19,10 +19,10 @@ from paceline.torch.backend.tensors import After
 from paceline.torch.profiling import TracedOperation
 
 Value: TypeAlias = Sequence[Tensor]
-"""The tensors that a call has filled."""
+"""The tensors that a call fills."""
 
 _NO_TIMEOUT: Final = timedelta(0)
-"""As C++ says it."""
+"""The default of C++."""
 _AT_MOST: Final = timedelta(days=365)
 
 
@@ -48,7 +48,7 @@ class CallWork(Work):
 
 
 class FinishedWork(CallWork):
-    """A call that is done."""
+    """A finished call."""
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Return at once."""
@@ -62,14 +62,14 @@ class FinishedWork(CallWork):
         """Return None."""
 
     def get_future(self) -> CallFuture:
-        """Return a future of the tensors that were filled."""
+        """Return a future of the filled tensors."""
         future = CallFuture()
         future.set_result(list(self._value))
         return future
 
 
 class TicketWork(CallWork):
-    """A call under way."""
+    """A pending call."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class TicketWork(CallWork):
         after: After | None = None,
         event: TracedOperation | None = None,
     ) -> None:
-        """`tickets` are done in this order; `after` is done then, before anybody hears of it."""
+        """`tickets` finish in this order; `after` runs then, before the work counts as done."""
         super().__init__(value)
         self._tickets = tickets
         self._terms = terms
@@ -94,7 +94,7 @@ class TicketWork(CallWork):
             tickets[-1].add_done_callback(self._settle)
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Wait until it is done, and raise what has failed; DeadlineError if `timeout` passes before (0: never)."""
+        """Wait for the call and raise its error; DeadlineError after `timeout` (0: none)."""
         try:
             for ticket in self._tickets:
                 ticket.wait(timeout if _NO_TIMEOUT < timeout < _AT_MOST else None)
@@ -107,7 +107,7 @@ class TicketWork(CallWork):
         return True
 
     def is_completed(self) -> bool:
-        """Return whether it is done, or has failed."""
+        """Return whether the call is done or has failed."""
         return self._tickets[-1].done() if self._settled is None else self._settled.is_set()
 
     def exception(self) -> BaseException | None:
@@ -117,7 +117,7 @@ class TicketWork(CallWork):
         return None if error is None else in_torch_terms(error, self._terms)
 
     def get_future(self) -> CallFuture:
-        """Return a future of the tensors that were filled; see there what happens to calls from what is chained."""
+        """Return a future of the filled tensors. Callbacks may make calls: see :mod:`.future`."""
         with self._lock:
             if self._future is None:
                 self._future = CallFuture()
@@ -127,7 +127,7 @@ class TicketWork(CallWork):
     def _complete(self, _: CollectiveTicket) -> None:
         assert self._future is not None
         if self._settled is not None:
-            self._settled.wait()  # a ticket is done a little before what follows it
+            self._settled.wait()  # a ticket is done a little before `after`
         error = self.exception()
         if error is not None:
             failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
@@ -140,7 +140,7 @@ class TicketWork(CallWork):
         try:
             if self._after is not None and self.exception() is None:
                 self._after()
-        except BaseException as error:  # nobody catches in the group's thread
+        except BaseException as error:  # the group's thread does not handle exceptions
             self._error = error
         self._after = None
         if self._event is not None:
@@ -149,7 +149,7 @@ class TicketWork(CallWork):
 
 
 class MessageWork(CallWork):
-    """A send or receive under way."""
+    """A pending send or receive."""
 
     def __init__(
         self, ticket: CollectiveTicket, value: Value, terms: Terms, event: TracedOperation | None = None
@@ -160,7 +160,7 @@ class MessageWork(CallWork):
         self._future: CallFuture | None = None
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Wait until it is done; it is given up when `timeout` passes before (0: the group's)."""
+        """Wait for the message; cancel it after `timeout` (0: the group's timeout)."""
         try:
             self._ticket.wait(timeout if _NO_TIMEOUT < timeout < _AT_MOST else None)
         except PacelineError as error:
@@ -173,7 +173,7 @@ class MessageWork(CallWork):
         return True
 
     def is_completed(self) -> bool:
-        """Return whether it is done, or has failed."""
+        """Return whether the call is done or has failed."""
         try:
             return self._ticket.done()
         except PacelineError:
@@ -189,7 +189,7 @@ class MessageWork(CallWork):
         return None
 
     def source_rank(self) -> int:
-        """Return which rank has sent the message that was received."""
+        """Return the rank of the sender of a received message."""
         return int(self._ticket.result())
 
     _source_rank = source_rank
@@ -207,7 +207,7 @@ class MessageWork(CallWork):
         assert self._future is not None
         try:
             self.wait()
-        except Exception as error:  # nobody catches in this thread, and the future would never be done
+        except Exception as error:  # otherwise the future would never be done
             self._future.fail(error, is_one_tensor=False)
         else:
             self._future.set_result(list(self._value))

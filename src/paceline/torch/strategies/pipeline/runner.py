@@ -139,7 +139,7 @@ class Runner:
             leaves = list(called.values.values())
             if any(leaf.requires_grad for leaf in leaves):
                 raise UsageError(
-                    "an input of the model needs a gradient: those of a pipeline's inputs are not computed; detach() it"
+                    "an input of the model needs a gradient: a pipeline computes no gradients of inputs; detach() it"
                 )
             rows = batch_size(leaves)
             self._failures.cut = describe_cut(called.values, rows)

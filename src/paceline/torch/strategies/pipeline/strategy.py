@@ -32,15 +32,15 @@ from paceline.torch.strategies.ranks import DEFAULT_TIMEOUT, Ranks
 class Pipeline(Strategy):
     """Pipeline parallelism over the schedules of ``torch.distributed.pipelining``.
 
-    The model is cut into stages at the first call; each process keeps the parameters of its own. Every process of a
-    pipeline runs the whole loop on the same batches. The result is that of one process on the batch, but for BatchNorm,
-    which sees microbatches.
+    The first call cuts the model into stages; each process holds the parameters of its stages. Every process of a
+    pipeline runs the whole loop on the same batches. The result is that of one process on the batch, except for
+    BatchNorm, which normalizes over microbatches.
 
-    `stages`: processes of a pipeline; `data_parallel`: pipelines side by side, each with its part of the data, whose
-    gradients are averaged. `schedule`: a key of :data:`~paceline.strategies.SCHEDULES` or ``auto``.
-    `microbatches` of a batch; None: chosen by prediction. `split`: names of modules that begin a stage. `stage_memory`:
-    bytes that a process may take for parameters, optimizer and activations. What is not given here is what
-    ``paceline run`` was told.
+    `stages`: number of processes of a pipeline. `data_parallel`: number of pipelines, each with its part of the data;
+    their gradients are averaged. `schedule`: a key of :data:`~paceline.strategies.SCHEDULES` or ``auto``.
+    `microbatches`: number per batch; None: chosen by prediction. `split`: names of modules that begin a stage.
+    `stage_memory`: bytes for parameters, optimizer and activations on a process. The defaults are the options of
+    ``paceline run``.
 
     Sources: Huang et al., "GPipe", NeurIPS 2019; Narayanan et al., "Efficient Large-Scale Language Model Training on
     GPU Clusters Using Megatron-LM" (1F1B), SC 2021; Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024.
@@ -79,17 +79,17 @@ class Pipeline(Strategy):
         )
         chosen = torch.device("cpu" if device is None else device)
         if chosen.type != "cpu":
-            raise UsageError(f"strategy pipeline runs on the CPU, device={str(device)!r} was asked for: leave it out")
+            raise UsageError(f"strategy pipeline runs on the CPU, got device={str(device)!r}: leave it out")
         super().__init__(Ranks.meet(timeout, backend="paceline"), device=chosen, seed=seed)
         shape = (self.options.data_parallel, self.options.stages)
         self.mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "stage"))
-        """The processes: pipelines by stages."""
+        """The processes by pipeline and stage."""
         self._runner: Runner | None = None
 
     @property
     @override
     def data_place(self) -> tuple[int, int]:
-        """A pipeline reads as one process does."""
+        """The place among the readers of data; a pipeline counts as one."""
         return self.rank // self.options.stages, self.options.data_parallel
 
     def _spread(self, models: list[nn.Module], optimizers: list[Optimizer]) -> tuple[list[nn.Module], list[Optimizer]]:
@@ -128,7 +128,7 @@ class Pipeline(Strategy):
 
     @override
     def reduce(self, value: Any, op: str = "mean") -> Any:
-        """Return `value` over all pipelines; the processes of one have the same value, which counts once."""
+        """Return the reduction over all pipelines; all processes of a pipeline have one value, which counts once."""
         found = super().reduce(value, op)
         if op != "sum":
             return found
@@ -142,7 +142,7 @@ class Pipeline(Strategy):
 
     @override
     def gather_values(self) -> dict[str, torch.Tensor]:
-        """Return all values, which the module on rank 0 holds until the model is called again; every rank calls it."""
+        """Return all values. The module on rank 0 holds them until the next call of the model; every rank calls it."""
         runner = self._runner
         if runner is not None and runner.ownership is not None and self.data_place[0] == 0:
             runner.ownership.gather_values(runner.group)
@@ -150,10 +150,10 @@ class Pipeline(Strategy):
 
     @override
     def load(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
-        """Load a checkpoint that any strategy has saved: each rank keeps what its stages need."""
+        """Load a checkpoint of any strategy; each rank keeps the values of its stages."""
         if self.deferred is not None and self.plan is None:
             raise UsageError(
-                'load() of a model that was built under torch.device("meta"): which process keeps what is known after '
+                'load() of a model that was built under torch.device("meta"): the stages are known after '
                 "the first call of the model; call it on a batch before, under torch.no_grad() for instance"
             )
         return super().load(directory)
@@ -190,7 +190,7 @@ class Pipeline(Strategy):
 
     @property
     def plan(self) -> PipelinePlan | None:
-        """The split, the schedule and what was predicted; None before the first call of the model."""
+        """The plan: cuts, schedule and predictions; None before the first call of the model."""
         return None if self._runner is None else self._runner.plan
 
     def report(self) -> str | None:
@@ -199,7 +199,7 @@ class Pipeline(Strategy):
 
     @override
     def close(self) -> None:
-        """Leave the other ranks; rank 0 prints what was measured. Idempotent."""
+        """Leave the other ranks; rank 0 prints the measured times. Idempotent."""
         runner, self._runner = self._runner, None
         text = None if runner is None or not self.is_main else runner.report()
         if text is not None:
