@@ -1,11 +1,12 @@
-"""Whole clusters of the protocol's machines on a virtual clock and network, from one seed.
+"""Whole clusters in virtual time, from one seed: faults are drawn, and every promise of Paceline is checked.
 
-A :class:`Cluster` runs a scheduler, servers and workers as thin as the real ones around the same machines, lets drawn
-faults happen, and checks after every event what Paceline promises. ``python -m simulator`` runs many.
+Nodes of *protocol runs* are the protocol's cores with thin adapters, nodes of *product runs* the product's own
+processes. ``python -m simulator`` runs many.
 """
 
-from simulator.cluster import Cluster, ClusterSize, Outcome
-from simulator.faults import FOLLOWING, KINDS
+from simulator.cluster import Cluster, Outcome
 from simulator.oracle import Violation
+from simulator.protocol import FOLLOWING, KINDS, ProtocolCluster
+from simulator.settings import RunSettings
 
-__all__ = ["FOLLOWING", "KINDS", "Cluster", "Outcome", "ClusterSize", "Violation"]
+__all__ = ["FOLLOWING", "KINDS", "Cluster", "Outcome", "ProtocolCluster", "RunSettings", "Violation"]

@@ -1,379 +1,299 @@
-"""One simulated cluster from one seed: its settings, its processes, its end."""
+"""One simulated cluster from one seed: its processes in virtual time, its faults, its checks.
+
+:class:`Cluster` is the same for protocol runs and product runs. They differ by their nodes: the protocol's cores with
+thin adapters (:mod:`simulator.protocol`), or the product's own processes (:mod:`simulator.product`).
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from random import Random
-from typing import Final
+from functools import partial
+from typing import ClassVar, Final
 
-from paceline.protocol.consistency import BoundedDelay, Consistency, Eventual, Sequential
-from paceline.protocol.jobs import JobAccount, Key
-from paceline.protocol.membership import Member
-from paceline.protocol.server import ServerCore
-from simulator.clock import SimulatedClock
-from simulator.faults import KINDS, Faults
-from simulator.messages import num_bytes
-from simulator.network import SimulatedNetwork, SimulatedProcess
-from simulator.node import SCHEDULER, SimulatedNode
-from simulator.oracle import Oracle, Violation
-from simulator.scheduler import SimulatedScheduler
-from simulator.server import SimulatedServer
-from simulator.worker import Poster, SimulatedWorker, examples_in
+from paceline.protocol.chains import ChainGroup
+from paceline.protocol.scheduler import Phase, SchedulerCore
+from simulator.network import VirtualNetwork
+from simulator.oracle import DataLost, Oracle, Violation
+from simulator.settings import RunSettings
+from simulator.world import Deadlock, VirtualProcess, VirtualWorld
 
-_DEEP_CHECK_EVENTS: Final = 250
-_PATIENCE_S: Final = 30.0
-_TO_FORMER: Final = 0.3
-"""How long, after the last fault, work may take to end."""
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterSize:
-    """What a cluster is made of."""
-
-    num_servers: int
-    num_workers: int
-    replicas: int
-    consistency: Consistency
-    num_buckets: int
-    num_shards: int
-    epochs: int
-    iterations_per_shard: tuple[int, ...]
-    think_s: tuple[float, float]
-    min_replicas: int = 0
-
-    @property
-    def all_buckets(self) -> int:
-        """Every bucket, as a mask."""
-        return (1 << self.num_buckets) - 1
-
-    @classmethod
-    def draw(cls, random: Random) -> ClusterSize:
-        """Choose a small cluster."""
-        consistency: Consistency = random.choice(
-            (Sequential(), Sequential(), BoundedDelay(tau=0), BoundedDelay(tau=1), BoundedDelay(tau=3), Eventual())
-        )
-        num_servers = random.choice((2, 3, 3, 4))
-        return cls(
-            num_servers=num_servers,
-            num_workers=random.choice((2, 3)),
-            replicas=random.choice((0, 1, 1, 2)),
-            consistency=consistency,
-            num_buckets=random.choice((6, 8, 12)),
-            num_shards=random.choice((5, 8)),
-            epochs=random.choice((1, 2)),
-            iterations_per_shard=random.choice(((1,), (2,), (1, 2, 3))),
-            think_s=random.choice(((0.0, 0.05), (0.05, 0.2), (0.2, 0.3))),
-        )
+_PATIENCE_S: Final = 90.0
+"""The longest time from the last fault to the end of the work."""
+_WATCH_S: Final = 0.05
+_QUIET_S: Final = 0.5
+"""The longest way of an acknowledged push to replicas: the sums of the last iteration."""
+_TOLD_S: Final = 0.002
+_NOTHING: Final[AbstractContextManager[None]] = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one seed."""
+    """The result of one seed."""
 
     seed: int
     violation: str | None
     fired: Counter[str]
+    trace_hash: int
     num_events: int
     virtual_s: float
-    trace_hash: int
-    num_reads: int
     num_pushes: int
+    num_reads: int
+    num_compared: int
     lost: int
+    """The lost buckets, as a mask."""
 
 
-class DataLost(Exception):  # noqa: N818 - an end, not an error
-    """Buckets are gone, as they must be when too many servers fail."""
+class FaultSchedule(ABC):
+    """The faults of a cluster."""
+
+    last_s: float
+    """The time of the last beginning or end of a fault."""
+
+    @property
+    @abstractmethod
+    def is_under_way(self) -> bool:
+        """Whether a fault has not ended, or not begun."""
+
+    @abstractmethod
+    def plan(self) -> None:
+        """Draw the faults of a phase."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """End the present faults."""
 
 
-class Cluster:
+class Cluster(ABC):
     """The processes of one seed; :meth:`run` lets them live."""
+
+    latencies_s: ClassVar[Sequence[float]] = (0.0003, 0.001, 0.003)
+    bandwidths: ClassVar[Sequence[float]] = (2e6, 2e7, 1e9)
+    """In bytes per second."""
 
     def __init__(
         self,
         seed: int,
-        *,
-        trace: Callable[[str], None] | None = None,
-        settings: ClusterSize | None = None,
-        faults: tuple[str, ...] = KINDS,
-        num_faults: int | None = None,
-        may_lose: bool = False,
+        settings: RunSettings | None,
+        trace: Callable[[str], None] | None,
+        make_oracle: Callable[[RunSettings], Oracle],
     ) -> None:
         self.seed = seed
-        self.random = Random(seed)
-        self.settings = ClusterSize.draw(self.random) if settings is None else settings
-        self.is_sequential = isinstance(self.settings.consistency, Sequential)
-        self.fired: Counter[str] = Counter()
-        self.clock = SimulatedClock()
-        self.network = SimulatedNetwork(self.clock, self.random, self.fired, num_bytes)
-        self.trace = trace
-        if trace is not None:
-            self.network.trace = self.note
-        self.oracle = Oracle(self.settings.consistency.tau, self.is_sequential)
-        self.last_fault_s = 0.0
-        self.may_lose = may_lose
-        self.unhealthy_until_s: dict[str, float] = {}
-        self.is_one_host = self.random.random() < 0.5
-        """Whether the scheduler's kernel knows of all processes when they have ended."""
+        self.world = world = VirtualWorld(seed, trace=trace)
+        self.settings = RunSettings.draw(world.random) if settings is None else settings
+        self.network = VirtualNetwork(world, self.latencies_s, self.bandwidths)
+        self.oracle = make_oracle(self.settings)
+        self.scheduler: VirtualProcess | None = None
+        self.servers: dict[str, VirtualProcess] = {}
+        self.workers: dict[str, VirtualProcess] = {}
+        """All that were ever started, by name, as the servers."""
+        self.phase = 0
+        self.faults: FaultSchedule
         self._number = 0
-        self.scheduler: SimulatedScheduler | None = self._start_scheduler(replaces=False)
-        self.is_done = False
-        """Whether the job is finished."""
-        self.account: JobAccount | None = None
-        """What the next poster goes on from."""
-        self.has_reports = self.random.random() < 0.5
-        """Whether workers report what they find."""
-        for server in range(self.settings.num_servers):
-            self.start_server(f"s{server}", is_extra=False)
-        for worker in range(self.settings.num_workers):
-            self.start_worker(f"w{worker}")
-        self._start_poster()
-        self._faults = Faults(self, faults, num_faults, may_lose=may_lose)
 
-    # What nodes ask for.
+    # The nodes.
 
-    def make_server_core(self) -> ServerCore:
-        """A server's core."""
-        settings = self.settings
-        return ServerCore(settings.consistency, replicas=settings.replicas, min_replicas=settings.min_replicas)
+    @abstractmethod
+    def start_scheduler(self, *, replaces: bool = False, accepts_minority: bool = False) -> None:
+        """Start a scheduler, which may take over from one before."""
 
-    def ended(self, node: SimulatedNode) -> None:
-        """Note that a node stops by itself."""
-        self.note(f"{node.name} ends")
-        node.end()
-        self._tell_end(node)
-        if isinstance(node, SimulatedWorker) and not self.workers and not self.is_done:
-            self.clock.after(0.05, self._replace, node.host)
-        if isinstance(node, Poster):
-            self.clock.after(0.05, self._start_poster)
+    @abstractmethod
+    def start_server(self, *, is_extra: bool = False) -> None:
+        """Start a server: one of the first, or one more."""
 
-    def removed(self, member: Member, reason: str | None) -> None:
-        """Note that a scheduler has removed a member."""
-        if reason is not None:
-            self.fired["dead"] += 1
-            self.note(f"{member.node} ({member.incarnation}) is removed: {reason}")
-            if "could not reach" in reason:
-                self.fired["expel"] += 1
+    @abstractmethod
+    def start_worker(self) -> None:
+        """Start a worker, if there is work for one more."""
 
-    def lost(self, buckets: int) -> None:
-        """Note that buckets are gone."""
-        self.oracle.lost |= buckets
-        if self.may_lose:
-            raise DataLost
-        raise Violation(f"buckets {buckets:b} are lost, though enough servers lived")
+    @abstractmethod
+    def core_of(self, scheduler: VirtualProcess) -> SchedulerCore | None:
+        """Return the core of a scheduler; None before it has one."""
 
-    def note(self, text: str) -> None:
-        """Say what happens, if anybody listens."""
-        if self.trace is not None:
-            self.trace(f"{self.clock.now_s:9.5f} {text}")
+    @abstractmethod
+    def is_joined(self, process: VirtualProcess) -> bool:
+        """Return whether a server or worker has been a member."""
+
+    @abstractmethod
+    def leave(self, process: VirtualProcess) -> bool:
+        """Let a server or worker leave in good order; return False if it cannot."""
+
+    # The work.
+
+    @abstractmethod
+    def is_through(self) -> bool:
+        """Return whether the work of this phase is done."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Check everything while the cluster lives. Raises Violation."""
+
+    @abstractmethod
+    def check_end(self) -> None:
+        """Compare all tables at the end of a phase. Raises Violation."""
+
+    def installed(self) -> AbstractContextManager[None]:
+        """Return a context in which the nodes live in this world."""
+        return _NOTHING
+
+    # The state of the cluster, as an observer of everything sees it.
+
+    @property
+    def core(self) -> SchedulerCore | None:
+        """The core of the scheduler, if it leads the cluster."""
+        core = None if self.scheduler is None else self.core_of(self.scheduler)
+        return core if core is not None and core.is_established and core.phase is Phase.LEADING else None
+
+    @property
+    def groups(self) -> Sequence[ChainGroup]:
+        """The chains of the newest committed view; none without a leading scheduler."""
+        return () if self.core is None else self.core.committed.groups
+
+    @property
+    def live_servers(self) -> list[VirtualProcess]:
+        """The servers that live and have been members."""
+        return [each for each in self.servers.values() if not each.is_dead and self.is_joined(each)]
+
+    @property
+    def live_workers(self) -> list[VirtualProcess]:
+        """The workers that live and have been members."""
+        return [each for each in self.workers.values() if not each.is_dead and self.is_joined(each)]
+
+    def incarnation_of(self, process: VirtualProcess) -> int | None:
+        """Return the incarnation of a process; None if the scheduler does not know it."""
+        core = self.core
+        for member in () if core is None else core.membership.members:
+            if member.node == process.name or f"-{process.name}-" in member.node:
+                return member.incarnation
+        return None
+
+    def servers_by_incarnation(self) -> dict[int, VirtualProcess]:
+        """Return the live servers that the scheduler knows."""
+        found = {self.incarnation_of(each): each for each in self.servers.values() if not each.is_dead}
+        return {incarnation: process for incarnation, process in found.items() if incarnation is not None}
+
+    def is_whole(self) -> bool:
+        """Return whether every chain has all its servers, and none of them is being filled."""
+        groups, live = self.groups, self.servers_by_incarnation()
+        length = min(1 + self.settings.replicas, len(live))
+        return bool(groups) and all(
+            len(group.members) == length and group.filling is None and live.keys() >= set(group.members)
+            for group in groups
+        )
 
     # Processes.
 
-    def start_server(self, host: str, *, is_extra: bool = True) -> SimulatedServer:
-        """Start a server: one more, or one that the cluster begins with."""
+    def next_name(self, kind: str) -> str:
+        """Return the name of a new process."""
         self._number += 1
-        return SimulatedServer(host, f"{host}.{self._number}", self, is_extra=is_extra)
+        return f"{kind}{self._number}"
 
-    def _start_scheduler(self, *, replaces: bool, accepts_minority: bool = False) -> SimulatedScheduler:
-        self._number += 1
-        name = f"scheduler.{self._number}"
-        return SimulatedScheduler(name, self, replaces=replaces, accepts_minority=accepts_minority)
+    def follow(self, process: VirtualProcess) -> None:
+        """Break the connections of a process when it dies, and let the scheduler know."""
+        process.at_death.append(partial(self.ended, process))
 
-    def waits_for(self, scheduler: SimulatedScheduler, servers: Collection[str]) -> None:
-        """Note that a scheduler needs servers to take over; the operator sees whether they are dead."""
-        if scheduler is self.scheduler and not any(name in self.network.processes for name in servers):
-            self._look_for_lost()
-            self.note("the operator starts the scheduler again")
-            self.fired["operator"] += 1
-            self.crash(scheduler)
-            self.scheduler = self._start_scheduler(replaces=True, accepts_minority=True)
-            self.last_fault_s = max(self.last_fault_s, self.clock.now_s)
+    def kill(self, process: VirtualProcess, *, is_silent: bool = False) -> None:
+        """End a process; `is_silent`: with its host, so that its connections do not end."""
+        process.is_silent = is_silent
+        process.kill()
 
-    def _replace(self, host: str) -> None:
-        self.start_worker(host)
-
-    def _start_poster(self) -> None:
-        self._number += 1
-        Poster(f"poster.{self._number}", self)
-
-    def start_worker(self, host: str) -> SimulatedWorker:
-        """Start a worker."""
-        self._number += 1
-        return SimulatedWorker(host, f"{host}.{self._number}", self)
-
-    def crash(self, process: SimulatedProcess) -> None:
-        """Kill a process."""
-        self.note(f"{process.name} crashes")
+    def ended(self, process: VirtualProcess) -> None:
+        """Take note of the end of a process."""
+        self.world.note(f"{process.name} has ended")
+        self.network.ended(process, is_silent=process.is_silent)
         if process is self.scheduler:
             self.scheduler = None
-        process.end()
-        self._tell_end(process)
+        elif self.settings.is_one_host and not process.is_silent:
+            self.world.after(_TOLD_S, self._report_end, process)
 
-    def _tell_end(self, process: SimulatedProcess) -> None:
-        """Let the schedulers know that a process has ended, if their kernel does."""
-        if self.is_one_host:
-            for scheduler in self.schedulers:
-                scheduler.later(0.001, scheduler.process_ended, process.name)
+    def _report_end(self, process: VirtualProcess) -> None:
+        if self.scheduler is not None:
+            self.report_end(self.scheduler, process)
 
-    def restart_scheduler(self) -> None:
-        """Start a scheduler after the former one."""
-        if self.scheduler is None:
-            self.note("the scheduler is back")
-            self.scheduler = self._start_scheduler(replaces=self.random.random() < 0.5)
+    @abstractmethod
+    def report_end(self, scheduler: VirtualProcess, process: VirtualProcess) -> None:
+        """Let the scheduler's kernel report that a process has ended."""
 
-    @property
-    def servers(self) -> list[SimulatedServer]:
-        """The servers that live."""
-        return [process for process in self.network.processes.values() if isinstance(process, SimulatedServer)]
-
-    def start_second_scheduler(self) -> None:
-        """Start a scheduler at the address of one that lives."""
-        self.scheduler = self._start_scheduler(replaces=self.random.random() < 0.5)
-
-    def find_scheduler(self) -> str:
-        """Where a connection to the scheduler goes: if two live, now and then to the former one still."""
-        schedulers = self.schedulers
-        if len(schedulers) > 1 and self.random.random() < _TO_FORMER:
-            return schedulers[0].name
-        return SCHEDULER
-
-    @property
-    def schedulers(self) -> list[SimulatedScheduler]:
-        """The schedulers that live: one, or two that both believe to lead."""
-        return [process for process in self.network.processes.values() if isinstance(process, SimulatedScheduler)]
-
-    @property
-    def workers(self) -> list[SimulatedWorker]:
-        """The workers that live."""
-        return [process for process in self.network.processes.values() if isinstance(process, SimulatedWorker)]
-
-    def can_lose(self, doubtful: Collection[SimulatedServer]) -> bool:
-        """Whether all these may fail: of each chain one member stays healthy, and no more than `replicas` do not.
-
-        A server that is being filled counts as one of the chain, for it may become a member before it is missed.
-        """
-        if self.scheduler is None or not self.scheduler.is_established or not self.oracle.view.version:
-            return False
-        if doubtful and not self.settings.replicas:
-            return False  # one that has nothing yet may have all of a bucket before it is missed
-        now_s = self.clock.now_s
-        healthy = {
-            server.incarnation
-            for server in self.servers
-            if server not in doubtful
-            and server.incarnation in self.oracle.view.servers
-            and server.incarnation not in self.scheduler.core.suspects.at_odds
-            and not self.network.is_cut_off(server)
-            and not (server.is_leaving and self.settings.replicas)  # without, it stays until it is relieved
-            and self.unhealthy_until_s.get(server.name, 0.0) < now_s
-        }
-        for group in self.oracle.view.groups:
-            chain = {*group.members, group.filling} - {None}
-            if healthy.isdisjoint(group.members) or len(chain - healthy) > self.settings.replicas:
-                return False
-        return True
-
-    # The end.
-
-    @property
-    def expected(self) -> dict[Key, float]:
-        """The shards of the job, and how many examples each has."""
-        shards, epochs = range(self.settings.num_shards), range(self.settings.epochs)
-        return {(epoch, 0, shard): examples_in((epoch, 0, shard)) for epoch in epochs for shard in shards}
-
-    @property
-    def with_reports(self) -> list[Key]:
-        """The shards in which workers find something to report."""
-        return [key for key in self.expected if self.has_reports and key[2] % 3]
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether all work is done, and the servers have nothing left to do either."""
-        scheduler = self.scheduler
-        if scheduler is None or not scheduler.is_established:
-            return False
-        if not self.is_done or self.workers:
-            return False
-        if not scheduler.core.planner.is_stable:
-            return False
-        return all(
-            server.incarnation in self.oracle.view.servers
-            and server.core.version == self.oracle.view.version
-            and not server.core.replication.num_pending
-            for server in self.servers
-        )
-
-    def check(self, *, at_end: bool = False) -> None:
-        """Look at everything."""
-        for server in self.servers:
-            server.validate()
-        for scheduler in self.schedulers:
-            scheduler.core.validate()
-            if scheduler.jobs.ledger is not None:
-                scheduler.jobs.ledger.validate()
-        of = {server.incarnation: server for server in self.servers if server.incarnation}
-        for group in self.oracle.view.groups:
-            for member in group.members:
-                holder = of.get(member)
-                if holder is None or holder.core.version == 0:
-                    continue
-                for bucket in range(self.settings.num_buckets):
-                    if not group.buckets >> bucket & 1:
-                        continue
-                    data = holder.table.data.get(bucket)
-                    if data is None:
-                        raise Violation(f"{holder.name} is a member of the chain of bucket {bucket} and has it not")
-                    self.oracle.check_acknowledged(bucket, data, holder.name)
-                    first = of.get(group.members[0])
-                    if at_end and first is not None:
-                        self.oracle.check_equal(bucket, first.table.data[bucket], data, holder.name)
+    # A run.
 
     def run(self) -> Outcome:
-        """Live until all work is done, or something is wrong."""
-        violation = None
-        try:
-            self._run()
-        except DataLost:
-            pass
-        except Violation as error:
-            violation = str(error)
-        except Exception as error:  # a machine that fails an assertion is as bad
-            if self.trace is not None:
-                raise
-            violation = f"{type(error).__name__}: {error}"
+        """Let the cluster live; return the outcome."""
+        violation: str | None = None
+        with self.installed():
+            try:
+                self._live()
+            except DataLost:
+                pass
+            except (Violation, Deadlock) as error:
+                violation = str(error)
+            except AssertionError as error:  # an invariant of a core
+                if self.world.trace is not None:
+                    raise
+                violation = f"{type(error).__name__}: {error}"
+            finally:
+                self.world.close()
+        violation = violation or self.found()
         if violation is not None:
-            self.note(f"VIOLATION {violation}")
+            self.world.note(f"VIOLATION {violation}")
+        world, oracle = self.world, self.oracle
         return Outcome(
-            self.seed,
-            violation,
-            self.fired,
-            self.clock.num_events,
-            self.clock.now_s,
-            self.clock.trace_hash,
-            self.oracle.num_reads,
-            self.oracle.num_pushes,
-            self.oracle.lost,
-        )
+            self.seed, violation, self.network.fired, world.trace_hash, world.num_events, world.now_s,
+            oracle.num_pushes, oracle.num_reads, oracle.num_compared, oracle.lost,
+        )  # fmt: skip
 
-    def _look_for_lost(self) -> None:
-        """Note the buckets whose servers have all ended, though a scheduler on another host only misses them."""
-        alive = {server.incarnation for server in self.servers}
-        lost = sum(group.buckets for group in self.oracle.view.groups if alive.isdisjoint(group.members))
-        if lost and self.may_lose:
-            self.lost(lost)
+    def found(self) -> str | None:
+        """Return a violation that was found without an exception."""
+        return None
 
-    def _run(self) -> None:
-        clock = self.clock
-        check_at = _DEEP_CHECK_EVENTS
-        while clock.step():
-            if clock.num_events >= check_at:
-                check_at += _DEEP_CHECK_EVENTS
-                self.check()
-            if clock.num_events % 16 == 0:
-                if clock.now_s > self.last_fault_s and self.is_finished:
-                    break
-                if clock.now_s > self.last_fault_s + _PATIENCE_S:
-                    self._look_for_lost()
-                    raise Violation(f"work is not done {_PATIENCE_S:g} s after the last fault (progress)")
-        self.check(at_end=True)
+    def _live(self) -> None:
+        settings = self.settings
+        self.world.note(f"{settings}")
+        self.begin()
+        for phase in range(settings.num_phases):
+            self.phase = phase
+            self.faults.plan()
+            self.wait("the end of all work", lambda: not self.faults.is_under_way and self.is_through())
+            self.faults.end()
+            self.wait("whole chains", self.is_whole)
+            self.world.sleep(_QUIET_S)
+            self.check_end()
+        self.phase = settings.num_phases
+        self.wait("the end of all workers", lambda: all(each.is_dead for each in self.workers.values()))
+
+    def begin(self) -> None:
+        """Start the first processes."""
+        self.start_scheduler()
+        self.world.sleep(0.01)
+        for _ in range(self.settings.num_servers):
+            self.start_server()
+        for _ in range(self.settings.num_workers):
+            self.start_worker()
+
+    def wait(self, aim: str, is_reached: Callable[[], bool]) -> None:
+        """Wait and check everything meanwhile. Raises Violation when it takes too long."""
+        began_s = self.world.now_s
+        while not is_reached():
+            self._operate()
+            self.check()
+            if self.world.now_s > max(began_s, self.faults.last_s) + _PATIENCE_S:
+                raise Violation(f"(progress) waited {_PATIENCE_S:g} s for {aim}: {self.describe()}")
+            self.world.sleep(_WATCH_S)
+
+    def _operate(self) -> None:
+        """Start the scheduler again if it waits for dead servers, as an operator does."""
+        core = None if self.scheduler is None else self.core_of(self.scheduler)
+        if self.scheduler is not None and core is not None and core.needed and not self.scheduler.is_paused:
+            live = {each.name for each in self.servers.values() if not each.is_dead}
+            if not any(member.node in live for member in core.needed):
+                self.world.note("the operator starts the scheduler again")
+                self.network.fired["operator"] += 1
+                self.kill(self.scheduler)
+                self.start_scheduler(replaces=True, accepts_minority=True)
+
+    def describe(self) -> str:
+        """Return the state of all processes, for a message."""
+        live = [each.name for each in (*self.servers.values(), *self.workers.values()) if not each.is_dead]
+        chains = [(bin(group.buckets).count("1"), group.members, group.filling) for group in self.groups]
+        return f"live are {', '.join(live)}; chains {chains}"

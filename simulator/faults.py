@@ -1,297 +1,435 @@
-"""What goes wrong in a simulated cluster, and when: drawn from the seed, counted when it happens."""
+"""The faults of a cluster: drawn from the seed, counted when they begin, ended at the end of each phase.
+
+A chain can bear `replicas` servers that are dead or may be taken for dead. Faults respect that unless `may_lose`.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Final
 
-from simulator.network import SimulatedProcess
-from simulator.scheduler import SimulatedScheduler
-from simulator.server import SimulatedServer
+from typing_extensions import override
 
-if TYPE_CHECKING:
-    from simulator.cluster import Cluster
+from simulator.cluster import Cluster, FaultSchedule
+from simulator.network import KEEPALIVE_S, End
+from simulator.world import VirtualProcess
 
-KINDS: Final = (
-    "cut",
-    "partition",
-    "cable",
-    "crash-server",
-    "crash-worker",
-    "crash-scheduler",
-    "reset-scheduler",
-    "second-scheduler",
-    "stop",
-    "slow",
-    "clock-jump",
-    "join-server",
-    "leave-server",
-    "join-worker",
-    "leave-worker",
-)
-"""The faults that are drawn. `restart` follows crashes; `drop`, `duplicate` and `reorder` follow from the others.
-
-A `cut` breaks one connection, `reset-scheduler` all of the scheduler's; a `partition` heals; a `second-scheduler`
-listens at the address of the first, which lives and keeps some of its connections for a while; a `cable` between two
-servers stays cut until one of them is gone, and then `expel` follows.
-"""
-
-FOLLOWING: Final = ("restart", "expel", "superseded", "operator", "drop", "duplicate", "reorder")
-
-_WEIGHTS: Final = (6, 3, 2, 4, 2, 2, 2, 1, 3, 2, 2, 2, 2, 2, 1)
-_LONG_S: Final = 0.2
-"""A server that is silent for longer counts as one that may fail."""
+WEIGHTS: Final = {
+    "reset": 6, "half-open": 2, "lose-answers": 2, "refuse": 2, "slow": 2, "partition": 3, "cut": 3, "cable": 2,
+    "hiccup": 3, "pause-server": 3, "pause-worker": 2, "pause-scheduler": 1, "clock-jump": 2, "crash-server": 4,
+    "vanish-server": 2, "crash-worker": 2, "vanish-worker": 1, "crash-scheduler": 2, "reset-scheduler": 2,
+    "second-scheduler": 1, "join-server": 2, "leave-server": 2, "join-worker": 2, "leave-worker": 1,
+    "refuse-memory": 2, "out-of-memory": 2, "snapshot": 2, "disk": 2,
+}  # fmt: skip
+"""The relative frequencies of all kinds."""
+FOLLOWING: Final = ("restart", "operator", "drop")
+"""Further counted events that follow from faults."""
+_MAY_ADD_UP: Final = ("refuse", "slow", "hiccup", "cut", "partition")
+_SHORT: Final = 0.3
+"""The share of the heartbeat timeout in which a silent process is not taken for dead."""
+_FOREVER_S: Final = 1e9
+_SECOND_S: Final = 3.0
 
 
-class Faults:
-    """The faults of one cluster: `number` of them, up to 8 if that is None.
-
-    With `may_lose`, more servers may fail than a chain can bear.
-    """
+class Faults(FaultSchedule):
+    """Faults of these kinds, `number` in each phase. Without a number it is drawn. `spans_s`: times for their begin."""
 
     def __init__(
-        self, cluster: Cluster, kinds: tuple[str, ...] = KINDS, number: int | None = None, *, may_lose: bool = False
+        self,
+        cluster: Cluster,
+        kinds: Sequence[str],
+        number: int | None,
+        *,
+        spans_s: Sequence[float],
+        may_lose: bool = False,
     ) -> None:
-        self._cluster = cluster
+        self.last_s = 0.0
+        self.cluster = cluster
+        self.network = cluster.network
+        self._world = cluster.world
+        self._kinds = kinds
+        self._number = number
+        self._spans_s = spans_s
         self._may_lose = may_lose
-        self._num_hosts = 10
-        random = cluster.random
-        settings = cluster.settings
-        iterations = settings.num_shards * settings.epochs * sum(settings.iterations_per_shard)
-        iterations //= len(settings.iterations_per_shard) * settings.num_workers
-        window_s = 0.3 + 1.2 * iterations * (sum(settings.think_s) / 2 + 0.02)
-        weights = [_WEIGHTS[KINDS.index(kind)] for kind in kinds]
-        if number is None:
-            number = random.choice((0, 2, 4, 6, 8))
-        for _ in range(number if kinds else 0):
-            kind = random.choices(kinds, weights)[0]
-            time_s = 0.05 + window_s * random.random()
-            cluster.last_fault_s = max(cluster.last_fault_s, time_s)
-            cluster.clock.at(time_s, self._fire, kind)
+        self._ends: dict[int, Callable[[], None]] = {}  # of the faults under way
+        self._num_planned = 0
+        self._doubtful_until_s: dict[str, float] = {}
 
-    def _fire(self, kind: str) -> None:
-        if not self._cluster.network.processes:
-            return
-        if getattr(self, "_" + kind.replace("-", "_"))():
-            self._cluster.fired[kind] += 1
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a fault has not ended, or not begun."""
+        return bool(self._ends or self._num_planned)
 
-    def _lasts(self, until_s: float) -> None:
-        self._cluster.last_fault_s = max(self._cluster.last_fault_s, until_s)
+    @override
+    def plan(self) -> None:
+        random = self._world.random
+        span_s = random.choice(self._spans_s)
+        count = random.choice((0, 2, 4, 6, 8)) if self._number is None else self._number
+        weights = [WEIGHTS[kind] for kind in self._kinds]
+        for _ in range(count if self._kinds else 0):
+            self._num_planned += 1
+            self._world.after(0.05 + random.random() * span_s, self._begin, random.choices(self._kinds, weights)[0])
 
-    def _may_fail(self, doubtful: list[SimulatedServer], until_s: float) -> bool:
-        """Whether these servers may fail; if so, do not count on them until then."""
-        cluster = self._cluster
-        if not self._may_lose and doubtful and not cluster.can_lose(doubtful):
+    @override
+    def end(self) -> None:
+        for end in list(self._ends.values()):
+            end()
+
+    def _begin(self, kind: str) -> None:
+        self._num_planned -= 1
+        begin: Callable[[], bool] = getattr(self, "_" + kind.replace("-", "_"))
+        if begin():
+            self.network.fired[kind] += 1
+            self._world.note(f"FAULT {kind}")
+            self.last_s = self._world.now_s
+            if kind in _MAY_ADD_UP:  # several at a time may last longer than each of them
+                self._disturb(self.cluster.live_servers)
+
+    def end_after(self, seconds: float, end: Callable[[], object]) -> None:
+        """Let the present fault end by itself."""
+        number = self._world.next_number()
+
+        def finish() -> None:
+            if self._ends.pop(number, None) is not None:
+                end()
+                self.last_s = self._world.now_s
+
+        self._ends[number] = finish
+        self._world.after(seconds, finish)
+
+    # The processes.
+
+    def one(self, processes: Sequence[VirtualProcess]) -> VirtualProcess | None:
+        """Return one of some processes, if there is any."""
+        return self._world.random.choice(processes) if processes else None
+
+    def _all(self) -> list[VirtualProcess]:
+        scheduler = self.cluster.scheduler
+        return [*self.cluster.live_servers, *self.cluster.live_workers, *([] if scheduler is None else [scheduler])]
+
+    def _seconds(self, share: float) -> float:
+        """Return a random time of at most this share of the heartbeat timeout."""
+        return self._world.random.random() * share * self.cluster.settings.heartbeat_timeout_s
+
+    def may_fail(self, servers: Collection[VirtualProcess], seconds: float) -> bool:
+        """Return whether all these servers may fail for some time; if so, they are doubtful from now on."""
+        if servers and not self._may_lose and not self.can_lose(servers):
             return False
-        for server in doubtful:
-            cluster.unhealthy_until_s[server.name] = max(until_s, cluster.unhealthy_until_s.get(server.name, 0.0))
+        self._doubt(servers, seconds)
         return True
 
-    def _any(self) -> SimulatedProcess:
-        processes = self._cluster.network.processes
-        return processes[self._cluster.random.choice(sorted(processes))]
+    def can_lose(self, servers: Collection[VirtualProcess]) -> bool:
+        """Return whether each chain bears the failure of these servers: one member of it is in no doubt.
 
-    # The kinds.
-
-    def _cut(self) -> bool:
-        cluster = self._cluster
-        connections = [each for process in cluster.network.processes.values() for each in process.connections]
-        if not connections:
+        A server that is being filled counts as a member, because it may become one before it is missed.
+        """
+        cluster, replicas = self.cluster, self.cluster.settings.replicas
+        if not cluster.groups or (servers and not replicas) or cluster.scheduler is None or cluster.scheduler.is_paused:
             return False
-        connection = cluster.random.choice(connections)
-        cluster.note(f"cut {connection.ends[0].name} - {connection.ends[1].name}")
-        cluster.network.cut(connection)
-        return True
-
-    def _partition(self) -> bool:
-        cluster = self._cluster
-        names = sorted(cluster.network.processes)
-        island = cluster.random.sample(names, cluster.random.randint(1, max(1, len(names) // 2)))
-        duration_s = cluster.random.choice((0.05, 0.2, 0.8, 2.0))
-        until_s = cluster.clock.now_s + duration_s
-        if duration_s >= _LONG_S:
-            # Those that the scheduler does not hear may be declared dead.
-            scheduler = cluster.scheduler
-            beyond = set(names) - set(island) if scheduler is not None and scheduler.name in island else set(island)
-            doubtful = [server for server in cluster.servers if server.name in beyond]
-            if scheduler is None or not self._may_fail(doubtful, until_s + 0.5):
+        healthy = {
+            cluster.incarnation_of(each)
+            for each in cluster.live_servers
+            if each not in servers and not self.is_doubtful(each)
+        }
+        for group in cluster.groups:
+            chain = {*group.members, group.filling} - {None}
+            if healthy.isdisjoint(group.members) or len(chain - healthy) > replicas:
                 return False
-        elif cluster.scheduler is None or not cluster.scheduler.is_established:
-            return False
-        cluster.note(f"partition of {island} for {duration_s}")
-        cluster.network.part(island, duration_s)
-        self._lasts(until_s)
         return True
 
-    def _cable(self) -> bool:
-        cluster = self._cluster
-        whole = [
-            server
-            for server in cluster.servers
-            if server.incarnation in cluster.oracle.view.servers and not cluster.network.is_cut_off(server)
-        ]
-        if len(whole) < 2 or self._may_lose:  # where buckets may be lost, nobody goes that is the last to have one
-            return False
-        one, other = cluster.random.sample(whole, 2)
-        if not (cluster.can_lose([one]) and cluster.can_lose([other])):  # one of them will go
-            return False
-        cluster.note(f"the cable {one.name} - {other.name} is cut")
-        cluster.network.cut_cable(one, other)
-        self._lasts(cluster.clock.now_s + 2.0)
-        self._replace(one, other)
-        return True
+    def is_doubtful(self, server: VirtualProcess) -> bool:
+        """Return whether a server may be taken for dead, or is about to leave."""
+        core = self.cluster.core
+        return (
+            self._doubtful_until_s.get(server.name, 0.0) > self._world.now_s
+            or server.is_paused
+            or self.network.is_any_cut(server.host)
+            or (server.is_leaving and self.cluster.settings.replicas > 0)
+            or (core is not None and self.cluster.incarnation_of(server) in core.suspects.at_odds)
+        )
 
-    def _replace(self, one: SimulatedServer, other: SimulatedServer) -> None:
-        """Start another server when one of these two is gone."""
-        if one.is_alive and other.is_alive:
-            self._cluster.clock.after(0.25, self._replace, one, other)
-        else:
-            self._num_hosts += 1
-            self._restart(f"s{self._num_hosts}", is_server=True)
+    def _doubt(self, servers: Collection[VirtualProcess], seconds: float) -> None:
+        until_s = self._world.now_s + seconds + self.cluster.settings.heartbeat_timeout_s / 2
+        for server in servers:
+            self._doubtful_until_s[server.name] = max(until_s, self._doubtful_until_s.get(server.name, 0.0))
+        self._disturb(servers)
 
-    def _crash_server(self) -> bool:
-        cluster = self._cluster
-        if not cluster.servers:
-            return False
-        server = cluster.random.choice(cluster.servers)
-        if not self._may_fail([server], 1e9):
-            return False
-        cluster.crash(server)
-        if cluster.random.random() < 0.8 or len(cluster.servers) < 2:
-            self._restart(server.host, is_server=True)
-        return True
+    def _disturb(self, processes: Collection[VirtualProcess]) -> None:
+        for process in processes:
+            process.is_disturbed = True
 
-    def _crash_worker(self) -> bool:
-        cluster = self._cluster
-        if not cluster.workers:
-            return False
-        worker = cluster.random.choice(cluster.workers)
-        cluster.crash(worker)
-        if cluster.random.random() < 0.7 or not cluster.workers:
-            self._restart(worker.host, is_server=False)
-        return True
+    def _beyond(self, island: Collection[VirtualProcess]) -> list[VirtualProcess]:
+        """Return the processes that an island separates from the scheduler."""
+        is_here = self.cluster.scheduler in island
+        return [each for each in self._all() if (each in island) != is_here]
 
-    def _restart(self, host: str, *, is_server: bool) -> None:
-        cluster = self._cluster
-        delay_s = cluster.random.choice((0.02, 0.3, 1.0))
-        cluster.clock.after(delay_s, self._start, host, is_server)
-        self._lasts(cluster.clock.now_s + delay_s)
+    def _delay(self, process: VirtualProcess) -> None:
+        """Take note of a short fault of a process: with others it may last so long that a worker counts as dead."""
+        self._disturb([process])
+        if process is self.cluster.scheduler:
+            self._disturb(self.cluster.live_workers)
 
-    def _start(self, host: str, is_server: bool) -> None:
-        self._cluster.note(f"{host} restarts")
-        self._cluster.fired["restart"] += 1
-        if is_server:
-            self._cluster.start_server(host)
-        else:
-            self._cluster.start_worker(host)
+    # Connections.
 
-    def _crash_scheduler(self) -> bool:
-        cluster = self._cluster
-        scheduler = cluster.scheduler
-        if scheduler is None or not scheduler.is_established:
-            return False
-        now_s = cluster.clock.now_s
-        doubtful = [each for each in cluster.servers if cluster.unhealthy_until_s.get(each.name, 0.0) >= now_s]
-        if not self._may_lose and not cluster.can_lose(doubtful):
-            return False
-        cluster.crash(scheduler)
-        delay_s = cluster.random.choice((0.05, 0.5, 1.5))
-        cluster.clock.after(delay_s, cluster.restart_scheduler)
-        self._lasts(now_s + delay_s + 1.0)
-        return True
+    def _end_of_one(self) -> End | None:
+        ends = list(self.network.ends)
+        return self._world.random.choice(ends) if ends else None
+
+    def _reset_both(self, end: End, within_s: float) -> None:
+        """Reset both ends, each at its own time: some of the data in flight still arrive."""
+        for each in (end, end.other):
+            self._world.after(self._world.random.random() * within_s, each.reset)
+
+    def _reset(self) -> bool:
+        end = self._end_of_one()
+        if end is not None:
+            self._reset_both(end, 2 * self.network.latency_s)
+        return end is not None
+
+    def _half_open(self) -> bool:
+        end = self._end_of_one()
+        if end is not None:
+            end.reset()
+            self._world.after(KEEPALIVE_S, end.other.reset)
+        return end is not None
+
+    def _lose_answers(self) -> bool:
+        """Reset each connection of the servers at their next transmission: requests are repeated."""
+        servers = self.cluster.live_servers
+        self.network.breaking.update(self.network.ends_of(servers))
+        return bool(servers)
 
     def _reset_scheduler(self) -> bool:
-        cluster = self._cluster
-        if cluster.scheduler is None or not cluster.scheduler.connections:
+        if self.cluster.scheduler is None:
             return False
-        cluster.note("the scheduler's connections are reset")
-        for connection in list(cluster.scheduler.connections):
-            cluster.network.cut(connection)
-        return True
+        ends = self.network.ends_of([self.cluster.scheduler])
+        for end in ends:
+            self._reset_both(end, 2 * self.network.latency_s)
+        return bool(ends)
 
-    def _second_scheduler(self) -> bool:
-        cluster, random = self._cluster, self._cluster.random
-        former = cluster.scheduler
-        if former is None or not former.is_established or len(cluster.schedulers) > 1 or cluster.network.has_cut_cables:
+    def _refuse(self) -> bool:
+        addresses = sorted(self.network.listeners)
+        if not addresses:
             return False
-        over_s = cluster.clock.now_s + 3.5
-        alive = {server.incarnation for server in cluster.servers}
-        if not self._may_lose and not (cluster.can_lose([]) and cluster.oracle.view.voters <= alive):
-            return False
-        for server in cluster.servers:  # each scheduler may do without those that it does not hear
-            cluster.unhealthy_until_s[server.name] = max(over_s, cluster.unhealthy_until_s.get(server.name, 0.0))
-        cluster.note("a second scheduler")
-        cluster.start_second_scheduler()
-        for connection in list(former.connections):
-            cluster.clock.after(3.0 * random.random() ** 2, cluster.network.cut, connection)
-        cluster.clock.after(3.2, self._end_former, former)
-        self._lasts(over_s)
-        return True
-
-    def _end_former(self, scheduler: SimulatedScheduler) -> None:
-        if scheduler.is_alive:
-            self._cluster.crash(scheduler)
-
-    def _stop(self) -> bool:
-        cluster = self._cluster
-        process = self._any()
-        duration_s = cluster.random.choice((0.05, 0.3, 0.9, 2.0))
-        if cluster.scheduler is None or not cluster.scheduler.is_established:
-            return False
-        until_s = cluster.clock.now_s + duration_s
-        long = [process] if isinstance(process, SimulatedServer) and duration_s >= _LONG_S else []
-        if not self._may_fail(long, until_s + 0.5):
-            return False
-        cluster.note(f"{process.name} stops for {duration_s}")
-        process.stopped_until_s = max(process.stopped_until_s, until_s)
-        self._lasts(until_s)
+        address = self._world.random.choice(addresses)
+        self._delay(self.network.listeners[address].process)
+        self.network.refusing.add(address)
+        self.end_after(self._world.random.random() * 1.5, partial(self.network.refusing.discard, address))
         return True
 
     def _slow(self) -> bool:
-        cluster = self._cluster
-        process = self._any()
-        process.slow_s = cluster.random.choice((0.005, 0.03))
-        duration_s = cluster.random.choice((0.1, 1.0))
-        cluster.note(f"{process.name} is slow for {duration_s}")
-        cluster.clock.after(duration_s, setattr, process, "slow_s", 0.0)
-        self._lasts(cluster.clock.now_s + duration_s)
+        process, random = self.one(self._all()), self._world.random
+        if process is None:
+            return False
+        self._delay(process)
+        self.network.slow[process.host] = random.choice((0.01, 0.05, 0.1))
+        self.end_after(random.random() * 3, partial(self.network.slow.pop, process.host, None))
         return True
+
+    # Paths.
+
+    def _cut(self) -> bool:
+        """Cut the path between two processes: for a moment, or until one of them may be taken for dead."""
+        processes = self._all()
+        if len(processes) < 2:
+            return False
+        pair = self._world.random.sample(processes, 2)
+        seconds = self._seconds(_SHORT)
+        if self._world.random.random() < 0.5:
+            servers = [each for each in pair if each in self.cluster.live_servers]
+            if all(self.can_lose([server]) for server in servers):
+                seconds = self._seconds(3)
+                self._disturb(pair)
+                self._doubt(servers, seconds)
+        self._separate(pair[:1], pair[1:], seconds)
+        return True
+
+    def _partition(self) -> bool:
+        """Separate some processes from all others; some connections break meanwhile."""
+        processes, random = self._all(), self._world.random
+        if not self.cluster.groups:
+            return False
+        island = random.sample(processes, random.randint(1, max(1, len(processes) // 2)))
+        seconds = self._seconds(random.choice((_SHORT, 1, 3)))
+        beyond = self._beyond(island)
+        if seconds > _SHORT * self.cluster.settings.heartbeat_timeout_s:
+            if not self.may_fail([each for each in beyond if each in self.cluster.live_servers], seconds):
+                return False
+            self._disturb(beyond)
+        others = [each for each in processes if each not in island]
+        hosts = {each.host for each in others}
+        for end in self.network.ends_of(island):
+            if end.other.process.host in hosts and random.random() < 0.5:
+                self._reset_both(end, seconds)
+        self._separate(island, others, seconds)
+        return True
+
+    def _separate(self, some: Sequence[VirtualProcess], others: Sequence[VirtualProcess], seconds: float) -> None:
+        paths = [(one.host, other.host) for one in some for other in others]
+        for path in paths:
+            self.network.cut_path(*path)
+        self.end_after(seconds, partial(self._mend, paths))
+
+    def _mend(self, paths: Sequence[tuple[str, str]]) -> None:
+        for path in paths:
+            self.network.mend_path(*path)
+
+    def _cable(self) -> bool:
+        """Cut the path between two servers until one of them is gone."""
+        servers = [each for each in self.cluster.live_servers if not self.network.is_any_cut(each.host)]
+        if len(servers) < 2 or self._may_lose:  # with lost buckets, the last holder of a bucket never goes
+            return False
+        one, other = self._world.random.sample(servers, 2)
+        if not (self.can_lose([one]) and self.can_lose([other])):
+            return False
+        self._disturb((one, other))
+        self.network.cut_path(one.host, other.host)
+        self._replace(one, other)
+        self.end_after(2.0 + self.cluster.settings.heartbeat_timeout_s, lambda: None)
+        return True
+
+    def _replace(self, one: VirtualProcess, other: VirtualProcess) -> None:
+        """Start another server when one of these two is gone."""
+        if one.is_dead or other.is_dead:
+            self._restart(partial(self.cluster.start_server, is_extra=True))
+        else:
+            self._world.after(0.25, self._replace, one, other)
+
+    # Pauses.
+
+    def _pause(self, process: VirtualProcess, seconds: float) -> bool:
+        process.pause()
+        self.end_after(seconds, process.go_on)
+        return True
+
+    def _hiccup(self) -> bool:
+        """Pause any process for so short a time that it is not taken for dead."""
+        process = self.one(self._all())
+        if process is None or process.is_paused:
+            return False
+        self._delay(process)
+        return self._pause(process, self._seconds(_SHORT))
+
+    def _pause_server(self) -> bool:
+        server, seconds = self.one(self.cluster.live_servers), self._seconds(3)
+        if server is None or server.is_paused or not self.may_fail([server], seconds):
+            return False
+        return self._pause(server, seconds)
+
+    def _pause_worker(self) -> bool:
+        worker = self.one(self.cluster.live_workers)
+        if worker is None or worker.is_paused:
+            return False
+        worker.is_disturbed = True
+        return self._pause(worker, self._seconds(3))
+
+    def _pause_scheduler(self) -> bool:
+        scheduler = self.cluster.scheduler
+        if scheduler is None or scheduler.is_paused or not self.cluster.groups:
+            return False
+        return self._pause(scheduler, self._seconds(2))
 
     def _clock_jump(self) -> bool:
-        process = self._cluster.scheduler or self._any()
-        if self._cluster.random.random() < 0.3:
-            process = self._any()
-        process.clock_offset_s += self._cluster.random.choice((-3600.0, -2.0, 2.0, 3600.0))
+        process = self.one(self._all())
+        if process is None:
+            return False
+        process.clock_offset_s += self._world.random.choice((-3600.0, -2.0, 2.0, 3600.0))
         return True
 
-    def _join_server(self) -> bool:
-        if len(self._cluster.servers) > 5:
+    # Ends and beginnings.
+
+    def _restart(self, start: Callable[[], None]) -> None:
+        def restart() -> None:
+            self.network.fired["restart"] += 1
+            start()
+
+        self.end_after(self._world.random.choice((0.02, 0.3, 1.0)), restart)
+
+    def _crash_server(self, *, is_silent: bool = False) -> bool:
+        server = self.one(self.cluster.live_servers)
+        if server is None or not self.may_fail([server], _FOREVER_S):
             return False
-        self._num_hosts += 1
-        self._cluster.start_server(f"s{self._num_hosts}")
+        self.cluster.kill(server, is_silent=is_silent)
+        num_left = len(self.cluster.live_servers)
+        if num_left <= self.cluster.settings.replicas or self._world.random.random() < 0.7:
+            self._restart(partial(self.cluster.start_server, is_extra=True))
+        return True
+
+    def _vanish_server(self) -> bool:
+        return self._crash_server(is_silent=True)
+
+    def _crash_worker(self, *, is_silent: bool = False) -> bool:
+        worker = self.one(self.cluster.live_workers)
+        if worker is None:
+            return False
+        self.cluster.kill(worker, is_silent=is_silent)
+        if self._world.random.random() < 0.6 or not self.cluster.live_workers:
+            self._restart(self.cluster.start_worker)
+        return True
+
+    def _vanish_worker(self) -> bool:
+        return self._crash_worker(is_silent=True)
+
+    def _crash_scheduler(self) -> bool:
+        cluster, scheduler = self.cluster, self.cluster.scheduler
+        doubtful = [each for each in cluster.live_servers if self.is_doubtful(each)]
+        if scheduler is None or not cluster.groups or not (self._may_lose or self.can_lose(doubtful)):
+            return False
+        cluster.kill(scheduler)
+        replaces = self._world.random.random() < 0.5
+        self.end_after(self._world.random.choice((0.05, 0.5, 1.5, 3.0)), partial(self._start_scheduler, replaces))
+        return True
+
+    def _start_scheduler(self, replaces: bool) -> None:
+        if self.cluster.scheduler is None:
+            self.cluster.start_scheduler(replaces=replaces)
+
+    def _second_scheduler(self) -> bool:
+        """Start a scheduler at the address of one that lives, and keeps some of its connections for a while."""
+        cluster, former, random = self.cluster, self.cluster.scheduler, self._world.random
+        core = cluster.core
+        if former is None or former.is_paused or core is None or self.network.cuts or self.network.former:
+            return False
+        if not self._may_lose and not (
+            self.can_lose([]) and core.committed.voters <= cluster.servers_by_incarnation().keys()
+        ):
+            return False
+        self._doubt(cluster.live_servers, _SECOND_S)  # each scheduler may go on without the servers of the other
+        self.network.former["scheduler"] = former
+        cluster.start_scheduler(replaces=random.random() < 0.5)
+        for end in self.network.ends_of([former]):
+            self._world.after(_SECOND_S * random.random() ** 2, end.reset)
+            self._world.after(_SECOND_S * random.random() ** 2, end.other.reset)
+        self.end_after(_SECOND_S + 0.2, partial(self._end_former, former))
+        return True
+
+    def _end_former(self, scheduler: VirtualProcess) -> None:
+        self.network.former.clear()
+        self.cluster.kill(scheduler)
+
+    def _join_server(self) -> bool:
+        if not self.cluster.groups or len(self.cluster.live_servers) > self.cluster.settings.num_servers + 1:
+            return False
+        self.cluster.start_server(is_extra=True)
         return True
 
     def _leave_server(self) -> bool:
-        cluster = self._cluster
-        staying = [server for server in cluster.servers if server.member is not None and not server.is_leaving]
-        if len(staying) < 2:
+        staying = [each for each in self.cluster.live_servers if not each.is_leaving]
+        server, replicas = self.one(staying), self.cluster.settings.replicas
+        if server is None or len(staying) < 2 or not self.cluster.groups:
             return False
-        server = cluster.random.choice(staying)
-        if not self._may_lose and not cluster.can_lose([server] if cluster.settings.replicas else []):
+        if not self._may_lose and not self.can_lose([server] if replicas else []):
             return False
-        server.leave()
-        return True
+        return self.cluster.leave(server)
 
     def _join_worker(self) -> bool:
-        if len(self._cluster.workers) > 4:
+        if not self.cluster.groups or len(self.cluster.live_workers) > self.cluster.settings.num_workers + 1:
             return False
-        self._num_hosts += 1
-        self._cluster.start_worker(f"w{self._num_hosts}")
+        self.cluster.start_worker()
         return True
 
     def _leave_worker(self) -> bool:
-        cluster = self._cluster
-        staying = [worker for worker in cluster.workers if worker.member is not None and not worker.is_leaving]
-        if len(staying) < 2:
-            return False
-        cluster.random.choice(staying).leave()
-        return True
+        staying = [each for each in self.cluster.live_workers if not each.is_leaving]
+        worker = self.one(staying)
+        return worker is not None and len(staying) > 1 and self.cluster.leave(worker)

@@ -8,12 +8,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from paceline.protocol.chains import ChainGroup
 from paceline.protocol.jobs import DoneShards, JobState, Key, shards_in
 from paceline.protocol.scheduler import View
-from simulator.messages import Value
+from simulator.settings import RunSettings
+
+Value: TypeAlias = tuple[int, int, int]
+"""A worker's push to one bucket: (bucket, index, number). The index counts its pushes to the bucket from 1."""
+
+
+class DataLost(Exception):  # noqa: N818 - an end, not an error
+    """Buckets are lost, as they must be when too many servers fail."""
 
 
 class Violation(AssertionError):  # noqa: N818 - it is what the command line calls it
@@ -23,7 +30,7 @@ class Violation(AssertionError):  # noqa: N818 - it is what the command line cal
 class Pushing(Protocol):
     """A worker as the oracle sees it."""
 
-    is_alive: bool
+    is_dead: bool
 
     @property
     def finished_clock(self) -> int:
@@ -60,13 +67,15 @@ class Data:
 class Oracle:
     """All that was pushed, acknowledged, read and mapped."""
 
-    def __init__(self, tau: int | None, is_sequential: bool) -> None:
-        self.tau = tau
-        self.is_sequential = is_sequential
+    def __init__(self, settings: RunSettings, *, may_lose: bool = False) -> None:
+        self.tau = settings.consistency.tau
+        self.is_sequential = settings.is_sequential
+        self._may_lose = may_lose
         self.view = View()
         """The newest view that was committed, by whatever scheduler."""
         self.workers: list[Pushing] = []
         self.num_reads = 0
+        self.num_compared = 0
         self.num_pushes = 0
         self._before: set[Key] = set()
         self._reported: Counter[Key] = Counter()
@@ -78,6 +87,13 @@ class Oracle:
         self._reads: dict[tuple[int, int], int] = {}
         self._refused: dict[int, str] = {}  # workers that a server took for gone → which one
         self._maps: dict[int, tuple[ChainGroup, ...]] = {}
+
+    def lose(self, buckets: int) -> None:
+        """Take note that buckets are lost. Raises DataLost, or Violation if enough servers lived."""
+        self.lost |= buckets
+        if self._may_lose:
+            raise DataLost
+        raise Violation(f"buckets {buckets:b} are lost, though enough servers lived")
 
     # Pushes.
 
@@ -106,7 +122,7 @@ class Oracle:
             return  # who is declared dead and has not heard of it may read, or answer, what is out of date
         needed = clock - self.tau
         for worker in self.workers:
-            if not worker.is_counted or not worker.is_alive or worker.incarnation not in members:
+            if not worker.is_counted or worker.is_dead or worker.incarnation not in members:
                 continue
             if worker.finished_clock < needed:
                 raise Violation(

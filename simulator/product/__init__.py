@@ -1,12 +1,10 @@
-"""Clusters of the product itself in virtual time: its servers, scheduler and clients, its tables and kernels.
+"""Product runs: the product's own servers, scheduler and clients, its tables and kernels, in virtual time.
 
-Nothing of the product is replaced but the system under it: event loops (`loop`), threads and clocks (`world`,
-`primitives`), connections (`network`, `transport`). One thread runs at a time, and a seed decides which is next: so
-every run replays. `faults` breaks what can break; `truth` says what every bucket must hold.
+Only the system under the product is replaced: event loops (`loop`), threads and clocks (`primitives`), streams
+(`streams`, `transport`). One thread runs at a time, and the seed decides which one is next: every run replays.
 """
 
-from simulator.product.cluster import ProductCluster, ProductOutcome
-from simulator.product.faults import KINDS as PRODUCT_KINDS
-from simulator.product.state import ProductSettings
+from simulator.product.cluster import ProductCluster
+from simulator.product.faults import KINDS
 
-__all__ = ["PRODUCT_KINDS", "ProductCluster", "ProductOutcome", "ProductSettings"]
+__all__ = ["KINDS", "ProductCluster"]

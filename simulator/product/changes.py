@@ -19,7 +19,7 @@ from paceline.storage.snapshot_directory import Snapshot
 from paceline.tables.bucket_arrays import buckets_of_keys
 from paceline.tables.rules import Adagrad
 from paceline.tables.sparse_part import Selection
-from simulator.product.state import ClusterState
+from simulator.product.state import SharedState
 from simulator.product.truth import CHANGED, Change, Floats, Keys, Mirror
 
 
@@ -37,16 +37,18 @@ class ChangeRequest:
 
 
 def draw_request(
-    cluster: ClusterState, client: Client, table: Any, mirror: Mirror, slot: int, pending: Sequence[Keys]
+    state: SharedState, client: Client, table: Any, mirror: Mirror, slot: int, pending: Sequence[Keys]
 ) -> ChangeRequest | None:
     """Draw a request for a worker's own keys; None if it has no keys or the disk fails.
 
     `pending` are the keys of pushes in flight. A write may overtake them, so it has other keys.
     """
-    random, plan = cluster.world.random, mirror.plan
+    random, plan = state.world.random, mirror.plan
     kinds = ["write"] if plan.kind == "dense" else ["write", "erase"]
     if plan is CHANGED:
-        kinds += ["set update", "begin pass", "erase unseen", "load"]
+        kinds += ["set update", "begin pass", "erase unseen"]
+        if not state.settings.is_sequential:  # else a load waits for a fill, and the fill for this worker's iteration
+            kinds.append("load")
     kind = random.choice(kinds)
     numbers, keys = np.random.default_rng(random.getrandbits(32)), plan.keys_of(slot)
     if kind == "write":
@@ -77,7 +79,7 @@ def draw_request(
             passes = random.choice((1, 2))
             return ChangeRequest(keys, no_rows, partial(_erase_unseen, passes), partial(table.erase_unseen, passes))
     try:
-        snapshot = _write_snapshot(cluster, table, mirror, keys, records)
+        snapshot = _write_snapshot(state, table, mirror, keys, records)
     except OSError:
         return None
     return ChangeRequest(keys, records, _load, partial(_load_snapshot, client, snapshot))
@@ -110,9 +112,9 @@ def _load(part: Any, selection: Selection, rows: Floats) -> None:
         part.load_bucket(bucket, keys, records.reshape(len(keys), -1))
 
 
-def _write_snapshot(cluster: ClusterState, table: Any, mirror: Mirror, keys: Keys, records: Floats) -> Snapshot:
+def _write_snapshot(state: SharedState, table: Any, mirror: Mirror, keys: Keys, records: Floats) -> Snapshot:
     """Write a snapshot of one table with these rows. Raises OSError if the disk fails."""
-    directory = cluster.disk.new_directory()
+    directory = state.disk.new_directory()
     directory.mkdir(parents=True)
     gathered = PartBuffer(records.nbytes + keys.nbytes)
     gathered.begin(records.shape[1])

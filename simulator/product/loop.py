@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from simulator.product.world import Killed, Thread, VirtualWorld
+from simulator.world import Killed, Thread, VirtualWorld
 
 
 class VirtualLoop(asyncio.BaseEventLoop):

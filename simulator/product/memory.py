@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from paceline.tables.sparse_store import SparseStore
-from simulator.product.world import VirtualProcess, VirtualWorld
+from simulator.world import VirtualProcess, VirtualWorld
 
 _REFUSED: Final = 0.5
 

@@ -12,7 +12,7 @@ from random import Random
 from types import TracebackType
 from typing import Any
 
-from simulator.product.world import Thread, VirtualWorld
+from simulator.world import Thread, VirtualWorld
 
 _PREEMPTED = 0.05
 """How often a thread loses its processor where it takes a lock."""

@@ -1,4 +1,4 @@
-"""What the harness sees of the product's roles from outside: who they know, what they hold, what they log."""
+"""The product's roles from outside: their tables and their log."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import logging
 from types import TracebackType
 
 from paceline.errors import PacelineError
-from paceline.protocol.buckets import Buckets
 from paceline.tables.server_tables import ServerTables
-from simulator.product.network import VirtualNetwork
+from simulator.network import VirtualNetwork
 from simulator.product.transport import VirtualTransport
-from simulator.product.world import VirtualProcess, VirtualWorld
+from simulator.world import VirtualProcess, VirtualWorld
 
 
 class VirtualJoining:
@@ -23,24 +22,6 @@ class VirtualJoining:
     def transport(self) -> VirtualTransport:
         """Return the transport of the simulation."""
         return VirtualTransport(self._network)
-
-
-def chains_of(scheduler: VirtualProcess | None) -> list[tuple[Buckets, tuple[int, ...], bool]]:
-    """Return the chains of the newest committed view: buckets, servers by incarnation, and whether one is filled."""
-    if scheduler is None or scheduler.role is None or not scheduler.role.core.is_established:
-        return []
-    core = scheduler.role.core
-    return [(group.buckets, group.members, group.filling is not None) for group in core.committed.groups]
-
-
-def incarnation_of(scheduler: VirtualProcess | None, process: VirtualProcess) -> int | None:
-    """Return the incarnation that a process has by the scheduler; None if that does not know it."""
-    if scheduler is None or scheduler.role is None:
-        return None
-    for member in scheduler.role.core.membership.members:
-        if member.node == process.name or f"-{process.name}-" in member.node:
-            return int(member.incarnation)
-    return None
 
 
 def tables_of(server: VirtualProcess) -> ServerTables:

@@ -15,11 +15,11 @@ from paceline.ps.client.snapshots import SnapshotTaker
 from paceline.storage.durable_io import replace_synced, write_synced
 from paceline.storage.snapshot_directory import SnapshotWriteError, read_buckets, read_newest
 from paceline.temporary import TemporaryFolder
+from simulator.network import VirtualNetwork
 from simulator.oracle import Violation
-from simulator.product.network import VirtualNetwork
-from simulator.product.transport import VirtualTransport
+from simulator.product.transport import ADDRESS, VirtualTransport
 from simulator.product.truth import table_named
-from simulator.product.world import VirtualWorld
+from simulator.world import VirtualWorld
 
 _PATIENCE_S: Final = 20.0
 _FAILURES: Final = (errno.ENOSPC, errno.EIO)
@@ -67,13 +67,14 @@ class Disk:
             self._folder.close()
 
 
-def take_snapshot(world: VirtualWorld, network: VirtualNetwork, disk: Disk, scheduler: str) -> Path | None:
+def take_snapshot(network: VirtualNetwork, disk: Disk) -> Path | None:
     """Take a snapshot; return its directory, or None if it did not come about in time, or for the disk.
 
     Raises Violation for one that is not whole, and PacelineError for what is wrong with the cluster.
     """
-    num_failed, directory, end_s = disk.num_failed, disk.new_directory(), world.now_s + _PATIENCE_S
-    client = Client.connect(VirtualTransport(network), scheduler, observer=True)
+    world, num_failed, directory = network.world, disk.num_failed, disk.new_directory()
+    end_s = world.now_s + _PATIENCE_S
+    client = Client.connect(VirtualTransport(network), ADDRESS, observer=True)
     taker = SnapshotTaker(client, directory)
     try:
         taker.begin()
@@ -112,9 +113,9 @@ def compare_snapshot(directory: Path, chains: Sequence[tuple[Buckets, Sequence[t
                     raise Violation(f"(snapshots) bucket {bucket} of {stored.spec.name!r} is not what {server} has")
 
 
-def try_snapshot(world: VirtualWorld, network: VirtualNetwork, disk: Disk, scheduler: str) -> None:
+def try_snapshot(network: VirtualNetwork, disk: Disk) -> None:
     """Take a snapshot while things fail: it comes about whole, or not at all."""
     try:
-        take_snapshot(world, network, disk, scheduler)
+        take_snapshot(network, disk)
     except PacelineError as error:
-        world.note(f"no snapshot: {type(error).__name__}")
+        network.world.note(f"no snapshot: {type(error).__name__}")

@@ -22,12 +22,12 @@ from paceline.ps.fail_stop import end_process
 from paceline.ps.messages import ProcessIdentity
 from paceline.ps.scheduler.processes import own_process
 from paceline.transport import SocketTransport, new_event_loop
+from simulator.network import VirtualNetwork
 from simulator.product.loop import VirtualLoop
-from simulator.product.network import VirtualNetwork
 from simulator.product.primitives import Executor, Numbers, Threading, VirtualFuture, VirtualTime
 from simulator.product.snapshots import Disk
 from simulator.product.transport import VirtualTransport
-from simulator.product.world import Killed, VirtualWorld
+from simulator.world import Killed, VirtualWorld
 
 _PRODUCT: Final = tuple(f"paceline.{package}" for package in ("launch.roles", "ps", "storage", "tables", "transport"))
 

@@ -25,9 +25,11 @@ from paceline.transport.opening import OpenedConnection
 from paceline.transport.receiving import BufferPool
 from paceline.transport.security.authentication import Hello
 from paceline.transport.security.binding import IN_MEMORY
-from simulator.product.network import End, VirtualNetwork
-from simulator.product.world import VirtualWorld
+from simulator.network import Refused, VirtualNetwork
+from simulator.product.streams import StreamEnd
+from simulator.world import VirtualWorld
 
+ADDRESS: Final = "memory://scheduler"
 TOKEN: Final = "the token of a simulation"
 _HANDSHAKE_S: Final = 10.0
 _SEND_S: Final = 60.0
@@ -52,7 +54,7 @@ class VirtualTransport(Transport):
             if world.now_s >= end_s:
                 raise DeadlineError(f"{address} did not answer within {timeout_s:g} s")
             world.sleep(min(_RETRY_S, max(end_s - world.now_s, 1e-6)))
-        near, far = self._network.connect(world.current.process, listener.process)
+        near, far = self._network.connect(world.current.process, listener.process, StreamEnd)
         world.sleep(2 * self._network.delay_s(near.path))
         channel = VirtualChannel(address, self._limits, near, world)
         listener.accept(far)
@@ -70,7 +72,7 @@ class VirtualTransport(Transport):
                 raise DeadlineError(f"{address} did not answer within {timeout_s:g} s")
             await asyncio.sleep(min(_RETRY_S, max(end_s - world.now_s, 1e-6)))
         process = world.current.process
-        near, far = self._network.connect(process, listener.process)
+        near, far = self._network.connect(process, listener.process, StreamEnd)
         await asyncio.sleep(2 * self._network.delay_s(near.path))
         handshake = ClientHandshake(address, TOKEN, hello, listener=_wanted(target))
         loop = asyncio.get_running_loop()
@@ -80,16 +82,12 @@ class VirtualTransport(Transport):
         return await connection.wait_authenticated(timeout_s)
 
     def _reach(self, address: Address) -> _VirtualListener | None:
-        """Return who listens; None if nothing is heard from there. Raises AddressError if nobody does."""
-        network, ours = self._network, self._network.world.current.process
-        if address.host in network.powerless:
-            return None
-        listener = network.listeners.get(address.host)
-        if listener is not None and network.is_cut((ours.host, listener.process.host)):
-            return None
-        if listener is None or address.host in network.refusing:
-            raise AddressError(f"cannot reach {address}: nobody listens there")
-        assert isinstance(listener, _VirtualListener)
+        """Return the listener at an address; None if it does not answer. Raises AddressError if there is none."""
+        try:
+            listener = self._network.reach(self._network.world.current.process.host, address.host)
+        except Refused:
+            raise AddressError(f"cannot reach {address}: no process listens there") from None
+        assert listener is None or isinstance(listener, _VirtualListener)
         return listener
 
     @override
@@ -137,7 +135,7 @@ class _VirtualListener(Listener):
     def set_hello(self, hello: Hello) -> None:
         self._service.hello = hello
 
-    def accept(self, end: End) -> None:
+    def accept(self, end: StreamEnd) -> None:
         """Take a connection that was made to this listener; from any thread."""
         if self._loop.is_closed() or self._network.listeners.get(self.endpoint.tcp.host) is not self:
             end.abort()
@@ -162,7 +160,7 @@ class _VirtualListener(Listener):
 class Pipe(asyncio.Transport):
     """What a :class:`Connection` takes for its asyncio transport."""
 
-    def __init__(self, connection: Connection, end: End, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, connection: Connection, end: StreamEnd, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__()
         self._connection = connection
         self._end = end
@@ -208,7 +206,7 @@ class Pipe(asyncio.Transport):
         if self._is_reading and not self._is_closing and (end.num_arrived or end.has_ended):
             self._changed()
 
-    def _receive(self, end: End) -> None:
+    def _receive(self, end: StreamEnd) -> None:
         try:
             buffer = memoryview(self._connection.get_buffer(-1))
             size = len(buffer) if self._random.random() < 0.8 else self._random.randint(1, len(buffer))
@@ -292,7 +290,7 @@ class Pipe(asyncio.Transport):
 class VirtualChannel(StreamChannel):
     """A blocking channel: who waits on it lets others run."""
 
-    def __init__(self, address: Address, limits: Limits, end: End, world: VirtualWorld) -> None:
+    def __init__(self, address: Address, limits: Limits, end: StreamEnd, world: VirtualWorld) -> None:
         super().__init__(address, limits)
         self._end = end
         self._world = world

@@ -29,7 +29,8 @@ from paceline.tables.rules import FTRL, SGD, Adagrad, Adam, UpdateRule
 from paceline.tables.server_tables import ServerTable
 from paceline.tables.sparse_part import Selection, TablePart, make_part
 from paceline.tables.spec import TableSpec
-from simulator.oracle import Violation
+from simulator.oracle import Oracle, Violation
+from simulator.settings import RunSettings
 
 Keys = npt.NDArray[np.uint64]
 Floats = npt.NDArray[np.float32]
@@ -183,15 +184,15 @@ class Mirror:
         return out.reshape(len(keys), self.plan.dim)
 
 
-class Truth:
-    """All pushes of a simulation."""
+class Truth(Oracle):
+    """An oracle that knows all pushes and changes of tables."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: RunSettings) -> None:
+        super().__init__(settings)
         self.issued: list[Issued] = []
         self.specs: dict[str, TableSpec] = {}
         self.unfinished: Counter[str] = Counter()
         """Table name → calls to all servers that have not returned. A dead worker's call never does."""
-        self.num_compared = 0
 
     def issue(self, plan: Plan, slot: int, keys: Keys, rows: Floats, change: Change) -> Issued:
         """Note a push or change that is about to be sent."""

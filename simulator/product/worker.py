@@ -7,15 +7,16 @@ from typing import Any, Final
 import numpy as np
 
 from paceline.errors import AddressError, ConnectionLostError, DeadlineError, PacelineError
-from paceline.ps import Client
+from paceline.ps import Client, Server
 from paceline.tables.rules import SGD
 from simulator.oracle import Violation
 from simulator.product.changes import draw_request, push
-from simulator.product.state import ClusterState, Participant
-from simulator.product.transport import VirtualTransport
+from simulator.product.state import Participant, SharedState
+from simulator.product.transport import ADDRESS, VirtualTransport
 from simulator.product.truth import CHANGED, CLOCKS, RATES, Floats, Issued, Keys, Mirror, Plan
-from simulator.product.world import VirtualProcess
+from simulator.world import VirtualProcess
 
+_PATIENCE_S: Final = 60.0
 _AT_ONCE_S: Final = 0.1
 """Workers set a rate at multiples of this time."""
 
@@ -23,10 +24,10 @@ _AT_ONCE_S: Final = 0.1
 class ProductWorker(Participant):
     """One worker, and how it works."""
 
-    def __init__(self, cluster: ClusterState, process: VirtualProcess, slot: int) -> None:
+    def __init__(self, state: SharedState, process: VirtualProcess, slot: int) -> None:
         super().__init__(process, slot)
-        self.cluster = cluster
-        self._random = cluster.world.random
+        self.state = state
+        self._random = state.world.random
         self._mirrors: dict[str, Mirror] = {}
         self._tables: dict[str, Any] = {}
         self._waiting: list[tuple[Any, Issued]] = []
@@ -34,36 +35,38 @@ class ProductWorker(Participant):
 
     def run(self) -> None:
         """Work through all phases."""
-        cluster = self.cluster
+        state = self.state
         client: Client | None = None
         try:
             client = self._connect()
             self.first_clock, self.is_joined = client.clock, True
-            cluster.world.note(f"{self.process.name} is worker {client.rank} from iteration {client.clock}")
-            for plan in cluster.plans:
+            state.world.note(f"{self.process.name} is worker {client.rank} from iteration {client.clock}")
+            for plan in state.plans:
                 self._tables[plan.name] = table = plan.declare(client)
-                cluster.truth.specs.setdefault(plan.name, table.spec)
+                state.truth.specs.setdefault(plan.name, table.spec)
                 self._mirrors[plan.name] = Mirror(plan, table.spec)
-            for phase in range(cluster.settings.num_phases):
-                while client.clock < (phase + 1) * cluster.settings.iterations:
+            for phase in range(state.settings.num_phases):
+                while client.clock < (phase + 1) * state.settings.iterations:
                     self._iterate(client)
                 self._read_all(client)
                 self._set_rate()
                 self.num_arrived = phase + 1
-                cluster.world.note(f"{self.process.name} has ended phase {phase}")
-                while cluster.phase <= phase:
-                    cluster.world.sleep(0.02)
+                state.world.note(f"{self.process.name} has ended phase {phase}")
+                while state.num_phases <= phase:
+                    state.world.sleep(0.02)
             client.close()
         except PacelineError as error:
-            cluster.worker_failed(self, error)
+            state.world.note(f"{self.process.name} fails: {type(error).__name__}: {error}")
+            if not self.process.is_disturbed:
+                raise Violation(f"(progress) {self.process.name}: {type(error).__name__}: {error}") from error
 
     def _connect(self) -> Client:
         """Connect; try again, as whoever starts workers does, if there is nobody yet or no more."""
-        cluster, world = self.cluster, self.cluster.world
-        end_s = world.now_s + cluster.patience_s
+        state, world = self.state, self.state.world
+        end_s = world.now_s + _PATIENCE_S
         while True:
             try:
-                return Client.connect(VirtualTransport(cluster.network), cluster.address, timeout_s=cluster.patience_s)
+                return Client.connect(VirtualTransport(state.network), ADDRESS, timeout_s=_PATIENCE_S)
             except (AddressError, ConnectionLostError, DeadlineError) as error:
                 world.note(f"{self.process.name} tries again: {error}")
                 if world.now_s >= end_s:
@@ -71,33 +74,33 @@ class ProductWorker(Participant):
                 world.sleep(0.1)
 
     def _iterate(self, client: Client) -> None:
-        random, cluster = self._random, self.cluster
-        cluster.world.sleep(random.random() * cluster.settings.think_s)
+        random, state = self._random, self.state
+        state.world.sleep(random.random() * state.settings.think_s)
         if random.random() < 0.7:
             self._check_clocks(client)
-        if random.random() < 0.4 and not cluster.may_refuse:
+        if random.random() < 0.4 and not state.may_refuse:
             self._change(client)
         pushes: list[tuple[Plan, Keys, Floats]] = []
-        for plan in cluster.plans:
+        for plan in state.plans:
             if plan is not CLOCKS and self.slot < plan.num_pushing and random.random() < 0.7:
-                for _ in range(1 if cluster.is_sequential else random.choice((1, 1, 2))):
+                for _ in range(1 if state.settings.is_sequential else random.choice((1, 1, 2))):
                     pushes.append((plan, *self._draw(plan)))
         mine = np.array([self.slot], np.uint64)
         pushes.append((CLOCKS, mine, np.array([[-1.0]], np.float32)))
-        if not cluster.is_sequential:
+        if not state.settings.is_sequential:
             random.shuffle(pushes)
         applied = []
         for plan, keys, grads in pushes:
             if not plan.is_shared and random.random() < 0.2:
                 self._check_own(plan)
             applied.append(self._push(plan, keys, grads))
-            if not cluster.is_sequential:
+            if not state.settings.is_sequential:
                 self._note(applied[-1])
-        if random.random() < 0.6 or cluster.may_refuse:
+        if random.random() < 0.6 or state.may_refuse:
             self._wait_tickets()
         client.tick()
         self.num_counted += 1
-        if cluster.is_sequential:
+        if state.settings.is_sequential:
             for issued in applied:
                 self._note(issued)
 
@@ -108,8 +111,8 @@ class ProductWorker(Participant):
 
     def _set_rate(self) -> None:
         """Change the hyperparameters of a table, at the same time as other workers."""
-        self.cluster.world.sleep(-self.cluster.world.now_s % _AT_ONCE_S)
-        unfinished = self.cluster.truth.unfinished
+        self.state.world.sleep(-self.state.world.now_s % _AT_ONCE_S)
+        unfinished = self.state.truth.unfinished
         unfinished[RATES.name] += 1
         self._break_connections()
         self._tables[RATES.name].set_update(SGD(lr=self._random.random()))
@@ -117,15 +120,15 @@ class ProductWorker(Participant):
 
     def _change(self, client: Client) -> None:
         """Change a table by another request than a push, and compare the number of erased rows."""
-        cluster, random, truth = self.cluster, self._random, self.cluster.truth
-        plans = [plan for plan in cluster.plans if self.slot < plan.num_pushing and not plan.is_shared]
+        state, random, truth = self.state, self._random, self.state.truth
+        plans = [plan for plan in state.plans if self.slot < plan.num_pushing and not plan.is_shared]
         if not plans:
             return
         plan = CHANGED if CHANGED in plans and random.random() < 0.7 else random.choice(plans)
-        if cluster.is_sequential:
+        if state.settings.is_sequential:
             self._check_own(plan)  # waits until the pushes of earlier iterations are applied
         pending = [issued.keys for _, issued in self._waiting if issued.plan is plan]
-        request = draw_request(cluster, client, self._tables[plan.name], self._mirrors[plan.name], self.slot, pending)
+        request = draw_request(state, client, self._tables[plan.name], self._mirrors[plan.name], self.slot, pending)
         if request is None:
             return
         if not request.may_overtake:
@@ -147,11 +150,9 @@ class ProductWorker(Participant):
 
     def _break_connections(self) -> None:
         """Often let connections to servers break at the next request, which may arrive late, or at its answer."""
-        network, random = self.cluster.network, self._random
+        network, random = self.state.network, self._random
         ends = [
-            end
-            for end in network.ends
-            if end.process is self.process and end.other.process.name in self.cluster.servers
+            end for end in network.ends if end.process is self.process and isinstance(end.other.process.role, Server)
         ]
         broken = random.choice(("none", "request", "answer"))
         if broken == "request":
@@ -174,9 +175,9 @@ class ProductWorker(Participant):
         return keys, numbers.standard_normal((len(keys), plan.dim)).astype(np.float32)
 
     def _push(self, plan: Plan, keys: Keys, grads: Floats) -> Issued:
-        issued = self.cluster.truth.issue(plan, self.slot, keys, grads, push)
+        issued = self.state.truth.issue(plan, self.slot, keys, grads, push)
         ticket = plan.push(self._tables[plan.name], keys, grads)
-        self.cluster.num_pushes += 1
+        self.state.truth.num_pushes += 1
         self._waiting.append((ticket, issued))
         if self._random.random() < 0.3:
             self._wait_tickets()
@@ -188,11 +189,11 @@ class ProductWorker(Participant):
             try:
                 ticket.wait()
             except PacelineError as error:
-                if not (self.cluster.may_refuse and "no memory" in str(error)):
+                if not (self.state.may_refuse and "no memory" in str(error)):
                     raise
                 self._mirrors.pop(issued.plan.name, None)  # its values are unknown now
             else:
-                issued.is_sure = not self.cluster.is_sequential
+                issued.is_sure = not self.state.settings.is_sequential
                 self._acknowledged.append(issued)
 
     def _check_own(self, plan: Plan) -> None:
@@ -202,8 +203,8 @@ class ProductWorker(Participant):
             return
         keys = plan.keys_of(self.slot)
         found = plan.pull(self._tables[plan.name], keys)
-        self.cluster.num_reads += 1
-        if self._waiting and self.cluster.may_refuse:
+        self.state.truth.num_reads += 1
+        if self._waiting and self.state.may_refuse:
             return  # one of them may have been refused
         expected = mirror.values(keys)
         if found.tobytes() != expected.tobytes():
@@ -215,12 +216,12 @@ class ProductWorker(Participant):
 
     def _check_clocks(self, client: Client) -> None:
         """Read how far all workers are: as far as the consistency says at least, and not further than they went."""
-        cluster, clock, tau = self.cluster, client.clock, self.cluster.settings.consistency.tau
-        live = [each for each in cluster.workers.values() if each.is_joined and not each.is_disturbed]
+        state, clock, tau = self.state, client.clock, self.state.settings.consistency.tau
+        live = [each for each in state.workers.values() if each.is_joined and not each.process.is_disturbed]
         values = CLOCKS.pull(self._tables["clocks"], CLOCKS.keys_of(0))[:, 0].tolist()
-        cluster.num_reads += 1
+        state.truth.num_reads += 1
         for worker in live:
-            if worker.is_disturbed or worker.process.is_dead:
+            if worker.process.is_disturbed or worker.process.is_dead:
                 continue
             counted = worker.first_clock + int(values[worker.slot])
             if tau is not None and counted < min(clock - tau, worker.first_clock + worker.num_counted):
@@ -228,7 +229,7 @@ class ProductWorker(Participant):
                     f"(gate) worker in slot {self.slot} reads in iteration {clock} that worker in slot {worker.slot} "
                     f"has finished {counted}, with a delay of {tau}"
                 )
-            if cluster.is_sequential and counted > max(clock, worker.first_clock):
+            if state.settings.is_sequential and counted > max(clock, worker.first_clock):
                 raise Violation(
                     f"(gate) worker in slot {self.slot} reads in iteration {clock} what worker in slot {worker.slot} "
                     f"pushed in iteration {counted - 1}"
@@ -237,7 +238,7 @@ class ProductWorker(Participant):
     def _read_all(self, client: Client) -> None:
         self._wait_tickets()
         client.flush()
-        for plan in self.cluster.plans:
+        for plan in self.state.plans:
             if plan is not CLOCKS:
                 self._check_own(plan)
         self._check_clocks(client)

@@ -13,7 +13,7 @@ from paceline.protocol.delivery import Delivery
 from paceline.tables.sparse_part import SparsePart
 from simulator.__main__ import main
 from simulator.oracle import Violation
-from simulator.product import PRODUCT_KINDS, ProductCluster
+from simulator.product import KINDS, ProductCluster
 from simulator.product.truth import Truth
 
 SEEDS = range(34, 46)
@@ -24,7 +24,7 @@ def test_nothing_promised_is_broken() -> None:
     outcomes = [ProductCluster(seed).run() for seed in SEEDS]
     assert [f"seed {each.seed}: {each.violation}" for each in outcomes if each.violation] == []
     fired = sum((each.fired for each in outcomes), Counter[str]())
-    assert len(fired) > len(PRODUCT_KINDS) // 2
+    assert len(fired) > len(KINDS) // 2
     assert sum(each.num_reads for each in outcomes) > 150
     assert sum(each.num_compared for each in outcomes) > 5_000
 

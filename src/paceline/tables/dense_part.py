@@ -140,13 +140,13 @@ class DensePart(TablePart):
     def _buckets(self, selection: Selection) -> Buckets:
         return self.primary if selection.buckets is None else selection.buckets
 
-    def _positions(self, keys: Keys) -> Positions:
+    def _positions(self, keys: Keys, *, is_held: bool = True) -> Positions:
         if len(keys) and keys.max() >= self._size:
             raise UsageError(
                 f"keys of dense table {self.spec.name!r} hold {keys.max()}: they go from 0 to {self._size - 1}"
             )
         positions = keys.view(np.int64)
-        if self.held != ALL:
+        if is_held and self.held != ALL:
             here = self._flags[positions // self._width]
             if not here.all():
                 raise UsageError(
@@ -170,7 +170,8 @@ class DensePart(TablePart):
         if selection.keys is None:
             return self._buckets(selection) & range_buckets(self._size, selection.start, selection.stop)
         flags = to_flags(0)
-        flags[self._places(selection) // self._width] = True
+        positions = self._positions(selection.keys, is_held=False) if selection.places is None else selection.places
+        flags[positions // self._width] = True
         return from_flags(flags)
 
     @override

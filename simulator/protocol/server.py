@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from typing_extensions import override
 
@@ -14,24 +14,22 @@ from paceline.protocol.reachability import Silence
 from paceline.protocol.replication import AGGREGATE
 from paceline.protocol.scheduler import View
 from paceline.protocol.scheduler.events import BucketsFilled, Expel, ServerDraining
-from paceline.protocol.server import Route, Timing, events
+from paceline.protocol.server import Route, ServerCore, Timing, events
 from paceline.protocol.server.waiting import KEPT
-from simulator.messages import TIMING, Check, EventFrame, Part, Ping, Pong, Push, Reply
-from simulator.network import SimulatedConnection
-from simulator.node import SimulatedNode
 from simulator.oracle import Data, Violation
-from simulator.toy_table import ToyTable
-
-if TYPE_CHECKING:
-    from simulator.cluster import Cluster
+from simulator.protocol.connections import MessageEnd
+from simulator.protocol.messages import TIMING, Check, EventFrame, Part, Ping, Pong, Push, Reply
+from simulator.protocol.node import SimulatedNode, Surroundings
+from simulator.protocol.table import ToyTable
 
 
 class SimulatedServer(SimulatedNode):
     """The core, its links, and a table of sums."""
 
-    def __init__(self, host: str, name: str, cluster: Cluster, *, is_extra: bool) -> None:
-        super().__init__(host, name, cluster, role=Role.SERVER, is_extra=is_extra)
-        self.core = cluster.make_server_core()
+    def __init__(self, name: str, around: Surroundings, *, is_extra: bool) -> None:
+        super().__init__(name, around, Role.SERVER, is_extra=is_extra)
+        settings = self.settings
+        self.core = ServerCore(settings.consistency, replicas=settings.replicas, min_replicas=settings.min_replicas)
         self.table = ToyTable(name)
         self._silence = Silence()
         self._reports: dict[int, BucketsFilled] = {}
@@ -39,14 +37,12 @@ class SimulatedServer(SimulatedNode):
     # Connections.
 
     @override
-    def accept(self, connection: SimulatedConnection, hello: Any) -> bool:
-        _, source, target = hello
-        connection.owner = source
-        return bool(target == self.incarnation)
+    def accept(self, connection: MessageEnd, hello: Any) -> bool:
+        return bool(hello[2] == self.incarnation)
 
     @override
-    def closed(self, connection: SimulatedConnection) -> None:
-        if connection.ends[0] is self:
+    def closed(self, connection: MessageEnd) -> None:
+        if connection.is_opener:
             super().closed(connection)
         else:
             self.core.disconnected(lambda token: token.connection is connection)  # type: ignore[attr-defined]
@@ -56,12 +52,12 @@ class SimulatedServer(SimulatedNode):
         self._handle(replication.LinkUp(server) if is_up else replication.LinkDown(server))
 
     @override
-    def receive_from_peer(self, connection: SimulatedConnection, message: Any) -> None:
+    def receive_from_peer(self, connection: MessageEnd, message: Any) -> None:
         match message:
             case EventFrame():
                 self._receive(message)
             case Ping():
-                connection.send(self, Pong())
+                connection.send(Pong())
             case Pong():
                 self._silence.heard(connection.hello[2])
             case _:
@@ -69,7 +65,7 @@ class SimulatedServer(SimulatedNode):
 
     def _receive(self, frame: EventFrame) -> None:
         """Take a frame of a worker or a server, now or at its time."""
-        sender = frame.connection.owner
+        sender = frame.connection.hello[1]
         timing = self.core.time(TIMING[type(frame.event)], sender, frame.version)
         if timing in KEPT:
             self.core.postpone(timing, sender, frame)
@@ -97,12 +93,12 @@ class SimulatedServer(SimulatedNode):
                 return
             case Route.KEEP:
                 ((worker, values),) = frame.payload
-                self.cluster.fired["duplicate"] += bool(push.buckets & ~verdict.fresh)
+                self.network.fired["duplicate"] += bool(push.buckets & ~verdict.fresh)
                 self.table.keep(worker, push.iteration, values, verdict.fresh)
         self._obey(self.core.admit(verdict, frame))
 
     def _answer(self, frame: EventFrame, content: Any = None) -> None:
-        frame.connection.send(self, Reply(frame.number, content, durable=self.core.durable))
+        frame.connection.send(Reply(frame.number, content, durable=self.core.durable))
 
     # Membership.
 
@@ -111,14 +107,14 @@ class SimulatedServer(SimulatedNode):
         self._obey(self.core.joined(self.incarnation))
 
     @override
-    def attached(self, scheduler: SimulatedConnection) -> None:
+    def attached(self, scheduler: MessageEnd) -> None:
         for report in self._reports.values():
             self.send_to_scheduler(report)
 
     def leave(self) -> None:
         """Request to be drained."""
         self.is_leaving = True
-        self.send_to_scheduler(ServerDraining(self.scheduler))
+        self.send_to_scheduler(ServerDraining(self.scheduler_end))
 
     @override
     def view_changed(self, view: View) -> None:
@@ -150,18 +146,18 @@ class SimulatedServer(SimulatedNode):
                 case replication.Acknowledge(EventFrame(event=Push()) as frame):
                     self._answer(frame)
                 case replication.Acknowledge(EventFrame() as frame):
-                    frame.connection.send(self, replication.Acknowledged(self.incarnation, frame.number))
+                    frame.connection.send(replication.Acknowledged(self.incarnation, frame.number))
                 case replication.RefusePush(EventFrame() as frame) | events.Stale(EventFrame() as frame):
                     self._answer(frame, self.views.committed)
                 case replication.Load(EventFrame(payload=(value, marks)) as frame, bucket):
                     self.table.data[bucket] = Data(value, dict(marks))
-                    frame.connection.send(self, replication.Confirmed(self.incarnation, frame.number))
+                    frame.connection.send(replication.Confirmed(self.incarnation, frame.number))
                 case replication.Drop(buckets):
                     self.table.drop(buckets)
                 case replication.Hold(buckets):
                     self.table.hold(buckets)
                 case replication.Lead(buckets):
-                    self.cluster.oracle.leads(self.core.version, buckets, self.incarnation, self.name)
+                    self.oracle.leads(self.core.version, buckets, self.incarnation, self.name)
                     self.table.keep_only(buckets)
                 case replication.Ready(target, version):
                     ready = events.ReadyReceived(self.incarnation, version)
@@ -179,8 +175,8 @@ class SimulatedServer(SimulatedNode):
                 case events.TellJoined(EventFrame() as frame):
                     self._answer(frame, instruction)
                 case events.TellExpelled(EventFrame() as frame):
-                    self.cluster.oracle.refused(frame.event.worker, self.name)
-                    frame.connection.send(self, Expel(frame.connection, "it is no member"))
+                    self.oracle.refused(frame.event.worker, self.name)
+                    frame.connection.send(Expel(frame.connection, "it is no member"))
                 case events.Serve(EventFrame() as frame):
                     self._serve(frame)
                 case events.DropKept(worker, iteration):
@@ -192,7 +188,7 @@ class SimulatedServer(SimulatedNode):
                 case events.ApplySum(iteration, workers, buckets):
                     self.table.apply(self.table.take_sum(iteration, workers, buckets), buckets)
         for frame in resumed:
-            self.receive(frame.connection, frame)
+            self._receive(frame)
 
     def _forward(self, forward: replication.Forward) -> None:
         me, (incarnation, sequence), buckets = self.incarnation, _origin(forward.token), forward.buckets
@@ -223,7 +219,7 @@ class SimulatedServer(SimulatedNode):
         read, version = frame.event, self.core.version
         for bucket in buckets_in(read.buckets):
             data = self.table.data[bucket]
-            self.cluster.oracle.read(bucket, data, read.worker, read.clock, version, self.incarnation, self.name)
+            self.oracle.read(bucket, data, read.worker, read.clock, version, self.incarnation, self.name)
         self._answer(frame)
 
     # Comparison of replicas.
@@ -233,13 +229,10 @@ class SimulatedServer(SimulatedNode):
         found = self._silence.look(self.links)
         core = self.core
         for target, link in self.links.there():
-            link.send(self, Ping())
+            link.send(Ping())
             for bucket in buckets_in(core.checkable(target)):
-                check = Check(bucket, core.applied_to(bucket))
-                link.send(
-                    self,
-                    EventFrame(link, lambda _: check, version=core.version, payload=self.table.copy_of(bucket)),  # noqa: B023
-                )
+                check, copy = Check(bucket, core.applied_to(bucket)), self.table.copy_of(bucket)
+                link.send(EventFrame(link.other, lambda _: check, version=core.version, payload=copy))  # noqa: B023
         return found
 
     def _compare(self, source: int, frame: EventFrame) -> None:
@@ -247,7 +240,7 @@ class SimulatedServer(SimulatedNode):
         core, check = self.core, frame.event
         if not core.is_comparable(source, frame.version, check.bucket):
             return
-        self.cluster.fired["compared"] += 1
+        self.oracle.num_compared += 1
         found = core.applied_to(check.bucket), self.table.copy_of(check.bucket)
         if found != (check.applied, frame.payload):
             raise Violation(
@@ -264,7 +257,7 @@ class SimulatedServer(SimulatedNode):
         if set(self.table.data) != set(buckets_in(held)):
             raise Violation(f"{self.name}: holds {sorted(self.table.data)}, not {list(buckets_in(held))}")
         for bucket, data in self.table.data.items():
-            self.cluster.oracle.check_value(bucket, data, self.name)
+            self.oracle.check_value(bucket, data, self.name)
 
 
 def _parts(token: Any) -> tuple[Part, ...]:

@@ -1,8 +1,9 @@
-"""Virtual time and threads: of all threads of a simulation exactly one runs, and a seed decides which is next.
+"""Virtual time, processes and threads. A seed decides the order of all events.
 
-Product code blocks: in locks, on channels, in the selector of an event loop. Here every such wait ends in
-:meth:`VirtualWorld.block`, which hands the baton to the thread whose turn is next; time jumps to that turn. The
-threads are the system's, so that product code runs unchanged, but all but one of them wait for the baton.
+Processes of protocol runs have no threads: they are called. Product code blocks: in locks, on channels, in the selector
+of an event loop. Here every such wait ends in :meth:`VirtualWorld.block`, which hands the baton to the thread whose
+turn is next; time jumps to that turn. The threads are the system's, so that product code runs unchanged, but all but
+one of them wait for the baton.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import heapq
 import threading
 import zlib
+from collections import deque
 from collections.abc import Callable
 from random import Random
 from typing import Any, Final
@@ -28,7 +30,7 @@ class Deadlock(Exception):  # noqa: N818 - what was found, as Violation
 
 
 class VirtualProcess:
-    """A process of the simulation: threads that are paused and killed together."""
+    """A process of the simulation: its calls and threads are paused and killed together."""
 
     def __init__(self, world: VirtualWorld, name: str, host: str) -> None:
         self.world = world
@@ -51,8 +53,26 @@ class VirtualProcess:
         self.hook: Callable[[Any], None] | None = None
         """What ``threading.excepthook`` is in it."""
         self.signals: dict[int, Callable[[], None]] = {}
+        self.is_leaving = False
+        """Whether it was requested to leave."""
+        self.clock_offset_s = 0.0
+        """The error of its clock."""
+        self.is_disturbed = False
+        """Whether the others may take it for dead, so that it may end itself."""
         self._deferred: list[tuple[Thread, int]] = []
+        self._calls: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()  # until it goes on
         world.processes.append(self)
+
+    def later(self, delay_s: float, call: Callable[..., None], *arguments: Any) -> None:
+        """Call after a delay, if the process lives and runs by then."""
+        self.world.after(delay_s, self.run, call, *arguments)
+
+    def run(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Call now, or when the process goes on."""
+        if self.is_paused:
+            self._calls.append((call, arguments))
+        elif not self.is_dead:
+            call(*arguments)
 
     def start(self, main: Callable[[], None]) -> Thread:
         """Start its main thread; when that ends, so does the process."""
@@ -77,6 +97,9 @@ class VirtualProcess:
         deferred, self._deferred = self._deferred, []
         for thread, generation in deferred:
             self.world.resume_at(self.world.now_s, thread, generation)
+        calls, self._calls = self._calls, deque()
+        for call, arguments in calls:
+            self.run(call, *arguments)
 
     def defer(self, thread: Thread, generation: int) -> None:
         """Let a thread have its turn when the process goes on."""
@@ -88,6 +111,7 @@ class VirtualProcess:
             return
         self.is_dead = True
         self.is_paused = False
+        self._calls.clear()
         for call in self.at_death:
             call()
         for thread in self.threads:
@@ -152,7 +176,7 @@ class VirtualWorld:
         self.now_s = 0.0
         self.trace = trace
         self.trace_hash = 0
-        self.num_turns = 0
+        self.num_turns = self.num_events = 0
         self.processes: list[VirtualProcess] = []
         self.failure: BaseException | None = None
         self._turns: list[tuple[float, float, int, Callable[..., None] | None, tuple[Any, ...]]] = []
@@ -166,12 +190,12 @@ class VirtualWorld:
         self._number += 1
         return self._number
 
-    def note(self, text: str) -> None:
-        """Say what happens; two runs that differ in one word have other hashes."""
+    def note(self, text: str, *details: object) -> None:
+        """Trace an event. Runs that differ in one word have other hashes; only the trace has the details."""
         line = f"{self.now_s:10.6f} {text}"
         self.trace_hash = zlib.crc32(line.encode(), self.trace_hash)
         if self.trace is not None:
-            self.trace(line)
+            self.trace(" ".join([line, *(str(each) for each in details if not isinstance(each, bytes))]))
 
     # Turns.
 
@@ -250,6 +274,7 @@ class VirtualWorld:
         while True:
             time_s, _, _, call, arguments = heapq.heappop(self._turns)
             self.now_s = max(self.now_s, time_s)
+            self.num_events += 1
             if call is not None:
                 try:
                     call(*arguments)

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from paceline.protocol.client import Request
 from paceline.protocol.jobs import Counters, JobMemory, MemberLedger, messages
 from paceline.protocol.scheduler.line import MemberEnd, SentMessage
-from simulator.messages import EndWork, JobMessage, Reply
+from simulator.protocol.messages import EndWork, JobMessage, Reply
 
 JobCall: TypeAlias = messages.JobRequest | EndWork
 Program: TypeAlias = Generator[float | list[Request] | JobCall, Any, None]

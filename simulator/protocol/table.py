@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from paceline.protocol.buckets import buckets_in
-from simulator.messages import Part, Value
-from simulator.oracle import Data
+from simulator.oracle import Data, Value
+from simulator.protocol.messages import Part
 
 
 class ToyTable:

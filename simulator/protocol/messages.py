@@ -1,8 +1,4 @@
-"""Frames between the processes of a protocol run. Most are events and instructions of the cores, as they are.
-
-A value is a worker's push to one bucket: (bucket, index, number). The index counts the worker's pushes to the bucket
-from 1; the oracle checks that each one is applied once, in order and without a gap.
-"""
+"""Frames between the processes of a protocol run. Most are events and instructions of the cores, as they are."""
 
 from __future__ import annotations
 
@@ -13,11 +9,10 @@ from typing import Any, Final, TypeAlias
 from paceline.protocol import replication
 from paceline.protocol.membership import Member
 from paceline.protocol.scheduler import View
-from paceline.protocol.scheduler.events import Prepare, Publish
 from paceline.protocol.server import TimingClass, events
-from simulator.network import SimulatedConnection
+from simulator.oracle import Value
+from simulator.protocol.connections import MessageEnd
 
-Value: TypeAlias = tuple[int, int, int]
 Part: TypeAlias = tuple[int, tuple[Value, ...]]
 """A worker's incarnation, and its values."""
 
@@ -29,7 +24,7 @@ class EventFrame:
 
     def __init__(
         self,
-        connection: SimulatedConnection,
+        connection: MessageEnd,
         make_event: Callable[[EventFrame], Any],
         *,
         number: int = 0,
@@ -127,10 +122,3 @@ TIMING: Final[dict[type, TimingClass]] = {
     events.ClocksReceived: TimingClass.CHAIN,
     Check: TimingClass.CHAIN,
 }
-_NUM_BYTES: Final[dict[type, int]] = {Publish: 2000, Prepare: 2000, replication.StateReceived: 20_000}
-
-
-def num_bytes(message: object) -> int:
-    """Return the size of a message."""
-    content = message.event if isinstance(message, EventFrame) else message
-    return _NUM_BYTES.get(type(content), 200)

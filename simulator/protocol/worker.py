@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from typing_extensions import override
 
@@ -15,16 +15,30 @@ from paceline.protocol.jobs import messages as jobs
 from paceline.protocol.membership import Role
 from paceline.protocol.scheduler import View
 from paceline.protocol.scheduler.events import MemberLeaving
-from simulator.client import SimulatedClient
-from simulator.job_requests import Performer, Program
-from simulator.messages import EndWork, Reply, Value
-from simulator.network import SimulatedConnection
-from simulator.node import SimulatedNode
-
-if TYPE_CHECKING:
-    from simulator.cluster import Cluster
+from simulator.oracle import Value
+from simulator.protocol.client import SimulatedClient
+from simulator.protocol.connections import MessageEnd
+from simulator.protocol.job_requests import Performer, Program
+from simulator.protocol.messages import EndWork, Reply
+from simulator.protocol.node import SimulatedNode, Surroundings
+from simulator.settings import RunSettings
 
 _POLL_S: Final = 0.05
+
+
+class Work:
+    """The job of a cluster, and how far it is."""
+
+    def __init__(self, settings: RunSettings, *, has_reports: bool) -> None:
+        keys = [(epoch, 0, shard) for epoch in range(settings.epochs) for shard in range(settings.num_shards)]
+        self.expected: dict[Key, float] = {key: 1.0 + (5 * key[0] + key[2]) % 4 for key in keys}
+        """The number of examples of each shard."""
+        self.has_reports = has_reports
+        """Whether workers report findings, in some shards. If not, posters save accounts of the job."""
+        self.with_reports = [key for key in keys if has_reports and key[2] % 3]
+        self.account: JobAccount | None = None
+        """The next poster goes on from it."""
+        self.is_done = False
 
 
 @dataclass(slots=True, eq=False)
@@ -37,8 +51,9 @@ class _UnsafePush:
 class SimulatedWorker(SimulatedClient):
     """A client with a program: shard after shard, each with some iterations."""
 
-    def __init__(self, host: str, name: str, cluster: Cluster) -> None:
-        super().__init__(host, name, cluster)
+    def __init__(self, name: str, around: Surroundings, work: Work) -> None:
+        super().__init__(name, around)
+        self._shards = work
         self._has_ended = False
         self._job = 0
         self._lease: Lease | None = None
@@ -58,7 +73,7 @@ class SimulatedWorker(SimulatedClient):
 
     @override
     def welcomed(self) -> None:
-        self.cluster.oracle.workers.append(self)
+        self.oracle.workers.append(self)
 
     @override
     def view_changed(self, view: View) -> None:
@@ -68,9 +83,9 @@ class SimulatedWorker(SimulatedClient):
             self.work.perform(self._work())
 
     @override
-    def attached(self, scheduler: SimulatedConnection) -> None:
+    def attached(self, scheduler: MessageEnd) -> None:
         if self._has_ended:
-            self.send_to_scheduler(MemberLeaving(scheduler))
+            self.send_to_scheduler(MemberLeaving(scheduler.other))
 
     def leave(self) -> None:
         """Leave after the current shard."""
@@ -101,7 +116,7 @@ class SimulatedWorker(SimulatedClient):
         while not self.is_leaving:
             lease = yield jobs.TakeLease(job=self._job, wait=must_wait)
             if not isinstance(lease, Lease):  # of a scheduler that does not know the job
-                self.cluster.ended(self)
+                self.kill()
                 return
             if lease.lease == ALL_DONE:
                 break
@@ -114,18 +129,18 @@ class SimulatedWorker(SimulatedClient):
             yield from self._rest()
 
     def _learn(self, lease: Lease) -> Program:
-        cluster, self._lease = self.cluster, lease
-        num_iterations = cluster.random.choice(cluster.settings.iterations_per_shard)
-        if lease.shard >= cluster.settings.num_shards:
+        self._lease = lease
+        num_iterations = self.world.random.choice(self.settings.iterations_per_shard)
+        if lease.shard >= self.settings.num_shards:
             num_iterations = 0
-            self.jobs.notify(jobs.FileEnded(job=self._job, file=0, num_shards=cluster.settings.num_shards))
+            self.jobs.notify(jobs.FileEnded(job=self._job, file=0, num_shards=self.settings.num_shards))
         if num_iterations and not self.is_counted:
             yield self.join()
         for _ in range(num_iterations):
             yield from self._iterate()
         self._lease = None
-        self._examples += cluster.expected.get(lease.key, 0)
-        if lease.key in cluster.with_reports:
+        self._examples += self._shards.expected.get(lease.key, 0)
+        if lease.key in self._shards.with_reports:
             self.jobs.request(
                 jobs.Report(job=self._job, fields={"shard": lease.key}, shard=lease.key), lambda answer: None
             )
@@ -135,9 +150,9 @@ class SimulatedWorker(SimulatedClient):
     def _rest(self) -> Program:
         """Wait until all pushes are safe, and take no part in iterations. Then leave, if that was requested."""
         yield [request for push in self._unsafe for request in push.requests]
-        while self.cluster.is_sequential and (self._unsafe or self.core.unstable()):
+        while self.settings.is_sequential and (self._unsafe or self.core.unstable()):
             clock = self.core.clock
-            yield self.pull(self.cluster.settings.all_buckets)
+            yield self.pull(self.settings.all_buckets)
             self._have_read(clock)
         if self.is_counted:
             yield self.retire()
@@ -145,7 +160,7 @@ class SimulatedWorker(SimulatedClient):
         if self.is_leaving:
             yield jobs.JobStatus(job=self._job)  # all messages before it have come then
             self._has_ended = True
-            self.send_to_scheduler(MemberLeaving(self.scheduler))
+            self.send_to_scheduler(MemberLeaving(self.scheduler_end))
 
     def _report_done(self) -> None:
         first = self._unsafe[0].iteration if self._unsafe else self.finished_clock
@@ -159,57 +174,57 @@ class SimulatedWorker(SimulatedClient):
     # Iterations.
 
     def _iterate(self) -> Program:
-        settings, random, clock = self.cluster.settings, self.cluster.random, self.core.clock
+        settings, random, clock = self.settings, self.world.random, self.core.clock
         buckets, num_buckets = settings.all_buckets, settings.num_buckets
-        if not self.cluster.is_sequential:
+        if not self.settings.is_sequential:
             buckets = bucket_set(random.sample(range(num_buckets), random.randint(1, min(4, num_buckets))))
         yield self.pull(buckets)
         self._have_read(clock)
-        low, high = settings.think_s
-        yield low + (high - low) * random.random()
+        yield settings.think_s * random.random()
         for _ in range(random.choice((1, 1, 2, 3))):
             self._push_some(clock)
         self.tick()
         self.jobs.send_counters(self._counters(self._examples + 0.5))  # some of the shard
 
     def _push_some(self, iteration: int) -> None:
-        random, num_buckets = self.cluster.random, self.cluster.settings.num_buckets
+        random, num_buckets = self.world.random, self.settings.num_buckets
         values = []
         for bucket in sorted(random.sample(range(num_buckets), random.randint(1, num_buckets))):
             value = random.getrandbits(40)
-            values.append((bucket, self.cluster.oracle.push(self.incarnation, iteration, bucket, value), value))
+            values.append((bucket, self.oracle.push(self.incarnation, iteration, bucket, value), value))
         self._unsafe.append(_UnsafePush(iteration, tuple(values), self.push(tuple(values))))
 
     def _have_read(self, clock: int) -> None:
         """Take note that all buckets were read in iteration `clock`: iterations before it are stable."""
-        if self.cluster.is_sequential:
+        if self.settings.is_sequential:
             self._acknowledge(push for push in list(self._unsafe) if push.iteration < clock)
 
     def _acknowledge(self, pushes: Iterable[_UnsafePush]) -> None:
         for push in pushes:
             self._unsafe.remove(push)
-            self.cluster.oracle.acknowledged(self.incarnation, push.values)
+            self.oracle.acknowledged(self.incarnation, push.values)
         self._report_done()
 
     @override
     def take_answer(self, session: ServerSession, request: Request | None, answer: Reply) -> None:
         super().take_answer(session, request, answer)
-        if not self.cluster.is_sequential:
+        if not self.settings.is_sequential:
             self._acknowledge(push for push in list(self._unsafe) if all(each.is_done for each in push.requests))
 
 
 class Poster(SimulatedNode):
     """An observer with a program. After its death another poster goes on from the last account."""
 
-    def __init__(self, name: str, cluster: Cluster) -> None:
-        super().__init__("poster", name, cluster, role=Role.OBSERVER)
+    def __init__(self, name: str, around: Surroundings, work: Work) -> None:
+        super().__init__(name, around, Role.OBSERVER)
+        self._shards = work
 
     @override
     def welcomed(self) -> None:
         Performer(self.jobs, self.later).perform(self._work())
 
     def _work(self) -> Program:
-        while not self.cluster.is_done:
+        while not self._shards.is_done:
             job: Any = yield jobs.PostJob(spec=self._spec())
             yield from self._follow(job)
         while True:
@@ -217,7 +232,7 @@ class Poster(SimulatedNode):
             yield 4 * _POLL_S  # again, for workers that come later
 
     def _spec(self) -> JobSpec:
-        settings, account, random = self.cluster.settings, self.cluster.account, self.cluster.random
+        settings, account, random = self.settings, self._shards.account, self.world.random
         spec = JobSpec(
             description=b"",
             files=(random.choice((settings.num_shards, None)),) if account is None else account.files,
@@ -226,33 +241,27 @@ class Poster(SimulatedNode):
             done=() if account is None else account.done,
             progress={} if account is None else account.progress,
         )
-        self.cluster.oracle.posted(spec.done)
+        self.oracle.posted(spec.done)
         return spec
 
     def _follow(self, job: int) -> Program:
         """Take the reports of a job until it is finished, or has to be posted again."""
-        cluster = self.cluster
-        while not cluster.is_done:
+        while not self._shards.is_done:
             state = yield jobs.JobStatus(job=job)
             if not isinstance(state, JobState) or state.failed:  # of a scheduler that does not know the job
                 return
             if state.num_reports:
                 report = yield jobs.TakeReports(job=job)
                 if isinstance(report, TakenReport):
-                    cluster.oracle.reported(report.fields["shard"])
+                    self.oracle.reported(report.fields["shard"])
             elif state.finished:
-                cluster.oracle.finished(state, cluster.expected, cluster.with_reports)
-                cluster.is_done = True
+                self.oracle.finished(state, self._shards.expected, self._shards.with_reports)
+                self._shards.is_done = True
             else:
-                if not cluster.has_reports:
+                if not self._shards.has_reports:
                     self.jobs.request(jobs.GetAccount(job=job), self._take_account)
                 yield _POLL_S
 
     def _take_account(self, account: JobAccount | Exception) -> None:
         if isinstance(account, JobAccount):
-            self.cluster.account = account
-
-
-def examples_in(key: Key) -> float:
-    """Return the number of examples in a shard."""
-    return 1.0 + (5 * key[0] + key[2]) % 4
+            self._shards.account = account

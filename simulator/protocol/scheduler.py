@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from typing_extensions import override
 
@@ -13,12 +13,9 @@ from paceline.protocol.jobs.messages import Answer, Asked, JobNews
 from paceline.protocol.membership import Member, Role
 from paceline.protocol.scheduler import Phase, Returned, SchedulerCore, View, events
 from paceline.protocol.scheduler.line import SchedulerEnd
-from simulator.messages import EndWork, JobMessage, Reply, Welcomed
-from simulator.network import SimulatedConnection, SimulatedProcess
-from simulator.node import HEARTBEAT_S, SCHEDULER, TIMEOUT_S
-
-if TYPE_CHECKING:
-    from simulator.cluster import Cluster
+from simulator.protocol.connections import MessageEnd, MessageProcess
+from simulator.protocol.messages import EndWork, JobMessage, Reply, Welcomed
+from simulator.protocol.node import SCHEDULER, Surroundings
 
 _FLUSH_S = 0.005
 
@@ -29,31 +26,32 @@ class _Session:
     __slots__ = ("connection", "end")
 
     def __init__(self, connection: Any, *, is_foreign: bool) -> None:
-        self.connection: SimulatedConnection = connection
+        self.connection: MessageEnd = connection
         self.end = SchedulerEnd(is_foreign=is_foreign)
 
-    def answer(self, scheduler: SimulatedProcess, request: int, content: Any) -> None:
-        self.connection.send(scheduler, Reply(request, content, self.end.received))
+    def answer(self, request: int, content: Any) -> None:
+        self.connection.send(Reply(request, content, self.end.received))
 
 
-class SimulatedScheduler(SimulatedProcess):
+class SimulatedScheduler(MessageProcess):
     """One scheduler process, at the address at which they all listen."""
 
-    def __init__(self, name: str, cluster: Cluster, *, replaces: bool, accepts_minority: bool) -> None:
-        super().__init__(name, cluster.network)
-        cluster.network.listen(SCHEDULER, self)
-        self.cluster = cluster
-        settings = cluster.settings
+    def __init__(self, name: str, around: Surroundings, *, replaces: bool, accepts_minority: bool) -> None:
+        super().__init__(name, around.network)
+        settings = self.settings = around.settings
+        self.oracle = around.oracle
+        self.network.listeners[SCHEDULER] = self
         self.core = SchedulerCore(
-            num_servers=settings.num_servers, replicas=settings.replicas, heartbeat_timeout_s=TIMEOUT_S, cluster=name,
-            salt=cluster.random.getrandbits(16), replaces=replaces, accepts_minority=accepts_minority,
+            num_servers=settings.num_servers, replicas=settings.replicas,
+            heartbeat_timeout_s=settings.heartbeat_timeout_s, cluster=name,
+            salt=self.world.random.getrandbits(16), replaces=replaces, accepts_minority=accepts_minority,
             num_buckets=settings.num_buckets,
         )  # fmt: skip
         self.jobs = JobCore(settings.num_workers)
         self._sessions: dict[int, _Session] = {}  # the members that were welcomed, by incarnation
         self._foreign: set[object] = set()  # connections of members that have rejoined
         self._flushes = self._has_news = False
-        self.later(HEARTBEAT_S, self._tick)
+        self.later(self.core.heartbeat_s, self._tick)
 
     @property
     def is_established(self) -> bool:
@@ -61,36 +59,34 @@ class SimulatedScheduler(SimulatedProcess):
         return self.core.is_established and self.core.phase is Phase.LEADING
 
     @override
-    def accept(self, connection: SimulatedConnection, hello: Any) -> bool:
+    def accept(self, connection: MessageEnd, hello: Any) -> bool:
         return True
 
     @override
-    def receive(self, connection: SimulatedConnection, frame: Any) -> None:
-        if isinstance(frame, JobMessage):
-            self._serve(connection, frame)
+    def receive(self, connection: MessageEnd, message: Any) -> None:
+        if isinstance(message, JobMessage):
+            self._serve(connection, message)
             return
-        if isinstance(frame, events.MemberRejoining):
+        if isinstance(message, events.MemberRejoining):
             self._foreign.add(connection)
-        self._feed(frame)
-        if isinstance(frame, events.MemberRejoining):
+        self._feed(message)
+        if isinstance(message, events.MemberRejoining):
             self._look_for_ended()
-        elif isinstance(frame, events.MemberLeaving):
-            connection.send(self, events.Expel(connection, "it has left"))
+        elif isinstance(message, events.MemberLeaving):
+            connection.send(events.Expel(connection, "it has left"))
 
     @override
-    def closed(self, connection: SimulatedConnection) -> None:
+    def closed(self, connection: MessageEnd) -> None:
         incarnation = self.core.incarnation_of(connection)
         self._foreign.discard(connection)
         self._feed(events.Disconnected(connection))
         if incarnation is not None:
-            self.later(2 * self.network.latency_s, self._probe, connection.ends[0].name, incarnation)
+            self.later(2 * self.network.latency_s, self._probe, connection.peer.name, incarnation)
 
     def _tick(self) -> None:
         self._feed(events.TimePassed())
         self._look_for_ended()
-        if self.core.needed:
-            self.cluster.waits_for(self, [member.node for member in self.core.needed])
-        self.later(HEARTBEAT_S, self._tick)
+        self.later(self.core.heartbeat_s, self._tick)
 
     # Ends of processes: reported by the kernel, if all are on one host, or found because a name is gone.
 
@@ -102,14 +98,14 @@ class SimulatedScheduler(SimulatedProcess):
 
     def _look_for_ended(self) -> None:
         for member in self.core.awaited:
-            if not self.cluster.is_one_host:
+            if not self.settings.is_one_host:
                 self._probe(member.node, member.incarnation)
-            elif member.node not in self.network.processes:
+            elif member.node not in self.network.listeners:
                 self._feed(events.ProcessEnded(member.incarnation))
 
     def _probe(self, name: str, incarnation: int) -> None:
-        lives = self.cluster.is_one_host or name in self.network.processes
-        if not lives and self.core.membership.find(incarnation):
+        is_refused = name not in self.network.listeners and name not in self.network.powerless
+        if is_refused and not self.settings.is_one_host and self.core.membership.find(incarnation):
             self._feed(events.Doubted(incarnation))
 
     # The core.
@@ -127,16 +123,20 @@ class SimulatedScheduler(SimulatedProcess):
             case events.RequestPromise(peers) | events.Prepare(peers):
                 self._send(peers, instruction)
             case events.Foreign(peer):
-                self.network.close(peer)  # type: ignore[arg-type]  # it comes again
+                peer.close()  # type: ignore[attr-defined]  # it comes again
+                self.later(0.0, self.closed, peer)
             case events.Removed(member, reason):
-                self.cluster.removed(member, reason)
+                if reason is not None:
+                    self.network.fired["dead"] += 1
+                    self.network.fired["expel"] += "could not reach" in reason
+                self.world.note(f"{member.node} ({member.incarnation}) is removed: {reason}")
                 session = self._sessions.pop(member.incarnation, None)
                 is_lost = reason is not None
                 self._answer(self.jobs.removed(member, session, is_lost=is_lost, now_s=self.own_now_s))
             case events.TakenOver(returned, dead):
                 self._take_over(returned, dead)
             case events.Publish(view):
-                self.cluster.oracle.published(view)
+                self.oracle.published(view)
                 for session in self._sessions.values():
                     self._send([session.connection], events.Publish(_view_for(session.connection, self.core.committed)))
             case events.FlushSoon():
@@ -144,17 +144,17 @@ class SimulatedScheduler(SimulatedProcess):
                     self._flushes = True
                     self.later(_FLUSH_S, self._flush)
             case events.BucketsLost(buckets):
-                if self.core.term >= self.cluster.oracle.view.term:  # not of a superseded scheduler
-                    self.cluster.lost(buckets)
+                if self.core.term >= self.oracle.view.term:  # not of a superseded scheduler
+                    self.oracle.lose(buckets)
             case events.Note(text):
-                self.cluster.note(text)
+                self.world.note(text)
             case events.Superseded():
-                self.cluster.fired["superseded"] += 1
-                self.cluster.crash(self)
+                self.network.fired["superseded"] += 1
+                self.kill()
 
     def _send(self, peers: Iterable[Any], message: Any) -> None:
         for peer in peers:
-            peer.send(self, message)
+            peer.send(message)
 
     def _flush(self) -> None:
         self._flushes = False
@@ -166,9 +166,9 @@ class SimulatedScheduler(SimulatedProcess):
         session = self._sessions.setdefault(member.incarnation, _Session(peer, is_foreign=peer in self._foreign))
         session.connection = peer
         view = _view_for(peer, self.core.committed)
-        peer.send(self, Welcomed(member, self.core.cluster, view, session.end.welcome_number))
+        peer.send(Welcomed(member, self.core.cluster, view, session.end.welcome_number))
         for request, content in session.end.answers():
-            session.answer(self, request, content)
+            session.answer(request, content)
         self._send_news([session], self.jobs.record())
 
     def _take_over(self, returned: Iterable[Returned], dead: Collection[Member]) -> None:
@@ -179,7 +179,7 @@ class SimulatedScheduler(SimulatedProcess):
         self.jobs.restore(remembered, dead, self.own_now_s, term=self.core.term)
         self._answer(())
 
-    def _serve(self, connection: SimulatedConnection, message: JobMessage) -> None:
+    def _serve(self, connection: MessageEnd, message: JobMessage) -> None:
         incarnation = self.core.incarnation_of(connection) or 0
         session = self._sessions.get(incarnation)
         if session is None or session.connection is not connection:
@@ -187,7 +187,7 @@ class SimulatedScheduler(SimulatedProcess):
         call = session, message.request
         if not session.end.is_new(message.sequence, message.lowest):
             if (answer := session.end.answer_to(message.request)) is not None:
-                session.answer(self, message.request, answer)
+                session.answer(message.request, answer)
         elif isinstance(message.content, EndWork):
             self._answer([*self.jobs.end(), Answer(call, EndWork())])
         else:
@@ -203,7 +203,7 @@ class SimulatedScheduler(SimulatedProcess):
             session, request = call
             if request:
                 session.end.answered(request, answer.content)
-                session.answer(self, request, answer.content)
+                session.answer(request, answer.content)
         if not self._has_news:
             self._has_news = True
             self.later(0.0, self._flush_news)
@@ -216,7 +216,7 @@ class SimulatedScheduler(SimulatedProcess):
         if record is not None:
             for session in sessions:
                 if _role(session.connection) is Role.WORKER or self.jobs.concerns(session):
-                    session.answer(self, 0, JobNews(record=record))
+                    session.answer(0, JobNews(record=record))
 
 
 def _view_for(peer: Any, view: View) -> View:
@@ -224,5 +224,5 @@ def _view_for(peer: Any, view: View) -> View:
 
 
 def _role(peer: Any) -> Role:
-    role: Role = peer.ends[0].role
+    role: Role = peer.peer.role
     return role

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from typing_extensions import override
 
@@ -26,13 +26,11 @@ from paceline.protocol.membership import Role
 from paceline.protocol.scheduler import View
 from paceline.protocol.scheduler.events import Expel
 from paceline.protocol.server import events
-from simulator.job_requests import Performer
-from simulator.messages import Push, Reply, Value
-from simulator.network import SimulatedConnection
-from simulator.node import SimulatedNode
-
-if TYPE_CHECKING:
-    from simulator.cluster import Cluster
+from simulator.oracle import Value
+from simulator.protocol.connections import MessageEnd
+from simulator.protocol.job_requests import Performer
+from simulator.protocol.messages import Push, Reply
+from simulator.protocol.node import SimulatedNode, Surroundings
 
 
 @dataclass(slots=True)
@@ -47,9 +45,9 @@ class _Payload:
 class SimulatedClient(SimulatedNode):
     """A node that sends requests to servers."""
 
-    def __init__(self, host: str, name: str, cluster: Cluster) -> None:
-        super().__init__(host, name, cluster, role=Role.WORKER)
-        self.core = ClientCore(is_worker=True, is_sequential=cluster.is_sequential)
+    def __init__(self, name: str, around: Surroundings) -> None:
+        super().__init__(name, around, Role.WORKER)
+        self.core = ClientCore(is_worker=True, is_sequential=self.settings.is_sequential)
         self.work = Performer(self.jobs, self.later, self._are_done)
         self._has_joined = False
 
@@ -69,7 +67,7 @@ class SimulatedClient(SimulatedNode):
         for instruction in instructions:
             match instruction:
                 case Transmit(request, pieces):
-                    self.cluster.fired["resend"] += request.kind is not RequestKind.CALL
+                    self.network.fired["resend"] += request.kind is not RequestKind.CALL
                     session = self.core.sessions[request.server]
                     if pieces:
                         request.payload = _joined(pieces)
@@ -160,14 +158,14 @@ class SimulatedClient(SimulatedNode):
     # Answers.
 
     @override
-    def receive(self, connection: SimulatedConnection, frame: Any) -> None:
-        super().receive(connection, frame)
+    def receive(self, connection: MessageEnd, message: Any) -> None:
+        super().receive(connection, message)
         self.work.go_on()
 
     @override
-    def receive_from_peer(self, connection: SimulatedConnection, message: Any) -> None:
+    def receive_from_peer(self, connection: MessageEnd, message: Any) -> None:
         if isinstance(message, Expel):
-            self.cluster.ended(self)
+            self.kill()
             return
         server = connection.hello[2]
         session = self.core.sessions.get(server)

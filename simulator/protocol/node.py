@@ -2,44 +2,53 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass
+from typing import Any, Final
 
 from typing_extensions import override
 
 from paceline.protocol.membership import Member, Role
 from paceline.protocol.scheduler import HEARTBEATS_PER_TIMEOUT, KnownViews, Returned, View, events
-from simulator.job_requests import JobRequests
-from simulator.messages import Reply, Welcomed
-from simulator.network import SimulatedConnection, SimulatedProcess
-from simulator.server_links import ServerLinks
-
-if TYPE_CHECKING:
-    from simulator.cluster import Cluster
+from simulator.network import VirtualNetwork
+from simulator.oracle import Oracle
+from simulator.protocol.connections import MessageEnd, MessageProcess
+from simulator.protocol.job_requests import JobRequests
+from simulator.protocol.links import ServerLinks
+from simulator.protocol.messages import Reply, Welcomed
+from simulator.settings import RunSettings
 
 SCHEDULER: Final = "scheduler"
 """The address at which the scheduler listens, whichever that is."""
-TIMEOUT_S: Final = 1.0
-HEARTBEAT_S: Final = TIMEOUT_S / HEARTBEATS_PER_TIMEOUT
 
 
-class SimulatedNode(SimulatedProcess):
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """The parts of a cluster that its nodes use."""
+
+    network: VirtualNetwork
+    oracle: Oracle
+    settings: RunSettings
+
+
+class SimulatedNode(MessageProcess):
     """A process that registers at the scheduler, sends heartbeats and takes views."""
 
-    def __init__(self, host: str, name: str, cluster: Cluster, *, role: Role, is_extra: bool = False) -> None:
-        super().__init__(name, cluster.network)
-        self.host = host
-        self.cluster = cluster
-        self.role = role
+    def __init__(self, name: str, around: Surroundings, role: Role, *, is_extra: bool = False) -> None:
+        super().__init__(name, around.network)
+        self.settings = around.settings
+        self.oracle = around.oracle
+        self.role: Role = role
         self.is_extra = is_extra
         self.member: Member | None = None
         self.views: KnownViews[View] = KnownViews()
-        self.scheduler: SimulatedConnection | None = None
+        self.scheduler: MessageEnd | None = None
         self.is_leaving = False
         self.jobs = JobRequests(self.send_to_scheduler, lambda: self.own_now_s)
         self.links = ServerLinks(self, role.value, self.address)
         self._cluster_name = ""
         self.later(0.0, self._connect)
-        self.later(HEARTBEAT_S * (0.5 + cluster.random.random()), self._beat)
+        self._heartbeat_s = around.settings.heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
+        self.later(self._heartbeat_s * (0.5 + self.world.random.random()), self._beat)
 
     @property
     def incarnation(self) -> int:
@@ -54,7 +63,7 @@ class SimulatedNode(SimulatedProcess):
     def view_changed(self, view: View) -> None:
         """Take a newer view."""
 
-    def attached(self, scheduler: SimulatedConnection) -> None:
+    def attached(self, scheduler: MessageEnd) -> None:
         """Repeat to the scheduler the messages that it may lack."""
 
     def unreachable(self) -> tuple[int, ...]:
@@ -64,7 +73,7 @@ class SimulatedNode(SimulatedProcess):
     def link_changed(self, server: int, *, is_up: bool) -> None:
         """Take note of a new link to a server, or of its break."""
 
-    def receive_from_peer(self, connection: SimulatedConnection, message: Any) -> None:
+    def receive_from_peer(self, connection: MessageEnd, message: Any) -> None:
         """Take a message of a worker or server."""
 
     # Connections.
@@ -77,11 +86,11 @@ class SimulatedNode(SimulatedProcess):
         return None
 
     @override
-    def accept(self, connection: SimulatedConnection, hello: Any) -> bool:
+    def accept(self, connection: MessageEnd, hello: Any) -> bool:
         return False
 
     @override
-    def opened(self, connection: SimulatedConnection) -> None:
+    def opened(self, connection: MessageEnd) -> None:
         if connection.hello[0] == "node":
             self.scheduler = connection
             self._introduce(connection)
@@ -89,14 +98,14 @@ class SimulatedNode(SimulatedProcess):
             self.link_changed(connection.hello[2], is_up=True)
 
     @override
-    def refused(self, name: str, hello: Any) -> None:
+    def refused(self, hello: Any) -> None:
         if hello[0] == "node":
             self._connect()
         else:
             self.links.refused(hello[2])
 
     @override
-    def closed(self, connection: SimulatedConnection) -> None:
+    def closed(self, connection: MessageEnd) -> None:
         if connection.hello[0] == "node":
             self.scheduler = None
             self._connect()
@@ -106,47 +115,50 @@ class SimulatedNode(SimulatedProcess):
         self.links.connect()
 
     @override
-    def receive(self, connection: SimulatedConnection, frame: Any) -> None:
+    def receive(self, connection: MessageEnd, message: Any) -> None:
         if connection.hello[0] != "node":
-            self.receive_from_peer(connection, frame)
-        elif connection is self.scheduler:  # of schedulers, only the newest
-            self._receive_from_scheduler(connection, frame)
+            self.receive_from_peer(connection, message)
+        elif connection is self.scheduler:
+            self._receive_from_scheduler(connection, message)
 
     # The scheduler.
+
+    @property
+    def scheduler_end(self) -> MessageEnd | None:
+        """The scheduler's end of the connection."""
+        return None if self.scheduler is None else self.scheduler.other
 
     def send_to_scheduler(self, message: Any) -> None:
         """Send a message to the scheduler; it is lost if there is no connection."""
         if self.scheduler is not None:
-            self.scheduler.send(self, message)
+            self.scheduler.send(message)
 
     def _connect(self) -> None:
-        self.network.connect(self, self.cluster.find_scheduler(), ("node", 0, 0))
+        self.connect(SCHEDULER, ("node", 0, 0))
 
-    def _introduce(self, scheduler: SimulatedConnection) -> None:
+    def _introduce(self, scheduler: MessageEnd) -> None:
         """Register, or rejoin with all that a new scheduler has to know."""
         if self.member is None:
-            scheduler.send(
-                self,
-                events.MemberRegistering(scheduler, self.name, self.role, address=self.name, is_extra=self.is_extra),
-            )
+            name, peer = self.name, scheduler.other
+            scheduler.send(events.MemberRegistering(peer, name, self.role, address=name, is_extra=self.is_extra))
             return
         newest, former = self.views.newest, self.views.former
         assert newest is not None
         job = self.jobs.disconnected()
         returned = Returned(
-            scheduler, self.member, self._cluster_name, newest, self.views.promised, self.views.is_committed,
+            scheduler.other, self.member, self._cluster_name, newest, self.views.promised, self.views.is_committed,
             self.is_leaving, job=job.number if job else 0, has_posted=job is not None and job.posted is not None,
             has_worked=job is not None and job.has_worked, former=former.members if former else (), knowledge=job,
         )  # fmt: skip
-        scheduler.send(self, events.MemberRejoining(returned))
+        scheduler.send(events.MemberRejoining(returned))
         self.attached(scheduler)
 
     def _beat(self) -> None:
         if self.member is not None:
-            self.send_to_scheduler(events.HeartbeatReceived(self.scheduler, self.unreachable()))
-        self.later(HEARTBEAT_S, self._beat)
+            self.send_to_scheduler(events.HeartbeatReceived(self.scheduler_end, self.unreachable()))
+        self.later(self._heartbeat_s, self._beat)
 
-    def _receive_from_scheduler(self, scheduler: SimulatedConnection, message: Any) -> None:
+    def _receive_from_scheduler(self, scheduler: MessageEnd, message: Any) -> None:
         match message:
             case Reply():
                 self.jobs.take_reply(message)
@@ -160,22 +172,22 @@ class SimulatedNode(SimulatedProcess):
                 self.take(view)
             case events.Prepare(_, view):
                 if self.views.prepare(view):
-                    scheduler.send(self, events.ViewPrepared(scheduler, view.term, view.epoch))
+                    scheduler.send(events.ViewPrepared(scheduler.other, view.term, view.epoch))
             case events.RequestPromise(_, term):
                 if self.views.promise(term):
-                    scheduler.send(self, events.TermPromised(scheduler, term))
+                    scheduler.send(events.TermPromised(scheduler.other, term))
             case events.Expel() | events.Reject() | events.ReleaseServer():  # this incarnation may not come back
-                self.cluster.ended(self)
+                self.kill()
 
     def take(self, view: View) -> None:
         """Take a committed view, from any process."""
         if not self.views.commit(view):
             return
         if view.version:
-            self.cluster.oracle.mapped(view.version, view.groups, self.name)
+            self.oracle.mapped(view.version, view.groups, self.name)
         if self.member is None:
             return
         if self.role is not Role.OBSERVER and view.excludes(self.incarnation):
-            self.cluster.ended(self)
+            self.kill()
         else:
             self.view_changed(view)

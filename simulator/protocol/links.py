@@ -1,44 +1,43 @@
-"""The connections of a simulated node to servers, by incarnation: each is made again when it breaks."""
+"""The connections of a node to servers, by incarnation: each is made again when it breaks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from simulator.messages import EventFrame
-from simulator.network import SimulatedConnection, SimulatedProcess
+from simulator.protocol.connections import MessageEnd, MessageProcess
+from simulator.protocol.messages import EventFrame
 
 
 class ServerLinks:
     """The links of one process, which introduces itself as a `kind` with an incarnation.
 
-    `address` tells under which name a server listens, None while nobody has said. A link is None while there is no
-    connection.
+    `address` returns the address of a server, None if it is unknown. A link is None while there is no connection.
     """
 
-    def __init__(self, process: SimulatedProcess, kind: str, address: Callable[[int], str | None]) -> None:
+    def __init__(self, process: MessageProcess, kind: str, address: Callable[[int], str | None]) -> None:
         self._process = process
         self._kind = kind
         self._address = address
-        self._links: dict[int, SimulatedConnection | None] = {}
+        self._links: dict[int, MessageEnd | None] = {}
         self._connecting: set[int] = set()
         self.incarnation = 0
-        """Who this is."""
+        """The incarnation of this process."""
 
     def __iter__(self) -> Iterator[int]:
         """Yield the servers to which links are wanted."""
         return iter(self._links)
 
-    def there(self) -> list[tuple[int, SimulatedConnection]]:
+    def there(self) -> list[tuple[int, MessageEnd]]:
         """Return the servers to which there are connections."""
         return [(server, link) for server, link in self._links.items() if link is not None]
 
     def want(self, server: int) -> None:
-        """Have a link to a server; :meth:`connect` makes it."""
+        """Want a link to a server; :meth:`connect` makes it."""
         self._links.setdefault(server, None)
 
     def want_only(self, servers: frozenset[int]) -> None:
-        """Have links to these servers and to no other, and make those that are not there."""
+        """Keep and make links to these servers, and drop all others."""
         for server in [server for server in self._links if server not in servers]:
             self.drop(server)
         for server in sorted(servers):
@@ -46,25 +45,25 @@ class ServerLinks:
         self.connect()
 
     def drop(self, server: int) -> None:
-        """Have a link to a server no more."""
+        """Close a link."""
         link = self._links.pop(server, None)
         if link is not None:
-            self._process.network.close(link)
+            link.close()
 
     def connect(self) -> None:
-        """Connect to all servers to which there should be a link and is none."""
+        """Make all links that are wanted and missing."""
         for server, link in self._links.items():
             address = self._address(server)
             if link is None and address is not None and server not in self._connecting:
                 self._connecting.add(server)
-                self._process.network.connect(self._process, address, (self._kind, self.incarnation, server))
+                self._process.connect(address, (self._kind, self.incarnation, server))
 
-    def opened(self, connection: SimulatedConnection) -> bool:
-        """Take a connection that was asked for, if there is none yet; return whether it is taken."""
+    def opened(self, connection: MessageEnd) -> bool:
+        """Take a new connection, if the link is missing; return whether it is taken."""
         server = connection.hello[2]
         self._connecting.discard(server)
         if server not in self._links or self._links[server] is not None:
-            self._process.network.close(connection)
+            connection.close()
             return False
         self._links[server] = connection
         return True
@@ -74,8 +73,8 @@ class ServerLinks:
         self._connecting.discard(server)
         self.connect()
 
-    def closed(self, connection: SimulatedConnection) -> bool:
-        """Note that a connection that was asked for broke; return whether it was a link. Then :meth:`connect`."""
+    def closed(self, connection: MessageEnd) -> bool:
+        """Take note of the end of a connection; return whether it was a link. Then call :meth:`connect`."""
         server = connection.hello[2]
         if not connection.was_opened:
             self._connecting.discard(server)
@@ -90,4 +89,4 @@ class ServerLinks:
         """Send an event to a server; it is lost if there is no connection."""
         link = self._links.get(server)
         if link is not None:
-            link.send(self._process, EventFrame(link, make_event, number=number, version=version, payload=payload))
+            link.send(EventFrame(link.other, make_event, number=number, version=version, payload=payload))
