@@ -1,7 +1,7 @@
 """Remote calls, references to remote objects, and gradients across processes.
 
-The interface follows PyTorch's ``torch.distributed.rpc``, with Paceline's own transport and token. Only
-``paceline.rpc.autograd`` and ``paceline.rpc.optimizer`` need torch; they are imported on first use.
+The interface follows PyTorch's ``torch.distributed.rpc``, but uses Paceline's transport and token. Only
+``paceline.rpc.autograd`` and ``paceline.rpc.optimizer`` need torch; they are imported at first use.
 """
 
 from __future__ import annotations

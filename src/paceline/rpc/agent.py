@@ -16,16 +16,16 @@ from paceline.errors import DeadlineError, PacelineError, UsageError
 from paceline.meeting.store import exchange
 from paceline.meeting.world import World
 from paceline.rpc.allowed import Allowed
-from paceline.rpc.answering import Answering, run_here
+from paceline.rpc.callee_ends import CalleeEnds, run_local
+from paceline.rpc.caller_ends import GROUP, CallerEnds
 from paceline.rpc.calling import PendingReply
 from paceline.rpc.counting import ReferenceId
 from paceline.rpc.futures import Future, TimedFuture, Timeout, seconds_of
-from paceline.rpc.reaching import GROUP, CallerEnds
 from paceline.rpc.references import Holding, ObjectTable
 from paceline.rpc.rref import RRef
 from paceline.rpc.running import current_context
 from paceline.rpc.serving import SpareThreads, Standby
-from paceline.rpc.targets import Call, Target, made_of, what_of
+from paceline.rpc.targets import Call, Target, creation_of, description_of
 from paceline.rpc.wire.codec import Encoding
 from paceline.rpc.wire.messages import RpcKind
 from paceline.rpc.workers import Directory, WorkerInfo
@@ -57,7 +57,7 @@ class Agent:
         self.table = ObjectTable(world.rank)
         self.threads = SpareThreads(num_threads + 3 * world.size)
         self.standby = Standby(self.threads)
-        self.answering = Answering(self, token)
+        self.callee_ends = CalleeEnds(self, token)
         self.ends = CallerEnds(self, world, token)
         self.world = world
         self._is_closed = False
@@ -65,8 +65,8 @@ class Agent:
     def start(self) -> None:
         """Start the background threads and accept connections."""
         self.standby.start()
-        threading.Thread(target=self._give_back, name="paceline-rpc-references", daemon=True).start()
-        self.world.node.take(GROUP, "rpc", self.answering)
+        threading.Thread(target=self._release_dropped, name="paceline-rpc-references", daemon=True).start()
+        self.world.node.take(GROUP, "rpc", self.callee_ends)
 
     @property
     def name(self) -> str:
@@ -87,25 +87,25 @@ class Agent:
         kwargs: dict[str, Any] | None,
         timeout: Timeout | None = None,
         *,
-        is_awaited: bool = False,
+        is_blocking: bool = False,
     ) -> Future[Any]:
         """Call a function on a worker and return the future of its result.
 
-        `is_awaited`: the caller waits immediately and reads the reply in its own thread.
+        `is_blocking`: the caller waits immediately and reads the reply in its own thread.
         """
         timeout_s = self._check(Call(target, args, kwargs), timeout)
         if to == self.rank:
-            result: TimedFuture[Any] = TimedFuture(what_of(target), timeout_s)
-            self._call_here(target, args, kwargs or {}, result, is_awaited=is_awaited)
+            result: TimedFuture[Any] = TimedFuture(description_of(target), timeout_s)
+            self._call_local(target, args, kwargs or {}, result, is_blocking=is_blocking)
             if not result.done():
                 self.standby.watch_timed(result)
             return result
         encoding, context = self._encoding(to)
         meta = encoding.encode_call((), target, args, kwargs or {})
         return self._send(
-            *(to, RpcKind.CALL, meta, encoding, context, what_of(target), timeout_s),
-            is_awaited=is_awaited,
-            made=made_of(target),
+            *(to, RpcKind.CALL, meta, encoding, context, description_of(target), timeout_s),
+            is_blocking=is_blocking,
+            creation=creation_of(target),
         )
 
     def remote(
@@ -121,15 +121,17 @@ class Agent:
         reference = self.table.new_id(to)
         if to == self.rank:
             result: Future[Any] = Future()
-            self._call_here(target, args, kwargs or {}, result, is_awaited=False)
+            self._call_local(target, args, kwargs or {}, result, is_blocking=False)
             self.table.own(reference, self.rank, result)
             return RRef.of_holding(self.table.hold(reference), self)
         encoding, context = self._encoding(to)
         meta = encoding.encode_call((list(reference),), target, args, kwargs or {})
-        made = self._send(to, RpcKind.REMOTE, meta, encoding, context, what_of(target), timeout_s, made=made_of(target))
-        made.add_done_callback(functools.partial(_log_failure, what_of(target)))
+        creation = self._send(
+            to, RpcKind.REMOTE, meta, encoding, context, description_of(target), timeout_s, creation=creation_of(target)
+        )
+        creation.add_done_callback(functools.partial(_log_failure, description_of(target)))
         holding = self.table.hold(reference)
-        holding.made = made
+        holding.creation = creation
         return RRef.of_holding(holding, self)
 
     def fetch(self, rref: RRef[Any], timeout: Timeout | None = None) -> Future[Any]:
@@ -141,7 +143,9 @@ class Agent:
         meta = msgspec.msgpack.encode(list(reference))
         owner = reference.owner
         return self._send(
-            *(owner, RpcKind.FETCH, meta, encoding, context, "to_here()", timeout_s), is_awaited=True, made=rref.made
+            *(owner, RpcKind.FETCH, meta, encoding, context, "to_here()", timeout_s),
+            is_blocking=True,
+            creation=rref.creation,
         )
 
     def local_value(self, reference: ReferenceId) -> Future[Any]:
@@ -149,11 +153,11 @@ class Agent:
         return self.table.value(reference)
 
     def own(self, value: Any) -> Holding:
-        """Register an object of this process so that others can reference it."""
+        """Register an object of this process, so that other processes can reference it."""
         reference = self.table.new_id(self.rank)
-        made: Future[Any] = Future()
-        made.set_result(value)
-        self.table.own(reference, self.rank, made)
+        creation: Future[Any] = Future()
+        creation.set_result(value)
+        self.table.own(reference, self.rank, creation)
         return self.table.hold(reference)
 
     def seconds_of(self, timeout: Timeout | None) -> float:
@@ -180,11 +184,11 @@ class Agent:
         meta: bytes,
         encoding: Encoding,
         context: int,
-        what: str,
+        description: str,
         timeout_s: float,
         *,
-        is_awaited: bool = False,
-        made: Future[Any] | None = None,
+        is_blocking: bool = False,
+        creation: Future[Any] | None = None,
     ) -> PendingReply:
         if encoding.references:
             self.share(encoding.references, to)
@@ -193,28 +197,28 @@ class Agent:
             from paceline.rpc.autograd import contexts
 
             message = contexts.send(context, to, encoding.tensors)
-        reply = self.ends.reach(to).start(
+        reply = self.ends.end_to(to).start(
             kind,
             meta,
             encoding.parts,
-            what=what,
+            description=description,
             timeout_s=timeout_s,
             context=context,
             message=message,
-            made=made,
+            creation=creation,
         )
-        if not is_awaited:
+        if not is_blocking:
             self.standby.touch()
         return reply
 
-    def _call_here(
-        self, target: Target, args: Sequence[Any], kwargs: dict[str, Any], result: Future[Any], *, is_awaited: bool
+    def _call_local(
+        self, target: Target, args: Sequence[Any], kwargs: dict[str, Any], result: Future[Any], *, is_blocking: bool
     ) -> None:
         function = self.function_of(target)
-        if is_awaited:
-            run_here(function, args, kwargs, result, current_context())
+        if is_blocking:
+            run_local(function, args, kwargs, result, current_context())
         else:
-            self.threads.run(run_here, function, args, kwargs, result, current_context())
+            self.threads.run(run_local, function, args, kwargs, result, current_context())
 
     def function_of(self, target: Any) -> Callable[..., Any]:
         """Return the function or method that a call names. Raises UsageError if it is not allowed."""
@@ -232,10 +236,10 @@ class Agent:
     # references
 
     def share(self, rrefs: Sequence[RRef[Any]], to: int, *, is_answer: bool = False) -> None:
-        """Register `to` as a holder of these references before they are sent to it.
+        """Register `to` as a holder of these references. Call this before sending them to `to`.
 
-        A call to the owner itself needs no registration: the owner registers itself when it reads the call, before any
-        later message.
+        A call to the owner itself needs no registration: the owner registers itself when it reads the call, before it
+        reads a later message.
         """
         by_owner: dict[int, list[ReferenceId]] = {}
         for rref in rrefs:
@@ -246,19 +250,21 @@ class Agent:
                 self.table.share(references, to)
             elif owner != to or is_answer:
                 meta = msgspec.msgpack.encode((references, to))
-                what = "the passing on of an RRef"
-                self.ends.reach(owner).start(RpcKind.SHARE, meta, (), what=what, timeout_s=self.seconds_of(None)).wait()
+                description = "the passing on of an RRef"
+                self.ends.end_to(owner).start(
+                    RpcKind.SHARE, meta, (), description=description, timeout_s=self.seconds_of(None)
+                ).wait()
 
     def watch(self, holder: int) -> None:
-        """Detect the death of a worker that holds an object of this process."""
-        if holder == self.rank or self.answering.has_caller(holder):
+        """Detect the death of a worker that holds objects of this process."""
+        if holder == self.rank or self.callee_ends.has_caller(holder):
             return
-        reply = self.ends.reach(holder).watch(RpcKind.WATCH)
+        reply = self.ends.end_to(holder).watch(RpcKind.WATCH)
         if reply is not None:
-            reply.add_done_callback(lambda _: self.table.lose(holder))
+            reply.add_done_callback(lambda _: self.table.remove_holder(holder))
             self.standby.touch()
 
-    def _give_back(self) -> None:
+    def _release_dropped(self) -> None:
         """Release dropped references at their owners, in a background thread."""
         while True:
             dropped = self.table.dropped.get()
@@ -270,7 +276,7 @@ class Agent:
                     self.table.release(reference, self.rank, times)
                 else:
                     meta = msgspec.msgpack.encode((reference, times))
-                    self.ends.reach(reference.owner).tell(RpcKind.RELEASE, meta, self.seconds_of(None))
+                    self.ends.end_to(reference.owner).notify(RpcKind.RELEASE, meta, self.seconds_of(None))
             except PacelineError as error:
                 _logger.debug("an RRef could not be released at its owner: %s", error)
             except Exception:
@@ -279,40 +285,40 @@ class Agent:
     # shutdown
 
     def wait_for_all(self, timeout_s: float = math.inf) -> None:
-        """Wait until every worker has called this and no call is pending anywhere.
+        """Wait until every worker has called this method and no call is pending in any process.
 
         Raises RankLostError if a worker died or did not call this within `timeout_s`, and DeadlineError if calls take
         longer.
 
-        Rounds repeat until two in a row have equal counts and all sent requests were served (the four-counter method of
-        Mattern, Algorithms for distributed termination detection, 1987).
+        The workers exchange their counts of sent and served requests until two rounds in a row are equal and all sent
+        requests were served (four-counter method, Mattern, Algorithms for distributed termination detection, 1987).
         """
         deadline = time.monotonic() + timeout_s
         last: list[tuple[int, int]] = []
         num_same = 0
         for number in range(1 << 30):
-            while not self.ends.is_idle() or not self.answering.is_idle():
+            while not self.ends.is_idle() or not self.callee_ends.is_idle():
                 if time.monotonic() >= deadline:
                     raise DeadlineError(f"calls are still pending here after {timeout_s:g} s of shutdown")
                 time.sleep(_POLL_S)
-            own = msgspec.msgpack.encode((self.ends.num_sent(), self.answering.num_served))
-            what = f"the shutdown of rpc ({number})"
-            with self.world.in_ranks(what):
+            own = msgspec.msgpack.encode((self.ends.num_sent(), self.callee_ends.num_served))
+            description = f"the shutdown of rpc ({number})"
+            with self.world.in_ranks(description):
                 values = exchange(
                     self.world.store,
                     self.rank,
                     self.world.size,
                     own,
                     deadline,
-                    what=what,
+                    what=description,
                     look=self.world.look_after,
                 )
-            told = [read_meta(value, tuple[int, int], "a worker's counts") for value in values]
-            sent, served = (sum(counts) for counts in zip(*told, strict=True))
-            num_same = num_same + 1 if told == last else 0
+            counts = [read_meta(value, tuple[int, int], "a worker's counts") for value in values]
+            sent, served = (sum(counts) for counts in zip(*counts, strict=True))
+            num_same = num_same + 1 if counts == last else 0
             if num_same and (sent == served or num_same > _MAX_SAME):
                 return
-            last = told
+            last = counts
             time.sleep(_POLL_S)
 
     def close(self) -> None:
@@ -324,10 +330,10 @@ class Agent:
         self.world.node.forget(GROUP)
         self.standby.close()
         self.ends.close()
-        self.answering.close()
+        self.callee_ends.close()
         self.world.close()
 
 
-def _log_failure(what: str, future: Future[Any]) -> None:
+def _log_failure(description: str, future: Future[Any]) -> None:
     if future.exception() is not None:
-        _logger.debug("remote call of %s: %s", what, future.exception())
+        _logger.debug("remote call of %s: %s", description, future.exception())

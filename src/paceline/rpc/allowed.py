@@ -1,7 +1,7 @@
-"""The functions and classes that other workers may name.
+"""The functions and classes that other workers may use by name.
 
-A name is ``module:qualified.name``. An allowed module offers the public names that it *defines*, but not its imports
-(``os``, a function of another module). Pure, except for the import of allowed modules.
+A name is ``module:qualified.name``. Of an allowed module, other workers may use the public names that it *defines*, but
+not its imports (``os``, a function of another module). Pure, except for the import of allowed modules.
 """
 
 from __future__ import annotations
@@ -62,28 +62,27 @@ def allow(function: _Named) -> _Named:
 
 
 def qualified_name(function: Callable[..., Any] | str) -> str:
-    """Return ``module:qualified.name``; accepts ``package.module.name`` too. Raises UsageError."""
+    """Return ``module:qualified.name`` of a function or name (also ``package.module.name``). Raises UsageError."""
     if isinstance(function, str):
         if ":" in function:
             return function
         module, _, name = function.rpartition(".")
         if not module:
-            raise UsageError(f"{function!r} names no function of a module; write module:function")
+            raise UsageError(f"{function!r} does not name a function of a module; write module:function")
         return f"{module}:{name}"
     module, name = home_of(function)
     if not module or not name or "<" in name:
         raise UsageError(
-            f"{printable(repr(function), 200)} has no name by which another process could find it; call a function "
-            "that a module defines at its top level or in a class, or give its name as module:function"
+            f"another process cannot find {printable(repr(function), 200)} by name; call a function that a module "
+            "defines at its top level or in a class, or pass its name as module:function"
         )
     return f"{module}:{name}"
 
 
 def home_of(function: Any) -> tuple[str, str]:
-    """Return the public module of a function or class, and its name there; empty if it has none.
+    """Return the public module of a function or class, and its name in that module; empty strings if unknown.
 
-    PyTorch's functions and methods of tensors (``torch.add``) belong to ``torch``; its other C functions have no
-    module.
+    Tensor functions and methods of PyTorch (``torch.add``) belong to ``torch``. Its other C functions have no module.
     """
     if isinstance(function, types.ModuleType):
         return "", ""  # torch.classes raises an error for unknown attributes
@@ -99,14 +98,14 @@ def home_of(function: Any) -> tuple[str, str]:
     if isinstance(function, types.MethodDescriptorType) and function.__objclass__.__qualname__ == "TensorBase":
         return "torch", f"Tensor.{function.__name__}"
     if not isinstance(function, _WITH_NAMES) and name == type(function).__qualname__:
-        return module, ""  # the name of its class (script functions)
+        return module, ""  # script functions have the name of their class
     return module, name
 
 
 def computes_with_tensors(function: Any) -> bool:
-    """Return whether ``torch`` offers this function or tensor method, and it only computes.
+    """Return whether this is a function or tensor method of ``torch`` that only computes.
 
-    PyTorch gives this module name also to functions that open files, compile code or change global settings.
+    ``torch`` also has functions that open files, compile code or change global settings.
     """
     module, name = home_of(function)
     if module != "torch" or name in _OF_FILES_OR_MEMORY:
@@ -120,7 +119,7 @@ class Allowed:
     """The names that this process allows. Thread-safe."""
 
     def __init__(self, entries: Iterable[str] = ()) -> None:
-        """`entries`: modules, packages with all submodules (``package.*``) or single names (``module:function``)."""
+        """`entries` are modules, packages with all submodules (``package.*``) or single names (``module:function``)."""
         self._modules: set[str] = set()
         self._packages: tuple[str, ...] = ()
         self._names: set[str] = set()
@@ -129,8 +128,8 @@ class Allowed:
         for entry in entries:
             if not isinstance(entry, str) or not entry or entry in ("*", ".*"):
                 raise UsageError(
-                    f"allow has {printable(repr(entry), 100)}; a module ('my_module'), a package with all of its "
-                    "modules ('my_package.*') or a function ('my_module:function') was expected"
+                    f"allow has {printable(repr(entry), 100)}; expected a module ('my_module'), a package with all "
+                    "its modules ('my_package.*') or a function ('my_module:function')"
                 )
             if ":" in entry:
                 self._names.add(entry)
@@ -147,7 +146,7 @@ class Allowed:
         found = self._found.get(name)
         if found is None:
             with self._lock:
-                found = self._found[name] = self._look_up(name)
+                found = self._found[name] = self._resolve(name)
         return found
 
     def resolve_class(self, name: Any) -> type:
@@ -158,7 +157,10 @@ class Allowed:
         return found
 
     def check_method(self, value: Any, method: str) -> Any:
-        """Return a bound method: public (or ``__call__``) of an allowed class, or allowed by its name."""
+        """Return a bound method of a value. Raises UsageError if it is not allowed.
+
+        Allowed are the public methods and ``__call__`` of allowed classes, and methods that are allowed by name.
+        """
         kind = type(value)
         is_public = method == "__call__" or not method.startswith("_")
         module, name = home_of(kind)
@@ -198,7 +200,7 @@ class Allowed:
     def _has_name(self, name: str) -> bool:
         return name in self._names or name in _decorated
 
-    def _look_up(self, name: str) -> Any:
+    def _resolve(self, name: str) -> Any:
         module_name, _, path = name.partition(":")
         steps = path.split(".")
         if module_name in _OWN:
@@ -228,7 +230,7 @@ class Allowed:
 
 
 def not_allowed(name: str, *, why: str = "") -> UsageError:
-    """Return the error for a name that is not allowed; `why` is the reason if its module is allowed."""
+    """Return the error for a name that is not allowed. `why` is the reason, if its module is allowed."""
     shown = printable(name, 200)
     module, _, path = shown.partition(":")
     if any(step.startswith("_") for step in path.split(".")):
@@ -236,7 +238,9 @@ def not_allowed(name: str, *, why: str = "") -> UsageError:
     if why:
         return UsageError(f"{shown!r} is not allowed here: {why}; {_by_name(name)}")
     if module.partition(".")[0] in sys.stdlib_module_names and module != "__main__":
-        return UsageError(f"{shown!r} is not allowed here; {_by_name(name)}")  # its module offers too much
+        return UsageError(
+            f"{shown!r} is not allowed here; {_by_name(name)}"
+        )  # allowing the module would allow too much
     return UsageError(
         f"{shown!r} is not allowed here: pass its module to init_rpc(allow=[{module!r}]) in the called process, or "
         "decorate it there with paceline.rpc.allow"

@@ -45,15 +45,15 @@ def init_rpc(
     backend: Any = None,
     rpc_backend_options: Any = None,
 ) -> None:
-    """Join the workers of this program under a unique name; returns once all have joined.
+    """Join the workers of this program under a unique name. Returns when all workers have joined.
 
     `rank`, `world_size`, `address` (``host:port`` of rank 0), `token` and `tls` default to the environment, as in
-    :func:`paceline.collectives.init`. `allow` names the modules whose functions others may call here and whose
-    dataclasses may be arguments and results: ``my_module``, ``my_package.*``, or one function as
-    ``my_module:function``. `pickle` accepts pickled values from workers that set it too; every holder of the token can
-    then run any code here. `timeout` is the default of calls (60 s). `num_threads` threads run functions here (64), in
-    addition to three per worker that read connections and run functions too. `backend` and `rpc_backend_options` are
-    for programs of torch.distributed.rpc: see :mod:`paceline.rpc.options`.
+    :func:`paceline.collectives.init`. `allow` lists the modules whose functions other workers may call in this process,
+    and whose dataclasses may be arguments and results: ``my_module``, ``my_package.*``, or one function as
+    ``my_module:function``. `pickle` enables pickled values between workers that both set it; every holder of the token
+    can then run any code in this process. `timeout` is the default timeout of calls (60 s). `num_threads` threads run
+    functions (64), and up to three more per worker also read connections. `backend` and `rpc_backend_options` are for
+    programs written for torch.distributed.rpc: see :mod:`paceline.rpc.options`.
 
     Raises UsageError (two workers with one name, rpc already runs), AuthenticationError (another token), DeadlineError
     or RankLostError (workers did not join within `join_timeout`).
@@ -68,10 +68,12 @@ def init_rpc(
     if isinstance(allow, str):
         raise UsageError(f"allow is {allow!r}, a list of names was expected: allow=[{allow!r}]")
     allowed = Allowed(allow)
-    told = environment()
-    tls = tls or TLS.of_files(told.tls_cert, told.tls_key, told.tls_ca)
+    variables = environment()
+    tls = tls or TLS.of_files(variables.tls_cert, variables.tls_key, variables.tls_ca)
     join_s = seconds_of(join_timeout)
-    meeting = _meet(None if rank == -1 else rank, world_size, settings.address, token, join_s, told=told, tls=tls)
+    meeting = _meet(
+        None if rank == -1 else rank, world_size, settings.address, token, join_s, variables=variables, tls=tls
+    )
     try:
         world = World(
             meeting.store,
@@ -92,7 +94,7 @@ def init_rpc(
     except BaseException:
         world.close()
         raise
-    set_agent(agent)  # first: calls of other workers may use it
+    set_agent(agent)  # before the start, because calls of other workers may use it
     agent.start()
 
 
@@ -103,13 +105,13 @@ def _meet(
     token: str | None,
     join_s: float,
     *,
-    told: Environment,
+    variables: Environment,
     tls: TLS | None,
 ) -> Meeting:
-    """Find the store. Retries after :func:`shutdown`, while rank 0 may still serve the old store."""
+    """Run the rendezvous. Retry after :func:`shutdown`, while rank 0 may still serve the old store."""
     while True:
         try:
-            return rendezvous(rank, world_size, address, token, join_s, told=told, tls=tls)
+            return rendezvous(rank, world_size, address, token, join_s, told=variables, tls=tls)
         except UsageError:
             if time.monotonic() > left_at() + _LINGER_S:
                 raise
@@ -125,12 +127,12 @@ def meet_by_name(
     join_s: float,
     num_threads: int,
 ) -> Agent:
-    """Return this process's agent once all workers have joined; it accepts no calls yet."""
+    """Wait until all workers have joined; return this process's agent, which accepts no calls yet."""
     deadline = time.monotonic() + join_s
-    told = exchange(
+    introductions = exchange(
         world.store, world.rank, world.size, msgspec.msgpack.encode(own), deadline, what="the names of the workers"
     )
-    directory = Directory([decode_introduction(each) for each in told])
+    directory = Directory([decode_introduction(introduction) for introduction in introductions])
     return Agent(world, token, directory, allowed, pickle=own.pickle, timeout=timeout, num_threads=num_threads)
 
 
@@ -143,19 +145,19 @@ def rpc_sync(
 ) -> _Result:
     """Call a function in another process and return its result.
 
-    `to` is a worker's name, rank or WorkerInfo. `func` is a function defined in a module, or its name as
-    ``module:function``; `to` must allow it. `func` can also be a method of an object that can be sent; it runs on a
-    copy. `timeout` is a timedelta or seconds (0: no limit); None and -1 select the default. Arguments and results can
-    be numbers, text, bytes, None, lists, tuples, sets, dictionaries, NumPy arrays, CPU tensors, RRefs, dataclasses,
+    `to` is a worker's name, rank or WorkerInfo. `func` is a function of a module, or its name as ``module:function``;
+    the called process must allow it. `func` can also be a method of an object that can be sent; it then runs on a copy.
+    `timeout` is a timedelta or seconds (0: no limit); None and -1 select the default. Arguments and results can be
+    numbers, text, bytes, None, lists, tuples, sets, dictionaries, NumPy arrays, CPU tensors, RRefs, dataclasses,
     msgspec structs, enumerations, and named functions. Received arrays and tensors are views of the message, without a
-    copy. A call to this process passes its arguments unchanged.
+    copy. A call to this process itself passes its arguments unchanged.
 
     Raises the function's exception (see :class:`RemoteError`), DeadlineError after `timeout`, ConnectionLostError (the
     other worker died or left) or UsageError (unknown worker, not allowed there, an argument that cannot be sent).
     """
     agent = current_agent()
     number, call = _called(agent, to, func, args, kwargs)
-    result: _Result = agent.call(number, *call, timeout, is_awaited=True).wait()
+    result: _Result = agent.call(number, *call, timeout, is_blocking=True).wait()
     return result
 
 
@@ -166,7 +168,7 @@ def rpc_async(
     kwargs: dict[str, Any] | None = None,
     timeout: Timeout | None = None,
 ) -> Future[_Result]:
-    """Call a function as :func:`rpc_sync`, and return the future of its result."""
+    """Call a function like :func:`rpc_sync`, but return the future of its result."""
     agent = current_agent()
     number, call = _called(agent, to, func, args, kwargs)
     return agent.call(number, *call, timeout)
@@ -181,8 +183,8 @@ def remote(
 ) -> RRef[_Result]:
     """Call a function or class in another process, keep the result there and return a reference.
 
-    Returns before the function has run; ``to_here()`` of the reference raises the function's exception. Otherwise as
-    :func:`rpc_sync`.
+    Returns before the function has run. ``to_here()`` of the reference raises the function's exception. The arguments
+    are those of :func:`rpc_sync`.
     """
     agent = current_agent()
     number, call = _called(agent, to, func, args, kwargs)
@@ -200,8 +202,8 @@ def _called(
     owner = None if isinstance(call.target, str) else call.target[0]
     if isinstance(owner, RRef) and owner.reference.owner != number:
         raise UsageError(
-            f"a method of an object that lives on {owner.owner_name()!r} was called on "
-            f"{agent.worker_of(number).name!r}; call it where the object lives: rref.rpc_async().method(...)"
+            f"a method was called on {agent.worker_of(number).name!r}, but its object lives on "
+            f"{owner.owner_name()!r}; call it there with rref.rpc_async().method(...)"
         )
     return number, call
 
@@ -225,10 +227,10 @@ def is_available() -> bool:
 def shutdown(graceful: bool = True, timeout: Timeout = 0) -> None:
     """Leave rpc: wait for all workers and pending calls, then close the connections.
 
-    Until then, calls of other workers are answered. Without `graceful`, leave immediately; calls of others that are
-    pending here fail. Raises RankLostError if a worker has died or has not called this within `timeout` (0: no limit),
-    and DeadlineError if calls are still pending here; this worker has left in either case. Does nothing if rpc is not
-    running.
+    While it waits, this worker serves the calls of other workers. Without `graceful`, it leaves immediately, and the
+    pending calls of other workers fail. Raises RankLostError if a worker has died or has not called shutdown() within
+    `timeout` (0: no limit), and DeadlineError if calls are still pending here. This worker has left in either case.
+    Does nothing if rpc is not running.
     """
     if not is_running():
         return

@@ -1,12 +1,12 @@
-"""Gradients through remote calls: the backward pass retraces the forward pass.
+"""Gradients through remote calls: the backward pass follows the calls of the forward pass in reverse.
 
 Within a :func:`context`, tensors that require a gradient are recorded when they are sent and received. `backward`
-computes the gradients of this process's part of the graph. It sends the gradients of received tensors to their senders.
-Each sender continues from the tensors that it sent, and replies once its own part is done. Each process adds gradients
-to the context instead of ``.grad``, so that contexts do not affect each other.
+computes the gradients of this process's part of the graph, and sends the gradients of received tensors to their
+senders. Each sender continues from the tensors that it sent, and replies when its part is done. Gradients are added to
+the context instead of ``.grad``, so that contexts do not affect each other.
 
-The graph is the same as in ``torch.distributed.autograd`` (design note "Distributed Autograd Design"). There, each
-process waits for the gradients of all messages of a context, so every message must contribute. Here each message is
+The graph is the same as in ``torch.distributed.autograd`` (design note "Distributed Autograd Design"). In that package
+a process waits for the gradients of all messages of a context, so every message must contribute. Here each message is
 processed separately: unused messages need no gradients, and a part of the graph with outputs in k messages is processed
 k times.
 """
@@ -33,7 +33,7 @@ _RANK_SHIFT = 32
 
 
 class GradientContext:
-    """This process's part of a context."""
+    """This process's part of an autograd context."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -42,8 +42,8 @@ class GradientContext:
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
         self.lock = threading.Lock()
         self._sent: dict[int, list[torch.Tensor]] = {}
-        self._came: dict[int, tuple[torch.Tensor, int, int, int]] = {}
-        self._num_came: dict[tuple[int, int], int] = {}
+        self._received: dict[int, tuple[torch.Tensor, int, int, int]] = {}
+        self._num_received: dict[tuple[int, int], int] = {}
         self._numbers = itertools.count(1)
 
     def record_sent(self, to: int, tensors: Sequence[torch.Tensor]) -> int:
@@ -59,9 +59,9 @@ class GradientContext:
     def record_received(self, sender: int, message: int, tensors: Sequence[torch.Tensor]) -> None:
         """Store the origin of a received message's tensors."""
         with self.lock:
-            self._num_came[sender, message] = len(tensors)
+            self._num_received[sender, message] = len(tensors)
             for index, tensor in enumerate(tensors):
-                self._came[id(tensor)] = (tensor, sender, message, index)
+                self._received[id(tensor)] = (tensor, sender, message, index)
 
     def sent(self, message: int) -> list[torch.Tensor]:
         """Return the tensors of a message that this process sent."""
@@ -73,22 +73,24 @@ class GradientContext:
     def gather(
         self, leaves: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
     ) -> dict[tuple[int, int], list[torch.Tensor | None]]:
-        """Add the gradients of local leaves; return the others by worker and message."""
-        others: dict[tuple[int, int], list[torch.Tensor | None]] = {}
+        """Add the gradients of local leaves; return the gradients of received tensors, by worker and message."""
+        remote: dict[tuple[int, int], list[torch.Tensor | None]] = {}
         with self.lock:
             for leaf, gradient in zip(leaves, gradients, strict=True):
                 if gradient is None:
                     continue
-                came = self._came.get(id(leaf))
-                if came is not None:
-                    _, sender, message, index = came
-                    whole = others.setdefault((sender, message), [None] * self._num_came[sender, message])
-                    whole[index] = gradient
+                origin = self._received.get(id(leaf))
+                if origin is not None:
+                    _, sender, message, index = origin
+                    message_gradients = remote.setdefault(
+                        (sender, message), [None] * self._num_received[sender, message]
+                    )
+                    message_gradients[index] = gradient
                 elif leaf in self.gradients:
                     self.gradients[leaf] = self.gradients[leaf] + gradient
                 else:
                     self.gradients[leaf] = gradient.detach()
-        return others
+        return remote
 
 
 class GradientContexts:
@@ -106,14 +108,14 @@ class GradientContexts:
         return number
 
     def part(self, number: int) -> GradientContext:
-        """Return this process's part of a context; created if needed."""
+        """Return this process's part of a context; create it if needed."""
         with self._lock:
             found = self._contexts.get(number)
             if found is None:
                 found = self._contexts[number] = GradientContext(number)
             return found
 
-    def known(self, number: int) -> GradientContext:
+    def existing(self, number: int) -> GradientContext:
         """Return this process's part of an existing context. Raises UsageError if it does not exist."""
         with self._lock:
             if number not in self._contexts:
@@ -144,10 +146,10 @@ class GradientContexts:
         with self._lock:
             return self._contexts.pop(number, None)
 
-    def lose(self, rank: int) -> None:
-        """Remove the contexts of a dead worker."""
+    def remove_worker(self, rank: int) -> None:
+        """Remove the contexts that a dead worker created."""
         with self._lock:
-            for number in [each for each in self._contexts if each >> _RANK_SHIFT == rank]:
+            for number in [number for number in self._contexts if number >> _RANK_SHIFT == rank]:
                 del self._contexts[number]
 
 
@@ -158,7 +160,8 @@ contexts = GradientContexts()
 def context() -> Iterator[int]:
     """Record the calls of this thread for a backward pass; yields the context's number.
 
-    Nested calls are recorded too. All processes delete the context at its end. Contexts do not nest.
+    Calls that the called functions make are recorded too. All processes delete the context at its end. Contexts do not
+    nest.
     """
     agent = current_agent()
     if current_context():
@@ -172,15 +175,15 @@ def context() -> Iterator[int]:
 
 
 def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool = False) -> None:
-    """Compute the gradients of the sum of `roots` in all processes that took part.
+    """Compute the gradients of the sum of `roots` in all processes of the context.
 
-    Each root has one element. Returns once all gradients are computed. A second call adds to the gradients of the
-    first: graphs are kept until the context ends, with or without `retain_graph`. Raises UsageError for roots without a
+    Each root has one element. Returns when all gradients are computed. A second call adds to the gradients of the first
+    call: graphs are retained until the context ends, whatever `retain_graph` is. Raises UsageError for roots without a
     graph, and the exceptions of other processes.
     """
-    part = contexts.known(context_id)
-    given: Any = roots
-    if isinstance(given, torch.Tensor) or not given:
+    part = contexts.existing(context_id)
+    passed: Any = roots
+    if isinstance(passed, torch.Tensor) or not passed:
         raise UsageError("roots must be a list of at least one tensor: backward(context_id, [loss])")
     for root in roots:
         if not root.requires_grad or root.numel() != 1:
@@ -188,14 +191,16 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
                 f"got a root of shape {list(root.shape)}{'' if root.requires_grad else ' that requires no gradient'}, "
                 "tensors of one element that require a gradient were expected, for example a loss"
             )
-    _go_back(part, list(roots), [torch.ones_like(root) for root in roots])
+    _run_backward(part, list(roots), [torch.ones_like(root) for root in roots])
 
 
 def backward_from(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
     """Start a backward pass at the owner of a referenced tensor: see :meth:`RRef.backward`."""
     if not rref.is_owner():
         agent = current_agent()
-        agent.call(rref.reference.owner, qualified_name(_backward_here), (rref, context_id, retain_graph), None).wait()
+        agent.call(
+            rref.reference.owner, qualified_name(_backward_at_owner), (rref, context_id, retain_graph), None
+        ).wait()
         return
     root = rref.local_value()
     if not isinstance(root, torch.Tensor):
@@ -207,25 +212,25 @@ def backward_from(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
 
 
 @allow
-def _backward_here(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
+def _backward_at_owner(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
     backward_from(rref, context_id, retain_graph)
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
     """Return a context's gradients in this process, by parameter."""
-    contexts.known(context_id)
+    contexts.existing(context_id)
     return contexts.gradients(context_id)
 
 
 @allow
-def go_back_from(context_id: int, message: int, gradients: Sequence[torch.Tensor | None]) -> None:
-    """Continue a backward pass from the tensors of a sent message; the message's receiver calls this."""
-    part = contexts.known(context_id)
+def continue_backward(context_id: int, message: int, gradients: Sequence[torch.Tensor | None]) -> None:
+    """Continue a backward pass from the tensors of a sent message. The receiver of the message calls this."""
+    part = contexts.existing(context_id)
     tensors = part.sent(message)
     if len(gradients) != len(tensors):
         raise ProtocolError(f"got {len(gradients)} gradients for a message of {len(tensors)} tensors")
     pairs = [(tensor, gradient) for tensor, gradient in zip(tensors, gradients, strict=True) if gradient is not None]
-    _go_back(part, [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
+    _run_backward(part, [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
 
 
 @allow
@@ -243,21 +248,21 @@ def drop(context_id: int) -> None:
                 _logger.debug("an autograd context could not be ended: %s", error)
 
 
-def _go_back(part: GradientContext, outputs: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
+def _run_backward(part: GradientContext, outputs: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
     leaves = leaves_of(outputs)
     if not leaves:
         return
     found = torch.autograd.grad(outputs, leaves, gradients, retain_graph=True, allow_unused=True)
     agent = current_agent()
-    under_way = []
+    pending = []
     with in_context(0):
         for (worker, message), sent in part.gather(leaves, found).items():
-            under_way.append(agent.call(worker, qualified_name(go_back_from), (part.number, message, sent), None))
-        wait_all(under_way)
+            pending.append(agent.call(worker, qualified_name(continue_backward), (part.number, message, sent), None))
+        wait_all(pending)
 
 
 def leaves_of(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the leaves of a graph that require a gradient, each once."""
+    """Return the distinct leaves of a graph that require a gradient."""
     leaves: dict[torch.Tensor, None] = {}
     seen: set[torch.autograd.graph.Node] = set()
     stack = []

@@ -1,7 +1,8 @@
-"""Caller's end of a connection: numbered calls go out, replies arrive in any order.
+"""Caller's end of a connection: sends numbered calls and receives replies in any order.
 
-A call needs no thread switch: the thread that waits for a result reads the connection, and passes other replies to
-their waiting threads. One thread reads at a time. If no thread waits for pending calls, `Standby` assigns a reader.
+A call needs no thread switch: the thread that waits for its result reads the connection, and passes other replies to
+the threads that wait for them. One thread reads at a time. If calls are pending and no thread waits, `Standby` assigns
+a reader.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ _TICK_S = 0.1
 
 
 class PendingReply(Future[Any]):
-    """The future of a remote call; the waiting thread reads the connection."""
+    """The future of a remote call. The waiting thread reads the connection."""
 
-    def __init__(self, end: CallerEnd, what: str, deadline: float, timeout_s: float) -> None:
+    def __init__(self, end: CallerEnd, description: str, deadline: float, timeout_s: float) -> None:
         super().__init__()
-        self.what, self.deadline, self.timeout_s = what, deadline, timeout_s
-        self.made: Future[Any] | None = None
+        self.description, self.deadline, self.timeout_s = description, deadline, timeout_s
+        self.creation: Future[Any] | None = None
         """The reply to the call that created this call's object, if this process sent that call."""
         self._end = end
 
     def cause_of(self, error: PacelineError) -> BaseException:
-        """Return the exception to raise: the failed creation of the object if it explains `error`."""
-        failed = self.made.exception() if self.made is not None and isinstance(error, UsageError) else None
-        return failed or error
+        """Return the exception to raise: the object's failed creation, if it explains `error`."""
+        cause = self.creation.exception() if self.creation is not None and isinstance(error, UsageError) else None
+        return cause or error
 
     def wait_until(self, deadline: float | None) -> bool:
-        """Wait until the result arrives or the call's own deadline sets a DeadlineError."""
+        """Wait until the result arrives, `deadline`, or the call's own deadline, which sets a DeadlineError."""
         self._end.wait(self, self.deadline if deadline is None else min(deadline, self.deadline))
         return self._is_done
 
@@ -47,7 +48,7 @@ class ReplyReader(Protocol):
     def read_reply(self, end: CallerEnd, reply: PendingReply, received: Received) -> tuple[Any, BaseException | None]:
         """Return the result or the exception in a reply."""
 
-    def go_on_from(self, future: Future[Any]) -> None:
+    def run_callbacks_of(self, future: Future[Any]) -> None:
         """Run a done future's callbacks in another thread."""
 
 
@@ -62,7 +63,7 @@ class CallerEnd:
         self.free_since = 0.0
         """Time at which the last reader stopped, for the standby."""
         self.has_own_reader = False
-        """Whether a dedicated thread reads until no call is pending."""
+        """Whether a thread of the standby reads until no call is pending."""
         self._framed = framed
         self._reader = reader
         self._counting = threading.Lock()
@@ -93,19 +94,19 @@ class CallerEnd:
         meta: Buffer,
         body: Sequence[Buffer],
         *,
-        what: str,
+        description: str,
         timeout_s: float,
         context: int = 0,
         message: int = 0,
-        made: Future[Any] | None = None,
+        creation: Future[Any] | None = None,
     ) -> PendingReply:
         """Send a call and return the future of its result.
 
-        `made` is described in :class:`PendingReply`. Raises ConnectionLostError or DeadlineError.
+        `creation` is described in :class:`PendingReply`. Raises ConnectionLostError or DeadlineError.
         """
         deadline = time.monotonic() + timeout_s
-        reply = PendingReply(self, what, deadline, timeout_s)
-        reply.made = made
+        reply = PendingReply(self, description, deadline, timeout_s)
+        reply.creation = creation
         number = self._count() & 0xFFFFFFFF
         self._pending[number] = reply
         try:
@@ -114,7 +115,7 @@ class CallerEnd:
             self._framed.send(kind, meta, body, deadline=deadline, request=number, context=context, message=message)
         except (ConnectionLostError, DeadlineError) as error:
             self._pending.pop(number, None)
-            self.lose(error)
+            self.fail(error)
             raise self.failure or error from None
         except BaseException:
             self._pending.pop(number, None)
@@ -122,13 +123,13 @@ class CallerEnd:
         return reply
 
     def watch(self, kind: int) -> PendingReply | None:
-        """Return a future that fails when the other worker ends; None after the first call."""
+        """Return a future that fails when the other worker dies; None if called before."""
         if self._is_watched:
             return None
         self._is_watched = True
-        return self.start(kind, b"", (), what="a watch request", timeout_s=math.inf)
+        return self.start(kind, b"", (), description="a watch request", timeout_s=math.inf)
 
-    def tell(self, kind: int, meta: Buffer, timeout_s: float) -> None:
+    def notify(self, kind: int, meta: Buffer, timeout_s: float) -> None:
         """Send a request that has no reply."""
         self._count()
         self._framed.send(kind, meta, deadline=time.monotonic() + timeout_s)
@@ -146,19 +147,19 @@ class CallerEnd:
             else:
                 self._block(reply, deadline)
             if not reply.done():
-                now = time.monotonic()
-                if now >= reply.deadline:
+                time_s = time.monotonic()
+                if time_s >= reply.deadline:
                     self._expire(reply)
-                elif now >= deadline:
+                elif time_s >= deadline:
                     return
 
     def _block(self, reply: PendingReply, deadline: float) -> None:
-        """Wait until another thread has delivered the result or stopped reading."""
+        """Wait until another thread delivers the result or stops reading."""
         waiter = reply.add_waiter()
         if waiter is None:
             return
         self._blocked.add(reply)
-        # Try again: the last reader may have chosen a successor just before this reply was added.
+        # Try again, because the last reader may have chosen a successor just before this reply was added.
         if self._reading.acquire(blocking=False):
             self._blocked.discard(reply)
             self._read_until(reply, deadline)
@@ -167,7 +168,7 @@ class CallerEnd:
             self._blocked.discard(reply)
 
     def _read_until(self, reply: PendingReply, deadline: float) -> None:
-        """Read, holding the lock, until the reply is done or the deadline passes; then wake another reader."""
+        """Read until the reply is done or the deadline passes; then wake another reader. Call with the lock held."""
         try:
             while not reply.done():
                 left = deadline - time.monotonic()
@@ -175,7 +176,7 @@ class CallerEnd:
                     break
                 self._deliver(self._framed.receive())
         except Exception as error:
-            self.lose(unreadable(self.name, error))
+            self.fail(unreadable(self.name, error))
         finally:
             self._stop_reading()
 
@@ -191,7 +192,7 @@ class CallerEnd:
                 else:
                     self.expire_late()
         except Exception as error:
-            self.lose(unreadable(self.name, error))
+            self.fail(unreadable(self.name, error))
         finally:
             self.has_own_reader = False
             self._stop_reading()
@@ -200,47 +201,47 @@ class CallerEnd:
         self.free_since = time.monotonic()
         self._reading.release()
         if self.failure is not None:
-            self._let_go()
+            self._release_descriptor()
         if self._blocked:
             self._wake_one()
 
-    def _let_go(self) -> None:
-        """Close the descriptor if no thread reads; otherwise the reader closes it."""
+    def _release_descriptor(self) -> None:
+        """Close the descriptor if no thread reads. Otherwise the reader closes it."""
         if self._reading.acquire(blocking=False):
             self._framed.release()
 
     def expire_late(self) -> None:
         """Fail the calls whose deadline has passed."""
-        now = time.monotonic()
+        time_s = time.monotonic()
         for reply in list(self._pending.values()):
-            if now >= reply.deadline:
+            if time_s >= reply.deadline:
                 self._expire(reply)
 
     def _deliver(self, received: Received) -> None:
         reply = self._pending.get(received.header.request)
         if reply is None:
-            reply = PendingReply(self, "a call that was given up", 0.0, 0.0)
+            reply = PendingReply(self, "a call that has timed out", 0.0, 0.0)
         result, error = self._reader.read_reply(self, reply, received)
         self._pending.pop(received.header.request, None)
-        self._settle(reply, result, error)
+        self._set_outcome(reply, result, error)
 
-    def _settle(self, reply: PendingReply, result: Any, error: BaseException | None) -> None:
-        if reply.settle(result, error) and reply.has_callbacks:
-            self._reader.go_on_from(reply)
+    def _set_outcome(self, reply: PendingReply, result: Any, error: BaseException | None) -> None:
+        if reply.set_outcome(result, error) and reply.has_callbacks:
+            self._reader.run_callbacks_of(reply)
 
     def _expire(self, reply: PendingReply) -> None:
-        for number, each in list(self._pending.items()):
-            if each is reply:
+        for number, candidate in list(self._pending.items()):
+            if candidate is reply:
                 self._pending.pop(number, None)
-        late = DeadlineError(f"{self.name} has not answered {reply.what} within {reply.timeout_s:g} s")
-        self._settle(reply, None, late)
+        late = DeadlineError(f"{self.name} has not answered {reply.description} within {reply.timeout_s:g} s")
+        self._set_outcome(reply, None, late)
 
     def _wake_one(self) -> None:
         for reply in list(self._blocked):
             if reply.wake_one():
                 return
 
-    def lose(self, error: PacelineError) -> None:
+    def fail(self, error: PacelineError) -> None:
         """Fail all pending calls, because the connection is unusable. Idempotent."""
         if self.failure is None:
             self.failure = ConnectionLostError(f"{self.name} died or left ({error})")
@@ -250,13 +251,13 @@ class CallerEnd:
                 _, reply = self._pending.popitem()
             except KeyError:
                 break
-            lost = ConnectionLostError(f"{self.name} died or left before it answered {reply.what} ({error})")
-            self._settle(reply, None, lost)
-        self._let_go()
+            lost = ConnectionLostError(f"{self.name} died or left before it answered {reply.description} ({error})")
+            self._set_outcome(reply, None, lost)
+        self._release_descriptor()
 
 
 def unreadable(name: str, error: Exception) -> PacelineError:
-    """Return the error that ends a connection; an unexpected exception means malformed data."""
+    """Return the error that ends a connection. An unexpected exception means malformed data."""
     if isinstance(error, PacelineError):
         return error
     text = printable(f"{type(error).__name__}: {error}", 300)

@@ -1,7 +1,7 @@
 """Reference counts of an owner's objects. Pure: no sockets, threads or clocks.
 
-Before a worker passes an RRef on, the owner counts the new holder (:meth:`OwnedObjects.share`). A count therefore never
-lags behind references in flight. A holder releases its counts together or in parts; its death releases all.
+Before a worker sends an RRef to another worker, the owner counts the new holder (:meth:`OwnedObjects.share`). The count
+therefore includes references in flight. A holder releases its counts together or in parts; its death releases all.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class ReferenceId(NamedTuple):
 
 
 class OwnedObjects:
-    """Counts per object of this process and holder."""
+    """Counts of the holders of this process's objects, by object and holder."""
 
     def __init__(self) -> None:
         self._counts: dict[ReferenceId, dict[int, int]] = {}
@@ -38,7 +38,9 @@ class OwnedObjects:
     def create(self, reference: ReferenceId, holder: int) -> None:
         """Register an object with one holder. Raises ProtocolError if it exists already."""
         if reference in self._counts:
-            raise ProtocolError(f"worker {holder} made object {reference.number} of worker {reference.creator} twice")
+            raise ProtocolError(
+                f"worker {holder} created object {reference.number} of worker {reference.creator} twice"
+            )
         self._counts[reference] = {holder: 1}
 
     def share(self, reference: ReferenceId, holder: int) -> bool:
@@ -62,14 +64,14 @@ class OwnedObjects:
             counts[holder] = held - times
             return False
         del counts[holder]
-        return self._gone(reference)
+        return self._free_if_unheld(reference)
 
-    def lose(self, holder: int) -> list[ReferenceId]:
+    def remove_holder(self, holder: int) -> list[ReferenceId]:
         """Remove a dead holder; return the objects without holders."""
         held = [reference for reference, counts in self._counts.items() if counts.pop(holder, 0)]
-        return [reference for reference in held if self._gone(reference)]
+        return [reference for reference in held if self._free_if_unheld(reference)]
 
-    def _gone(self, reference: ReferenceId) -> bool:
+    def _free_if_unheld(self, reference: ReferenceId) -> bool:
         if self._counts[reference]:
             return False
         del self._counts[reference]

@@ -1,4 +1,4 @@
-"""The decorator for functions that answer later, with a future."""
+"""The decorator for functions that return a future."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def async_execution(function: _Function) -> _Function:
-    """Answer calls of this function with the result of the :class:`Future` that it returns.
+    """Make a call return the result of the :class:`Future` that this function returns (decorator).
 
     No thread waits for the result. The decorator works above or below ``@staticmethod`` and ``@classmethod``. The
     future may also come from ``torch.futures`` or ``concurrent.futures``.
@@ -24,7 +24,7 @@ def async_execution(function: _Function) -> _Function:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Return whether a function or method answers with a future."""
+    """Return whether a function or method has the decorator :func:`async_execution`."""
     return bool(getattr(function, "__paceline_async__", False))
 
 
@@ -36,11 +36,11 @@ def promise_of(value: Any) -> Future[Any]:
     if not callable(read) or not callable(getattr(value, "add_done_callback", None)):
         raise UsageError(f"a function under async_execution returned {type(value).__name__}, a Future was expected")
     promise: Future[Any] = Future()
-    value.add_done_callback(functools.partial(_settle, promise, read))
+    value.add_done_callback(functools.partial(_copy_outcome, promise, read))
     return promise
 
 
-def _settle(promise: Future[Any], read: Callable[[], Any], _: Any) -> None:
+def _copy_outcome(promise: Future[Any], read: Callable[[], Any], _: Any) -> None:
     try:
         result = read()
     except BaseException as error:  # includes CancelledError

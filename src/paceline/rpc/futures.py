@@ -1,4 +1,4 @@
-"""Futures: results of pending calls, to wait for or to chain."""
+"""Futures: results of pending calls. Callers wait for them or chain functions to them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class BlockedThreads(Protocol):
     """Observer of threads that wait for futures."""
 
     def begin(self) -> None:
-        """Record that this thread starts to wait. Raises UsageError if it may not."""
+        """Record that this thread starts to wait. Raises UsageError if too many threads wait."""
 
     def end(self) -> None:
         """Record that this thread has stopped waiting."""
@@ -56,11 +56,11 @@ class Future(Generic[_Result]):
         """Wait, then return the result or raise the exception. Raises DeadlineError after `timeout`."""
         timeout_s = None if timeout is None else seconds_of(timeout)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        if not self._is_done and not self._wait_told(deadline):
+        if not self._is_done and not self._wait_reported(deadline):
             raise DeadlineError(f"a future was not set within {timeout_s:g} s")
         return self.value()
 
-    def _wait_told(self, deadline: float | None) -> bool:
+    def _wait_reported(self, deadline: float | None) -> bool:
         waiting: BlockedThreads | None = getattr(_local, "waiting", None)
         if waiting is None:
             return self.wait_until(deadline)
@@ -93,7 +93,7 @@ class Future(Generic[_Result]):
             raise UsageError("the future has its result already")
 
     def add_done_callback(self, callback: Callable[[Future[_Result]], object]) -> None:
-        """Call `callback` with this future once done: now, or in the thread that sets the result."""
+        """Call `callback` with this future when it is done: immediately, or in the thread that sets the result."""
         with self._lock:
             if not self._is_done:
                 self._callbacks.append(callback)
@@ -101,12 +101,12 @@ class Future(Generic[_Result]):
         callback(self)
 
     def then(self, function: Callable[[Future[_Result]], _Other]) -> Future[_Other]:
-        """Return a future of ``function(self)``, called once this future is done."""
+        """Return a future of ``function(self)``, which is called when this future is done."""
         if not callable(function):
             raise UsageError(f"then() got {function!r}, a function that takes the future was expected")
         following: Future[_Other] = Future()
 
-        def go_on(future: Future[_Result]) -> None:
+        def run(future: Future[_Result]) -> None:
             try:
                 result = function(future)
             except BaseException as error:
@@ -114,19 +114,19 @@ class Future(Generic[_Result]):
             else:
                 following.set_result(result)
 
-        self.add_done_callback(go_on)
+        self.add_done_callback(run)
         return following
 
     # for threads that set results
 
     def resolve(self, result: Any, error: BaseException | None) -> bool:
         """Set the result or exception and run the callbacks here; return False if already done."""
-        is_first = self.settle(result, error)
+        is_first = self.set_outcome(result, error)
         if is_first:
             self.run_callbacks()
         return is_first
 
-    def settle(self, result: Any, error: BaseException | None) -> bool:
+    def set_outcome(self, result: Any, error: BaseException | None) -> bool:
         """Set the result or exception without the callbacks; return False if already done."""
         with self._lock:
             if self._is_done:
@@ -160,7 +160,7 @@ class Future(Generic[_Result]):
         return self._is_done
 
     def add_waiter(self) -> threading.Lock | None:
-        """Return a held lock that is released once the future is done; None if it is done."""
+        """Return a held lock that is released when the future is done; None if it is done already."""
         waiter = threading.Lock()
         waiter.acquire()
         with self._lock:
@@ -170,7 +170,7 @@ class Future(Generic[_Result]):
         return waiter
 
     def wake_one(self) -> bool:
-        """Wake one waiting thread although the future is not done; return whether one waited."""
+        """Wake one waiting thread although the future is not done; return whether a thread was waiting."""
         with self._lock:
             if not self._waiters:
                 return False
@@ -179,18 +179,18 @@ class Future(Generic[_Result]):
 
 
 class TimedFuture(Future[_Result]):
-    """The future of a call within this process; its deadline sets a DeadlineError."""
+    """The future of a call within this process. Its deadline sets a DeadlineError."""
 
-    def __init__(self, what: str, timeout_s: float) -> None:
+    def __init__(self, description: str, timeout_s: float) -> None:
         super().__init__()
         self.deadline = time.monotonic() + timeout_s
         """Deadline in ``time.monotonic`` seconds."""
-        self._what, self._timeout_s = what, timeout_s
+        self._description, self._timeout_s = description, timeout_s
 
     def expire(self) -> bool:
         """Set the DeadlineError without the callbacks; return False if already done."""
-        late = DeadlineError(f"{self._what} has returned no result within {self._timeout_s:g} s")
-        return self.settle(None, late)
+        late = DeadlineError(f"{self._description} has returned no result within {self._timeout_s:g} s")
+        return self.set_outcome(None, late)
 
     @override
     def wait_until(self, deadline: float | None) -> bool:
@@ -206,7 +206,7 @@ def seconds_of(timeout: Timeout) -> float:
         return timeout.total_seconds()
     if isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and timeout >= 0:
         return float(timeout) or math.inf
-    raise UsageError(f"timeout is {timeout!r}, a duration was expected: timedelta(seconds=5), or seconds (0: no limit)")
+    raise UsageError(f"timeout is {timeout!r}; pass a duration: timedelta(seconds=5), or seconds (0: no limit)")
 
 
 def left_until(deadline: float) -> float:
@@ -215,34 +215,34 @@ def left_until(deadline: float) -> float:
 
 
 def collect_all(futures: Iterable[Future[_Result]]) -> Future[list[Future[_Result]]]:
-    """Return a future that is set once all `futures` are done."""
-    given = list(futures)
+    """Return a future that is set when all `futures` are done."""
+    pending = list(futures)
     collected: Future[list[Future[_Result]]] = Future()
-    lock, num_left = threading.Lock(), len(given)
+    lock, num_left = threading.Lock(), len(pending)
 
     def count(_: Future[_Result]) -> None:
         nonlocal num_left
         with lock:
             num_left -= 1
         if not num_left:
-            collected.resolve(given, None)
+            collected.resolve(pending, None)
 
-    for future in given:
+    for future in pending:
         future.add_done_callback(count)
-    if not given:
-        collected.set_result(given)
+    if not pending:
+        collected.set_result(pending)
     return collected
 
 
 def wait_all(futures: Iterable[Future[_Result]]) -> list[_Result]:
     """Wait for all futures and return their results in order, or raise the first exception."""
-    given = list(futures)
+    pending = list(futures)
     failure: BaseException | None = None
-    for future in given:
+    for future in pending:
         try:
             future.wait()
         except Exception as error:
             failure = failure or error
     if failure is not None:
         raise failure
-    return [future.value() for future in given]
+    return [future.value() for future in pending]

@@ -1,4 +1,4 @@
-"""The view of this process's worker that its connections to other workers have."""
+"""Interface of this process's worker for its connections to other workers."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class LocalWorker(Protocol):
         ...
 
     def share(self, rrefs: Sequence[Any], to: int, *, is_answer: bool = False) -> None:
-        """Register `to` as a holder of these references before they are sent to it."""
+        """Register `to` as a holder of these references. Call this before sending them to `to`."""
         ...
 
     def watch(self, holder: int) -> None:
-        """Detect the death of a worker that holds an object of this process."""
+        """Detect the death of a worker that holds objects of this process."""
         ...

@@ -1,4 +1,4 @@
-"""Optimizer for parameters in several processes, with the gradients of a context."""
+"""Optimizer for parameters in several processes, with the gradients of an autograd context."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _stepping = threading.Lock()
 
 
 class DistributedOptimizer:
-    """Steps parameters where they live, as ``torch.distributed.optim.DistributedOptimizer`` does.
+    """Updates parameters in the processes that own them, like ``torch.distributed.optim.DistributedOptimizer``.
 
     ``with rpc.autograd.context() as c: ...; rpc.autograd.backward(c, [loss]); optimizer.step(c)``.
     """
@@ -28,12 +28,12 @@ class DistributedOptimizer:
     def __init__(
         self, optimizer_class: type[torch.optim.Optimizer], params_rref: Sequence[RRef[Any]], *args: Any, **kwargs: Any
     ) -> None:
-        """Create an optimizer of this class on each worker that owns parameters.
+        """Create an optimizer of this class, with `args` and `kwargs`, on each worker that owns parameters.
 
-        The class comes from ``torch.optim`` or from a module that those workers allow, and gets `args` and `kwargs`.
+        The class is defined in ``torch.optim`` or in a module that these workers allow.
         """
         if not params_rref:
-            raise UsageError("the optimizer got no parameters, a list of RRefs to parameters was expected")
+            raise UsageError("the optimizer got no parameters; pass a list of RRefs to parameters")
         agent = current_agent()
         by_owner: dict[int, list[RRef[Any]]] = {}
         for rref in params_rref:
@@ -45,21 +45,23 @@ class DistributedOptimizer:
                 for owner, rrefs in by_owner.items()
             ]
             check = qualified_name(_check)
-            wait_all([agent.call(each.reference.owner, check, (each,), None) for each in self._optimizers])
+            wait_all(
+                [agent.call(optimizer.reference.owner, check, (optimizer,), None) for optimizer in self._optimizers]
+            )
 
     def step(self, context_id: int) -> None:
-        """Step all parameters with the context's gradients. Parameters without a gradient stay unchanged."""
+        """Update all parameters with the context's gradients. Parameters without a gradient do not change."""
         agent = current_agent()
         with in_context(0):
-            under_way = [
-                agent.call(each.reference.owner, qualified_name(_step), (each, context_id), None)
-                for each in self._optimizers
+            pending = [
+                agent.call(optimizer.reference.owner, qualified_name(_step), (optimizer, context_id), None)
+                for optimizer in self._optimizers
             ]
-            wait_all(under_way)
+            wait_all(pending)
 
 
 class LocalOptimizer:
-    """Optimizer of one process's parameters. Steps exclude each other, as they may share parameters."""
+    """Optimizer of one process's parameters. Steps of all optimizers run one after another."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
         self._optimizer, self._parameters = optimizer, parameters

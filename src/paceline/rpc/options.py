@@ -1,4 +1,4 @@
-"""Names of ``torch.distributed.rpc`` for the settings of Paceline's only transport."""
+"""Options of ``torch.distributed.rpc``, for programs written for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class BackendType(enum.Enum):
 
 @dataclass
 class TensorPipeRpcBackendOptions:
-    """Settings for ``init_rpc(rpc_backend_options=)``; torch's own objects are accepted too."""
+    """Settings for ``init_rpc(rpc_backend_options=)``, which also accepts torch's class of this name."""
 
     num_worker_threads: int = DEFAULT_NUM_THREADS
     """As `num_threads` of ``init_rpc``."""
@@ -55,7 +55,7 @@ def check_backend(backend: Any) -> None:
     """Raise UsageError for an unknown transport."""
     name = getattr(backend, "name", backend)
     if name not in (None, BackendType.TENSORPIPE.name):
-        raise UsageError(f"backend is {printable(repr(backend), 100)}; rpc has only its own transport: leave it out")
+        raise UsageError(f"backend is {printable(repr(backend), 100)}; rpc has only one transport: leave backend out")
 
 
 class RpcSettings(NamedTuple):
@@ -67,20 +67,20 @@ class RpcSettings(NamedTuple):
 
 
 def settings_of(options: Any, address: str | None, timeout: Timeout | None, num_threads: int | None) -> RpcSettings:
-    """Return the settings from the arguments and `options`, completed by defaults.
+    """Return the settings from the arguments and `options`, with defaults for missing ones.
 
     Raises UsageError for invalid values and for values given twice.
     """
     if options is not None:
-        told = address_of(options)
-        for name, value, is_told in (
-            ("address", address, told is not None),
+        options_address = address_of(options)
+        for name, value, is_in_options in (
+            ("address", address, options_address is not None),
             ("timeout", timeout, True),
             ("num_threads", num_threads, True),
         ):
-            if value is not None and is_told:
+            if value is not None and is_in_options:
                 raise UsageError(f"{name} is given twice, as an argument and in rpc_backend_options: leave one out")
-        address = address if told is None else told
+        address = address if options_address is None else options_address
         timeout, num_threads = _field(options, "rpc_timeout"), _field(options, "num_worker_threads")
     timeout = DEFAULT_TIMEOUT_S if timeout is None else timeout
     num_threads = DEFAULT_NUM_THREADS if num_threads is None else num_threads

@@ -1,8 +1,8 @@
 """References (RRefs): the objects that a process owns and the references that it holds.
 
-An owner counts the holders of each object (`counting`) and keeps the object while it has any. All RRefs of one process
-to one object share a :class:`Holding`; the owner is notified when the last of them is deleted. The end of its
-connection reveals a dead holder.
+An owner counts the holders of each object (`counting`) and keeps the object while it has holders. All RRefs of a
+process to the same object share a :class:`Holding`. When the last RRef is deleted, the owner is notified. The owner
+detects a dead holder by its closed connection.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from paceline.rpc.futures import Future
 
 
 class Holding:
-    """This process's hold on an object, with the owner's count for it."""
+    """This process's reference to an object, shared by its RRefs; `times` is the owner's count for it."""
 
     def __init__(self, reference: ReferenceId, table: ObjectTable) -> None:
         self.reference = reference
         self.times = 0
-        self.made: Future[Any] | None = None
+        self.creation: Future[Any] | None = None
         """The reply to the call that created the object, if this process sent that call."""
         self._dropped = table.dropped
 
     def __del__(self) -> None:
-        # The garbage collector may run this anywhere: only an append that takes no lock is safe.
+        # The garbage collector may run this at any point, so it must not acquire a lock.
         if self.times:
             self._dropped.put((self.reference, self.times))
 
@@ -69,7 +69,7 @@ class ObjectTable:
             self._values[reference] = value
 
     def hold(self, reference: ReferenceId) -> Holding:
-        """Return the holding of an object after its owner has counted this process once more."""
+        """Return the holding of an object. Call this once for each time that its owner has counted this process."""
         with self._lock:
             holding = self._held.get(reference)
             if holding is None:
@@ -91,14 +91,14 @@ class ObjectTable:
         with self._lock:
             for reference in references:
                 if not self._owned.share(reference, holder):
-                    raise gone()
+                    raise freed_error()
 
     def value(self, reference: ReferenceId) -> Future[Any]:
         """Return the future of a local object. Raises UsageError for a freed object."""
         with self._lock:
             value = self._values.get(reference)
         if value is None:
-            raise gone()
+            raise freed_error()
         return value
 
     def release(self, reference: ReferenceId, holder: int, times: int) -> None:
@@ -109,14 +109,14 @@ class ObjectTable:
             value = self._values.pop(reference, None)
         del value  # outside the lock: destructors may call this table
 
-    def lose(self, holder: int) -> None:
+    def remove_holder(self, holder: int) -> None:
         """Remove a dead holder and free the objects without holders."""
         with self._lock:
-            values = [self._values.pop(reference, None) for reference in self._owned.lose(holder)]
+            values = [self._values.pop(reference, None) for reference in self._owned.remove_holder(holder)]
         del values
 
 
-def gone() -> UsageError:
+def freed_error() -> UsageError:
     """Return the error for an object that its owner has freed."""
     return UsageError(
         "the object of this RRef was freed: it had no holder left, or its owner declared this process dead when their "

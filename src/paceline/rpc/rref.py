@@ -1,4 +1,4 @@
-"""RRef: a reference to an object that one process owns and many use."""
+"""RRef: a reference to an object that one process owns and other processes use."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Begin = Callable[[str, Sequence[Any], dict[str, Any]], Any]
 
 
 class RRef(Generic[_Value]):
-    """A reference to an object of one worker. It can be sent to others and keeps the object alive.
+    """A reference to an object of one worker. It can be sent to other workers, and keeps the object alive.
 
     ``RRef(value)`` refers to an object of this process.
     """
@@ -55,9 +55,9 @@ class RRef(Generic[_Value]):
         return self._holding.reference
 
     @property
-    def made(self) -> Future[Any] | None:
+    def creation(self) -> Future[Any] | None:
         """Return the reply to the call that created the object, if this process sent that call."""
-        return self._holding.made
+        return self._holding.creation
 
     def owner(self) -> WorkerInfo:
         """Return the worker that owns the object."""
@@ -73,7 +73,7 @@ class RRef(Generic[_Value]):
 
     def confirmed_by_owner(self) -> bool:
         """Return whether the owner has confirmed the object's creation."""
-        return self.made is None or (self.made.done() and self.made.exception() is None)
+        return self.creation is None or (self.creation.done() and self.creation.exception() is None)
 
     def to_here(self, timeout: Timeout | None = None) -> _Value:
         """Return a copy of the object, or the object itself at its owner. Waits for its creation.
@@ -88,8 +88,8 @@ class RRef(Generic[_Value]):
         """Return the object, at its owner. Raises UsageError in other processes."""
         if not self.is_owner():
             raise UsageError(
-                f"local_value() was called on worker {self._agent.name!r}, the object lives on {self.owner_name()!r}; "
-                "call to_here() for a copy, or run a function there"
+                f"local_value() was called on worker {self._agent.name!r}, but the object lives on "
+                f"{self.owner_name()!r}; call to_here() for a copy, or run a function on the owner"
             )
         value: _Value = self._agent.local_value(self.reference).wait(self._agent.seconds_of(None))
         return value
@@ -109,7 +109,7 @@ class RRef(Generic[_Value]):
     def backward(self, context_id: int = -1, retain_graph: bool = False) -> None:
         """Compute the gradients of the referenced one-element tensor in an autograd context.
 
-        See :func:`paceline.rpc.autograd.backward`. Without a context, the owner computes them into ``.grad`` as usual.
+        See :func:`paceline.rpc.autograd.backward`. Without a context, the owner adds the gradients to ``.grad``.
         """
         from paceline.rpc.autograd import backward_from
 
@@ -140,7 +140,7 @@ class Methods:
 
 
 class RemoteMethod:
-    """A method of a remote object, to call here or to pass to ``rpc_async`` and similar functions."""
+    """A method of a remote object. Call it, or pass it to ``rpc_async`` and similar functions."""
 
     __slots__ = ("_call", "name", "rref")
 
@@ -161,7 +161,7 @@ def _call(
 def _call_and_wait(
     agent: Agent, rref: RRef[Any], timeout: Timeout | None, name: str, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
-    return agent.call(rref.reference.owner, (rref, name), args, kwargs, timeout, is_awaited=True).wait()
+    return agent.call(rref.reference.owner, (rref, name), args, kwargs, timeout, is_blocking=True).wait()
 
 
 def _make(

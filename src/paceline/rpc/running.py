@@ -34,7 +34,7 @@ def set_agent(agent: Agent | None) -> None:
 
 
 def left_at() -> float:
-    """Return the ``time.monotonic`` of the last exit from rpc; minus infinity before the first."""
+    """Return the ``time.monotonic`` of the last :func:`shutdown`; minus infinity without one."""
     return _left[-1] if _left else -math.inf
 
 

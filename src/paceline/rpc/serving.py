@@ -1,8 +1,8 @@
 """Callee's end of connections: one thread per connection reads and runs requests.
 
-A short function needs no thread switch. If a function takes longer than a moment (it computes, sleeps or waits for
-another call), `Standby` assigns another thread to read the connection. The calls of one caller therefore run
-concurrently, and a call may wait for a later one. The standby checks every 2 ms while there is work, and sleeps
+A short function needs no thread switch. If a function runs longer than 2 ms (it computes, sleeps or waits for another
+call), `Standby` assigns another thread to read the connection. The calls of one caller therefore run concurrently, and
+a call may wait for a later one. The standby checks every 2 ms while requests run or replies are pending, and sleeps
 otherwise.
 """
 
@@ -28,14 +28,14 @@ _MOMENT_S = 0.002
 _IDLE_TICKS = 100
 _SPARE_S = 5.0
 MAX_WAITING = 1000
-"""Maximum number of functions in a process that wait for calls of their own."""
+"""Maximum number of functions in a process that wait for remote calls."""
 
 
 class SpareThreads(BlockedThreads):
     """Thread pool that starts threads on demand and ends idle ones.
 
-    At most `max_threads` threads run a task. A thread that waits for a call of its own does not count, so that nested
-    calls between processes finish; at most `MAX_WAITING` threads may wait.
+    At most `max_threads` threads run tasks. Threads that wait for a remote call do not count, so that nested calls
+    between processes finish. At most `MAX_WAITING` threads may wait.
     """
 
     def __init__(self, max_threads: int) -> None:
@@ -61,8 +61,9 @@ class SpareThreads(BlockedThreads):
         with self._lock:
             if self._num_waiting >= MAX_WAITING:
                 raise UsageError(
-                    f"{MAX_WAITING:,} functions of this process wait for calls of their own: calls are nested too "
-                    "deeply, or too many run concurrently; return a Future under async_execution, which needs no thread"
+                    f"{MAX_WAITING:,} functions of this process wait for remote calls: calls are nested too deeply, or "
+                    "too many run concurrently; decorate the function with async_execution and return a Future, which "
+                    "needs no thread"
                 )
             self._num_waiting += 1
             is_needed = self._needs_thread()
@@ -128,7 +129,7 @@ class CalleeEnd:
         self._busy_since = 0.0
 
     def read_on(self, turn: object) -> None:
-        """Read and run requests until another thread takes over or the connection ends."""
+        """Read and run requests until another thread continues or the connection ends."""
         self._turn = turn
         while True:
             try:
@@ -150,13 +151,13 @@ class CalleeEnd:
             del received  # free its memory before the next wait
 
     def begin(self) -> None:
-        """Mark the start of slow work, during which another thread may take over the reading."""
+        """Mark the start of slow work, during which another thread may read the connection."""
         self._busy_since = time.monotonic()
 
-    def take_over(self, now: float) -> object | None:
+    def take_over(self, time_s: float) -> object | None:
         """Return a new turn if the reading thread has been busy for longer than `_MOMENT_S`."""
         since = self._busy_since
-        if not since or now - since < _MOMENT_S:
+        if not since or time_s - since < _MOMENT_S:
             return None
         with self._lock:
             if self._busy_since != since:
@@ -172,7 +173,7 @@ class CalleeEnd:
 
 
 class Standby:
-    """Thread that assigns readers to connections without one."""
+    """Thread that assigns readers to connections that no thread reads."""
 
     def __init__(self, threads: SpareThreads) -> None:
         self._threads = threads
@@ -205,8 +206,8 @@ class Standby:
 
     def forget(self, end: CalleeEnd | CallerEnd) -> None:
         """Stop watching a connection."""
-        self._callees = [each for each in self._callees if each is not end]
-        self._callers = [each for each in self._callers if each is not end]
+        self._callees = [watched for watched in self._callees if watched is not end]
+        self._callers = [watched for watched in self._callers if watched is not end]
 
     def touch(self) -> None:
         """Report new work; wakes a sleeping thread."""
@@ -228,37 +229,37 @@ class Standby:
                 self._is_touched, idle = False, 0
             if idle >= _IDLE_TICKS:
                 self._is_awake = False
-                self._sleeps_until = min((each.deadline for each in list(self._timed)), default=math.inf)
-                if not self._is_touched:  # an earlier touch() has not set the event
+                self._sleeps_until = min((watched.deadline for watched in list(self._timed)), default=math.inf)
+                if not self._is_touched:  # a touch() before _is_awake was cleared has not set the event
                     self._wake.wait(left_until(self._sleeps_until))
                 self._wake.clear()
                 self._is_awake = True
                 self._expire_timed()
                 continue
             time.sleep(_MOMENT_S)
-            idle = 0 if self._look() else idle + 1
+            idle = 0 if self._check() else idle + 1
 
     def _expire_timed(self) -> None:
         """Expire the calls within this process whose deadline has passed."""
-        now = time.monotonic()
+        time_s = time.monotonic()
         for future in list(self._timed):
-            if now >= future.deadline and future.expire():
+            if time_s >= future.deadline and future.expire():
                 self._threads.run(future.run_callbacks)
 
-    def _look(self) -> bool:
+    def _check(self) -> bool:
         """Assign missing readers; return whether connections need further checks."""
-        now = time.monotonic()
+        time_s = time.monotonic()
         self._expire_timed()
         is_needed = False
         for callee in self._callees:
             is_needed |= callee.is_busy
             if self._threads.has_room():
-                turn = callee.take_over(now)
+                turn = callee.take_over(time_s)
                 if turn is not None:
                     self._threads.run(callee.read_on, turn)
         for caller in self._callers:
             if caller.is_unattended:
                 is_needed = True
-                if not caller.is_read and now - caller.free_since > _MOMENT_S and self._threads.has_room():
+                if not caller.is_read and time_s - caller.free_since > _MOMENT_S and self._threads.has_room():
                     self._threads.run(caller.read_on)
         return is_needed

@@ -13,12 +13,11 @@ from paceline.rpc.futures import Future
 from paceline.rpc.rref import RemoteMethod, RRef
 
 Target = str | tuple[Any, str]
-"""A function's qualified name; or an object and a method name. The object is an RRef, or a value to run on a copy of.
-"""
+"""A function's qualified name, or an object and a method name. The object is an RRef, or a value that is sent."""
 
 
 class Call(NamedTuple):
-    """A call as the caller gives it."""
+    """A call before its encoding."""
 
     target: Target
     args: Sequence[Any]
@@ -38,13 +37,13 @@ class Call(NamedTuple):
 
 def call_of(func: Callable[..., Any] | str, args: Sequence[Any] | None, kwargs: dict[str, Any] | None) -> Call:
     """Return the call of a function or method; arguments of a ``functools.partial`` come first."""
-    given = () if args is None else args
+    call_args = () if args is None else args
     if isinstance(func, functools.partial):
         inner = call_of(func.func, func.args, func.keywords)
-        outer = Call(inner.target, given, kwargs)
+        outer = Call(inner.target, call_args, kwargs)
         outer.check()
-        return Call(inner.target, (*inner.args, *given), {**(inner.kwargs or {}), **(kwargs or {})})
-    return Call(target_of(func), given, kwargs)
+        return Call(inner.target, (*inner.args, *call_args), {**(inner.kwargs or {}), **(kwargs or {})})
+    return Call(target_of(func), call_args, kwargs)
 
 
 def target_of(func: Callable[..., Any] | str) -> Target:
@@ -59,12 +58,12 @@ def target_of(func: Callable[..., Any] | str) -> Target:
     return qualified_name(func) if home_of(func)[1] else (func, "__call__")
 
 
-def made_of(target: Target) -> Future[Any] | None:
+def creation_of(target: Target) -> Future[Any] | None:
     """Return the reply to the call that created the target's object, if this process sent it."""
-    return target[0].made if isinstance(target, tuple) and isinstance(target[0], RRef) else None
+    return target[0].creation if isinstance(target, tuple) and isinstance(target[0], RRef) else None
 
 
-def what_of(target: Target) -> str:
+def description_of(target: Target) -> str:
     """Return the target's name for messages."""
     if isinstance(target, str):
         return target

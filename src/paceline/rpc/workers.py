@@ -41,8 +41,8 @@ class Directory:
 
     def __init__(self, introductions: Sequence[Introduction]) -> None:
         """`introductions`: in rank order."""
-        self.workers = tuple(WorkerInfo(each.name, rank) for rank, each in enumerate(introductions))
-        self._pickle = tuple(each.pickle for each in introductions)
+        self.workers = tuple(WorkerInfo(introduction.name, rank) for rank, introduction in enumerate(introductions))
+        self._pickle = tuple(introduction.pickle for introduction in introductions)
         self._ids: dict[str, int] = {}
         for name, rank in self.workers:
             if name in self._ids:
@@ -59,7 +59,7 @@ class Directory:
         name = worker if isinstance(worker, str) else getattr(worker, "name", worker)
         number = self._ids.get(name) if isinstance(name, str) else None
         if number is None:
-            known = ", ".join(repr(each.name) for each in self.workers[:20])
+            known = ", ".join(repr(worker.name) for worker in self.workers[:20])
             more = f" and {len(self.workers) - 20} more" if len(self.workers) > 20 else ""
             raise UsageError(f"unknown worker {printable(str(name), _MAX_NAME)!r}; the workers are {known}{more}")
         return number

@@ -46,7 +46,7 @@ def agents() -> Iterator[list[Agent]]:
 def call(
     agent: Agent, to: int, function: Callable[..., Any] | str, *args: Any, timeout: timedelta | None = None
 ) -> Any:
-    return agent.call(to, qualified_name(function), args, None, timeout, is_awaited=True).wait()
+    return agent.call(to, qualified_name(function), args, None, timeout, is_blocking=True).wait()
 
 
 def start(agent: Agent, to: int, function: Callable[..., Any], *args: Any, timeout: timedelta | None = None) -> Any:
@@ -314,7 +314,7 @@ def test_arguments_of_calls_that_cannot_be(agents: list[Agent]) -> None:
             with pytest.raises(UsageError, match="kwargs is"):
                 begin(1, name, (1,), bad)
         for bad in (-5.0, "5", True, float("nan")):
-            with pytest.raises(UsageError, match=r"timeout is .*, a duration was expected"):
+            with pytest.raises(UsageError, match=r"timeout is .*duration"):
                 begin(1, name, (1, 2), None, bad)
     assert call(a, 1, add, 1, 2, timeout=timedelta.max) == 3
     assert start(a, 1, add, 1, 2, timeout=timedelta.max).wait(timedelta.max) == 3
@@ -503,7 +503,7 @@ def test_frames_that_cannot_be_are_answered_with_an_error(
         (19, b""),
     ):
         with pytest.raises(PacelineError, match=r"cannot be read|does not support|names no") as raised:
-            a.ends.reach(1).start(kind, meta, (), what="nonsense", timeout_s=10).wait()
+            a.ends.end_to(1).start(kind, meta, (), description="nonsense", timeout_s=10).wait()
         assert "nonsense" in str(raised.value)
         with pytest.raises(ConnectionLostError):  # it is closed, and made anew
             call(a, 1, add, 1, 1)
@@ -522,14 +522,14 @@ def test_altered_frames_end_in_a_sentence(agents: list[Agent], caplog: pytest.Lo
         for _ in range(rng.randint(1, 3)):
             meta[rng.randrange(len(meta))] = rng.randrange(256)
         body = [np.zeros(rng.choice([0, 3, 4]))]
-        end = a.ends.reach(1)
+        end = a.ends.end_to(1)
         try:
-            end.start(kind, bytes(meta), body, what="fuzz", timeout_s=5).wait()
+            end.start(kind, bytes(meta), body, description="fuzz", timeout_s=5).wait()
         except DeadlineError:
             raise
         except (PacelineError, TypeError):
             answers += 1
-        end.lose(ConnectionLostError("it may be closed"))
+        end.fail(ConnectionLostError("it may be closed"))
     assert answers > 50
     assert call(a, 1, add, 1, 1) == 2
     assert [record for record in caplog.records if record.exc_info] == []

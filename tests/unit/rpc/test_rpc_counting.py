@@ -35,9 +35,9 @@ def test_a_holder_that_dies_gives_back_everything() -> None:
     owned.create(A, 1)
     owned.create(b, 1)
     owned.share(b, 2)
-    assert owned.lose(1) == [A]
-    assert owned.lose(1) == []
-    assert owned.lose(2) == [b]
+    assert owned.remove_holder(1) == [A]
+    assert owned.remove_holder(1) == []
+    assert owned.remove_holder(2) == [b]
 
 
 @pytest.mark.parametrize(("holder", "times"), [(2, 1), (1, 2), (1, 0), (1, -1)])
@@ -82,7 +82,7 @@ def test_the_table_agrees_with_a_bag_of_holders(taken: list[tuple[str, int, int,
             for each, held in bags.items():
                 if held.pop(holder, 0) and not held.total():
                     freed.add(each)
-            assert set(owned.lose(holder)) == freed
+            assert set(owned.remove_holder(holder)) == freed
         bags = {each: held for each, held in bags.items() if held.total()}
         assert {each: dict(+held) for each, held in bags.items()} == {each: owned.holders(each) for each in bags}
         assert len(owned) == len(bags)

@@ -55,10 +55,10 @@ def test_contexts_end_with_who_began_them() -> None:
 
     contexts = GradientContexts()
     first, second = contexts.new(1), contexts.new(2)
-    assert contexts.known(first).number == first
-    contexts.lose(1)
+    assert contexts.existing(first).number == first
+    contexts.remove_worker(1)
     with pytest.raises(UsageError, match=f"autograd context {first} does not exist"):
-        contexts.known(first)
+        contexts.existing(first)
     assert contexts.gradients(first) == {}
     assert contexts.pop(second) is not None
     assert contexts.pop(second) is None

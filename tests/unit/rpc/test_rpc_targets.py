@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import UsageError
-from paceline.rpc.targets import Call, call_of, made_of, target_of, what_of
+from paceline.rpc.targets import Call, call_of, creation_of, description_of, target_of
 from paceline.rpc.wire.codec import Encoding
 
 HERE = __name__
@@ -52,10 +52,10 @@ def test_functions_go_by_name_and_methods_with_their_object() -> None:
     assert target_of(Scale.made) == target_of(scale.made) == f"{HERE}:Scale.made"
     assert target_of(scale.of) == (scale, "of")
     assert target_of(scale) == (scale, "__call__")
-    assert what_of((scale, "of")) == "Scale.of"
-    assert made_of((scale, "of")) is None
+    assert description_of((scale, "of")) == "Scale.of"
+    assert creation_of((scale, "of")) is None
     assert target_of(functools.lru_cache(add)) == f"{HERE}:add"
-    with pytest.raises(UsageError, match="has no name"):
+    with pytest.raises(UsageError, match="cannot find"):
         target_of(lambda: 0)
 
 
@@ -74,5 +74,5 @@ def test_what_a_partial_holds_stands_in_front() -> None:
 
 
 def test_methods_of_what_cannot_be_sent_say_what_to_do() -> None:
-    with pytest.raises(UsageError, match=r"method\(\) is a method of an object .*Plain\); make the object"):
+    with pytest.raises(UsageError, match=r"method\(\) is a method of an object .*Plain\); create the object"):
         Encoding().encode_call((), target_of(Plain().method), (), {})

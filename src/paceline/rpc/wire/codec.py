@@ -1,11 +1,12 @@
 """Encoding of call values: msgpack, with the memory of arrays appended without a copy.
 
-A message is a msgpack part and a body. The msgpack part holds an extension with dtype and shape for each array. The
-body holds the elements in the order of the extensions, each array padded to 8 bytes; decoded arrays are views of the
-body. Received data is not trusted: sizes are checked before an array is created, names of functions and classes go
-through :class:`paceline.rpc.allowed.Allowed`, and pickles are read only if this process has enabled them.
+A message has a msgpack part and a body. The msgpack part has an extension with dtype and shape for each array. The body
+has the elements in the order of the extensions, each array padded to 8 bytes; decoded arrays are views of the body.
+Received data is not trusted: sizes are checked before an array is created, names of functions and classes are checked
+by :class:`paceline.rpc.allowed.Allowed`, and pickles are read only if this process has enabled them.
 
-Other modules add kinds of values by :func:`add_kind`: `rref` adds RRefs, `tensors` PyTorch's types, `kinds` all others.
+Other modules register their kinds of values with :func:`add_kind`: RRefs (`rref`), PyTorch's types (`tensors`), and all
+other kinds (`kinds`).
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def add_kind(code: int, types: Sequence[type], pack: Pack, unpack: Unpack) -> No
 
 
 class CannotSendError(Exception):
-    """A value that cannot be sent; `place` grows from the inside out."""
+    """A value that cannot be sent; `place` is its path in the message, completed from the inside out."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -103,7 +104,7 @@ class Encoding:
     """One message that is being encoded."""
 
     def __init__(self, *, pickle: bool = False, records: bool = False, agent: Any = None) -> None:
-        """`records`: keep the tensors that require a gradient. `agent`: the agent of the RRefs (see `rref`)."""
+        """`records`: collect the tensors that require a gradient. `agent` is the agent of the RRefs (see `rref`)."""
         self.parts: list[Buffer] = []
         """The body: memory of the arrays, not copied, and padding."""
         self.references: list[Any] = []
@@ -113,32 +114,32 @@ class Encoding:
         self.pickle, self.records, self.agent = pickle, records, agent
         self._depth = 0
 
-    def encode(self, value: Any, what: str = "the value") -> bytes:
-        """Return the msgpack part; `what` names the value in a :class:`UsageError`."""
+    def encode(self, value: Any, description: str = "the value") -> bytes:
+        """Return the msgpack part; `description` names the value in a :class:`UsageError`."""
         try:
             return _msgpack(self.pack(value))
         except CannotSendError as error:
-            raise UsageError(f"{what}{error.place} cannot be sent: {error.reason}") from None
+            raise UsageError(f"{description}{error.place} cannot be sent: {error.reason}") from None
 
     def encode_call(self, before: Sequence[Any], target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bytes:
         """Return the msgpack part of a call, which starts with the items of `before`."""
-        what = "target"
+        part = "target"
         try:
             packed: list[Any] = [*before, target if type(target) is str else [self.pack(target[0]), target[1]]]
-            what = "args"
+            part = "args"
             packed.append(self.pack_all(args) if args else [])
-            what = "kwargs"
+            part = "kwargs"
             packed.append(self.pack(kwargs) if kwargs else {})
-            what = "args or kwargs"
+            part = "args or kwargs"
             return _msgpack(packed)
         except CannotSendError as error:
-            if what == "target":
+            if part == "target":
                 reason = error.reason.partition(";")[0]
                 raise UsageError(
-                    f"{target[1]}() is a method of an object of this process that cannot be sent ({reason}); make the "
-                    "object with remote() and call rref.rpc_sync().method(...)"
+                    f"{target[1]}() is a method of an object of this process that cannot be sent ({reason}); create "
+                    "the object with remote() and call rref.rpc_sync().method(...)"
                 ) from None
-            raise UsageError(f"{what}{error.place} of the call cannot be sent: {error.reason}") from None
+            raise UsageError(f"{part}{error.place} of the call cannot be sent: {error.reason}") from None
 
     def add_array(self, array: NDArray[Any]) -> None:
         """Append the elements of a contiguous little-endian array to the body."""
@@ -208,7 +209,7 @@ class Decoding:
     """One message that is being decoded."""
 
     def __init__(self, body: memoryview, allowed: Allowed, *, pickle: bool = False, agent: Any = None) -> None:
-        """`body`: the arrays are views of this memory. `agent`: the agent of the RRefs (see `rref`)."""
+        """The arrays are views of `body`. `agent` is the agent of the RRefs (see `rref`)."""
         self.allowed, self.pickle, self.agent = allowed, pickle, agent
         self.tensors: list[Any] = []
         """The tensors that the sender has recorded for a backward pass, in its order."""
@@ -279,5 +280,5 @@ def as_sent(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def cannot_send(reason: str) -> Exception:
-    """Return the exception that `pack` raises for an unsupported value; its place is added later."""
+    """Return the exception that `pack` raises for an unsupported value. Its place is added later."""
     return CannotSendError(reason)

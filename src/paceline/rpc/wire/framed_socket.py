@@ -1,8 +1,8 @@
 """Frames on a connected socket, sent and received by the calling threads.
 
 A small frame is copied out of the receive buffer. The rest of a large frame is received in place, into memory that its
-arrays keep. Over a network without TLS, every frame carries a tag (`security.sealing`) under a key that is derived from
-the token and a nonce of each end.
+arrays use. Over a network without TLS, every frame has a tag (`security.sealing`), whose key is derived from the token
+and a nonce of each end.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _JOINED_BYTES = 1 << 13
 """Frames up to this size are joined into one buffer: the copy is cheaper than sendmsg."""
 _IOV_MAX = 512
 _STALL_S = 60.0
-"""Maximum pause of the other end within a frame, in both directions."""
+"""Longest time without progress within a frame, in both directions."""
 _LONGEST_POLL_MS = 1 << 30
 _NONCE_BYTES = 32
 _OFFER = 31  # internal kind of frame: offers the path of shared memory for bodies
 
 
 class Received(NamedTuple):
-    """A frame in memory of its own."""
+    """A received frame, which owns its memory."""
 
     header: Header
     meta: bytes | memoryview
@@ -58,7 +58,7 @@ class Received(NamedTuple):
 
 
 class FramedSocket:
-    """One connection. Several threads may send, and one at a time may receive, concurrently."""
+    """One connection. Several threads may send concurrently, while one thread receives."""
 
     def __init__(self, connected: socket.socket, name: str) -> None:
         """`connected` is non-blocking; `name` names the other end in messages."""
@@ -71,27 +71,27 @@ class FramedSocket:
         self._poller = select.poll()
         self._poller.register(connected.fileno(), select.POLLIN)
         self._spin = Spinner().wait
-        # Spin within a frame separately: its rest is in flight, whatever the waits between frames showed.
+        # Separate spinners within a frame: its remaining bytes are in flight, unlike the next frame.
         self._within = Spinner().wait
         self._within_sending = Spinner().wait
         self._seals: Seals | None = None
         self._shared: SharedBodies | None = None
         self._may_offer = False
-        self._is_wanted = False  # a large body has arrived through the socket
+        self._has_large = False  # a large body has arrived through the socket
 
     def agree_on_seals(self, token: str, *, connecting: bool, deadline: float) -> None:
         """Seal all later frames of a plain network connection. Both ends must call this first."""
         if _is_on_host(self._socket):
             return
-        own = secrets.token_bytes(_NONCE_BYTES)
-        self._send_all([own], deadline)
-        theirs = allocate(_NONCE_BYTES)
-        self._receive_into(theirs, deadline)
-        nonces = own + bytes(theirs) if connecting else bytes(theirs) + own
+        own_nonce = secrets.token_bytes(_NONCE_BYTES)
+        self._send_all([own_nonce], deadline)
+        peer_nonce = allocate(_NONCE_BYTES)
+        self._receive_into(peer_nonce, deadline)
+        nonces = own_nonce + bytes(peer_nonce) if connecting else bytes(peer_nonce) + own_nonce
         self._seals = derive_seals(token, nonces, b"paceline rpc", connecting=connecting)
 
     def share_bodies(self) -> None:
-        """Offer shared memory once large bodies occur. For the caller's end, on one host."""
+        """Offer shared memory for large bodies when the first one occurs. Only for the caller's end, on one host."""
         self._may_offer = can_share()
 
     def send(
@@ -105,9 +105,10 @@ class FramedSocket:
         context: int = 0,
         message: int = 0,
     ) -> None:
-        """Send a whole frame; returns once the kernel has it, or a copy.
+        """Send a frame. Returns when the kernel has it or it is in shared memory.
 
-        Raises UsageError (too long), ConnectionLostError or DeadlineError: then the connection is unusable.
+        Raises UsageError for a frame that is too long. Raises ConnectionLostError or DeadlineError, after which the
+        connection is unusable.
         """
         body_bytes = sum(map(size_of, body)) if body else 0
         if body_bytes + len(meta) > LIMITS.max_frame_bytes - (1 << 12) or len(meta) > LIMITS.max_meta_bytes:
@@ -117,7 +118,7 @@ class FramedSocket:
             )
         with self._sending:
             slot = 0
-            if (body_bytes >= SMALLEST_BYTES or self._is_wanted) and (self._shared is not None or self._may_offer):
+            if (body_bytes >= SMALLEST_BYTES or self._has_large) and (self._shared is not None or self._may_offer):
                 slot, body, body_bytes = self._through_memory(body, body_bytes, deadline)
             header = HEADER.pack(
                 MAGIC, PROTOCOL_VERSION, kind, slot, 0, request, message, 0, context, len(meta), body_bytes
@@ -128,10 +129,10 @@ class FramedSocket:
     def _through_memory(
         self, body: Sequence[Buffer], body_bytes: int, deadline: float
     ) -> tuple[int, Sequence[Buffer], int]:
-        """Return flags, body and its size. Flags 0 mean the body itself, n that slot n - 1 holds it."""
+        """Return flags, the body to send and its size. Flags 0: the body itself. Flags n: slot n - 1 holds it."""
         shared = self._shared
         if shared is None:
-            self._may_offer = self._is_wanted = False
+            self._may_offer = self._has_large = False
             shared = self._shared = SharedBodies.make()
             if shared is not None:
                 path = shared.path.encode()
@@ -146,10 +147,10 @@ class FramedSocket:
             parts = [*parts, self._seals.sending.tag(parts)]
         try:
             if size <= _JOINED_BYTES:
-                whole = b"".join(parts)  # type: ignore[arg-type]
-                sent = self._socket.send(whole)
-                if sent != len(whole):
-                    self._send_all([whole[sent:]], deadline)
+                frame = b"".join(parts)  # type: ignore[arg-type]
+                sent = self._socket.send(frame)
+                if sent != len(frame):
+                    self._send_all([frame[sent:]], deadline)
             else:
                 self._send_all(parts, deadline)
         except BlockingIOError:
@@ -158,7 +159,7 @@ class FramedSocket:
             raise self._lost(error) from None
 
     def wait_readable(self, timeout_s: float | None, *, spin: bool = True) -> bool:
-        """Wait until data or the end arrives; return whether it has. Returns after 12 days at the latest."""
+        """Wait for data or the end of the connection; return False after the timeout, or after 12 days."""
         if self._end > self._start:
             return True
         timeout_ms = None if timeout_s is None else _poll_ms(timeout_s)
@@ -174,7 +175,7 @@ class FramedSocket:
                     self._shared = SharedBodies.attach(bytes(received.meta).decode("utf-8", "replace"), self._socket)
                 continue
             if not header.flags:
-                self._is_wanted = self._may_offer and (self._is_wanted or len(received.body) >= SMALLEST_BYTES)
+                self._has_large = self._may_offer and (self._has_large or len(received.body) >= SMALLEST_BYTES)
                 return received
             if self._shared is None or len(received.body) != 8:
                 raise ProtocolError(f"{self.name} sent a body through memory that it does not share")
@@ -199,7 +200,7 @@ class FramedSocket:
                 self._view[:have] = bytes(self._view[self._start : self._end])
                 self._start, self._end = 0, have
             deadline = deadline or time.monotonic() + _STALL_S
-            self._end += self._receive_some(self._view[self._end :], deadline)
+            self._end += self._receive_available(self._view[self._end :], deadline)
 
     def close(self) -> None:
         """Close the connection and wake its waiting threads. Idempotent."""
@@ -262,12 +263,12 @@ class FramedSocket:
 
     def _receive_into(self, view: memoryview, deadline: float) -> None:
         while view:
-            got = self._receive_some(view, deadline)
+            got = self._receive_available(view, deadline)
             view = view[got:]
             if len(view):
                 deadline = max(deadline, time.monotonic() + _STALL_S)
 
-    def _receive_some(self, view: memoryview, deadline: float) -> int:
+    def _receive_available(self, view: memoryview, deadline: float) -> int:
         while True:
             try:
                 got = self._socket.recv_into(view)
@@ -322,7 +323,7 @@ def _poll_ms(seconds: float) -> float:
 
 
 def _is_on_host(connected: socket.socket | Any) -> bool:
-    """Return whether a connection stays on this machine; the plain end of a TLS connection does."""
+    """Return whether a connection stays on this machine. This includes the plain end of a TLS connection."""
     if connected.family == getattr(socket, "AF_UNIX", None):
         return True
     return all(is_loopback(place[0].partition("%")[0]) for place in (connected.getsockname(), connected.getpeername()))

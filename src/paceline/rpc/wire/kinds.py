@@ -1,4 +1,4 @@
-"""Kinds of values without other dependencies; imported when the first one is sent or received."""
+"""Kinds of values that need no other package; imported when the first one is sent or received."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _fields_of(kind: Any) -> Sequence[str]:
         return tuple(kind.__struct_fields__)
     if issubclass(kind, tuple):
         return tuple(kind._fields)
-    return [each.name for each in fields(kind) if each.init]
+    return [field.name for field in fields(kind) if field.init]
 
 
 def _pack_list(encoding: Encoding, value: list[Any]) -> Any:

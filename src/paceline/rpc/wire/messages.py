@@ -30,7 +30,7 @@ class RpcKind(IntEnum):
     CALL = FIRST_APPLICATION_KIND
     """Run a function or method and reply with the result."""
     REMOTE = FIRST_APPLICATION_KIND + 1
-    """As CALL, but keep the result here under the given reference."""
+    """As CALL, but store the result in the callee under the reference in the call."""
     FETCH = FIRST_APPLICATION_KIND + 2
     """Reply with the value of a reference."""
     SHARE = FIRST_APPLICATION_KIND + 3
@@ -38,7 +38,7 @@ class RpcKind(IntEnum):
     RELEASE = FIRST_APPLICATION_KIND + 4
     """Decrement the sender's count as a holder; no reply."""
     WATCH = FIRST_APPLICATION_KIND + 5
-    """No reply: the end of the connection notifies the sender of this worker's death."""
+    """No reply: the sender detects the callee's death by the closed connection."""
     RESULT = FIRST_APPLICATION_KIND + 6
     """The result of a call."""
     FAILED = FIRST_APPLICATION_KIND + 7
@@ -49,12 +49,12 @@ class CallFailure(msgspec.Struct, frozen=True, array_like=True):
     """The meta of a FAILED frame."""
 
     error: str
-    """The name of a built-in exception or of a class of :mod:`paceline.errors`, or ``module.name`` of another."""
+    """Name of a built-in exception or of a class of :mod:`paceline.errors`; ``module:name`` of other exceptions."""
     message: str
     trace: str = ""
     """The traceback; empty if the called function itself did not raise."""
     arguments: list[Any] | None = None
-    """The arguments of the exception's class, if all are plain values."""
+    """The arguments of the exception, if all are plain values."""
 
 
 decode_failure = reader(CallFailure, "a report of a failed call")
@@ -63,9 +63,9 @@ decode_failure = reader(CallFailure, "a report of a failed call")
 class RemoteError(PeerError):
     """A function raised an exception in the process that ran it; see :attr:`remote_traceback`.
 
-    It is also an instance of the original class, if that is built in, of :mod:`paceline.errors` or of a module that
-    this process allows: ``except ValueError`` catches a remote ``ValueError``. It has the original ``args``, and thus
-    the ``errno`` and ``filename`` of an ``OSError``, if they are numbers, text, bytes or None.
+    It is also an instance of the original class, if that class is built in, defined in :mod:`paceline.errors`, or
+    allowed in this process: ``except ValueError`` catches a remote ``ValueError``. It has the original ``args`` (and
+    the ``errno`` and ``filename`` of an ``OSError``), if they are numbers, text, bytes or None.
     """
 
     remote_traceback: str = ""
@@ -78,7 +78,7 @@ class RemoteError(PeerError):
 
 
 def failure_meta(error: BaseException, *, with_trace: bool) -> bytes:
-    """Return the meta of a FAILED frame; `with_trace`: the user's code raised the exception."""
+    """Return the meta of a FAILED frame. `with_trace`: the user's code raised the exception."""
     kind = type(error)
     if isinstance(error, RemoteError):
         name = _name_of(kind.__bases__[1]) if kind is not RemoteError else "PeerError"
@@ -114,7 +114,7 @@ def _arguments_of(error: BaseException) -> list[Any] | None:
 
 
 def _are_plain(arguments: Sequence[Any]) -> bool:
-    return all(type(each) in _PLAIN for each in arguments)
+    return all(type(argument) in _PLAIN for argument in arguments)
 
 
 def _encodable(text: str) -> str:
@@ -129,8 +129,10 @@ def _text(error: BaseException) -> str:
         return "(its message is unavailable)"
 
 
-def failure_of(meta: bytes | memoryview, worker: str, what: str, allowed: Allowed | None = None) -> PacelineError:
-    """Return the exception in a FAILED frame, sent by `worker` about the call `what`.
+def failure_of(
+    meta: bytes | memoryview, worker: str, description: str, allowed: Allowed | None = None
+) -> PacelineError:
+    """Return the exception in a FAILED frame, sent by `worker` about the call `description`.
 
     Its class is built in, one of Paceline's or one that is `allowed` here.
     """
@@ -140,21 +142,21 @@ def failure_of(meta: bytes | memoryview, worker: str, what: str, allowed: Allowe
         kind = getattr(errors, failure.error, PeerError)
         if not (isinstance(kind, type) and issubclass(kind, PacelineError)):
             kind = PeerError
-        return kind(f"{what} on worker {worker!r}: {message}")
+        return kind(f"{description} on worker {worker!r}: {message}")
     lines = [printable(line, 500) for line in failure.trace.split("\n")]
     trace = "\n".join(lines).rstrip()
     name = printable(failure.error.replace(":", "."), 200)
-    shown = f"{name}: {message}\n\n{what} failed on worker {worker!r}:\n{trace}"
-    given = [shown] if failure.arguments is None or not _are_plain(failure.arguments) else failure.arguments
-    error = _made(_kind_of(_class_of(failure.error, allowed)), given)
+    shown = f"{name}: {message}\n\n{description} failed on worker {worker!r}:\n{trace}"
+    arguments = [shown] if failure.arguments is None or not _are_plain(failure.arguments) else failure.arguments
+    error = _create(_kind_of(_class_of(failure.error, allowed)), arguments)
     error.remote_traceback, error.shown = trace, shown
     return error
 
 
-def _made(kind: type[RemoteError], arguments: Sequence[Any]) -> RemoteError:
-    for each in (kind, RemoteError):
-        with contextlib.suppress(Exception):  # its constructor takes other arguments
-            return each(*arguments)
+def _create(kind: type[RemoteError], arguments: Sequence[Any]) -> RemoteError:
+    for candidate in (kind, RemoteError):
+        with contextlib.suppress(Exception):  # the constructor may need other arguments
+            return candidate(*arguments)
     raise AssertionError("RemoteError takes any arguments")
 
 

@@ -1,10 +1,10 @@
-"""Message bodies in memory that both ends of a connection on one host have mapped.
+"""Message bodies in shared memory of the two ends of a connection on one host.
 
 A Unix socket copies a body twice, into pages of the kernel and out again. Shared memory needs one copy, by the sender.
-The caller creates the memory for the first large body in either direction, and offers it. Once the callee has mapped
-it, bodies that fit use it in both directions; the frame names the slot. The receiver's arrays are views of the slot,
-which becomes free when they are deleted. If slots run short, the receiver copies bodies out. Without a free slot, the
-body goes through the socket.
+When the first large body occurs in either direction, the caller creates the memory and offers it to the callee. After
+the callee has mapped it, bodies that fit use it in both directions; the frame contains the slot's number. The
+receiver's arrays are views of the slot, which becomes free when they are deleted. If few slots are free, the receiver
+copies bodies. Without a free slot, the body is sent through the socket.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from paceline.errors import ProtocolError
 from paceline.transport.frames import Buffer, view_of
 
 SMALLEST_BYTES: Final = 1 << 16
-"""Smaller bodies go through the socket."""
+"""Smaller bodies are sent through the socket."""
 SLOT_BYTES: Final = (1 << 20) + (1 << 16)
 _SLOTS: Final = 4  # per direction
 _MAX_VIEWED: Final = 2
-"""Maximum number of slots that received arrays may keep; beyond it, bodies are copied out."""
+"""Maximum number of slots that received arrays may use. Above it, bodies are copied."""
 _HEAD_BYTES: Final = 4096
 _LINE_BYTES: Final = 64
 _UCRED = struct.Struct("=iII")
 
 
 def can_share() -> bool:
-    """Return whether this is Linux on x86-64, which does not reorder a slot's copy and its free flag."""
+    """Return whether this is Linux on x86-64, which does not reorder the copy of a slot and its free flag."""
     return sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
 
 
 class SlotView(np.ndarray[Any, np.dtype[np.uint8]]):
     """A body in a slot, which becomes free when the last reference to its memory is deleted.
 
-    A slot that is viewed during a fork stays taken, because parent and child may both keep the view.
+    A slot that is viewed during a fork is never freed, because parent and child may both use the view.
     """
 
     flag: NDArray[np.uint8] | None = None
@@ -60,7 +60,7 @@ class _Forks:
     number = 0
 
     def count(self) -> None:
-        """Count a fork. Slots that are viewed now stay taken, since both processes view them."""
+        """Count a fork. The currently viewed slots are never freed, because both processes view them."""
         self.number += 1
 
 
@@ -88,7 +88,7 @@ class SharedBodies:
 
     @classmethod
     def attach(cls, path: str, connected: socket.socket) -> SharedBodies | None:
-        """Map the memory that the other end of a Unix socket offers, and confirm it; None if impossible."""
+        """Map the memory that the other end of a Unix socket offers, and confirm it; None if that fails."""
         if not can_share():
             return None
         try:
@@ -101,7 +101,7 @@ class SharedBodies:
 
     @property
     def path(self) -> str:
-        """Return the path under which the other end opens the memory."""
+        """Return the path that the other end opens."""
         return self._segment.path
 
     def put(self, parts: Sequence[Buffer], size: int) -> int | None:
@@ -126,7 +126,7 @@ class SharedBodies:
         return None
 
     def take(self, slot: int, size: int) -> memoryview:
-        """Return the body in a slot: a view that keeps the slot, or a copy if slots run short.
+        """Return the body in a slot: a view that keeps the slot in use, or a copy if few slots are free.
 
         Raises ProtocolError for an invalid slot or size.
         """

@@ -1,4 +1,4 @@
-"""This worker's connections to others, opened at the first call, and their replies."""
+"""Connections to other workers, opened at the first call, and the decoding of replies."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class CallerEnds(ReplyReader):
         self._lock = threading.Lock()
         self._is_closed = False
 
-    def reach(self, to: int) -> CallerEnd:
+    def end_to(self, to: int) -> CallerEnd:
         """Return the connection to a worker. Raises ConnectionLostError if it cannot be reached."""
         end = self._ends.get(to)
         if end is not None and end.failure is None:
@@ -51,16 +51,16 @@ class CallerEnds(ReplyReader):
             return end
 
     def _connect(self, to: int) -> CallerEnd:
-        who = f"worker {self._agent.worker_of(to).name!r}"
+        peer = f"worker {self._agent.worker_of(to).name!r}"
         deadline = time.monotonic() + min(self._agent.seconds_of(None), _CONNECT_S)
         try:
             connected = self._world.node.connect(self._world.infos[to], GROUP, self._agent.rank, "rpc", deadline)
-            framed = FramedSocket(connected, who)
+            framed = FramedSocket(connected, peer)
             framed.agree_on_seals(self._token, connecting=True, deadline=deadline)
         except AuthenticationError as error:
-            raise AuthenticationError(f"{who} cannot be called: {error}") from None
+            raise AuthenticationError(f"{peer} cannot be called: {error}") from None
         except (PacelineError, OSError) as error:
-            raise ConnectionLostError(f"{who} cannot be reached: it died or left ({error})") from None
+            raise ConnectionLostError(f"{peer} cannot be reached: it died or left ({error})") from None
         if self._world.infos[to].memory_domain == self._world.infos[self._agent.rank].memory_domain:
             framed.share_bodies()
         return CallerEnd(framed, to, self)
@@ -79,7 +79,7 @@ class CallerEnds(ReplyReader):
             self._is_closed = True
             ends = list(self._ends.values())
         for end in ends:
-            end.lose(ConnectionLostError("this process has left rpc"))
+            end.fail(ConnectionLostError("this process has left rpc"))
 
     # the interface ReplyReader
 
@@ -91,7 +91,9 @@ class CallerEnds(ReplyReader):
         agent = self._agent
         try:
             if header.kind == RpcKind.FAILED:
-                return None, reply.cause_of(failure_of(meta, agent.worker_of(end.rank).name, reply.what, agent.allowed))
+                return None, reply.cause_of(
+                    failure_of(meta, agent.worker_of(end.rank).name, reply.description, agent.allowed)
+                )
             decoding = Decoding(body, agent.allowed, pickle=agent.pickle, agent=agent)
             result = decoding.decode(meta)
             if header.epoch:
@@ -99,12 +101,12 @@ class CallerEnds(ReplyReader):
 
                 contexts.receive(header.sequence, end.rank, header.epoch, decoding.tensors)
         except PacelineError as error:
-            return None, type(error)(f"the reply of {end.name} to {reply.what} cannot be read: {error}")
+            return None, type(error)(f"the reply of {end.name} to {reply.description} cannot be read: {error}")
         except Exception as error:
             text = printable(f"{type(error).__name__}: {error}", 500)
-            return None, PeerError(f"the reply of {end.name} to {reply.what} cannot be read: {text}")
+            return None, PeerError(f"the reply of {end.name} to {reply.description} cannot be read: {text}")
         return result, None
 
     @override
-    def go_on_from(self, future: Future[Any]) -> None:
+    def run_callbacks_of(self, future: Future[Any]) -> None:
         self._agent.threads.run(future.run_callbacks)

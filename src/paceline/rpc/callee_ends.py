@@ -1,4 +1,4 @@
-"""Requests of other workers: run functions, keep objects, count their holders."""
+"""Connections from other workers: run the requested functions, keep objects, count their holders."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _decode_share = reader(tuple[list[_Reference], int], "the passing on of an RRef"
 _decode_release = reader(tuple[_Reference, int], "an RRef that is given back")
 
 
-def run_here(
+def run_local(
     function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], result: Future[Any], context: int
 ) -> None:
-    """Run a function in this thread and set its result or exception. Context 0 means no autograd."""
+    """Run a function in this thread, and set its result or exception. Context 0 means no autograd."""
     try:
         value = _run(function, args, kwargs, context)
         promise = promise_of(value) if is_async(function) else None
@@ -67,7 +67,7 @@ def _copy(result: Future[Any], done: Future[Any]) -> None:
     result.resolve(done.value() if error is None else None, error)
 
 
-class Answering(RequestServer, Taker):
+class CalleeEnds(RequestServer, Taker):
     """Connections from other workers, and their requests."""
 
     def __init__(self, agent: LocalWorker, token: str) -> None:
@@ -126,10 +126,10 @@ class Answering(RequestServer, Taker):
         self._callers.pop(end, None)
         self._agent.standby.forget(end)
         if not self._is_closed:
-            self._agent.table.lose(end.rank)
+            self._agent.table.remove_holder(end.rank)
             autograd = sys.modules.get("paceline.rpc.autograd")
             if autograd is not None:
-                autograd.contexts.lose(end.rank)
+                autograd.contexts.remove_worker(end.rank)
 
     @override
     def serve_request(self, end: CalleeEnd, received: Received) -> None:
@@ -137,13 +137,13 @@ class Answering(RequestServer, Taker):
         with self._lock:
             self._num_running += 1
         try:
-            self._carry_out(end, received)
+            self._handle(end, received)
         except Exception as error:
             failure = unreadable(end.framed.name, error)
-            if header.kind == RpcKind.RELEASE:  # its owner had already freed the object
+            if header.kind == RpcKind.RELEASE:  # this process had already freed the object
                 _logger.debug("%s: %s", end.framed.name, failure)
             else:
-                self._fail(end, header, failure, with_trace=False)
+                self._reply_failure(end, header, failure, with_trace=False)
                 if isinstance(failure, ProtocolError):
                     _logger.warning("the connection of %s is closed: %s", end.framed.name, failure)
                     end.framed.close()
@@ -152,7 +152,7 @@ class Answering(RequestServer, Taker):
                 self._num_running -= 1
                 self.num_served += 1
 
-    def _carry_out(self, end: CalleeEnd, received: Received) -> None:
+    def _handle(self, end: CalleeEnd, received: Received) -> None:
         header, meta, body = received
         agent = self._agent
         if header.kind == _CALL or header.kind == _REMOTE:
@@ -161,16 +161,16 @@ class Answering(RequestServer, Taker):
             value = agent.table.value(ReferenceId(*_decode_fetch(meta)))
             self._agent.standby.touch()
             end.begin()
-            self._answer_later(end, header, value)
+            self._reply_later(end, header, value)
         elif header.kind == RpcKind.SHARE:
             references, holder = _decode_share(meta)
             if not 0 <= holder < len(agent.directory.workers):
                 raise ProtocolError(f"got a holder with the unknown rank {holder}")
-            agent.table.share([ReferenceId(*each) for each in references], holder)
+            agent.table.share([ReferenceId(*reference) for reference in references], holder)
             agent.standby.touch()
             end.begin()
             agent.watch(holder)
-            end.framed.send(_RESULT, _NONE, deadline=_soon(), request=header.request)
+            end.framed.send(_RESULT, _NONE, deadline=_send_deadline(), request=header.request)
         elif header.kind == RpcKind.RELEASE:
             reference, times = _decode_release(meta)
             agent.table.release(ReferenceId(*reference), end.rank, times)
@@ -183,7 +183,7 @@ class Answering(RequestServer, Taker):
         parts = decoding.decode(meta)
         result: Future[Any] | None = None
         if header.kind == _REMOTE:
-            reference, parts, result = self._kept(end, parts), parts[1:], Future()
+            reference, parts, result = self._new_reference(end, parts), parts[1:], Future()
             agent.table.own(reference, end.rank, result)
         try:
             if not isinstance(parts, list) or len(parts) != 3:
@@ -207,19 +207,19 @@ class Answering(RequestServer, Taker):
         except BaseException as error:  # not allowed, or the object's creation failed
             if result is not None:
                 result.set_exception(error)
-            self._fail(end, header, error, with_trace=_has_trace(error))
+            self._reply_failure(end, header, error, with_trace=_has_trace(error))
             return
         if result is None:
             self._run_and_answer(end, header, function, args, kwargs)
         else:
-            end.framed.send(_RESULT, _NONE, deadline=_soon(), request=header.request)
-            run_here(function, args, kwargs, result, header.sequence)
+            end.framed.send(_RESULT, _NONE, deadline=_send_deadline(), request=header.request)
+            run_local(function, args, kwargs, result, header.sequence)
 
-    def _kept(self, end: CalleeEnd, parts: Any) -> ReferenceId:
-        given = parts[0] if isinstance(parts, list) and len(parts) == 4 else None
-        if not isinstance(given, list) or len(given) != 3 or given[:2] != [self._agent.rank, end.rank]:
+    def _new_reference(self, end: CalleeEnd, parts: Any) -> ReferenceId:
+        identity = parts[0] if isinstance(parts, list) and len(parts) == 4 else None
+        if not isinstance(identity, list) or len(identity) != 3 or identity[:2] != [self._agent.rank, end.rank]:
             raise ProtocolError("got a remote call whose reference cannot be read")
-        return ReferenceId(*given)
+        return ReferenceId(*identity)
 
     def _run_and_answer(
         self, end: CalleeEnd, header: Header, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
@@ -229,33 +229,33 @@ class Answering(RequestServer, Taker):
         except BaseException as error:  # includes SystemExit: the caller waits
             own = error.__traceback__ and error.__traceback__.tb_next
             error.__traceback__ = own and own.tb_next
-            self._fail(end, header, error, with_trace=True)
+            self._reply_failure(end, header, error, with_trace=True)
             return
         if is_async(function):
-            self._answer_later(end, header, promise_of(value))
+            self._reply_later(end, header, promise_of(value))
         else:
-            self._answer(end, header, value)
+            self._reply(end, header, value)
 
     # answers
 
-    def _answer_later(self, end: CalleeEnd, header: Header, value: Future[Any]) -> None:
+    def _reply_later(self, end: CalleeEnd, header: Header, value: Future[Any]) -> None:
         with self._lock:
             self._num_running += 1
 
-        def answer(done: Future[Any]) -> None:
+        def reply(done: Future[Any]) -> None:
             try:
                 error = done.exception()
                 if error is None:
-                    self._answer(end, header, done.value())
+                    self._reply(end, header, done.value())
                 else:
-                    self._fail(end, header, error, with_trace=_has_trace(error))
+                    self._reply_failure(end, header, error, with_trace=_has_trace(error))
             finally:
                 with self._lock:
                     self._num_running -= 1
 
-        value.add_done_callback(answer)
+        value.add_done_callback(reply)
 
-    def _answer(self, end: CalleeEnd, header: Header, value: Any) -> None:
+    def _reply(self, end: CalleeEnd, header: Header, value: Any) -> None:
         agent = self._agent
         try:
             message = 0
@@ -273,27 +273,27 @@ class Answering(RequestServer, Taker):
 
                     message = contexts.send(header.sequence, end.rank, encoding.tensors)
         except PacelineError as error:
-            self._fail(end, header, error, with_trace=False)
+            self._reply_failure(end, header, error, with_trace=False)
             return
         try:
             end.framed.send(
                 _RESULT,
                 meta,
                 parts,
-                deadline=_soon(),
+                deadline=_send_deadline(),
                 request=header.request,
                 context=header.sequence,
                 message=message,
             )
         except UsageError as error:  # too long
-            self._fail(end, header, error, with_trace=False)
+            self._reply_failure(end, header, error, with_trace=False)
         except (ConnectionLostError, DeadlineError) as error:
             _logger.debug("an answer could not be sent: %s", error)
 
-    def _fail(self, end: CalleeEnd, header: Header, error: BaseException, *, with_trace: bool) -> None:
+    def _reply_failure(self, end: CalleeEnd, header: Header, error: BaseException, *, with_trace: bool) -> None:
         meta = failure_meta(error, with_trace=with_trace)
         try:
-            end.framed.send(_FAILED, meta, deadline=_soon(), request=header.request)
+            end.framed.send(_FAILED, meta, deadline=_send_deadline(), request=header.request)
         except PacelineError as lost:
             _logger.debug("a failure could not be reported: %s", lost)
 
@@ -303,6 +303,6 @@ def _has_trace(error: BaseException) -> bool:
     return not isinstance(error, PacelineError) or isinstance(error, RemoteError)
 
 
-def _soon() -> float:
-    """Return the deadline for passing a reply to the operating system."""
+def _send_deadline() -> float:
+    """Return the deadline for sending a reply."""
     return time.monotonic() + 60.0
