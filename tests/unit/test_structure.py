@@ -1,4 +1,4 @@
-"""How large modules, folders and classes may be, how often names repeat, and how often tests use private ones.
+"""The size of modules and folders, their imports, repeated names, and how often tests use private ones.
 
 What is larger today is named here, and may not grow.
 """
@@ -19,7 +19,7 @@ from paceline.protocol.client import ClientCore
 SOURCE = Path(paceline.__file__).parent
 TESTS = Path(__file__).parents[1]
 SIMULATOR = TESTS.parent / "simulator"
-MAX_MODULE_LINES, MAX_FOLDER_MODULES, MAX_METHODS, MAX_ATTRIBUTES = 450, 22, 20, 15
+MAX_MODULE_LINES, MAX_FOLDER_MODULES = 450, 22
 
 MAX_PRIVATE_ACCESSES = 49
 MAX_VALUES_READ = 12
@@ -30,30 +30,12 @@ NOT_OURS = ("_C", "_VariableFunctions", "_efficientzerotensor",
 
 LARGE_MODULES: dict[str, int] = {}
 LARGE_FOLDERS: dict[str, int] = {}
-# Methods and attributes.
-LARGE_CLASSES = {
-    "collectives/group.py:Group": (49, 19),
-    "collectives/network/receiving.py:IncomingMessage": (12, 21),
-    "collectives/p2p/progress.py:ProgressLoop": (12, 19),
-    "environment.py:Environment": (1, 22),
-    "launch/run/options.py:RunOptions": (0, 27),
-    "protocol/iterations.py:Iterations": (21, 12),
-    "protocol/server/state.py:ServerState": (26, 14),  # queries of one line
-    "ps/client/servers.py:Servers": (19, 16),
-    "simulator/cluster.py:Cluster": (31, 13),
-    "simulator/faults.py:Faults": (49, 11),  # a method for each kind
-    "simulator/oracle.py:Oracle": (17, 17),
-    "simulator/protocol/node.py:SimulatedNode": (21, 12),
-    "simulator/world.py:VirtualProcess": (8, 19),
-    "sklearn/estimator.py:SparseEstimator": (18, 20),  # a parameter of scikit-learn's is an attribute
-    "tables/dense_part.py:DensePart": (29, 8),
-    "tables/part.py:TablePart": (32, 7),
-    "tables/sparse_part.py:SparsePart": (25, 3),
-    "torch/strategies/base.py:Strategy": (29, 11),
-    "torch/strategies/server/dense_parameters.py:DenseParameters": (23, 13),
-    "training/options.py:TrainOptions": (0, 21),
-    "transport/channel.py:StreamChannel": (27, 22),
-}
+MAX_IMPORTS = 24
+MANY_IMPORTS = {"torch/strategies/pipeline/runner.py": 29, "training/train.py": 28}
+"""Modules that import more modules of the package."""
+MAX_FILES_OF_A_SETTING = 15
+"""Files that name one setting of a cluster: the others pass `ClusterSettings` whole."""
+SETTINGS = ("min_replicas", "non_finite", "heartbeat_timeout_s", "memory_limit")
 
 MAX_PARAMETERS, MAX_PARAMETERS_EVER = 10, 30
 MANY_PARAMETERS = {
@@ -103,20 +85,6 @@ def modules() -> Iterator[tuple[str, str]]:
         yield name, path.read_text(encoding="utf-8")
 
 
-def size_of(node: ast.ClassDef) -> tuple[int, int]:
-    methods = [each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
-    fields = {
-        each.target.id for each in node.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
-    }
-    assigned = {
-        each.attr
-        for each in ast.walk(node)
-        if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store)
-        if isinstance(each.value, ast.Name) and each.value.id == "self"
-    }
-    return len(methods), len(fields | assigned)
-
-
 def test_no_module_is_too_long() -> None:
     lengths = {name: text.count("\n") for name, text in modules()}
     assert {name: lines for name, lines in lengths.items() if lines > LARGE_MODULES.get(name, MAX_MODULE_LINES)} == {}
@@ -129,26 +97,35 @@ def test_no_folder_has_too_many_modules() -> None:
     assert [name for name in LARGE_FOLDERS if sizes.get(name, 0) <= MAX_FOLDER_MODULES] == [], "not needed any more"
 
 
-def test_no_class_is_too_large() -> None:
-    sizes = {
-        f"{name}:{node.name}": size_of(node)
-        for name, text in modules()
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.ClassDef)
-    }
-    limits = {name: LARGE_CLASSES.get(name, (MAX_METHODS, MAX_ATTRIBUTES)) for name in sizes}
-    over = {
-        name: size
-        for name, size in sizes.items()
-        if size[0] > max(limits[name][0], MAX_METHODS) or size[1] > max(limits[name][1], MAX_ATTRIBUTES)
-    }
-    assert over == {}
-    needless = [
-        name
-        for name in LARGE_CLASSES
-        if name not in sizes or (sizes[name][0] <= MAX_METHODS and sizes[name][1] <= MAX_ATTRIBUTES)
-    ]
-    assert needless == [], "not needed any more"
+def imported_modules(tree: ast.Module) -> set[str]:
+    """Return the modules of the package that a module imports, wherever the statement is."""
+    found = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.ImportFrom(module=module, level=level) if level or (module or "").startswith("paceline"):
+                found.add("." * level + (module or ""))
+            case ast.Import(names=names):
+                found |= {name.name for name in names if name.name.startswith("paceline")}
+    return found
+
+
+def test_no_module_imports_too_many() -> None:
+    counts = {name: len(imported_modules(ast.parse(text))) for name, text in modules()}
+    assert {name: count for name, count in counts.items() if count > MAX_IMPORTS} == MANY_IMPORTS
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_few_files_name_a_setting(setting: str) -> None:
+    """A field, parameter, keyword argument or attribute of that name."""
+    files = []
+    for name, text in modules():
+        for node in ast.walk(ast.parse(text)):
+            match node:
+                case ast.arg(arg=found) | ast.keyword(arg=found) | ast.Attribute(attr=found) if found == setting:
+                    files.append(name)
+                case ast.AnnAssign(target=ast.Name(id=found)) if found == setting:
+                    files.append(name)
+    assert 0 < len(set(files)) <= MAX_FILES_OF_A_SETTING, sorted(set(files))
 
 
 def functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
