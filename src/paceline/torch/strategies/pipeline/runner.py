@@ -431,7 +431,7 @@ def _awaited(call: ModelCall, leaf: int, dtype: torch.dtype, shape: list[int], n
     device = torch.device("cpu")
     if shape or not needs_grad:
         return AwaitedOutput(call, leaf, shape=shape, dtype=dtype, device=device)
-    term = ReturnedLoss(leaf, call.number_weights)
+    term = ReturnedLoss(leaf=leaf, weights=call.number_weights)
     return AwaitedLoss(call, (term,), lambda: call.values()[leaf], shape=(), dtype=dtype, device=device)
 
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import inspect
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
+from typing_extensions import Self, override
 
 from paceline.torch.strategies.pipeline.loop.batches import row_bounds
 
@@ -79,59 +81,43 @@ def as_operation(
     return operation, whole
 
 
-class PartialLoss(Protocol):
-    """A term of a loss that is a sum of the microbatches' parts."""
-
-    @property
-    def leaf(self) -> int:
-        """The number of the output's tensor that it uses."""
-        ...
-
-    @property
-    def base(self) -> int:
-        """A unique number; multiples of the term share it."""
-        ...
-
-    @property
-    def scale(self) -> float | Tensor:
-        """The factor of the parts."""
-        ...
-
-    def part(self, output: Tensor, rows: int, parts: int, number: int) -> Tensor:
-        """Return microbatch `number`'s part of the loss, without `scale`, of a batch of `rows` in `parts`."""
-        ...
-
-    def times(self, factor: float | Tensor) -> PartialLoss:
-        """Return the term multiplied."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class ReturnedLoss:
-    """A loss that the model returns itself."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartialLoss(ABC):
+    """Abstract: a term of a loss that is a sum of the microbatches' parts."""
 
     leaf: int
-    weights: Callable[[int], Sequence[float]]
-    """Returns the weight of each microbatch's number, given the leaf."""
+    """The number of the output's tensor that it uses."""
     base: int = field(default_factory=lambda: next(_numbers))
+    """A unique number; multiples of the term share it."""
     scale: float | Tensor = 1.0
+    """The factor of the parts."""
 
+    @abstractmethod
     def part(self, output: Tensor, rows: int, parts: int, number: int) -> Tensor:
-        """Return microbatch `number`'s part of the loss, without `scale`."""
-        weight = self.weights(self.leaf)[number]
-        return output * weight if weight else output.nan_to_num() * 0.0  # the mean of no targets is NaN
+        """Return microbatch `number`'s part of the loss, without `scale`, of a batch of `rows` in `parts`."""
 
-    def times(self, factor: float | Tensor) -> ReturnedLoss:
+    def times(self, factor: float | Tensor) -> Self:
         """Return the term multiplied."""
         return replace(self, scale=self.scale * factor)
 
 
-@dataclass(frozen=True, slots=True)
-class OutputLoss:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReturnedLoss(PartialLoss):
+    """A loss that the model returns itself."""
+
+    weights: Callable[[int], Sequence[float]]
+    """Returns the weight of each microbatch's number, given the leaf."""
+
+    @override
+    def part(self, output: Tensor, rows: int, parts: int, number: int) -> Tensor:
+        weight = self.weights(self.leaf)[number]
+        return output * weight if weight else output.nan_to_num() * 0.0  # the mean of no targets is NaN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputLoss(PartialLoss):
     """One loss over a model's output, as a sum over examples."""
 
-    leaf: int
-    """The number of the output's tensor."""
     operations: tuple[RowOperation, ...]
     """Operations on the tensor before the loss."""
     function: Callable[..., Tensor]
@@ -139,22 +125,15 @@ class OutputLoss:
     options: Mapping[str, Any]
     norm: float | Tensor
     """The factor of the sum: 1 over the count for a mean."""
-    base: int
-    """A unique number; multiples of the loss share it."""
-    scale: float | Tensor = 1.0
 
+    @override
     def part(self, output: Tensor, rows: int, parts: int, number: int) -> Tensor:
-        """Return microbatch `number`'s part of the loss, without `scale`, of a batch of `rows` in `parts`."""
         for operation in self.operations:
             output = operation(output)
         bounds = row_bounds(rows, parts)
         factor = len(self.target) // rows
         target = self.target[bounds[number] * factor : bounds[number + 1] * factor]
         return self.function(output, target, **self.options) * self.norm
-
-    def times(self, factor: float | Tensor) -> OutputLoss:
-        """Return the term multiplied."""
-        return replace(self, scale=self.scale * factor)
 
 
 def as_term(
@@ -193,7 +172,7 @@ def as_term(
     norm: float | Tensor = 1.0
     if reduction == "mean":
         norm = 1.0 / count if count else float("inf")  # as in torch, the mean of no targets is NaN
-    return OutputLoss(leaf, operations, function, target, options, norm, next(_numbers))
+    return OutputLoss(leaf=leaf, operations=operations, function=function, target=target, options=options, norm=norm)
 
 
 def count_targets(target: Tensor, ignored: int, weight: Tensor | None) -> float | Tensor:
