@@ -1,18 +1,14 @@
-"""The public test kit: conformance suites, fault injection, servers in a thread."""
+"""The public test kit: conformance suites, servers in a thread."""
 
 from paceline.testing.collectives import COLLECTIVE_CHECKS, check_collectives
 from paceline.testing.ranks import nothing_left, run_ranks
 from paceline.testing.serving import Served, serve_in_thread
 from paceline.testing.transports import CHECKS, EchoHandler, check_transport
-from paceline.transport import Fault, FaultPlan, FaultyTransport
 
 __all__ = [
     "CHECKS",
     "COLLECTIVE_CHECKS",
     "EchoHandler",
-    "Fault",
-    "FaultPlan",
-    "FaultyTransport",
     "Served",
     "check_collectives",
     "check_transport",

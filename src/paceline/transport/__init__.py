@@ -4,8 +4,6 @@ from paceline.transport.addresses import Address, Endpoint, host_identity
 from paceline.transport.base import Channel, Frame, Handler, Listener, Peer, Statistics, Transport
 from paceline.transport.decoding import UNREADABLE, read_meta, reader, register_type
 from paceline.transport.failures import error_meta, error_of, raise_error
-from paceline.transport.faulty.plan import Fault, FaultPlan
-from paceline.transport.faulty.transport import FaultyTransport
 from paceline.transport.frames import (
     FIRST_APPLICATION_KIND,
     HEADER,
@@ -42,9 +40,6 @@ __all__ = [
     "Buffer",
     "Channel",
     "Endpoint",
-    "Fault",
-    "FaultPlan",
-    "FaultyTransport",
     "Frame",
     "FrameKind",
     "Handler",

@@ -2,8 +2,7 @@
 
 A server is one event loop: it calls a :class:`Handler` for every frame and never blocks. A client is a thread that
 blocks on a :class:`Channel`, or an event loop that opens a :class:`Peer`. :class:`Transport` creates all of them.
-``sockets`` and ``memory`` implement them, and ``faulty`` wraps either one. `paceline.testing.check_transport` is the
-conformance test.
+``sockets`` and ``memory`` implement them. `paceline.testing.check_transport` is the conformance test.
 """
 
 from __future__ import annotations

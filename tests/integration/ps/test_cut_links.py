@@ -8,15 +8,16 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from tests.faulty import Fault, FaultPlan, FaultyTransport
+from tests.faulty.peer import FaultyHandler
 
 from paceline.errors import PacelineError
 from paceline.protocol import BoundedDelay, Consistency, Eventual, Sequential
 from paceline.ps import SGD, Client
 from paceline.ps.messages import FORWARD, PING, PONG, TICK
 from paceline.ps.server.chain_links import ChainLinks
-from paceline.testing import FaultPlan, FaultyTransport, serve_in_thread
-from paceline.transport import Address, Endpoint, Fault, Handler, Header, Hello, Peer, SocketTransport, frame_parts
-from paceline.transport.faulty.peer import FaultyHandler
+from paceline.testing import serve_in_thread
+from paceline.transport import Address, Endpoint, Handler, Header, Hello, Peer, SocketTransport, frame_parts
 
 from .harness import TOKEN, Cluster, ServerNode, in_threads, key_of, wait_until
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+from tests.faulty import Fault, FaultPlan, FaultyTransport
 
 from paceline.protocol import BoundedDelay, Consistency, DropStale, Eventual, Sequential
 from paceline.protocol.client import Request
@@ -21,7 +22,6 @@ from paceline.ps.messages import FORWARD, PULL, PUSH, PUSH_PULL, TICK
 from paceline.storage.snapshot_directory import read_newest
 from paceline.tables.bucket_arrays import buckets_of_keys
 from paceline.tables.settings import to_fields
-from paceline.testing import Fault, FaultPlan, FaultyTransport
 from paceline.transport import SocketTransport
 
 from .harness import TOKEN, Cluster, floats, in_threads, key_of, keys_of, statistics_of, wait_until

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.faulty import Fault, FaultPlan, FaultyTransport
 
 from paceline.errors import ProtocolError, UsageError
 from paceline.filters import (
@@ -33,7 +34,6 @@ from paceline.ps import FTRL, SGD, messages
 from paceline.ps.messages import FILTERED_PULL, FILTERED_PUSH, PUSH, TICK
 from paceline.ps.server.filtered import FilteredFrames, PeerFilters
 from paceline.tables.rules import ProximalNewton
-from paceline.testing import Fault, FaultPlan, FaultyTransport
 from paceline.transport import Header, SocketTransport
 
 from .harness import TOKEN, Cluster, in_threads, keys_of, random_keys

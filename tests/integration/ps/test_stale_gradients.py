@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tests.faulty import Fault, FaultPlan, FaultyTransport
 
 from paceline.protocol import BoundedDelay, DelayCompensate, DropStale, Eventual, StalePolicy
 from paceline.ps import SGD, Client, DenseTable, SparseTable
 from paceline.ps.messages import FORWARD, PUSH, PUSH_PULL
-from paceline.testing import Fault, FaultPlan, FaultyTransport
 from paceline.transport import SocketTransport
 
 from .harness import TOKEN, Cluster, Floats, floats, keys_of, random_keys, statistics_of

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from tests.faulty import FaultPlan, FaultyTransport
 
-from paceline.testing import CHECKS, FaultPlan, FaultyTransport, check_transport
+from paceline.testing import CHECKS, check_transport
 from paceline.testing.transports import MakeTransport
 from paceline.transport import TLS, MemoryTransport, SocketTransport
 

@@ -5,9 +5,10 @@ import time
 from typing import Literal
 
 import pytest
+from tests.faulty import Fault, FaultPlan, FaultyTransport
 
 from paceline.errors import ConnectionLostError, DeadlineError, UsageError
-from paceline.testing import EchoHandler, Fault, FaultPlan, FaultyTransport, serve_in_thread
+from paceline.testing import EchoHandler, serve_in_thread
 from paceline.testing.opened_checks import Inbox
 from paceline.testing.transports import ECHO, SILENT
 from paceline.transport import Hello, MemoryTransport, SocketTransport, Transport, frame_parts, pack_header

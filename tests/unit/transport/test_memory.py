@@ -3,9 +3,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from tests.faulty import Fault, FaultPlan, FaultyTransport
 
 from paceline.errors import AddressError, AuthenticationError, ConnectionLostError, UsageError
-from paceline.testing import EchoHandler, Fault, FaultPlan, FaultyTransport
+from paceline.testing import EchoHandler
 from paceline.testing.transports import CLOSE, ECHO, SILENT
 from paceline.transport import Handler, Header, Hello, MemoryTransport, Peer, frame_parts
 

@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+from tests.faulty.plan import Fault, FaultPlan
 from typing_extensions import override
 
 from paceline.errors import ConnectionLostError, ProtocolError, VersionError
 from paceline.transport.base import Handler, Peer, Statistics
-from paceline.transport.faulty.plan import Fault, FaultPlan
 from paceline.transport.frames import Buffer, Header, size_of, unpack_header, view_of
 from paceline.transport.security.authentication import Hello
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import time
 
+from tests.faulty.peer import FaultyHandler
+from tests.faulty.plan import FaultPlan
 from typing_extensions import override
 
 from paceline.errors import ConnectionLostError, ProtocolError, VersionError
 from paceline.transport.addresses import Address, Endpoint
 from paceline.transport.base import Channel, Frame, Handler, Listener, Peer, Statistics, Transport
-from paceline.transport.faulty.peer import FaultyHandler
-from paceline.transport.faulty.plan import FaultPlan
 from paceline.transport.frames import Buffer, Header, WritableBuffer, unpack_header, view_of
 from paceline.transport.security.authentication import Hello
 

@@ -1,1 +1,0 @@
-"""Transport with planned faults, for tests."""
