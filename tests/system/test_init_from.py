@@ -45,7 +45,7 @@ def test_names_of_features_are_kept(paceline: Commands, click_log: tuple[Path, P
     (table,) = paceline.succeed("inspect", "model", "--json").json["tables"]
     assert all(each["name"][0] in "IC" and "=" in each["name"] for each in table["largest_weights"])
     assert len((tmp_path / "model" / "feature-names.tsv").read_text().splitlines()) == table["nonzero"]
-    assert "say where with --save" in paceline.run(*common).err
+    assert "--feature-names saves names with the model: pass --save" in paceline.run(*common).err
 
 
 def test_columns_are_those_of_the_model_and_what_does_not_fit_is_refused(

@@ -46,7 +46,7 @@ def test_a_training_told_to_end(paceline: Commands, click_log: tuple[Path, Path]
     running = start(paceline, click_log, *LONG)
     running.signal(signal.SIGTERM)
     finished = running.wait()
-    assert (finished.status, sentences(finished.err)) == (143, ["paceline: told to end"])
+    assert (finished.status, sentences(finished.err)) == (143, ["paceline: ended by a signal"])
 
 
 def test_interrupted_while_processes_start(paceline_afresh: Commands, click_log: tuple[Path, Path]) -> None:

@@ -1,4 +1,4 @@
-"""The command line: it parses arguments, calls the packages below, and says in one sentence what went wrong."""
+"""The command line: parse arguments, call the packages below, report an error in one sentence."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def _run(words: list[str], fork_server: ForkServer | None) -> None:
     from .app import app
 
     raise_on_sigterm()
-    # Typer brought its own copy of click at some point, so what it raises is named by where it is derived from.
+    # Typer contains a copy of click, so click's exception class has no public name: take it from a subclass.
     wrong_usage: type[Exception] = typer.BadParameter.__bases__[0]
     try:
-        # Not app(), which has its own idea of what a signal means.
+        # Not app(), which handles signals itself.
         with typer.main.get_command(app).make_context("paceline", words, obj=fork_server) as context:
             context.command.invoke(context)
     except typer.Exit as error:
         sys.exit(error.exit_code)
     except Terminated as end:
-        _fail("told to end", 128 + end.number)
+        _fail("ended by a signal", 128 + end.number)
     except (typer.Abort, KeyboardInterrupt):
         _fail("interrupted", 130)
     except wrong_usage as error:
@@ -59,7 +59,7 @@ def _run(words: list[str], fork_server: ForkServer | None) -> None:
     except PacelineError as error:
         _fail(_message(error), 1)
     except BrokenPipeError:
-        # Whoever read our output has had enough. Python would flush it again at exit, and complain.
+        # The reader of standard output has closed it. Without this, Python would flush again at exit and fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except OSError as error:
@@ -68,9 +68,9 @@ def _run(words: list[str], fork_server: ForkServer | None) -> None:
 
 @contextlib.contextmanager
 def start_fork_server(words: Sequence[str]) -> Iterator[ForkServer | None]:
-    """Start the fork server of a command that trains on own processes, if these words are one, until the block's end.
+    """Start a fork server until the block ends, if `words` trains on processes of its own; else yield None.
 
-    First of all: it loads for half a second what its forks need, while this process imports Typer and parses.
+    Call it before anything else: the fork server loads for half a second, while this process imports Typer and parses.
     """
     starts = words[:1] == ["train"] and len(words) > 1
     if not starts or any(word in _HELP or word.startswith("--scheduler") for word in words):

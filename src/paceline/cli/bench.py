@@ -60,13 +60,13 @@ def bench_collectives(
         str | None, typer.Option(help="Bytes, in units of 1024; default 4,1K,16K,64K,256K,1M,4M,16M,100M.")
     ] = None,
     peer: Annotated[
-        list[str] | None, typer.Option(help="Measure only this one beside ours: gloo, mpi, or paceline for none.")
+        list[str] | None, typer.Option(help="Compare with this library only: gloo, mpi, or paceline for none.")
     ] = None,
-    algorithm: Annotated[str | None, typer.Option(help="Take this one of ours instead of the tuner's choice.")] = None,
+    algorithm: Annotated[str | None, typer.Option(help="Algorithm to measure instead of the tuner's choice.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, float64, int32 or int64.")] = "float32",
     json: options.Json = False,
 ) -> None:
-    """Measure a collective operation by size, beside Gloo and Open MPI where they are installed, in one run.
+    """Measure a collective operation by size, in one run with Gloo and Open MPI if they are installed.
 
     Takes less than a minute.
     Example: paceline bench collectives --op all_reduce --ranks 4 --sizes 4,16K,1M --peer gloo
@@ -86,7 +86,7 @@ def bench_collectives(
     with bench.BenchProgress() as progress:
         for measured in bench.bench_collectives(plan, say=progress.say, on_absent=absent.__setitem__):
             if json:
-                lines = [json_module.dumps(each.as_json()) for each in measured]
+                lines = [json_module.dumps(result.as_json()) for result in measured]
             else:
                 lines, header = [*header, bench.format_row(measured, peers[1:])], []
             progress.aside(partial(typer.echo, "\n".join(lines)))

@@ -22,7 +22,7 @@ def convert(
         typer.Argument(
             metavar="DATA... OUT",
             callback=find_sources,
-            help="Files to read, as train takes them, and the file to write.",
+            help="Files to read, as for train, and the file to write.",
         ),
     ],
     format: options.Format = None,
@@ -30,16 +30,16 @@ def convert(
     columns: options.ColumnFlags,
     weight: options.Weight = None,
     feature_names: Annotated[
-        bool, typer.Option("--feature-names", help="Keep the names of features, for which the data is read twice.")
+        bool, typer.Option("--feature-names", help="Keep the names of features; this reads the data twice.")
     ] = False,
     strict: options.Strict = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Write data files as one that is read without parsing: paceline convert DATA... OUT.
+    """Convert data files to one file that needs no parsing: paceline convert DATA... OUT.
 
-    'train', 'predict' and 'describe' take OUT like any data file. It is checksummed, and it is written whole or not at
-    all.
+    'train', 'predict' and 'describe' read OUT like any data file. It has checksums. A failed conversion leaves no
+    file.
 
     Example: paceline convert day1.tsv.gz day2.tsv.gz days.paceline
     """
@@ -50,15 +50,15 @@ def convert(
     from paceline.training.files.describing import show_columns
 
     if len(sources) < 2:
-        raise UsageError(f"which file is to be written? paceline convert {sources[0]} OUT")
+        raise UsageError(f"no file to write. Name it last: paceline convert {sources[0]} OUT")
     *data, out = sources
     reading = columns.parse(label)
-    look = look_at_sources(data, Path(out), format=format, weight=weight, reading=reading)
+    sample = look_at_sources(data, Path(out), format=format, weight=weight, reading=reading)
     console = Console(stderr=True)
-    if look.guessed and not quiet:
-        show_columns(console, look)
-        if look.header_news is not None:
-            typer.echo(f"paceline: {look.header_news}", err=True)
+    if sample.guessed and not quiet:
+        show_columns(console, sample)
+        if sample.header_news is not None:
+            typer.echo(f"paceline: {sample.header_news}", err=True)
     is_shown = console.is_terminal and not quiet
     with console.status("converting ...") if is_shown else contextlib.nullcontext() as status:
 
@@ -66,7 +66,7 @@ def convert(
             if status is not None:
                 status.update(f"converting: {num_examples:,} examples")
 
-        done = convert_data(data, Path(out), look, strict=strict, feature_names=feature_names, on_progress=show)
+        done = convert_data(data, Path(out), sample, strict=strict, feature_names=feature_names, on_progress=show)
     if json:
         typer.echo(json_module.dumps(done.as_json()))
     else:

@@ -1,4 +1,4 @@
-"""Data files as they are named on a command line: patterns that the shell did not expand, and standard input."""
+"""Data arguments of commands: files, patterns that the shell did not expand, and standard input."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ STANDARD_INPUT = "-"
 
 
 def find_data(context: typer.Context, names: list[str] | None) -> list[str] | None:
-    """Return the files that arguments name: a callback of options.
+    """Return the files that arguments name. A callback of options.
 
-    A pattern of `*`, `?` or `[...]` stands for the files that fit it, in order of their names; `-` for standard input,
-    which is kept in a temporary file as long as the command runs. Raises DataError where no file fits.
+    A pattern of `*`, `?` or `[...]` stands for the matching files, sorted by name, and `-` for standard input, which
+    is copied to a temporary file until the command ends. Raises DataError if no file matches.
     """
     if names is None or context.resilient_parsing:
         return names
@@ -32,15 +32,15 @@ def find_data(context: typer.Context, names: list[str] | None) -> list[str] | No
 
 
 def find_sources(context: typer.Context, names: list[str]) -> list[str]:
-    """The same where the last of the names is that of a file to write."""
+    """Do the same as :func:`find_data`, except for the last name: a file to write."""
     *sources, out = names
     return [*(find_data(context, sources) or ()), out]
 
 
 def expand_pattern(name: str) -> Sequence[str]:
-    """Return the files that a pattern stands for; of a name that is none, or that there is a file of, itself.
+    """Return the files that match a pattern; a plain name, or the name of an existing file, stands for itself.
 
-    Labels of arrays, which are read with the file that they stand beside (``x.y.npy`` beside ``x.npy``), are left out.
+    Files with the labels of a matching array (``x.y.npy`` of ``x.npy``) are left out: readers find them.
     """
     if "://" in name:
         from paceline.data.streams import expand_url, is_url
@@ -51,7 +51,7 @@ def expand_pattern(name: str) -> Sequence[str]:
         return [name]
     fitting = sorted(path for path in glob.glob(name, recursive=True) if not os.path.isdir(path))
     if not fitting:
-        raise DataError(f"no file fits {name}")
+        raise DataError(f"{name}: no file matches")
     if not any(path.endswith(".npy") for path in fitting):
         return fitting
     from paceline.data.binary.arrays import holds_labels_of
@@ -60,18 +60,18 @@ def expand_pattern(name: str) -> Sequence[str]:
 
 
 def _keep_standard_input(context: typer.Context) -> str:
-    """Write standard input to a file, which goes with the command; return its name."""
+    """Copy standard input to a file, which is deleted at the end of the command; return its name."""
     from paceline.data.streams import standard_input
 
     root = context.find_root()
     if STANDARD_INPUT in root.meta:
-        raise UsageError("'-' is named twice: standard input can be read once")
+        raise UsageError("'-' is named twice: standard input can be read once. Name it once")
     folder = root.meta[STANDARD_INPUT] = standard_input.make_folder()
-    root.call_on_close(folder.close)  # the command's own context is closed only if all its arguments are right
+    root.call_on_close(folder.close)  # the command's own context is not closed if an argument is wrong
     try:
         path = standard_input.keep(sys.stdin.buffer, folder.path)
     except OSError as error:
-        raise DataError(f"standard input cannot be kept in {folder.path}: {error.strerror or error}") from error
+        raise DataError(f"cannot copy standard input to {folder.path}: {error.strerror or error}") from error
     size = path.stat().st_size
     if not size:
         raise DataError("standard input is empty: it has no line to read")

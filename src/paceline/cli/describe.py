@@ -21,7 +21,7 @@ def describe(
     positive: options.Positive = None,
     json: options.Json = False,
 ) -> None:
-    """Say what 'paceline train' would understand of the data: format, labels, columns, and the first row as keys.
+    """Show how 'paceline train' would read the data: format, labels, columns, and the first row as keys.
 
     Example: paceline describe clicks.csv --label clicked
     """

@@ -11,7 +11,7 @@ from . import options
 
 
 def doctor(json: options.Json = False) -> None:
-    """Say what is here, what is missing, and what to do about it; exit status 1 if something must be done.
+    """Report the state of this machine, problems and their remedies; exit status 1 after a failed check.
 
     Example: paceline doctor
     """

@@ -18,16 +18,16 @@ def inspect(
         list[str] | None,
         typer.Option(callback=find_data, help="File to calibrate the model on; may be given several times."),
     ] = None,
-    top: Annotated[int, typer.Option(min=0, help="How many of the largest weights to show.")] = 20,
-    html: Annotated[Path | None, typer.Option(help="File to write one page with plots to.")] = None,
-    png: Annotated[Path | None, typer.Option(help="File to draw the plots to, by Matplotlib.")] = None,
+    top: Annotated[int, typer.Option(min=0, help="Number of largest weights to show.")] = 20,
+    html: Annotated[Path | None, typer.Option(help="File for one page with plots.")] = None,
+    png: Annotated[Path | None, typer.Option(help="File for the plots, drawn by Matplotlib.")] = None,
     format: options.Format = None,
     json: options.Json = False,
 ) -> None:
-    """Show what is in a model: features, norms, a histogram of its weights and the largest ones.
+    """Show a model: features, norms, a histogram of its weights and the largest weights.
 
-    With --data it predicts these files too, shows by tenths of the predictions how many clicks came, and names features
-    that occur there, unless the training has kept their names (paceline train --feature-names).
+    With --data it also predicts these files, compares predictions and clicks by tenths of the predictions, and names
+    the features that occur there, unless the model has names already (paceline train --feature-names).
     Example: paceline inspect model --data day4.tsv --html model.html
     """
     from paceline.data import Columns, detect_format

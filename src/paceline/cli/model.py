@@ -1,4 +1,4 @@
-"""``paceline model``: what can be done with saved models."""
+"""``paceline model``: compare, merge and export saved models."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def _model() -> None:
 @app.command("diff")
 def diff(
     first: Annotated[Path, typer.Argument(help="Directory of a model.")],
-    second: Annotated[Path, typer.Argument(help="Directory of another one of the same kind.")],
-    top: Annotated[int, typer.Option(min=0, help="How many of the largest changes to show.")] = 20,
+    second: Annotated[Path, typer.Argument(help="Directory of another model of the same kind.")],
+    top: Annotated[int, typer.Option(min=0, help="Number of largest changes to show.")] = 20,
     json: options.Json = False,
 ) -> None:
     """Compare two models: norms, cosine, and the weights that differ most.
@@ -38,13 +38,13 @@ def diff(
 
 @app.command("merge")
 def merge(
-    models: Annotated[list[Path], typer.Argument(help="Directories of linear models that were trained on other data.")],
-    save: Annotated[Path, typer.Option(help="Directory to write their mean to.")],
+    models: Annotated[list[Path], typer.Argument(help="Directories of linear models, trained on different data.")],
+    save: Annotated[Path, typer.Option(help="Directory for the mean.")],
     shares: Annotated[
-        str | None, typer.Option(help="How much each counts, separated by commas; all alike if not given.")
+        str | None, typer.Option(help="Weight of each model in the mean, separated by commas; default: all equal.")
     ] = None,
 ) -> None:
-    """Write one model whose weights are the mean of several models'.
+    """Write one model whose weights are the mean of several models' weights.
 
     Example: paceline model merge monday tuesday --shares 3,1 --save both
     """
@@ -52,7 +52,7 @@ def merge(
     from paceline.inference.merging import merge_models
 
     try:
-        numbers = None if shares is None else [float(each) for each in shares.split(",")]
+        numbers = None if shares is None else [float(share) for share in shares.split(",")]
     except ValueError:
         raise UsageError(f"--shares {shares}: expected numbers above 0, such as 3,1") from None
     typer.echo(f"{merge_models(models, save, numbers):,} features in {save}")
@@ -65,12 +65,12 @@ def export(
     to: Annotated[
         str | None,
         typer.Option(
-            help="npz (NumPy), text (KEY:WEIGHT, a line each) or onnx (the network of deepfm, dcn); by the file's name "
-            "if not given."
+            help="npz (NumPy), text (KEY:WEIGHT, one per line) or onnx (the network of deepfm, dcn); default: by the "
+            "file's name."
         ),
     ] = None,
 ) -> None:
-    """Write the weights that are not 0, or a network, for other programs.
+    """Write the nonzero weights, or the network, for other programs.
 
     Example: paceline model export model weights.npz
     """

@@ -22,8 +22,7 @@ Data = Annotated[
     list[str],
     typer.Argument(
         callback=find_data,
-        help="Files to read, in this order, or patterns of them in quotes; .gz and .zst are unpacked on the way; - is "
-        "standard input.",
+        help="Files to read, in this order, or patterns in quotes; .gz and .zst are decompressed; - is standard input.",
     ),
 ]
 Format = Annotated[
@@ -35,13 +34,12 @@ Format = Annotated[
 ]
 Label = Annotated[
     str | None,
-    typer.Option(help="csv, parquet, jsonl: the column that holds the label, by name or (not jsonl) place from 0."),
+    typer.Option(help="csv, parquet, jsonl: column of the label, by name or (not jsonl) number from 0."),
 ]
 Positive = Annotated[
     str | None,
     typer.Option(
-        help="The label that is the positive one, where labels are not 0 and 1: a number, or a word; "
-        "all others are negative."
+        help="The positive label, if labels are not 0 and 1: a number or a word; all other labels are negative."
     ),
 ]
 Header = Annotated[
@@ -50,19 +48,19 @@ Header = Annotated[
 NumericScale = Annotated[
     str,
     typer.Option(
-        help="how numbers are scaled, but of criteo: standard (mean 0, deviation 1), log (of logarithms), none; "
-        "or cut into categories: quantile:N (N bins by quantiles), log-bins; or auto (what predicts the label best).",
+        help="Scale of numbers; ignored for criteo. standard (mean 0, deviation 1), log (of logarithms), none; bins as "
+        "categories: quantile:N (N bins by quantiles), log-bins; or auto (the best predictor of the label).",
     ),
 ]
 Weight = Annotated[
     str | None,
-    typer.Option(help="csv, parquet, jsonl: the column that says how often a row counts, a number from 0 up."),
+    typer.Option(help="csv, parquet, jsonl: column of the weight of each row, a number from 0 up."),
 ]
 Strict = Annotated[bool, typer.Option(help="Stop at the first malformed line instead of skipping it.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress line.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
 Scheduler = Annotated[str | None, typer.Option(help="Address of the cluster's scheduler, HOST:PORT.")]
-TokenFile = Annotated[Path | None, typer.Option(help="File that holds the cluster's token (or set PACELINE_TOKEN).")]
+TokenFile = Annotated[Path | None, typer.Option(help="File of the cluster's token (or set PACELINE_TOKEN).")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +68,7 @@ class ColumnFlags:
     """The columns of the data."""
 
     categorical: str | None = option(
-        "csv, parquet, jsonl: categorical columns, separated by commas; those without an option are guessed."
+        "csv, parquet, jsonl: categorical columns, separated by commas; columns without an option are guessed."
     )
     numeric: str | None = option("csv, parquet, jsonl: numeric columns, separated by commas.")
     text: str | None = option("csv, parquet: columns of text, separated by commas; each word is a feature.")
@@ -80,7 +78,7 @@ class ColumnFlags:
     header: Header = "auto"
 
     def parse(self, label: str | None) -> ReadOptions:
-        """Return how the data is read, given the column of the label. Raises UsageError."""
+        """Return the options for reading the data, given the label's column. Raises UsageError."""
         from paceline.data.guessing import ReadOptions
 
         return ReadOptions(
@@ -101,12 +99,12 @@ def find_scheduler(given: str | None) -> str:
     """Return the scheduler's address from the option or the environment."""
     found = given or environment().scheduler
     if not found:
-        raise UsageError("which cluster? give its scheduler's address with --scheduler HOST:PORT or PACELINE_SCHEDULER")
+        raise UsageError("no scheduler: pass its address with --scheduler HOST:PORT or set PACELINE_SCHEDULER")
     return found
 
 
 def find_token(file: Path | None, *, create: bool = False) -> str:
-    """Return the token from the file or the environment; with `create`, make the file if it is missing."""
+    """Return the token from the file or the environment; with `create`, write a new one if the file is missing."""
     from paceline.transport import make_token, read_token
     from paceline.transport.security.authentication import check_token
 
@@ -124,13 +122,11 @@ def find_token(file: Path | None, *, create: bool = False) -> str:
     token_found = environment().token
     if token_found:
         return check_token(token_found, "PACELINE_TOKEN")
-    raise UsageError(
-        "a cluster needs a token, which all its processes hold: give --token-file FILE or set PACELINE_TOKEN"
-    )
+    raise UsageError("no token: pass the cluster's token with --token-file FILE or set PACELINE_TOKEN")
 
 
 def find_positive(text: str | None) -> float | str | None:
-    """Return the label that ``--positive`` names, None if it is not given."""
+    """Return the label in ``--positive``; None if it is missing."""
     from paceline.data.labels import parse_positive
 
     return None if text is None else parse_positive(text)

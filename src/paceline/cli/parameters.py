@@ -34,24 +34,24 @@ def expand_flags(command: Callable[..., None]) -> Callable[..., None]:
         command(**{name: _build(hint, name, values) for name, hint in hints.items() if name != "return"})
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
 
 
 def given_options(flags: Any) -> list[str]:
-    """Return the names of the options of a dataclass, and of those in it, that are not None."""
+    """Return the names of a dataclass's options that are not None, those of nested dataclasses included."""
     return [f"--{name.replace('_', '-')}" for name in given_values(flags)]
 
 
 def _parameters(flags: type) -> Iterator[Parameter]:
     hints = _hints(flags)
-    for each in fields(flags):
-        hint = hints[each.name]
+    for field in fields(flags):
+        hint = hints[field.name]
         if _is_flags(hint):
             yield from _parameters(hint)
         else:
-            default = Parameter.empty if each.default is MISSING else each.default
-            yield _parameter(each.name, _with_settings(each, hint), default)
+            default = Parameter.empty if field.default is MISSING else field.default
+            yield _parameter(field.name, _with_settings(field, hint), default)
 
 
 def _parameter(name: str, hint: Any, default: Any) -> Parameter:
@@ -70,7 +70,7 @@ def _with_settings(flag: Field[Any], hint: Any) -> Any:
 def _build(hint: Any, name: str, values: Mapping[str, Any]) -> Any:
     if not _is_flags(hint):
         return values[name]
-    return hint(**{name: _build(each, name, values) for name, each in _hints(hint).items()})
+    return hint(**{name: _build(field_hint, name, values) for name, field_hint in _hints(hint).items()})
 
 
 def _is_flags(hint: Any) -> TypeGuard[type[Any]]:

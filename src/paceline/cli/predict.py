@@ -21,11 +21,11 @@ def predict(
     header: options.Header = "auto",
     strict: options.Strict = False,
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Do not say how good the predictions are; warnings are told.")
+        bool, typer.Option("--quiet", "-q", help="Print no losses of the predictions; warnings are still printed.")
     ] = False,
     json: options.Json = False,
 ) -> None:
-    """Write P(click) of each line, one per line, and say on standard error how good they are, given the labels.
+    """Write P(click) of each line, one per line, and the losses on standard error if there are labels.
 
     With --json the final figures go to standard output as one object, and predictions only to --output.
     Example: paceline predict model day4.tsv --output predictions.txt

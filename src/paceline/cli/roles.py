@@ -1,4 +1,4 @@
-"""One role of a cluster by hand: ``paceline scheduler | server | worker``."""
+"""One process of a cluster: ``paceline scheduler | server | worker``."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from paceline.transport import TLS
 
 Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all of this machine.")]
-Wait = Annotated[
-    float, typer.Option(min=0, help="How many seconds to wait for the scheduler, if none answers at its address.")
-]
+Wait = Annotated[float, typer.Option(min=0, help="Seconds to wait for the scheduler, if none answers at its address.")]
 _WAIT_S = 60.0
 
 
@@ -30,14 +28,14 @@ _WAIT_S = 60.0
 class ClusterFlags:
     """The cluster of a scheduler."""
 
-    servers: int = option("Servers that the cluster will have.", default=1, min=1)
-    workers: int = option("Workers that iterations wait for at the start.", default=1, min=1)
+    servers: int = option("Number of servers.", default=1, min=1)
+    workers: int = option("Number of workers that the first iteration waits for.", default=1, min=1)
     consistency: str = option("sequential, bounded:N or eventual.", default="bounded:4")
     stale: str = option("Stale gradients: accept, drop:N or compensate:STRENGTH.", default="accept")
-    replicas: int = option("How many servers may die without loss: copies of every row.", default=0, min=0)
+    replicas: int = option("Copies of every row: servers that may die without loss.", default=0, min=0)
     pushes: PushFlags
     heartbeat_timeout: float = option(
-        "A process that gives no sign of life for so many seconds counts as dead.", default=10.0, min=0.5
+        "Seconds without a heartbeat before a process is declared dead.", default=10.0, min=0.5
     )
 
     def parse(self) -> ClusterSettings:
@@ -64,20 +62,20 @@ def scheduler(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free one.")] = 7337,
     replaces: Annotated[
         bool,
-        typer.Option("--replaces", help="Begin no new cluster before the members of a former one had time to come."),
+        typer.Option("--replaces", help="Wait for the previous cluster's members before starting a new cluster."),
     ] = False,
     accept_minority: Annotated[
         bool,
         typer.Option(
-            "--accept-minority", help="Take over a cluster though most of its servers do not come: they are dead."
+            "--accept-minority", help="Take over a cluster without most of its servers: the missing ones are dead."
         ),
     ] = False,
     token_file: Annotated[
-        Path | None, typer.Option(help="The cluster's token; made (mode 0600) if there is no such file.")
+        Path | None, typer.Option(help="File of the cluster's token; created (mode 0600) if it is missing.")
     ] = None,
     tls: TLSFlags,
 ) -> None:
-    """Run a cluster's scheduler; start it first, end the cluster by ending it (Ctrl-C).
+    """Run a cluster's scheduler. Start it first; Ctrl-C ends the cluster.
 
     Example: paceline scheduler --servers 2 --workers 2 --token-file token
     """
@@ -103,7 +101,7 @@ def server(
     token_file: options.TokenFile = None,
     host: Host = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free one.")] = 0,
-    rank: Annotated[int | None, typer.Option(min=0, help="This server's rank; the next free one if not given.")] = None,
+    rank: Annotated[int | None, typer.Option(min=0, help="This server's rank; default: the next free one.")] = None,
     join: Annotated[bool, typer.Option("--join", help="Join a running cluster that has all its servers.")] = False,
     memory: MemoryFlags,
     wait: Wait = _WAIT_S,
@@ -112,7 +110,7 @@ def server(
 ) -> None:
     """Run a parameter server until the cluster ends.
 
-    Ctrl-C or SIGTERM moves what it holds to the other servers before it goes; the second one ends it at once.
+    Ctrl-C or SIGTERM moves its rows to the other servers and then ends it; a second signal ends it immediately.
 
     Example: paceline server --scheduler 127.0.0.1:7337 --token-file token
     """
@@ -131,7 +129,7 @@ def server(
         memory_limit=limit,
         on_ready=lambda own, endpoint: typer.echo(f"paceline server {own}: listening on {endpoint}"),
         on_leaving=lambda: typer.echo(
-            "paceline server: leaves when its rows are on other servers; Ctrl-C or SIGTERM once more ends it at once"
+            "paceline server: leaves when its rows are on other servers; Ctrl-C or SIGTERM again ends it immediately"
         ),
     )
 
@@ -141,12 +139,12 @@ def worker(
     *,
     scheduler: options.Scheduler = None,
     token_file: options.TokenFile = None,
-    rank: Annotated[int | None, typer.Option(min=0, help="This worker's rank; the next free one if not given.")] = None,
+    rank: Annotated[int | None, typer.Option(min=0, help="This worker's rank; default: the next free one.")] = None,
     wait: Wait = _WAIT_S,
     filter_modules: FilterModuleFlags,
     tls: TLSFlags,
 ) -> None:
-    """Run a worker, which takes the jobs that 'paceline train --scheduler …' posts, until the cluster ends.
+    """Run a worker for the jobs of 'paceline train --scheduler …', until the cluster ends.
 
     Example: paceline worker --scheduler 127.0.0.1:7337 --token-file token
     """
@@ -173,7 +171,7 @@ def _address(host: str, port: int) -> str:
 def _prepare_to_join(
     role: str, scheduler: str | None, token_file: Path | None, tls: TLS | None, wait_s: float
 ) -> Joining:
-    """Say how to find the cluster, from the options; have the kernels ready, and wait until a scheduler answers."""
+    """Find the cluster by the options, load the kernels, and wait until a scheduler answers."""
     from paceline.launch import Joining, load_kernels, prepare_kernels
 
     joining = Joining(scheduler=options.find_scheduler(scheduler), token=options.find_token(token_file), tls=tls)

@@ -9,10 +9,10 @@ from paceline.launch.run.options import RunOptions
 from .parameters import expand_flags
 
 CONTEXT = {
-    "allow_interspersed_args": False,  # what follows the script is the script's
+    "allow_interspersed_args": False,  # arguments after the script belong to the script
     "token_normalize_func": lambda name: name.replace("_", "-") if name.startswith("-") or "_" in name else name,
 }
-"""torchrun takes --nproc_per_node as well as --nproc-per-node, and so does this."""
+"""Settings of Typer's context. As in torchrun, --nproc_per_node is the same as --nproc-per-node."""
 
 
 @expand_flags

@@ -27,60 +27,60 @@ OF_MINIBATCHES: Final = {
     "update": "its servers take proximal steps",
     "schedule": "it has no learning rate",
     "warmup": "it has no learning rate",
-    "stale": "its gradients are as old as --max-delay says",
+    "stale": "--max-delay bounds the age of its gradients",
     "validation": "it ends by --tolerance",
     "pull_filters": "give --filters",
     "patience": "it ends by --tolerance",
     "min_delta": "it ends by --tolerance",
-    "min_count": "--l1 leaves out what is seldom there",
+    "min_count": "--l1 leaves out rare features",
     "count_cells": "it counts no features",
     "expire_after": "it reads the data once",
     "order": "it reads the data once",
-    "interactions": "its columns are those of the files",
+    "interactions": "its columns are the columns of the files",
     "progressive": "it has no loss before learning",
-    "snapshot_every": "it begins anew instead",
+    "snapshot_every": "it restarts from the beginning instead",
     "snapshot_dir": "it takes no snapshots",
     "snapshots": "it takes no snapshots",
-    "auto_resume": "it takes no snapshots, and begins anew by itself where workers die",
+    "auto_resume": "it takes no snapshots; after the loss of a worker it restarts from the beginning",
     "resume": "it takes no snapshots",
-    "init_from": "it begins with weights of 0",
+    "init_from": "it starts with weights of 0",
 }
-"""Options that proximal-blocks does not take, and why."""
+"""Options that proximal-blocks does not support, and the reasons."""
 
 
 def choose_blocks(context: typer.Context, flags: TrainFlags) -> ProximalBlocks | None:
-    """Return the options of the solver by blocks, None for the other solver. Raises UsageError."""
+    """Return the options of the block solver; None for the other solver. Raises UsageError."""
     solver, model, consistency = flags.solver.solver, flags.model.model, flags.cluster.consistency
     given = [name for name in context.params if _is_given(context, name)]
     if solver == MINIBATCHES:
         of_blocks = [_option(name) for name in given if name in OF_BLOCKS]
         if of_blocks:
-            raise UsageError(f"{', '.join(of_blocks)}: they are of --solver {PROXIMAL_BLOCKS}, which is not asked for")
+            raise UsageError(f"{', '.join(of_blocks)}: only for --solver {PROXIMAL_BLOCKS}. Pass it too")
         return None
     if solver != PROXIMAL_BLOCKS:
         raise UsageError(f"--solver {solver}: expected {MINIBATCHES} or {PROXIMAL_BLOCKS}")
     if model != "lr":
-        raise UsageError(f"--solver {PROXIMAL_BLOCKS} is for logistic regression: give --model lr instead of {model}")
+        raise UsageError(f"--solver {PROXIMAL_BLOCKS} needs --model lr, not {model}")
     for name in given:
         if name in OF_MINIBATCHES:
-            raise UsageError(f"{_option(name)} is nothing for --solver {PROXIMAL_BLOCKS}: {OF_MINIBATCHES[name]}")
+            raise UsageError(f"{_option(name)} does not apply to --solver {PROXIMAL_BLOCKS}: {OF_MINIBATCHES[name]}")
     if consistency not in (None, "sequential"):
         raise UsageError(
-            f"--consistency {consistency}: --solver {PROXIMAL_BLOCKS} sums over all workers, which sequential does; "
-            "give --max-delay for blocks that overlap"
+            f"--consistency {consistency}: --solver {PROXIMAL_BLOCKS} sums over all workers and needs sequential. "
+            "Pass --max-delay for overlapping blocks"
         )
     from paceline.filters import parse_filters
     from paceline.models.proximal.rules import ProximalBlocks
 
-    lossy = [str(each.name) for each in parse_filters(flags.filters.filters or "").filters if each.preserves != "exact"]
+    lossy = [str(name.name) for name in parse_filters(flags.filters.filters or "").filters if name.preserves != "exact"]
     if lossy:
         raise UsageError(
-            f"--filters {', '.join(lossy)}: --solver {PROXIMAL_BLOCKS} needs values as they are; take key-caching, "
+            f"--filters {', '.join(lossy)}: --solver {PROXIMAL_BLOCKS} needs exact values. Pass key-caching, "
             "key-numbers or compress"
         )
     plot = flags.solver.plot
     if plot is not None and not plot.absolute().parent.is_dir():
-        raise UsageError(f"--plot {plot}: there is no directory {plot.absolute().parent}")
+        raise UsageError(f"--plot {plot}: no directory {plot.absolute().parent}. Create it first")
     settings: dict[str, Any] = {
         "l1": flags.update.l1,
         "l2": flags.update.l2,
@@ -97,7 +97,7 @@ def write_plot(file: Path, passes: list[BlockPass]) -> None:
     from paceline.observe import draw_passes
     from paceline.storage.durable_io import replacing
 
-    drawing = draw_passes([each.objective for each in passes], [each.active for each in passes])
+    drawing = draw_passes([block_pass.objective for block_pass in passes], [block_pass.active for block_pass in passes])
     try:
         with replacing(file) as aside:
             aside.write_text(drawing, encoding="utf-8")
@@ -106,7 +106,7 @@ def write_plot(file: Path, passes: list[BlockPass]) -> None:
 
 
 def describe_end(passes: list[BlockPass]) -> str:
-    """Return a line of how passes over blocks ended."""
+    """Return one line about the end of the training."""
     last = passes[-1]
     how = {"converged": "converged after", "separable": "labels separated after", "passes": "ended after"}[last.ended]
     return (

@@ -1,4 +1,4 @@
-"""Signals that end this process, as exceptions in its main thread: none of them is lost."""
+"""Raise signals that end this process as exceptions in its main thread; none of them is lost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _AGAIN_S: Final = 0.02
 
 
 class Terminated(KeyboardInterrupt):
-    """This process was told to end by a signal; it ends as after Ctrl-C, with the exit status that shells give."""
+    """A signal ended this process: it ends as after Ctrl-C, with the exit status that shells expect."""
 
     def __init__(self, number: int = signal.SIGTERM) -> None:
         super().__init__()
@@ -21,11 +21,11 @@ class Terminated(KeyboardInterrupt):
 
 
 def raise_on_sigterm() -> None:
-    """Have SIGTERM raise Terminated in the main thread, so that ``finally`` and ``with`` do their work.
+    """Raise Terminated in the main thread at SIGTERM, so that ``finally`` and ``with`` blocks run.
 
-    So does SIGHUP, by which a terminal that is closed ends its programs, unless it is ignored, as nohup has it. An
-    exception of these, or that of Ctrl-C, which is raised where none can be (in a callback of C code, as LLVM makes
-    them while it compiles, or while an object is freed), is raised again a moment later.
+    The same holds for SIGHUP, which a closing terminal sends, unless it is ignored (nohup). Python ignores an
+    exception that is raised in a callback of C code (LLVM's, while it compiles) or while an object is freed. If it is
+    one of these, or Ctrl-C's, this process sends the signal to itself again a moment later.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _raise)
@@ -35,7 +35,7 @@ def raise_on_sigterm() -> None:
 
 
 def raise_no_more() -> None:
-    """Have the next signal end this process at once, which is about to end."""
+    """Let the next signal end this process immediately: it is about to end anyway."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is _raise:
             signal.signal(number, signal.SIG_DFL)
@@ -46,7 +46,7 @@ def _raise(number: int, frame: FrameType | None) -> None:
 
 
 def _send_again_or(report: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a hook for exceptions that Python ignores: those of signals are sent again, `report` is told of others."""
+    """Return a hook for exceptions that Python ignores: send signals again, pass other exceptions to `report`."""
 
     def hook(ignored: Any) -> None:
         error = ignored.exc_value

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @expand_flags
 def train(context: typer.Context, flags: TrainFlags) -> None:
-    """Train a click model on parameter servers: processes of this machine, or (--scheduler) a cluster that runs.
+    """Train a click model on parameter servers: on processes of this machine, or (--scheduler) on a running cluster.
 
     Example: paceline train day1.tsv day2.tsv.gz --eval day3.tsv --servers 2 --workers 4 --save model
     """
@@ -63,9 +63,9 @@ def _choose_options(context: typer.Context, flags: TrainFlags) -> TrainOptions:
     blocks = choose_blocks(context, flags)
     weights = flags.weights.parse()
     if flags.reading.count_cells is not None and flags.reading.min_count is None:
-        raise UsageError("--count-cells is for features that are counted: give --min-count too, or leave it out")
+        raise UsageError("--count-cells is for counted features: pass --min-count too, or leave it out")
     if flags.saving.feature_names and flags.saving.save is None:
-        raise UsageError("--feature-names keeps names beside the model: say where with --save MODEL")
+        raise UsageError("--feature-names saves names with the model: pass --save MODEL too")
     plan = flags.saving.parse_snapshots()
     _check_cluster(flags, has_snapshots=plan is not None)
     return TrainOptions(
@@ -93,22 +93,22 @@ def _choose_options(context: typer.Context, flags: TrainFlags) -> TrainOptions:
 
 
 def _check_cluster(flags: TrainFlags, *, has_snapshots: bool) -> None:
-    """Raise UsageError for options that are not for the chosen cluster, or not for each other."""
+    """Raise UsageError for options that do not fit the chosen cluster or one another."""
     scheduler = flags.connection.scheduler
     if flags.saving.auto_resume and (not has_snapshots or scheduler is not None):
-        raise UsageError("--auto-resume needs --snapshot-every, and processes of its own (no --scheduler)")
+        raise UsageError("--auto-resume needs --snapshot-every and a cluster of its own: leave --scheduler out")
     given = given_options(flags.cluster)
     if flags.connection.heartbeat_timeout is not None:
         given.append("--heartbeat-timeout")
     if scheduler is not None and given:
         raise UsageError(
-            f"{', '.join(given)}: the cluster of --scheduler has its own; give it to 'paceline scheduler' or 'paceline "
-            "server'"
+            f"{', '.join(given)}: the running cluster of --scheduler has its own settings. Pass them to 'paceline "
+            "scheduler' or 'paceline server'"
         )
     if flags.connection.token_file is not None and scheduler is None:
-        raise UsageError("--token-file is for a cluster that runs already: name it with --scheduler, or leave it out")
+        raise UsageError("--token-file is for a running cluster: pass --scheduler too, or leave it out")
     if flags.passes.tune and (flags.saving.resume or flags.saving.init_from or flags.update.update != "ftrl"):
-        raise UsageError("--tune tries rates of FTRL for a model that begins anew: leave it out")
+        raise UsageError("--tune tries rates of FTRL for a new model: leave it out")
 
 
 def _print(result: TrainResult, save: Path | None) -> None:

@@ -41,12 +41,12 @@ class ModelFlags:
         "over columns (PyTorch); regression: squared loss; poisson: counts; softmax: several classes.",
         default="lr",
     )
-    dim: int | None = option("fm, deepfm, dcn: factors of a feature (8); ffm: for each column (4).")
+    dim: int | None = option("fm, deepfm, dcn: factors per feature (8); ffm: factors per feature and column (4).")
     factor_lr: float | None = option("Models with factors: learning rate of the factors; default: found by trial.")
     factor_l1: float | None = option("Models with factors: L1 penalty of the factors; default 0.")
     factor_l2: float | None = option("Models with factors: L2 penalty of the factors; default: found by trial.")
     factor_min_count: int | None = option(
-        "Models with factors: how often a feature must have occurred to have some; default: found by trial."
+        "Models with factors: occurrences that a feature needs to get factors; default: found by trial."
     )
     hidden: str | None = option("deepfm, dcn: units of each hidden layer, as in 128,64; default 64,32.")
     cross_layers: int | None = option("dcn: layers that cross columns; default 2.")
@@ -54,7 +54,7 @@ class ModelFlags:
     tower_l1: float | None = option("deepfm, dcn: L1 penalty of the layers; default 0.")
     tower_l2: float | None = option("deepfm, dcn: L2 penalty of the layers; default: found by trial.")
     classes: str | None = option(
-        "softmax: how many classes (10: 0 to 9), or all as in 1,2,5; default: those in a sample."
+        "softmax: number of classes (10: 0 to 9), or all labels as in 1,2,5; default: the labels in a sample."
     )
 
 
@@ -67,10 +67,8 @@ class ReadFlags:
     positive: options.Positive = None
     columns: options.ColumnFlags
     numeric_scale: options.NumericScale = "auto"
-    interactions: str | None = option(
-        "Columns whose values are features together: C1:C2,C3:*,C4:C5:C6; * is every column."
-    )
-    min_count: int | None = option("How often a feature must occur in the first pass to be learned; default 1.")
+    interactions: str | None = option("Columns to combine into features: C1:C2,C3:*,C4:C5:C6; * is every column.")
+    min_count: int | None = option("Occurrences in the first pass that a feature needs to be learned; default 1.")
     count_cells: int | None = option("Cells of the sketch that counts features; default 2^24.")
 
 
@@ -79,16 +77,16 @@ class PassFlags:
     """Passes over the data."""
 
     epochs: int | None = option("Passes over the data; default: found by trial on a sample.", min=1)
-    order: str | None = option(
-        "Order of the examples in all passes but the last: shuffle (default), or that of the file."
-    )
+    order: str | None = option("Order of the examples in all passes except the last: shuffle (default) or file.")
     validation: list[str] | None = option(
-        "File whose loss ends the training when it falls no more; the best pass's model is kept.", callback=find_data
+        "File whose loss ends the training once it stops falling; the best pass's model is saved.", callback=find_data
     )
     patience: int | None = option("Passes without progress on --validation before the end; default 2.")
-    min_delta: float | None = option("By how much that loss must fall to be progress; default 0.")
-    expire_after: int | None = option("After each pass, drop features that were not seen for so many passes (1 to 62).")
-    batch_size: int | None = option("Examples per minibatch of one worker; default: 8 to 256, by their number.", min=1)
+    min_delta: float | None = option("Least decrease of that loss that counts as progress; default 0.")
+    expire_after: int | None = option(
+        "After each pass, drop features that were not seen for this many passes (1 to 62)."
+    )
+    batch_size: int | None = option("Examples per minibatch of one worker; default: 8 to 256, by the data.", min=1)
     tune: bool = option("Try a few learning rates and L1 penalties on a sample first.", "--tune", default=False)
 
     def parse(self, rates: RatePlan, blocks: ProximalBlocks | None) -> PassOptions:
@@ -109,9 +107,7 @@ class PassFlags:
         if self.validation is None:
             for name, value in (("--patience", self.patience), ("--min-delta", self.min_delta)):
                 if value is not None:
-                    raise UsageError(
-                        f"{name} is for a validation file: give one with --validation, or leave {name} out"
-                    )
+                    raise UsageError(f"{name} needs a validation file: pass --validation, or leave {name} out")
             return None
         patience = 2 if self.patience is None else self.patience
         return EarlyStopping(validation=self.validation, patience=patience, min_delta=self.min_delta or 0.0)
@@ -127,7 +123,7 @@ class OwnClusterFlags:
         "sequential (as one process, reproducible), bounded:N or eventual; default bounded:4."
     )
     stale: str | None = option("Stale gradients: accept (default), drop:N or compensate:STRENGTH.")
-    replicas: int | None = option("How many servers may die without loss: copies of every row; default 0.", min=0)
+    replicas: int | None = option("Copies of every row: servers that may die without loss; default 0.", min=0)
     pushes: PushFlags
     memory: MemoryFlags
 
@@ -159,14 +155,14 @@ class UpdateFlags:
     l1: float | None = option("FTRL's L1 penalty; default 1.")
     l2: float | None = option("L2 penalty (weight decay for rules other than ftrl).")
     schedule: str = option(
-        "How the learning rate falls: constant, linear, cosine, inverse-sqrt, exponential[:FACTOR], "
+        "Decay of the learning rate: constant, linear, cosine, inverse-sqrt, exponential[:FACTOR], "
         "step[:PASSES[:FACTOR]]; not for --update ftrl.",
         default="constant",
     )
     warmup: float = option("Passes, or the part of the first, in which the learning rate rises from 0.", default=0.0)
 
     def parse_rule(self) -> UpdateRule | RuleChoice:
-        """Return the update rule. FTRL's is a function of the rate and the penalties that suit the data."""
+        """Return the update rule; for FTRL, a function of the learning rate and the penalties that suit the data."""
         from paceline.models.update import UPDATE_NAMES, make_update
 
         rule = make_update(self.update, lr=self.lr, l1=self.l1, l2=self.l2, beta=self.beta)
@@ -196,12 +192,10 @@ class SolverFlags:
         "blocks of columns (delayed block proximal gradient); holds the data in workers' memory.",
         default=MINIBATCHES,
     )
-    max_delay: int | None = option(
-        "proximal-blocks: so many blocks may be under way when the next one begins; default 0.", min=0
-    )
-    block_ratio: float | None = option("proximal-blocks: blocks per value of a mean row; default 4.")
+    max_delay: int | None = option("proximal-blocks: blocks in flight when the next one starts; default 0.", min=0)
+    block_ratio: float | None = option("proximal-blocks: blocks per value of an average row; default 4.")
     tolerance: float | None = option(
-        "proximal-blocks: relative change of the objective below which it is done; default 1e-9."
+        "proximal-blocks: relative change of the objective that ends the training; default 1e-9."
     )
     plot: Path | None = option(
         "proximal-blocks: file (SVG) for a plot of the objective and the active columns by pass."
@@ -210,14 +204,14 @@ class SolverFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightFlags:
-    """How often examples count."""
+    """The weights of examples."""
 
     weight: options.Weight = None
     class_weight: str | None = option(
-        "How often examples of a label count: 0:1,1:5; balanced: all labels as much together."
+        "Weights of the labels: 0:1,1:5, or balanced (every class has the same total weight)."
     )
     keep_negatives: float = option(
-        "Share of the negatives to train on; each then counts as often as makes up for it.", default=1.0
+        "Fraction of negatives to train on. A kept negative has weight 1/fraction.", default=1.0
     )
 
     def parse(self) -> ExampleWeights:
@@ -234,10 +228,10 @@ class FilterFlags:
     """Filters for pushes and pulls."""
 
     filters: str | None = option(
-        "What pushes and pulls go behind: key-caching,quantize:8,compress for example; MODULE:CLASS is a "
-        "filter of your own; none. Default: key-caching where servers are on other machines."
+        "Filters of pushes and pulls, such as key-caching,quantize:8,compress; MODULE:CLASS is your own filter; "
+        "none. Default: key-caching for servers on other machines."
     )
-    pull_filters: str | None = option("What pulled values go behind; default: as --filters.")
+    pull_filters: str | None = option("Filters of pulled values; default: as --filters.")
     modules: FilterModuleFlags
 
     def parse(self) -> TrafficFilters:
@@ -249,40 +243,40 @@ class FilterFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class SaveFlags:
-    """The files that the training writes, and the model that it begins with."""
+    """The files to write, and the initial model."""
 
     save: Path | None = option("Directory to save the model in.")
-    feature_names: bool = option("Keep the names of features beside the model.", "--feature-names", default=False)
+    feature_names: bool = option("Save the names of features with the model.", "--feature-names", default=False)
     cache: Path | None = option("Directory to keep parsed data in, for later passes and later runs.")
     snapshot_every: str | None = option(
-        "Take snapshots of the cluster while it trains: every 30s, 5m, 1h, or so many examples."
+        "Interval between snapshots of the cluster: 30s, 5m, 1h, or a number of examples."
     )
     snapshot_dir: Path | None = option(
-        "Directory for snapshots, which all servers share; default: --resume's, or SAVE-snapshots."
+        "Directory for snapshots, shared by all servers; default: --resume's, or SAVE-snapshots."
     )
     snapshots: int | None = option("Snapshots to keep; default 3.", min=1)
-    resume: Path | None = option("Go on from the newest whole snapshot in this directory, with the same data.")
-    init_from: Path | None = option("Train this model further: a directory that --save wrote, or one of snapshots.")
+    resume: Path | None = option("Continue from the newest complete snapshot in this directory, with the same data.")
+    init_from: Path | None = option("Train this model further: a directory of --save or of snapshots.")
     auto_resume: bool = option(
-        "If more servers die than replicas, go on from the newest snapshot.", "--auto-resume", default=False
+        "If more servers die than replicas, continue from the newest snapshot.", "--auto-resume", default=False
     )
 
     def parse_snapshots(self) -> SnapshotPlan | None:
-        """Return the plan of snapshots, None for no snapshots. Raises UsageError."""
+        """Return the plan of snapshots; None for no snapshots. Raises UsageError."""
         from paceline.training.options import SnapshotPlan
         from paceline.training.snapshots import parse_every
 
         if self.snapshot_every is None:
             for name, value in (("--snapshot-dir", self.snapshot_dir), ("--snapshots", self.snapshots)):
                 if value is not None:
-                    raise UsageError(f"{name} is for snapshots: say when with --snapshot-every, or leave {name} out")
+                    raise UsageError(f"{name} needs --snapshot-every: pass it too, or leave {name} out")
             return None
         seconds, examples = parse_every(self.snapshot_every)
         directory = self.snapshot_dir or self.resume
         if directory is None:
             if self.save is None:
                 raise UsageError(
-                    "--snapshot-every: where? give --snapshot-dir DIR, or --save MODEL for MODEL-snapshots"
+                    "--snapshot-every: no directory. Pass --snapshot-dir DIR, or --save MODEL for MODEL-snapshots"
                 )
             directory = self.save.with_name(f"{self.save.name}-snapshots")
         return SnapshotPlan(directory=directory, seconds=seconds, examples=examples, keep=self.snapshots or 3)
@@ -293,13 +287,13 @@ class OutputFlags:
     """Malformed lines, and the output of the command."""
 
     max_malformed: float = option(
-        "Share of malformed lines beyond which the training fails, if there are more than 10.", default=0.05
+        "Fraction of malformed lines beyond which the training fails, if more than 10.", default=0.05
     )
     strict: options.Strict = False
     json: options.Json = False
     quiet: options.Quiet = False
     progressive: bool = option(
-        "Print the losses before learning (first pass), at doubling rows.", "--progressive", default=False
+        "Print the loss before learning (first pass), at doubling rows.", "--progressive", default=False
     )
 
 
@@ -308,7 +302,7 @@ class ConnectionFlags:
     """The connections to the cluster's processes."""
 
     heartbeat_timeout: float | None = option(
-        "A process that gives no sign of life for so many seconds counts as dead; default 10.", min=0.5
+        "Seconds without a heartbeat before a process is declared dead; default 10.", min=0.5
     )
     scheduler: options.Scheduler = None
     token_file: options.TokenFile = None
@@ -343,7 +337,7 @@ class TrainFlags:
         from paceline.models.softmax import parse_classes
 
         reading, settings = self.reading, dict(vars(self.model))
-        name, hidden, classes = (settings.pop(each) for each in ("model", "hidden", "classes"))
+        name, hidden, classes = (settings.pop(key) for key in ("model", "hidden", "classes"))
         return make_model(
             name,
             **settings,

@@ -18,7 +18,7 @@ _SAME_OPTION: Final = {
     "--num-epochs": "--epochs",
     "--passes": "--epochs",
 }
-"""Names in other programs, and ours."""
+"""Names of options in other programs, and in this one."""
 _EXPECTED: Final = (
     (r"valid integer|not a valid int", "a whole number"),
     (r"valid number|not a valid float", "a number"),
@@ -26,7 +26,7 @@ _EXPECTED: Final = (
     (r"greater than ([^ ]+)", r"a number greater than \1"),
     (r"less than or equal to ([^ ]+)", r"a number of at most \1"),
 )
-"""Phrases of Typer, and what they mean."""
+"""Phrases of Typer's messages, and the expected value."""
 
 
 def describe_wrong_usage(error: Any, words: Sequence[str]) -> str:
@@ -35,10 +35,10 @@ def describe_wrong_usage(error: Any, words: Sequence[str]) -> str:
     more = "" if context is None else f". See '{context.command_path} --help'"
     unknown = getattr(error, "option_name", None)
     if type(error).__name__ == "NoSuchOption" and unknown is not None:
-        known = [] if context is None else [name for each in context.command.params for name in each.opts]
-        alike = [name for name in (_SAME_OPTION.get(unknown),) if name in known]
-        alike += difflib.get_close_matches(unknown, known, 1, 0.7)
-        return f"unknown option {unknown}" + (f". Did you mean {alike[0]}?" if alike else more)
+        known = [] if context is None else [name for parameter in context.command.params for name in parameter.opts]
+        similar = [name for name in (_SAME_OPTION.get(unknown),) if name in known]
+        similar += difflib.get_close_matches(unknown, known, 1, 0.7)
+        return f"unknown option {unknown}" + (f". Did you mean {similar[0]}?" if similar else more)
     parameter = getattr(error, "param", None)
     options = [] if parameter is None else list(parameter.opts)
     for pattern, expected in _EXPECTED:
@@ -50,7 +50,7 @@ def describe_wrong_usage(error: Any, words: Sequence[str]) -> str:
 
 
 def _value_of(options: Sequence[str], words: Sequence[str]) -> str:
-    """Return the option and its value as they stand among the words."""
+    """Return the option and its value as written on the command line."""
     for at, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name in options:

@@ -56,6 +56,6 @@ def test_what_the_other_solver_takes_is_refused(
     said = capsys.readouterr().err
     assert (ended.value.code, said.count("\n")) == (2, 1), said
     if name in OF_BLOCKS:
-        assert said == f"paceline: {option}: they are of --solver proximal-blocks, which is not asked for\n"
+        assert f"{option}: only for --solver proximal-blocks" in said
     else:
-        assert said == f"paceline: {option} is nothing for --solver proximal-blocks: {OF_MINIBATCHES[name]}\n"
+        assert said == f"paceline: {option} does not apply to --solver proximal-blocks: {OF_MINIBATCHES[name]}\n"
