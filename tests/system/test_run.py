@@ -183,7 +183,7 @@ def test_the_traceback_of_the_rank_to_blame_comes_first_and_last(forking: Comman
     assert finished.err.count("ValueError: the bad one") == 2
     assert "RankLostError" not in finished.err
     assert re.search(
-        r"paceline run: rank 1 of 3 failed with exit status 1 after [\d.]+ s; the others were ended", finished.err
+        r"paceline run: rank 1 of 3 failed with exit status 1 after [\d.]+ s; the other ranks were ended", finished.err
     )
 
 
@@ -268,7 +268,7 @@ def test_a_lost_server_is_named(paceline: Commands, tmp_path: Path) -> None:
     server.kill()
     finished = running.wait(PROMPT_S)
     assert finished.status == 1
-    assert finished.err == "paceline run: server 0 was killed by SIGKILL; the ranks cannot go on, and were ended\n"
+    assert finished.err == "paceline run: server 0 was killed by SIGKILL; the ranks cannot continue and were ended\n"
 
 
 def test_a_static_cluster(forking: Commands, tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from .test_run import free_port, script, two_free_ports
 
 _TOKEN = "a token for tests"
 _LINE = (
-    r"paceline run: server (\d) was killed by SIGKILL: its replicas serve what it had, and another server took its "
-    r"place\n"
+    r"paceline run: server (\d) was killed by SIGKILL: its replicas serve its data, and another server "
+    r"replaces it\n"
 )
 _COUNT = """
 import os, time
@@ -127,10 +127,10 @@ def kill(running: Running, role: str, scheduler: str) -> None:
     """Kill a process, and wait until another one is in its place."""
     running.children(role)[-1].kill()
     if role == "scheduler":
-        running.wait_line("the scheduler was killed by SIGKILL: another one takes its place")
+        running.wait_line("the scheduler was killed by SIGKILL: another one replaces it")
         wait_cluster(SocketTransport(_TOKEN), scheduler, 10.0)
     else:
-        running.wait_line("another server took its place")
+        running.wait_line("another server replaces it")
 
 
 def test_who_is_killed_leaves_no_trace_in_the_model(replicated: Commands, tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_who_is_killed_leaves_no_trace_in_the_model(replicated: Commands, tmp_pa
     assert len(differences) == 2
     assert max(differences) < 1e-5
     said = [
-        "paceline run: the scheduler was killed by SIGKILL: another one takes its place\n",
+        "paceline run: the scheduler was killed by SIGKILL: another one replaces it\n",
         _LINE,
     ]
     assert re.fullmatch("".join(said), finished.err), finished.err
@@ -171,7 +171,7 @@ def test_more_deaths_than_replicas_end_the_run(replicated: Commands, tmp_path: P
     assert finished.status == 1
     said = (
         r"paceline run: servers? [01]( and 1)? died, and with (it|them) 512 of 512 buckets of the tables that had no "
-        r"replica left; the ranks cannot go on, and were ended\n"
+        r"replica left; the ranks cannot continue and were ended\n"
     )
     assert re.fullmatch(said, finished.err), finished.err
     assert our_processes(replicated.environment[MARK]) == []
@@ -199,7 +199,7 @@ def test_a_node_replaces_its_own_servers(replicated: Commands, tmp_path: Path) -
     (tmp_path / "end").touch()
     finished = second.wait()
     assert finished.status == 0, finished
-    line = _LINE.replace("was killed by SIGKILL", "gave no sign of life and was killed")
+    line = _LINE.replace("was killed by SIGKILL", "sent no heartbeat and was killed")
     assert re.fullmatch(line, finished.err), finished.err
 
 

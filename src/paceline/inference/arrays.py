@@ -1,4 +1,4 @@
-"""Arrays, sparse matrices and rows of pairs as batches: the number of a column is the key."""
+"""Convert arrays, sparse matrices and rows of pairs to batches: a column's number is its key."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 class ArrayReader:
-    """Checks and converts for a model whose keys go from `key_range[0]` to `key_range[1]` (None: it knows none)."""
+    """Check and convert data for a model with the smallest and largest key `key_range`; None: not trained yet."""
 
     def __init__(self, key_range: tuple[int, int] | None) -> None:
         self._key_range = key_range
 
     def batches(self, X: Any) -> Iterator[Batch]:
-        """Yield the rows of a NumPy array, of what NumPy makes an array of, or of a SciPy sparse matrix."""
+        """Yield the rows of an array, of an object that NumPy converts to an array, or of a SciPy sparse matrix."""
         if hasattr(X, "tocsr"):
             return self._sparse(X)
         if not hasattr(X, "__len__"):
@@ -31,7 +31,7 @@ class ArrayReader:
         try:
             array = np.asarray(X)
         except (TypeError, ValueError) as error:
-            raise UsageError(f"X is a {type(X).__name__} that is no array of numbers: {error}") from None
+            raise UsageError(f"X is a {type(X).__name__}: expected an array of numbers: {error}") from None
         self._check(array, array.dtype)
         return self._dense(array)
 
@@ -64,14 +64,14 @@ class ArrayReader:
             first, last = self._key_range
             hint = "; the number of a column is the key"
             if first >= 1 and last == X.shape[1]:
-                hint = ": the keys begin at 1, so load the data with a column 0 (load_svmlight_file: zero_based=True)"
+                hint = ": the keys start at 1, so load the data with a column 0 (load_svmlight_file: zero_based=True)"
             raise UsageError(
-                f"X has {X.shape[1]:,} columns, 0 to {X.shape[1] - 1:,}, and the model knows keys from {first:,} to "
+                f"X has {X.shape[1]:,} columns, 0 to {X.shape[1] - 1:,}, but the model has keys from {first:,} to "
                 f"{last:,}{hint}"
             )
 
     def row_batches(self, rows: Sequence[Mapping[Any, Any]]) -> Iterator[Batch]:
-        """Yield rows that are dicts of values by key; keys may be written as text, as JSON has them."""
+        """Yield rows that are dicts of values by key; a key may be text, as in JSON."""
         indptr = np.cumsum([0, *map(len, rows)], dtype=np.int64)
         keys: list[Any] = [*chain.from_iterable(rows)]
         values: list[Any] = [*chain.from_iterable(row.values() for row in rows)]
@@ -103,7 +103,7 @@ def _number(value: Any, key: Any, row: int) -> float:
 def _batch(
     indptr: npt.NDArray[np.int64], keys: npt.NDArray[np.uint64], values: npt.NDArray[Any], first_row: int
 ) -> Batch:
-    """Return a batch without labels, all zero, and without NaN, a missing value; raise UsageError for no float32."""
+    """Return a batch with labels of zero, without missing values (NaN). Raises UsageError for values beyond float32."""
     if values.dtype.kind == "f" and (missing := np.isnan(values)).any():
         indptr = indptr - np.append(0, np.cumsum(missing))[indptr]
         keys, values = keys[~missing], values[~missing]
@@ -112,7 +112,7 @@ def _batch(
         at = int(np.argmin(good))
         row = int(np.searchsorted(indptr, at, side="right")) - 1 + first_row
         raise UsageError(
-            f"X has {values[at]} in row {row:,}, column {keys[at]:,}: expected numbers that fit float32, or NaN for "
-            "those that are missing"
+            f"X has {values[at]} in row {row:,}, column {keys[at]:,}: expected numbers within float32, or NaN for a "
+            "missing value"
         )
     return Batch(np.zeros(len(indptr) - 1, np.float32), indptr, keys, values.astype(np.float32))

@@ -1,4 +1,4 @@
-"""How well predictions agree with what came: a table of groups by rising prediction."""
+"""Compare predictions with labels: a table of groups by rising prediction."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ class CalibrationGroup:
     predicted: float
     """The mean prediction."""
     observed: float
-    """The mean label: of clicks, their share."""
+    """The mean label: for clicks, their fraction."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Groups of equal size, of a model that predicts one number, and the metrics of all examples."""
+    """Groups of equal size by prediction, for a model with one output, and the metrics of all examples."""
 
     groups: list[CalibrationGroup]
     metrics: Evaluation
 
     def as_json(self) -> dict[str, Any]:
-        """Return what ``paceline inspect --json`` says of it."""
+        """Return the object for ``paceline inspect --json``."""
         groups = [dataclasses.asdict(group) for group in self.groups]
         return {"groups": groups, "metrics": {"examples": self.metrics.examples, **self.metrics.as_json()}}
 
 
 def group_by_prediction(labels: Floats, predictions: Floats, num_groups: int = NUM_GROUPS) -> list[CalibrationGroup]:
-    """Group examples (float32 [n] each) by rising prediction, into so many of equal size, or as many as there are."""
+    """Sort examples (float32 [n] each) by prediction and split them into at most `num_groups` equal groups."""
     order = np.argsort(predictions, kind="stable")
     labels, ordered = labels[order], predictions[order]
     return [
@@ -57,7 +57,7 @@ def group_by_prediction(labels: Floats, predictions: Floats, num_groups: int = N
 
 
 def calibrate_model(directory: Path, data: Sequence[str], format: str | None = None) -> Calibration:
-    """Predict data files with a saved model, and compare."""
+    """Predict data files with a saved model, and compare predictions and labels. Raises DataError without labels."""
     predictor = Predictor(directory)
     with predictor.open_data(data, format) as dataset:
         found = list(predictor.predict(dataset))
@@ -66,7 +66,7 @@ def calibrate_model(directory: Path, data: Sequence[str], format: str | None = N
     labels, predictions = np.concatenate([labels for labels, _ in found]), np.concatenate([p for _, p in found])
     has_label = ~np.isnan(labels)
     if not has_label.any():
-        raise DataError(f"{data[0]} has no labels: calibration compares predictions with them")
+        raise DataError(f"{data[0]} has no labels: calibration compares predictions with labels")
     labels, predictions = labels[has_label], predictions[has_label]
     groups = group_by_prediction(labels, predictions) if predictions.ndim == 1 else []
     return Calibration(groups, predictor.model.evaluate(labels, predictions))

@@ -14,9 +14,9 @@ _INCHES, _DOTS_PER_INCH = 4.0, 120
 
 
 def write_png(file: Path, summary: ModelSummary, calibration: Calibration | None) -> None:
-    """Draw the histogram of each table's weights, and the calibration if there is one, side by side.
+    """Draw the histogram of each table's weights next to the calibration, if given.
 
-    Raises UsageError without Matplotlib, ModelError where the file cannot be written.
+    Raises UsageError without Matplotlib, ModelError if the file cannot be written.
     """
     try:
         from matplotlib.figure import Figure
@@ -28,13 +28,15 @@ def write_png(file: Path, summary: ModelSummary, calibration: Calibration | None
     plots = figure.subplots(1, num_plots, squeeze=False)[0]
     if groups:
         plots[0].axline((groups[0].predicted, groups[0].predicted), slope=1, color="silver", linestyle="--")
-        plots[0].plot([each.predicted for each in groups], [each.observed for each in groups], "o-", color="tab:red")
+        plots[0].plot(
+            [group.predicted for group in groups], [group.observed for group in groups], "o-", color="tab:red"
+        )
         plots[0].set(title="calibration, by tenths", xlabel="predicted", ylabel="observed")
     for plot, table in zip(plots[bool(groups) :], summary.tables, strict=True):
         if table.histogram.counts:
             plot.stairs(table.histogram.counts, table.histogram.edges, fill=True)
         plot.set(title=f"{table.name}: {table.nonzero:,} of {table.features:,}", xlabel="weight", ylabel="features")
-    drawing = BytesIO()  # a FIFO cannot seek, as Matplotlib's PNG writer does
+    drawing = BytesIO()  # Matplotlib's PNG writer seeks, and a FIFO cannot
     figure.savefig(drawing, format="png", dpi=_DOTS_PER_INCH)
     try:
         with replacing(file) as aside:

@@ -1,5 +1,5 @@
-"""A model for other programs: weights as NumPy's arrays, or as lines of text like a readable model of Vowpal Wabbit's,
-and the network of a deep model as ONNX.
+"""Export a model for other programs: weights as NumPy arrays or as text (like Vowpal Wabbit's readable model), and the
+network of a deep model as ONNX.
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ FORMATS: Final = ("npz", "text", "onnx")
 
 
 def export_model(directory: str | os.PathLike[str], file: Path, format: str | None = None) -> int:
-    """Write the weights of a model that are not 0 to a file; return how many features have one, or how many there are.
+    """Write the nonzero weights of a model to a file; return the number of features with one, or of network weights.
 
-    ``npz`` has arrays `keys` (uint64 [n]), `values` (float32 [n, dim]) and `bias` (float32 [dim]) of each table, behind
-    the table's name and a dot; where weights are for values as they were scaled, `scaling.keys`, `scaling.means`,
-    `scaling.scales` and `scaling.other_scale` too (:class:`paceline.data.key_scaling.KeyScaling`), and of logarithms
-    and bins `scaling.units`, `scaling.filled`, `scaling.edge_keys` (whose bins each of `scaling.edges` bounds) and
-    `scaling.bin_keys` (one more for each key than it has edges). ``text`` has a line
-    ``KEY:WEIGHT`` for each, and ``Constant:WEIGHT`` for the bias, of models of one number per feature. ``onnx`` is the
-    network of a deep model. None: by the file's suffix. Raises UsageError for what cannot be written so.
+    - ``npz``: arrays `keys` (uint64 [n]), `values` (float32 [n, dim]) and `bias` (float32 [dim]) per table, with the
+      prefix ``TABLE.``. For weights of scaled values also `scaling.keys`, `scaling.means`, `scaling.scales` and
+      `scaling.other_scale` (:class:`paceline.data.key_scaling.KeyScaling`); for logarithms and bins also
+      `scaling.units`, `scaling.filled`, `scaling.edges`, `scaling.edge_keys` (the key of each edge) and
+      `scaling.bin_keys` (per key, one more than edges).
+    - ``text``: a line ``KEY:WEIGHT`` per feature and ``Constant:WEIGHT`` for the bias; only for one number per feature.
+    - ``onnx``: the network of a deep model.
+
+    `format` None: by the file's suffix. Raises UsageError if the model does not fit the format.
     """
     format = format or _BY_SUFFIX.get(file.suffix, "text")
     if format not in FORMATS:
@@ -46,10 +48,10 @@ def export_model(directory: str | os.PathLike[str], file: Path, format: str | No
         return _export_network(stored, file)
     weights = {table.spec.name: read_weights(stored, table) for table in stored.tables}
     _add_initial_factors(stored, weights)
-    tables = {name: _nonzero(each) for name, each in weights.items()}
+    tables = {name: _nonzero(table_weights) for name, table_weights in weights.items()}
     first = next(iter(tables.values()))
     if format == "text" and (len(tables) > 1 or first.values.shape[1] > 1):
-        raise UsageError(f"{directory} has several numbers per feature, and text has one: export it --to npz")
+        raise UsageError(f"{directory} has several numbers per feature, but text has one: export it --to npz")
     try:
         with replacing(file) as aside, open(aside, "wb") as out:
             if format == "npz":
@@ -63,12 +65,12 @@ def export_model(directory: str | os.PathLike[str], file: Path, format: str | No
 
 
 def _export_network(stored: StoredModel, file: Path) -> int:
-    """Write the network of a deep model; return how many weights it has."""
+    """Write the network of a deep model; return its number of weights."""
     model = _read_settings(stored)
     if not isinstance(model, DeepModel) or model.layout is None:
         raise UsageError(
-            f"the model in {stored.directory} is of kind {stored.described.get('kind')!r}, which has no network to "
-            "write as onnx: export it --to npz"
+            f"the model in {stored.directory} is of kind {stored.described.get('kind')!r}, without a network for onnx: "
+            "export it --to npz"
         )
     layers = []
     for layer in model.layers:
@@ -83,11 +85,11 @@ def _export_network(stored: StoredModel, file: Path) -> int:
             networks.write_onnx(model.network, layers, num_columns, model.dim, aside, _describe_margin(model, first))
     except OSError as error:
         raise ModelError(f"cannot write the network to {file}: {error.strerror or error}") from None
-    return sum(each.size for each in layers)
+    return sum(layer.size for layer in layers)
 
 
 def _describe_margin(model: DeepModel, first: Weights) -> dict[str, str]:
-    """Return what turns the network's outputs into predictions, as the metadata of an ONNX file has it."""
+    """Return the metadata of an ONNX file: how the network's outputs become predictions."""
     assert model.layout is not None
     return {
         "paceline.model": model.name,
@@ -102,7 +104,7 @@ def _describe_margin(model: DeepModel, first: Weights) -> dict[str, str]:
 
 
 def _scaling_arrays(stored: StoredModel) -> dict[str, npt.NDArray[Any]]:
-    """Return how a model scales values, as arrays; nothing if its weights are for values as they are."""
+    """Return the scaling of values as arrays; none if the weights are for unscaled values."""
     scaling = read_key_scaling(stored.described)
     if scaling is None or (scaling.is_linear and stored.described.get("kind") in LINEAR_MODELS):
         return {}
@@ -111,8 +113,8 @@ def _scaling_arrays(stored: StoredModel) -> dict[str, npt.NDArray[Any]]:
     arrays = {name: np.array(getattr(scaling, name)) for name in names}
     if scaling.edges:
         edges = sorted(scaling.edges.items())
-        arrays["edge_keys"] = np.array([key for key, each in edges for _ in each], np.uint64)
-        arrays["edges"] = np.array([edge for _, each in edges for edge in each], np.float32)
+        arrays["edge_keys"] = np.array([key for key, key_edges in edges for _ in key_edges], np.uint64)
+        arrays["edges"] = np.array([edge for _, key_edges in edges for edge in key_edges], np.float32)
         arrays["bin_keys"] = scaling.bin_keys
     return {f"scaling.{name}": array for name, array in arrays.items()}
 
@@ -123,7 +125,7 @@ def _read_settings(stored: StoredModel) -> SparseModel | None:
 
 
 def _add_initial_factors(stored: StoredModel, weights: dict[str, Weights]) -> None:
-    """Add the initial factors of features that are frequent enough but never received a gradient, as predictions do."""
+    """Add the initial factors of frequent features without a gradient so far, because predictions use them."""
     model = _read_settings(stored)
     if not isinstance(model, FactorModel):
         return
@@ -145,7 +147,7 @@ def _nonzero(weights: Weights) -> Weights:
 
 
 def _as_text(weights: Weights) -> str:
-    """Return ``Constant`` and keys with their weights, in as many digits as a float32 has."""
+    """Return ``Constant`` and the keys with their weights, in nine digits, which determine a float32."""
     lines = [f"Constant:{weights.bias[0]:.9g}"]
     lines += [
         f"{key}:{value:.9g}" for key, value in zip(weights.keys.tolist(), weights.values[:, 0].tolist(), strict=True)

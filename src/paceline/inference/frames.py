@@ -1,7 +1,7 @@
-"""Frames, dicts of columns and rows by name as batches, hashed as the readers of files hash them.
+"""Convert frames, dicts of columns and rows by name to batches, hashed as the readers of files hash them.
 
-A frame is whatever has `columns` and gives a column by its name: pandas, polars, or a plain dict. None of them is
-imported here.
+A frame has `columns` and returns a column by name: pandas, polars, or a plain dict. This module does not import these
+libraries.
 """
 
 from __future__ import annotations
@@ -29,47 +29,47 @@ from paceline.kernels.text.codes import REASONS
 _ROWS = 32768
 _LOOKED_AT = 256
 _TEXT, _FLOATS = {str, type(None)}, {float, type(None)}
-_PADDING = 64  # the parser may load eight bytes behind the end
+_PADDING = 64  # the parser may load eight bytes beyond the end
 
 IsKnown = Callable[[npt.NDArray[np.uint64]], npt.NDArray[np.bool_]]
 
 
 def is_frame(X: Any) -> bool:
-    """Return whether `X` has columns by name: a DataFrame of pandas or polars, or a table of Arrow."""
+    """Return whether `X` has columns by name: a DataFrame of pandas or polars, or an Arrow table."""
     return hasattr(X, "columns") and hasattr(X, "__getitem__") and hasattr(X, "__len__")
 
 
 def names_of(frame: Any) -> list[Any]:
-    """Return the names of the columns of a frame or a dict of columns. Raises UsageError for one that occurs twice."""
+    """Return the names of the columns of a frame or a dict of columns. Raises UsageError for a repeated name."""
     names = getattr(frame, "column_names", None) or (frame if isinstance(frame, Mapping) else frame.columns)
     double = find_double(names)
     if double is not None:
-        raise UsageError(f"the frame has more than one column {double!r}: rename all but one of them")
+        raise UsageError(f"the frame has more than one column {double!r}: rename all except one")
     return list(names)
 
 
 def list_names(names: Sequence[Any], most: int = 5) -> str:
-    """Return names for a message, the first few of them."""
+    """Return the first `most` names, for a message."""
     return ", ".join(map(str, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 class FrameReader(ABC):
-    """Columns by name as batches."""
+    """Convert columns by name to batches."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
-        self._cells = itemgetter(*names, names[0])  # one name twice: of a single one it would return no tuple
+        self._cells = itemgetter(*names, names[0])  # the first name twice, because one name alone returns no tuple
 
     def batches(self, frame: Any) -> Iterator[Batch]:
-        """Yield the rows of a frame or a dict of columns; raise UsageError where a column is missing."""
-        there = names_of(frame)
-        trimmed = {name.strip() if isinstance(name, str) else name: name for name in there}
-        found = {name: name if name in there else trimmed.get(name) for name in self._names}
+        """Yield the rows of a frame or a dict of columns. Raises UsageError for a missing column."""
+        names = names_of(frame)
+        trimmed = {name.strip() if isinstance(name, str) else name: name for name in names}
+        found = {name: name if name in names else trimmed.get(name) for name in self._names}
         missing = [name for name in self._names if found[name] is None]
         if missing:
             raise UsageError(
                 f"the frame has no column {list_names(missing)}: the model was trained with {list_names(self._names)}; "
-                f"the frame has {list_names(there) or 'none'}"
+                f"the frame has {list_names(names) or 'none'}"
             )
         columns = {name: frame[found[name]] for name in self._names}
         lengths = {name: len(column) for name, column in columns.items()}
@@ -78,7 +78,7 @@ class FrameReader(ABC):
         return self._batches(columns)
 
     def row_batches(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[Batch]:
-        """Yield rows that are dicts by column's name; raise UsageError where one lacks a column."""
+        """Yield rows that are dicts by column name. Raises UsageError for a row without one of the columns."""
         try:
             columns = list(zip(*map(self._cells, rows), strict=True))[:-1]
             return self._batches(dict(zip(self._names, columns, strict=True)))
@@ -94,11 +94,11 @@ class FrameReader(ABC):
 
 @final
 class ColumnReader(FrameReader):
-    """For a model that was trained on a CSV (`from_text`) or Parquet file; `is_known`
-    says of which keys it has rows, and None that it is only trained now.
+    """Read frames for a model of a CSV (`from_text`) or Parquet file.
 
-    What a category looks like as text is certain of text and whole numbers alone: of a CSV file, others are refused.
-    So are truth values in a numeric column, which in a CSV file are malformed, and in a Parquet file 0 and 1.
+    `is_known` returns which keys the model has rows for; None during training. Only text and whole numbers have a
+    certain spelling as category: for a model of CSV data, other types are rejected. So are truth values in a numeric
+    column, because they are malformed in a CSV file; in a Parquet file they are 0 and 1.
     """
 
     def __init__(self, columns: Columns, *, from_text: bool, is_known: IsKnown | None) -> None:
@@ -128,7 +128,7 @@ class ColumnReader(FrameReader):
         arrow, types = self._arrow, self._arrow.types
         kinds = {*map(type, column)} if type(column) is tuple else {object}
         try:
-            if kinds <= _TEXT:  # of rows, which are few: all that follows takes longer
+            if kinds <= _TEXT:  # a shortcut for rows: they are few, and the general way is slower
                 return arrow.array(column, arrow.string())
             if kinds <= _FLOATS and name in self._columns.numeric:
                 return arrow.array(column, arrow.float64())
@@ -138,39 +138,41 @@ class ColumnReader(FrameReader):
         except (arrow.ArrowException, TypeError, ValueError, AttributeError, OverflowError) as error:
             text = str(error).partition("\n")[0]
             raise UsageError(
-                _describe_kinds(name, column) or f"column {name!r} is no column of text or numbers: {text}"
+                _describe_kinds(name, column) or f"column {name!r} does not hold text or numbers: {text}"
             ) from None
         found = array.type.value_type if types.is_dictionary(array.type) else array.type
         is_text = types.is_string(found) or types.is_large_string(found) or str(found) == "string_view"
         if name in self._columns.categorical:
             if types.is_nested(found) and (self._from_text or not is_list(found)):
-                raise UsageError(f"column {name!r} is categorical, and {found} here: expected text or whole numbers")
-            is_certain = is_text or types.is_integer(found) or types.is_null(found) or self._holds_whole(array, found)
+                raise UsageError(f"column {name!r} is categorical, but {found} here: expected text or whole numbers")
+            is_certain = (
+                is_text or types.is_integer(found) or types.is_null(found) or self._holds_integers(array, found)
+            )
             if self._from_text and not is_certain:
                 raise UsageError(
-                    f"column {name!r} is categorical, and {found} here: pass text, as it stands in the CSV file (read "
-                    "it with dtype=str)"
+                    f"column {name!r} is categorical, but {found} here: pass the text of the CSV file (read it with "
+                    "dtype=str)"
                 )
             return array
         if name in self._columns.text:
             if not (is_text or types.is_null(found)):
-                raise UsageError(f"column {name!r} is text, and {found} here: pass text")
+                raise UsageError(f"column {name!r} is text, but {found} here: pass text")
             return array
         numbers = (types.is_integer, types.is_floating, types.is_decimal, types.is_null)
         is_number = any(test(found) for test in numbers) or (types.is_boolean(found) and not self._from_text)
         if not (is_text or is_number):
-            raise UsageError(f"column {name!r} is numeric, and {found} here: expected numbers")
+            raise UsageError(f"column {name!r} is numeric, but {found} here: expected numbers")
         return array.cast(arrow.float64()) if types.is_null(found) else array
 
-    def _holds_whole(self, array: Any, type: Any) -> bool:
-        """Return whether floats are integers all, as beside missing ones they are in pandas."""
+    def _holds_integers(self, array: Any, type: Any) -> bool:
+        """Return whether all floats are integers: pandas stores whole numbers with missing values so."""
         if not self._arrow.types.is_floating(type):
             return False
         values = array.dictionary if self._arrow.types.is_dictionary(array.type) else array
         return bool(are_whole(values.drop_null().cast(self._arrow.float64()).to_numpy()).all())
 
     def _warn_unknown(self, rows: Any) -> None:
-        """Warn of columns none of whose first values the model knows: their text is not what it was in training."""
+        """Warn about columns whose first values are all unknown: their text differs from the training data's."""
         if self._is_known is None or rows.num_rows < _LOOKED_AT:
             return
         for name in self._columns.categorical:
@@ -179,15 +181,15 @@ class ColumnReader(FrameReader):
             if not self._is_known(batch.keys).any():
                 value = rows.column(rows.schema.get_field_index(name))[0].as_py()
                 warnings.warn(
-                    f"the model knows none of the first {_LOOKED_AT} values of column {name!r}, such as {value!r}: "
-                    "they count for nothing; are they written as they were in training?",
+                    f"the model knows none of the first {_LOOKED_AT} values of column {name!r}, such as {value!r}, and "
+                    "ignores them: check that they are written as in training",
                     stacklevel=6,
                 )
 
 
 @final
 class CriteoReader(FrameReader):
-    """For a model that was trained on Criteo's format: columns I1 to I13 and C1 to C26, made into its lines."""
+    """Read frames for a model of Criteo's format: columns I1 to I13 and C1 to C26, converted to its lines."""
 
     def __init__(self) -> None:
         super().__init__(CRITEO_NAMES)
@@ -223,7 +225,7 @@ class CriteoReader(FrameReader):
 
 @final
 class JsonReader(FrameReader):
-    """For a model that was trained on JSON lines: rows are objects, whatever fields they have."""
+    """Read frames for a model of JSON lines: rows are objects with any fields."""
 
     def __init__(self, columns: Columns) -> None:
         super().__init__([columns.label])
@@ -241,7 +243,7 @@ class JsonReader(FrameReader):
             try:
                 lines = [json.dumps(row, default=_plain_value) + "\n" for row in rows[start : start + _ROWS]]
             except (TypeError, ValueError) as error:
-                raise UsageError(f"a row is no object of JSON: {error}") from None
+                raise UsageError(f"a row cannot be written as a JSON object: {error}") from None
             text = "".join(lines).encode()
             buffer = np.zeros(len(text) + _PADDING, np.uint8)
             buffer[: len(text)] = np.frombuffer(text, np.uint8)
@@ -258,7 +260,7 @@ class JsonReader(FrameReader):
 
 
 def _describe_kinds(name: str, column: Any) -> str | None:
-    """Say of what kinds the values of a column are, the first of each; None if they are of one."""
+    """Return a message with the first value of each type in a column; None for a column of one type."""
     first: dict[str, str] = {}
     for row, value in enumerate(column):
         if value is not None:
@@ -269,20 +271,20 @@ def _describe_kinds(name: str, column: Any) -> str | None:
 
 
 def _plain_value(value: Any) -> Any:
-    """A value of NumPy's as Python's own."""
+    """Return a NumPy value as a plain Python value."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"{value!r} is a {type(value).__name__}")
 
 
 def _cell(name: str, value: Any) -> str:
-    """A value as a Criteo file has it."""
+    """Return a value as written in a Criteo file."""
     if type(value) is int and name[0] == "I":
         return str(value)
     if value is None or (isinstance(value, float) and math.isnan(value)) or type(value).__name__ == "NAType":
         return ""
     if isinstance(value, float | np.floating) and float(value).is_integer():
-        value = int(value)  # a column of whole numbers, some of which are missing
+        value = int(value)  # whole numbers with missing values become floats
     if isinstance(value, int | np.integer) and name.startswith("C"):
         raise UsageError(f"column {name!r} holds the number {value}: expected text, as it stands in the file")
     return str(value)

@@ -1,4 +1,4 @@
-"""What is in a saved model: its features, norms, largest weights and their distribution; and how two models differ."""
+"""Summarize a saved model: its features, norms, largest weights and their distribution; and compare two models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BINS = 21
 
 @dataclass(frozen=True)
 class Histogram:
-    """How many values lie between one edge and the next."""
+    """Number of values between each edge and the next."""
 
     edges: list[float]
     counts: list[int]
@@ -32,7 +32,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class LargeWeight:
-    """The weight of a feature; a list where a feature has several."""
+    """The weight of a feature; a list if it has several."""
 
     key: int
     name: str | None
@@ -41,35 +41,35 @@ class LargeWeight:
 
 @dataclass(frozen=True)
 class TableSummary:
-    """The values in a table, the bias aside."""
+    """The values in a table, without the bias."""
 
     name: str
     dim: int
     features: int
     nonzero: int
-    """Features with a value that is not 0."""
+    """Features with a nonzero value."""
     l1_norm: float
     l2_norm: float
     largest: float
     """The largest absolute value."""
     bias: float | list[float]
     histogram: Histogram
-    """Of the values that are not 0."""
+    """Of the nonzero values."""
     largest_weights: list[LargeWeight]
 
 
 @dataclass(frozen=True)
 class ModelSummary:
-    """What is in a saved model."""
+    """Summary of a saved model."""
 
     directory: str
     kind: str
     finished: bool
-    """False where the training was interrupted."""
+    """False for an interrupted training."""
     paceline: str
-    """The version that wrote it."""
+    """The version of Paceline that wrote it."""
     description: dict[str, Any]
-    """What else its manifest says of it: its format, columns and settings."""
+    """The rest of its manifest: format, columns and settings."""
     tables: list[TableSummary]
 
     def as_json(self) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class ModelSummary:
 
 @dataclass(frozen=True)
 class ModelDifference:
-    """How two models differ, table by table."""
+    """The differences between two models, by table."""
 
     tables: list[TableDifference]
 
@@ -90,42 +90,42 @@ class ModelDifference:
 
 @dataclass(frozen=True)
 class TableDifference:
-    """How the values of a table differ; a feature that one model does not have has weight 0 there."""
+    """The differences between two tables; a missing feature counts as 0."""
 
     name: str
     l2_norms: tuple[float, float]
     distance: float
     """The L2 norm of the difference."""
     cosine: float | None
-    """Of the angle between both; None where one is zero."""
+    """Of the angle between both; None if one is zero."""
     only_in: tuple[int, int]
-    """Features with a weight that is not 0 in one of them alone."""
+    """Features with a nonzero weight in one model only."""
     changed: int
     """Features with different weights."""
     largest_changes: list[tuple[int, float | list[float], float | list[float]]]
-    """Key, weight in the first, weight in the second."""
+    """Key, weight in the first model, weight in the second."""
 
 
 def inspect_model(
     directory: str | os.PathLike[str], top: int = 20, names: dict[int, str] | None = None
 ) -> ModelSummary:
-    """Return what is in a saved model, with its `top` largest weights; `names` are those of keys, where known."""
+    """Return the summary of a saved model, with its `top` largest weights; `names` are names of keys."""
     saved = read_stored_model(directory)
     described = dict(saved.described)
     kind, finished = str(described.pop("kind", "")), bool(described.pop("finished", True))
     scaling = described.pop("scaling", None)
     if scaling is not None:
-        described["scaling"] = f"values of {len(scaling['keys']):,} keys, those of others by {scaling['other_scale']:g}"
+        described["scaling"] = f"values of {len(scaling['keys']):,} keys, other values by {scaling['other_scale']:g}"
         if scaling.get("edges"):
-            described["scaling"] += f"; {len(scaling['edges']):,} of them in bins"
+            described["scaling"] += f"; {len(scaling['edges']):,} keys in bins"
     _check_kind(saved, kind)
     tables = [_summarize(table.spec.name, read_weights(saved, table), top, names or {}) for table in saved.tables]
     return ModelSummary(str(saved.directory), kind, finished, saved.paceline, described, tables)
 
 
 def name_weights(summary: ModelSummary, files: Sequence[str], format: str, columns: Columns | None) -> ModelSummary:
-    """Return the summary with the names of its largest weights, as far as the features occur in data files."""
-    keys = [each.key for table in summary.tables for each in table.largest_weights]
+    """Return the summary with the names of its largest weights, for features that occur in the data files."""
+    keys = [weight.key for table in summary.tables for weight in table.largest_weights]
     interactions = Interactions.of(summary.description.get("interactions"))
     scaling = read_key_scaling(read_stored_model(summary.directory).described)
     names = name_features(files, format, columns, interactions, np.array(keys, np.uint64), scaling)
@@ -133,7 +133,7 @@ def name_weights(summary: ModelSummary, files: Sequence[str], format: str, colum
         dataclasses.replace(
             table,
             largest_weights=[
-                dataclasses.replace(each, name=names.get(each.key, each.name)) for each in table.largest_weights
+                dataclasses.replace(weight, name=names.get(weight.key, weight.name)) for weight in table.largest_weights
             ],
         )
         for table in summary.tables
@@ -142,13 +142,16 @@ def name_weights(summary: ModelSummary, files: Sequence[str], format: str, colum
 
 
 def compare_models(first: str | os.PathLike[str], second: str | os.PathLike[str], top: int = 20) -> ModelDifference:
-    """Return how two models of one kind differ, with the `top` largest changes. Raises UsageError for other pairs."""
+    """Compare two models of one kind, with the `top` largest changes. Raises UsageError for different kinds."""
     one, other = read_stored_model(first), read_stored_model(second)
-    kinds = [str(each.described.get("kind", "")) for each in (one, other)]
+    kinds = [str(model.described.get("kind", "")) for model in (one, other)]
     _check_kind(one, kinds[0])
-    shapes = [[(t.spec.name, t.spec.kind, t.spec.dim) for t in each.tables] for each in (one, other)]
+    shapes = [[(t.spec.name, t.spec.kind, t.spec.dim) for t in model.tables] for model in (one, other)]
     if kinds[0] != kinds[1] or shapes[0] != shapes[1]:
-        raise UsageError(f"{first} is of kind {kinds[0]!r} and {second} of kind {kinds[1]!r}, or of other dimensions")
+        raise UsageError(
+            f"cannot compare {first}, of kind {kinds[0]!r}, with {second}, of kind {kinds[1]!r}: kinds and dimensions "
+            "must be equal"
+        )
     pairs = zip(one.tables, other.tables, strict=True)
     return ModelDifference([_compare(a.spec.name, read_weights(one, a), read_weights(other, b), top) for a, b in pairs])
 
@@ -199,7 +202,7 @@ def _compare(name: str, one: Weights, other: Weights, top: int) -> TableDifferen
 
 
 def _spread(keys: Keys, weights: Weights) -> Doubles:
-    """Return the weights of `keys`, 0 for those that are not there."""
+    """Return the weights of `keys`, 0 for missing keys."""
     out = np.zeros((len(keys), weights.values.shape[1]))
     out[np.searchsorted(keys, weights.keys)] = weights.values
     return out
@@ -211,7 +214,7 @@ def _sizes(values: Doubles) -> Doubles:
 
 
 def _largest(sizes: Doubles, top: int) -> list[int]:
-    """Return the places of the largest, those of size 0 left out."""
+    """Return the indices of the largest sizes, without zeros."""
     top = min(top, len(sizes))
     found = np.argpartition(sizes, len(sizes) - top)[len(sizes) - top :] if top else np.zeros(0, np.int64)
     ordered = found[np.lexsort((found, -sizes[found]))]

@@ -1,4 +1,4 @@
-"""One model of several that were trained on different data: the mean of linear models."""
+"""Merge linear models that were trained on different data into their mean."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from paceline.tables.settings import from_fields
 from paceline.tables.types import Doubles, Floats, Keys
 
 _NEUTRAL = {"offset": 0.0, "center": 0.0, "scale": 1.0, "mean": 1.0}
-"""What a model adds to its margins, or multiplies them by: part of the merged weights."""
-_OF_EACH = ("finished", "scaling", *_NEUTRAL)
+"""Neutral values of the terms that a model adds to its margins or multiplies them by; merged weights include them."""
+_PER_MODEL = ("finished", "scaling", *_NEUTRAL)
 
 
 def merge_models(
     directories: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str], shares: Sequence[float] | None = None
 ) -> int:
-    """Write the mean of linear models of one kind to `out`, and return how many features it has.
+    """Write the mean of linear models of one kind to `out`, and return its number of features.
 
-    `shares` says how much each counts, as the examples that it was trained on may; None: all count alike. A feature
-    that a model does not know has weight 0 there (parameter averaging: McDonald, Hall, Mann, NAACL 2010). FTRL's sums
-    of squares are added, so that training goes on from the mean (``--init-from``) at the rates of all their data.
+    `shares` are the models' weights in the mean, for example their numbers of examples; None: all equal. A feature that
+    a model does not have counts as 0 (parameter averaging: McDonald, Hall, Mann, NAACL 2010). FTRL's sums of squares
+    are added, so that a training that continues from the mean (``--init-from``) has the learning rates of all the data.
     Raises UsageError for models that cannot be averaged.
     """
     if len(directories) < 2:
-        raise UsageError(f"one model, {directories[0]}, was given: merge takes two or more")
+        raise UsageError(f"got one model, {directories[0]}: merge needs two or more")
     counts = np.array([1.0] * len(directories) if shares is None else list(shares))
     if len(counts) != len(directories) or not np.isfinite(counts).all() or (counts <= 0).any():
         raise UsageError(f"shares {', '.join(map(str, shares or ()))}: expected {len(directories)} numbers above 0")
-    models = [read_stored_model(each) for each in directories]
+    models = [read_stored_model(directory) for directory in directories]
     rule = _check(models)
     weights = [read_weights(model, model.tables[0]) for model in models]
-    keys: Keys = np.unique(np.concatenate([*(each.keys for each in weights), np.array([BIAS_KEY], np.uint64)]))
+    keys: Keys = np.unique(np.concatenate([*(parts.keys for parts in weights), np.array([BIAS_KEY], np.uint64)]))
     mean, squares = np.zeros((2, len(keys), weights[0].values.shape[1]))
-    for model, each, share in zip(models, weights, counts / counts.sum(), strict=True):
-        at = np.searchsorted(keys, each.keys)
-        mean[at] += share * each.values
-        mean[np.searchsorted(keys, np.uint64(BIAS_KEY))] += share * each.bias
+    for model, part, share in zip(models, weights, counts / counts.sum(), strict=True):
+        at = np.searchsorted(keys, part.keys)
+        mean[at] += share * part.values
+        mean[np.searchsorted(keys, np.uint64(BIAS_KEY))] += share * part.bias
         _add_squares(model, keys, squares)
     scaling = read_key_scaling(models[0].described)
     keeps = scaling is not None and not scaling.is_linear
@@ -57,30 +57,30 @@ def merge_models(
 
 
 def _check(models: Sequence[StoredModel]) -> FTRL:
-    """Return the update rule of models that can be averaged; raise UsageError for others."""
+    """Return the update rule of models that can be averaged. Raises UsageError for other models."""
     first = models[0]
     for model in models:
         kind = model.described.get("kind")
         if kind not in LINEAR_MODELS or len(model.tables) != 1:
             raise UsageError(f"{model.directory} is of kind {kind!r}: only {', '.join(LINEAR_MODELS)} have a mean")
-        for name in sorted({*first.described, *model.described} - {*_OF_EACH}):
+        for name in sorted({*first.described, *model.described} - {*_PER_MODEL}):
             if first.described.get(name) != model.described.get(name):
-                what = name
+                difference = name
                 if name != "columns":
-                    what += f", {_shown(first.described, name)} and {_shown(model.described, name)}"
+                    difference += f", {_shown(first.described, name)} and {_shown(model.described, name)}"
                 raise UsageError(
-                    f"{first.directory} and {model.directory} differ in {what}: train one from the other with "
-                    "--init-from, which keeps it"
+                    f"{first.directory} and {model.directory} differ in {difference}: train one of them from the other "
+                    "with --init-from, so that both have the same"
                 )
     _check_scalings(models)
     rule = from_fields(RULES, first.tables[0].spec.update)
     if not isinstance(rule, FTRL):
-        raise UsageError(f"{first.directory} was trained by {type(rule).__name__}: merge takes models of FTRL")
+        raise UsageError(f"{first.directory} was trained by {type(rule).__name__}: merge needs models of FTRL")
     return rule
 
 
 def _check_scalings(models: Sequence[StoredModel]) -> None:
-    """Raise UsageError where weights are for values on scales that differ, which cannot be undone."""
+    """Raise UsageError for models on different nonlinear scales: their weights cannot be converted."""
     scalings = [read_key_scaling(model.described) for model in models]
     if all(scaling is None or scaling.is_linear for scaling in scalings):
         return
@@ -88,8 +88,8 @@ def _check_scalings(models: Sequence[StoredModel]) -> None:
     other = next((model for model, digest in zip(models, digests, strict=True) if digest != digests[0]), None)
     if other is not None:
         raise UsageError(
-            f"{models[0].directory} and {other.directory} have other logarithms or bins of numbers: train one from the "
-            "other with --init-from, which keeps them, or all with --numeric-scale standard"
+            f"{models[0].directory} and {other.directory} have different logarithms or bins of numbers: train one "
+            "from the other with --init-from, or all with --numeric-scale standard"
         )
 
 
@@ -100,12 +100,12 @@ def _shown(described: Mapping[str, Any], name: str) -> str:
 
 def _add_squares(model: StoredModel, keys: Keys, squares: Doubles) -> None:
     dim = squares.shape[1]
-    for some, records in model.records(model.tables[0]):
-        squares[np.searchsorted(keys, some)] += records[:, FTRL.squares * dim : (FTRL.squares + 1) * dim]
+    for piece_keys, records in model.records(model.tables[0]):
+        squares[np.searchsorted(keys, piece_keys)] += records[:, FTRL.squares * dim : (FTRL.squares + 1) * dim]
 
 
 def _records(mean: Doubles, squares: Doubles, rule: FTRL) -> Floats:
-    """Return records of FTRL, weights and its sums z and n, in which z is what gives the weights at n."""
+    """Return FTRL's records: the weights, its sum z (computed from the weights) and its sum of squares n."""
     z = -(np.sign(mean) * rule.l1 + mean * ((rule.beta + np.sqrt(squares)) / rule.alpha + rule.l2))
     records: Floats = np.hstack([mean, z, squares]).astype(np.float32)
     return records

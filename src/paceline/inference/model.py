@@ -25,7 +25,7 @@ _BATCH = 4096
 
 
 def load(directory: str | os.PathLike[str]) -> LoadedModel:
-    """Load the model that ``paceline train --save`` wrote. Raises ModelError if the directory holds none."""
+    """Load the model that ``paceline train --save`` wrote. Raises ModelError for a directory without a model."""
     prepare_kernels()
     return LoadedModel(Path(directory), Predictor(directory))
 
@@ -35,33 +35,33 @@ class LoadedModel:
 
     def __init__(self, directory: Path, predictor: Predictor) -> None:
         self.directory = directory
-        """Where it was loaded from."""
+        """The directory that it was loaded from."""
         self._predictor = predictor
 
     @property
     def kind(self) -> str:
-        """Which model it is; ``lr`` is a logistic regression."""
+        """Name of the model: ``lr`` is a logistic regression."""
         return self._predictor.model.name
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The model's settings: of several classes which, of factors how many."""
+        """The model's settings, such as the list of classes or the number of factors."""
         described = self._predictor.model.describe()
         return {name: value for name, value in described.items() if name != "kind"}
 
     @property
     def format(self) -> str:
-        """The format of the data that it was trained on."""
+        """Format of the training data."""
         return self._predictor.format
 
     @property
     def columns(self) -> Columns | None:
-        """The columns that it was trained on, of a CSV or Parquet file."""
+        """Columns of the training data; None unless it had named columns."""
         return self._predictor.columns
 
     @property
     def num_features(self) -> int:
-        """How many features it knows, the bias aside."""
+        """Number of features, without the bias."""
         return max(len(self._predictor.stores[0]) - 1, 0)
 
     def __repr__(self) -> str:
@@ -75,30 +75,33 @@ class LoadedModel:
     def predict(self, X: Any, *, strict: bool = True) -> Floats:
         """Return the probability of a click of each example (float32 [n]), in order.
 
-        A model of quantities returns these; one of several classes their probabilities (float32 [n, classes]), in the
-        order of ``settings["classes"]``.
+        A regression model returns its quantities. A model of several classes returns their probabilities (float32
+        [n, classes]), in the order of ``settings["classes"]``.
 
-        `X`: a data file's path, or a list of paths; a DataFrame of pandas or polars, or a dict of columns, for a model
-        of CSV, Parquet or Criteo data; a NumPy array or SciPy sparse matrix [n, columns], for a model of LIBSVM data,
-        where the number of a column is the key; or a list of rows, each a dict by column's name or by key. What it was
-        not trained with, a label for instance, is passed over in frames and dicts.
+        `X` is one of:
 
-        Raises UsageError for what does not fit the model. Malformed lines in files raise DataError; without `strict`
-        they are skipped, and get no prediction.
+        - the path of a data file, or a list of paths;
+        - for a model of CSV, Parquet or Criteo data, a DataFrame of pandas or polars, or a dict of columns;
+        - for a model of LIBSVM data, a NumPy array or SciPy sparse matrix [n, columns]: a column's number is its key;
+        - a list of rows, each a dict by column name or by key.
+
+        Frames and dicts may have columns that the model was not trained with, such as a label: they are ignored.
+
+        Raises UsageError for data that does not fit the model. Malformed lines in files raise DataError; with `strict`
+        False they are skipped and get no prediction.
         """
         predicted = [self._predictor.predict_batch(batch) for batch in self._batches(X, strict)]
         found = np.concatenate(predicted) if predicted else np.empty(0, np.float32)
         if not np.isfinite(found).all():
             raise ModelError(
-                f"the model in {self.directory} gives predictions that are no numbers: its training diverged; train "
-                "again with a smaller --lr"
+                f"the model in {self.directory} predicts NaN or infinity: its training diverged. Train again with a "
+                "smaller --lr"
             )
         return found
 
     def weights(self) -> Weights:
-        """Return `keys` (uint64 [n]), rising, their `values` (float32 [n, dim]) and the `bias` (float32 [dim]).
-
-        Of a model with several tables they are the first one's.
+        """Return the weights of the first table: `keys` (uint64 [n], ascending), `values` (float32 [n, dim]) and `bias`
+        (float32 [dim]).
         """
         predictor = self._predictor
         scaling = None if predictor.scaling is None else predictor.scaling.spec()
@@ -106,12 +109,12 @@ class LoadedModel:
         return weights_of_data(found, {**predictor.model.describe(), "scaling": scaling})
 
     def _batches(self, X: Any, strict: bool) -> Iterator[Batch]:
-        if type(X) is list and X and all(type(each) is dict for each in X):  # the others' tests take longer
+        if type(X) is list and X and all(type(row) is dict for row in X):  # a shortcut: the general tests are slower
             return self._row_batches(X)
         if isinstance(X, str | os.PathLike):
             return self._file_batches([X], strict)
         if isinstance(X, Mapping) and not all(
-            hasattr(each, "__len__") and not isinstance(each, str) for each in X.values()
+            hasattr(column, "__len__") and not isinstance(column, str) for column in X.values()
         ):
             raise UsageError("X is a dict of single values: pass a row as a list of one dict, or a dict of columns")
         if isinstance(X, Mapping) or is_frame(X):
@@ -119,9 +122,9 @@ class LoadedModel:
         if isinstance(X, Sequence):
             if not X:
                 return iter(())
-            if all(isinstance(each, str | os.PathLike) for each in X):
+            if all(isinstance(item, str | os.PathLike) for item in X):
                 return self._file_batches(X, strict)
-            if all(isinstance(each, Mapping) for each in X):
+            if all(isinstance(item, Mapping) for item in X):
                 return self._row_batches(X)
         return self._arrays.batches(X)
 
@@ -138,8 +141,8 @@ class LoadedModel:
     def _arrays(self) -> ArrayReader:
         if self.format != "libsvm":
             raise UsageError(
-                f"an array has no names of columns, and the model was trained on {self.format}: pass a DataFrame, a "
-                "dict of columns, or the path of a file"
+                f"an array has no column names, but the model was trained on {self.format}: pass a DataFrame, a dict "
+                "of columns, or the path of a file"
             )
         return ArrayReader(self._key_range())
 
@@ -148,10 +151,10 @@ class LoadedModel:
         if self.format == "criteo":
             return CriteoReader()
         if self.format in ("vw", "libffm"):
-            raise UsageError(f"the model was trained on lines of {self.format}: pass the path of a file of them")
+            raise UsageError(f"the model was trained on lines of {self.format}: pass the path of such a file")
         if self.columns is None:
             raise UsageError(
-                f"the model was trained on {self.format}, whose features are numbered: pass an array or a sparse "
+                f"the model was trained on {self.format}, which has numbered features: pass an array or a sparse "
                 "matrix instead of a frame, for example X.to_numpy()"
             )
         if self.columns.is_open:
@@ -164,7 +167,7 @@ class LoadedModel:
         return (int(min(low for low, _ in ends)), int(max(high for _, high in ends))) if ends else None
 
     def _keys(self) -> Iterator[Keys]:
-        """Yield the keys of features as data has them, which those of bins are not."""
+        """Yield the keys of features as in data files: the key of the number instead of the keys of its bins."""
         scaling = self._predictor.scaling
         bins = np.empty(0, np.uint64) if scaling is None else scaling.bin_keys
         for keys, _ in self._predictor.stores[0].items():

@@ -1,4 +1,4 @@
-"""What is found in a model, for people: as text for a terminal, and as one HTML page with its own drawings."""
+"""Write the summary of a model as text for a terminal, and as one HTML page with plots."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ svg { background: #fafafa } svg text { font-size: 11px; fill: #444 } .bar { fill
 
 
 def describe_model(summary: ModelSummary) -> str:
-    """Return what is in a model as lines of text."""
+    """Return the summary as lines of text."""
     lines = [f"{summary.directory}: {summary.kind}, written by Paceline {summary.paceline}"]
     if not summary.finished:
-        lines[0] += ", unfinished: a snapshot, or of a training that was interrupted"
+        lines[0] += ", unfinished: a snapshot, or an interrupted training"
     lines += [f"{name}: {_setting(value)}" for name, value in summary.description.items() if value is not None]
     for table in summary.tables:
         lines += ["", *_describe_table(table)]
@@ -45,13 +45,13 @@ def describe_calibration(calibration: Calibration) -> str:
 
 
 def describe_difference(difference: ModelDifference) -> str:
-    """Return how two models differ as lines of text."""
+    """Return the differences as lines of text."""
     lines: list[str] = []
     for table in difference.tables:
         cosine = "-" if table.cosine is None else f"{table.cosine:.6f}"
         lines += [
             f"table {table.name}: {table.changed:,} features changed, {table.only_in[0]:,} have a weight in the first "
-            f"alone and {table.only_in[1]:,} in the second alone",
+            f"model only and {table.only_in[1]:,} in the second only",
             f"L2 norms {table.l2_norms[0]:.6g} and {table.l2_norms[1]:.6g}, of the difference {table.distance:.6g}, "
             f"cosine {cosine}",
         ]
@@ -62,7 +62,7 @@ def describe_difference(difference: ModelDifference) -> str:
 
 
 def make_page(summary: ModelSummary, calibration: Calibration | None) -> str:
-    """Return an HTML page that needs nothing else."""
+    """Return an HTML page without references to other files."""
     parts = [f"<h1>{escape(summary.directory)}</h1>", f"<pre>{escape(describe_model(summary).partition(chr(10))[0])}"]
     parts += [f"{escape(name)}: {escape(_setting(value))}" for name, value in summary.description.items() if value]
     parts.append("</pre>")
@@ -88,7 +88,7 @@ def make_page(summary: ModelSummary, calibration: Calibration | None) -> str:
 
 def _describe_table(table: TableSummary) -> list[str]:
     lines = [
-        f"table {table.name}: {table.features:,} features, {table.nonzero:,} with a weight other than 0",
+        f"table {table.name}: {table.features:,} features, {table.nonzero:,} with a nonzero weight",
         f"L1 norm {table.l1_norm:.6g}, L2 norm {table.l2_norm:.6g}, largest {table.largest:.6g}, "
         f"bias {_number(table.bias)}",
     ]
@@ -106,7 +106,8 @@ def _describe_table(table: TableSummary) -> list[str]:
 
 def _weight_rows(table: TableSummary) -> list[tuple[str, str, str]]:
     return [
-        (str(each.key), _number(each.weight), printable(each.name or "", _MOST_NAME)) for each in table.largest_weights
+        (str(weight.key), _number(weight.weight), printable(weight.name or "", _MOST_NAME))
+        for weight in table.largest_weights
     ]
 
 
@@ -123,7 +124,7 @@ def _text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _number(value: float | list[float]) -> str:
     if isinstance(value, list):
-        return "[" + ", ".join(f"{each:.4g}" for each in value[:8]) + (", …]" if len(value) > 8 else "]")
+        return "[" + ", ".join(f"{number:.4g}" for number in value[:8]) + (", …]" if len(value) > 8 else "]")
     return f"{value:.6g}"
 
 
@@ -131,17 +132,14 @@ def _setting(value: object) -> str:
     if isinstance(value, dict):
         shown = value
         if "numeric" in value and "scales" in value:  # of columns
-            scales = [Scale.from_fields(each).describe() for each in value["scales"]]
+            scales = [Scale.from_fields(fields).describe() for fields in value["scales"]]
             shown = {**value, "scales": "; ".join(scales)}
         return ", ".join(
-            f"{printable(str(name), _MOST_NAME)}: {_setting(each)}" for name, each in shown.items() if each
+            f"{printable(str(name), _MOST_NAME)}: {_setting(item)}" for name, item in shown.items() if item
         )
     if isinstance(value, list | tuple):
         return " ".join(map(_setting, value))
     return printable(str(value), _MOST_NAME)
-
-
-# Drawings.
 
 
 def _svg(content: Sequence[str]) -> str:

@@ -17,19 +17,19 @@ LINEAR_MODELS = ("lr", "regression", "poisson", "softmax")
 
 
 class Weights(NamedTuple):
-    """A table's values by feature, and those of the bias.
+    """A table's values by feature, and its bias.
 
-    Those of linear models of libsvm data are for values as the data has them, whatever scale they were trained on,
-    unless some features are on logarithms or cut into bins; what a model adds to all margins is part of the bias of its
-    first table. All others are for values as they were scaled, and bins have keys of their own.
+    Linear models of libsvm data have weights for unscaled values, unless the scaling has logarithms or bins; terms that
+    a model adds to all margins are part of the first table's bias. Other models have weights for scaled values, and a
+    key per bin.
     """
 
     keys: Keys
-    """Of features, rising: uint64 [n]."""
+    """Of features, ascending: uint64 [n]."""
     values: Floats
     """float32 [n, dim]."""
     bias: Floats
-    """float32 [dim]; zeros where the table has none."""
+    """float32 [dim]; zeros for a table without a bias."""
 
 
 def read_weights(saved: StoredModel, table: StoredTable) -> Weights:
@@ -39,10 +39,10 @@ def read_weights(saved: StoredModel, table: StoredTable) -> Weights:
 
 
 def weights_of_data(weights: Weights, described: Mapping[str, Any]) -> Weights:
-    """Return a first table's weights, with a linear model's scale of values and what its manifest adds to margins."""
+    """Return a first table's weights for unscaled values, with the manifest's constant terms in the bias."""
     scaling = read_key_scaling(described) if described.get("kind") in LINEAR_MODELS else None
     weights = unscaled_weights(weights, scaling, described.get("offset", 0.0))
-    if described.get("kind") == "regression":  # which learns by how many `scale` a label is above `center`
+    if described.get("kind") == "regression":  # it learns (label - center) / scale
         scale, center = np.float32(described["scale"]), np.float32(described["center"])
         weights = Weights(weights.keys, weights.values * scale, weights.bias * scale + center)
     elif described.get("kind") == "poisson":
@@ -51,9 +51,9 @@ def weights_of_data(weights: Weights, described: Mapping[str, Any]) -> Weights:
 
 
 def unscaled_weights(weights: Weights, scaling: KeyScaling | None, offset: float) -> Weights:
-    """Return the weights of a linear model of values as they were before scaling; the offset is added to the bias.
+    """Return a linear model's weights for unscaled values, with the offset added to the bias.
 
-    Those of a scaling that has logarithms or bins stay for values as they were scaled.
+    Weights of a scaling with logarithms or bins stay for scaled values.
     """
     values, bias = weights.values, weights.bias + np.float32(offset)
     if scaling is not None and scaling.is_linear:
@@ -63,14 +63,14 @@ def unscaled_weights(weights: Weights, scaling: KeyScaling | None, offset: float
 
 
 def join_weights(pieces: Iterable[tuple[Keys, Floats]], dim: int) -> Weights:
-    """Return the weights in pieces of keys and records, which begin with `dim` values."""
+    """Return weights from pieces of keys and records; a record starts with `dim` values."""
     parts = [(keys, records[:, :dim]) for keys, records in pieces]
     keys = np.concatenate([np.empty(0, np.uint64), *(keys for keys, _ in parts)])
     return split_bias(keys, np.concatenate([np.empty((0, dim), np.float32), *(values for _, values in parts)]))
 
 
 def split_bias(keys: Keys, values: Floats) -> Weights:
-    """Return the weights by rising key (uint64 [n], float32 [n, dim]), the bias apart."""
+    """Return the weights by ascending key (uint64 [n], float32 [n, dim]), with the bias apart."""
     order = np.argsort(keys)
     keys, values = keys[order], values[order]
     at = int(np.searchsorted(keys, np.uint64(BIAS_KEY)))

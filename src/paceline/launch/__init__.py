@@ -1,4 +1,4 @@
-"""Who starts the processes: local clusters, and single roles by hand. Public names are imported when first used."""
+"""Start processes: local clusters, single roles, and scripts' ranks. Public names are imported when first used."""
 
 from __future__ import annotations
 

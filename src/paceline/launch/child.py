@@ -1,6 +1,6 @@
-"""What a local cluster's processes run: ``python -m paceline.launch.child '{"role": "server", …}'``, or a fork.
+"""The processes of a local cluster: ``python -m paceline.launch.child '{"role": "server", …}'``, or a fork.
 
-The token comes by the environment, never on the command line, where everybody could read it.
+The token is in the environment, because every user can read a command line.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _WORKER = "paceline.training.worker.worker"
 
 
 def prepare() -> None:
-    """Load what every role needs, in a process that forks them."""
+    """Load the common needs of all roles, in the process that forks them."""
     importlib.import_module(_WORKER)
     load_kernels_nowait()
 
 
 def main() -> int:
-    """Run the role that the first argument describes; return the exit status."""
+    """Run the role in the first argument; return the exit status."""
     options: dict[str, Any] = json.loads(sys.argv[1])
-    for number in (signal.SIGINT, signal.SIGHUP):  # of a terminal: they are the parent's to handle
+    for number in (signal.SIGINT, signal.SIGHUP):  # a terminal sends them to all processes: the parent handles them
         signal.signal(number, signal.SIG_IGN)
     token = environment().token
     assert token is not None
@@ -49,11 +49,11 @@ def main() -> int:
         else:
             _run_member(options, token, tls)
     except ConnectionLostError:
-        return 1  # the parent sees who is gone, and says so once for all
+        return 1  # the parent reports the lost process once, for all
     except PacelineError as error:
         rank = options.get("rank")
-        who = options["role"] if rank is None else f"{options['role']} {rank}"
-        print(f"paceline {who}: {error}", file=sys.stderr, flush=True)
+        name = options["role"] if rank is None else f"{options['role']} {rank}"
+        print(f"paceline {name}: {error}", file=sys.stderr, flush=True)
         return 1
     return 0
 
@@ -65,8 +65,8 @@ def _run_scheduler(options: dict[str, Any], token: str, tls: TLS | None) -> None
         nonlocal was_ready
         was_ready = True
         try:
-            print(endpoint.tcp, flush=True)  # which another scheduler can have again; a Unix socket's name it cannot
-        except BrokenPipeError:  # the parent is gone, and so will this process be: nothing is to be said of that
+            print(endpoint.tcp, flush=True)  # a replacement can bind it again, in contrast to a Unix socket's name
+        except BrokenPipeError:  # the parent has ended, so this process will end too
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
     try:
@@ -81,17 +81,16 @@ def _run_scheduler(options: dict[str, Any], token: str, tls: TLS | None) -> None
             replaces=options["replaces"],
         )
     finally:
-        if was_ready:  # or else the parent may try again
-            # The parent does so too, unless it was killed.
+        if was_ready:  # else the parent may try again; it also removes the folder, unless it was killed
             shutil.rmtree(options["scratch"], ignore_errors=True)
 
 
 def _run_member(options: dict[str, Any], token: str, tls: TLS | None) -> None:
-    load_kernels()  # so that no request waits for it
+    load_kernels()  # first, so that no request waits for them
     import_filter_modules(options.get("filter_modules", ()), options.get("path", ()))
     scheduler = _read_line()
     if not scheduler:
-        return  # the parent is gone
+        return  # the parent has ended
     joining = Joining(scheduler=scheduler, token=token, tls=tls)
     if options["role"] == "server":
         try:
@@ -105,12 +104,12 @@ def _run_member(options: dict[str, Any], token: str, tls: TLS | None) -> None:
                 memory_limit=MemoryLimit(**options["memory_limit"]) if options.get("memory_limit") else None,
             )
         except (AddressError, DeadlineError) as error:
-            # It came to take a dead server's place, and the cluster may have ended meanwhile.
+            # This server was to replace a dead one, but the cluster may have ended since.
             if options.get("extra") and not _answers(joining):
-                raise ConnectionLostError("the scheduler is gone") from error
+                raise ConnectionLostError("the scheduler has ended") from error
             raise
         finally:
-            if "scratch" in options:  # no scheduler here that would see to it if the parent is killed
+            if "scratch" in options:  # without a scheduler here, the last server removes it if the parent was killed
                 _remove_if_empty(options["scratch"])
     else:
         importlib.import_module(_WORKER).run_worker(
@@ -119,7 +118,7 @@ def _run_member(options: dict[str, Any], token: str, tls: TLS | None) -> None:
 
 
 def _answers(joining: Joining) -> bool:
-    """Whether there is a scheduler."""
+    """Return whether a scheduler answers."""
     try:
         joining.transport().connect(
             joining.scheduler, Hello(role="observer", to="scheduler"), timeout_s=_ANSWER_S
@@ -133,11 +132,11 @@ def _remove_if_empty(folder: str) -> None:
     try:
         os.rmdir(folder)
     except OSError:
-        pass  # another server is still here, and the last one removes it
+        pass  # another server still uses it
 
 
 def _read_line() -> str:
-    """Read a line from standard input and no byte more; empty if the parent is gone."""
+    """Read a line from standard input and not a byte more; empty if the parent has ended."""
     line = b""
     while not line.endswith(b"\n"):
         more = os.read(sys.stdin.fileno(), 1)

@@ -1,4 +1,4 @@
-"""Joining a cluster that runs, from a program of one's own."""
+"""Join a running cluster from your own program."""
 
 from __future__ import annotations
 
@@ -21,17 +21,15 @@ def connect(
 ) -> Client:
     """Join the cluster whose scheduler listens at ``host:port``; close the client, or use it as a context manager.
 
-    Without `scheduler` and `token` they are taken from PACELINE_SCHEDULER and PACELINE_TOKEN; without `tls` it is taken
-    from PACELINE_TLS_CERT, PACELINE_TLS_KEY and PACELINE_TLS_CA. An `observer` reads and writes outside the iterations;
-    a worker takes the next free rank, or `rank`. Raises UsageError if it is not said where the cluster is, AddressError
-    if nobody listens there, AuthenticationError for a wrong token.
+    The defaults of `scheduler`, `token` and `tls` are the variables PACELINE_SCHEDULER, PACELINE_TOKEN, and
+    PACELINE_TLS_CERT, PACELINE_TLS_KEY and PACELINE_TLS_CA. An `observer` reads and writes outside the iterations. A
+    worker gets `rank`, or the next free one. Raises UsageError without an address or token, AddressError if no
+    scheduler listens there, AuthenticationError for a wrong token.
     """
-    told = environment()
-    scheduler, token = scheduler or told.scheduler, token or told.token
+    settings = environment()
+    scheduler, token = scheduler or settings.scheduler, token or settings.token
     if not scheduler or not token:
-        raise UsageError(
-            "which cluster? pass its scheduler's address and its token, or set PACELINE_SCHEDULER and PACELINE_TOKEN"
-        )
-    tls = tls or TLS.of_files(told.tls_cert, told.tls_key, told.tls_ca)
+        raise UsageError("no scheduler or no token: pass both, or set PACELINE_SCHEDULER and PACELINE_TOKEN")
+    tls = tls or TLS.of_files(settings.tls_cert, settings.tls_key, settings.tls_ca)
     prepare_kernels()
     return Client.connect(SocketTransport(token, tls=tls), scheduler, observer=observer, rank=rank, timeout_s=timeout_s)

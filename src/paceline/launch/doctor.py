@@ -1,4 +1,4 @@
-"""What this machine has, what it lacks, and what to do about it."""
+"""Examine this machine: its capabilities, its problems and their remedies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LEAST_DISK_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at. `status` is ok, note (works without it) or fail."""
+    """The result of one check. `status` is ok, note (Paceline works without it) or fail."""
 
     status: str
     what: str
@@ -38,7 +38,7 @@ class Finding:
 
 
 def examine() -> Iterator[Finding]:
-    """Yield the findings, the quick ones first; the last starts a cluster and uses it."""
+    """Yield the findings, quick checks first; the last check starts a cluster and uses it."""
     yield Finding("ok", "paceline", __version__)
     supported = (3, 10) <= sys.version_info[:2] <= (3, 13)
     yield Finding(
@@ -70,7 +70,7 @@ def _disk() -> Finding:
     folder = tempfile.gettempdir()
     free = shutil.disk_usage(folder).free
     enough = free >= _LEAST_DISK_BYTES
-    advice = "" if enough else "parsed data is cached there: make room, or set TMPDIR"
+    advice = "" if enough else "parsed data is cached there: free space, or set TMPDIR"
     return Finding("ok" if enough else "note", "temporary files", f"{folder}, {free / 2**30:.1f} GiB free", advice)
 
 
@@ -96,7 +96,7 @@ def _kernels() -> Finding:
     start = time.perf_counter()
     try:
         prepare_kernels()
-    except Exception as error:  # whatever Numba raises is the finding
+    except Exception as error:  # any error of Numba is a finding
         return Finding("fail", "kernels", f"cannot be compiled ({error})", "reinstall numba and llvmlite")
     return Finding("ok", "kernels", f"compiled, ready in {time.perf_counter() - start:.1f} s")
 
@@ -113,7 +113,7 @@ def _cluster() -> Finding:
                 values = table.pull(keys)
                 times.append(time.perf_counter() - start)
             if not (values == -1.0).all():
-                return Finding("fail", "local cluster", "gives wrong values", "please report this")
+                return Finding("fail", "local cluster", "returns wrong values", "please report this")
     except (PacelineError, OSError) as error:
         return Finding("fail", "local cluster", str(error), "check that processes may open loopback and Unix sockets")
     return Finding("ok", "local cluster", f"works, a pull of 1,000 keys takes {np.median(times) * 1e6:.0f} µs")

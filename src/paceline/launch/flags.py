@@ -19,13 +19,13 @@ class PushFlags:
     """When servers acknowledge pushes, and when they reject them."""
 
     min_replicas: int | None = option(
-        "Acknowledge a push only when so many replicas have it: while a server that died is not replaced, pushes "
-        "wait instead of being on fewer servers; default 0.",
+        "Acknowledge a push only when this many replicas have it; until a dead server is replaced, pushes wait. "
+        "Default 0.",
         min=0,
     )
     non_finite: str | None = option(
-        "Pushes, writes and loads that would leave infinities or NaN in a table: refuse them, or let them in and "
-        "count; default refuse."
+        "Pushes, writes and loads that would leave infinities or NaN in a table: refuse them, or accept and count "
+        "them; default refuse."
     )
 
     def add_to(self, settings: ClusterSettings) -> ClusterSettings:
@@ -40,11 +40,11 @@ class MemoryFlags:
     """The memory limit of each server."""
 
     memory_limit: str | None = option(
-        "Memory that the rows of sparse tables take on each server, as 512M or 8G; beyond it they lie in files "
-        "without a name in --spill-dir, which is slower; default: no limit."
+        "Memory of sparse tables' rows on each server, such as 512M or 8G; more rows are stored in unnamed files in "
+        "--spill-dir, which is slower; default: no limit."
     )
     spill_dir: Path | None = option(
-        "Folder for rows beyond --memory-limit, on a disk; default: that of temporary files."
+        "Folder for rows beyond --memory-limit, on a disk; default: the folder of temporary files."
     )
 
     def parse(self) -> MemoryLimit | None:
@@ -59,19 +59,19 @@ class FilterModuleFlags:
     """Modules of the user's own filters."""
 
     filter_module: list[str] | None = option(
-        "Module with filters of your own, which servers and workers import; may be given several times.",
+        "Module with your own filters, which servers and workers import; may be given several times.",
         "--filter-module",
         metavar="MODULE",
     )
 
     def names(self, *filters: str | None) -> list[str]:
-        """Return the names of the modules, and of those in the texts of `filters`."""
+        """Return the names of the modules, including the modules named in `filters`."""
         from paceline.filters.modules import modules_named_in
 
         return [*(self.filter_module or ()), *(name for text in filters for name in modules_named_in(text or ""))]
 
     def load(self, *filters: str | None) -> None:
-        """Import the modules, and those in the texts of `filters`. Raises UsageError."""
+        """Import the modules, including the modules named in `filters`. Raises UsageError."""
         from paceline.filters.modules import import_filter_modules
 
         import_filter_modules(self.names(*filters))
@@ -83,10 +83,10 @@ class TLSFlags:
 
     tls_cert: Path | None = option("This process's certificate (PEM); turns TLS on.")
     tls_key: Path | None = option("Key of --tls-cert (PEM).")
-    tls_ca: Path | None = option("Certificate that the others' are signed by (PEM).")
+    tls_ca: Path | None = option("Certificate of the authority that signed the other processes' certificates (PEM).")
 
     def load(self) -> TLS | None:
-        """Return the TLS settings, None if no option is given. Raises UsageError."""
+        """Return the TLS settings; None without an option. Raises UsageError."""
         from paceline.transport import TLS
 
         return TLS.of_files(self.tls_cert, self.tls_key, self.tls_ca)

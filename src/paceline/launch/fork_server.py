@@ -1,9 +1,9 @@
-"""Children that are forked from one process, which has imported and loaded once what they all need.
+"""Fork children from one process that has imported and loaded their common needs.
 
-An interpreter that imports NumPy and Numba and loads the kernels takes a second; a fork of one that has takes
-milliseconds. The fork server (:mod:`paceline.launch.warm_parent`) runs nothing else and has one thread. Where a fork is
-not safe (no ``os.fork``, macOS, a thread or torch in the fork server), it is not there or refuses, and children are
-started afresh. Imports little, so that it can be started first.
+An interpreter that imports NumPy and Numba and loads the kernels takes a second; a fork of such a process takes
+milliseconds. The fork server (:mod:`paceline.launch.warm_parent`) runs nothing else and has one thread. Without
+``os.fork``, on macOS, and with a thread or torch in the fork server, forks are not safe: there is no fork server, or it
+refuses, and children are spawned as new processes. This module imports little, so that the server can start first.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ if TYPE_CHECKING:
     import psutil
 
 CHILD: Final = "paceline.launch.child"
-"""What processes of local clusters run."""
+"""Module of the processes of local clusters."""
 _ANSWER_S: Final = 60.0
-_LOOK_S: Final = 0.05
+_POLL_S: Final = 0.05
 _SLICE_S: Final = 0.5
-_UNTOLD_S: Final = 2.0  # after the end of a process whose status the fork server, which may be stopped, does not tell
+_UNREPORTED_S: Final = 2.0  # a stopped fork server does not report the status of an ended process: wait this long
 _LOST_STATUS: Final = 255
-"""Of a process that ended after the fork server, which alone is told: as ``multiprocessing`` has it."""
+"""Status of a process that ended after the fork server, as in ``multiprocessing``: the real one is lost."""
 _TITLE_BYTES: Final = 4096
 _ONE_THREAD: Final = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-"""Threads do not live through a fork; and what is forked has no use for those of BLAS."""
-# glibc then backs its heap with huge pages: random look-ups in a table of 10^7 rows take a tenth less.
+"""BLAS threads would not survive a fork, and the children do not use them."""
+# glibc then backs its heap with huge pages: random lookups in a table of 10^7 rows take a tenth less.
 MALLOC: Final = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432:"
     "glibc.malloc.trim_threshold=268435456"
 }
 
-# The current folder is the user's, whose select.py is not the one that is imported; this package may be found by it.
+# Leave out the current folder, where a user's select.py would hide Python's; add this package's, which may be in it.
 _RUN_MODULE: Final = (
     "import sys; sys.path[:] = [*filter(None, sys.path), {root!r}]; "
     "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
@@ -52,17 +52,17 @@ _RUN_MODULE: Final = (
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
-    """Return the command of a process that runs a module of this package, whatever lies in the current folder."""
+    """Return the command of a process that runs a module of this package, regardless of the current folder's files."""
     root = str(Path(__file__).parents[2])
     return [sys.executable, "-c", _RUN_MODULE.format(root=root), module, *arguments]
 
 
 class ForkError(Exception):
-    """A process cannot be forked, for the reason given: it has to be started afresh."""
+    """A process cannot be forked, for the given reason: spawn it."""
 
 
 class Forked:
-    """A process that the fork server has forked; it has what ``subprocess.Popen`` has for own children."""
+    """A process that the fork server has forked, with the interface of ``subprocess.Popen``."""
 
     stdin: IO[bytes] | None = None
     stdout: IO[bytes] | None = None
@@ -70,7 +70,7 @@ class Forked:
     def __init__(self, pid: int, statuses: int) -> None:
         self.pid = pid
         self._identity = _identity(pid)
-        self._statuses = statuses  # a pipe, by which the fork server tells the status
+        self._statuses = statuses  # a pipe on which the fork server reports the status
         self._status: int | None = None
         self._is_orphan = False
         self._ended_s: float | None = None
@@ -79,19 +79,19 @@ class Forked:
 
     def poll(self) -> int | None:
         """Return the status, negative for a signal; None while it lives."""
-        return self._look(0.0)
+        return self._poll_status(0.0)
 
     def wait(self, timeout: float | None = None) -> int:
         """Return the status when it has ended. Raises ``subprocess.TimeoutExpired``."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
-            status = self._look(None if deadline is None else max(deadline - time.monotonic(), 0.0))
+            status = self._poll_status(None if deadline is None else max(deadline - time.monotonic(), 0.0))
             if status is not None:
                 return status
             if deadline is not None and time.monotonic() >= deadline:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
             if self._is_orphan:
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
 
     def send_signal(self, number: int) -> None:
         """Send it a signal, unless it has ended."""
@@ -99,8 +99,8 @@ class Forked:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
-    def _look(self, timeout_s: float | None) -> int | None:
-        """Return the status if it is known within so many seconds, or earlier if the fork server is gone."""
+    def _poll_status(self, timeout_s: float | None) -> int | None:
+        """Return the status if it arrives within `timeout_s`; stop waiting if the fork server has ended."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         poller = select.poll()
         poller.register(self._statuses, select.POLLIN)
@@ -108,26 +108,26 @@ class Forked:
             left_s = _SLICE_S if deadline is None else max(min(deadline - time.monotonic(), _SLICE_S), 0.0)
             if poller.poll(1000.0 * left_s):
                 break
-            if self._has_ended_untold():
+            if self._has_ended_unreported():
                 return _LOST_STATUS
             if deadline is not None and time.monotonic() >= deadline:
                 return None
         with self._lock:
             if self._status is None and not self._is_orphan:
-                told = os.read(self._statuses, 16)
-                self._status = int(told) if told else None
-                self._is_orphan = not told
+                status = os.read(self._statuses, 16)
+                self._status = int(status) if status else None
+                self._is_orphan = not status
             if self._is_orphan and not _is_running(self._identity):
                 self._status = _LOST_STATUS
         return self._status
 
-    def _has_ended_untold(self) -> bool:
-        """Return whether it has ended, and too long ago for the fork server to tell how."""
+    def _has_ended_unreported(self) -> bool:
+        """Return whether it ended too long ago for the fork server to report its status."""
         if _is_running(self._identity):
             return False
-        now_s = time.monotonic()
-        self._ended_s = now_s if self._ended_s is None else self._ended_s
-        return now_s - self._ended_s >= _UNTOLD_S
+        time_s = time.monotonic()
+        self._ended_s = time_s if self._ended_s is None else self._ended_s
+        return time_s - self._ended_s >= _UNREPORTED_S
 
 
 class Killable(Protocol):
@@ -143,53 +143,50 @@ class Killable(Protocol):
 class ForkServer:
     """A process that forks others, which run the `main` of one module. Use it as a context manager, or close it.
 
-    What it has forked does not end with it, but by its own parent's watch; its status is then not known.
+    Its children survive it and end with their own parent, but their status is then unknown.
     """
 
     def __init__(self, line: socket.socket | None, process: Killable | None = None) -> None:
-        """Make one of the socket at whose other end a warm parent serves, in `process` if that ends with it.
-
-        Without a socket, nothing can be forked.
-        """
+        """`line` is a socket to a warm parent, None if nothing can be forked; `process` is killed at the end."""
         self._lock = threading.Lock()
         self._line = line
         self._process = process
 
     @classmethod
     def start(cls, module: str = CHILD) -> ForkServer:
-        """Start it, where processes can be forked; it begins at once to load what the `prepare` of `module` does."""
+        """Start a fork server if this system can fork; it calls `prepare` of `module`, which loads the common needs."""
         if not hasattr(os, "fork") or sys.platform in ("darwin", "win32", "emscripten", "wasi"):
             return cls(None)
-        ours, theirs = socket.socketpair()
-        with theirs, contextlib.ExitStack() as closing:
-            line = fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD, 3)  # below are standard streams, closed here or not
+        own, remote = socket.socketpair()
+        with remote, contextlib.ExitStack() as closing:
+            line = fcntl.fcntl(remote.fileno(), fcntl.F_DUPFD, 3)  # lower numbers are standard streams, even if closed
             closing.callback(os.close, line)
             command = module_command("paceline.launch.warm_parent", str(line), module)
             process = subprocess.Popen(
-                [*command, " " * _TITLE_BYTES],  # room for what its forks are to be called
+                [*command, " " * _TITLE_BYTES],  # room for its forks' titles
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env={**MALLOC, **os.environ, **_ONE_THREAD},
                 pass_fds=[line],
                 start_new_session=True,
             )
-        return cls(ours, process)
+        return cls(own, process)
 
     def fork(self, arguments: Sequence[str], *, environment: Mapping[str, str], captured: bool) -> Forked:
-        """Fork a process with these arguments, in a session of its own; its standard input is a pipe.
+        """Fork a process in a session of its own, with a pipe as standard input. Raises ForkError.
 
-        So is standard output if it is `captured`, else that goes nowhere. Raises ForkError.
+        Its standard output is a pipe if `captured`, else discarded.
         """
-        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
-            stdin, own_stdin = _pipe(theirs, ours, ours_writes=True)
+        with contextlib.ExitStack() as child_ends, contextlib.ExitStack() as own_ends:
+            stdin, own_stdin = _pipe(child_ends, own_ends, is_input=True)
             if captured:
-                stdout, own_stdout = _pipe(theirs, ours, ours_writes=False)
+                stdout, own_stdout = _pipe(child_ends, own_ends, is_input=False)
             else:
                 stdout = os.open(os.devnull, os.O_WRONLY)
-                theirs.callback(os.close, stdout)
-            streams = (stdin, stdout, _standard_error(theirs))
+                child_ends.callback(os.close, stdout)
+            streams = (stdin, stdout, _standard_error(child_ends))
             process = self.fork_onto(arguments, environment=environment, streams=streams)
-            ours.pop_all()
+            own_ends.pop_all()
         process.stdin = os.fdopen(own_stdin, "wb")
         process.stdout = os.fdopen(own_stdout, "rb") if captured else None
         return process
@@ -202,12 +199,12 @@ class ForkServer:
         streams: tuple[int, int, int],
         folder: str | None = None,
     ) -> Forked:
-        """Fork a process with these standard streams, in `folder`, or the current one. Raises ForkError."""
-        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
-            statuses, own_statuses = _pipe(theirs, ours, ours_writes=False)
-            asked = {"arguments": list(arguments), "environment": dict(environment), "folder": folder or _folder()}
-            pid = self._ask(asked, [*streams, statuses])
-            ours.pop_all()
+        """Fork a process with these standard streams, in `folder` or the current one. Raises ForkError."""
+        with contextlib.ExitStack() as child_ends, contextlib.ExitStack() as own_ends:
+            statuses, own_statuses = _pipe(child_ends, own_ends, is_input=False)
+            request = {"arguments": list(arguments), "environment": dict(environment), "folder": folder or _folder()}
+            pid = self._request(request, [*streams, statuses])
+            own_ends.pop_all()
         return Forked(pid, own_statuses)
 
     def close(self) -> None:
@@ -217,54 +214,53 @@ class ForkServer:
                 self._line.close()
                 self._line = None
             if self._process is not None:
-                self._process.kill()  # it may be loading still
+                self._process.kill()  # it may still be loading
                 self._process.wait()
                 self._process = None
 
     def __enter__(self) -> ForkServer:
-        """Return itself; it ends with the block."""
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _ask(self, asked: dict[str, Any], descriptors: list[int]) -> int:
+    def _request(self, request: dict[str, Any], descriptors: list[int]) -> int:
         with self._lock:
             if self._line is None:
                 raise ForkError("this system does not fork processes safely")
             self._line.settimeout(_ANSWER_S)
-            text = json.dumps(asked).encode()
+            text = json.dumps(request).encode()
             try:
                 socket.send_fds(self._line, [struct.pack("<I", len(text))], descriptors)
                 self._line.sendall(text)
                 answer = self._line.recv(4096)
             except BaseException as error:
-                self._line.close()  # an answer that is late would be taken for the next one's
+                self._line.close()  # a late reply would be mistaken for the next request's
                 self._line = None
                 if self._process is not None:
-                    self._process.kill()  # or it would fork the process later, beside the one that is started afresh
+                    self._process.kill()  # else it might fork the process later, in addition to the spawned one
                 if not isinstance(error, OSError):
                     raise
                 raise ForkError(f"the fork server does not answer: {error}") from None
-        found = json.loads(answer) if answer else {"refused": "the fork server is gone"}
+        found = json.loads(answer) if answer else {"refused": "the fork server has ended"}
         if "refused" in found:
             raise ForkError(found["refused"])
         return int(found["pid"])
 
 
-def _pipe(theirs: contextlib.ExitStack, ours: contextlib.ExitStack, *, ours_writes: bool) -> tuple[int, int]:
-    """Return their end and ours of a new pipe."""
+def _pipe(child_ends: contextlib.ExitStack, own_ends: contextlib.ExitStack, *, is_input: bool) -> tuple[int, int]:
+    """Return the child's end and this process's end of a new pipe."""
     reading, writing = os.pipe()
-    their_end, our_end = (reading, writing) if ours_writes else (writing, reading)
-    theirs.callback(os.close, their_end)
-    ours.callback(os.close, our_end)
-    return their_end, our_end
+    child_end, own_end = (reading, writing) if is_input else (writing, reading)
+    child_ends.callback(os.close, child_end)
+    own_ends.callback(os.close, own_end)
+    return child_end, own_end
 
 
 def _standard_error(closing: contextlib.ExitStack) -> int:
     try:
         os.fstat(2)
-    except OSError:  # as of a daemon
+    except OSError:  # closed, as in a daemon
         number = os.open(os.devnull, os.O_WRONLY)
         closing.callback(os.close, number)
         return number
@@ -279,7 +275,7 @@ def _folder() -> str | None:
 
 
 def _identity(pid: int) -> psutil.Process | None:
-    """Return what tells a process from a later one with its number; None if it has ended."""
+    """Return a handle that distinguishes a process from a later one with the same id; None if it has ended."""
     import psutil
 
     try:

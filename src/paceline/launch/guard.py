@@ -1,8 +1,9 @@
-"""Ends foreign programs, and what they have started, if their parent is killed: a process that waits for just that.
+"""End foreign programs and their children if the parent is killed: a process that waits for that.
 
-Run as a file, ``python -I -S guard.py``: it imports nothing of ours and takes 15 ms to start. On standard input it
-reads ``+GROUP`` and ``-GROUP``, process groups that began and ended, and ``end`` when the parent needs it no more. An
-end without that word is the parent's. Portable, and reaches grandchildren, unlike Linux's PR_SET_PDEATHSIG.
+Run it as a file, ``python -I -S guard.py``: it imports only the standard library and starts in 15 ms. It reads lines
+from standard input: ``+GROUP`` and ``-GROUP`` for process groups that started and ended, and ``end`` when the parent
+ends regularly. Without ``end``, the end of the input means that the parent was killed. This works on every system and
+for grandchildren, unlike Linux's PR_SET_PDEATHSIG.
 """
 
 import os
@@ -14,7 +15,7 @@ _GRACE_S = 1.0
 
 
 def main() -> None:
-    """Follow standard input to its end."""
+    """Read standard input to its end, then end the groups unless the parent ended regularly."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     groups: set[int] = set()

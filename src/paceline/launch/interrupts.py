@@ -1,4 +1,4 @@
-"""Signals that must not cut an exchange with a server in two: noted when they come, obeyed at the next good moment."""
+"""Defer signals that must not interrupt an exchange with a server."""
 
 from __future__ import annotations
 
@@ -10,30 +10,28 @@ from typing import Any
 
 
 class DeferredSignals:
-    """While its block runs, SIGINT, SIGTERM and SIGHUP are noted; they take effect at :meth:`check` and at its end.
+    """Record SIGINT, SIGTERM and SIGHUP during its block; they take effect at :meth:`check` and at its end.
 
-    A second signal before that takes effect at once. What has no handler in Python is left alone, and so are all
-    signals outside the main thread.
+    A second signal takes effect immediately. Signals without a Python handler, and signals outside the main thread,
+    are not deferred.
     """
 
     def __init__(self) -> None:
         self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
-        self._noted: int | None = None
+        self._recorded: int | None = None
 
     def __enter__(self) -> DeferredSignals:
-        """Take the signals over."""
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 handler = signal.getsignal(number)
                 if callable(handler):
                     self._handlers[number] = handler
-                    signal.signal(number, self._note)
+                    signal.signal(number, self._record)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Give them back."""
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         if error is None:
@@ -41,14 +39,14 @@ class DeferredSignals:
         self._handlers = {}
 
     def check(self) -> None:
-        """Do what the signal that came meanwhile asks for: as a rule, raise KeyboardInterrupt."""
-        if self._noted is not None:
-            number, self._noted = self._noted, None
+        """Call the handler of a recorded signal, which usually raises KeyboardInterrupt."""
+        if self._recorded is not None:
+            number, self._recorded = self._recorded, None
             self._handlers[number](number, None)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._noted is not None:
-            self._noted = None
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        if self._recorded is not None:
+            self._recorded = None
             self._handlers[number](number, frame)
         else:
-            self._noted = number
+            self._recorded = number

@@ -1,4 +1,4 @@
-"""Kernels are compiled once, before the processes are started that would all do it at once."""
+"""Compile the kernels once, before several processes start that would each compile them."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from functools import cache
 from typing import Final
 
 
-def prepare_kernels(say: Callable[[str], None] | None = None) -> None:
-    """Compile the kernels unless the cache on disk has them; `say` is told so (default: standard error)."""
+def prepare_kernels(report: Callable[[str], None] | None = None) -> None:
+    """Compile the kernels unless they are cached on disk; `report` receives a note (default: standard error)."""
     from paceline.tables.compile import compile_kernels, is_compiled
 
     if not is_compiled():
         text = "paceline: compiling kernels, once for this installation (one to three minutes) ..."
-        if say is None:
+        if report is None:
             print(text, file=sys.stderr, flush=True)
         else:
-            say(text)
+            report(text)
         _compile_side_by_side()
-        compile_kernels()  # loads them, and compiles what has failed there
+        compile_kernels()  # loads them, and compiles the other process's part if that failed
 
 
 def _compile_side_by_side() -> None:
-    """Compile one half of the kernels here, and the other in a process beside, from whose cache they are loaded."""
+    """Compile one half of the kernels in this process and the other half in another one, by way of the disk cache."""
     from paceline.tables.compile import compile_rest
 
     command = [sys.executable, "-c", _COMPILE_VALUES]
     try:
         other = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    except (OSError, TypeError):  # no process can be started, or no program is known (Python is embedded)
+    except (OSError, TypeError):  # no process can start, or Python is embedded and sys.executable unknown
         return
     with other:
         try:
             compile_rest()
             other.wait(_PATIENCE_S)
         except subprocess.TimeoutExpired:
-            pass  # it is stopped, perhaps
+            pass  # the other process is stopped, perhaps
         finally:
             other.kill()
 
@@ -55,10 +55,10 @@ _PATIENCE_S: Final = 300.0
 
 @cache
 def load_kernels() -> None:
-    """Load from the cache on disk the kernels that almost all processes call, so that no request waits for them.
+    """Load the kernels that almost all processes call from the disk cache, so that no request waits for them.
 
-    The others are loaded when they are first called, in 5 ms each: to load all takes half a second. Where the cache
-    does not have all, those that are missing are compiled.
+    The other kernels are loaded at their first call, in 5 ms each: loading all takes half a second. Missing kernels are
+    compiled.
     """
     from paceline.tables.compile import compile_common, compile_kernels, is_compiled
 

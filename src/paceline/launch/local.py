@@ -1,4 +1,4 @@
-"""A cluster of processes on this machine."""
+"""Run a cluster as processes of this machine."""
 
 from __future__ import annotations
 
@@ -38,54 +38,53 @@ _START_S = 60.0
 _END_S = 10.0
 _DEFAULT_SETTINGS = messages.ClusterSettings()
 _LOOPBACK = "127.0.0.1:0"
-_MAX_SERVERS = 100  # of one rank, one after the other
-_MAX_SCHEDULERS = 6  # the first, and five that take its place: what kills so many would kill the next one too
+_MAX_SERVERS = 100  # per rank, one after the other
+_MAX_SCHEDULERS = 6  # the first and five replacements: the next one would probably die of the same cause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What this machine runs of a cluster that several share; the others run the rest."""
+    """This machine's part of a cluster that several machines share."""
 
     scheduler: str
-    """Where the scheduler listens, ``host:port``."""
+    """The scheduler's address, ``host:port``."""
     runs_scheduler: bool
     servers: Mapping[int, str]
-    """The servers that run here, by rank: the address that each binds."""
+    """The servers of this machine, by rank: the address that each binds."""
     bind: str = ""
-    """What the scheduler binds, if that is another address than the one it is reached at."""
+    """The address that the scheduler binds, if it differs from the one that others reach."""
     patience_s: float = 300.0
-    """How long the other machines may take."""
+    """Seconds to wait for the other machines."""
 
 
 class LocalCluster(Closing):
-    """A scheduler and servers as processes on this machine; connect as many clients as wanted, from any process.
+    """A scheduler and servers as processes on this machine. Any number of clients may connect, from any process.
 
-    Use it as a context manager; at its end every process has ended. If this process is killed, they end by themselves.
-    A scheduler that dies is replaced by another one, which learns from the nodes what it knew.
-    With replicas, a server that dies is replaced too. Rows beyond the `memory_limit` of a server are stored in files.
-    With `start_workers` the workers are processes too, which take the jobs that are posted. With a `share` this machine
-    runs only a part of the cluster of the settings, and all machines pass one `token`.
-    `on_replaced` is told the name and the exit status of every process that is replaced, in a thread, before the other
-    one joins. Servers and workers import the `filter_modules`, in which filters of the user's own are.
+    Use it as a context manager; every process ends with it, or with this process if that is killed. A dead scheduler
+    is replaced by a new one, which recovers its state from the members; with replicas, so is a dead server. Before a
+    replacement joins, a thread calls `on_replaced` with the name and the exit status of the dead process. Rows beyond
+    the `memory_limit` of a server are stored in files. With `start_workers` there are worker processes too, which run
+    the posted jobs. With a `share` this machine runs only a part of the cluster, and all machines pass the same
+    `token`. Servers and workers import the user's `filter_modules`.
     """
 
     def __init__(self, *, consistency: Consistency, token: str, tls: TLS | None) -> None:
-        """Make one without processes; :meth:`start` makes one that runs."""
+        """Create a cluster without processes; use :meth:`start` instead."""
         self.consistency = consistency
         self.token = token
         self.scheduler = ""
         """The scheduler's address."""
         self.scheduler_restarts = 0
-        """How many schedulers have died and were replaced."""
+        """Number of dead schedulers that were replaced."""
         self.server_restarts = 0
-        """How many servers have died and were replaced (with replicas only)."""
+        """Number of dead servers that were replaced (only with replicas)."""
         self._closing = contextlib.ExitStack()
         self.scratch = self._closing.enter_context(TemporaryFolder.make("cluster")).path
-        """Goes with the cluster, even if this process is killed; the processes' own temporary files are in it."""
+        """Folder of the processes' temporary files; removed at the end, even if this process is killed."""
         self._tls = tls
         self._filter_modules: list[str] = []
         self._supervisor = Supervisor()
-        self._nodes: dict[str, tuple[str, ChildProcess]] = {}  # the servers, by the name they register with
+        self._nodes: dict[str, tuple[str, ChildProcess]] = {}  # the servers, by their names in the cluster
         self._counting = threading.Lock()
         self._fork_server: ForkServer | None = None
 
@@ -109,7 +108,7 @@ class LocalCluster(Closing):
         fork_server: ForkServer | None = None,
         filter_modules: Sequence[str] = (),
     ) -> LocalCluster:
-        """Start the processes, by forks of `fork_server` or one of its own; wait until all servers are there."""
+        """Start the processes, with `fork_server` or a new fork server; wait until all servers have joined."""
         settings.check()
         if memory_limit is not None:
             memory_limit.check_folder()
@@ -139,7 +138,7 @@ class LocalCluster(Closing):
         share: Share | None,
         on_replaced: Callable[[str, int], None],
     ) -> None:
-        """Start all at once, so that they load side by side what they import and load."""
+        """Start all processes before waiting for the first, so that they import and load at the same time."""
         patience_s = _START_S if share is None else share.patience_s
         scheduler: Child | None = None
         if share is None or share.runs_scheduler:
@@ -156,7 +155,7 @@ class LocalCluster(Closing):
         for rank in range(num_workers):
             self._start_child(f"worker {rank}", {"role": "worker", "rank": rank})
         if scheduler is not None:
-            self.scheduler = _hear_address(scheduler.process)
+            self.scheduler = _read_address(scheduler.process)
             if share is None:
                 scheduling["address"] = self.scheduler.removeprefix("tcp://")
             self._keep_scheduler(scheduler, {**scheduling, "replaces": True}, on_replaced)
@@ -166,7 +165,7 @@ class LocalCluster(Closing):
             self.scheduler = share.scheduler
         for child in self._supervisor.children:
             if child is not scheduler:
-                _tell_address(child.process, self.scheduler)
+                _send_address(child.process, self.scheduler)
         wait_cluster(self.transport(), self.scheduler, patience_s, check=lambda: self._check_started("server"))
         if settings.replicas:
             for child, options in serving:
@@ -175,13 +174,13 @@ class LocalCluster(Closing):
     def connect(
         self, *, observer: bool = False, rank: int | None = None, timeout_s: float = 60.0, **options: Any
     ) -> Client:
-        """Connect this process as a worker (with the next free rank, or `rank`) or, outside iterations, an observer."""
+        """Connect this process as a worker (`rank` or the next free one) or an observer (outside iterations)."""
         return Client.connect(
             self.transport(), self.scheduler, observer=observer, rank=rank, timeout_s=timeout_s, **options
         )
 
     def transport(self) -> SocketTransport:
-        """Return a transport that speaks to this cluster."""
+        """Return a transport with this cluster's token."""
         return SocketTransport(self.token, tls=self._tls)
 
     def dead_children(self, role: str) -> list[tuple[str, int]]:
@@ -189,11 +188,11 @@ class LocalCluster(Closing):
         return self._supervisor.ended(role)
 
     def pids(self, role: str) -> list[int]:
-        """Return the process ids of a role that live, by rank."""
+        """Return the ids of the living processes of a role, by rank."""
         return [child.process.pid for child in self._supervisor.living(role)]
 
     def kill_server(self, node: str) -> str | None:
-        """Kill the server that registered as `node` if it runs here and lives; return its name."""
+        """Kill the server with the name `node` if it is a living process of this machine; return its name here."""
         name, process = self._nodes.get(node, ("", None))
         if process is None or process.poll() is not None:
             return None
@@ -210,7 +209,7 @@ class LocalCluster(Closing):
             time.sleep(0.005)
 
     def end_workers(self) -> None:
-        """End the worker processes; servers and scheduler stay."""
+        """End the worker processes; servers and scheduler continue."""
         workers = self._supervisor.living("worker")
         for worker in workers:
             worker.kill()
@@ -220,14 +219,14 @@ class LocalCluster(Closing):
     def close(self) -> None:
         """End every process of the cluster. Idempotent."""
         self._supervisor.stop_replacing()
-        # Workers hold nothing that is still wanted; to be told to end would be news to one that is stopped or stuck.
+        # Workers hold no state that is still needed, and a stopped or stuck one would ignore a request: kill them.
         self.end_workers()
         if self.scheduler and self._supervisor.living():
-            self._ask_to_end()
+            self._request_end()
         self._supervisor.close(_END_S)
         self._closing.close()
 
-    def _ask_to_end(self) -> None:
+    def _request_end(self) -> None:
         try:
             link = SchedulerLink(
                 self.transport(), self.scheduler, Hello(role="observer"), timeout_s=2.0, reconnect_s=0.0
@@ -237,7 +236,7 @@ class LocalCluster(Closing):
             finally:
                 link.close()
         except PacelineError:
-            pass  # it never came up, or is gone: its servers see that too
+            pass  # the scheduler did not start, or has ended: its servers detect that
 
     # The processes.
 
@@ -262,18 +261,18 @@ class LocalCluster(Closing):
             if self._fork_server is not None:
                 return self._fork_server.fork([argument], environment=environment, captured=captured)
         except ForkError as error:
-            _logger.debug("processes are started afresh, and not forked: %s", error)
+            _logger.debug("cannot fork, processes are spawned: %s", error)
             self._fork_server = None
         stdout = subprocess.PIPE if captured else subprocess.DEVNULL
         return spawn(module_command(CHILD, argument), stdin=subprocess.PIPE, stdout=stdout, env=environment)
 
     def _keep_scheduler(self, child: Child, options: dict[str, Any], on_replaced: Callable[[str, int], None]) -> None:
-        """Start another scheduler, at the same address, whenever one dies."""
+        """Replace a scheduler that dies, at the same address."""
 
         def replaced(scheduler: ChildProcess, status: int) -> None:
             on_replaced(child.name, status)
             assert scheduler.stdout is not None
-            with contextlib.suppress(ValueError):  # closed meanwhile, as the cluster is
+            with contextlib.suppress(ValueError):  # closed with the cluster
                 if scheduler.stdout.readline():
                     self.scheduler_restarts += 1
 
@@ -281,37 +280,37 @@ class LocalCluster(Closing):
         self._supervisor.keep(child, launch, most=_MAX_SCHEDULERS - 1, on_replaced=replaced)
 
     def _keep_server(self, child: Child, options: dict[str, Any], on_replaced: Callable[[str, int], None]) -> None:
-        """Start another server whenever one dies, to be filled by those that live."""
+        """Replace a server that dies; the other servers send the new one its buckets."""
 
         def replaced(server: ChildProcess, status: int) -> None:
             on_replaced(child.name, status)
             with self._counting:
                 self.server_restarts += 1
-            _tell_address(server, self.scheduler)
+            _send_address(server, self.scheduler)
 
         launch = partial(self._launch, child.name, options)
         self._supervisor.keep(child, launch, most=_MAX_SERVERS, on_replaced=replaced)
 
     def _check_started(self, role: str) -> None:
         for name, status in self.dead_children(role):
-            raise PeerError(f"{name} {describe_status(status)} at its start; what it said is above")
+            raise PeerError(f"{name} {describe_status(status)} at its start; see its output above")
 
 
-def _hear_address(scheduler: ChildProcess) -> str:
+def _read_address(scheduler: ChildProcess) -> str:
     assert scheduler.stdout is not None
     line = scheduler.stdout.readline().decode().strip()
     if not line:
-        raise PeerError("the scheduler did not start; what it said is above")
+        raise PeerError("the scheduler did not start; see its output above")
     return line
 
 
-def _tell_address(process: ChildProcess, scheduler: str) -> None:
+def _send_address(process: ChildProcess, scheduler: str) -> None:
     assert process.stdin is not None
     try:
         process.stdin.write(scheduler.encode() + b"\n")
         process.stdin.flush()
     except (BrokenPipeError, ValueError):
-        pass  # it has ended, or the cluster is being closed: whoever waits for it sees that
+        pass  # it has ended, or the cluster is closing: the code that waits for it detects that
 
 
 def wait_cluster(
@@ -322,7 +321,7 @@ def wait_cluster(
     ready: bool = True,
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Wait until a scheduler answers and, if `ready`, its cluster has all its servers; `check` is called meanwhile.
+    """Wait until a scheduler answers and, if `ready`, its cluster has all its servers; call `check` while waiting.
 
     Raises PeerError if that takes longer than `patience_s`.
     """
@@ -355,16 +354,21 @@ def local_cluster(
     tls: TLS | None = None,
     filter_modules: Sequence[str] = (),
 ) -> LocalCluster:
-    """Start a cluster on this machine: a context manager whose ``connect()`` gives a client.
+    """Start a cluster on this machine: a context manager whose ``connect()`` returns a client.
 
-    `servers` processes hold the tables; iterations count `workers` clients, under `consistency` (default
-    ``Eventual()``), with `stale` gradients treated as the policy says. Every row is on `replicas` servers more than
-    one, and so many may die without loss. A push is acknowledged when at least `min_replicas` of them have it; while
-    fewer are there it waits, and fails with ``DeadlineError`` after the client's time-out. A member that gives no sign
-    of life for `heartbeat_timeout_s` counts as dead. What would leave infinities or NaN in a table fails with
-    ``NonFiniteError``; with ``non_finite="count"`` it is let in, and counted in the tables' statistics. What a server's
-    rows take beyond the `memory_limit` (``MemoryLimit(num_bytes=8 << 30, spill_dir="/data")``) lies in files.
-    Servers import the `filter_modules`, in which filters of your own are; they import nothing that a client names.
+    - `servers`: processes that hold the tables.
+    - `workers`: clients that iterations wait for, under `consistency` (default ``Eventual()``).
+    - `stale`: policy for stale gradients.
+    - `replicas`: additional copies of every row on other servers, so that as many servers may die without loss.
+    - `min_replicas`: replicas that must have a push before it is acknowledged. With fewer replicas alive a push waits,
+      and fails with ``DeadlineError`` after the client's timeout.
+    - `heartbeat_timeout_s`: time without a heartbeat after which a member is declared dead.
+    - `non_finite`: operations that would leave infinities or NaN in a table fail with ``NonFiniteError``; with
+      ``"count"`` they are accepted and counted in the tables' statistics.
+    - `memory_limit`: memory for the rows of a server (``MemoryLimit(num_bytes=8 << 30, spill_dir="/data")``); more
+      rows are stored in files.
+    - `filter_modules`: modules with filters of your own, which the servers import. Servers import no module on a
+      client's request.
     """
     settings = messages.ClusterSettings(
         num_servers=servers,

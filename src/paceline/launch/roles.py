@@ -1,4 +1,4 @@
-"""One process in one role: scheduler or server, until the cluster ends, a signal comes or the parent is gone."""
+"""Run one scheduler or server in this process, until the cluster ends, a signal arrives or the parent ends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .supervisor import watch_parent
 
 _LINGER_S = 5.0
 _SOON_S = 1.0
-_PATIENCE = 4.0  # heartbeats that an event loop may take for one round
+_PATIENCE = 4.0  # heartbeat intervals that one round of an event loop may take
 _RECONNECT_S = 60.0
 _CONNECT_S = 5.0
 _FIRST_PAUSE_S = 0.02
@@ -37,36 +37,36 @@ _Reached = TypeVar("_Reached")
 
 @dataclass(frozen=True, kw_only=True)
 class Joining:
-    """How a process finds its cluster: the scheduler's address, the token, TLS if it is used."""
+    """The data for joining a cluster: the scheduler's address, the token, and TLS settings if any."""
 
     scheduler: str
     token: str
     tls: TLS | None = None
 
     def transport(self) -> SocketTransport:
-        """Return the transport that speaks to this cluster."""
+        """Return a transport with this cluster's token."""
         return SocketTransport(self.token, tls=self.tls)
 
     def wait_scheduler(self, patience_s: float, on_wait: Callable[[], None]) -> None:
-        """Wait until a scheduler answers; `on_wait` is called, once, if tries are in vain for more than a moment.
+        """Wait until a scheduler answers; call `on_wait` once if that takes longer than a moment.
 
-        Raises DeadlineError if none answers within `patience_s`, and at once what another try would not change: the
-        token, the certificate or the version is wrong.
+        Raises DeadlineError if none answers within `patience_s`. A wrong token, certificate or version raises
+        immediately, because another attempt would not help.
         """
         transport, hello = self.transport(), Hello(role="observer", to="scheduler")
-        telling_s = time.monotonic() + _SOON_S
+        report_at_s = time.monotonic() + _SOON_S
 
         def check() -> None:
-            nonlocal telling_s
-            if time.monotonic() >= telling_s:
-                telling_s = math.inf
+            nonlocal report_at_s
+            if time.monotonic() >= report_at_s:
+                report_at_s = math.inf
                 on_wait()
 
         reach(lambda: transport.connect(self.scheduler, hello, timeout_s=_CONNECT_S), patience_s, check).close()
 
 
 def reach(connect: Callable[[], _Reached], patience_s: float, check: Callable[[], None] = lambda: None) -> _Reached:
-    """Return what `connect` does when a scheduler answers it; `check` is called before each try.
+    """Call `connect` until a scheduler answers, and return its result; call `check` before each attempt.
 
     Raises DeadlineError if none answers within `patience_s`.
     """
@@ -77,7 +77,7 @@ def reach(connect: Callable[[], _Reached], patience_s: float, check: Callable[[]
             return connect()
         except (AddressError, ConnectionLostError, DeadlineError) as error:
             if time.monotonic() >= deadline:
-                raise DeadlineError(f"no scheduler has answered within {patience_s:g} s: {error}") from None
+                raise DeadlineError(f"no scheduler answered within {patience_s:g} s: {error}") from None
         time.sleep(backoff.next_s(deadline - time.monotonic()))
 
 
@@ -94,11 +94,11 @@ def run_scheduler(
     replaces: bool = False,
     accepts_minority: bool = False,
 ) -> None:
-    """Be the scheduler until the cluster is told to end; `on_ready` is called with its addresses.
+    """Run the scheduler until the cluster ends; call `on_ready` with its addresses.
 
-    At the address of one that died, with its token and settings, it takes over its cluster; `replaces` says that there
-    is one to be taken over, `accepts_minority` that members which do not come are dead. `on_note` is called with what
-    whoever runs the cluster should know, `on_loss` with what is lost. Raises PeerError if another one takes over.
+    At the address of a dead scheduler, with its token and settings, it takes over its cluster. `replaces`: wait for
+    that cluster's members. `accepts_minority`: members that do not arrive are dead. `on_note` receives notes for the
+    operator, `on_loss` reports of lost data. Raises PeerError if another scheduler takes over.
     """
     settings.check()
     fail = partial(end_process, "scheduler")
@@ -120,8 +120,8 @@ def run_scheduler(
             ended = asyncio.ensure_future(scheduler.ended.wait())
             stopped = asyncio.ensure_future(stop.wait())
             await asyncio.wait({ended, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            scheduler.end("the scheduler was told to end")
-            if not with_parent or ended.done():  # until everybody has heard it and left
+            scheduler.end("the scheduler was ended")
+            if not with_parent or ended.done():  # until all members have received it and left
                 deadline = asyncio.get_running_loop().time() + _LINGER_S
                 while scheduler.core.membership.members and asyncio.get_running_loop().time() < deadline:
                     await asyncio.sleep(0.01)
@@ -141,23 +141,22 @@ def run_server(
     with_parent: bool = False, on_ready: Callable[[int, Endpoint], None] | None = None,
     on_leaving: Callable[[], None] = lambda: None, node: str | None = None, memory_limit: MemoryLimit | None = None,
 ) -> None:  # fmt: skip
-    """Be a parameter server until the cluster ends, under the name `node`, which no other has; None: one is made.
+    """Run a parameter server until the cluster ends, under the unique name `node` (None: a new name).
 
-    Rows beyond the `memory_limit` lie in files.
-
-    An `extra` one joins a cluster that has all its servers. At SIGTERM its buckets move to the others before it goes,
-    however long that takes (`on_leaving` is called if it is more than a moment); a second one ends it at once. Raises
-    PeerError if the scheduler is lost or expels us.
+    Rows beyond the `memory_limit` are stored in files. An `extra` server joins a cluster that has all its servers. At
+    SIGTERM the server moves its buckets to the other servers before it ends, however long that takes; `on_leaving` is
+    called if it takes longer than a moment. A second SIGTERM ends it immediately. Raises PeerError if the scheduler is
+    lost or expels this server.
     """
 
     node = make_node_name("server") if node is None else node
-    who = "server" if rank is None else f"server {rank}"
+    name = "server" if rank is None else f"server {rank}"
 
     def fail(error: BaseException) -> None:
-        end_process(who, error)
+        end_process(name, error)
 
     async def serve(stop: asyncio.Event) -> None:
-        nonlocal who
+        nonlocal name
         loop = asyncio.get_running_loop()
         failure: list[PacelineError] = []
         server: Server | None = None
@@ -175,7 +174,7 @@ def run_server(
             if failure:
                 raise failure[0]
 
-        def heard(notice: msgspec.Struct) -> None:
+        def handle_notice(notice: msgspec.Struct) -> None:
             if isinstance(notice, messages.ClusterMap):
                 if server is not None:
                     loop.call_soon_threadsafe(server.members_changed, notice)
@@ -184,7 +183,7 @@ def run_server(
             elif isinstance(notice, messages.Expelled):
                 loop.call_soon_threadsafe(end, PeerError(f"this server was declared dead: {notice.reason}"))
 
-        def lost(error: PacelineError) -> None:
+        def handle_loss(error: PacelineError) -> None:
             loop.call_soon_threadsafe(end, error)
 
         def tables() -> list[messages.KnownTable]:
@@ -193,33 +192,35 @@ def run_server(
         def unreachable() -> tuple[int, ...]:
             return () if server is None else server.unreachable()
 
-        def tell(filled: messages.Filled) -> None:
-            with contextlib.suppress(PacelineError):  # a lost scheduler is told of by `lost`
+        def report_filled(filled: messages.Filled) -> None:
+            with contextlib.suppress(PacelineError):  # `on_lost` reports a lost scheduler
                 link.tell(filled)
 
-        pulse = Pulse(loop, lambda text: print(f"paceline {who}: {text}", file=sys.stderr, flush=True))
+        pulse = Pulse(loop, lambda text: print(f"paceline {name}: {text}", file=sys.stderr, flush=True))
         transport = joining.transport()
         link = await asyncio.to_thread(
             lambda: SchedulerLink(
                 transport,
                 joining.scheduler,
                 Hello(role="server", name=node),
-                on_notice=heard,
-                on_lost=lost,
+                on_notice=handle_notice,
+                on_lost=handle_loss,
                 tables=tables,
                 unreachable=unreachable,
                 is_well=pulse.beats,
-                # What it holds nobody else may have: it waits for its scheduler as long as it takes.
+                # Only this server has its rows: it waits for its scheduler without a limit.
                 reconnect_s=_RECONNECT_S if with_parent else math.inf,
             )
         )
         try:
-            ask = partial(link.call, messages.GetSettings(), messages.Settings)
-            settings: messages.Settings | None = await unless_stopped(link, stop, ask)
+            request_settings = partial(link.call, messages.GetSettings(), messages.Settings)
+            settings: messages.Settings | None = await unless_stopped(link, stop, request_settings)
             if settings is None:
                 raise_failure()
                 return
-            server = Server(settings, memory_limit=memory_limit, transport=transport, on_filled=tell, fail=fail)
+            server = Server(
+                settings, memory_limit=memory_limit, transport=transport, on_filled=report_filled, fail=fail
+            )
             hello = Hello(role="server", rank=rank or 0, name=node)
             listener = await transport.serve(server, hello, address=address)
             try:
@@ -232,7 +233,7 @@ def run_server(
                     raise_failure()
                     return
                 check_settings(settings, welcome.settings, joining.scheduler)
-                who = f"server {welcome.rank}"
+                name = f"server {welcome.rank}"
                 joined = Hello(
                     role="server",
                     rank=welcome.rank,
@@ -259,18 +260,18 @@ def run_server(
     _run(serve, with_parent, fail)
 
 
-def check_settings(asked: messages.Settings, joined: messages.Settings, scheduler: str) -> None:
-    """Raise PeerError unless a server has joined the cluster that it was made for: a scheduler may be started again."""
-    may_differ = {name: getattr(asked, name) for name in ("cluster", "num_servers", "heartbeat_timeout_s")}
-    if msgspec.structs.replace(joined, **may_differ) != asked:
+def check_settings(requested: messages.Settings, joined: messages.Settings, scheduler: str) -> None:
+    """Raise PeerError unless a server's cluster has the server's settings: the scheduler may have been restarted."""
+    may_differ = {name: getattr(requested, name) for name in ("cluster", "num_servers", "heartbeat_timeout_s")}
+    if msgspec.structs.replace(joined, **may_differ) != requested:
         raise PeerError(
-            f"the scheduler at {scheduler} was started again with other settings while this server joined: start the "
-            "server again too"
+            f"the scheduler at {scheduler} was restarted with other settings while this server joined: restart the "
+            "server too"
         )
 
 
 async def unless_stopped(link: SchedulerLink, stop: asyncio.Event, call: Callable[[], _Reached]) -> _Reached | None:
-    """Return what the scheduler answers to a call on the link; None if this server is to stop before."""
+    """Return the scheduler's reply to a call on the link; None if this server stops before."""
     calling = asyncio.ensure_future(asyncio.to_thread(call))
     stopped = asyncio.ensure_future(stop.wait())
     await asyncio.wait({calling, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -284,12 +285,12 @@ async def unless_stopped(link: SchedulerLink, stop: asyncio.Event, call: Callabl
 
 
 async def _drain(link: SchedulerLink, stop: asyncio.Event, on_leaving: Callable[[], None]) -> None:
-    """Wait until this server's buckets are on others, or a second signal comes."""
+    """Wait until this server's buckets are on other servers, or a second signal arrives."""
     stop.clear()
     try:
         await asyncio.to_thread(link.tell, messages.Drain())
     except PacelineError:
-        return  # who is left goes on without them
+        return  # the other servers continue without its buckets
     try:
         await asyncio.wait_for(stop.wait(), _SOON_S)
     except asyncio.TimeoutError:
@@ -301,14 +302,14 @@ def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) ->
     try:
         loop.call_soon_threadsafe(function)
     except RuntimeError:
-        pass  # the loop is closed: what was to be told is known
+        pass  # the loop is closed, because the role has ended
 
 
 def _run(serve: Callable[[asyncio.Event], Awaitable[None]], with_parent: bool, fail: Fail) -> None:
-    """Run a role's coroutine on the transport's event loop until it ends or SIGTERM, SIGINT or SIGHUP asks for it.
+    """Run a role's coroutine on the transport's event loop until it ends, or until SIGTERM, SIGINT or SIGHUP.
 
-    With a parent they do not: it ends the process by other means, and takes one that a signal ended for dead. An
-    exception that nobody takes, of the loop or of a thread, goes to `fail`, which ends the process.
+    With a parent, signals keep their default effect: the parent ends this process by other means, and counts one that
+    a signal ended as dead. An uncaught exception in the loop or a thread goes to `fail`, which ends the process.
     """
     loop = new_event_loop()
     watch_loop(loop, fail)
@@ -317,12 +318,12 @@ def _run(serve: Callable[[asyncio.Event], Awaitable[None]], with_parent: bool, f
     async def main() -> None:
         stop = asyncio.Event()
         for number in () if with_parent else (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if signal.getsignal(number) is signal.SIG_IGN:  # as nohup has it
+            if signal.getsignal(number) is signal.SIG_IGN:  # by nohup
                 continue
             try:
                 loop.add_signal_handler(number, stop.set)
             except (NotImplementedError, RuntimeError, ValueError):
-                pass  # not the main thread, or no Unix
+                pass  # not the main thread, or not Unix
         if with_parent:
             watch_parent(lambda: _call_soon(loop, stop.set))
         await serve(stop)

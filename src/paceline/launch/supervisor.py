@@ -1,8 +1,8 @@
-"""Processes that this one starts: watched, replaced when they die, and ended with all that they have started.
+"""Start, watch, replace and end child processes, including their own children.
 
-A child dies with its parent, however that ends: its standard input is a pipe whose other end only the parent holds, and
-when the pipe ends so does the child (:func:`watch_parent`). A program that is not ours does not watch its input; a
-guard does so in its place (``guard.py``): a child too, which ends the process groups that it was told of.
+A child ends with its parent, however the parent ends: its standard input is a pipe from the parent, and the child ends
+when the pipe closes (:func:`watch_parent`). A foreign program does not watch its input, so a guard does
+(``guard.py``): another child, which ends the foreign programs' process groups.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import psutil
 from paceline.transport.backoff import Backoff
 
 _LEFTOVERS_S = 1.0
-SHORT_LIFE_S = 5.0  # of a process that took another's place: the next one waits
+SHORT_LIFE_S = 5.0  # after a shorter life of a replacement, the next one waits
 FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 
 
 class ChildProcess(Protocol):
-    """What a supervisor needs of a process; ``subprocess.Popen`` has it."""
+    """The part of ``subprocess.Popen`` that a supervisor needs."""
 
     pid: int
     stdin: IO[bytes] | None
@@ -48,12 +48,12 @@ Launch = Callable[[], ChildProcess]
 
 
 def spawn(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """Start a program in a session of its own, where a terminal's signals do not reach it."""
+    """Start a program in a session of its own, so that a terminal's signals do not reach it."""
     return subprocess.Popen(command, start_new_session=True, **options)
 
 
 class Child:
-    """A process that a supervisor has started, or the one that took its place."""
+    """A process of a supervisor, or its current replacement."""
 
     def __init__(self, name: str, process: ChildProcess, *, is_foreign: bool) -> None:
         self.name = name
@@ -66,7 +66,7 @@ class Child:
         return self.process.poll() is None
 
     def status(self) -> int | None:
-        """Return how it ended; None while it lives, or another process is to take its place."""
+        """Return its exit status; None while it lives or waits for its replacement."""
         is_kept = self.keeper is not None and self.keeper.is_alive()
         return None if is_kept else self.process.poll()
 
@@ -76,7 +76,7 @@ class Child:
 
 
 class Supervisor:
-    """All processes that one owner starts. May be used by several threads; :meth:`close` ends every process."""
+    """All child processes of one owner. Several threads may use it; :meth:`close` ends every process."""
 
     def __init__(self) -> None:
         self.children: list[Child] = []
@@ -87,7 +87,7 @@ class Supervisor:
     def start(self, name: str, launch: Launch, *, is_foreign: bool = False) -> Child:
         """Start a process by `launch`, in a session of its own.
 
-        A foreign one is not ours: a guard ends it if this process is killed, and what it has started ends with it.
+        A foreign program is not part of Paceline: if this process is killed, a guard ends the program and its children.
         """
         if is_foreign:
             self._guard.start()
@@ -101,10 +101,10 @@ class Supervisor:
     def keep(
         self, child: Child, launch: Launch, *, most: int, on_replaced: Callable[[ChildProcess, int], None]
     ) -> None:
-        """Start another process, by `launch`, in the place of a child's that dies; so often at most, in a thread.
+        """Replace a child that dies by another process of `launch`, at most `most` times, in a thread.
 
-        `on_replaced` is called in that thread with the new process and the status of the old one. A status of 0 is no
-        death.
+        That thread calls `on_replaced` with the new process and the status of the old one. A child that ends with
+        status 0 is not replaced.
         """
 
         def watch() -> None:
@@ -132,31 +132,30 @@ class Supervisor:
         child.keeper.start()
 
     def living(self, prefix: str = "") -> list[Child]:
-        """Return the children that live, of those whose name begins so."""
+        """Return the living children whose name starts with `prefix`."""
         return [child for child in list(self.children) if child.name.startswith(prefix) and child.is_alive()]
 
     def ended(self, prefix: str = "") -> list[tuple[str, int]]:
-        """Return name and status of those that have ended for good."""
+        """Return name and status of the children that have ended without a replacement."""
         statuses = [(child.name, child.status()) for child in list(self.children) if child.name.startswith(prefix)]
         return [(name, status) for name, status in statuses if status is not None]
 
     def signal(self, child: Child, number: int, *, group: bool = False) -> None:
-        """Send a child a signal; with `group`, a foreign one's process group, even if only others are left in it."""
+        """Send a child a signal; with `group`, to a foreign program's process group, even if only its children live."""
         if group and child.is_foreign:
             self._guard.signal(child.process.pid, number)
         else:
             child.process.send_signal(number)
 
     def stop_replacing(self) -> None:
-        """Start no process any more in the place of another one."""
+        """Do not replace dead processes from now."""
         with self._lock:
             self._is_closing.set()
 
     def close(self, grace_s: float, number: int | None = None) -> None:
-        """End every process, the last first: what has not ended within `grace_s` is killed.
+        """End every process, the last first; kill any process that lives longer than `grace_s`. Idempotent.
 
-        Each is told by the end of its standard input; before, all are sent the signal `number`, if it is given.
-        Idempotent.
+        The closed standard input is the request to end. If `number` is given, all processes get this signal before.
         """
         self.stop_replacing()
         started = _descendants([child.process.pid for child in self.living() if child.is_foreign])
@@ -186,39 +185,39 @@ class Supervisor:
 
 
 class Guard:
-    """Process groups of foreign programs, which another process ends if this one is killed."""
+    """Process groups of foreign programs, and the guard process that ends them if this process is killed."""
 
     def __init__(self) -> None:
         self._groups: set[int] = set()
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the other process, unless it is there."""
+        """Start the guard process, unless it runs."""
         if self._process is None:
             command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py"))]
             self._process = spawn(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
 
     def add(self, group: int) -> None:
-        """Guard a group from now on."""
+        """Add a group."""
         self._groups.add(group)
-        self._tell(f"+{group}\n")
+        self._send(f"+{group}\n")
 
     def signal(self, group: int, number: int) -> bool:
-        """Send a signal to a group; return whether it has anybody."""
+        """Send a signal to a group; return whether the group has processes."""
         if group not in self._groups:
             return False
         try:
             os.killpg(group, number)
         except ProcessLookupError:
             self._groups.discard(group)
-            self._tell(f"-{group}\n")
+            self._send(f"-{group}\n")
             return False
-        except PermissionError:  # macOS says so of a group of zombies
+        except PermissionError:  # macOS raises it for a group of zombies
             return False
         return True
 
     def close(self) -> None:
-        """End what is left in the groups, after a moment to end by itself, and then the guard. Idempotent."""
+        """Kill the groups' processes after a grace period, then end the guard. Idempotent."""
         deadline = time.monotonic() + _LEFTOVERS_S
         while any(self.signal(group, 0) for group in list(self._groups)) and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -226,23 +225,23 @@ class Guard:
             self.signal(group, signal.SIGKILL)
         self._groups.clear()
         if self._process is not None:
-            self._tell("end\n")
+            self._send("end\n")
             _close_pipe(self._process.stdin)
             self._process.wait()
             self._process = None
 
-    def _tell(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(line.encode())
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # somebody has killed it
+            pass  # the guard was killed
 
 
-def watch_parent(on_gone: Callable[[], None]) -> None:
-    """Call `on_gone` in a thread when standard input ends: the parent holds its other end, and is gone."""
+def watch_parent(on_end: Callable[[], None]) -> None:
+    """Call `on_end` in a thread when standard input ends, because its writer, the parent, has ended."""
 
     def watch() -> None:
         try:
@@ -250,13 +249,13 @@ def watch_parent(on_gone: Callable[[], None]) -> None:
                 pass
         except (OSError, ValueError):
             pass
-        on_gone()
+        on_end()
 
     threading.Thread(target=watch, name="paceline-parent-watch", daemon=True).start()
 
 
 def describe_status(status: int) -> str:
-    """Say how a process ended."""
+    """Return a phrase about how a process ended."""
     if status >= 0:
         return f"ended with status {status}"
     try:
@@ -267,7 +266,7 @@ def describe_status(status: int) -> str:
 
 
 def _descendants(pids: Sequence[int]) -> list[psutil.Process]:
-    """Return what processes have started: it may be in groups of its own, which a signal to theirs does not reach."""
+    """Return the descendants of processes: they may be in groups of their own, out of reach of a group's signals."""
     found = []
     for pid in pids:
         try:
@@ -282,4 +281,4 @@ def _close_pipe(pipe: IO[bytes] | None) -> None:
         if pipe is not None:
             pipe.close()
     except BrokenPipeError:
-        pass  # there was something to flush, and nobody to read it
+        pass  # there was buffered data, and the reader has ended

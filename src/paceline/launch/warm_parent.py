@@ -1,9 +1,9 @@
-"""The fork server's process: it loads what children need, forks them when asked, and tells how they end.
+"""The fork server's process: load the children's common needs, fork children on request, report their exit statuses.
 
-``python -m paceline.launch.warm_parent LINE MODULE``: at the other end of the socket LINE is a
-:class:`~paceline.launch.fork_server.ForkServer`. When that is gone, so is this process; what it has forked has parents'
-ends of its own. A child begins as a new interpreter would: with its own session, standard streams, environment, folder,
-signal handlers, temporary folder and random numbers.
+``python -m paceline.launch.warm_parent LINE MODULE``: a :class:`~paceline.launch.fork_server.ForkServer` holds the
+other end of the socket LINE. This process ends when the socket closes; its children watch pipes of their own. A child
+starts like a new interpreter: with its own session, standard streams, environment, folder, signal handlers, temporary
+folder and random numbers.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ class WarmParent:
     def __init__(self, line: socket.socket, module: Any) -> None:
         self._line = line
         self._module = module
-        self._statuses: dict[int, int] = {}  # by process: the pipe that its status is to be written to
+        self._statuses: dict[int, int] = {}  # process id: the pipe for its status
         self._wakeup, self._woken = socket.socketpair()
 
     def serve(self) -> dict[str, Any] | None:
-        """Fork processes until whoever asks for them is gone. Returns what was asked for in each of them."""
+        """Fork children until the control socket closes. Return the request in each child, None in this process."""
         self._woken.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(self._woken.fileno())
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])  # whoever has started it may have blocked it
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])  # the parent may have blocked it
         while True:
             ready, _, _ = select.select([self._line, self._wakeup], [], [])
             if self._wakeup in ready:
                 self._wakeup.recv(4096)
                 self._reap()
             if self._line in ready:
-                asked = self._hear()
-                if asked is None:
+                request = self._receive()
+                if request is None:
                     return None
-                if self._fork(*asked):
-                    return asked[0]
+                if self._fork(*request):
+                    return request[0]
 
-    def _hear(self) -> tuple[dict[str, Any], list[int]] | None:
+    def _receive(self) -> tuple[dict[str, Any], list[int]] | None:
         try:
             head, descriptors, _, _ = socket.recv_fds(self._line, 4, 4)
-        except ConnectionResetError:  # it ended in the middle of an answer
+        except ConnectionResetError:  # the parent ended while it received a reply
             return None
         if len(head) < 4:
             return None
@@ -67,21 +67,21 @@ class WarmParent:
             text += more
         return json.loads(text), descriptors
 
-    def _fork(self, asked: dict[str, Any], descriptors: list[int]) -> bool:
-        """Fork a process; return whether this is it."""
+    def _fork(self, request: dict[str, Any], descriptors: list[int]) -> bool:
+        """Fork a process; return True in the child."""
         self._module.prepare()
         reason = reason_not_to_fork()
         if reason is not None:
             self._answer({"refused": reason})
         else:
-            gc.freeze()  # what is never looked at is never copied
+            gc.freeze()  # unvisited pages stay shared with the children
             try:
                 pid = os.fork()
             except OSError as error:  # no memory, or too many processes
                 self._answer({"refused": f"the system does not fork a process: {error}"})
             else:
                 if pid == 0:
-                    self._become_child(asked, descriptors)
+                    self._become_child(request, descriptors)
                     return True
                 self._statuses[pid] = descriptors.pop()
                 self._answer({"pid": pid})
@@ -90,7 +90,7 @@ class WarmParent:
         return False
 
     def _answer(self, answer: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # whoever asked is gone
+        with contextlib.suppress(OSError):  # the requesting process has ended
             self._line.sendall(json.dumps(answer).encode())
 
     def _reap(self) -> None:
@@ -102,41 +102,41 @@ class WarmParent:
                     os.write(statuses, str(os.waitstatus_to_exitcode(status)).encode())
                 os.close(statuses)
 
-    def _become_child(self, asked: dict[str, Any], descriptors: list[int]) -> None:
+    def _become_child(self, request: dict[str, Any], descriptors: list[int]) -> None:
         os.setsid()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for here in (self._line, self._wakeup, self._woken):
-            here.close()
+        for connection in (self._line, self._wakeup, self._woken):
+            connection.close()
         for number, stream in enumerate(descriptors[:3]):
             os.dup2(stream, number)
         for descriptor in (*descriptors, *self._statuses.values()):
             if descriptor > 2:
                 os.close(descriptor)
         os.environ.clear()
-        os.environ.update(asked["environment"])
-        if asked["folder"] is not None:
-            with contextlib.suppress(OSError):  # it was removed, or is not to be entered
-                os.chdir(asked["folder"])
+        os.environ.update(request["environment"])
+        if request["folder"] is not None:
+            with contextlib.suppress(OSError):  # it was removed, or permission is missing
+                os.chdir(request["folder"])
         tempfile.tempdir = None
         if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed()  # Python's own do so by themselves
+            sys.modules["numpy"].random.seed()  # Python seeds its own generator after a fork
         gc.enable()
 
 
 def reason_not_to_fork() -> str | None:
-    """Return why this process had better not be forked, if there is a reason."""
+    """Return the reason why a fork of this process is unsafe; None if it is safe."""
     try:
         num_threads = len(os.listdir("/proc/self/task"))
     except OSError:
         if "torch" in sys.modules:
-            return "torch is imported, whose threads do not live through a fork"
+            return "torch is imported, and its threads do not survive a fork"
         num_threads = threading.active_count()
     return None if num_threads == 1 else f"{num_threads} threads run in the fork server"
 
 
 def set_title(words: list[str]) -> None:
-    """Have the system show these words as this process's command, where it is Linux and there is room."""
+    """Show these words as this process's command, on Linux and if they fit."""
     try:
         with open("/proc/self/stat", "rb") as stat:
             start, end = (int(word) for word in stat.read().rpartition(b")")[2].split()[45:47])
@@ -148,11 +148,11 @@ def set_title(words: list[str]) -> None:
 
 
 def serve(line: socket.socket, module: Any) -> NoReturn:
-    """Fork processes that run `module`, as asked for at the other end of `line`; be them, and end with their status."""
-    asked = WarmParent(line, module).serve()
-    if asked is None:
-        os._exit(0)  # at once: there is nothing to be tidied up
-    sys.argv = [module.__name__, *asked["arguments"]]
+    """Fork processes on requests from `line`. In a child, run `module` and end with its status."""
+    request = WarmParent(line, module).serve()
+    if request is None:
+        os._exit(0)  # nothing needs a cleanup
+    sys.argv = [module.__name__, *request["arguments"]]
     set_title([sys.executable, "-m", *sys.argv])
     status = int(module.main())
     for thread in threading.enumerate():
@@ -160,12 +160,12 @@ def serve(line: socket.socket, module: Any) -> NoReturn:
             thread.join()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # to take all modules down would be a tenth of a second for nothing
+    os._exit(status)  # a regular exit would spend a tenth of a second on unloading modules
 
 
 def main() -> NoReturn:
-    """Load what the module's processes need, and serve."""
-    gc.disable()  # nothing of what is loaded here is garbage
+    """Load the needs of the module's processes, and serve."""
+    gc.disable()  # the loaded objects are permanent
     module = importlib.import_module(sys.argv[2])
     module.prepare()
     serve(socket.socket(fileno=int(sys.argv[1])), module)

@@ -18,9 +18,9 @@ def draw_passes(objectives: Sequence[float], active: Sequence[float]) -> str:
     Passes at the minimum have no point.
     """
     least = min(objectives)
-    gaps = [(each - least) / max(abs(least), 1e-300) for each in objectives]
+    gaps = [(objective - least) / max(abs(least), 1e-300) for objective in objectives]
     logs = [math.log10(gap) if gap > 0 else None for gap in gaps]
-    known = [each for each in logs if each is not None]
+    known = [gap_log for gap_log in logs if gap_log is not None]
     low, high = (math.floor(min(known)), math.ceil(max(known))) if known else (-1, 0)
     high = max(high, low + 1)
     width = max(len(objectives) - 1, 1)
@@ -31,8 +31,8 @@ def draw_passes(objectives: Sequence[float], active: Sequence[float]) -> str:
     def y(share: float) -> float:
         return round(_HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM), 1)
 
-    left = [f"{x(i)},{y((each - low) / (high - low))}" for i, each in enumerate(logs) if each is not None]
-    right = [f"{x(i)},{y(each)}" for i, each in enumerate(active)]
+    left = [f"{x(i)},{y((gap_log - low) / (high - low))}" for i, gap_log in enumerate(logs) if gap_log is not None]
+    right = [f"{x(i)},{y(share)}" for i, share in enumerate(active)]
     step = max(1, (high - low) // 6)
     content = [
         *(_text(_LEFT - 6, y((at - low) / (high - low)) + 4, f"1e{at}", "end") for at in range(low, high + 1, step)),

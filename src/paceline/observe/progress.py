@@ -29,7 +29,7 @@ class ProgressSnapshot:
     """State of a training at one moment."""
 
     examples: int
-    """Examples of this phase processed so far by all workers."""
+    """Examples of this phase that all workers have processed."""
     examples_per_s: float
     done_fraction: float | None = None
     """From 0 to 1; None: `examples` relative to the total, if known."""
@@ -58,16 +58,16 @@ class RateMeter:
         self._window_s = window.total_seconds()
         self.samples: deque[tuple[float, float]] = deque()
 
-    def add(self, now_s: float, count: float) -> None:
+    def add(self, time_s: float, count: float) -> None:
         """Add a sample; a lower count than the last one resets the meter, as after a restart."""
         samples = self.samples
-        if samples and (count < samples[-1][1] or now_s < samples[-1][0]):
+        if samples and (count < samples[-1][1] or time_s < samples[-1][0]):
             samples.clear()
-        if len(samples) > 1 and now_s - samples[-2][0] < self._window_s / _SAMPLES_A_WINDOW:
+        if len(samples) > 1 and time_s - samples[-2][0] < self._window_s / _SAMPLES_A_WINDOW:
             samples.pop()
-        samples.append((now_s, count))
+        samples.append((time_s, count))
         # Keep the second oldest sample: a rate over less than the window would be unsteady.
-        while len(samples) > 2 and samples[1][0] <= now_s - self._window_s:
+        while len(samples) > 2 and samples[1][0] <= time_s - self._window_s:
             samples.popleft()
 
     @property

@@ -17,29 +17,29 @@ _HEADERS = {"log loss": "log\nloss", "best AUC": "best\nAUC", "staleness": "stal
 
 def format_rate(per_s: float, unit: str = "") -> str:
     """Return a rate in three digits: ``312k/s``, ``4.07/s``; `unit` precedes the slash."""
-    number, prefix = _three_digits(per_s, whole=False)
+    number, prefix = _three_digits(per_s, is_count=False)
     return f"{number}{prefix}{unit}/s"
 
 
 def format_bytes(num_bytes: float) -> str:
     """Return a size in three digits and decimal units, as for networks and disks: ``512 B``, ``1.50 MB``."""
-    number, prefix = _three_digits(num_bytes, whole=True)
+    number, prefix = _three_digits(num_bytes, is_count=True)
     return f"{number} {prefix}B"
 
 
 def format_count(count: int) -> str:
     """Return a count in three digits: ``999``, ``1.05M``."""
-    return "".join(_three_digits(count, whole=True))
+    return "".join(_three_digits(count, is_count=True))
 
 
 def format_duration(seconds: float) -> str:
     """Return whole seconds as a clock: ``0:07``, ``12:34``, ``1:02:03``."""
-    minutes, rest = divmod(int(seconds), 60)
+    minutes, remainder = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{hours}:{minutes:02}:{remainder:02}" if hours else f"{minutes}:{remainder:02}"
 
 
-def _three_digits(value: float, whole: bool) -> tuple[str, str]:
+def _three_digits(value: float, is_count: bool) -> tuple[str, str]:
     """Return the number and its prefix; `whole` means no fraction without a prefix."""
     if not math.isfinite(value):
         return (_NONE if math.isnan(value) else f"{value}"), ""
@@ -48,7 +48,7 @@ def _three_digits(value: float, whole: bool) -> tuple[str, str]:
         if size < 999.5 or prefix == _PREFIXES[-1]:
             break
         size /= 1000
-    if (whole and not prefix) or size == 0:
+    if (is_count and not prefix) or size == 0:
         digits = 0
     else:
         digits = 2 if size < 9.995 else 1 if size < 99.95 else 0

@@ -37,13 +37,13 @@ class PredictionService:
     @contextlib.asynccontextmanager
     async def follow(self, app: Starlette) -> AsyncIterator[None]:
         """Check for newer models while the application runs."""
-        task = asyncio.create_task(self._look())
+        task = asyncio.create_task(self._poll())
         try:
             yield
         finally:
             task.cancel()
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         while True:
             await asyncio.sleep(self._poll_s)
             await asyncio.to_thread(self._source.refresh)
@@ -80,7 +80,7 @@ class PredictionService:
         predictions = model.predict(rows).tolist() if rows else []
         return msgspec.json.encode({"predictions": predictions}), len(rows)
 
-    async def tell_health(self, request: Request) -> Response:
+    async def report_health(self, request: Request) -> Response:
         """Return the served model's properties."""
         model = self._source.model
         content = {
@@ -92,7 +92,7 @@ class PredictionService:
         }
         return Response(msgspec.json.encode(content), media_type=_JSON)
 
-    async def tell_metrics(self, request: Request) -> Response:
+    async def report_metrics(self, request: Request) -> Response:
         """Return the metrics in Prometheus' text format."""
         source = self._source
         features = source.model.num_features
@@ -105,8 +105,8 @@ def make_app(source: ModelSource, poll_s: float = 1.0) -> Starlette:
     service = PredictionService(source, poll_s)
     routes = [
         Route("/predict", service.predict, methods=["POST"]),
-        Route("/health", service.tell_health),
-        Route("/metrics", service.tell_metrics),
+        Route("/health", service.report_health),
+        Route("/metrics", service.report_metrics),
     ]
     return Starlette(routes=routes, lifespan=service.follow)
 

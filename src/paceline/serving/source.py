@@ -24,23 +24,23 @@ class ModelSource:
         self.failures = 0
         """Number of newer models that could not be loaded."""
         self._failed: str | None = None
-        self._told: str | None = None
+        self._last_error: str | None = None
 
     def refresh(self) -> None:
         """Load a newer model, if any; the old model serves until then, and after a failure."""
         try:
             version = find_version(self._directory)
             if version in (self.version, self._failed):
-                self._told = None
+                self._last_error = None
                 return
             self._failed = version  # until it is loaded
             model = load(self._directory)
         except Exception as error:  # the model is being replaced or damaged, or memory is short
-            if str(error) != self._told:  # log once while a directory is missing
+            if str(error) != self._last_error:  # log once while a directory is missing
                 self.failures += 1
-                self._told = str(error)
+                self._last_error = str(error)
                 _logger.warning("cannot load a newer model, so the old one is still served: %s", error)
             return
-        self.model, self.version, self._failed, self._told = model, version, None, None
+        self.model, self.version, self._failed, self._last_error = model, version, None, None
         self.reloads += 1
         _logger.info("serving a newer model: %r", model)

@@ -1,4 +1,4 @@
-"""What estimators of classes have in common."""
+"""The common part of classifiers."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ CLASSIFIER_PARAMETERS: Final[dict[str, list[Any]]] = {
     **PARAMETERS,
     "class_weight": [dict, StrOptions({BALANCED}), None],
 }
-"""What each parameter of a classifier may be."""
+"""The valid values of a classifier's parameters."""
 
 
 class Classifier(ClassifierMixin, SparseEstimator, ABC):
-    """An estimator of the classes of examples, from two up. Abstract: :meth:`_model` is missing."""
+    """An estimator of two or more classes. Abstract: a subclass defines :meth:`_model`."""
 
     _parameter_constraints = CLASSIFIER_PARAMETERS
     _is_binary: ClassVar[bool] = False
-    """Whether it takes two classes and no more."""
+    """Whether it supports only two classes."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Classifier(ClassifierMixin, SparseEstimator, ABC):
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> Self:
         """Train on more examples: one pass, in this process, in their order.
 
-        The first call names all `classes`; by its examples rate and scale are chosen.
+        Pass all `classes` in the first call; its examples determine the learning rate and the scale.
         """
         self._check_parameters()
         self._check_can_learn_on()
@@ -82,22 +82,22 @@ class Classifier(ClassifierMixin, SparseEstimator, ABC):
         X, targets = self._read_training_data(X, y, reset=is_first)
         if is_first:
             if classes is None:
-                raise UsageError("the first call of partial_fit names all classes: partial_fit(X, y, classes=[0, 1])")
+                raise UsageError("the first call of partial_fit needs all classes: partial_fit(X, y, classes=[0, 1])")
             self._learn_targets(np.asarray(classes))
         elif classes is not None and not np.array_equal(self.classes_, np.unique(classes)):
-            raise UsageError(f"classes={classes!r}: the first call said {self.classes_.tolist()}")
+            raise UsageError(f"classes={classes!r}: the first call had {self.classes_.tolist()}. Pass the same classes")
         if self.class_weight == BALANCED:
             raise UsageError(
-                "class_weight='balanced' asks how often each class comes, which partial_fit does not know: name the "
-                "weights, as sklearn.utils.class_weight.compute_class_weight finds them, or call fit"
+                "class_weight='balanced' needs the frequencies of the classes, which partial_fit does not have: pass "
+                "weights, for example from sklearn.utils.class_weight.compute_class_weight, or call fit"
             )
         rows = self._to_batch(X, self._to_labels(targets), sample_weight)
         return self._learn_on(self._weighting(targets).weighted(rows))
 
     def decision_function(self, X: Any) -> Doubles:
-        """Return what classes are told by: of two the logit of the second (float64 [n]).
+        """Return the logit of the second of two classes (float64 [n]).
 
-        Of more the logarithm of each class' probability (float64 [n, classes]).
+        For more classes, return the logarithm of the probability of each (float64 [n, classes]).
         """
         examples = self._prepare(X)
         return self._tables.margins(examples)
@@ -115,7 +115,7 @@ class Classifier(ClassifierMixin, SparseEstimator, ABC):
         return np.column_stack([-np.logaddexp(0.0, margins), -np.logaddexp(0.0, -margins)])
 
     def predict(self, X: Any) -> npt.NDArray[Any]:
-        """Return the likeliest class of each example."""
+        """Return the most probable class of each example."""
         margins = self.decision_function(X)
         places = (margins > 0).astype(np.int64) if margins.ndim == 1 else margins.argmax(axis=1)
         found: npt.NDArray[Any] = self.classes_[places]
@@ -136,10 +136,10 @@ class Classifier(ClassifierMixin, SparseEstimator, ABC):
 
     @override
     def _to_labels(self, targets: npt.NDArray[Any]) -> Floats:
-        """Return the places of the classes."""
+        """Return the indices of the classes."""
         unknown = np.setdiff1d(targets, self.classes_)
         if len(unknown):
-            raise UsageError(f"y has {unknown.tolist()[0]!r}, which is none of the classes {self.classes_.tolist()}")
+            raise UsageError(f"y has {unknown.tolist()[0]!r}: expected one of the classes {self.classes_.tolist()}")
         return np.searchsorted(self.classes_, targets).astype(np.float32)
 
     @override

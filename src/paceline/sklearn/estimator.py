@@ -1,4 +1,4 @@
-"""What all estimators have in common: examples as scikit-learn gives them, training, saving."""
+"""The common part of all estimators: examples in scikit-learn's forms, training, saving."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from paceline.training.tuning import suggested_batch_size
 from paceline.training.weighting import Weighting
 
 _NUMBERS: dict[str, Any] = {"accept_sparse": "csr", "dtype": [np.float64, np.float32], "ensure_all_finite": False}
-"""What is asked of arrays; that all is finite is said by those who read them."""
+"""scikit-learn's checks of arrays. The readers of arrays reject infinities."""
 
 _NO_FLOAT = re.compile(r"could not convert string to float: (?:np\.str_\()?('.*'|\".*\")\)?")
 
@@ -66,15 +66,15 @@ PARAMETERS: Final[dict[str, list[Any]]] = {
     "scheduler": [str, None],
     "token": [str, None],
 }
-"""What each parameter may be, as scikit-learn checks it."""
+"""The valid values of each parameter, for scikit-learn's checks."""
 
 
 @contextlib.contextmanager
 def _numbers_expected(X: Any) -> Iterator[None]:
-    """NumPy's complaints about what is no array of numbers, with what to do."""
+    """Add the remedy to NumPy's errors about X or y without numbers."""
     if isinstance(X, Mapping) or (hasattr(X, "collect") and not hasattr(X, "__len__")):
-        what = "collect() makes one of it" if hasattr(X, "collect") else "make one of it"
-        raise UsageError(f"X is a {type(X).__name__}: expected an array, a sparse matrix or a DataFrame: {what}")
+        remedy = "call collect() first" if hasattr(X, "collect") else "convert it first"
+        raise UsageError(f"X is a {type(X).__name__}: expected an array, a sparse matrix or a DataFrame: {remedy}")
     try:
         yield
     except ValueError as error:
@@ -82,13 +82,13 @@ def _numbers_expected(X: Any) -> Iterator[None]:
         if found is None:
             raise
         raise UsageError(
-            f"X, or y, holds the text {found[1]}: expected numbers; a DataFrame may have columns of text, which are "
+            f"X or y holds the text {found[1]}: expected numbers. Pass a DataFrame for columns of text, which become "
             "categories"
         ) from None
 
 
 def _plan_on(options: TrainOptions, rows: Batch) -> TrainingPlan:
-    """Return what suits the rows that are trained on."""
+    """Return the plan that suits the training data."""
     sample, scaling = sample_batch(rows), None
     if options.numeric_scale != "none":
         scaling = choose_key_scaling(sample, options.numeric_scale, absent_is_zero=True, model=options.model)
@@ -96,10 +96,10 @@ def _plan_on(options: TrainOptions, rows: Batch) -> TrainingPlan:
 
 
 class SparseEstimator(BaseEstimator, ABC):
-    """An estimator by a model of ``paceline train``.
+    """Base class of estimators with a model of ``paceline train``.
 
-    Abstract: the model, and what targets are to it, are missing. A subclass with more parameters names all of them in
-    its constructor, as scikit-learn asks, and adds what they may be to `_parameter_constraints`.
+    A subclass defines the model and the labels of targets. One with more parameters repeats all parameters in its
+    constructor, as scikit-learn requires, and adds their valid values to `_parameter_constraints`.
     """
 
     _parameter_constraints = PARAMETERS
@@ -141,24 +141,24 @@ class SparseEstimator(BaseEstimator, ABC):
 
     @abstractmethod
     def _model(self) -> SparseModel:
-        """Return the model that is trained, with its settings. Raises UsageError for those that cannot work."""
+        """Return the untrained model with its settings. Raises UsageError for invalid settings."""
 
     @abstractmethod
     def _learn_targets(self, targets: npt.NDArray[Any]) -> None:
-        """Take what must be known of the targets of a first training before. Raises UsageError for unfit ones."""
+        """Learn the properties of the targets that a first training needs. Raises UsageError for invalid targets."""
 
     @abstractmethod
     def _to_labels(self, targets: npt.NDArray[Any]) -> Floats:
-        """Return targets as the model's labels (float32 [n]). Raises UsageError for those that are none."""
+        """Return targets as the model's labels (float32 [n]). Raises UsageError for invalid targets."""
 
     def _weighting(self, targets: npt.NDArray[Any]) -> Weighting:
-        """Return how often examples count by their targets."""
+        """Return the weights of examples, by their targets."""
         return Weighting()
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """Train from nothing on examples X and their targets y [n].
+        """Train a new model on examples X and their targets y [n].
 
-        `sample_weight` [n] multiplies the loss and the gradient of each example; not on a cluster.
+        `sample_weight` [n] multiplies the loss and the gradient of each example; not supported on a cluster.
         """
         self._check_parameters()
         X, targets = self._read_training_data(X, y, reset=True)
@@ -169,10 +169,10 @@ class SparseEstimator(BaseEstimator, ABC):
         weighting = self._weighting(targets)
         if self.workers is None and self.scheduler is None:
             rows = weighting.weighted(rows.take(order))
-            tables = self._train_here(rows, random)
+            tables = self._train_in_process(rows, random)
         else:
             if sample_weight is not None:
-                raise UsageError("sample_weight counts in this process alone: leave out workers and scheduler, or it")
+                raise UsageError("sample_weight is not supported on a cluster: leave out workers and scheduler, or it")
             options = dataclasses.replace(
                 self._options(rows), weights=ExampleWeights(classes=weighting.classes or None)
             )
@@ -190,11 +190,11 @@ class SparseEstimator(BaseEstimator, ABC):
         """Return the weights of a linear model by column: float64 [features, outputs]."""
         check_is_fitted(self, "_tables")
         if self._columns is not None:
-            raise AttributeError("the columns of a frame were hashed: a category has a key, and no number")
+            raise AttributeError("the columns of a frame were hashed: categories have keys instead of numbers")
         if not self._tables.is_linear:
             raise AttributeError(
-                "some columns are on logarithms or cut into bins, since their effect is bent, and have no one weight: "
-                "numeric_scale='standard' trains one for each column"
+                "some columns use logarithms or bins, because their effect is nonlinear, and have several weights or "
+                "none per column: numeric_scale='standard' trains one for each column"
             )
         weights = self._tables.linear_weights()
         out = np.zeros((self.n_features_in_, weights.values.shape[1]))
@@ -204,12 +204,12 @@ class SparseEstimator(BaseEstimator, ABC):
     # Training.
 
     def _check_can_learn_on(self) -> None:
-        """Raise UsageError if this is no estimator that trains in this process."""
+        """Raise UsageError for an estimator that trains on a cluster."""
         if self.workers is not None or self.scheduler is not None:
             raise UsageError("partial_fit trains in this process: leave out workers and scheduler, or call fit")
 
     def _learn_on(self, rows: Batch) -> Self:
-        """Make a pass over more examples, by the first of which rate and scale are chosen."""
+        """Make a pass over more examples; the first call chooses learning rate and scale."""
         if not hasattr(self, "_tables"):
             options = self._options(rows)
             plan = _plan_on(dataclasses.replace(options, epochs=1, model=options.model.settled()), rows)
@@ -218,8 +218,8 @@ class SparseEstimator(BaseEstimator, ABC):
         self._tables.train(self._tables.scaled(rows), self.batch_size or suggested_batch_size(rows.num_examples), None)
         return self
 
-    def _train_here(self, rows: Batch, random: np.random.RandomState) -> ModelTables:
-        """Train in this process on examples in their order, the first pass in that; `random` orders the others."""
+    def _train_in_process(self, rows: Batch, random: np.random.RandomState) -> ModelTables:
+        """Train in this process, the first pass in the order of `rows`; `random` shuffles the later passes."""
         plan = _plan_on(self._options(rows), rows)
         tables = ModelTables.create(plan.model, plan.update, plan.scaling, random)
         rows = tables.scaled(rows)
@@ -231,7 +231,7 @@ class SparseEstimator(BaseEstimator, ABC):
         return tables
 
     def _rule(self, suited_lr: float, suited_l1: float, suited_l2: float) -> UpdateRule:
-        """Return the update rule; of FTRL, with what suits the data where nothing is given."""
+        """Return the update rule; for FTRL, with suitable values for missing settings."""
         lr, l1, l2 = self.lr, self.l1, self.l2
         if self.update == UPDATE_NAMES[0]:
             lr, l1 = suited_lr if lr is None else lr, suited_l1 if l1 is None else l1
@@ -239,11 +239,11 @@ class SparseEstimator(BaseEstimator, ABC):
         return make_update(self.update, lr=lr, l1=l1, l2=l2, beta=self.beta, option_format="{}=")
 
     def _options(self, rows: Batch) -> TrainOptions:
-        """Return what is chosen by parameters, of a model that knows what it must of the labels."""
+        """Return the options of a training, given its rows: some models need their labels."""
         model = self._model()
-        if model.labels == "numbers":  # of clicks the plan learns it
+        if model.labels == "numbers":  # for clicks, the plan does this
             model = model.starting_from(rows.labels, rows.weights)
-        scale = self.numeric_scale if self._columns is None else "none"  # which the columns of a frame are by now
+        scale = self.numeric_scale if self._columns is None else "none"  # a frame's columns have their scales already
         return TrainOptions(
             data=(),
             model=model,
@@ -265,7 +265,7 @@ class SparseEstimator(BaseEstimator, ABC):
             for name in ("l1", "beta"):
                 if getattr(self, name):
                     raise UsageError(
-                        f"{name}={getattr(self, name)!r} is for update={UPDATE_NAMES[0]!r}, and update is "
+                        f"{name}={getattr(self, name)!r} is for update={UPDATE_NAMES[0]!r}, but update is "
                         f"{self.update!r}: leave {name} out"
                     )
         parse_consistency(self.consistency)
@@ -273,7 +273,7 @@ class SparseEstimator(BaseEstimator, ABC):
         prepare_kernels()
 
     def _read_training_data(self, X: Any, y: Any, *, reset: bool) -> tuple[Any, npt.NDArray[Any]]:
-        """Return X as an array or as the frame that it is, and y checked."""
+        """Return X as an array or the unchanged frame, and the checked y."""
         is_table = is_frame(X) and has_text(X) if reset else self._columns is not None
         if reset:
             self._columns: Columns | None = None
@@ -283,7 +283,7 @@ class SparseEstimator(BaseEstimator, ABC):
         else:
             y = column_or_1d(y, warn=True)
             if len(y) != len(X):
-                raise UsageError(f"X has {len(X)} rows and y {len(y)}: expected as many")
+                raise UsageError(f"X has {len(X)} rows but y has {len(y)}: expected equal numbers")
             if reset:
                 self._columns = choose_columns(X, y, self.numeric_scale)
                 self.feature_names_in_ = np.array(self._columns.names[1:], object)
@@ -291,7 +291,7 @@ class SparseEstimator(BaseEstimator, ABC):
         return X, np.asarray(y)
 
     def _prepare(self, X: Any) -> Batch:
-        """Return examples to predict."""
+        """Return the examples to predict."""
         check_is_fitted(self, "_tables")
         prepare_kernels()
         if self._columns is None:
@@ -312,7 +312,7 @@ class SparseEstimator(BaseEstimator, ABC):
             return ArrayReader(None).batches(X)
         if not is_frame(X):
             raise UsageError(
-                f"X is a {type(X).__name__}: expected a DataFrame, since fit was given one with categories"
+                f"X is a {type(X).__name__}: expected a DataFrame, because fit received one with categories"
             )
         return self._frame_reader(self._columns, is_training=is_training).batches(X)
 

@@ -17,22 +17,23 @@ from paceline.sklearn.estimator import AT_LEAST_0
 
 
 class FactorizationMachine(Classifier):
-    """Factorization machine by minibatches, as ``paceline train --model fm`` has it: for two classes.
+    """Factorization machine for two classes by minibatches, as ``paceline train --model fm``.
 
-    It learns what pairs of features say together, which no linear model does: a weight for each feature, as of
-    :class:`LogisticRegression`, and `dim` factors, whose products weigh pairs (Rendle, ICDM 2010). X is as there.
+    In contrast to a linear model it learns the effects of pairs of features: each feature has a weight, as in
+    :class:`LogisticRegression`, and `dim` factors, whose products are the weights of pairs (Rendle, ICDM 2010). X is as
+    for :class:`LogisticRegression`.
 
-    Parameters, whose defaults are those of ``paceline train --model fm``:
+    Parameters, with the defaults of ``paceline train --model fm``:
 
-    - `dim`: the factors of a feature.
-    - `factor_lr`, `factor_l1`, `factor_l2`: learning rate, L1 and L2 penalty of AdaGrad on the factors.
-    - `factor_min_count`: how often a feature must have occurred, over all passes, to have factors.
-    - `update`, `lr`, `l1`, `l2`, `beta`: the update rule of the weights and its settings. A feature whose weight is 0
-      has no factors: l1=0 keeps those that say something in pairs only.
-    - `random_state`: seeds the factors too, but not on a cluster.
-    - All others are as those of :class:`LogisticRegression`.
+    - `dim`: number of factors per feature.
+    - `factor_lr`, `factor_l1`, `factor_l2`: learning rate, L1 and L2 penalty of AdaGrad for the factors.
+    - `factor_min_count`: occurrences, over all passes, that a feature needs to get factors.
+    - `update`, `lr`, `l1`, `l2`, `beta`: the update rule of the weights and its settings. A feature with weight 0 has
+      no factors: pass l1=0 to keep features that have an effect in pairs only.
+    - `random_state`: also seeds the factors, except on a cluster.
+    - All other parameters are as for :class:`LogisticRegression`.
 
-    After :meth:`fit` there are `classes_` and `n_features_in_`.
+    After :meth:`fit`, it has `classes_` and `n_features_in_`.
     """
 
     _is_binary = True

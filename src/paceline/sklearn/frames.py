@@ -1,4 +1,4 @@
-"""Which columns of a frame are numbers, and which are categories."""
+"""Decide which columns of a frame are numbers, text or categories."""
 
 from __future__ import annotations
 
@@ -19,38 +19,39 @@ from paceline.inference.frames import ColumnReader, list_names, names_of
 from paceline.training.files.numeric_scales import choose_scales
 
 LABEL = "\0label"
-"""Stands where a file has its label; no column of a frame is called so."""
+"""Name of the label's column; no column of a frame has this name."""
 
-_SAMPLE = 20_000  # rows that scales are found from
+_SAMPLE = 20_000  # rows for fitting the scales
 
 
 def has_text(frame: Any) -> bool:
-    """Return whether a frame has a column that is not of numbers."""
+    """Return whether a frame has a column of values other than numbers."""
     return not all(_is_numeric(frame[name]) for name in names_of(frame))
 
 
 def choose_columns(frame: Any, y: npt.NDArray[Any], how: str) -> Columns:
-    """Return the columns of a frame: those of numbers, on a scale as for files, and others as categories.
+    """Return the columns of a frame: scaled numbers, text and categories.
 
-    Those of times are left out, with a warning: as categories hardly any of them would come again. `y` are the labels,
-    one for each row, and `how` is how numbers are brought to a scale, as ``--numeric-scale`` has it.
+    Columns of times are left out with a warning, because hardly any time would occur again. `y` has the label of each
+    row. `how` is a scale as for ``--numeric-scale``.
     """
     names = [str(name) for name in names_of(frame)]
     times = [name for name in names if _is_temporal(frame[name])]
     if times:
         warnings.warn(
-            f"columns of times are left out: {list_names(times)}; make numbers or categories of them, such as the hour",
+            f"columns of times are left out: {list_names(times)}; convert them to numbers or categories, such as the "
+            "hour",
             stacklevel=5,
         )
         names = [name for name in names if name not in times]
     numeric = [name for name in names if _is_numeric(frame[name])]
-    some = slice(None, None, len(frame) // _SAMPLE + 1)
-    cells = {name: list(map(str, list(frame[name])[some])) for name in numeric}
+    sampled = slice(None, None, len(frame) // _SAMPLE + 1)
+    cells = {name: list(map(str, list(frame[name])[sampled])) for name in numeric}
     how_first = "standard" if how == "auto" else how
     scales = () if how == "none" else tuple(fit_scale(cells[name], how_first) for name in numeric)
-    others = [name for name in names if name not in numeric]
-    text = tuple(name for name in others if _is_text(name, list(frame[name])[some]))
-    categorical = tuple(name for name in others if name not in text)
+    remaining = [name for name in names if name not in numeric]
+    text = tuple(name for name in remaining if _is_text(name, list(frame[name])[sampled]))
+    categorical = tuple(name for name in remaining if name not in text)
     columns = Columns(LABEL, categorical, tuple(numeric), scales, text=text, trims=False)
     if how != "auto" or not numeric:
         return columns
@@ -67,7 +68,7 @@ def _is_text(name: str, column: Sequence[Any]) -> bool:
 
 
 def _is_numeric(column: Any) -> bool:
-    """Return whether a column of pandas (by NumPy's kinds), of polars or of Arrow (by its types) is of numbers."""
+    """Return whether a column has numbers: in pandas by NumPy's kind, in polars and Arrow by type."""
     dtype = getattr(column, "dtype", None)
     if dtype is None:
         types, found = import_arrow().types, column.type
@@ -79,7 +80,7 @@ def _is_numeric(column: Any) -> bool:
 
 
 def _is_temporal(column: Any) -> bool:
-    """Return whether a column of pandas, of polars or of Arrow is of dates, times or durations."""
+    """Return whether a column of pandas, polars or Arrow has dates, times or durations."""
     dtype = getattr(column, "dtype", None)
     if dtype is None:
         return bool(import_arrow().types.is_temporal(column.type))

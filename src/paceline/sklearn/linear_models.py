@@ -1,4 +1,4 @@
-"""Sparse linear regression of quantities and of counts, as estimators of scikit-learn."""
+"""Sparse linear regression and Poisson regression, as estimators of scikit-learn."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from paceline.tables.types import Doubles, Floats
 
 
 class Regressor(RegressorMixin, SparseEstimator, ABC):
-    """An estimator of numbers by a linear model. Abstract: :meth:`_model` is missing."""
+    """An estimator of numbers by a linear model. Abstract: a subclass defines :meth:`_model`."""
 
     def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
         """Train on more examples: one pass, in this process, in their order.
 
-        By the examples of the first call rate, scale and the targets' mean are chosen.
+        The examples of the first call determine the learning rate, the scale and the mean target.
         """
         self._check_parameters()
         self._check_can_learn_on()
@@ -32,13 +32,13 @@ class Regressor(RegressorMixin, SparseEstimator, ABC):
         return self._learn_on(self._to_batch(X, self._to_labels(targets), sample_weight))
 
     def predict(self, X: Any) -> Doubles:
-        """Return what is expected of each example (float64 [n])."""
+        """Return the expected target of each example (float64 [n])."""
         examples = self._prepare(X)
         return self._tables.predict(examples)
 
     @property
     def coef_(self) -> Doubles:
-        """The weights by column (float64 [features]); of a hashed frame there are none."""
+        """The weights by column (float64 [features]). Raises AttributeError after training on a hashed frame."""
         return self._coefficients()[:, 0]
 
     @property
@@ -64,11 +64,11 @@ class Regressor(RegressorMixin, SparseEstimator, ABC):
 
 
 class LinearRegression(Regressor):
-    """Linear regression by minibatches, as ``paceline train --model regression`` has it: squared loss.
+    """Linear regression by minibatches with squared loss, as ``paceline train --model regression``.
 
-    X and the parameters are as those of :class:`LogisticRegression`, but there is no `class_weight`. After :meth:`fit`
-    there is `n_features_in_`; `coef_` (float64 [features]) and `intercept_` are made when asked for; `coef_` needs a
-    model that is linear in X, as there.
+    X and the parameters are as for :class:`LogisticRegression`, without `class_weight`. After :meth:`fit`, it has
+    `n_features_in_`, `coef_` (float64 [features]) and `intercept_`. Reading `coef_` raises AttributeError if the model
+    is not linear in X.
     """
 
     @override
@@ -77,9 +77,9 @@ class LinearRegression(Regressor):
 
 
 class PoissonRegressor(Regressor):
-    """Poisson regression by minibatches, as ``paceline train --model poisson`` has it: counts, with a logarithmic link.
+    """Poisson regression of counts by minibatches, as ``paceline train --model poisson``, with a logarithmic link.
 
-    All is as in :class:`LinearRegression`, but `coef_` and `intercept_` give the logarithm of what is expected.
+    Use it like :class:`LinearRegression`. Its `coef_` and `intercept_` are for the logarithm of the expected count.
     """
 
     @override
@@ -94,7 +94,7 @@ class PoissonRegressor(Regressor):
                 f"y has {labels.min():g}: Some value(s) of y are out of the valid range of counts, from 0 up"
             )
         if not labels.any():
-            raise UsageError("y has no count above 0: expected some")
+            raise UsageError("y has no count above 0: expected at least one")
         return labels
 
     def __sklearn_tags__(self) -> Any:

@@ -1,4 +1,4 @@
-"""Sparse logistic regression, of two classes and of more, as an estimator of scikit-learn."""
+"""Sparse logistic regression for two or more classes, as an estimator of scikit-learn."""
 
 from __future__ import annotations
 
@@ -13,30 +13,29 @@ from paceline.tables.types import Doubles
 
 
 class LogisticRegression(Classifier):
-    """Logistic regression by minibatches, as ``paceline train`` has it; of more than two classes multinomial.
+    """Logistic regression by minibatches, as ``paceline train``; multinomial for more than two classes.
 
-    X is an array or a SciPy sparse matrix of numbers [n, features]; or a DataFrame of pandas or polars, whose columns
-    that are not numbers are hashed as categories, without a vocabulary.
+    X is an array or SciPy sparse matrix of numbers [n, features], or a DataFrame of pandas or polars, where columns
+    without numbers are hashed as categories.
 
-    Parameters, whose defaults are those of ``paceline train``:
+    Parameters, with the defaults of ``paceline train``:
 
-    - `update`, `lr`, `l1`, `l2`, `beta`: the update rule and its settings, as options of that command.
-    - `epochs`, `batch_size`: passes over the data, and examples per minibatch; None: chosen, as the rate (FTRL's alpha)
-      is, by a look at a sample of X, whose values are scaled too (docs/defaults.md).
-    - `shuffle`, `random_state`: whether examples are shuffled before each pass (on a cluster: once), and by what.
-    - `numeric_scale`: how numbers are brought to a scale, as ``--numeric-scale`` has it: ``auto`` takes logarithms, or
-      bins by quantiles, of columns whose effect is bent (docs/data.md), where that predicts better what is held out.
-      ``standard`` leaves the model linear in X, ``none`` leaves X as it is.
-    - `class_weight`: None; ``balanced``, so that both classes count as much together; or a dict of weights by class. It
-      multiplies on `sample_weight`, and counts on a cluster too.
-    - `workers`: None trains in this process. A number starts a cluster on this machine for each :meth:`fit`, of so many
-      worker processes and `servers` servers, with this `consistency`.
-    - `scheduler`, `token`: train on the cluster that this scheduler leads; its workers must see the folder for
-      temporary files (TMPDIR) of this machine. `token` may be in PACELINE_TOKEN instead.
+    - `update`, `lr`, `l1`, `l2`, `beta`: the update rule and its settings, as the options of that command.
+    - `epochs`, `batch_size`: passes over the data, and examples per minibatch. None: chosen from a sample of X, like
+      the learning rate (FTRL's alpha) and the scale of values (docs/defaults.md).
+    - `shuffle`, `random_state`: whether examples are shuffled before each pass (on a cluster: once), and the seed.
+    - `numeric_scale`: the scale of numbers, as ``--numeric-scale``. ``auto`` uses logarithms or bins by quantiles for
+      columns with a nonlinear effect (docs/data.md), if they predict held-out examples better. ``standard`` keeps the
+      model linear in X, ``none`` keeps X unchanged.
+    - `class_weight`: None; ``balanced``, which gives all classes the same total weight; or a dict of weights by class.
+      It multiplies `sample_weight`, and also works on a cluster.
+    - `workers`: None trains in this process. A number makes each :meth:`fit` start a cluster on this machine with
+      `workers` worker processes, `servers` servers and this `consistency`.
+    - `scheduler`, `token`: train on this scheduler's cluster. Its workers must see this machine's folder for
+      temporary files (TMPDIR). The environment variable PACELINE_TOKEN may hold the token instead.
 
-    After :meth:`fit` there are `classes_` and `n_features_in_`; `coef_` and `intercept_` are made when asked for;
-    `coef_` needs a model that is linear in X: there is none of a frame whose columns were hashed, nor where columns are
-    on logarithms or in bins.
+    After :meth:`fit`, it has `classes_`, `n_features_in_`, `coef_` and `intercept_`. Reading `coef_` raises
+    AttributeError if the model is not linear in X: after training on a hashed frame, or with logarithms or bins.
     """
 
     @override
@@ -46,11 +45,11 @@ class LogisticRegression(Classifier):
 
     @property
     def coef_(self) -> Doubles:
-        """The weights by column (float64 [1, features], of more than two classes [classes, features])."""
+        """The weights by column (float64 [1, features]; for more than two classes [classes, features])."""
         return self._coefficients().T
 
     @property
     def intercept_(self) -> Doubles:
-        """The bias (float64 [1], of more than two classes [classes])."""
+        """The bias (float64 [1]; for more than two classes [classes])."""
         check_is_fitted(self, "_tables")
         return self._tables.linear_weights().bias.astype(np.float64)

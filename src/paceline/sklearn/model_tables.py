@@ -1,4 +1,4 @@
-"""The tables of an estimator's model: rows in this process, trained by minibatches, that can be pickled and saved."""
+"""The tables of an estimator's model: rows in this process, which can be trained, pickled and saved."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _SEEDS = 1 << 31
 
 
 class ModelTables:
-    """A model with its tables, each by its specification; the first has a row for each feature and the bias.
+    """A model with its tables, each with its specification; the first has a row for each feature and the bias.
 
-    `scaling` is how values are changed before they are used, None if they are not.
+    `scaling` is the scaling of values before training and prediction; None for none.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class ModelTables:
     def create(
         cls, model: SparseModel, rule: UpdateRule, scaling: KeyScaling | None, random: np.random.RandomState
     ) -> Self:
-        """Return tables without rows; `rule` updates those without a rule of their own, `random` seeds their values."""
+        """Return empty tables. `rule` updates tables without a rule of their own, `random` seeds initial values."""
         specs = [_specification(table, rule, random) for table in model.tables]
         return cls(model, [(spec, fill_store(spec, ())) for spec in specs], scaling)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return model and rows: memory at an address does not travel."""
+        """Return model and rows as Python objects, because stores hold memory addresses."""
         scaling = None if self._scaling is None else self._scaling.spec()
         tables = [(spec, list(store.items())) for spec, store in self._tables]
         return {"model": self._model, "tables": tables, "scaling": scaling}
@@ -64,11 +64,11 @@ class ModelTables:
         self.__init__(state["model"], tables, read_key_scaling(state))  # type: ignore[misc]
 
     def scaled(self, examples: Batch) -> Batch:
-        """Return examples with the values that :meth:`train` takes."""
+        """Return examples with scaled values, for :meth:`train`."""
         return examples if self._scaling is None else self._scaling.apply(examples)
 
     def train(self, examples: Batch, batch_size: int, order: npt.NDArray[np.int64] | None) -> None:
-        """Make a pass over examples whose values are scaled, in an order if one is given."""
+        """Make a pass over examples with scaled values, in the given order if any."""
         if order is not None:
             examples = examples.take(order)
         for start in range(0, examples.num_examples, batch_size):
@@ -76,7 +76,7 @@ class ModelTables:
             self._rows.learn(minibatch)
 
     def calibrate(self, recent: Batch, optimism: Optimism, *, is_whole: bool) -> None:
-        """Correct the mean prediction by learned examples, whose values are scaled; `is_whole`: by all of them."""
+        """Correct the mean prediction by examples of the training, with scaled values; `is_whole`: by all of them."""
         predictions = self._collect(recent, self._rows.predict, is_scaled=True).astype(np.float32)
         self._model = self._model.calibrated(recent.labels, predictions, recent.weights, optimism, is_whole=is_whole)
 
@@ -85,7 +85,7 @@ class ModelTables:
         return self._collect(examples, self._margins)
 
     def predict(self, examples: Batch) -> Doubles:
-        """Return what the model says of each example (float64 [n])."""
+        """Return the prediction for each example (float64 [n])."""
         return self._collect(examples, self._rows.predict)
 
     def _margins(self, minibatch: Minibatch) -> Floats | Doubles:
@@ -108,16 +108,16 @@ class ModelTables:
 
     @property
     def is_linear(self) -> bool:
-        """Whether a linear model has one weight for each feature as it was given."""
+        """Whether a linear model has exactly one weight for each feature of the input."""
         return self._scaling is None or self._scaling.is_linear
 
     def linear_weights(self) -> Weights:
-        """Return the weights of a linear model, for values as they were given."""
+        """Return the weights of a linear model, for unscaled values."""
         store = self._tables[0][1]
         return weights_of_data(join_weights(store.items(), store.dim), self._describe())
 
     def save(self, directory: str | os.PathLike[str], columns: Columns | None) -> None:
-        """Write a model as trainings do: of numbered features, or of the columns of a frame."""
+        """Write a model as ``paceline train --save`` does, of numbered features or of a frame's columns."""
         described = {**self._describe(), "finished": True, "format": "libsvm", "columns": None}
         if columns is not None:
             described = {**described, "format": "parquet", "columns": columns.to_fields()}
@@ -129,7 +129,7 @@ class ModelTables:
 
 
 def _specification(table: ModelTable, rule: UpdateRule, random: np.random.RandomState) -> TableSpec:
-    """Return what defines a table of a model; those whose rows begin as zeros draw no seed."""
+    """Return the specification of a model's table; a table with initial zeros draws no seed."""
     return TableSpec(
         name=table.name,
         kind="sparse",

@@ -47,13 +47,13 @@ class PipelineFlags:
         "the data; default 1."
     )
     schedule: str | None = option(
-        "pipeline: gpipe, 1f1b, interleaved, looped-bfs, interleaved-zero-bubble, zbv, dualpipev or auto "
-        "(default: what is predicted to be fastest)."
+        "pipeline: gpipe, 1f1b, interleaved, looped-bfs, interleaved-zero-bubble, zbv, dualpipev or auto (default: the "
+        "fastest by prediction)."
     )
-    microbatches: str | None = option("pipeline: parts that a batch is cut into, or auto (default).")
+    microbatches: str | None = option("pipeline: parts of each batch, or auto (default).")
     split: str | None = option("pipeline: modules that begin a stage: layers.4,layers.8; default: by measured times.")
     stage_memory: str | None = option(
-        "pipeline: what a process may take for parameters, optimizer and activations: 4G, 500M."
+        "pipeline: memory of a process for parameters, optimizer and activations: 4G, 500M."
     )
 
 
@@ -94,8 +94,8 @@ def choose_pipeline(flags: PipelineFlags, processes: int | None) -> PipelineOpti
     if stages is None:
         if processes is None:
             raise UsageError("strategy pipeline: pass --stages S, the number of processes for the model")
-        stages, rest = divmod(processes, data_parallel)
-        if rest:
+        stages, remainder = divmod(processes, data_parallel)
+        if remainder:
             raise UsageError(
                 f"--data-parallel {data_parallel} does not divide {processes} processes: pass a divisor, or --stages"
             )
@@ -165,7 +165,7 @@ PIPELINE: Final = StrategySpec(
     name=PipelineOptions.strategy,
     meaning="the model's layers over several processes, batches through them in microbatches",
     implementation="paceline.torch.strategies.pipeline.strategy:Pipeline",
-    flags=tuple(each.name for each in fields(PipelineFlags)),
+    flags=tuple(flag.name for flag in fields(PipelineFlags)),
     without_flags="has no pipeline stages",
     choose_options=_choose,
     flags_set_processes=True,

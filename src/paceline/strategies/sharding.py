@@ -18,8 +18,8 @@ class ShardingFlags:
     """The given options, unchecked; None for missing ones."""
 
     shard: str | None = option(
-        "sharded: modules whose parameters are gathered at once: encoder.*,head (* is any one part of a "
-        "name); default: blocks of lists and sequences, and large modules beside them."
+        "sharded: modules whose parameters are gathered together: encoder.*,head (* is any one part of a "
+        "name); default: blocks of lists and sequences, and other large modules."
     )
 
 

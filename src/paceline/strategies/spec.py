@@ -26,11 +26,11 @@ class StrategyOptions:
         raise NotImplementedError
 
     @classmethod
-    def of_environment(cls, told: Environment) -> Self | None:
+    def of_environment(cls, environment: Environment) -> Self | None:
         """Return the launcher's options; None without a launcher, and under another strategy."""
-        if told.strategy_options is None or told.strategy != cls.strategy:
+        if environment.strategy_options is None or environment.strategy != cls.strategy:
             return None
-        return cls.decode(told.strategy_options)
+        return cls.decode(environment.strategy_options)
 
     def encode(self) -> str:
         """Return the options as text, for an environment variable."""
@@ -39,7 +39,7 @@ class StrategyOptions:
     @classmethod
     def decode(cls, text: str) -> Self:
         """Decode the result of :meth:`encode`. Raises UsageError."""
-        from paceline.transport import register_type  # which imports NumPy: commands list strategies without it
+        from paceline.transport import register_type  # it imports NumPy, which listing the strategies does not need
 
         try:
             return msgspec.json.decode(text, type=register_type(cls))
@@ -72,7 +72,7 @@ class StrategySpec:
     choose_options: Callable[[Mapping[str, Any], int | None], StrategyOptions] | None = None
     """Make the options from the given flags, by name, and the number of processes. Raises UsageError.
 
-    The number is None to find the number of processes that the flags ask for; None is passed only if
+    The number is None to find the number of processes that the flags require; it is None only if
     `flags_set_processes`.
     """
     flags_set_processes: bool = False

@@ -78,14 +78,14 @@ def test_training_goes_on_from_the_mean(tmp_path: Path) -> None:
 def test_what_has_no_mean_is_refused(tmp_path: Path) -> None:
     lr = SparseLogisticRegression().describe()
     one, other = trained(tmp_path / "one", 1, lr), trained(tmp_path / "other", 2, {**lr, "format": "vw"})
-    with pytest.raises(UsageError, match=r"one and .*other differ in format, libsvm and vw: train one from the other"):
+    with pytest.raises(UsageError, match=r"one and .*other differ in format, libsvm and vw"):
         merge_models([one, other], tmp_path / "all")
     with pytest.raises(UsageError, match="is of kind 'fm': only lr, regression, poisson, softmax have a mean"):
         merge_models([one, trained(tmp_path / "fm", 1, {"kind": "fm"})], tmp_path / "all")
     sgd = [trained(tmp_path / name, 1, lr, SGD(lr=0.1)) for name in "ab"]
-    with pytest.raises(UsageError, match="was trained by SGD: merge takes models of FTRL"):
+    with pytest.raises(UsageError, match="was trained by SGD"):
         merge_models(sgd, tmp_path / "all")
-    with pytest.raises(UsageError, match="merge takes two or more"):
+    with pytest.raises(UsageError, match="merge needs two or more"):
         merge_models([one], tmp_path / "all")
     with pytest.raises(UsageError, match="shares 1, -2: expected 2 numbers above 0"):
         merge_models([one, one], tmp_path / "all", (1, -2))

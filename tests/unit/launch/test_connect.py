@@ -28,7 +28,7 @@ def test_finds_the_cluster_in_the_environment(monkeypatch: pytest.MonkeyPatch) -
 def test_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PACELINE_SCHEDULER", raising=False)
     monkeypatch.delenv("PACELINE_TOKEN", raising=False)
-    with pytest.raises(UsageError, match="which cluster"):
+    with pytest.raises(UsageError, match="PACELINE_SCHEDULER"):
         paceline.connect()
 
 

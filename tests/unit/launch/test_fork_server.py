@@ -165,7 +165,7 @@ def test_clusters_start_afresh_where_forks_are_not_safe(
         processes = [psutil.Process(pid) for role in ("scheduler", "server") for pid in cluster.pids(role)]
         assert [process.ppid() for process in processes] == [os.getpid()] * 3
     assert [record.getMessage() for record in caplog.records] == [
-        "processes are started afresh, and not forked: this system does not fork processes safely"
+        "cannot fork, processes are spawned: this system does not fork processes safely"
     ]
     assert not any(process.is_running() for process in processes)
 

@@ -99,14 +99,14 @@ def test_a_death_is_said_by_whoever_asks(servers: RunServers, capsys: pytest.Cap
         assert capsys.readouterr().err == ""
         assert servers.failure() is None
         assert capsys.readouterr().err == (
-            "paceline run: server 0 was killed by SIGTERM: its replicas serve what it had, and another server took its "
-            "place\n"
+            "paceline run: server 0 was killed by SIGTERM: its replicas serve its data, and another server "
+            "replaces it\n"
         )
 
 
 def test_the_end_of_the_cluster_is_not_blamed_on_nodes_that_are_not_there(servers: RunServers) -> None:
     with servers, Client.connect(SocketTransport(_TOKEN), servers.scheduler, rank=0) as client:
-        wait_until(lambda: bool(servers.there))
+        wait_until(lambda: bool(servers.connected))
         client.link.call(messages.EndCluster())
         wait_until(lambda: servers.failure() is not None)
-        assert servers.failure() == "the scheduler was told to end"
+        assert servers.failure() == "the scheduler was ended"

@@ -18,7 +18,7 @@ from paceline.launch.run.blame import (
     follow_names,
     is_consequence,
     last_words,
-    settle_time,
+    waiting_time,
 )
 from paceline.launch.run.output import LineSplitter, label
 
@@ -150,7 +150,7 @@ class TestBlame:
     ) -> None:
         found = [RankFailure(rank, 1, tuple(said)) for rank, said in failures]
         assert choose_culprit(found) is None
-        assert (follow_names(found)[0].rank, settle_time(found, living)) == expected
+        assert (follow_names(found)[0].rank, waiting_time(found, living)) == expected
 
     def test_of_a_chain_the_first_counts(self) -> None:
         chain = [b"", b"During handling of the above exception, another exception occurred:", b""]
@@ -163,9 +163,9 @@ class TestBlame:
     def test_what_is_said_in_the_end(self) -> None:
         told = describe_failure(RankFailure(1, 1, tuple(OWN)), world_size=4, seconds=12.3, num_held=7, log_dir=None)
         assert told.startswith(
-            b"paceline run: rank 1 of 4 failed with exit status 1 after 12 s; the others were ended; 7"
+            b"paceline run: rank 1 of 4 failed with exit status 1 after 12 s; the other ranks were ended; 7"
         )
-        assert told.endswith(b"What it said last:\n" + b"\n".join(OWN) + b"\n")
+        assert told.endswith(b"Its last output:\n" + b"\n".join(OWN) + b"\n")
         told = describe_failure(RankFailure(1, -11, ()), world_size=2, seconds=1.0, num_held=0, log_dir=None)
         assert b"was killed by SIGSEGV after 1.0 s" in told
         assert (exit_status(-9), exit_status(3)) == (137, 3)

@@ -74,7 +74,7 @@ def test_filters_are_told() -> None:
 @pytest.mark.parametrize(
     ("strategy", "filters", "message"),
     [
-        ("one-device", "quantize:4", "gradients that processes exchange; one-device has one"),
+        ("one-device", "quantize:4", "strategy one-device is one process"),
         ("parameter-server", "top-k:0.1", "top-k:0.1 is for sparse tables"),
         ("all-reduce", "compress", "compress:1 is not for gradients"),
         ("all-reduce", "no_such_module:Signs", "module 'no_such_module' does not exist"),
@@ -84,7 +84,7 @@ def test_filters_that_cannot_be_are_refused(strategy: str, filters: str, message
     with pytest.raises(UsageError, match=message):
         run_script(RunOptions(script=__file__, strategy=strategy, filters=filters))
     if strategy == "all-reduce":
-        with pytest.raises(UsageError, match="--pull-filters none: for embeddings on servers, and all-reduce has none"):
+        with pytest.raises(UsageError, match="--pull-filters none: all-reduce has no embeddings on servers"):
             run_script(RunOptions(script=__file__, strategy=strategy, pull_filters="none"))
         with pytest.raises(UsageError, match="bits must be a number, got '4/zstd'"):
             run_script(RunOptions(script=__file__, strategy=strategy, filters="quantize:4/zstd"))
@@ -150,10 +150,10 @@ def test_a_described_cluster() -> None:
         ({}, "has no worker"),
         ({"server": ["a:1"]}, "has no worker"),
         ({"ps": ["a:1"], "worker": ["a:2"]}, '"ps" is "server" here'),
-        ({"cluster": {"worker": ["a:2"]}, "task": {}}, 'give what is under "cluster"'),
+        ({"cluster": {"worker": ["a:2"]}, "task": {}}, 'pass the object under "cluster"'),
         ({"workers": ["a:2"]}, "has a job 'workers'"),
-        ({"worker": "a:2"}, "a list of addresses was expected"),
-        ({"worker": {"0": "a:2"}}, "a list of addresses was expected"),
+        ({"worker": "a:2"}, "expected a list of addresses"),
+        ({"worker": {"0": "a:2"}}, "expected a list of addresses"),
         ({"worker": ["a"]}, "has 'a' for worker 0: expected host:port"),
         ({"worker": ["a:1", "b:0"]}, "has 'b:0' for worker 1"),
         ({"worker": ["a:99999"]}, "has 'a:99999' for worker 0"),
@@ -170,5 +170,5 @@ def test_what_is_wrong_with_a_description_is_said(found: Any, said: str) -> None
 
 
 def test_no_json() -> None:
-    with pytest.raises(UsageError, match=r"^c\.json is no JSON"):
+    with pytest.raises(UsageError, match=r"^c\.json is not valid JSON"):
         parse_cluster("{server: []}", "c.json")

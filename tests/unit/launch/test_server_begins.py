@@ -55,5 +55,5 @@ def test_an_answer_is_an_answer() -> None:
 
 def test_a_server_joins_the_cluster_that_it_was_made_for() -> None:
     check_settings(_SETTINGS, msgspec.structs.replace(_SETTINGS, cluster="a", num_servers=2), "there:1")
-    with pytest.raises(PeerError, match="there:1 was started again with other settings"):
+    with pytest.raises(PeerError, match="there:1 was restarted with other settings"):
         check_settings(_SETTINGS, msgspec.structs.replace(_SETTINGS, replicas=1), "there:1")

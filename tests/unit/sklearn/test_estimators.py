@@ -189,7 +189,7 @@ def test_weights_of_examples() -> None:
     frame = Frame(city=Column(["a", "b"] * 10, "O"))
     model = LogisticRegression(l1=0.0, epochs=50).fit(frame, [0, 1] * 10, sample_weight=[1.0, 3.0] * 10)
     assert model.predict(frame).tolist() == [0, 1] * 10
-    with pytest.raises(UsageError, match="sample_weight counts in this process alone"):
+    with pytest.raises(UsageError, match="sample_weight is not supported on a cluster"):
         LogisticRegression(workers=1).fit(X, y, sample_weight=twice)
 
 
@@ -246,10 +246,10 @@ def test_tables_of_arrow() -> None:
     [
         (
             np.array([["b", "1"]] * 4),
-            "X, or y, holds the text 'b': expected numbers; a DataFrame may have columns of text",
+            "X or y holds the text 'b': expected numbers",
         ),
-        ([["a"]] * 4, "X, or y, holds the text 'a': expected numbers"),
-        ({"a": [1, 2, 3, 4]}, "X is a dict: expected an array, a sparse matrix or a DataFrame: make one of it"),
+        ([["a"]] * 4, "X or y holds the text 'a': expected numbers"),
+        ({"a": [1, 2, 3, 4]}, "X is a dict: expected an array, a sparse matrix or a DataFrame"),
     ],
 )
 def test_what_is_no_array_of_numbers(X: Any, message: str) -> None:
@@ -386,15 +386,15 @@ def test_training_a_factorization_machine_on_a_cluster(tmp_path: Path) -> None:
         ({"lr": float("nan")}, "The 'lr' parameter"),
         ({"l1": -1}, "The 'l1' parameter"),
         ({"workers": 0}, "The 'workers' parameter"),
-        ({"update": "sgd", "l1": 1.0}, "l1=1.0 is for update='ftrl', and update is 'sgd': leave l1 out"),
-        ({"update": "adam", "beta": 1.0}, "beta=1.0 is for update='ftrl', and update is 'adam': leave beta out"),
+        ({"update": "sgd", "l1": 1.0}, "l1=1.0 is for update='ftrl', but update is 'sgd'"),
+        ({"update": "adam", "beta": 1.0}, "beta=1.0 is for update='ftrl', but update is 'adam'"),
         ({"consistency": "often"}, "'often'"),
         ({"class_weight": "even"}, "The 'class_weight' parameter"),
         ({"class_weight": {"maybe": 2.0, "no": 1.0}}, "expected weights of the classes ['no', 'yes']"),
         ({"class_weight": {"no": -1.0}}, "class_weight={'no': -1.0}: expected finite weights from 0 up"),
         ({"class_weight": {"no": 0.0, "yes": 0.0}}, "expected finite weights from 0 up, one above 0"),
         ({"workers": 1, "consistency": "often"}, "'often'"),
-        ({"scheduler": "127.0.0.1:9"}, "which cluster"),
+        ({"scheduler": "127.0.0.1:9"}, "PACELINE_SCHEDULER"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(
@@ -413,10 +413,10 @@ def test_classes_that_do_not_fit_are_refused() -> None:
         LogisticRegression().fit(X, ["a"] * 50)
     with pytest.raises(UsageError, match="y has 3 classes"):
         FactorizationMachine().fit(X, np.arange(50) % 3)
-    with pytest.raises(UsageError, match="names all classes"):
+    with pytest.raises(UsageError, match="needs all classes"):
         LogisticRegression().partial_fit(X, y)
     model = LogisticRegression().partial_fit(X, y, classes=["yes", "no"])
-    with pytest.raises(UsageError, match="y has 'maybe', which is none of the classes"):
+    with pytest.raises(UsageError, match="y has 'maybe': expected one of the classes"):
         model.partial_fit(X, ["maybe"] * 50)
 
 
@@ -468,7 +468,7 @@ def test_weights_of_classes_on_a_cluster_and_bit_by_bit() -> None:
         part.decision_function(X).mean()
         < LogisticRegression().partial_fit(X, y, classes=["no", "yes"]).decision_function(X).mean()
     )
-    with pytest.raises(UsageError, match="which partial_fit does not know"):
+    with pytest.raises(UsageError, match="which partial_fit does not have"):
         LogisticRegression(class_weight="balanced").partial_fit(X, y, classes=["no", "yes"])
 
 
@@ -482,7 +482,7 @@ def test_nan_is_a_missing_value_and_infinity_is_refused() -> None:
         LogisticRegression(epochs=1, random_state=1).fit(dense, y).decision_function(dense), expected
     )
     dense[7, 3] = np.inf
-    with pytest.raises(UsageError, match="X has inf in row 7, column 3: expected numbers that fit float32"):
+    with pytest.raises(UsageError, match="X has inf in row 7, column 3: expected numbers within float32"):
         LogisticRegression().fit(dense, y)
     frame = pytest.importorskip("pandas").DataFrame({"age": [1.0, np.nan, 2.0, 3.0] * 10})
     assert LogisticRegression(epochs=1).fit(frame, [0, 1, 0, 1] * 10).predict(frame).shape == (40,)
@@ -525,7 +525,7 @@ def test_effects_that_are_bent_are_learned_of_arrays_too(tmp_path: Path) -> None
     assert set(arrays["scaling.edge_keys"]) == {0}
     assert np.isin(arrays["lr.keys"], [1, *arrays["scaling.bin_keys"]]).all()
     linear.save(tmp_path / "linear")
-    with pytest.raises(UsageError, match="other logarithms or bins"):
+    with pytest.raises(UsageError, match="different logarithms or bins"):
         merge_models([tmp_path / "model", tmp_path / "linear"], tmp_path / "merged")
     merge_models([tmp_path / "model", tmp_path / "model"], tmp_path / "merged")
     np.testing.assert_allclose(paceline.load(tmp_path / "merged").predict(X), expected[:, 1], rtol=1e-3)

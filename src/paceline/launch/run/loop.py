@@ -1,4 +1,4 @@
-"""A run while its ranks live: their output, signals that are passed on, and what happens when one of them fails."""
+"""Run the ranks until they end: show their output, forward signals, and handle failures."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from paceline.launch.run.blame import (
     describe_failure,
     exit_status,
     follow_names,
-    settle_time,
+    waiting_time,
 )
 from paceline.launch.run.processes import RankProcesses
 from paceline.launch.run.streams import Screen, Stream
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SIGNAL_GRACE_S = 30.0
-"""How long ranks may take after a signal from outside: they may write a checkpoint. As torchrun gives them."""
+"""Time for the ranks to end after a signal, for example to write a checkpoint. torchrun's default."""
 _FAILURE_GRACE_S = 3.0
 _GLIMPSE_S = 5.0
-_SAY_S = 2.0
-_LOOK_S = 1.0
+_NOTE_S = 2.0
+_POLL_S = 1.0
 
 
 class Signals:
-    """While its block runs, signals are passed on to the ranks, and a child's end wakes the loop up."""
+    """During its block, signals are forwarded to the ranks, and the end of a child wakes the loop."""
 
     def __init__(self, processes: RankProcesses) -> None:
         self.first: int | None = None
-        """The first signal that came."""
+        """The first received signal."""
         self.since = 0.0
         self._processes = processes
         self._before: dict[int, Any] = {}
@@ -47,12 +47,12 @@ class Signals:
         self._other_end.setblocking(False)
         self._wakeup_before = -1
         self.is_awake = threading.current_thread() is threading.main_thread()
-        """Whether signals come here; else the loop has to look by itself."""
+        """Whether signals arrive in this thread; else the loop has to poll."""
 
     def __enter__(self) -> Signals:
         if self.is_awake:
             for number in _PASSED_ON:
-                if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+                if signal.getsignal(number) is not signal.SIG_IGN:  # by nohup
                     self._before[number] = signal.signal(number, self._pass_on)
             self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: None)
             self._wakeup_before = signal.set_wakeup_fd(self._other_end.fileno(), warn_on_full_buffer=False)
@@ -69,17 +69,17 @@ class Signals:
         self._other_end.close()
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        # Here and not in the loop, which may be held up by whoever reads our output.
+        # Not in the loop, because a slow reader of standard output may block it.
         if self.first is not None:
             self._processes.signal(signal.SIGKILL, groups=True)
             return
         self.first, self.since = number, time.monotonic()
-        # A terminal's signals go to all of a program's processes; others to the one that is in charge of them.
+        # A terminal sends its signals to all of a program's processes; other senders to the main process.
         self._processes.signal(number, groups=number != signal.SIGTERM)
 
 
 class RunLoop:
-    """Sees a run to its end."""
+    """Runs the ranks until all have ended."""
 
     def __init__(
         self,
@@ -96,108 +96,108 @@ class RunLoop:
         self._started = time.monotonic()
         self._failures: list[RankFailure] = []
         self._failed_at = 0.0
-        self._settles_at: float | None = None
+        self._decides_at: float | None = None
         self._culprit: RankFailure | None = None
         self._lost_server: str | None = None
         self._kills_at: float | None = None
-        self._has_said = False
+        self._has_noted = False
 
     def run(self, signals: Signals) -> int:
-        """Return the exit status, when every rank has ended."""
+        """Return the exit status after every rank has ended."""
         selector = selectors.DefaultSelector()
         with selector:
             selector.register(signals.wakeup, selectors.EVENT_READ)
             for rank in self._processes.ranks:
                 for stream in rank.streams:
                     selector.register(stream.pipe, selectors.EVENT_READ, stream)
-            looks_at = glimpses_at = 0.0
+            checks_at = glimpses_at = 0.0
             while self._processes.living():
-                now = time.monotonic()
-                events = selector.select(self._patience(now, signals))
-                must_look = time.monotonic() >= looks_at or not signals.is_awake
+                time_s = time.monotonic()
+                events = selector.select(self._patience(time_s, signals))
+                must_check = time.monotonic() >= checks_at or not signals.is_awake
                 for key, _ in events:
                     if key.data is None:
-                        must_look = _drain(signals.wakeup) or must_look
+                        must_check = _drain(signals.wakeup) or must_check
                     else:
                         self._read(key.data, selector)
-                if must_look:
-                    self._look(signals, selector)
-                    looks_at = time.monotonic() + _LOOK_S
-                now = time.monotonic()
-                for number, lines in self._tracebacks.overdue(now):
+                if must_check:
+                    self._check(signals, selector)
+                    checks_at = time.monotonic() + _POLL_S
+                time_s = time.monotonic()
+                for number, lines in self._tracebacks.overdue(time_s):
                     self._screen.write(number, lines, is_error=True)
-                if now >= glimpses_at:
-                    glimpses_at = now + _GLIMPSE_S
+                if time_s >= glimpses_at:
+                    glimpses_at = time_s + _GLIMPSE_S
                     for rank in self._processes.living():
                         for stream in rank.streams:
                             stream.glimpse()
-                self._decide(now, signals)
+                self._decide(time_s, signals)
         return self._finish(signals)
 
-    def _patience(self, now: float, signals: Signals) -> float:
+    def _patience(self, time_s: float, signals: Signals) -> float:
         if not signals.is_awake:
             return 0.05
-        times = [self._tracebacks.due(), self._settles_at, self._kills_at, now + _LOOK_S]
-        return max(min(each for each in times if each is not None) - now, 0.0)
+        times = [self._tracebacks.due(), self._decides_at, self._kills_at, time_s + _POLL_S]
+        return max(min(moment for moment in times if moment is not None) - time_s, 0.0)
 
     def _read(self, stream: Stream, selector: selectors.BaseSelector) -> None:
         if stream.pipe >= 0 and not stream.read():
-            # Readable, and nothing in it: closed, though its rank may live on.
+            # Readable but empty: the pipe is closed, though its rank may live on.
             selector.unregister(stream.pipe)
             stream.close(drain=True)
 
-    def _look(self, signals: Signals, selector: selectors.BaseSelector) -> None:
-        """See who has ended."""
+    def _check(self, signals: Signals, selector: selectors.BaseSelector) -> None:
+        """Collect the ranks that have ended, and check for a lost server."""
         for rank in self._processes.find_ended():
             for stream in rank.streams:
-                if stream.pipe >= 0:  # before it is closed, when its number may come to mean another
+                if stream.pipe >= 0:  # before it is closed and its number used again
                     selector.unregister(stream.pipe)
-            self._processes.take_leave(rank)
+            self._processes.reap(rank)
             assert rank.status is not None
             if rank.status and signals.first is None:
                 self._failed_at = self._failed_at or time.monotonic()
-                self._failures.append(RankFailure(rank.rank, rank.status, rank.said()))
+                self._failures.append(RankFailure(rank.rank, rank.status, rank.last_lines()))
         if self._lost_server is None and signals.first is None:
             self._lost_server = self._find_lost_server()
 
-    def _decide(self, now: float, signals: Signals) -> None:
-        """Find out who is to blame, and have the others end."""
+    def _decide(self, time_s: float, signals: Signals) -> None:
+        """Find the rank that caused the failures, and end the other ranks."""
         if signals.first is not None:
-            self._wait_for_end_after_signal(now, signals)
+            self._wait_for_end_after_signal(time_s, signals)
         elif self._culprit is None and self._kills_at is None:
             if self._lost_server is not None:
-                self._end_all(now, None)
+                self._end_all(time_s, None)
             elif self._failures:
                 culprit = choose_culprit(self._failures)
                 living = [rank.rank for rank in self._processes.living()]
-                settles_at = self._failed_at + settle_time(self._failures, living)
-                self._settles_at = settles_at
-                if culprit is None and (now >= settles_at or not living):
+                decides_at = self._failed_at + waiting_time(self._failures, living)
+                self._decides_at = decides_at
+                if culprit is None and (time_s >= decides_at or not living):
                     culprit = follow_names(self._failures)[0]
                 if culprit is not None:
                     self._culprit = culprit
-                    self._end_all(now, culprit.rank)
-        if self._kills_at is not None and now >= self._kills_at:
-            self._kills_at = now + _LOOK_S
+                    self._end_all(time_s, culprit.rank)
+        if self._kills_at is not None and time_s >= self._kills_at:
+            self._kills_at = time_s + _POLL_S
             self._processes.signal(signal.SIGKILL, groups=True)
 
-    def _end_all(self, now: float, culprit: int | None) -> None:
-        self._settles_at = None
-        self._kills_at = now + _FAILURE_GRACE_S
+    def _end_all(self, time_s: float, culprit: int | None) -> None:
+        self._decides_at = None
+        self._kills_at = time_s + _FAILURE_GRACE_S
         lines = self._tracebacks.blame(culprit)
         if culprit is not None:
             self._screen.write(culprit, lines, is_error=True)
         self._processes.signal(signal.SIGTERM, groups=True)
 
-    def _wait_for_end_after_signal(self, now: float, signals: Signals) -> None:
-        if self._kills_at is None or self._settles_at is not None:
-            self._settles_at = None
+    def _wait_for_end_after_signal(self, time_s: float, signals: Signals) -> None:
+        if self._kills_at is None or self._decides_at is not None:
+            self._decides_at = None
             self._kills_at = signals.since + _SIGNAL_GRACE_S
-        if not self._has_said and now >= signals.since + _SAY_S and self._processes.living():
-            self._has_said = True
-            who = ", ".join(str(rank.rank) for rank in self._processes.living())
+        if not self._has_noted and time_s >= signals.since + _NOTE_S and self._processes.living():
+            self._has_noted = True
+            ranks = ", ".join(str(rank.rank) for rank in self._processes.living())
             text = (
-                f"paceline run: waiting up to {_SIGNAL_GRACE_S:g} s for rank {who} to end; a second signal kills it\n"
+                f"paceline run: waiting up to {_SIGNAL_GRACE_S:g} s for rank {ranks} to end; a second signal kills it\n"
             )
             self._screen.write_bytes(text.encode(), is_error=True)
 
@@ -211,26 +211,26 @@ class RunLoop:
         if signals.first is not None:
             return 128 + signals.first
         if self._lost_server is not None:
-            text = f"paceline run: {self._lost_server}; the ranks cannot go on, and were ended\n"
+            text = f"paceline run: {self._lost_server}; the ranks cannot continue and were ended\n"
             self._screen.write_bytes(text.encode(), is_error=True)
             return 1
         if self._culprit is None:
             return 0
-        self._tell_culprit(self._culprit)
+        self._report_culprit(self._culprit)
         return exit_status(self._culprit.status)
 
-    def _tell_culprit(self, culprit: RankFailure) -> None:
+    def _report_culprit(self, culprit: RankFailure) -> None:
         is_captured = any(rank.streams for rank in self._processes.ranks)
         if not is_captured and culprit.status > 0:
-            return  # what it had to say stands there already, and last
-        told = describe_failure(
+            return  # its error is on standard error already, as the last output
+        report = describe_failure(
             culprit,
             world_size=self._world_size,
             seconds=time.monotonic() - self._started,
             num_held=self._tracebacks.num_dropped,
             log_dir=str(self._log_dir) if self._log_dir is not None else None,
         )
-        self._screen.write_bytes(told, is_error=True)
+        self._screen.write_bytes(report, is_error=True)
 
 
 def _drain(wakeup: socket.socket) -> bool:

@@ -1,23 +1,23 @@
-"""Bytes that ranks write, made into whole lines with the rank's label. Pure: no file, no clock."""
+"""Split the ranks' output into lines and label them. Pure: no file, no clock."""
 
 from __future__ import annotations
 
 _COLOURS = (36, 33, 32, 35, 34, 31)  # as the terminal's theme shows cyan, yellow, green, magenta, blue, red
 _MAX_LINE_BYTES = 1 << 20
-"""What has no end by then is shown in pieces."""
+"""A longer line is shown in pieces."""
 
 
 def label(rank: int, *, coloured: bool) -> bytes:
-    """Return what stands before every line of a rank."""
+    """Return the prefix of every line of a rank."""
     text = f"[rank {rank}]"
     return (f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{text}\x1b[0m " if coloured else f"{text} ").encode()
 
 
 class LineSplitter:
-    """Makes whole lines of pieces of output, whatever bytes are in them.
+    """Split chunks of arbitrary bytes into complete lines.
 
-    Of a line that a program overwrites by carriage returns (a progress bar), what a terminal would show at last is
-    what counts; :meth:`glimpse` gives what it shows meanwhile.
+    A line that a program overwrites by carriage returns (a progress bar) becomes its final state on a terminal;
+    :meth:`glimpse` returns the current one.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class LineSplitter:
         self._glimpsed: bytes | None = None
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Take what came; return the lines that are complete, each with its end."""
+        """Add a chunk; return the complete lines, with their ends."""
         start = len(self._pending)
         self._pending += data
         lines = []
@@ -41,12 +41,12 @@ class LineSplitter:
         return lines
 
     def flush(self) -> list[bytes]:
-        """Return what has no end, as a line; nothing comes any more."""
+        """Return the last line if it has no end; call it after the last chunk."""
         line, self._pending = bytes(self._pending), bytearray()
         return self._finish(line) if line else []
 
     def glimpse(self) -> list[bytes]:
-        """Return what stands in a line that is being overwritten, as a line, if that is not what it was before."""
+        """Return the current state of a line that is being overwritten, if it has changed since the last call."""
         shown = _shown(bytes(self._pending))
         if b"\r" not in self._pending or not shown.strip() or shown == self._glimpsed:
             return []
@@ -58,11 +58,11 @@ class LineSplitter:
         shown = _shown(line)
         known, self._glimpsed = self._glimpsed, None
         if overwritten and (not shown.strip() or shown == known):
-            return []  # a bar that was wiped away, or that has been shown as it stands
+            return []  # an erased bar, or one that was shown in this state
         return [shown + b"\n"]
 
     def _forget_overwritten(self) -> None:
-        """Keep the last two states of a progress bar: the last one may be a piece, or empty."""
+        """Keep the last two states of a progress bar: the last one may be incomplete or empty."""
         last = self._pending.rfind(b"\r")
         before = self._pending.rfind(b"\r", 0, max(last, 0))
         if before > 0:
@@ -70,5 +70,5 @@ class LineSplitter:
 
 
 def _shown(line: bytes) -> bytes:
-    """Return what a terminal would show of a line in the end, lines that are shorter than what they overwrite aside."""
+    """Return the final state of a line on a terminal, if no state is shorter than the one before."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]

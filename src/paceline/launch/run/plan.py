@@ -1,4 +1,4 @@
-"""Which ranks ``paceline run`` starts on this machine, and what it tells each of them. Pure."""
+"""The ranks that ``paceline run`` starts on this machine, and their environments. Pure."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from paceline.transport import TLS
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29500
-"""Where the ranks of several nodes meet unless it is said: torchrun's default."""
+"""The default port where the ranks of several nodes meet, as in torchrun."""
 
-# What another launcher, or an outer run of this one, has told this process is not true of its ranks.
+# Variables of another launcher, or of an outer run of this one, do not apply to the ranks.
 _FOREIGN = ("TORCHELASTIC_", "GROUP_", "ROLE_")
-_OURS = (
+_OWN = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
     "PACELINE_TLS_CERT", "PACELINE_TLS_KEY", "PACELINE_TLS_CA",
     "PACELINE_ROLE", "PACELINE_SCHEDULER", "PACELINE_TOKEN", "PACELINE_STRATEGY", "PACELINE_REPLICAS",
@@ -27,23 +27,23 @@ _OURS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The ranks that are started here, and where all ranks meet."""
+    """The ranks of this launcher, and the address where all ranks meet."""
 
     ranks: tuple[int, ...]
     local_ranks: tuple[int, ...]
-    """Of the same length as `ranks`: their numbers on this host."""
+    """The numbers of `ranks` on this host, in the same order."""
     world_size: int
     local_world_size: int
     node: int
-    """This launcher's number among all; ``GROUP_RANK``, as torchrun calls it."""
+    """Number of this launcher among all launchers, torchrun's ``GROUP_RANK``."""
     master_addr: str
     master_port: int
-    """0: a free one is still to be found."""
+    """0: a free port, found later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlan:
-    """One process to start: its rank and its whole environment."""
+    """One process to start: its rank and its complete environment."""
 
     rank: int
     environment: dict[str, str]
@@ -52,7 +52,7 @@ class RankPlan:
 def lay_out_node(
     *, nproc_per_node: int, nnodes: int, node_rank: int, master_addr: str | None, master_port: int | None
 ) -> Layout:
-    """Return the ranks of one of `nnodes` nodes that each start the same number. Raises UsageError."""
+    """Return the ranks of one of `nnodes` nodes with equal numbers of ranks. Raises UsageError."""
     for name, value in (("--nproc-per-node", nproc_per_node), ("--nnodes", nnodes)):
         if value < 1:
             raise UsageError(f"{name} {value}: expected 1 or more")
@@ -61,7 +61,7 @@ def lay_out_node(
             f"--node-rank {node_rank}: there are {nnodes} nodes (--nnodes), expected a number from 0 to {nnodes - 1}"
         )
     if nnodes > 1 and not master_addr:
-        raise UsageError(f"--nnodes {nnodes}: give --master-addr, the address of node 0 that all nodes can reach")
+        raise UsageError(f"--nnodes {nnodes}: pass --master-addr, the address of node 0 that all nodes can reach")
     if master_port is None:
         master_port = 0 if nnodes == 1 else DEFAULT_PORT
     elif not 1 <= master_port <= 65534:
@@ -79,7 +79,7 @@ def lay_out_node(
 
 
 def lay_out_worker(cluster: ClusterFile, index: int) -> Layout:
-    """Return the one rank that is worker `index` of a cluster described in a file; it meets the others at worker 0."""
+    """Return the rank of worker `index` in a cluster file; all ranks meet at worker 0."""
     host = cluster.workers[index].host
     neighbours = [i for i, place in enumerate(cluster.workers) if place.host == host]
     first = cluster.workers[0]
@@ -95,7 +95,7 @@ def lay_out_worker(cluster: ClusterFile, index: int) -> Layout:
 
 
 def servers_of_node(servers: int, nnodes: int, node_rank: int) -> tuple[int, ...]:
-    """Return the servers that a node starts: they are dealt round robin."""
+    """Return the servers that a node starts: they are assigned round robin."""
     return tuple(range(node_rank, servers, nnodes))
 
 
@@ -112,13 +112,15 @@ def plan_ranks(
     filters: str | None = None,
     pull_filters: str | None = None,
 ) -> list[RankPlan]:
-    """Return what each rank of this launcher is told.
+    """Return the ranks of this launcher with their environments.
 
-    `threads` is OMP_NUM_THREADS; None: the user's own if it is set, else the cores are shared out among several ranks.
+    `threads` is OMP_NUM_THREADS. None: the user's own value if it is set; else several ranks share the cores.
     """
-    kept = {name: value for name, value in inherited.items() if not name.startswith(_FOREIGN) and name not in _OURS}
-    told = {
-        **kept,
+    inherited_variables = {
+        name: value for name, value in inherited.items() if not name.startswith(_FOREIGN) and name not in _OWN
+    }
+    variables = {
+        **inherited_variables,
         "WORLD_SIZE": str(layout.world_size),
         "LOCAL_WORLD_SIZE": str(layout.local_world_size),
         "GROUP_RANK": str(layout.node),
@@ -129,28 +131,28 @@ def plan_ranks(
         "PACELINE_TOKEN": token,
     }
     if choice.replicas is not None:
-        told["PACELINE_REPLICAS"] = str(choice.replicas)
+        variables["PACELINE_REPLICAS"] = str(choice.replicas)
     if choice.options is not None:
-        told["PACELINE_STRATEGY_OPTIONS"] = choice.options.encode()
+        variables["PACELINE_STRATEGY_OPTIONS"] = choice.options.encode()
     if filters:
-        told["PACELINE_FILTERS"] = filters
+        variables["PACELINE_FILTERS"] = filters
     if pull_filters is not None:
-        told["PACELINE_PULL_FILTERS"] = pull_filters
+        variables["PACELINE_PULL_FILTERS"] = pull_filters
     if scheduler is not None:
-        told["PACELINE_SCHEDULER"] = scheduler
-    if tls is not None:  # a script may go to another folder
+        variables["PACELINE_SCHEDULER"] = scheduler
+    if tls is not None:  # absolute, because a script may change the current folder
         files = {"CERT": tls.cert, "KEY": tls.key, "CA": tls.ca}
-        told |= {f"PACELINE_TLS_{name}": os.path.abspath(file) for name, file in files.items() if file is not None}
+        variables |= {f"PACELINE_TLS_{name}": os.path.abspath(file) for name, file in files.items() if file is not None}
     if threads is not None:
-        told["OMP_NUM_THREADS"] = str(threads)
+        variables["OMP_NUM_THREADS"] = str(threads)
     elif layout.local_world_size > 1 and not inherited.get("OMP_NUM_THREADS"):
-        told["OMP_NUM_THREADS"] = str(max(cores // layout.local_world_size, 1))
+        variables["OMP_NUM_THREADS"] = str(max(cores // layout.local_world_size, 1))
     return [
-        RankPlan(rank=rank, environment={**told, "RANK": str(rank), "LOCAL_RANK": str(local)})
+        RankPlan(rank=rank, environment={**variables, "RANK": str(rank), "LOCAL_RANK": str(local)})
         for rank, local in zip(layout.ranks, layout.local_ranks, strict=True)
     ]
 
 
 def command_of(python: str, script: str, arguments: Sequence[str], *, is_module: bool) -> list[str]:
-    """Return the command of every rank: unbuffered, so that lines come when they are written."""
+    """Return the command of every rank: unbuffered, so that lines arrive when they are written."""
     return [python, "-u", *(["-m"] if is_module else []), script, *arguments]

@@ -1,4 +1,4 @@
-"""The rank processes of a run: started, each in a process group of its own, and ended with all that they started."""
+"""Start and end the processes of the ranks, each in a process group of its own, including their children."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Rank:
         self.streams = streams
         self.status: int | None = None
 
-    def said(self) -> tuple[bytes, ...]:
-        """Return its last lines on standard error, as far as they came by here."""
+    def last_lines(self) -> tuple[bytes, ...]:
+        """Return its last lines on standard error; empty if they are not captured."""
         return self.streams[1].recent.lines() if self.streams else ()
 
 
 class RankProcesses:
-    """All ranks that this launcher starts. :meth:`close` ends them."""
+    """The ranks of this launcher. :meth:`close` ends them."""
 
     def __init__(self) -> None:
         self.ranks: list[Rank] = []
@@ -51,7 +51,7 @@ class RankProcesses:
         captured: bool,
         log_dir: Path | None,
     ) -> None:
-        """Start them; without `captured` they write to where this process writes. The first one gets standard input."""
+        """Start the ranks. Without `captured` they inherit the standard streams. The first one gets standard input."""
         for number, plan in enumerate(plans):
             logs: tuple[IO[bytes] | None, IO[bytes] | None] = (None, None)
             if log_dir is not None:
@@ -68,18 +68,20 @@ class RankProcesses:
             try:
                 child = self._supervisor.start(f"rank {plan.rank}", launch, is_foreign=True)
             except OSError as error:
-                for here, _ in pipes:
-                    os.close(here)
+                for reading, _ in pipes:
+                    os.close(reading)
                 for log in logs:
                     if log is not None:
                         log.close()
-                raise UsageError(f"rank {plan.rank} cannot be started: {error.strerror}") from None
+                raise UsageError(f"rank {plan.rank}: cannot start its process: {error.strerror}") from None
             finally:
-                for _, there in pipes:
-                    os.close(there)
+                for _, writing in pipes:
+                    os.close(writing)
             streams = tuple(
-                Stream(plan.rank, here, screen, is_error=is_error, log=log, tracebacks=tracebacks, clock=time.monotonic)
-                for (here, _), is_error, log in zip(pipes, (False, True), logs, strict=False)
+                Stream(
+                    plan.rank, reading, screen, is_error=is_error, log=log, tracebacks=tracebacks, clock=time.monotonic
+                )
+                for (reading, _), is_error, log in zip(pipes, (False, True), logs, strict=False)
             )
             self.ranks.append(Rank(plan, child, streams))
 
@@ -88,23 +90,23 @@ class RankProcesses:
         return [rank for rank in self.ranks if rank.status is None]
 
     def find_ended(self) -> list[Rank]:
-        """Return the ranks that have ended since :meth:`take_leave` was last called for one."""
+        """Return ranks whose process has ended, before :meth:`reap` is called for them."""
         return [rank for rank in self.living() if not rank.child.is_alive()]
 
-    def take_leave(self, rank: Rank) -> None:
-        """Note the status of a rank that has ended, read all that it wrote, and end what it has left behind."""
+    def reap(self, rank: Rank) -> None:
+        """Record the status of a rank that has ended, read the rest of its output, and end its children."""
         rank.status = rank.child.status()
         self._supervisor.signal(rank.child, signal.SIGTERM, group=True)
         for stream in rank.streams:
             stream.close(drain=True)
 
     def signal(self, number: int, *, groups: bool) -> None:
-        """Send every living rank a signal; with `groups`, what they have started too, as a terminal does."""
+        """Send every living rank a signal; with `groups` also its children, as a terminal does."""
         for rank in self.living():
             self._supervisor.signal(rank.child, number, group=groups)
 
     def close(self) -> None:
-        """End every rank, at once, and what they have left. Idempotent."""
+        """Kill every rank with its children. Idempotent."""
         self._supervisor.close(_END_S, signal.SIGKILL)
         for rank in self.ranks:
             if rank.status is None:

@@ -1,6 +1,6 @@
-"""``paceline run``: starts a script as the ranks of a strategy, with the servers it needs, and sees it to its end.
+"""``paceline run``: start a script as the ranks of a strategy, with its servers, and wait for its end.
 
-Knows no torch: the ranks are told by their environment what they are, and ``paceline.torch.strategy()`` reads that.
+This module does not import torch: ``paceline.torch.strategy()`` reads the ranks' environments.
 """
 
 from __future__ import annotations
@@ -45,28 +45,28 @@ from paceline.transport.security.authentication import MAKE_TOKEN, check_token
 
 _PATIENCE_S = 300.0
 _HEARTBEAT_TIMEOUT_S = 30.0
-"""Who is killed is noticed by its connections; this is for who is stopped or cut off. A rank may be busy for long."""
+"""For stopped or disconnected processes: connections show killed ones. It is long, because a rank may be busy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Setup:
-    """A run that has been checked."""
+    """The checked options of a run."""
 
     layout: Layout | None
-    """The ranks here; None for a process of the static cluster that is a server."""
+    """The ranks of this launcher; None for a server of a static cluster."""
     choice: StrategyChoice
     token: str
     tls: TLS | None
     num_ranks: int
     """Of all machines."""
     share: Share | None
-    """What runs here of a cluster of servers that several machines share; None: all of it."""
+    """This launcher's part of a cluster that several machines share; None: the whole cluster."""
 
 
 def run_script(options: RunOptions) -> int:
-    """Run a script to its end; return the exit status: 0, that of the first rank that failed, or 128 and the signal.
+    """Run a script; return the exit status: 0, that of the first failed rank, or 128 plus the signal.
 
-    Raises UsageError, before anything is started, for what cannot work, and PeerError if servers do not start.
+    Raises UsageError for invalid options, before any process is started, and PeerError if servers do not start.
     """
     memory_limit = options.memory.parse()
     _check_script(options)
@@ -121,14 +121,14 @@ def run_script(options: RunOptions) -> int:
             return 0
         status = _run_ranks(options, setup, setup.layout, filters, pull_filters, scheduler, servers)
         if status == 0 and servers is not None:
-            servers.wait_others()
+            servers.wait_workers()
         return status
 
 
 def _find_filters(options: RunOptions, strategy: StrategySpec) -> tuple[str | None, str | None]:
-    """Return the filters, and those of pulled rows, that ranks are told of, with the modules that they import.
+    """Return the ranks' filters, and their filters of pulled rows, with the modules to import; None for none.
 
-    None: none. Raises UsageError for those that are not for the strategy.
+    Raises UsageError for filters that do not fit the strategy.
     """
     pushed, pulled = options.filters or "", options.pull_filters
     options.filter_modules.load(options.filters, options.pull_filters)
@@ -136,14 +136,14 @@ def _find_filters(options: RunOptions, strategy: StrategySpec) -> tuple[str | No
     if pulled is not None:
         parse_filters(pulled)
         if not strategy.has_servers:
-            raise UsageError(f"--pull-filters {pulled}: for embeddings on servers, and {strategy.name} has none there")
+            raise UsageError(f"--pull-filters {pulled}: {strategy.name} has no embeddings on servers. Leave it out")
     if chain and strategy.filters == ("tables",):
         filters_of_dense_tables(pushed)
     elif chain and strategy.filters == ("gradients",):
         gradient_filters(pushed)
     elif chain and not strategy.filters:
-        why = f"{strategy.name} has one" if strategy.is_one_process else "it exchanges none for filters"
-        raise UsageError(f"--filters {pushed}: for gradients that processes exchange; {why}")
+        reason = "is one process" if strategy.is_one_process else "exchanges no gradients that filters apply to"
+        raise UsageError(f"--filters {pushed}: strategy {strategy.name} {reason}. Leave it out")
     return with_modules(pushed) if chain else None, None if pulled is None else with_modules(pulled)
 
 
@@ -176,10 +176,10 @@ def _run_ranks(
         processes = RankProcesses()
         stack.callback(processes.close)
         with Signals(processes) as signals:
-            # One alone writes to where this process writes, be it a terminal.
+            # A single rank inherits the standard streams, which may be a terminal.
             captured = not is_alone or options.log_dir is not None
             processes.start(command, plans, screen, tracebacks, captured=captured, log_dir=options.log_dir)
-            if signals.first is not None:  # it came while not all of them were there
+            if signals.first is not None:  # it arrived before all ranks were started
                 processes.signal(signals.first, groups=True)
             loop = RunLoop(
                 processes,
@@ -192,7 +192,7 @@ def _run_ranks(
             return loop.run(signals)
 
 
-# What is checked before anything starts.
+# Checks before the start of any process.
 
 
 def _check_script(options: RunOptions) -> None:
@@ -200,15 +200,15 @@ def _check_script(options: RunOptions) -> None:
     if script is None:
         if options.job == "server" and options.cluster is not None:
             return
-        raise UsageError("which script? give its path: paceline run [options] SCRIPT [arguments of the script]")
+        raise UsageError("no script: pass its path, as in paceline run [options] SCRIPT [arguments of the script]")
     if options.job == "server":
         raise UsageError(f"--job server runs no script: leave {script} out")
     if options.module:
         _check_module(script)
     elif not Path(script).exists():
-        raise UsageError(f"there is no script {script}; options of 'paceline run' stand before it, its own behind it")
+        raise UsageError(f"no script {script}. Pass options of 'paceline run' before it, and its own after it")
     elif Path(script).is_dir() and not (Path(script) / "__main__.py").exists():
-        raise UsageError(f"{script} is a folder without a __main__.py, and no script")
+        raise UsageError(f"{script} is a folder without a __main__.py: pass a script")
 
 
 def _check_no_servers(options: RunOptions, memory_limit: MemoryLimit | None, strategy: str) -> None:
@@ -226,7 +226,7 @@ def _check_no_servers(options: RunOptions, memory_limit: MemoryLimit | None, str
 
 
 def _check_module(name: str) -> None:
-    """Find a module as ``python -m`` would, but without running the packages that it is in."""
+    """Find a module as ``python -m`` would, but without running the packages that contain it."""
     places: list[str] | None = None
     if all(part.isidentifier() for part in name.split(".")):
         before, sys.path[:] = list(sys.path), [os.getcwd(), *sys.path]
@@ -246,14 +246,14 @@ def _check_module(name: str) -> None:
                 return
         finally:
             sys.path[:] = before
-    raise UsageError(f"there is no module {name}: -m expects one that Python can import from here, as package.module")
+    raise UsageError(f"no module {name}: -m needs one that Python can import from this folder, as package.module")
 
 
 def _plan_node(options: RunOptions) -> _Setup:
     tls = _find_tls(options)
     for name, value in (("--job", options.job), ("--index", options.index)):
         if value is not None:
-            raise UsageError(f"{name} {value} belongs to --cluster FILE, which is not given")
+            raise UsageError(f"{name} {value} is for --cluster FILE: pass it too, or leave {name} out")
     nnodes = 1 if options.nnodes is None else options.nnodes
     layout = lay_out_node(
         nproc_per_node=_num_processes(options, nnodes),
@@ -283,14 +283,14 @@ def _plan_node(options: RunOptions) -> _Setup:
     if choice.consistency is not None:
         scheduler = Address("tcp", layout.master_addr, layout.master_port + 1)
         host = own_host(layout.master_addr)
-        here = Address("tcp", host, 0).netloc
+        own_address = Address("tcp", host, 0).netloc
         bind = Address("tcp", host, scheduler.port)
         if layout.node == 0:
             _check_free(bind, "the scheduler, at --master-port + 1")
         share = Share(
             scheduler=scheduler.netloc,
             runs_scheduler=layout.node == 0,
-            servers=dict.fromkeys(servers_of_node(choice.servers, nnodes, layout.node), here),
+            servers=dict.fromkeys(servers_of_node(choice.servers, nnodes, layout.node), own_address),
             bind=bind.netloc,
             patience_s=_PATIENCE_S,
         )
@@ -298,7 +298,7 @@ def _plan_node(options: RunOptions) -> _Setup:
 
 
 def _num_processes(options: RunOptions, nnodes: int) -> int:
-    """Return the processes of a node: the requested number, else its share of the strategy's, else 1."""
+    """Return the number of processes of a node: the requested one, else its share of the strategy's, else 1."""
     if options.nproc_per_node is not None:
         return options.nproc_per_node
     spec = STRATEGIES.get(options.strategy or "")
@@ -307,7 +307,7 @@ def _num_processes(options: RunOptions, nnodes: int) -> int:
     needed = spec.choose_options(options.flags.given(), None).num_processes
     if needed % nnodes:
         raise UsageError(
-            f"{needed} processes of a {spec.name} do not divide over {nnodes} nodes: choose other --stages"
+            f"{needed} processes of a {spec.name} cannot be divided equally among {nnodes} nodes: choose other --stages"
         )
     return needed // nnodes
 
@@ -317,7 +317,7 @@ def _plan_cluster(options: RunOptions) -> _Setup:
     assert options.cluster is not None
     for name in ("nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "servers"):
         if getattr(options, name) is not None:
-            raise UsageError(f"--cluster FILE says where processes are: leave --{name.replace('_', '-')} out")
+            raise UsageError(f"--cluster FILE has the processes' addresses: leave --{name.replace('_', '-')} out")
     cluster = read_cluster_file(options.cluster)
     job, index = cluster.check_task(options.job, options.index)
     num_servers = len(cluster.servers)
@@ -347,7 +347,7 @@ def _share_of(cluster: ClusterFile, job: str, index: int, name: str) -> Share:
     if job == "server":
         bind = _bindable(cluster.servers[index])
         _check_free(bind, f"server {index} of {name}")
-        # The scheduler has the first server's address; the server itself takes a free port beside it.
+        # The scheduler has the first server's address; that server takes a free port.
         servers[index] = Address("tcp", bind.host, 0 if index == 0 else bind.port).netloc
     return Share(
         scheduler=first.netloc,
@@ -359,43 +359,42 @@ def _share_of(cluster: ClusterFile, job: str, index: int, name: str) -> Share:
 
 
 def _bindable(place: Address) -> Address:
-    """Return what to bind for an address that others reach this machine by: a host's own name may be its loopback."""
+    """Return the address to bind for one that other machines use: a host's own name may be its loopback address."""
     return Address("tcp", own_host(place.host), place.port)
 
 
 def _find_tls(options: RunOptions) -> TLS | None:
     """Return the TLS settings of the options, else of the environment. Raises UsageError if they are invalid."""
-    told = environment()
-    tls = options.tls.load() or TLS.of_files(told.tls_cert, told.tls_key, told.tls_ca)
+    settings = environment()
+    tls = options.tls.load() or TLS.of_files(settings.tls_cert, settings.tls_key, settings.tls_ca)
     if tls is not None:
         tls.server_context()
         tls.client_context()
     return tls
 
 
-def _need_token(who: str) -> str:
+def _need_token(user: str) -> str:
     token = environment().token
     if token is None:
         raise UsageError(
-            f"{who} need a token to know one another by: set PACELINE_TOKEN to the same secret for all of them "
-            f"(make one: {MAKE_TOKEN})"
+            f"no token for {user}: set PACELINE_TOKEN to the same secret on all machines (create one: {MAKE_TOKEN})"
         )
     return check_token(token, "PACELINE_TOKEN")
 
 
-def _check_free(place: Address, what: str) -> None:
-    """Raise UsageError if nobody could listen there."""
+def _check_free(place: Address, purpose: str) -> None:
+    """Raise UsageError if the address cannot be bound."""
     try:
         for listening in bind_tcp(place):
             listening.close()
     except AddressError as error:
         reason = str(error).partition("; ")[0]
-        raise UsageError(f"{what}: {reason}; give another that is free") from None
+        raise UsageError(f"{purpose}: {reason}. Choose a free address") from None
 
 
 def _with_free_port(layout: Layout) -> Layout:
     if not is_loopback(layout.master_addr):
-        raise UsageError(f"--master-addr {layout.master_addr}: give --master-port too, a port of it that is free")
+        raise UsageError(f"--master-addr {layout.master_addr}: pass --master-port too, a free port of that machine")
     with socket.socket(socket.AF_INET6 if ":" in layout.master_addr else socket.AF_INET) as probe:
         probe.bind((layout.master_addr, 0))
         port = int(probe.getsockname()[1])

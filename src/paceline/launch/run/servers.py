@@ -1,7 +1,7 @@
-"""The scheduler and the servers of a run, as far as they are on this machine, and a look at who lives and uses them.
+"""Run this machine's part of a run's scheduler and servers, and detect losses.
 
-With replicas servers die and are replaced while the run goes on, and several machines share one cluster: then its map,
-which an observer's link to the scheduler brings, says what is lost.
+With replicas, dead servers are replaced during the run, and several machines may share one cluster. In both cases an
+observer's link to the scheduler receives the cluster's map, which shows losses.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from paceline.tables.memory.limit import MemoryLimit
 from paceline.transport import TLS, Hello
 
 _LEAVING_S = 2.0
-"""How long a server that was declared dead may take to end by itself; one that is stopped never does."""
-_LOOK_S = 0.5
+"""Time for a server that was declared dead to end by itself; a stopped process never does."""
+_POLL_S = 0.5
 
 
 class News:
@@ -37,49 +37,49 @@ class News:
 
     def __init__(self) -> None:
         self._lines: list[str] = []
-        self._notes: dict[str, str] = {}  # by the place of a server, in the order of the deaths
+        self._notes: dict[str, str] = {}  # by the name of a server, in the order of the deaths
         self._known: set[int] | None = None
 
     def add(self, line: str) -> None:
-        """Say a line soon."""
+        """Add a line to print soon."""
         self._lines.append(line)
 
     def add_when_replaced(self, place: str, line: str) -> None:
-        """Say a line when another server has joined. Of a place whose line is waiting the first one counts."""
+        """Add a line to print after another server has joined; only the first waiting line of a place counts."""
         self._notes.setdefault(place, line)
 
     def take_servers(self, incarnations: Iterable[int], *, is_lost: bool) -> None:
-        """Take who is there, and whether something is lost, which is then all there is to say."""
-        now = set(incarnations)
-        joined = set() if self._known is None else now - self._known
-        self._known = now | (self._known or set())
+        """Update the members. With `is_lost` no line is printed, because the loss is reported instead."""
+        present = set(incarnations)
+        joined = set() if self._known is None else present - self._known
+        self._known = present | (self._known or set())
         for place in [] if is_lost else list(self._notes)[: len(joined)]:
             self._lines.append(self._notes.pop(place))
 
     def take_lines(self) -> list[str]:
-        """Return what is to be said now, and forget it."""
+        """Return the lines to print, and forget them."""
         lines, self._lines = self._lines, []
         return lines
 
 
 class RunServers(Closing):
-    """What this machine runs of a cluster whose workers are the ranks. Use it as a context manager.
+    """This machine's part of a cluster whose workers are the ranks. Use it as a context manager.
 
-    `failure` and `wait_others` report replaced processes on standard error.
+    `failure` and `wait_workers` print reports about replaced processes on standard error.
     """
 
     def __init__(self, workers: int, share: Share | None) -> None:
-        """Make one without processes; :meth:`start` makes one that runs."""
+        """Create it without processes; use :meth:`start` instead."""
         self._num_workers = workers
         self._share = share
         self._map: messages.ClusterMap | None = None
-        self._seen: set[int] = set()  # the workers that have come
-        self._expelled: dict[str, float] = {}  # servers that were there, and until when they may live
-        self._stopped: set[str] = set()  # who was killed for that, by name
+        self._seen: set[int] = set()  # ranks of the workers that have joined so far
+        self._expelled: dict[str, float] = {}  # servers declared dead: the time until which they may live
+        self._stopped: set[str] = set()  # names of the servers that were killed for that reason
         self._news = News()
         self._watch = MapWatch()
         self._ended = self._cut_short = False
-        self._lost: str | None = None  # why there is no scheduler any more
+        self._lost: str | None = None  # the reason why the scheduler is lost
         self._changed = threading.Condition()
         self.cluster: LocalCluster
         self._link: SchedulerLink | None = None
@@ -96,7 +96,7 @@ class RunServers(Closing):
         on_compile: Callable[[str], None] | None = None,
         filter_modules: Sequence[str] = (),
     ) -> RunServers:
-        """Start the processes, and wait until all servers are there."""
+        """Start the processes, and wait until all servers have joined."""
         run = cls(settings.num_workers, share)
         run.cluster = LocalCluster.start(
             settings,
@@ -105,7 +105,7 @@ class RunServers(Closing):
             tls=tls,
             share=share,
             on_compile=on_compile,
-            on_replaced=run._note_replaced,
+            on_replaced=run._report_replaced,
             filter_modules=filter_modules,
         )
         try:
@@ -118,45 +118,45 @@ class RunServers(Closing):
 
     @property
     def scheduler(self) -> str:
-        """Where the ranks of this machine find the scheduler."""
+        """Address of the scheduler for the ranks of this machine."""
         return self.cluster.scheduler
 
     def failure(self) -> str | None:
-        """Say who is gone, if the ranks cannot go on without. To be called about every second."""
-        self._look()
-        if self._ended:  # by the machine with the scheduler, when all ranks have left their servers, or when it failed
-            who = "the scheduler was told to end" if self._share is None else "the servers were ended by another node"
-            return who if self._cut_short else None
+        """Return a message if the run cannot continue; call it about every second."""
+        self._check()
+        if self._ended:  # by the machine with the scheduler, after all ranks have left their servers or after a failure
+            cause = "the scheduler was ended" if self._share is None else "another node ended the servers"
+            return cause if self._cut_short else None
         for name, status in self.cluster.dead_children("scheduler") + self.cluster.dead_children("server"):
-            if status or self._link is None:  # else the link is about to say why
+            if status or self._link is None:  # else the link will report the reason
                 return f"{name} {describe_status(status)}"
         routes = self._watch.newest
         if routes is not None and routes.lost:
             return routes.describe_loss()
         return self._lost
 
-    def wait_others(self) -> None:
-        """Wait until nobody on other machines needs what runs here; returns at once if all ranks were here.
+    def wait_workers(self) -> None:
+        """Wait until no rank on another machine needs this machine's processes; return at once if all ranks ran here.
 
-        Where the scheduler runs, that is when every worker has come and gone, or none is there; elsewhere, when the
-        scheduler has ended the servers. Raises PeerError if what they need is lost before.
+        On the machine with the scheduler: until every worker has joined and left, or no worker is connected. On other
+        machines: until the scheduler has ended the servers. Raises PeerError if a process that they need is lost.
         """
         if self._share is not None:
-            # A script that never connects is not waited for: ranks of this machine have shown it.
-            self._wait(lambda: self._runs_scheduler and not self.there and (self._have_all_come or not self._seen))
+            # Do not wait for a script that never connects, as this machine's ranks have not.
+            self._wait(lambda: self._runs_scheduler and not self.connected and (self._have_all_come or not self._seen))
 
     def serve(self) -> None:
-        """Wait until every worker has come and gone: the static cluster's first server ends the cluster then."""
-        self._wait(lambda: self._runs_scheduler and not self.there and self._have_all_come)
+        """Wait until every worker has joined and left; the static cluster's first server then ends the cluster."""
+        self._wait(lambda: self._runs_scheduler and not self.connected and self._have_all_come)
 
     def close(self) -> None:
-        """End everything. Idempotent."""
+        """End all processes. Idempotent."""
         if self._link is not None:
             self._link.close()
-        self._say_news()
+        self._print_news()
         self.cluster.close()
 
-    # What the cluster's map and its scheduler say, in the link's thread.
+    # Notices of the scheduler, in the link's thread.
 
     def _watch_cluster(self) -> SchedulerLink:
         node = make_node_name("observer")
@@ -164,8 +164,8 @@ class RunServers(Closing):
             self.cluster.transport(),
             self.scheduler,
             Hello(role="observer", name=node),
-            on_notice=self._heard,
-            on_lost=self._has_lost,
+            on_notice=self._handle_notice,
+            on_lost=self._handle_loss,
             on_map=self._take_map,
         )
         try:
@@ -179,10 +179,10 @@ class RunServers(Closing):
         with self._changed:
             before = self._map
             if before is not None and cluster.epoch < before.epoch:
-                return  # what registering was answered, while the next one came
+                return  # the reply to the registration, after a newer map
             self._map = cluster
             self._watch.take(cluster)
-            self._seen |= self.there
+            self._seen |= self.connected
             servers = cluster.of_role("server")
             left = set() if before is None else {member.node for member in before.of_role("server")}
             left -= {member.node for member in servers}
@@ -190,43 +190,43 @@ class RunServers(Closing):
             self._news.take_servers((member.incarnation for member in servers), is_lost=cluster.num_lost > 0)
             self._changed.notify_all()
 
-    def _heard(self, notice: msgspec.Struct) -> None:
+    def _handle_notice(self, notice: msgspec.Struct) -> None:
         with self._changed:
             if isinstance(notice, messages.Ended):
-                self._ended, self._cut_short = True, bool(self.there)
+                self._ended, self._cut_short = True, bool(self.connected)
             elif isinstance(notice, messages.Expelled):
                 self._lost = self._lost or f"this launcher was declared dead: {notice.reason}"
             self._changed.notify_all()
 
-    def _has_lost(self, error: PacelineError) -> None:
+    def _handle_loss(self, error: PacelineError) -> None:
         with self._changed:
             self._lost = self._lost or str(error)
             self._changed.notify_all()
 
-    def _note_replaced(self, name: str, status: int) -> None:
+    def _report_replaced(self, name: str, status: int) -> None:
         with self._changed:
             if name == "scheduler":
-                self._news.add(f"the scheduler {describe_status(status)}: another one takes its place")
+                self._news.add(f"the scheduler {describe_status(status)}: another one replaces it")
                 return
-            died = "gave no sign of life and was killed" if name in self._stopped else describe_status(status)
+            death = "sent no heartbeat and was killed" if name in self._stopped else describe_status(status)
             self._stopped.discard(name)
-            after = "its replicas serve what it had, and another server took its place"
-            self._news.add_when_replaced(name, f"{name} {died}: {after}")
+            after = "its replicas serve its data, and another server replaces it"
+            self._news.add_when_replaced(name, f"{name} {death}: {after}")
 
-    # What becomes of it, in the thread that asks for it.
+    # Checks, in the caller's thread.
 
-    def _look(self) -> None:
-        """Say what is new, and kill servers that were declared dead and do not end: others take their place then."""
-        self._say_news()
+    def _check(self) -> None:
+        """Print news, and kill servers that were declared dead but still live, so that they are replaced."""
+        self._print_news()
         with self._changed:
-            now = time.monotonic()
-            for node in [node for node, until in self._expelled.items() if now >= until and not self._ended]:
+            time_s = time.monotonic()
+            for node in [node for node, until in self._expelled.items() if time_s >= until and not self._ended]:
                 del self._expelled[node]
                 name = self.cluster.kill_server(node)
                 if name is not None:
                     self._stopped.add(name)
 
-    def _say_news(self) -> None:
+    def _print_news(self) -> None:
         with self._changed:
             lines = self._news.take_lines()
         for line in lines:
@@ -239,8 +239,8 @@ class RunServers(Closing):
         return self._share is None or self._share.runs_scheduler
 
     @property
-    def there(self) -> set[int]:
-        """The workers that are there."""
+    def connected(self) -> set[int]:
+        """Ranks of the connected workers."""
         return set() if self._map is None else {member.rank for member in self._map.of_role("worker")}
 
     @property
@@ -248,18 +248,18 @@ class RunServers(Closing):
         return len(self._seen) >= self._num_workers
 
     def _wait(self, is_done: Callable[[], bool]) -> None:
-        """Wait until something is true, or the cluster has ended in good order. Raises PeerError if it has not."""
+        """Wait until a condition holds or the cluster has ended regularly. Raises PeerError after a failure."""
 
         def is_over() -> bool:
             routes = self._watch.newest
             return is_done() or self._ended or self._lost is not None or (routes is not None and routes.lost != 0)
 
         while True:
-            self._look()
+            self._check()
             with self._changed:
-                has_ended, is_good = self._changed.wait_for(is_over, _LOOK_S), is_done()
+                has_ended, is_good = self._changed.wait_for(is_over, _POLL_S), is_done()
             if has_ended:
                 failure = None if is_good else self.failure()
                 break
         if failure is not None:
-            raise PeerError(f"{failure}; the ranks on other machines cannot go on")
+            raise PeerError(f"{failure}; the ranks on other machines cannot continue")

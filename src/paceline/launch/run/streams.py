@@ -1,4 +1,4 @@
-"""Where ranks' output goes: labelled lines to this process's own, and everything as it is to files."""
+"""Show the ranks' output on this process's own, in labelled lines, and write all of it to files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.launch.run.output import LineSplitter, label
 
 
 class Screen:
-    """This process's standard output and error, to which whole lines are written."""
+    """Standard output and error of this process, for complete lines."""
 
     def __init__(self, *, labelled: bool) -> None:
         self._outputs = (sys.stdout, sys.stderr)
@@ -22,20 +22,20 @@ class Screen:
         self._coloured = tuple(_is_coloured(output) for output in self._outputs)
 
     def write(self, rank: int, lines: list[bytes], *, is_error: bool) -> None:
-        """Write lines of a rank. Raises BrokenPipeError if nobody reads them."""
+        """Write lines of a rank. Raises BrokenPipeError if the reader has closed it."""
         if lines:
-            before = label(rank, coloured=self._coloured[is_error]) if self._labelled else b""
-            self.write_bytes(b"".join(before + line for line in lines), is_error=is_error)
+            prefix = label(rank, coloured=self._coloured[is_error]) if self._labelled else b""
+            self.write_bytes(b"".join(prefix + line for line in lines), is_error=is_error)
 
     def write_bytes(self, data: bytes, *, is_error: bool) -> None:
-        """Write what needs no label."""
+        """Write bytes without a label."""
         output = self._outputs[is_error].buffer
         output.write(data)
         output.flush()
 
 
 class Stream:
-    """One rank's standard output or error: a pipe that is read as far as there is something."""
+    """One rank's standard output or error: a nonblocking pipe."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Stream:
         os.set_blocking(pipe, False)
 
     def read(self) -> bool:
-        """Take a piece of what is there; return whether there may be more."""
+        """Read a chunk, if any; return whether there may be more."""
         try:
             data = os.read(self.pipe, 65536)
         except BlockingIOError:
@@ -67,11 +67,11 @@ class Stream:
         return bool(data)
 
     def glimpse(self) -> None:
-        """Show what stands in a line that is being overwritten, as progress bars are."""
+        """Show the current state of a line that the rank keeps overwriting, such as a progress bar."""
         self._show(self._splitter.glimpse())
 
     def close(self, *, drain: bool) -> None:
-        """Let go of the pipe, after what is in it. A last line without its end is a line."""
+        """Close the pipe, after reading the rest if `drain`. A last line without a line end is shown too."""
         if self.pipe < 0:
             return
         try:
@@ -89,12 +89,12 @@ class Stream:
         if not self.is_error:
             self._screen.write(self.rank, lines, is_error=False)
             return
-        now, shown = self._clock(), []
+        time_s, shown = self._clock(), []
         for line in lines:
-            # torch.distributed puts it before the lines of tracebacks, which would not be known as such.
+            # torch.distributed adds it to the lines of tracebacks, which would hide them from the search.
             line = line.removeprefix(self._torch_prefix)
             self.recent.add(line)
-            shown += self._tracebacks.feed(self.rank, line, now)
+            shown += self._tracebacks.feed(self.rank, line, time_s)
         self._screen.write(self.rank, shown, is_error=True)
 
     def _keep(self, data: bytes) -> None:
@@ -104,7 +104,7 @@ class Stream:
             self._log.write(data)
         except OSError as error:
             log, self._log = self._log, None
-            text = f"paceline run: {log.name} ends here, the run goes on: {error.strerror}\n"
+            text = f"paceline run: {log.name} ends here, the run continues: {error.strerror}\n"
             self._screen.write_bytes(text.encode(), is_error=True)
             try:
                 log.close()
@@ -122,15 +122,15 @@ def open_logs(folder: Path, rank: int) -> tuple[IO[bytes], IO[bytes]]:
     except OSError as error:
         if out is not None:
             out.close()
-        raise UsageError(f"--log-dir {folder}: {error.filename} cannot be written: {error.strerror}") from None
+        raise UsageError(f"--log-dir {folder}: cannot write {error.filename}: {error.strerror}") from None
 
 
 def check_log_dir(folder: Path) -> None:
-    """Make the folder for ranks' output if it is not there. Raises UsageError."""
+    """Create the folder for ranks' output if it is missing. Raises UsageError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"--log-dir {folder}: this folder cannot be made: {error.strerror}") from None
+        raise UsageError(f"--log-dir {folder}: cannot create this folder: {error.strerror}") from None
 
 
 def _is_coloured(output: IO[str]) -> bool:
