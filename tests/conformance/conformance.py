@@ -23,7 +23,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from paceline.errors import UsageError
 from paceline.temporary import TemporaryFolder
 from paceline.torch.strategies import strategy
-from paceline.torch.strategies.sharded.parameters import as_whole
+from paceline.torch.strategies.sharded.parameters import as_complete
 
 ONE_PROCESS: dict[str, dict[str, Any]] = {"mirrored": {"replicas": 2}, "central-storage": {"replicas": 2}}
 SEVERAL: dict[str, dict[str, Any]] = {"all-reduce": {}, "parameter-server": {}, "sharded": {}}
@@ -41,7 +41,7 @@ def run_idiom(name: str, idiom: str, options: dict[str, Any]) -> Outcome:
     try:
         options = {**options, **OPTIONS.get(idiom, {}).get(name, {})}
         with strategy(name, device="cpu", **options) as chosen:
-            return {"values": [as_whole(value, keep=True).tolist() for value in IDIOMS[idiom](Trial(chosen))]}
+            return {"values": [as_complete(value, keep=True).tolist() for value in IDIOMS[idiom](Trial(chosen))]}
     except UsageError as error:
         return {"refused": str(error)}
     except Exception:

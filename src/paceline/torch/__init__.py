@@ -4,12 +4,12 @@
 >>> import paceline.torch as pt
 >>> model = torch.nn.Linear(2, 1)
 >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
->>> strategy = pt.strategy()                                  # what the launcher chose; one device otherwise
+>>> strategy = pt.strategy()                                  # the launcher's choice; one device without a launcher
 >>> model, optimizer = strategy.prepare(model, optimizer)
 >>> strategy.name
 'one-device'
 
-``paceline`` is also a backend of ``torch.distributed``, whose name torch knows where Paceline is installed:
+``paceline`` is also a backend of ``torch.distributed``, and torch finds its name once Paceline is installed:
 
 >>> import torch.distributed as dist
 >>> dist.init_process_group("paceline", rank=0, world_size=1, store=dist.HashStore())
@@ -19,9 +19,8 @@
 [1.0, 1.0]
 >>> dist.destroy_process_group()
 
-DistributedDataParallel, ``fully_shard``, device meshes, functional collectives and objects go through it. Tensors on
-the CPU go by Paceline's collectives; CUDA tensors by an NCCL group of the same ranks, which is made when the first one
-comes.
+DistributedDataParallel, ``fully_shard``, device meshes, functional collectives and objects use it. Tensors on the CPU
+use Paceline's collectives; CUDA tensors use an NCCL group of the same ranks, which is created for the first one.
 """
 
 try:

@@ -1,7 +1,7 @@
-"""What ``torch.compile`` is to make of this package: nothing. Its frames run as they are, between compiled graphs.
+"""Exclude this package from ``torch.compile``: its frames run uncompiled, between compiled graphs.
 
-Communication has effects that a graph cannot hold, and Dynamo, which may begin with any frame that runs while a
-compiled model does, takes a process group for an object without attributes.
+Communication has effects that a graph cannot express. Dynamo may also start at any frame during a compiled model's
+call, and treats a process group as an object without attributes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _RULES: Final = "torch._dynamo.trace_rules"
 
 
 def keep_out_of_graphs() -> None:
-    """Have Dynamo skip this package's files: now, or as soon as it is imported, which takes a second or more."""
+    """Make Dynamo skip this package's files: now, or once Dynamo is imported, which takes a second or more."""
     rules = sys.modules.get(_RULES)
     if rules is not None:
         _skip(rules)
@@ -46,7 +46,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """Adds to the rules when they are there."""
+    """Adds this package to the rules after they are loaded."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader

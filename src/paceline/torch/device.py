@@ -1,4 +1,4 @@
-"""Collectives of CUDA tensors: by NCCL, or by host copies where ranks share a device, which NCCL refuses."""
+"""Collectives of CUDA tensors: by NCCL, or by host copies if ranks share a device, which NCCL does not support."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CUDA: Final = "cuda"
 
 
 class DeviceGroups:
-    """The same ranks once more, as an NCCL group: made when the first CUDA tensor comes, by all of them."""
+    """An additional NCCL group of the same ranks; all of them create it at the first CUDA tensor."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, name: str) -> None:
         self._store, self._rank, self._size, self._timeout, self._name = store, rank, size, timeout, name
@@ -24,27 +24,27 @@ class DeviceGroups:
 
     @property
     def is_made(self) -> bool:
-        """Whether any CUDA tensor has come."""
+        """Whether a CUDA tensor was used."""
         return self._group is not None
 
     def barrier(self) -> None:
-        """Wait for the other ranks on the group that has been made.
+        """Wait for the other ranks on the NCCL group.
 
-        The options that ``torch.distributed`` passes name the CPU, which that group does not have.
+        The options of ``torch.distributed`` name the CPU, which that group does not support.
         """
         options = BarrierOptions()
         options.device = torch.device(_CUDA, torch.cuda.current_device())
         self._group.barrier(options).wait()
 
     def of(self, tensor: Tensor) -> Any:
-        """Return the group for a tensor's device, None if ranks share one. Raises UsageError without NCCL."""
+        """Return the group for a tensor's device; None if ranks share one. Raises UsageError without NCCL."""
         return self.of_device(tensor.device)
 
     def of_device(self, device: torch.device) -> Any:
-        """Return the group for a device, None if ranks share one. Raises UsageError without NCCL."""
+        """Return the group for a device; None if ranks share one. Raises UsageError without NCCL."""
         if device.type != _CUDA or not torch.distributed.is_nccl_available():
             raise UsageError(
-                f"got a tensor on {device}, expected one on the CPU or, where PyTorch has NCCL, on CUDA; move it with "
+                f"got a tensor on {device}: expected one on the CPU or, with NCCL in PyTorch, on CUDA; move it with "
                 ".cpu()"
             )
         if self._group is None and not self._is_shared:
@@ -53,13 +53,13 @@ class DeviceGroups:
         return self._group
 
     def close(self, *, abort: bool) -> None:
-        """Let go of the group. Idempotent."""
+        """Close the group. Idempotent."""
         group, self._group = self._group, None
         if group is not None:
             group.abort() if abort else group.shutdown()
 
     def _find_shared(self, device: torch.device) -> bool:
-        """Exchange the devices' identifiers; return whether two ranks have the same."""
+        """Exchange the devices' identifiers; return whether two ranks have the same one."""
         store = PrefixStore("CUDA devices", self._store)
         store.set(str(self._rank), str(torch.cuda.get_device_properties(device).uuid))
         return len({store.get(str(rank)) for rank in range(self._size)}) < self._size

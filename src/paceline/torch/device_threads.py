@@ -1,4 +1,4 @@
-"""Threads that compute on several devices at the same time, in the state that the caller's thread is in."""
+"""Threads that compute on several devices at the same time, with the state of the caller's thread."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ T = TypeVar("T")
 
 
 class DeviceThreads:
-    """A thread for each device, kept between calls; each has its share of the cores for work inside an operator.
+    """A thread for each device, kept between calls, with its share of the cores for parallelism within operators.
 
-    `kind` is what computes on a device, as errors are to say it: "replica".
+    `kind` is the name of a computation in errors: "replica".
     """
 
     def __init__(self, devices: Sequence[torch.device], kind: str) -> None:
@@ -29,12 +29,12 @@ class DeviceThreads:
         self._pid = os.getpid()
 
     def run(self, work: Callable[[int], T], count: int, *, grad: bool = False) -> list[T]:
-        """Return ``work(i)`` of the first `count` devices, computed at the same time, with the grad mode `grad`.
+        """Return ``work(i)`` for the first `count` devices, computed at the same time, with the grad mode `grad`.
 
-        The caller's inference mode, autocast, CUDA streams and context variables hold in the threads. What one raises
-        is raised, after all have ended, with its number and device in the message; if several fail, the first one's.
+        The threads have the caller's inference mode, autocast, CUDA streams and context variables. An exception is
+        raised after all have ended, with number and device in the message; the first one's if several fail.
         """
-        if self._pid != os.getpid():  # after a fork, which took no threads along
+        if self._pid != os.getpid():  # after a fork, where the threads do not exist
             self._pool, self._submitting, self._pid = None, threading.Lock(), os.getpid()
         carried = _Carried(self._devices[:count], grad)
 
@@ -42,14 +42,14 @@ class DeviceThreads:
             with carried.over(number):
                 return work(number)
 
-        with self._submitting:  # all of a call before any of another's, else both might wait for threads
+        with self._submitting:  # submit all work of a call together, else two calls might wait for each other's threads
             pool = self._started()
             futures = [pool.submit(contextvars.copy_context().run, run_one, i) for i in range(count)]
         wait(futures)
         for number, future in enumerate(futures):
             error = future.exception()
             if error is not None:
-                _say_where(error, f"{self._kind} {number} of {count} on {self._devices[number]}")
+                _add_location(error, f"{self._kind} {number} of {count} on {self._devices[number]}")
                 raise error
         return [future.result() for future in futures]
 
@@ -64,15 +64,15 @@ class DeviceThreads:
 
     def _started(self) -> ThreadPoolExecutor:
         if self._pool is None:
-            # torch keeps the number of threads inside an operator by calling thread, and the last one set is what new
-            # threads begin with: so this thread, which is not to change, sets its own again.
+            # torch has the number of threads within operators per calling thread, and new threads start with the last
+            # set number: restore this thread's own afterwards.
             count, num_threads = len(self._devices), torch.get_num_threads()
-            all_here = threading.Barrier(count)
+            all_started = threading.Barrier(count)
 
             def start() -> None:
-                torch.get_num_threads()  # A thread's first call takes over the common number, whatever it has set.
+                torch.get_num_threads()  # a thread's first call resets the number to the common one
                 torch.set_num_threads(max(1, num_threads // count))
-                all_here.wait()
+                all_started.wait()
 
             self._pool = ThreadPoolExecutor(count, thread_name_prefix=f"paceline-{self._kind}")
             wait([self._pool.submit(start) for _ in range(count)])
@@ -81,7 +81,7 @@ class DeviceThreads:
 
 
 class _Carried:
-    """The state of the caller's thread that torch keeps by thread."""
+    """The thread-local state of torch in the caller's thread."""
 
     def __init__(self, devices: Sequence[torch.device], grad: bool) -> None:
         self._devices = devices
@@ -97,7 +97,7 @@ class _Carried:
 
     @contextlib.contextmanager
     def over(self, number: int) -> Iterator[None]:
-        """Have that state in this thread, with the device of this number the current one."""
+        """Apply the state to this thread, with the device of this number as the current one."""
         with contextlib.ExitStack() as stack:
             stream = self._streams[number]
             if stream is not None:
@@ -110,9 +110,9 @@ class _Carried:
             yield
 
 
-def _say_where(error: BaseException, where: str) -> None:
-    """Put `where` before the error's message, of whatever type it is."""
+def _add_location(error: BaseException, location: str) -> None:
+    """Prepend `location` to the message of an error of any type."""
     if error.args and isinstance(error.args[0], str):
-        error.args = (f"{where}: {error.args[0]}", *error.args[1:])
-    if where not in str(error) and hasattr(error, "add_note"):
-        error.add_note(f"in {where}")
+        error.args = (f"{location}: {error.args[0]}", *error.args[1:])
+    if location not in str(error) and hasattr(error, "add_note"):
+        error.add_note(f"in {location}")

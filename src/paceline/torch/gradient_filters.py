@@ -1,10 +1,10 @@
-"""Filters as a communication hook of DistributedDataParallel: gradients are averaged in fewer bytes.
+"""Filters as a communication hook of DistributedDataParallel, which average gradients in fewer bytes.
 
-Exchanges of one bucket overlap with those of the next and with the rest of backward; all ranks make them in the same
-order, since none is started but by the hook.
+The exchange of a bucket overlaps with the next buckets' and with the rest of backward. All ranks make the exchanges in
+the same order, because only the hook starts them.
 """
 
-# Annotations are not postponed here, for PyTorch compares those of a hook.
+# Annotations are not postponed, because PyTorch compares a hook's.
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,13 +31,13 @@ Hook = Callable[[Any, GradBucket], Future[Tensor]]
 def filter_hook(filters: Sequence[Filter] | str) -> Hook:
     """Return a hook for ``DistributedDataParallel.register_comm_hook(group, hook)``; group None: all ranks.
 
-    `filters`: one of :class:`~paceline.filters.TopK` and :class:`~paceline.filters.RandomK`, which choose single values
-    here, and one of :class:`~paceline.filters.Float16`, :class:`~paceline.filters.BFloat16` and
-    :class:`~paceline.filters.Quantize`, or a text as ``top-k:0.01,quantize:8``. What they take of a gradient is kept
-    and added to the next one (error feedback); it is lost when the process ends. Each model takes a hook of its own.
-    Gradients that are not float32 are converted; those of CUDA devices go through the host's memory.
+    `filters`: one of :class:`~paceline.filters.TopK` and :class:`~paceline.filters.RandomK`, which select single values
+    of a gradient, and one of :class:`~paceline.filters.Float16`, :class:`~paceline.filters.BFloat16` and
+    :class:`~paceline.filters.Quantize`, or a text such as ``top-k:0.01,quantize:8``. The part that they remove from a
+    gradient is added to the next one (error feedback); it is lost when the process ends. Use one hook per model.
+    Gradients that are not float32 are converted; gradients on CUDA devices pass through host memory.
 
-    Raises UsageError for filters that are not for gradients.
+    Raises UsageError for filters that do not apply to gradients.
     """
     gradients = _FilteredGradients(gradient_filters(filters))
 
@@ -47,10 +47,10 @@ def filter_hook(filters: Sequence[Filter] | str) -> Hook:
     return average
 
 
-def told_filters() -> tuple[str, str | None]:
-    """Return the filters of ``paceline run --filters`` and ``--pull-filters``, whose modules are imported.
+def launcher_filters() -> tuple[str, str | None]:
+    """Return the filters of ``paceline run --filters`` and ``--pull-filters``, and import their modules.
 
-    Empty for none; None for those of pulled values that follow from the others.
+    An empty text means no filters; None means filters of pulled values derived from the first ones.
     """
     pushed, pulled = environment().filters or "", environment().pull_filters
     import_filter_modules([*modules_named_in(pushed), *modules_named_in(pulled or "")])
@@ -58,33 +58,33 @@ def told_filters() -> tuple[str, str | None]:
 
 
 def row_filters(filters: Sequence[Filter] | str | None, pull_filters: Sequence[Filter] | str | None) -> RowFilters:
-    """Return what rows of embeddings on servers go behind; None: what ``paceline run`` was told."""
+    """Return the filters of embeddings' rows on servers; None: as in ``paceline run``."""
     if filters is None:
-        filters, told = told_filters()
-        pull_filters = told if pull_filters is None else pull_filters
+        filters, launcher_pull_filters = launcher_filters()
+        pull_filters = launcher_pull_filters if pull_filters is None else pull_filters
     pulled = None if pull_filters is None else chain_of(pull_filters).filters
     return RowFilters(chain_of(filters).filters, pulled)
 
 
 class _Step:
-    """One bucket of one backward pass, on its way."""
+    """The exchange of one bucket in one backward pass."""
 
     def __init__(self, group: Any, buffer: Tensor, averaging: Averaging) -> None:
         self._group, self._buffer, self._averaging = group, buffer, averaging
         self.future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else [])
         self._received = torch.empty(0)
         self._work: Any = None
-        self._go_on(None)
+        self._continue(None)
 
     def advance(self) -> bool:
-        """Wait for what is under way and begin what follows; return whether that is all."""
+        """Finish the current message and start the next one; return whether it was the last."""
         if self._work is None:
             return True
         self._work.wait()
-        self._go_on(self._received.cpu().numpy())
+        self._continue(self._received.cpu().numpy())
         return self._work is None
 
-    def _go_on(self, received: Bytes | None) -> None:
+    def _continue(self, received: Bytes | None) -> None:
         try:
             exchange = self._averaging.send(received) if received is not None else next(self._averaging)
         except StopIteration as ended:
@@ -105,46 +105,48 @@ class _Step:
 
 
 class _FilteredGradients:
-    """The buckets of one model, and what is kept of each parameter's gradients."""
+    """The buckets of one model, and the error feedback of each parameter's gradients."""
 
     def __init__(self, chain: FilterChain) -> None:
         self._chain = chain
         self._means: dict[tuple[int, ...], GradientMean] = {}  # by the parameters in a bucket
-        self._rests: dict[int, Floats] = {}  # by parameter
-        self._under_way: deque[_Step] = deque()
+        self._feedback: dict[int, Floats] = {}  # by parameter
+        self._in_flight: deque[_Step] = deque()
 
     def start(self, group: Any, bucket: GradBucket) -> Future[Tensor]:
-        """Begin to average a bucket, and go on with those before; end all with the last one."""
+        """Start averaging a bucket, and continue the earlier ones; finish all with the last one."""
         if bucket.index() == 0:
-            self._under_way.clear()  # a backward pass before was cut short
+            self._in_flight.clear()  # the previous backward pass was interrupted
         buffer = bucket.buffer()
         grads: Floats = buffer.detach().to("cpu", torch.float32).numpy()
         step = _Step(group, buffer, self._mean_of(group, bucket).average(grads))
-        before = list(self._under_way)
-        self._under_way.append(step)
+        before = list(self._in_flight)
+        self._in_flight.append(step)
         self._advance(before)
-        while bucket.is_last() and self._under_way:
-            self._advance(list(self._under_way))
+        while bucket.is_last() and self._in_flight:
+            self._advance(list(self._in_flight))
         return step.future
 
     def _advance(self, steps: list[_Step]) -> None:
-        for each in steps:
-            if each.advance():
-                self._under_way.remove(each)
+        for step in steps:
+            if step.advance():
+                self._in_flight.remove(step)
 
     def _mean_of(self, group: Any, bucket: GradBucket) -> GradientMean:
-        """Return what averages a bucket; its parameters may have been in others (buckets are made anew once)."""
+        """Return the averaging of a bucket. Torch redistributes the parameters to buckets once: keep their feedback."""
         parameters = bucket.parameters()
         key = tuple(map(id, parameters))
         found = self._means.get(key)
         if found is None:
             for known in [known for known in self._means if set(known) & set(key)]:
                 self._means.pop(known).fold_into_rest()
-            rests = [self._rests.get(id(each), np.zeros(each.numel(), np.float32)) for each in parameters]
-            rest = np.concatenate(rests)
-            ends = np.cumsum([len(each) for each in rests])
-            self._rests.update(zip(key, np.split(rest, ends[:-1]), strict=True))  # views, which change with the whole
+            parts = [
+                self._feedback.get(id(parameter), np.zeros(parameter.numel(), np.float32)) for parameter in parameters
+            ]
+            joined = np.concatenate(parts)
+            ends = np.cumsum([len(part) for part in parts])
+            self._feedback.update(zip(key, np.split(joined, ends[:-1]), strict=True))  # views of `joined`
             found = self._means[key] = GradientMean(
-                self._chain, dist.get_rank(group), dist.get_world_size(group), rest, number=bucket.index()
+                self._chain, dist.get_rank(group), dist.get_world_size(group), joined, number=bucket.index()
             )
         return found

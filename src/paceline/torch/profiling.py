@@ -1,4 +1,4 @@
-"""Events for PyTorch's profiler, named as Gloo's are: ``paceline:all_reduce``, ``paceline:send``, ..."""
+"""Events for PyTorch's profiler, with names like Gloo's: ``paceline:all_reduce``, ``paceline:send``, ..."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ is_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
 class TracedOperation:
-    """One operation, from here to :meth:`end`, which may come in another thread."""
+    """One operation, from its creation to :meth:`end`, which may be called in another thread."""
 
     def __init__(self, name: str, tensors: Sequence[Tensor]) -> None:
         self._began_in = threading.get_ident()
         self._handle: Any = torch._C._autograd._record_function_with_args_enter(f"paceline:{name}", *tensors)
 
     def end(self) -> None:
-        """Say that the operation is done. The profiler takes it for asynchronous if the thread is another one."""
+        """End the operation. The profiler treats it as asynchronous if this is another thread."""
         if threading.get_ident() != self._began_in:
             self._exit()
         else:

@@ -1,6 +1,6 @@
-"""Which update rule of the servers does what a ``torch.optim`` optimizer would do, and the state of one as the other's.
+"""Convert ``torch.optim`` optimizers to equivalent update rules of servers, and their states in both directions.
 
-For strategies and embeddings whose parameters, and so their updates, lie in tables of :mod:`paceline.ps`.
+For strategies and embeddings with parameters in tables of :mod:`paceline.ps`.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ _POSSIBLE = (
     "torch.optim's SGD, Adagrad, RMSprop, Adadelta, Adam, AdamW, Adamax, NAdam, RAdam, ASGD and Rprop, with all options"
 )
 _SCALARS = ("mu_product", "eta")
-"""States that torch has as one number of a parameter, a table for each element."""
+"""States that are one number per parameter in torch, but one per element in a table."""
 
 
 def rule_of(optimizer: Optimizer, group: Mapping[str, Any]) -> UpdateRule:
-    """Return the update rule that a server applies in an optimizer's stead to one of its parameter groups.
+    """Return the update rule that has the same effect as an optimizer on one of its parameter groups.
 
-    It gives what the optimizer would give, to float32 rounding. Numbers may be tensors, as torch allows; how torch
-    would compute (``foreach``, ``fused``, ``capturable``, ``differentiable``) does not matter.
+    The results are equal to float32 rounding. Numbers may be tensors, as in torch; options of torch's computation
+    (``foreach``, ``fused``, ``capturable``, ``differentiable``) are ignored.
 
-    Raises UsageError for an optimizer that no rule does the same as, because it does not update every element by
-    itself (Adafactor, LBFGS, Muon), needs sparse gradients, or is not torch's: the message says which are possible.
+    Raises UsageError for an optimizer without an equivalent rule, because it does not update each element separately
+    (Adafactor, LBFGS, Muon), needs sparse gradients, or is not torch's; the message lists the supported ones.
     """
     step = _plain_step(optimizer)
     for kind, make in _MAKERS:
         if isinstance(optimizer, kind) and step is inspect.unwrap(kind.step):
             return make(optimizer, group)
     raise UsageError(
-        f"optimizer {type(optimizer).__name__} {_obstacle(optimizer)}, so that servers and tables of rows, which hold "
-        f"pieces of parameters, cannot apply it: take one of {_POSSIBLE}, or a strategy that keeps no parameters on "
-        "servers (all-reduce)"
+        f"optimizer {type(optimizer).__name__} {_obstacle(optimizer)}, so servers and tables of rows, which hold "
+        f"pieces of parameters, cannot apply it: use one of {_POSSIBLE}, or a strategy without parameters on servers "
+        "(all-reduce)"
     )
 
 
 def _plain_step(optimizer: Optimizer) -> Any:
-    """Return the function that an optimizer's steps call, behind the wrappers of torch and its schedulers only."""
+    """Return the function of an optimizer's steps, without the wrappers of torch and its schedulers."""
     own = vars(optimizer).get("step")
     if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
         return own  # the program has replaced it
@@ -70,9 +70,9 @@ def _obstacle(optimizer: Optimizer) -> str:
     if any(isinstance(optimizer, kind) for kind, _ in _MAKERS):
         return "has a step of its own"
     if type(optimizer).__name__ in ("Adafactor", "LBFGS", "Muon"):
-        return "computes with whole parameters, not with each element by itself"
+        return "computes with complete parameters instead of single elements"
     if isinstance(optimizer, torch.optim.SparseAdam):
-        return "takes sparse gradients only"
+        return "supports only sparse gradients"
     return "has no update rule"
 
 
@@ -117,7 +117,7 @@ def _moments(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _adam(optimizer: Optimizer, group: Mapping[str, Any]) -> UpdateRule:
-    # Newer versions of torch have AdamW as an Adam with this option, older ones as a class of its own.
+    # AdamW is an Adam with this option in newer versions of torch, and a separate class in older ones.
     is_decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
     return (AdamW if is_decoupled else Adam)(**_moments(group), **_is_set(group, "amsgrad"))
 
@@ -159,19 +159,19 @@ _MAKERS: tuple[tuple[type[Optimizer], Callable[[Optimizer, Mapping[str, Any]], U
 
 
 def num_planes(rule: UpdateRule) -> int:
-    """Return how many state planes a rule keeps beside the values of a dense table, its step count included."""
+    """Return the number of a rule's state planes in a dense table, in addition to the values, step count included."""
     return rule.num_states + rule.has_count
 
 
 def state_to_torch(
     rule: UpdateRule, planes: npt.NDArray[np.float32], shape: Sequence[int], *, num_steps: int = 0
 ) -> dict[str, Any]:
-    """Return a parameter's state as torch's optimizer keeps it, float32 tensors on the CPU; nothing before a step.
+    """Return a parameter's state in the form of torch's optimizer, float32 tensors on the CPU; empty before a step.
 
-    `planes` (float32 [num_planes, n]) are a table's, copied; `shape` is the parameter's. `num_steps` is what the
-    optimizer's own count becomes where the rule has none, because its updates do not depend on it.
+    `planes` (float32 [num_planes, n]) are copied from a table; `shape` is the parameter's. `num_steps` is the
+    optimizer's step count for rules without a count, whose updates do not depend on it.
     """
-    # The elements of a parameter are updated together, so that their counts are equal.
+    # All elements of a parameter are updated together, so their counts are equal.
     count = float(planes[-1].max(initial=0)) if rule.has_count else float(num_steps)
     if rule.has_count and not count:
         return {}
@@ -187,9 +187,9 @@ def state_to_torch(
 
 
 def state_from_torch(rule: UpdateRule, state: Mapping[str, Any], num_elements: int) -> npt.NDArray[np.float32]:
-    """Return what torch's optimizer keeps for a parameter as state planes, float32 [num_planes, num_elements].
+    """Return a parameter's state in torch's optimizer as state planes, float32 [num_planes, num_elements].
 
-    What is not in `state` is as before the first update.
+    States missing in `state` are as before the first update.
     """
     planes = np.zeros((num_planes(rule), num_elements), np.float32)
     if isinstance(rule, Adagrad):
@@ -199,7 +199,7 @@ def state_from_torch(rule: UpdateRule, state: Mapping[str, Any], num_elements: i
         if found is not None:
             plane[:] = found.detach().to("cpu", torch.float32).reshape(-1).numpy()
             if isinstance(rule, Momentum) and rule.has_count:
-                planes[-1] = 1  # torch keeps no count: a velocity says that there was a step
+                planes[-1] = 1  # torch keeps no count: a velocity means at least one step
     if rule.has_count and "step" in state:
         planes[-1] = float(state["step"])
     return planes

@@ -302,20 +302,20 @@ def check_what_cannot_be_sharded_is_refused_on_every_rank(rank: int, size: int) 
     linear, hooked = nn.Linear(4, 4), nn.Linear(2, 2)
     hooked.weight.register_hook(torch.neg)
     wrong: list[tuple[nn.Module, Any, dict[str, Any], str]] = [
-        (empty, None, {}, "the model has no parameters, so that there is nothing to shard"),
+        (empty, None, {}, "the model has no parameters"),
         (double, None, {}, "'weight' is float32 and 'bias' float64.*one dtype"),
         (linear, torch.optim.SGD([*linear.parameters(), foreign], lr=1.0), {}, "a parameter that the model does not"),
         (linear, torch.optim.LBFGS(linear.parameters()), {}, "LBFGS does not compute with shards"),
-        (linear, torch.optim.SGD(linear.parameters(), fused=True), {}, r"SGD\(fused=True\) does not take shards"),
+        (linear, torch.optim.SGD(linear.parameters(), fused=True), {}, r"SGD\(fused=True\) does not support shards"),
         (hooked, None, {}, "parameter 'weight' has a hook"),
         (sparse, None, {}, "0 has sparse=True"),
-        (tied, None, {"units": ["words"]}, "words has the parameter 'weight', which another part of the model has too"),
+        (tied, None, {"units": ["words"]}, "words shares the parameter 'weight' with another part"),
         (tied, None, {"units": ["blocks"]}, "blocks has no parameters, or no forward of its own"),
         (
             tied,
             None,
             {"units": ["layers.*"]},
-            r"layers\.\*: no module of the model has this name; it has words",
+            r"layers\.\*: no module of the model has this name; its modules: words",
         ),
     ]
     for model, optimizer, options, said in wrong:
@@ -328,17 +328,17 @@ def check_what_cannot_be_sharded_is_refused_on_every_rank(rank: int, size: int) 
     with Sharded(device="cpu") as strategy:
         kept = list(linear.parameters())
         strategy.prepare(linear)
-        with pytest.raises(UsageError, match=r"taken before prepare\(\)"):
+        with pytest.raises(UsageError, match=r"read before prepare\(\)"):
             nn.utils.clip_grad_norm_(kept, 1.0)
         with pytest.raises(UsageError, match=r"register_hook\(\) on a parameter would never be called"):
             linear.weight.register_hook(torch.neg)
         copies: list[Callable[[Any], Any]] = [copy.deepcopy, torch.optim.swa_utils.AveragedModel, pickle.dumps]
         for copied in copies:
-            with pytest.raises(UsageError, match=r"make a copy before prepare\(\)"):
+            with pytest.raises(UsageError, match=r"copy the model before prepare\(\)"):
                 copied(linear)
         with pytest.raises(UsageError, match=r"call full_tensor\(\)\.numpy\(\) on every process"):
             np.asarray(linear.weight.detach())
-        with pytest.raises(UsageError, match=r"zero_\(\) on a part of a tensor in shards changes a copy"):
+        with pytest.raises(UsageError, match=r"zero_\(\) on a part of a sharded tensor changes a copy"):
             linear.weight.data[0].zero_()
         x = torch.ones(2, 4, requires_grad=True)
         calls: list[Callable[[], Any]] = [
@@ -346,7 +346,7 @@ def check_what_cannot_be_sharded_is_refused_on_every_rank(rank: int, size: int) 
             lambda: linear(x).sum().backward(inputs=list(linear.parameters())),
         ]
         for call in calls:
-            with pytest.raises(UsageError, match="has no gradients for parameters in shards"):
+            with pytest.raises(UsageError, match="has no gradients for sharded parameters"):
                 call()
         with pytest.raises(UsageError, match="create_graph=True"):
             torch.autograd.grad(linear(x).sum(), x, create_graph=True)

@@ -72,7 +72,7 @@ def test_a_single_rank_does_as_one_device(device: str, backend: str | None) -> N
         ({"backend": "nccl", "device": "cpu"}, ["nccl", "cpu", "leave backend out"]),
         ({"compression": "zip"}, ["'zip'", "powersgd"]),
         ({"filters": "key-caching"}, ["key-caching:64 is not for gradients"]),
-        ({"filters": "quantize:8", "compression": "fp16"}, ["take one of them"]),
+        ({"filters": "quantize:8", "compression": "fp16"}, ["pass only one"]),
         ({"compression": "powersgd:0"}, ["powersgd:0"]),
         ({"join": True, "sync_batch_norm": True}, ["join=True", "sync_batch_norm=True"]),
         ({"bucket_mb": 0}, ["bucket_mb=0"]),

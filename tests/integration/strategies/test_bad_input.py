@@ -89,7 +89,7 @@ def test_one_rank_that_does_wrong_is_the_one_that_is_blamed(tmp_path: Path, case
 def test_a_second_strategy_with_servers_is_refused(tmp_path: Path, strategy: str) -> None:
     status, _, err = run(tmp_path, strategy, "two")
     assert status == 1, err
-    assert f"strategy {strategy}: this process has a strategy with servers already" in err.splitlines()[-1]
+    assert f"strategy {strategy}: this process already has a strategy with servers" in err.splitlines()[-1]
 
 
 def test_servers_wait_for_nobody_who_has_left_an_epoch_by_break(tmp_path: Path) -> None:

@@ -361,9 +361,9 @@ def test_wrong_use_is_told(cluster: LocalCluster) -> None:
                 optimizer.step()
             assert torch.equal(model.never_called.bias, unused)
             one_backward(model)
-            with pytest.raises(UsageError, match=rf"rank {rank}: backward\(\) has reached parameter .* second time"):
+            with pytest.raises(UsageError, match=rf"rank {rank}: backward\(\) reached parameter .* second time"):
                 one_backward(model)
-            with pytest.raises(UsageError, match=rf"rank {rank}: clip_grad_norm_\(\) comes when"):
+            with pytest.raises(UsageError, match=rf"rank {rank}: clip_grad_norm_\(\) after"):
                 strategy.clip_grad_norm_(1.0)
             model.last.weight.data = torch.zeros(3)
             with pytest.raises(
@@ -382,7 +382,7 @@ def test_updates_by_hand_are_refused(cluster: LocalCluster) -> None:
             with torch.no_grad():
                 loss_of(model, INPUTS[0, rank], TARGETS[0, rank])
             loss = loss_of(model, INPUTS[0, rank], TARGETS[0, rank])
-            with pytest.raises(UsageError, match=rf"rank {rank}: backward\(\) was called, and prepare\(\) got no opt"):
+            with pytest.raises(UsageError, match=rf"rank {rank}: backward\(\) was called, but prepare\(\) got no opt"):
                 backward(loss)
 
     run(check)
@@ -418,7 +418,7 @@ def test_sequential_is_sequential_however_gradients_are_joined(cluster: LocalClu
 
 def test_no_rule_and_no_float32_are_told(cluster: LocalCluster) -> None:
     def check(rank: int) -> None:
-        with ParameterServer() as strategy, pytest.raises(UsageError, match="LBFGS computes with whole parameters"):
+        with ParameterServer() as strategy, pytest.raises(UsageError, match="LBFGS computes with complete parameters"):
             strategy.prepare(copy.deepcopy(NET), torch.optim.LBFGS(NET.parameters()))
         double = nn.Linear(2, 2).double()
         with ParameterServer() as strategy, pytest.raises(UsageError, match="'weight' is float64"):

@@ -80,7 +80,7 @@ def test_who_has_no_reset_parameters_is_named() -> None:
         DeferredValues.of(net, 0)
 
 
-@pytest.mark.parametrize(("kind", "said"), [(HalfScale, "gives no values to 'factor'"), (BrokenScale, "no such file")])
+@pytest.mark.parametrize(("kind", "said"), [(HalfScale, "does not set 'factor'"), (BrokenScale, "no such file")])
 def test_a_reset_that_does_not_do_is_named(kind: type[Scale], said: str) -> None:
     with torch.device("meta"):
         net = nn.Sequential(kind())

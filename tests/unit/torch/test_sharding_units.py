@@ -62,10 +62,10 @@ def test_units_by_name(patterns: list[str], units: list[str]) -> None:
 @pytest.mark.parametrize(
     ("patterns", "said"),
     [
-        (["layers.*"], r"--shard layers\.\*: no module .*; it has words, encoder, .* and \d+ more"),
+        (["layers.*"], r"--shard layers\.\*: no module .*modules: words, encoder, .* and \d+ more"),
         (["encoder.blocks"], r"encoder\.blocks has no parameters, or no forward .*encoder\.blocks\.\*"),
         (["top.1"], r"top\.1 has no parameters"),
-        (["head"], "head has the parameter 'weight', which another part of the model has too"),
+        (["head"], "head shares the parameter 'weight' with another part"),
     ],
 )
 def test_names_that_are_no_units(patterns: list[str], said: str) -> None:

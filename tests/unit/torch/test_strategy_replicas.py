@@ -41,11 +41,11 @@ def test_outputs_that_do_not_fit_are_told() -> None:
     check_outputs([[torch.rand(8, 3), None, "a"], [torch.rand(4, 3), None, "a"]], [4, 2])  # rows by time steps
     with pytest.raises(UsageError, match=r"shape \(2, 4, 8\) for 4 examples.*must be the batch"):
         check_outputs([[torch.rand(2, 4, 8)], [torch.rand(2, 2, 8)]], [4, 2])
-    with pytest.raises(UsageError, match="do not fit together"):
+    with pytest.raises(UsageError, match="differ in kind"):
         check_outputs([[torch.rand(4)], [None]], [4, 2])
     with pytest.raises(UsageError, match="led to 4, 2, which cannot be put together"):
         check_outputs([[4], [2]], [4, 2])
-    with pytest.raises(UsageError, match=r"which cannot be put together: return tensors"):
+    with pytest.raises(UsageError, match=r"which cannot be joined: return tensors"):
         check_outputs([[threading.Lock()]], [4])
 
 
@@ -72,10 +72,10 @@ def test_where_replicas_are(monkeypatch: pytest.MonkeyPatch) -> None:
         CentralStorage(replicas=0)
     with pytest.raises(UsageError, match=r"devices=\[\]: expected a list"):
         Mirrored(devices=[])
-    with pytest.raises(UsageError, match="give the devices alone"):
+    with pytest.raises(UsageError, match="pass only devices"):
         Mirrored(devices=["cpu"], replicas=2)
     if not torch.cuda.is_available():
-        with pytest.raises(UsageError, match="there is no CUDA device here"):
+        with pytest.raises(UsageError, match="this host has no CUDA device"):
             Mirrored(devices=["cpu", "cuda:0"])
 
 
@@ -158,5 +158,5 @@ def test_options_of_other_strategies_that_change_no_result_are_accepted(option: 
 
 def test_options_that_change_the_result_or_are_unknown_are_refused() -> None:
     for option in ({"sync_batch_norm": True}, {"find_unused": True}):
-        with pytest.raises(UsageError, match="does not take an option"):
+        with pytest.raises(UsageError, match="does not have an option"):
             strategy("mirrored", replicas=2, device="cpu", **option)

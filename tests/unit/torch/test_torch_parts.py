@@ -170,7 +170,7 @@ def test_tensors_on_other_devices_go_to_their_group(monkeypatch: pytest.MonkeyPa
     try:
         group: Any = dist.group.WORLD
         there = torch.zeros(2, device="meta")
-        with pytest.raises(UsageError, match="on meta, expected one on the CPU"):
+        with pytest.raises(UsageError, match="on meta: expected one on the CPU"):
             dist.all_reduce(there)
         monkeypatch.setattr(_device.DeviceGroups, "of", lambda self, tensor: recorder)
         group.allreduce([there])

@@ -124,9 +124,9 @@ class OwnName(torch.optim.SGD):
 
 
 REFUSED: dict[str, tuple[Make, str]] = {
-    "LBFGS": (torch.optim.LBFGS, "LBFGS computes with whole parameters"),
-    "Adafactor": (torch.optim.Adafactor, "Adafactor computes with whole parameters"),
-    "SparseAdam": (torch.optim.SparseAdam, "SparseAdam takes sparse gradients only"),
+    "LBFGS": (torch.optim.LBFGS, "LBFGS computes with complete parameters"),
+    "Adafactor": (torch.optim.Adafactor, "Adafactor computes with complete parameters"),
+    "SparseAdam": (torch.optim.SparseAdam, "SparseAdam supports only sparse gradients"),
     "not torch's": (Foreign, "Foreign has no update rule"),
     "own step": (lambda p: OwnStep(p, lr=1.0), "OwnStep has a step of its own"),
 }

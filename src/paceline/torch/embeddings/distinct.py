@@ -14,7 +14,7 @@ from paceline.tables.types import Floats, Keys
 
 
 class DistinctKeys:
-    """The keys of a lookup, each once: ``unique[inverse]`` are the keys as they came, `flat` (uint64 [n])."""
+    """The distinct keys of a lookup: ``unique[inverse]`` is `flat` (uint64 [n]), the keys in their order."""
 
     __slots__ = ("flat", "inverse", "unique")
 
@@ -24,14 +24,14 @@ class DistinctKeys:
 
 
 def find_distinct(keys: Keys) -> tuple[Keys, npt.NDArray[np.int32]]:
-    """Return the distinct keys in order of first appearance, and for every key its place among them (int32 [n])."""
+    """Return the distinct keys in order of first appearance, and the index of every key among them (int32 [n])."""
     unique, inverse = np.empty(len(keys), np.uint64), np.empty(len(keys), np.int32)
     count = dedup(keys, np.empty(scratch_size(len(keys)), np.int32), unique, inverse)
     return unique[:count], inverse
 
 
 def sum_equal_keys(keys: Sequence[Keys], grads: Sequence[Floats], dim: int) -> tuple[Keys, Floats]:
-    """Return the distinct ones of all `keys`, and their gradients summed in the order given, float32 [n, dim]."""
+    """Return the distinct keys, and their gradients summed in the given order, float32 [n, dim]."""
     unique, inverse = find_distinct(np.concatenate(keys))
     summed = np.empty(len(unique) * dim, np.float32)
     sum_rows(inverse, np.concatenate(grads).reshape(-1), dim, summed)
@@ -39,7 +39,7 @@ def sum_equal_keys(keys: Sequence[Keys], grads: Sequence[Floats], dim: int) -> t
 
 
 def keys_of(tensor: torch.Tensor) -> Keys:
-    """Return a tensor of keys as uint64 [n], in memory that nobody else writes to.
+    """Return a tensor of keys as uint64 [n], in memory of its own.
 
     Raises UsageError unless the tensor is int64 or uint64.
     """

@@ -1,4 +1,4 @@
-"""What serves a model's embeddings in a training: tables for them, their updates, and rows ahead of time."""
+"""Serve a model's embeddings in a training: their tables, updates, and prefetched rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.torch.update_rules import rule_of
 
 
 class Embedder:
-    """Gives embeddings their tables, and carries their gradients there in every step of their optimizer."""
+    """Creates the tables of embeddings, and sends their gradients there in every step of their optimizer."""
 
     def __init__(self, tables: RowTables) -> None:
         self.tables: dict[str, RowTable] = {}
@@ -34,15 +34,15 @@ class Embedder:
         self._last_keys = LastKeys()
 
     def serve(self, embeddings: Mapping[str, Embedding | EmbeddingBag], optimizers: Sequence[Optimizer]) -> None:
-        """Give `embeddings` (by name) their tables, which steps of their optimizer update.
+        """Create the tables of `embeddings` (by name), which steps of their optimizer update.
 
-        The update rule of a table is the embedding's own, else what the optimizer with its anchor does to that; without
-        optimizers rows are only read. Raises UsageError for an embedding without either, for an optimizer
-        without a rule, and for two embeddings of one name that differ.
+        A table's update rule is the embedding's own, else that of the optimizer with its anchor; without optimizers
+        rows are only read. Raises UsageError for an embedding without either, for an optimizer without a rule, and for
+        two different embeddings with one name.
         """
         first = optimizers[0] if optimizers else None
         for name, module in sorted(embeddings.items()):
-            optimizer = next((each for each in optimizers if _group_of(module, each) is not None), first)
+            optimizer = next((candidate for candidate in optimizers if _group_of(module, candidate) is not None), first)
             group = _group_of(module, optimizer)
             table = self._table_of(name, module, optimizer, group)
             gradients = RowGradients(module.anchor, keeps=group is not None)
@@ -59,8 +59,8 @@ class Embedder:
         first = self._declared.setdefault(name, declaration)
         if declaration != first:
             raise UsageError(
-                f"two embeddings of the name {name!r} share a table, and differ: {first} and {declaration}; make them "
-                "equal, or give them different names"
+                f"two embeddings with the name {name!r} share a table, but differ: {first} and {declaration}; make "
+                "them equal, or give them different names"
             )
         if name not in self.tables:
             table = self._row_tables.table(name, *declaration)
@@ -72,7 +72,7 @@ class Embedder:
     # In the loop.
 
     def step_with(self, optimizers: Iterable[Optimizer], tick: Callable[[], None] | None = None) -> None:
-        """Have every step of one of `optimizers` that updates rows end with :meth:`step`."""
+        """Call :meth:`step` at the end of every step of one of `optimizers` that updates rows."""
         for optimizer in optimizers:
             if any(other is optimizer for _, other in self._sources):
                 step = functools.partial(self._step_hook, tick)
@@ -82,11 +82,10 @@ class Embedder:
         self.step(optimizer, tick)
 
     def step(self, optimizer: Optimizer, tick: Callable[[], None] | None = None) -> None:
-        """Apply the row gradients of `optimizer` that backward has found since ``zero_grad()``.
+        """Apply the row gradients of `optimizer` since ``zero_grad()``.
 
-        `tick` is called when they are on their way: it ends the iteration, where there are servers. Who ends it in
-        another way calls :meth:`ticked` after that. Every rank calls this in every iteration, one that has no batch any
-        more too.
+        `tick` is called after they are sent, to end the iteration on servers; without it, call :meth:`ticked` after
+        ending the iteration. Every rank calls this in every iteration, also a rank without a batch.
         """
         for follower in self._followers:
             if follower.optimizer is optimizer:
@@ -111,27 +110,27 @@ class Embedder:
             self.ticked()
 
     def ticked(self) -> None:
-        """Know that the iteration has ended on the servers, so that the next one's rows may be asked for."""
+        """Record that the iteration has ended on the servers, so that the next one's rows may be requested."""
         if self._prefetcher is not None:
             self._prefetcher.ticked()
 
     def begin(self, batch: Any) -> None:
-        """Note the batch that the loop is given next. From its lookups is learned which tensors of a batch are keys."""
+        """Record the next batch of the loop: its lookups show the tensors of a batch that are keys."""
         if self._prefetcher is not None:
             self._prefetcher.begin(batch)
 
     def prefetch(self, batch: Any) -> None:
-        """Ask for the rows of the batch after that (None: there is none), while this one is computed."""
+        """Request the rows of the batch after that (None: no batch), during its computation."""
         if self._prefetcher is not None and batch is not None:
             self._prefetcher.prefetch(batch)
 
     def forget(self) -> None:
-        """Drop rows that were fetched ahead: the tables have been written to since."""
+        """Drop prefetched rows, because the tables were written to since."""
         if self._prefetcher is not None:
             self._prefetcher.forget()
 
     def close(self) -> None:
-        """Let go of the optimizer and of the tables. Idempotent."""
+        """Release the optimizer and the tables. Idempotent."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -139,7 +138,7 @@ class Embedder:
 
 
 class _Declaration(NamedTuple):
-    """All that two embeddings of one table must agree about."""
+    """The settings that two embeddings of one table must agree on."""
 
     dim: int
     update: UpdateRule
@@ -149,7 +148,7 @@ class _Declaration(NamedTuple):
 
 
 class _Follower:
-    """Sees to it that a table's rule has the hyperparameters that the optimizer has, which a scheduler changes."""
+    """Copies the optimizer's hyperparameters to a table's rule when they change, for example by a scheduler."""
 
     def __init__(self, table: RowTable, optimizer: Optimizer, group: int, rule: UpdateRule) -> None:
         self._table = table
@@ -168,7 +167,7 @@ class _Follower:
                 self._rule = rule
 
     def _values(self) -> list[Any]:
-        group = self.optimizer.param_groups[self._group]  # loading a checkpoint puts others in their place
+        group = self.optimizer.param_groups[self._group]  # read it again: loading a checkpoint replaces the groups
         values = [value for key, value in group.items() if key != "params"]
         return [value.item() if isinstance(value, torch.Tensor) else value for value in values]
 
@@ -182,15 +181,15 @@ def _rule_for(
         return SGD(lr=0.0)
     if group is None:
         raise UsageError(
-            f"the rows of embedding {name!r} would never be updated: its anchor is not among the optimizer's "
-            "parameters; give the optimizer model.parameters(), or the embedding a rule, such as "
+            f"the rows of embedding {name!r} would never be updated, because its anchor is not a parameter of the "
+            "optimizer: pass model.parameters() to the optimizer, or give the embedding a rule, such as "
             "update=paceline.Adagrad(lr=0.1)"
         )
     return rule_of(optimizer, optimizer.param_groups[group])
 
 
 def _group_of(module: Embedding | EmbeddingBag, optimizer: Optimizer | None) -> int | None:
-    """Return the number of the parameter group that has a module's anchor."""
+    """Return the number of the parameter group with a module's anchor; None without one."""
     for number, group in enumerate(() if optimizer is None else optimizer.param_groups):
         if any(parameter is module.anchor for parameter in group["params"]):
             return number

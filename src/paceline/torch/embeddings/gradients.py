@@ -18,36 +18,36 @@ RowGradient = tuple[Keys, Floats]
 
 
 class AnchorGradient(torch.Tensor):
-    """An anchor's gradient: it holds nothing, and refuses a ``GradScaler``, which cannot divide what the rows get."""
+    """An anchor's gradient: it is empty, and rejects a ``GradScaler``, which cannot unscale the rows' gradients."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch's; what it returns is no gradient of an anchor."""
+        """Call a function of torch; its result is a plain tensor."""
         if func is torch._amp_foreach_non_finite_check_and_unscale_:
             raise UsageError(
-                "GradScaler does not reach the gradients of embedding rows, which would be applied as many times too "
-                "large as the loss was: train in bfloat16 (torch.autocast(dtype=torch.bfloat16)), which needs none"
+                "GradScaler does not unscale the gradients of embedding rows, which would be too large by its factor: "
+                "train in bfloat16 (torch.autocast(dtype=torch.bfloat16)) without a scaler"
             )
-        if func is torch.linalg.vector_norm:  # which has no largest element
+        if func is torch.linalg.vector_norm:  # it fails for an empty tensor and the maximum norm
             return torch.zeros((), device=args[0].device)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """Return a plain tensor: a copy is no anchor's."""
+        """Return a plain tensor."""
         found: torch.Tensor = copy.deepcopy(self.as_subclass(torch.Tensor), memo)
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Be saved as a plain tensor."""
+        """Pickle a plain tensor."""
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 class RowGradients:
-    """What backward passes have found for the rows of one embedding.
+    """The gradients of backward passes for the rows of one embedding.
 
-    They live and die with the gradient of the embedding's anchor, an empty parameter that the user's optimizer has: it
-    is None after ``zero_grad()``, or (``set_to_none=False``) was written to. Several threads may add at the same time.
+    They are valid as long as the gradient of the embedding's anchor, an empty parameter in the user's optimizer: after
+    ``zero_grad()`` that is None, or (``set_to_none=False``) has a new version. Several threads may add gradients.
     """
 
     def __init__(self, anchor: nn.Parameter, *, keeps: bool) -> None:
@@ -70,9 +70,9 @@ class RowGradients:
             self._found.append((keys, copied))
 
     def take(self) -> list[RowGradient]:
-        """Return what an optimizer's step is to apply: all since the last ``zero_grad()``, as torch's gradients are.
+        """Return the gradients for an optimizer's step: all since the last ``zero_grad()``, like torch's gradients.
 
-        Where no optimizer has the anchor, nobody zeroes it: then what was taken is forgotten.
+        If no optimizer has the anchor, ``zero_grad()`` does not reset it; then the returned gradients are forgotten.
         """
         with self._lock:
             if self._anchor.grad is None:
@@ -83,13 +83,13 @@ class RowGradients:
             return found
 
     def _is_zeroed(self) -> bool:
-        # Who writes to an empty gradient: backward, whose writes are noted here, and zero_(). (clip_grad_norm_ too; but
-        # nobody goes on accumulating after it.)
+        # An empty gradient is written to by backward, whose version is recorded here, and by zero_(). (Also by
+        # clip_grad_norm_, but no backward adds to gradients after it.)
         return self._anchor.grad is None or self._anchor.grad._version != self._version
 
     def _accumulated(self, anchor: torch.Tensor) -> None:
         with self._lock:
             if anchor.grad is not None:
-                if not isinstance(anchor.grad, AnchorGradient):  # with create_graph=True backward makes another one
+                if not isinstance(anchor.grad, AnchorGradient):  # with create_graph=True backward creates a new one
                     anchor.grad = anchor.grad.detach().as_subclass(AnchorGradient)
                 self._version = anchor.grad._version

@@ -1,4 +1,4 @@
-"""Lookups as a part of the autograd graph: rows in, row gradients out."""
+"""Lookups in the autograd graph: rows forward, row gradients backward."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ OnGradient = Callable[[Keys, torch.Tensor], None]
 
 
 class Rows(torch.autograd.Function):
-    """(anchor, rows) → the rows (float32 [u, dim]) on the anchor's device, with a place in the graph.
+    """(anchor, rows) → the rows (float32 [u, dim]) on the anchor's device, as a node of the graph.
 
-    Backward hands the rows' gradients to `on_gradient`; the anchor gets an empty gradient.
+    Backward passes the rows' gradients to `on_gradient`; the anchor gets an empty gradient.
     """
 
     @staticmethod
@@ -35,13 +35,13 @@ class Rows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        """Hand over the gradients."""
+        """Pass the gradients to `on_gradient`."""
         ctx.on_gradient(ctx.keys.unique, grads[0])
         return ctx.anchor_like, None, None, None
 
 
 class Gather(torch.autograd.Function):
-    """(anchor, rows) → the row of every key, float32 [n, dim], on the CPU: index and its backward in one pass each."""
+    """(anchor, rows) → the row of every key, float32 [n, dim], on the CPU; forward and backward are one pass each."""
 
     @staticmethod
     def forward(
@@ -57,11 +57,11 @@ class Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        """Sum the gradients of equal keys, and hand them over."""
+        """Sum the gradients of equal keys, and pass them to `on_gradient`."""
         dim = grads[0].shape[1]
-        each = np.ascontiguousarray(grads[0].numpy()).reshape(-1)
+        flat_grads = np.ascontiguousarray(grads[0].numpy()).reshape(-1)
         summed = np.empty(len(ctx.keys.unique) * dim, np.float32)
-        sum_rows(ctx.keys.inverse, each, dim, summed)
+        sum_rows(ctx.keys.inverse, flat_grads, dim, summed)
         ctx.on_gradient(ctx.keys.unique, torch.from_numpy(summed.reshape(-1, dim)))
         return ctx.anchor_like, None, None, None
 

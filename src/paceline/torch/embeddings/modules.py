@@ -1,4 +1,4 @@
-"""``Embedding`` and ``EmbeddingBag``: layers whose rows are in a sparse table, by key."""
+"""``Embedding`` and ``EmbeddingBag``: layers with rows in a sparse table, by key."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODES = ("sum", "mean", "max")
 
 
 class SparseRows(nn.Module):
-    """What both layers share: the table's settings, and the way to its rows. Abstract."""
+    """The common part of both layers: the table's settings, and the access to its rows. Abstract."""
 
     def __init__(
         self,
@@ -35,32 +35,32 @@ class SparseRows(nn.Module):
         pull_filters: Sequence[Filter] | None,
     ) -> None:
         super().__init__()
-        what = type(self).__name__
+        layer = type(self).__name__
         if isinstance(dim, bool) or not isinstance(dim, int) or not 1 <= dim <= 1 << 16:
-            raise UsageError(f"{what}(dim={dim!r}): expected a whole number from 1 to 65536")
+            raise UsageError(f"{layer}(dim={dim!r}): expected a whole number from 1 to 65536")
         if update is not None and not isinstance(update, UpdateRule):
-            raise UsageError(f"{what}(update={update!r}): expected an update rule such as paceline.Adagrad(lr=0.1)")
+            raise UsageError(f"{layer}(update={update!r}): expected an update rule such as paceline.Adagrad(lr=0.1)")
         if initializer is not None and not isinstance(initializer, Initializer):
-            raise UsageError(f"{what}(initializer={initializer!r}): expected one such as paceline.Normal(std=0.01)")
+            raise UsageError(f"{layer}(initializer={initializer!r}): expected one such as paceline.Normal(std=0.01)")
         if isinstance(seed, bool) or not isinstance(seed, int):
-            raise UsageError(f"{what}(seed={seed!r}): expected a whole number")
+            raise UsageError(f"{layer}(seed={seed!r}): expected a whole number")
         if name is not None and (not isinstance(name, str) or not name):
-            raise UsageError(f"{what}(name={name!r}): expected the name of a table, or None for the module's own")
+            raise UsageError(f"{layer}(name={name!r}): expected the name of a table, or None for the module's own")
         self.dim = dim
         self.name = name
         self.update = update
         self.initializer = Normal(std=1.0) if initializer is None else initializer
         self.seed = seed
         if filters is None and pull_filters is not None:
-            raise UsageError(f"{what}(pull_filters={pull_filters!r}): expected filters=[...] beside them")
+            raise UsageError(f"{layer}(pull_filters={pull_filters!r}): pass filters=[...] too")
         self.filters: RowFilters | None = None
-        """Filters for its rows on servers; None: what the strategy says."""
+        """Filters of its rows in messages; None: the strategy's."""
         if filters is not None:
             pulled = None if pull_filters is None else FilterChain(pull_filters).filters
             self.filters = RowFilters(FilterChain(filters).filters, pulled)
         self.anchor = nn.Parameter(torch.empty(0))
-        """Holds nothing: it is the module's place in the autograd graph, in the optimizer, and on a device."""
-        # Shared by shallow copies of the module: all replicas of a model have the same rows.
+        """An empty parameter: the module's place in the autograd graph, in the optimizer, and on a device."""
+        # Shallow copies of the module share it: all replicas of a model have the same rows.
         self.link = _TableLink()
 
     def _fetch(self, keys: torch.Tensor) -> tuple[DistinctKeys, Floats, OnGradient]:
@@ -69,8 +69,8 @@ class SparseRows(nn.Module):
         source = self.link.source
         if source is None:
             raise UsageError(
-                f"{self._own_name()} has no table yet: its rows are where the strategy puts them; call "
-                "strategy.prepare(model, optimizer, loader) before the model is used"
+                f"{self._own_name()} has no table yet, because the strategy creates it: call strategy.prepare(model, "
+                "optimizer, loader) before the model is used"
             )
         found, rows = source.lookup(keys)
         return found, rows, source.gradients.add
@@ -79,13 +79,13 @@ class SparseRows(nn.Module):
         return type(self).__name__ if self.name is None else f"{type(self).__name__} {self.name!r}"
 
     def extra_repr(self) -> str:
-        """Return what the module's repr says."""
+        """Return the module's description in its repr."""
         name = "" if self.name is None else f", name={self.name!r}"
         return f"dim={self.dim}{name}"
 
 
 class _TableLink:
-    """A module's way to its table, made by ``prepare()``. It is not copied: a copy of the module has the same table."""
+    """A module's access to its table, set by ``prepare()``. A copy of the module shares it."""
 
     def __init__(self) -> None:
         self.source: RowSource | None = None
@@ -98,20 +98,20 @@ class _TableLink:
 
 
 class Embedding(SparseRows):
-    """An embedding for any keys, without a vocabulary: as ``torch.nn.Embedding``, with rows in a sparse table.
+    """An embedding for any keys, without a vocabulary: like ``torch.nn.Embedding``, with rows in a sparse table.
 
     Called with int64 or uint64 keys of any shape ``[*]``, it returns float32 ``[*, dim]`` on its own device. A negative
-    int64 key is the uint64 of the same bits. A row exists from its first update; before that it reads as `initializer`
-    says (default: standard normal, as torch's), which depends on `seed` and key alone.
+    int64 key is the uint64 of the same bits. A row exists from its first update; before, it is the value of
+    `initializer` (default: standard normal, like torch's), which depends only on `seed` and key.
 
-    `update` is the rule for its rows, such as ``paceline.Adagrad(lr=0.1)``. By default it is what the program's
-    optimizer does, with its current learning rate. Only rows that were looked up are updated, weight decay and momentum
-    included, and Adam counts the updates of each row. `name` is the table's, by default the module's name in the model;
-    two modules with one name share the table. Where the rows are is the strategy's choice, whose ``prepare()`` comes
+    `update` is the update rule of its rows, such as ``paceline.Adagrad(lr=0.1)``; default: the program's optimizer with
+    its current learning rate. Only rows that were looked up are updated, also by weight decay and momentum, and Adam
+    counts the updates of each row. `name` is the name of the table, by default the module's name in the model; two
+    modules with one name share the table. The strategy determines the location of the rows; call its ``prepare()``
     before the first use.
 
-    Rows that are on servers are pushed and pulled behind `filters`, and come back behind `pull_filters`, as those of
-    ``client.sparse_table``; by default behind the strategy's (``paceline run --filters``). Elsewhere nothing is.
+    For rows on servers, `filters` apply to pushes and pulls, and `pull_filters` to pulled values, as for
+    ``client.sparse_table``; default: the strategy's (``paceline run --filters``).
 
     Raises UsageError for keys of another dtype, and before ``prepare()``.
     """
@@ -136,11 +136,11 @@ class Embedding(SparseRows):
 
 
 class EmbeddingBag(SparseRows):
-    """Sums, means or maxima of bags of rows: as ``torch.nn.EmbeddingBag``, with rows in a sparse table.
+    """Sums, means or maxima of bags of rows: like ``torch.nn.EmbeddingBag``, with rows in a sparse table.
 
-    Called with keys ``[bags, n]``, or with keys ``[n]`` and `offsets` (int64 ``[bags]``: where each bag begins), it
+    Called with keys ``[bags, n]``, or with keys ``[n]`` and `offsets` (int64 ``[bags]``: the start of each bag), it
     returns float32 ``[bags, dim]``; an empty bag gives zeros. `per_sample_weights`, float of the keys' shape, scale the
-    rows (mode ``sum`` only). All else is as for :class:`Embedding`.
+    rows (mode ``sum`` only). The rest is as for :class:`Embedding`.
     """
 
     def __init__(
@@ -175,10 +175,10 @@ class EmbeddingBag(SparseRows):
         if offsets is None and not keys.shape[1]:
             keys, offsets = keys.flatten(), keys.new_zeros(len(keys), dtype=torch.int64)
         if offsets is None and self.mode != "max" and self.anchor.device.type == "cpu":
-            each = gather(self.anchor, found, rows, on_gradient).view(*keys.shape, self.dim)
+            key_rows = gather(self.anchor, found, rows, on_gradient).view(*keys.shape, self.dim)
             if per_sample_weights is not None:
-                each = each * per_sample_weights.unsqueeze(-1)
-            return each.sum(1) if self.mode == "sum" else each.mean(1)
+                key_rows = key_rows * per_sample_weights.unsqueeze(-1)
+            return key_rows.sum(1) if self.mode == "sum" else key_rows.mean(1)
         device = self.anchor.device
         return functional.embedding_bag(
             torch.from_numpy(found.inverse).to(device, torch.int64).view(keys.shape),
@@ -191,17 +191,17 @@ class EmbeddingBag(SparseRows):
 
     def _check(self, keys: Any, offsets: Any, weights: Any) -> None:
         if not isinstance(keys, torch.Tensor):
-            return  # the lookup says so
+            return  # the lookup raises the error
         if keys.dim() not in (1, 2):
             raise UsageError(f"{self._own_name()} got keys of shape {list(keys.shape)}: expected [bags, n] or [n]")
         if (keys.dim() == 1) != (offsets is not None):
-            wanted = "offsets, where each bag begins" if keys.dim() == 1 else "no offsets: every row is a bag"
-            raise UsageError(f"{self._own_name()} got keys of shape {list(keys.shape)}: with these it takes {wanted}")
+            expected = "offsets, the start of each bag" if keys.dim() == 1 else "no offsets: every row is a bag"
+            raise UsageError(f"{self._own_name()} got keys of shape {list(keys.shape)}: these need {expected}")
         if weights is not None and self.mode != "sum":
-            raise UsageError(f"{self._own_name()} has mode {self.mode}: per_sample_weights are for mode sum only")
+            raise UsageError(f"{self._own_name()} has mode {self.mode}: per_sample_weights need mode sum")
 
     def extra_repr(self) -> str:
-        """Return what the module's repr says."""
+        """Return the module's description in its repr."""
         return f"{super().extra_repr()}, mode={self.mode!r}"
 
 

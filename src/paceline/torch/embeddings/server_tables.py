@@ -48,7 +48,7 @@ class ClusterTable(RowTable):
 
     @override
     def set_update(self, rule: UpdateRule) -> None:
-        """Rank 0 speaks for all."""
+        """Change the rule; only rank 0 sends it."""
         rule.check_follows(from_fields(RULES, self.spec.update), f"embedding {self.spec.name!r}")
         if self._client.rank == 0:
             self._table.set_update(rule)
@@ -73,11 +73,11 @@ class ClusterTable(RowTable):
 
 
 class ClusterTables(RowTables):
-    """Every row on the servers of a cluster. Who ends the iterations (``client.tick()``) is the strategy's business.
+    """Every row on the servers of a cluster. The strategy ends the iterations (``client.tick()``).
 
-    Rows go behind `filters`, unless their embedding has some of its own.
-    Where the cluster's consistency lets a worker be an iteration behind itself (τ ≥ 1), rows are asked for one
-    iteration before their use, and may lack this worker's own last update; else once the iteration before is over.
+    Messages use `filters`, unless their embedding has its own. If the consistency allows a worker to be an iteration
+    behind itself (τ ≥ 1), rows are requested one iteration before their use, and may lack this worker's own last
+    update; else after the last iteration has ended.
     """
 
     def __init__(self, client: Client, filters: RowFilters = _NO_FILTERS) -> None:
@@ -95,18 +95,18 @@ class ClusterTables(RowTables):
         seed: int,
         filters: RowFilters | None = None,
     ) -> ClusterTable:
-        """Raises TableMismatchError if another rank has said otherwise."""
+        """Return the table. Raises TableMismatchError if another rank declared it differently."""
         pushed, pulled = self._filters if filters is None else filters
         declared = self._client.sparse_table(
             name, dim=dim, update=rule, initializer=initializer, seed=seed, filters=pushed, pull_filters=pulled
         )
         table = ClusterTable(self._client, declared)
-        table.set_update(rule)  # a cluster may have the table from an earlier training, with another rate
+        table.set_update(rule)  # the table may exist from an earlier training, with another learning rate
         return table
 
     @override
     def push(self, pushes: Sequence[Push]) -> None:
-        """Waits for nothing, and averages as the cluster's consistency says."""
+        """Send without waiting; the cluster's consistency determines the averaging."""
         for table, keys, grads in pushes:
             assert isinstance(table, ClusterTable)
             table.push(keys, grads)

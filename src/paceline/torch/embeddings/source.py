@@ -17,43 +17,43 @@ from paceline.torch.embeddings.distinct import DistinctKeys, keys_of
 from paceline.torch.embeddings.gradients import RowGradients
 from paceline.torch.embeddings.tables import RowTable, RowTicket
 
-_WHOLE = -1
+_TENSOR_SIZE = -1
 
 
 class KeyPlace(NamedTuple):
-    """Where in a batch keys are: a view of one of its tensors."""
+    """The place of keys in a batch: a view of one of its tensors."""
 
     leaf: int
     """The tensor's number in the batch."""
     dtype: torch.dtype
     size: tuple[int, ...]
-    """The view's shape; the first is -1 where it is the tensor's own, which the last batch has less of."""
+    """The view's shape; -1 for the first dimension if it is the tensor's own, because a last batch may be smaller."""
     stride: tuple[int, ...]
     offset: int
-    """In elements, from the tensor's beginning."""
+    """In elements, from the start of the tensor."""
 
     def of(self, leaf: torch.Tensor) -> torch.Tensor:
-        """Return that view of another batch's tensor. Raises RuntimeError where it has none."""
-        size = (leaf.shape[0], *self.size[1:]) if self.size[:1] == (_WHOLE,) else self.size
+        """Return this view of another batch's tensor. Raises RuntimeError if it does not fit."""
+        size = (leaf.shape[0], *self.size[1:]) if self.size[:1] == (_TENSOR_SIZE,) else self.size
         return leaf.view(self.dtype).as_strided(size, self.stride, leaf.storage_offset() + self.offset)
 
 
 class _Fetched:
-    """Rows that were asked for."""
+    """Requested rows."""
 
-    __slots__ = ("asked", "keys", "place", "ticket")
+    __slots__ = ("keys", "place", "requested_in", "ticket")
 
-    def __init__(self, place: KeyPlace, keys: DistinctKeys, ticket: RowTicket, asked: int) -> None:
+    def __init__(self, place: KeyPlace, keys: DistinctKeys, ticket: RowTicket, requested_in: int) -> None:
         self.place = place
         self.keys = keys
         self.ticket = ticket
-        self.asked = asked
+        self.requested_in = requested_in
 
 
 class Prefetcher:
-    """The rows of the next batch, on their way while this one is computed. Used by one thread.
+    """Fetches the rows of the next batch during the computation of this one. Used by one thread.
 
-    `lead`: how many iterations before their use rows may be asked for, 0 or 1.
+    `lead`: number of iterations between the request of rows and their use, 0 or 1.
     """
 
     def __init__(self, lead: int) -> None:
@@ -65,33 +65,33 @@ class Prefetcher:
         self._fetched: dict[RowSource, list[_Fetched]] = {}
 
     def begin(self, batch: Any) -> None:
-        """Note the batch that is computed next: lookups of its tensors show where keys are."""
+        """Record the batch of the next computation: lookups of its tensors show the places of keys."""
         self._leaves = list(_leaves(batch))
 
     def prefetch(self, batch: Any) -> None:
-        """Ask for the rows of the batch after it, as early as the consistency allows."""
+        """Request the rows of the batch after it, as early as the consistency allows."""
         if self._lead:
-            self._ask(batch)
+            self._request(batch)
         else:
             self._deferred = batch
 
     def stepped(self) -> None:
-        """Note that this iteration's gradients are on their way."""
+        """Record that this iteration's gradients were sent."""
         self._iteration += 1
 
     def ticked(self) -> None:
-        """Note that the next iteration's rows may be asked for."""
+        """Record that the next iteration's rows may be requested."""
         batch, self._deferred = self._deferred, None
         if batch is not None:
-            self._ask(batch)
+            self._request(batch)
 
     def forget(self) -> None:
-        """Drop the rows that are on their way: the tables have been written to since they were asked for."""
+        """Drop requested rows, because the tables were written to since."""
         self._deferred = None
         self._fetched.clear()
 
     def find(self, source: RowSource, keys: torch.Tensor, flat: Keys) -> tuple[DistinctKeys, Floats] | None:
-        """Return the rows of a lookup if they were asked for; else learn from it, if it is of the current batch."""
+        """Return the rows of a lookup if they were requested; else learn its place, if it is in the current batch."""
         waiting = self._fetched.get(source, [])
         for fetched in waiting:
             if not self._is_late(fetched) and np.array_equal(fetched.keys.flat, flat):
@@ -105,16 +105,16 @@ class Prefetcher:
         return None
 
     def _is_late(self, fetched: _Fetched) -> bool:
-        return self._iteration > fetched.asked + self._lead
+        return self._iteration > fetched.requested_in + self._lead
 
-    def _ask(self, batch: Any) -> None:
+    def _request(self, batch: Any) -> None:
         leaves = list(_leaves(batch))
         distinct: dict[KeyPlace, DistinctKeys | None] = {}
         for source, places in self._places.items():
             waiting = self._fetched.setdefault(source, [])
             for fetched in [fetched for fetched in waiting if self._is_late(fetched)]:
                 waiting.remove(fetched)
-                if fetched.place in places:  # nobody came for them
+                if fetched.place in places:  # the rows were not used
                     places.remove(fetched.place)
             for place in places:
                 if place not in distinct:
@@ -131,7 +131,7 @@ class Prefetcher:
             if same_size and leaf.untyped_storage().data_ptr() == storage and leaf.device == keys.device:
                 size = tuple(keys.shape)
                 if leaf.dim() and size and size[0] == leaf.shape[0]:
-                    size = (_WHOLE, *size[1:])
+                    size = (_TENSOR_SIZE, *size[1:])
                 offset = int(keys.storage_offset()) - int(leaf.storage_offset())
                 return KeyPlace(number, keys.dtype, size, keys.stride(), offset)
         return None
@@ -142,12 +142,12 @@ def _keys_at(place: KeyPlace, leaves: list[torch.Tensor]) -> DistinctKeys | None
         return None
     try:
         return DistinctKeys(keys_of(place.of(leaves[place.leaf])))
-    except RuntimeError:  # the batch has another form than those before
+    except RuntimeError:  # the batch has another form than earlier ones
         return None
 
 
 def _leaves(batch: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a batch, in an order that depends on its form alone."""
+    """Yield the tensors of a batch, in an order that depends only on its form."""
     if isinstance(batch, torch.Tensor):
         if batch.is_sparse or batch.layout is not torch.strided:
             return
@@ -161,13 +161,13 @@ def _leaves(batch: Any) -> Iterator[torch.Tensor]:
 
 
 class LastKeys:
-    """The distinct keys of the last lookup: several embeddings are often asked for the same ones."""
+    """The distinct keys of the last lookup, because several embeddings are often called with the same keys."""
 
     def __init__(self) -> None:
         self._last: DistinctKeys | None = None
 
     def distinct(self, keys: torch.Tensor) -> DistinctKeys:
-        """Return the distinct ones of a tensor of keys."""
+        """Return the distinct keys of a tensor."""
         flat, last = keys_of(keys), self._last
         if last is None or not np.array_equal(last.flat, flat):
             last = self._last = DistinctKeys(flat)
@@ -175,7 +175,7 @@ class LastKeys:
 
 
 class RowSource:
-    """Where one embedding's rows come from, and what backward has found for them."""
+    """The source of one embedding's rows, and the gradients of backward for them."""
 
     def __init__(
         self, table: RowTable, gradients: RowGradients, last_keys: LastKeys, prefetcher: Prefetcher | None

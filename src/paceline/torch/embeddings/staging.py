@@ -1,4 +1,4 @@
-"""Rows between a process's memory, where tables are, and a CUDA device, through pinned memory."""
+"""Copy rows between a process's memory, where tables are, and a CUDA device, through pinned memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def to_device(rows: Floats, device: torch.device) -> torch.Tensor:
 
 
 class HostCopy:
-    """A tensor on its way to the process's memory; :meth:`wait` gives it as an array. On the CPU it is there."""
+    """A copy of a tensor in the process's memory, in flight from CUDA; :meth:`wait` returns it as an array."""
 
     __slots__ = ("_copied", "_tensor")
 

@@ -1,4 +1,4 @@
-"""Where the rows of embeddings are: in this process, in every rank, or on servers (:mod:`.server_tables`)."""
+"""Stores of embeddings' rows: in this process, in every rank, or on servers (:mod:`.server_tables`)."""
 
 from __future__ import annotations
 
@@ -24,49 +24,49 @@ Push = tuple["RowTable", Keys, Floats]
 
 
 class RowFilters(NamedTuple):
-    """What goes between this process and the servers of rows is behind, as :meth:`Client.sparse_table` takes it."""
+    """Filters of messages between this process and the rows' servers, as for :meth:`Client.sparse_table`."""
 
     filters: tuple[Filter, ...] = ()
     pull_filters: tuple[Filter, ...] | None = None
 
 
 class RowTicket(Protocol):
-    """Rows on their way."""
+    """Rows in flight."""
 
     def result(self) -> Floats:
-        """Wait; return them, float32 [n, dim]."""
+        """Wait; return the rows, float32 [n, dim]."""
 
 
 class RowTable(ABC):
     """One table of rows, by uint64 key. A row exists from its first update."""
 
     is_shared: bool
-    """Whether all ranks see the same rows, so that one of them writes for all."""
+    """Whether all ranks share the rows, so that only one rank writes them."""
 
     @property
     @abstractmethod
     def spec(self) -> TableSpec:
-        """What defines the table, its update rule as it is now."""
+        """The specification of the table, with its current update rule."""
 
     @abstractmethod
     def fetch(self, keys: Keys, *, ahead: bool = False) -> RowTicket:
-        """Ask for the rows of distinct `keys` (uint64 [n]); with `ahead` those of the iteration after this one."""
+        """Request the rows of distinct `keys` (uint64 [n]); with `ahead` as of the next iteration."""
 
     @abstractmethod
     def set_update(self, rule: UpdateRule) -> None:
-        """Take other hyperparameters of the same rule, from the next update on."""
+        """Change the hyperparameters of the rule, from the next update on."""
 
     @abstractmethod
     def items(self) -> Iterable[tuple[Keys, Floats]]:
-        """Yield keys (uint64 [n]) and records (float32 [n, words]: value, then the rule's state), piece by piece."""
+        """Yield keys (uint64 [n]) and records (float32 [n, words]: value, then the rule's state) in pieces."""
 
     @abstractmethod
     def write(self, keys: Keys, records: Floats) -> None:
-        """Set whole rows, as :meth:`items` yields them."""
+        """Set complete rows, in the form of :meth:`items`."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Erase all rows: they read as never updated."""
+        """Erase all rows: they read as initial values."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -74,11 +74,11 @@ class RowTable(ABC):
 
 
 class RowTables(ABC):
-    """Where a strategy keeps the rows of a model's embeddings."""
+    """A strategy's store of the rows of a model's embeddings."""
 
     lead: int | None = None
-    """How many iterations before its use a row is asked for: 1; 0: once the iteration before is over; None: there is
-    nothing to gain by asking early."""
+    """Number of iterations between a row's request and its use: 1; 0: request it after the last iteration has ended;
+    None: an early request has no advantage."""
 
     @abstractmethod
     def table(
@@ -92,7 +92,7 @@ class RowTables(ABC):
     ) -> RowTable:
         """Return a table of rows of `dim` float32.
 
-        Where rows are on servers they go behind `filters`, or behind the strategy's.
+        Messages to servers use `filters`; None: the strategy's.
         """
 
     @abstractmethod
@@ -103,11 +103,11 @@ class RowTables(ABC):
         """
 
     def close(self) -> None:  # noqa: B027
-        """Let go of what is held. Idempotent."""
+        """Release all resources. Idempotent."""
 
 
 class LocalTable(RowTable):
-    """Rows in this process. Threads take turns."""
+    """Rows in this process. Safe for several threads."""
 
     is_shared = False
 
@@ -127,14 +127,14 @@ class LocalTable(RowTable):
 
     @override
     def fetch(self, keys: Keys, *, ahead: bool = False) -> RowTicket:
-        """The rows are here at once."""
+        """Return the rows immediately."""
         rows = np.empty((len(keys), self._spec.dim), np.float32)
         with self._lock:
             self._store.pull(keys, rows)
-        return _RowsHere(rows)
+        return _LocalRows(rows)
 
     def apply(self, keys: Keys, grads: Floats) -> None:
-        """Update the rows of distinct keys, with gradients that are finite."""
+        """Update the rows of distinct keys by finite gradients."""
         with self._lock:
             self._store.push(keys, grads)
 
@@ -164,8 +164,8 @@ class LocalTable(RowTable):
         return len(self._store)
 
 
-class _RowsHere:
-    """Rows that are here."""
+class _LocalRows:
+    """Rows that need no waiting."""
 
     __slots__ = ("_rows",)
 
@@ -177,7 +177,7 @@ class _RowsHere:
 
 
 class LocalTables(RowTables):
-    """Every row in this process, for strategies that are one process."""
+    """Every row in this process, for strategies with one process."""
 
     @override
     def table(
@@ -201,11 +201,10 @@ class LocalTables(RowTables):
 
 
 class ReplicatedTables(RowTables):
-    """Every row in every rank of a group. All ranks apply the mean of their gradients, so that all have the same rows.
+    """Every row in every rank of a group. All ranks apply the mean of their gradients, so that their rows stay equal.
 
-    A push is two all-gathers, of sizes and of keys with gradients. Sums are made in the ranks' order, on each of them,
-    so that the copies stay equal bit by bit. A rank that has no batch any more pushes nothing; the mean stays one over
-    all.
+    A push is two all-gathers, of sizes and of keys with gradients. Every rank sums in the ranks' order, so that the
+    copies are equal bit by bit. A rank without a batch pushes nothing; the mean is still over all ranks.
     """
 
     def __init__(self, group: Group | None) -> None:
@@ -233,7 +232,7 @@ class ReplicatedTables(RowTables):
             return
         by_name = {table.spec.name: (keys, grads) for table, keys, grads in pushes}
         own = [by_name.get(name) for name in self._tables]
-        # A rank with NaN takes part all the same, and all of them learn of it: else the others would wait for it.
+        # A rank with NaN takes part too, so that all ranks detect it: else they would wait for this one.
         counts = self._group.all_gather(np.array([0 if push is None else len(push[0]) for push in own], np.int64))
         sizes = counts.reshape(self._group.size, len(own))
         words = [2 + table.spec.dim for table in self._tables.values()]

@@ -1,4 +1,4 @@
-"""How one training loop is spread: a file per strategy, over one small base."""
+"""Strategies for distributing one training loop: a file per strategy, over a small base class."""
 
 from paceline.torch.strategies.all_reduce import AllReduce
 from paceline.torch.strategies.base import Strategy

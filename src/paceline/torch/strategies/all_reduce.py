@@ -1,4 +1,4 @@
-"""One process per device: gradients are averaged by all-reduce while backward runs, every rank updates its copy."""
+"""One process per device: all-reduce averages gradients during backward, and every rank updates its copy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.errors import UsageError
 from paceline.filters import Filter
 from paceline.filters.gradients import gradient_filters
 from paceline.torch.embeddings import ReplicatedTables, RowTables
-from paceline.torch.gradient_filters import filter_hook, told_filters
+from paceline.torch.gradient_filters import filter_hook, launcher_filters
 from paceline.torch.strategies.base import Strategy, as_one, choose_device, named_parameters
 from paceline.torch.strategies.compression import check_compression, compress
 from paceline.torch.strategies.deferred import is_stand_in
@@ -34,20 +34,24 @@ BACKENDS = ("paceline", "gloo", "nccl")
 class AllReduce(Strategy):
     """Data parallelism over PyTorch's DistributedDataParallel (Li et al., "PyTorch Distributed", VLDB 2020).
 
-    The result is that of one process on the ranks' batches together, if the loss is a mean and they are equally large.
+    The result equals one process on the concatenated batch, if the loss is a mean and the ranks' batches have the same
+    size.
 
-    `backend`: ``paceline`` (CUDA tensors go by NCCL), ``gloo`` or ``nccl``; a ``torch.distributed`` that the program
-    has initialized stays as it is. `join` lets ranks have unequal numbers of batches: one that has run out takes part
-    with zero gradients (still divided by all ranks), and at the end of the epoch all have the values and the optimizer
-    state of the one that went on longest; a scheduler that is called in every step stays behind. `compression`:
-    ``fp16``, ``bf16`` or ``powersgd:R`` on the wire. `filters`: what gradients go behind instead, as
-    :func:`paceline.torch.filter_hook` takes them; default: those of ``paceline run --filters``. `sync_batch_norm` makes
-    BatchNorm layers normalize over all ranks.
-    `find_unused_parameters` allows parameters that have no part in the loss, `static_graph` promises that the same ones
-    are used in every step; both as DistributedDataParallel means them. `bucket_mb`: mebibytes of gradients sent at
-    once. `timeout`: how long a rank is waited for.
+    - `backend`: ``paceline`` (NCCL for CUDA tensors), ``gloo`` or ``nccl``. If the program has initialized
+      ``torch.distributed``, its backend is used.
+    - `join`: allow ranks to have different numbers of batches. A rank without data contributes zero gradients (the mean
+      is still over all ranks). At the end of the epoch all ranks get the values and the optimizer state of the rank
+      with the most batches; per-step schedulers of ranks that ran out of batches lag behind.
+    - `compression` of gradients: ``fp16``, ``bf16`` or ``powersgd:R``.
+    - `filters` of gradients, as an alternative to `compression` (:func:`paceline.torch.filter_hook`); default:
+      ``paceline run --filters``.
+    - `sync_batch_norm`: normalize BatchNorm layers over all ranks.
+    - `find_unused_parameters`: allow parameters without effect on the loss. `static_graph`: every step uses the same
+      parameters. Both are options of DistributedDataParallel.
+    - `bucket_mb`: mebibytes of gradients per message.
+    - `timeout`: time to wait for a rank.
 
-    Raises UsageError for an option that is unknown or does not go with another.
+    Raises UsageError for an invalid option, and for options that exclude each other.
     """
 
     name: ClassVar[str] = "all-reduce"
@@ -69,23 +73,23 @@ class AllReduce(Strategy):
     ) -> None:
         check_compression(compression)
         if filters is None:
-            filters, _ = told_filters()
+            filters, _ = launcher_filters()
         if filters:
             gradient_filters(filters)
             if compression is not None:
-                raise UsageError(f"compression={compression!r} and filters={filters!r}: take one of them")
+                raise UsageError(f"compression={compression!r} and filters={filters!r}: pass only one")
         if backend is not None and backend not in BACKENDS:
             raise UsageError(f"backend={backend!r}: expected one of {', '.join(BACKENDS)}")
         if bucket_mb <= 0:
             raise UsageError(f"bucket_mb={bucket_mb}: expected more than 0")
         if join and sync_batch_norm:
             raise UsageError(
-                "join=True and sync_batch_norm=True: a rank that has run out of data has no batch to normalize with; "
-                "choose one of them"
+                "join=True and sync_batch_norm=True: a rank without data has no batch to normalize with; choose "
+                "one option"
             )
         chosen = choose_device(device, environment().local_rank or 0)
         if backend == "nccl" and chosen.type != "cuda":
-            raise UsageError(f"backend='nccl' is for CUDA devices, this rank's is {chosen}: leave backend out")
+            raise UsageError(f"backend='nccl' needs a CUDA device, but this rank has {chosen}: leave backend out")
         if chosen.type == "cuda":
             torch.cuda.set_device(chosen)
         super().__init__(Ranks.meet(timeout, backend=backend or "paceline"), device=chosen, seed=seed)
@@ -104,7 +108,7 @@ class AllReduce(Strategy):
         if self.embedder is not None:
             if self.takes_uneven:
                 raise UsageError(
-                    "join=True does not go with embeddings: give every rank as many batches, and leave it out"
+                    "join=True is not supported with embeddings: give all ranks the same number of batches"
                 )
             self.embedder.step_with(optimizers)
         if not self._wraps:
@@ -157,7 +161,7 @@ class AllReduce(Strategy):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Return a context in which ``backward()`` only adds to this rank's gradients; forward belongs into it too."""
+        """Return a context in which ``backward()`` only adds to this rank's gradients; run forward in it too."""
         with contextlib.ExitStack() as contexts:
             for replica in self._replicas:
                 contexts.enter_context(replica.no_sync())
@@ -170,7 +174,9 @@ class AllReduce(Strategy):
             yield
             return
         if len(self._replicas) > 1:
-            raise UsageError("join=True does not go with several models: give every rank as many batches, leave it out")
+            raise UsageError(
+                "join=True is not supported with several models: give all ranks the same number of batches"
+            )
         num_steps = 0
 
         def count(*_: Any) -> None:
@@ -181,7 +187,7 @@ class AllReduce(Strategy):
         waiting: AbstractContextManager[None] = self._replicas[0].join()
         try:
             yield
-            with warnings.catch_warnings():  # torch leaves the process's filters changed
+            with warnings.catch_warnings():  # torch changes the process's warning filters
                 waiting.__exit__(None, None, None)
         finally:
             if hook is not None:
@@ -189,7 +195,7 @@ class AllReduce(Strategy):
         self._share_optimizer_state(num_steps)
 
     def _share_optimizer_state(self, num_steps: int) -> None:
-        """Give all ranks the optimizer state of the first that made the most steps: the others missed some."""
+        """Give all ranks the optimizer state of the first rank with the most steps: other ranks missed some."""
         counts = self._ranks.exchange(num_steps)
         group = self._ranks.group
         if len(set(counts)) == 1 or group is None:
@@ -212,13 +218,13 @@ class AllReduce(Strategy):
             self._scatter_optimizer_state(shared)
 
     def close(self) -> None:
-        """Leave the other ranks. Idempotent."""
+        """Disconnect from the other ranks. Idempotent."""
         self._replicas = []
         super().close()
 
 
 def broadcast_values(model: nn.Module) -> None:
-    """Give every rank rank 0's parameters and buffers; what has no values yet gets the same on each."""
+    """Give every rank rank 0's parameters and buffers; placeholders get the same values on each rank later."""
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.numel() and not is_stand_in(tensor):
             dist.broadcast(tensor.detach(), 0)

@@ -1,4 +1,4 @@
-"""What every strategy is: the way one training loop is spread over devices, processes and servers."""
+"""The base of all strategies: one training loop on several devices, processes and servers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from paceline.torch.strategies.ranks import Ranks
 
 
 class Strategy(Closing, ABC):
-    """How a training loop is spread. The loop itself never changes::
+    """Distribute a training loop. The loop itself never changes::
 
         strategy = paceline.torch.strategy()
         model, optimizer, loader = strategy.prepare(model, optimizer, loader)
@@ -33,55 +33,55 @@ class Strategy(Closing, ABC):
             optimizer.step()
         strategy.save("model/")
 
-    Abstract: a subclass says in :meth:`_spread` how the model and the optimizer are spread, and overrides the hooks
-    that differ for it. `seed` decides how data are shuffled; give every rank the same one. A strategy may be used as a
-    context manager, and is closed by :meth:`close` or when the process ends.
+    Abstract: a subclass distributes the model and the optimizer in :meth:`_spread`, and overrides the hooks that differ
+    for it. `seed` determines how data is shuffled; pass the same one on every rank. Use it as a context manager,
+    or call :meth:`close`; else it is closed when the process ends.
     """
 
     name: ClassVar[str]
-    """As ``paceline run --strategy`` spells it."""
+    """As in ``paceline run --strategy``."""
     shards_data: ClassVar[bool] = True
-    """Whether each rank gets its own part of the data."""
+    """Whether each rank reads its own part of the data."""
     fills_in_parts: ClassVar[bool] = False
-    """Whether a model without memory gets only the values that this rank keeps."""
+    """Whether a model built on the meta device gets only the values that this rank holds."""
     takes_sparse: ClassVar[bool] = False
-    """Whether parameters and buffers may have another layout than a dense one."""
+    """Whether parameters and buffers may have a layout that is not dense."""
     takes_uneven: bool = False
-    """Whether ranks may have unequal numbers of batches in an epoch."""
+    """Whether ranks may have different numbers of batches in an epoch."""
 
     def __init__(self, ranks: Ranks, *, device: torch.device | str | None = None, seed: int = 0) -> None:
         self._ranks = ranks
         self.seed = seed
         self.device = choose_device(device, ranks.local_rank)
         self.storage = self.device
-        """Where the model's variables live: elsewhere than on the device only if a strategy says so."""
+        """The device of the model's variables; some strategies keep them on another device than `device`."""
         self.module: nn.Module | None = None
-        """The prepared model, not wrapped; several: a ``ModuleList`` of them, in the order of :meth:`prepare`."""
+        """The prepared model without wrappers; several models as a ``ModuleList``, in the order of :meth:`prepare`."""
         self.optimizers: list[Optimizer] = []
-        """The prepared optimizers, as they were given."""
+        """The prepared optimizers, as passed."""
         self.schedulers: list[Any] = []
         self.deferred: DeferredValues | None = None
-        """What gives values to modules of the last models that were built without memory; None if there are none."""
+        """Sets the values of modules from the meta device, for the last prepared models; None if there are none."""
         self.embedder: Embedder | None = None
-        """What serves the models' embeddings; None if they have none."""
+        """Serves the models' embeddings; None if they have none."""
         self._step_guard: Any = None
-        """The handle of the hook that refuses steps within backward, where the strategy needs one."""
+        """Handle of the hook that rejects steps within backward, for strategies that need it."""
 
-    # Who we are.
+    # Identity.
 
     @property
     def rank(self) -> int:
-        """This process's number among all."""
+        """Number of this process among all."""
         return self._ranks.rank
 
     @property
     def local_rank(self) -> int:
-        """This process's number among those of its host."""
+        """Number of this process among the processes of its host."""
         return self._ranks.local_rank
 
     @property
     def world_size(self) -> int:
-        """How many processes train."""
+        """Number of processes."""
         return self._ranks.size
 
     @property
@@ -91,15 +91,15 @@ class Strategy(Closing, ABC):
 
     @property
     def data_place(self) -> tuple[int, int]:
-        """Which part of the data this process reads, and of how many."""
+        """The part of the data that this process reads, and the number of parts."""
         return self.rank, self.world_size
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """The first prepared optimizer, as it was given."""
+        """The first prepared optimizer, as passed."""
         return self.optimizers[0] if self.optimizers else None
 
-    # Getting ready.
+    # Preparation.
 
     def prepare(
         self,
@@ -109,25 +109,25 @@ class Strategy(Closing, ABC):
         loader: Any = None,
         scheduler: Any = None,
     ) -> Any:
-        """Return models, optimizers, loaders and schedulers, in the given order, ready for this strategy.
+        """Return models, optimizers, loaders and schedulers, in the given order, prepared for this strategy.
 
-        One object alone is returned alone, and None is left out. It may be called for each model of several (a GAN's,
-        a teacher and a student), or once for all of them; an optimizer comes with its models or after them.
+        A single object is returned without a tuple, and None is left out. For several models (a GAN, a teacher and a
+        student) call it once, or once per model; pass an optimizer with its models or after them.
 
-        A model is moved to the strategy's device, and every rank starts from rank 0's values and buffers. What was
-        built under ``torch.device("meta")`` gets its values from ``reset_parameters`` of its modules. `loader` is
-        a ``torch.utils.data.DataLoader``: each rank gets its part, of a map dataset reshuffled in every epoch
-        (see :class:`~paceline.torch.strategies.loaders.Loader`); its batch size is per rank. `scheduler` is a
-        learning-rate scheduler of an optimizer. Loaders for evaluation are prepared by :meth:`prepare_loader`.
+        A model is moved to the strategy's device, and every rank starts from rank 0's values and buffers. Modules built
+        under ``torch.device("meta")`` get their values from ``reset_parameters``. `loader` is a
+        ``torch.utils.data.DataLoader``: each rank gets its part, of a map dataset reshuffled in every epoch
+        (:class:`~paceline.torch.strategies.loaders.Loader`); its batch size is per rank. `scheduler` is a learning-rate
+        scheduler of an optimizer. Prepare loaders for evaluation by :meth:`prepare_loader`.
 
-        Raises UsageError, on every rank, for models or loaders that differ between ranks, for a loader of length 0, and
-        for an optimizer that the strategy has no rule for.
+        Raises UsageError on every rank for models or loaders that differ between ranks, for a loader of length 0, and
+        for an optimizer that the strategy does not support.
         """
-        parts = [each for each in (*given, model, optimizer, loader, scheduler) if each is not None]
-        models = [each for each in parts if isinstance(each, nn.Module)]
-        optimizers = [each for each in parts if isinstance(each, Optimizer)]
+        parts = [part for part in (*given, model, optimizer, loader, scheduler) if part is not None]
+        models = [part for part in parts if isinstance(part, nn.Module)]
+        optimizers = [part for part in parts if isinstance(part, Optimizer)]
         if not models and (self.module is None or not parts):
-            raise UsageError(f"prepare({', '.join(type(each).__name__ for each in parts)}): expected a torch.nn.Module")
+            raise UsageError(f"prepare({', '.join(type(part).__name__ for part in parts)}): expected a torch.nn.Module")
         prepared: list[Any] = [*models, *optimizers]
         spread: list[Any] = [*prepared]
         if models:
@@ -137,24 +137,24 @@ class Strategy(Closing, ABC):
             new_models, new_optimizers = self._spread(models, optimizers)
             spread = [*new_models, *new_optimizers]
         ready = {id(one): other for one, other in zip(prepared, spread, strict=True)}
-        for each in parts:
-            if id(each) not in ready and each is not loader and hasattr(each, "step") and hasattr(each, "state_dict"):
-                self.schedulers.append(each)
-                ready[id(each)] = each
-        for each in parts:
-            if id(each) not in ready:
-                ready[id(each)] = self.prepare_loader(each, prefetch=True)
-        found = [ready[id(each)] for each in parts]
+        for part in parts:
+            if id(part) not in ready and part is not loader and hasattr(part, "step") and hasattr(part, "state_dict"):
+                self.schedulers.append(part)
+                ready[id(part)] = part
+        for part in parts:
+            if id(part) not in ready:
+                ready[id(part)] = self.prepare_loader(part, prefetch=True)
+        found = [ready[id(part)] for part in parts]
         return found[0] if len(found) == 1 else tuple(found)
 
     def _meet_models(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
-        """Check that `models` are the same on every rank, move them, and give their embeddings tables."""
+        """Check that `models` are the same on every rank, move them, and create their embeddings' tables."""
         joined = as_one(models)
-        lazy = [name for name, each in joined.named_parameters() if nn.parameter.is_lazy(each)]
+        lazy = [name for name, parameter in joined.named_parameters() if nn.parameter.is_lazy(parameter)]
         if lazy:
             raise UsageError(
-                f"prepare(): parameter {lazy[0]!r} of a lazy module has no shape yet: call the model once on a batch "
-                "before prepare(), and make the optimizer after that"
+                f"prepare(): parameter {lazy[0]!r} of a lazy module has no shape yet: call the model on a batch before "
+                "prepare(), and create the optimizer after that call"
             )
         self._ranks.agree(_signature(joined), _describe_difference)
         if not self.takes_sparse:
@@ -169,14 +169,14 @@ class Strategy(Closing, ABC):
         self.module = as_one([*before, *models])
         for number, model in enumerate(models, len(before)):
             prefix = f"models[{number}]." if number else ""
-            embeddings = {prefix + name: each for name, each in find_embeddings(model).items()}
+            embeddings = {prefix + name: embedding for name, embedding in find_embeddings(model).items()}
             if embeddings:
                 self.embedder = self.embedder or Embedder(self._row_tables())
                 self.embedder.serve(embeddings, optimizers)
 
     @property
     def models(self) -> list[nn.Module]:
-        """The prepared models, not wrapped."""
+        """The prepared models without wrappers."""
         if self.module is None:
             return []
         return list(self.module) if isinstance(self.module, _Models) else [self.module]
@@ -184,25 +184,25 @@ class Strategy(Closing, ABC):
     def prepare_loader(self, loader: Any, *, shard: bool = True, prefetch: bool = False) -> Loader:
         """Return a loader that yields this rank's part of the data, on the strategy's device.
 
-        With ``shard=False`` every rank gets all of it. `prefetch` is for the training loader: the rows that embeddings
-        will need are fetched one batch ahead.
+        With ``shard=False`` every rank gets all data. `prefetch` is for the training loader: it fetches the rows of
+        embeddings one batch ahead.
         """
         return Loader(loader, self, shard=shard and self.shards_data, trains=prefetch)
 
     @abstractmethod
     def _spread(self, models: list[nn.Module], optimizers: list[Optimizer]) -> tuple[list[nn.Module], list[Optimizer]]:
-        """Return what the loop is to use for new models, which are on the device, and new optimizers."""
+        """Return models and optimizers for the loop, given new models, which are on the device, and new optimizers."""
 
     @abstractmethod
     def _row_tables(self) -> RowTables:
-        """Return where the rows of embeddings live."""
+        """Return the store of the embeddings' rows."""
 
     # In the loop.
 
     def accumulate(self, is_last: bool = False) -> AbstractContextManager[None]:
-        """Return a context in which ``backward()`` only adds to the gradients: nothing is sent, ``step()`` comes later.
+        """Return a context in which ``backward()`` only adds to the gradients, without messages; do not step in it.
 
-        ``with strategy.accumulate(is_last=(i + 1) % 4 == 0):`` around forward and backward sends with every fourth.
+        ``with strategy.accumulate(is_last=(i + 1) % 4 == 0):`` around forward and backward sends every fourth time.
         """
         return contextlib.nullcontext() if is_last else self.no_sync()
 
@@ -211,7 +211,7 @@ class Strategy(Closing, ABC):
         return contextlib.nullcontext()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip the gradients as ``torch.nn.utils.clip_grad_norm_``, of the whole batch of all ranks; return their norm.
+        """Clip the gradients of the whole batch of all ranks as ``torch.nn.utils.clip_grad_norm_``; return their norm.
 
         Call it between ``backward()`` and ``optimizer.step()``. Embeddings' rows are not clipped.
         """
@@ -219,18 +219,18 @@ class Strategy(Closing, ABC):
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
 
     def epoch(self, num_batches: int | None) -> AbstractContextManager[None]:
-        """Return a context that the training loader's iteration runs in; `num_batches` is this rank's, if known."""
+        """Return a context for the training loader's iteration; `num_batches` is this rank's number, if known."""
         return contextlib.nullcontext()
 
     def _ran_out(self) -> None:
-        """Know that the training loader has ended by itself; :meth:`epoch` is still open."""
+        """React to the end of the training loader's data, before the end of :meth:`epoch`."""
 
-    # Together.
+    # Communication.
 
     def reduce(self, value: Any, op: str = "mean") -> Any:
-        """Return `value` over all ranks, on each: a number, a tensor, or a dictionary of them (for metrics).
+        """Return `value` reduced over all ranks, on each rank: a number, a tensor, or a dictionary (for metrics).
 
-        `op` is ``mean``, ``sum``, ``min`` or ``max``. Numbers come back as float, tensors as tensors of their kind.
+        `op` is ``mean``, ``sum``, ``min`` or ``max``. Numbers are returned as float, tensors in their dtype and device.
         """
         if op not in ("mean", "sum", "min", "max"):
             raise UsageError(f"reduce(op={op!r}): expected mean, sum, min or max")
@@ -246,55 +246,55 @@ class Strategy(Closing, ABC):
         return float(self._ranks.group.all_reduce(torch.tensor(float(value), dtype=torch.float64), op))
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has called it."""
         self._ranks.barrier()
 
     def print(self, *values: Any, **options: Any) -> None:
-        """Print at once, on rank 0 only; `options` are those of the built-in `print`."""
+        """Print and flush, on rank 0 only; `options` are the options of the built-in `print`."""
         if self.is_main:
             print(*values, **{"flush": True, **options})
 
-    # Keeping.
+    # Checkpoints.
 
     def save(self, directory: str | os.PathLike[str], **extra: Any) -> None:
-        """Write a checkpoint; every rank calls it, rank 0 writes, all wait. Loads under any strategy and world size.
+        """Write a checkpoint, for any strategy and world size; every rank calls it, rank 0 writes, all wait.
 
-        It has the model, the optimizer's and the scheduler's state, the embeddings' tables, and `extra` (what JSON can
-        hold: the epoch, for instance). A checkpoint that was there is replaced, whole or not at all.
+        It contains the model, the states of optimizers and schedulers, the embeddings' tables, and `extra` (JSON values
+        such as the epoch). It replaces an old checkpoint atomically.
         """
         from paceline.torch.strategies.checkpoints import save
 
         save(self, directory, extra)
 
     def load(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
-        """Load a checkpoint that any strategy has saved, and return its `extra`; every rank calls it after `prepare`.
+        """Load a checkpoint of any strategy, and return its `extra`; every rank calls it after `prepare`.
 
-        Raises ModelError for one that is missing, damaged, or of another model.
+        Raises ModelError for a missing or damaged checkpoint, and for one of another model.
         """
         from paceline.torch.strategies.checkpoints import load
 
         return load(self, directory)
 
     def gather_optimizer_state(self, number: int = 0) -> dict[int, dict[str, Any]]:
-        """Return the state of optimizer `number`, by the parameter's number; every rank calls it, rank 0's counts."""
+        """Return the state of optimizer `number`, by parameter number; every rank calls it, only rank 0's counts."""
         state: dict[int, dict[str, Any]] = self.optimizers[number].state_dict()["state"]
         return state
 
     def _scatter_optimizer_state(self, state: dict[int, dict[str, Any]], number: int = 0) -> None:
-        """Take an optimizer state as :meth:`gather_optimizer_state` returns it; every rank has it."""
+        """Load an optimizer state in the form of :meth:`gather_optimizer_state`, which every rank has."""
         optimizer = self.optimizers[number]
         optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
 
     def gather_values(self) -> dict[str, torch.Tensor]:
-        """Return the current parameters and persistent buffers by name, whole, on rank 0; every rank calls it.
+        """Return the current parameters and persistent buffers by name, unsharded, on rank 0; every rank calls it.
 
-        The module on rank 0 holds them then, too; under ``sharded`` it holds its shards.
+        Except under ``sharded``, rank 0's module has these values afterwards.
         """
         assert self.module is not None, "prepare() comes first"
         return state_of(self.module)
 
     def _scatter_values(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Take whole values by name, which are the same on every rank, for the model's; every rank calls it."""
+        """Load unsharded values by name, which are the same on every rank, into the model; every rank calls it."""
         assert self.module is not None
         own = state_of(self.module)
         with torch.no_grad():
@@ -304,7 +304,7 @@ class Strategy(Closing, ABC):
     # The end.
 
     def close(self) -> None:
-        """Leave the other ranks and the servers. Idempotent."""
+        """Disconnect from the other ranks and the servers. Idempotent."""
         if self._step_guard is not None:
             self._step_guard.remove()
         if self.embedder is not None:
@@ -320,54 +320,53 @@ class _Models(nn.ModuleList):
 
 
 def as_one(models: list[nn.Module]) -> nn.Module:
-    """Return a model that has the parameters of `models`: it alone if it is one."""
+    """Return a model with the parameters of `models`: a single model itself."""
     return models[0] if len(models) == 1 else _Models(models)
 
 
-def choose_device(wanted: torch.device | str | None, local_rank: int) -> torch.device:
-    """Return the device of a rank: the one wanted, else the CUDA device of its number, else the CPU.
+def choose_device(requested: torch.device | str | None, local_rank: int) -> torch.device:
+    """Return the device of a rank: `requested`, else the CUDA device of its number, else the CPU.
 
-    Raises UsageError for CUDA where there is none.
+    Raises UsageError if the CUDA device does not exist.
     """
     num_cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted is None:
+    if requested is None:
         return torch.device("cuda", local_rank % num_cuda) if num_cuda else torch.device("cpu")
     try:
-        device = torch.device(wanted)
+        device = torch.device(requested)
     except RuntimeError as error:
-        raise UsageError(f"local rank {local_rank}: device={wanted!r}: {error}") from None
+        raise UsageError(f"local rank {local_rank}: device={requested!r}: {error}") from None
     if device.type != "cuda":
         return device
     if not num_cuda:
         raise UsageError(
-            f"local rank {local_rank}: device={str(wanted)!r} was asked for, and there is no CUDA device here: leave "
-            "it out"
+            f"local rank {local_rank}: device={str(requested)!r}, but this host has no CUDA device: leave device out"
         )
     device = torch.device("cuda", local_rank % num_cuda) if device.index is None else device
     if device.index >= num_cuda:
         raise UsageError(
-            f"local rank {local_rank}: device={str(wanted)!r} was asked for, and there are {num_cuda} CUDA devices here"
+            f"local rank {local_rank}: device={str(requested)!r}, but there are {num_cuda} CUDA devices here"
         )
     return device
 
 
 def state_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and persistent buffers by name; embeddings' anchors, which hold nothing, aside."""
+    """Return parameters and persistent buffers by name, without the empty anchors of embeddings."""
     state = module.state_dict(keep_vars=True).items()
-    return {name: each.detach() for name, each in state if isinstance(each, torch.Tensor) and each.numel()}
+    return {name: tensor.detach() for name, tensor in state if isinstance(tensor, torch.Tensor) and tensor.numel()}
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters that are trained, embeddings' anchors (which hold nothing) aside."""
+    """Yield the trained parameters, without the empty anchors of embeddings."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.numel():
             yield name, parameter
 
 
 def give_own_memory(model: nn.Module) -> None:
-    """Give each parameter and buffer the strides of its shape, and an expanded one memory.
+    """Give each parameter and buffer the strides of its shape, and own memory to an expanded one.
 
-    Torch refuses to copy into others, as ranks do that share values.
+    Torch cannot copy rank 0's values into others.
     """
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.layout is not torch.strided:
@@ -378,18 +377,18 @@ def give_own_memory(model: nn.Module) -> None:
             tensor.data = tensor.data.view(-1).view(tensor.shape)
 
 
-def check_dense(model: nn.Module, told_by: str) -> None:
-    """Raise UsageError if the model has a parameter or a buffer that is not dense; `told_by` begins the sentence."""
+def check_dense(model: nn.Module, source: str) -> None:
+    """Raise UsageError for a parameter or a buffer that is not dense; `source` is the start of the message."""
     kinds = (("parameter", model.named_parameters()), ("buffer", model.named_buffers()))
-    for kind, (name, tensor) in ((kind, each) for kind, named in kinds for each in named):
+    for kind, (name, tensor) in ((kind, named_tensor) for kind, named in kinds for named_tensor in named):
         if tensor.layout is torch.strided:
             continue
-        instead = "make its values the parameter, and the tensor of them in forward"
+        instead = "make its values the parameter, and create the tensor in forward"
         if kind == "buffer":
             instead = f"keep it as a plain attribute that is the same on every rank (self.{name.split('.')[-1]} = ...)"
         raise UsageError(
-            f"{told_by}{kind} {name!r} is a tensor of layout {str(tensor.layout).removeprefix('torch.')}, and only "
-            f"dense ones are shared and saved: make it dense (to_dense()), or {instead}"
+            f"{source}{kind} {name!r} is a tensor of layout {str(tensor.layout).removeprefix('torch.')}, but only "
+            f"dense tensors are shared and saved: make it dense (to_dense()), or {instead}"
         )
 
 
@@ -397,27 +396,27 @@ def _signature(model: nn.Module) -> list[list[Any]]:
     tensors = [*model.named_parameters(), *model.named_buffers()]
     described = [[name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for name, tensor in tensors]
     rows = [
-        [name, [each.dim], f"rows of {each.initializer}, seed={each.seed}, update={each.update}"]
-        for name, each in find_embeddings(model).items()
+        [name, [embedding.dim], f"rows of {embedding.initializer}, seed={embedding.seed}, update={embedding.update}"]
+        for name, embedding in find_embeddings(model).items()
     ]
     return described + rows
 
 
-def _describe_difference(rank: int, theirs: list[list[Any]], first: list[list[Any]]) -> str:
+def _describe_difference(rank: int, own: list[list[Any]], first: list[list[Any]]) -> str:
     def show(found: list[list[Any]], position: int) -> str:
         if position >= len(found):
             return "nothing"
         name, shape, dtype = found[position]
         return f"{name!r} ({dtype} {shape})"
 
-    position = next((i for i, (a, b) in enumerate(zip(theirs, first, strict=False)) if a != b), None)
-    position = min(len(theirs), len(first)) if position is None else position
+    position = next((i for i, (a, b) in enumerate(zip(own, first, strict=False)) if a != b), None)
+    position = min(len(own), len(first)) if position is None else position
     return (
-        f"rank {rank} has another model than rank 0: {show(theirs, position)} where rank 0 has "
+        f"rank {rank} has another model than rank 0: {show(own, position)} instead of "
         f"{show(first, position)}; build the same model on every rank"
     )
 
 
 def warn(text: str) -> None:
-    """Say something to the user on standard error, once, where no exception is due."""
+    """Print a warning for the user on standard error."""
     print(f"paceline: {text}", file=sys.stderr, flush=True)

@@ -1,9 +1,9 @@
 """Checkpoints: one format for every strategy and every number of ranks.
 
-A checkpoint is a saved model as :mod:`~paceline.storage.model_directory` writes it: a manifest with checksums, the
-embeddings' tables by key, and two files of tensors: the model's ``state_dict``, and the optimizer's state in torch's
-own layout with parameters' names for numbers (``layer.weight/exp_avg``). Where the state lived, on servers or in ranks,
-is not in it.
+A checkpoint is a saved model of :mod:`~paceline.storage.model_directory`: a manifest with checksums, the embeddings'
+tables by key, and two files of tensors: the model's ``state_dict``, and the optimizer's state in torch's layout with
+names instead of numbers of parameters (``layer.weight/exp_avg``). It does not depend on the location of the state, on
+servers or in ranks.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _Result = TypeVar("_Result")
 
 
 def save(strategy: Strategy, directory: str | os.PathLike[str], extra: dict[str, Any]) -> None:
-    """See :meth:`Strategy.save`."""
+    """Save; see :meth:`Strategy.save`."""
     module, optimizers = _prepared(strategy, "save"), strategy.optimizers
     values = strategy.gather_values()
     states = [strategy.gather_optimizer_state(number) for number in range(len(optimizers))]
-    _settle_rows(strategy)
+    _wait_for_rows(strategy)
 
     def write() -> None:
         tables = strategy.embedder.tables.values() if strategy.embedder is not None else ()
@@ -55,10 +55,10 @@ def save(strategy: Strategy, directory: str | os.PathLike[str], extra: dict[str,
 
 
 def load(strategy: Strategy, directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """See :meth:`Strategy.load`."""
+    """Load; see :meth:`Strategy.load`."""
     module, optimizers = _prepared(strategy, "load"), strategy.optimizers
     saved, description, values, states = _together(strategy, lambda: _read(strategy, module, directory))
-    _settle_rows(strategy)
+    _wait_for_rows(strategy)
     strategy._scatter_values(values)
     for number, state in states.items():
         optimizer = optimizers[number]
@@ -66,9 +66,9 @@ def load(strategy: Strategy, directory: str | os.PathLike[str]) -> dict[str, Any
             group.update(_options(group, kept))
         strategy._scatter_optimizer_state(state, number)
     for number, scheduler in enumerate(strategy.schedulers):
-        there = description.get(_key("scheduler", number))
-        if there is not None:
-            scheduler.load_state_dict(like(scheduler.state_dict(), there))
+        scheduler_state = description.get(_key("scheduler", number))
+        if scheduler_state is not None:
+            scheduler.load_state_dict(like(scheduler.state_dict(), scheduler_state))
     if strategy.embedder is not None:
         strategy.embedder.forget()
         _together(strategy, lambda: _load_tables(strategy, saved))
@@ -76,14 +76,14 @@ def load(strategy: Strategy, directory: str | os.PathLike[str]) -> dict[str, Any
     return extra
 
 
-def _prepared(strategy: Strategy, what: str) -> nn.Module:
+def _prepared(strategy: Strategy, method: str) -> nn.Module:
     if strategy.module is None:
-        raise UsageError(f"{what}() comes after prepare(): there is no model yet")
+        raise UsageError(f"{method}() needs a model: call prepare() first")
     return strategy.module
 
 
 def _key(kind: str, number: int) -> str:
-    """Return the name in a checkpoint of the optimizer or scheduler `number`."""
+    """Return the name of optimizer or scheduler `number` in a checkpoint."""
     return f"{kind}_{number}" if number else kind
 
 
@@ -92,16 +92,16 @@ def _nothing() -> None:
 
 
 def _together(strategy: Strategy, action: Callable[[], _Result]) -> _Result:
-    """Do something on every rank; what fails on one is raised on all."""
+    """Do something on every rank; raise a failure of one rank on all."""
     result: list[_Result] = []
     failure: Exception | None = None
-    said: str | None = None
+    message: str | None = None
     try:
         result.append(action())
     except Exception as error:
         failure = error
-        said = str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
-    failures = strategy._ranks.exchange(said)
+        message = str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
+    failures = strategy._ranks.exchange(message)
     if failure is not None:
         raise failure
     for rank, text in enumerate(failures):
@@ -110,11 +110,11 @@ def _together(strategy: Strategy, action: Callable[[], _Result]) -> _Result:
     return result[0]
 
 
-def _settle_rows(strategy: Strategy) -> None:
-    """Wait until what every rank has done to the rows of embeddings is done."""
+def _wait_for_rows(strategy: Strategy) -> None:
+    """Wait until the servers have applied every rank's updates to embeddings' rows."""
     if strategy.embedder is not None:
         for table in strategy.embedder.tables.values():
-            len(table)  # servers answer a rank in the order of its requests, so that its updates come first
+            len(table)  # servers answer a rank's requests in order, so the reply follows its updates
     strategy.barrier()
 
 
@@ -122,7 +122,7 @@ def _settle_rows(strategy: Strategy) -> None:
 
 
 def _check_tensors(module: nn.Module) -> None:
-    """Raise UsageError for a model whose state is more than tensors."""
+    """Raise UsageError for a model whose state contains other types than tensors."""
     for name, value in module.state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor):
             raise UsageError(f"the model's {name!r} is of type {type(value).__name__}: a checkpoint holds tensors only")
@@ -132,18 +132,18 @@ def _check_tensors(module: nn.Module) -> None:
 def _encode(tensors: dict[str, torch.Tensor]) -> bytes:
     from safetensors.torch import save as encode
 
-    # A clone of each: tied weights share memory, which the format does not know.
+    # Clone each tensor: tied weights share memory, which the format does not support.
     return encode({name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()})
 
 
 def _read(
     strategy: Strategy, module: nn.Module, directory: str | os.PathLike[str]
 ) -> tuple[SavedModel, dict[str, Any], dict[str, torch.Tensor], dict[int, dict[int, dict[str, Any]]]]:
-    """Read a checkpoint, and see that it is of this model and this optimizer: nothing is changed yet."""
+    """Read a checkpoint, and check that it is of this model and this optimizer, without changing either."""
     saved = read_model(directory)
     description: dict[str, Any] = saved.manifest.model
     if description.get("kind") != CHECKPOINT:
-        raise ModelError(f"{directory} holds tables and no checkpoint of a PyTorch model: load it with client.load()")
+        raise ModelError(f"{directory} holds tables, not a checkpoint of a PyTorch model: load it with client.load()")
     description = from_json(description)
     values = _decode(saved, "model")
     _check_tensors(module)
@@ -160,12 +160,12 @@ def _read(
     return saved, description, values, states
 
 
-def _decode(saved: SavedModel, what: str) -> dict[str, torch.Tensor]:
+def _decode(saved: SavedModel, kind: str) -> dict[str, torch.Tensor]:
     from safetensors.torch import load as decode
 
-    file = saved.manifest.tensors.get(what)
+    file = saved.manifest.tensors.get(kind)
     if file is None:
-        raise ModelError(f"{saved.directory} is damaged: its manifest names no file of the {what}'s tensors")
+        raise ModelError(f"{saved.directory} is damaged: its manifest names no file of the {kind}'s tensors")
     return decode(saved.read(file))
 
 
@@ -174,12 +174,12 @@ def _shape(tensor: torch.Tensor) -> str:
 
 
 def _check_same(found: dict[str, str], own: dict[str, torch.Tensor], directory: str | os.PathLike[str]) -> None:
-    wanted = {name: _shape(tensor) for name, tensor in own.items()}
-    for name in sorted(found.keys() | wanted.keys()):
-        if found.get(name) != wanted.get(name):
+    expected = {name: _shape(tensor) for name, tensor in own.items()}
+    for name in sorted(found.keys() | expected.keys()):
+        if found.get(name) != expected.get(name):
             raise ModelError(
-                f"the checkpoint in {directory} is of another model: {name!r} is {found.get(name, 'not there')} in it "
-                f"and {wanted.get(name, 'not there')} here; build the model that was saved"
+                f"the checkpoint in {directory} is of another model: {name!r} is {found.get(name, 'missing')} in it "
+                f"and {expected.get(name, 'missing')} here; build the saved model"
             )
 
 
@@ -189,42 +189,42 @@ def _check_same(found: dict[str, str], own: dict[str, torch.Tensor], directory: 
 def _check_optimizer(
     optimizer: torch.optim.Optimizer, names: list[list[str]], kept: dict[str, Any], directory: str | os.PathLike[str]
 ) -> None:
-    """See that a checkpoint's optimizer is of the class, the groups and, in each, the rule of this one."""
+    """Raise ModelError unless a checkpoint's optimizer has the class, groups and update rules of this one."""
     own = type(optimizer).__name__
     if kept["class"] != own:
         raise ModelError(
-            f"the checkpoint in {directory} was saved with {kept['class']}, this program has {own}: make the same "
-            "optimizer"
+            f"the checkpoint in {directory} was saved with {kept['class']}, but this program has {own}: create the "
+            "same optimizer"
         )
     if names != [group["params"] for group in kept["groups"]]:
         raise ModelError(
-            f"the checkpoint in {directory} has other parameter groups than this optimizer: make the same groups"
+            f"the checkpoint in {directory} has other parameter groups than this optimizer: create the same groups"
         )
     for number, (group, other) in enumerate(zip(optimizer.param_groups, kept["groups"], strict=True)):
-        ours, theirs = _rule_name(optimizer, group), _rule_name(optimizer, {**group, **_options(group, other)})
-        if ours != theirs:
+        own_rule, saved_rule = _rule_name(optimizer, group), _rule_name(optimizer, {**group, **_options(group, other)})
+        if own_rule != saved_rule:
             raise ModelError(
-                f"the checkpoint in {directory} was saved with {own} that did {theirs} in parameter group {number}, "
-                f"this program's does {ours}: make the same optimizer, with the same options"
+                f"the checkpoint in {directory} was saved with {own} as {saved_rule} in parameter group {number}, but "
+                f"this program has it as {own_rule}: create the same optimizer, with the same options"
             )
 
 
 def _options(group: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parameter group's options as saved, each in the form that it has in the group."""
+    """Return a parameter group's saved options, in the types of the group's options."""
     return {key: like(group.get(key), value) for key, value in kept.items() if key != "params"}
 
 
 def _rule_name(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
-    """Return what update rule an optimizer is, and with which state."""
+    """Return the name of an optimizer's update rule and its state."""
     try:
         rule = rule_of(optimizer, group)
         return " with ".join([type(rule).__name__, *([rule.state_names] if rule.state_names else [])])
     except UsageError:
-        return "what no rule of the servers does"
+        return "no rule of the servers"
 
 
 def _names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """Return the names of the optimizer's parameters, by group; ``#number`` for one that the module does not have."""
+    """Return the names of the optimizer's parameters by group; ``#number`` for a parameter outside the module."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     count = itertools.count()
     return [
@@ -234,7 +234,7 @@ def _names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str
 
 
 def _flatten(state: dict[int, dict[str, Any]], names: list[str]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Split an optimizer's state into tensors and what is none, by ``parameter/entry``; `names` by number."""
+    """Split an optimizer's state into tensors and other values, by ``parameter/entry``; `names` are by number."""
     tensors: dict[str, torch.Tensor] = {}
     numbers: dict[str, Any] = {}
     for number, entries in state.items():
@@ -263,22 +263,22 @@ def _unflatten(
 
 
 def _check_tables(strategy: Strategy, saved: SavedModel) -> None:
-    """See that a checkpoint's tables are those of this model's embeddings."""
+    """Raise ModelError unless a checkpoint has the tables of this model's embeddings."""
     own = strategy.embedder.tables if strategy.embedder is not None else {}
-    there = {table.spec.name: table.spec for table in saved.manifest.tables}
-    if there.keys() != own.keys():
+    saved_specs = {table.spec.name: table.spec for table in saved.manifest.tables}
+    if saved_specs.keys() != own.keys():
         raise ModelError(
-            f"the checkpoint in {saved.directory} has the embeddings {sorted(there)}, this model has {sorted(own)}: "
-            "build the model that was saved"
+            f"the checkpoint in {saved.directory} has the embeddings {sorted(saved_specs)}, but this model has "
+            f"{sorted(own)}: build the saved model"
         )
     for name, table in own.items():
-        ours, theirs = table.spec, there[name]
-        if strategy.optimizer is None and _is_stateless(ours):
-            theirs = theirs.with_update(ours.update)  # rows are only read, whatever has updated them
-        if _nature(theirs) != _nature(ours):
+        own_spec, saved_spec = table.spec, saved_specs[name]
+        if strategy.optimizer is None and _is_stateless(own_spec):
+            saved_spec = saved_spec.with_update(own_spec.update)  # rows are only read, so any rule fits
+        if _nature(saved_spec) != _nature(own_spec):
             raise ModelError(
-                f"the checkpoint in {saved.directory} has embedding {name!r} as {there[name]}, this model has it as "
-                f"{ours}: build the model that was saved, with the same optimizer"
+                f"the checkpoint in {saved.directory} has embedding {name!r} as {saved_specs[name]}, but this model "
+                f"has it as {own_spec}: build the saved model, with the same optimizer"
             )
 
 

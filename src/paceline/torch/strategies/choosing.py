@@ -1,4 +1,4 @@
-"""Make the strategy that the launcher chose."""
+"""Create the launcher's strategy."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ def _options_of(kind: type[Strategy], options: dict[str, Any]) -> dict[str, Any]
         options.setdefault("unused", "skip" if options["find_unused_parameters"] else "error")
     elif "unused" in options and "find_unused_parameters" in known:
         options.setdefault("find_unused_parameters", options["unused"] == "skip")
-    return {key: each for key, each in options.items() if key in known or key not in NEUTRAL_SETTINGS}
+    return {key: value for key, value in options.items() if key in known or key not in NEUTRAL_SETTINGS}
 
 
 def strategy(name: str | None = None, **options: Any) -> Strategy:
-    """Return the strategy that the launcher chose: ``paceline run --strategy X``, or ``PACELINE_STRATEGY=X``.
+    """Create the strategy that the launcher chose: ``paceline run --strategy X``, or ``PACELINE_STRATEGY=X``.
 
-    A `name` given here comes before what the launcher said. Where neither says anything, it is ``hybrid`` if the
-    environment names parameter servers, ``all-reduce`` if it names several ranks (torchrun, mpirun, Slurm), else
-    ``one-device``. `options` go to the class: ``device`` and ``seed`` every one takes, others are its own.
-    So that one script runs under all, every strategy accepts options of others that do not change the result
-    (``find_unused_parameters=True``, which is ``unused="skip"`` under parameter-server, ``bucket_mb``, ``timeout``).
+    A `name` takes precedence. Without a choice it is ``hybrid`` if the environment names parameter servers,
+    ``all-reduce`` if it names several ranks (torchrun, mpirun, Slurm), else ``one-device``. `options` are the arguments
+    of the class; all classes have ``device`` and ``seed``. So that one script runs under all strategies, each of them
+    ignores options of other strategies that do not change the result (``find_unused_parameters=True``, which
+    parameter-server treats as ``unused="skip"``, ``bucket_mb``, ``timeout``).
 
-    Raises UsageError for an unknown name, or an option that the strategy does not take.
+    Raises UsageError for an unknown name, or an option that the strategy does not have.
     """
-    told = environment()
-    chosen = name or told.strategy
+    settings = environment()
+    chosen = name or settings.strategy
     if chosen is None:
-        chosen = default_strategy(has_servers=told.scheduler is not None, num_ranks=told.world_size or 1)
+        chosen = default_strategy(has_servers=settings.scheduler is not None, num_ranks=settings.world_size or 1)
     try:
         kind = class_of(check_strategy(chosen))
         return kind(**_options_of(kind, options))
     except TypeError as error:
         if "unexpected keyword argument" not in str(error):
             raise
-        raise UsageError(f"strategy {chosen} does not take an option of that name: {error}") from None
+        raise UsageError(f"strategy {chosen} does not have an option of that name: {error}") from None

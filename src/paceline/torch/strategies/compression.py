@@ -1,4 +1,4 @@
-"""Fewer bytes for a gradient: PyTorch's own communication hooks, by name."""
+"""Compress gradients by PyTorch's own communication hooks."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ _POWER_SGD_STARTS = 10
 
 
 def check_compression(compression: str | None) -> None:
-    """Raise UsageError unless there is such a compression: None, ``fp16``, ``bf16``, ``powersgd`` or ``powersgd:R``."""
+    """Raise UsageError unless `compression` is None, ``fp16``, ``bf16``, ``powersgd`` or ``powersgd:R``."""
     if compression is None or compression in ("fp16", "bf16"):
         return
     name, _, rank = compression.partition(":") if isinstance(compression, str) else ("", "", "")
@@ -27,11 +27,11 @@ def check_compression(compression: str | None) -> None:
 
 
 def compress(model: DistributedDataParallel, compression: str) -> None:
-    """Have a model's gradients compressed on their way.
+    """Compress a model's gradients in messages.
 
-    ``fp16`` and ``bf16`` cast them. ``powersgd:R`` sends a matrix as two of R columns with error feedback (Vogels et
-    al., "PowerSGD: Practical low-rank gradient compression", NeurIPS 2019), R = 1 unless it is given; the first 10
-    iterations, in which gradients change fastest, go uncompressed.
+    ``fp16`` and ``bf16`` cast them. ``powersgd:R`` sends a matrix as two factors of R columns with error feedback
+    (Vogels et al., "PowerSGD: Practical low-rank gradient compression", NeurIPS 2019), default R = 1. The first 10
+    iterations are uncompressed, because gradients change fastest in them.
     """
     group = model.process_group
     if compression == "fp16":
@@ -46,7 +46,7 @@ def compress(model: DistributedDataParallel, compression: str) -> None:
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
-# By its own name PyTorch takes the hook with NCCL only. Annotations are not postponed here, for PyTorch compares them.
+# A function of its own: PyTorch accepts its hook only with NCCL. Annotations are not postponed: PyTorch compares them.
 def _cast_to_bf16(state: Any, bucket: GradBucket) -> Future[Tensor]:
     group: dist.ProcessGroup = state
     return default_hooks.bf16_compress_hook(group, bucket)

@@ -1,8 +1,8 @@
-"""Models without memory: built under ``torch.device("meta")``, they get their values module by module, where needed.
+"""Initialize models that were built under ``torch.device("meta")``, module by module, with values as needed.
 
-A model that no process has room for cannot be built first and cut afterwards. On the meta device it has shapes only;
-each module's own ``reset_parameters`` then gives it its values, drawn from (seed, name of the module), so that they are
-the same in whichever process, and under every strategy.
+A model too large for one process cannot be built first and split afterwards. On the meta device it has only shapes;
+``reset_parameters`` of each module then sets its values, drawn from (seed, module name), so that they are the same in
+every process and under every strategy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paceline.errors import UsageError, first_line
 
 
 class DeferredValues:
-    """The modules of one model that have no values yet. Their tensors are stand-ins of one NaN, that take no memory."""
+    """The modules of a model without values. Their tensors are placeholders: one expanded NaN, without memory."""
 
     def __init__(self, modules: dict[str, nn.Module], seed: int) -> None:
         """`modules` are by name, innermost first."""
@@ -28,18 +28,20 @@ class DeferredValues:
 
     @classmethod
     def of(cls, model: nn.Module, seed: int) -> DeferredValues | None:
-        """Put stand-ins in the place of what is on the meta device; None if nothing is.
+        """Replace tensors on the meta device by placeholders; return None if there are none.
 
-        Raises UsageError for a module that has no ``reset_parameters`` to give it values.
+        Raises UsageError for a module without ``reset_parameters``.
         """
-        found = {name: each for name, each in model.named_modules() if any(t.is_meta for t in _own(each).values())}
+        found = {
+            name: module for name, module in model.named_modules() if any(t.is_meta for t in _own(module).values())
+        }
         if not found:
             return None
         for name, module in found.items():
             if _reset_of(module) is None:
                 raise UsageError(
-                    f"{_called(name, module)} is on the meta device with {', '.join(_own(module))}, and has no "
-                    "reset_parameters() to give them values: write one, or build this module outside of "
+                    f"{_called(name, module)} is on the meta device with {', '.join(_own(module))}, but has no "
+                    "reset_parameters() to set their values: write one, or build this module outside of "
                     'torch.device("meta")'
                 )
         for module in found.values():
@@ -49,15 +51,15 @@ class DeferredValues:
                 if isinstance(tensor, nn.Parameter):
                     torch.utils.swap_tensors(tensor, nn.Parameter(stand_in(tensor), tensor.requires_grad))  # type: ignore[no-untyped-call]
                 else:
-                    # Buffers are small, and processes agree on them.
+                    # Buffers are small, and processes share their values later.
                     module._buffers[name] = torch.full(tensor.shape, _nothing(tensor.dtype), dtype=tensor.dtype)
         return cls(dict(reversed(found.items())), seed)
 
-    def fill(self, is_here: Callable[[Tensor], bool] = lambda tensor: True) -> None:
-        """Give values to every module that has a tensor which `is_here`; once for each. Raises UsageError."""
+    def fill(self, is_needed: Callable[[Tensor], bool] = lambda tensor: True) -> None:
+        """Set the values of every module with a tensor for which `is_needed` is true, once. Raises UsageError."""
         for name, module in list(self._modules.items()):
             own = _own(module)
-            if not any(is_here(tensor) for tensor in own.values()):
+            if not any(is_needed(tensor) for tensor in own.values()):
                 continue
             del self._modules[name]
             for parameter in own.values():
@@ -73,44 +75,48 @@ class DeferredValues:
             for kind, tensor in own.items():
                 if tensor.is_floating_point() and tensor.numel() and bool(tensor.view(-1)[0].isnan()):
                     raise UsageError(
-                        f"reset_parameters() of {_called(name, module)} gives no values to {kind!r}, which has none "
-                        'since the model was built under torch.device("meta")'
+                        f"reset_parameters() of {_called(name, module)} does not set {kind!r}, which has no values "
+                        'because the model was built under torch.device("meta")'
                     )
 
 
 def stand_in(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same shape that takes no memory: one NaN, expanded."""
+    """Return a placeholder for a tensor of the same shape without memory: one NaN, expanded."""
     return torch.full((), _nothing(tensor.dtype), dtype=tensor.dtype).expand(tensor.shape)
 
 
 def is_stand_in(tensor: Tensor) -> bool:
-    """Return whether a tensor is what :func:`stand_in` returns."""
+    """Return whether a tensor is a placeholder of :func:`stand_in`."""
     return tensor.numel() > 1 and not any(tensor.stride())
 
 
 def make_room(parameter: nn.Parameter) -> None:
-    """Give memory to a parameter that has a stand-in for it."""
+    """Give memory to a parameter with a placeholder."""
     if is_stand_in(parameter) or not parameter.dim():
         parameter.data = torch.full(parameter.shape, _nothing(parameter.dtype), dtype=parameter.dtype)
 
 
 @contextmanager
 def lent_memory(tensors: Iterable[Any]) -> Iterator[None]:
-    """Return a context in which stand-ins have memory, and values as a layer's usually are."""
-    lent = [(each, each.data) for each in tensors if isinstance(each, nn.Parameter) and is_stand_in(each)]
+    """Return a context in which placeholders have memory, and typical values of a layer."""
+    lent = [
+        (parameter, parameter.data)
+        for parameter in tensors
+        if isinstance(parameter, nn.Parameter) and is_stand_in(parameter)
+    ]
     with _seeded("lent"):
-        for each, _ in lent:
-            room = torch.empty(each.shape, dtype=each.dtype)
-            each.data = room.normal_(0.0, 0.02) if room.is_floating_point() else room.zero_()
+        for parameter, _ in lent:
+            room = torch.empty(parameter.shape, dtype=parameter.dtype)
+            parameter.data = room.normal_(0.0, 0.02) if room.is_floating_point() else room.zero_()
     try:
         yield
     finally:
-        for each, before in lent:
-            each.data = before
+        for parameter, before in lent:
+            parameter.data = before
 
 
 def _own(module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's own tensors, not those of its parts."""
+    """Return a module's own tensors, without the tensors of its submodules."""
     found = {**module._parameters, **module._buffers}
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
@@ -130,7 +136,7 @@ def _nothing(dtype: torch.dtype) -> float:
 
 @contextmanager
 def _seeded(text: str) -> Iterator[None]:
-    """Return a context that draws from a text, and leaves the random state as it was."""
+    """Return a context with random numbers seeded by a text; the random state is restored at its end."""
     generator = torch.default_generator
     state = generator.get_state()
     try:

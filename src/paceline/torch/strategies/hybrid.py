@@ -1,4 +1,4 @@
-"""Embeddings on servers, asynchronously; all other parameters by all-reduce."""
+"""Asynchronous embeddings on servers; all-reduce for all other parameters."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from paceline.torch.strategies.server.cluster import check_cluster, check_is_fir
 
 
 class Hybrid(AllReduce):
-    """One process per device: the rows of embeddings live on servers, the dense part is averaged by all-reduce.
+    """One process per device: servers store the embeddings' rows, all-reduce averages the dense part.
 
     The default for models with Paceline's embeddings. An ``optimizer.step()`` sends the gradients of this rank's rows
-    and ends its iteration; the rows of the next batch are asked for while this one is computed. What servers do with
-    the gradients is up to the cluster's consistency: under ``bounded:4``, which ``paceline run`` takes by default, each
-    rank's are applied when they arrive; under ``sequential`` they are averaged and applied once, as everywhere else.
+    and ends its iteration; the rows of the next batch are fetched during the computation. The cluster's consistency
+    determines when servers apply gradients: on arrival under ``bounded:4``, the default of ``paceline run``; averaged
+    over the ranks, once per iteration, under ``sequential``.
 
-    Options are those of :class:`~paceline.torch.strategies.all_reduce.AllReduce`, and `consistency`, `replicas` and
-    `min_replicas` as `ParameterServer` has them. `filters` (a list or a text as ``key-caching,quantize:8``; default:
-    those of ``paceline run --filters``) are for what processes exchange: rows of embeddings all of them,
-    unless an embedding has its own, and gradients that are averaged those that are for them. Rows that are pulled come
-    behind `pull_filters` (default: `filters`, as far as they are for values and bytes).
+    Options: those of :class:`~paceline.torch.strategies.all_reduce.AllReduce`, and `consistency`, `replicas` and
+    `min_replicas` of `ParameterServer`. `filters` (a list, or a text such as ``key-caching,quantize:8``; default:
+    ``paceline run --filters``) apply to embeddings' rows, unless an embedding has its own; those for gradients also
+    apply to averaged gradients. `pull_filters` apply to pulled rows (default: those of `filters` that work on values
+    and bytes).
 
-    A model without embeddings is trained as under all-reduce, and standard error says so.
+    A model without embeddings is trained by all-reduce, with a warning on standard error.
 
-    Raises UsageError where there are no servers: start the program with ``paceline run --strategy hybrid``.
+    Raises UsageError without servers: start the program with ``paceline run --strategy hybrid``.
 
     Source: Jiang et al., "A Unified Architecture for Accelerating Distributed DNN Training in Heterogeneous GPU/CPU
-    Clusters", OSDI'20, for why both; Lian et al., "Persia", KDD'22, for asynchronous embeddings beside a synchronous
-    dense part.
+    Clusters", OSDI'20, for the combination; Lian et al., "Persia", KDD'22, for asynchronous embeddings with a
+    synchronous dense part.
     """
 
     name: ClassVar[str] = "hybrid"
@@ -63,7 +63,7 @@ class Hybrid(AllReduce):
     ) -> None:
         check_is_first(self.name)
         self._row_filters = row_filters(filters, pull_filters)
-        averaged = [each for each in self._row_filters.filters if are_for_gradients(each)]
+        averaged = [candidate for candidate in self._row_filters.filters if are_for_gradients(candidate)]
         super().__init__(device=device, seed=seed, filters=averaged, **options)
         self._client: Client | None = None
         try:
@@ -76,9 +76,9 @@ class Hybrid(AllReduce):
         atexit.register(self._leave)
 
     def _spread(self, models: list[nn.Module], optimizers: list[Optimizer]) -> tuple[list[nn.Module], list[Optimizer]]:
-        embedder, self.embedder = self.embedder, None  # all-reduce is for the others
+        embedder, self.embedder = self.embedder, None  # servers update its rows, not all-reduce
         if embedder is None and self.is_main:
-            warn("strategy hybrid: this model has no embeddings of paceline.torch, the servers have nothing to do")
+            warn("strategy hybrid: this model has no embeddings of paceline.torch, so the servers are not used")
         spread = super()._spread(models, optimizers)
         if embedder is not None:
             embedder.step_with(optimizers, self._tick)
@@ -96,15 +96,15 @@ class Hybrid(AllReduce):
     @contextmanager
     @override
     def epoch(self, num_batches: int | None) -> Iterator[None]:
-        """A rank takes part in the servers' iterations while it has batches.
+        """Take part in the servers' iterations while this rank has batches.
 
-        So nobody waits for one that has run out, evaluates or writes a checkpoint.
+        The other ranks then do not wait for one that has run out of data, evaluates or writes a checkpoint.
         """
         if self._client is not None:
             if not self._takes_part:
                 self._client.join()
                 self._takes_part = True
-            self.barrier()  # the first iteration of the epoch is the same one for all
+            self.barrier()  # so that the first iteration of the epoch is the same on all ranks
         try:
             with super().epoch(num_batches):
                 yield

@@ -1,6 +1,6 @@
-"""Data loaders under a strategy: every rank gets its part, shuffled alike, on its device.
+"""Data loaders under a strategy: every rank reads its part, in the same shuffled order, on its device.
 
-Talks to the ranks' group where all must have the same number of batches, and to the strategy's embedder.
+Loaders use the ranks' group to compare numbers of batches, and the strategy's embedder.
 """
 
 from __future__ import annotations
@@ -24,21 +24,20 @@ if TYPE_CHECKING:
 class Loader:
     """One rank's part of a ``torch.utils.data.DataLoader``, in batches on the strategy's device.
 
-    *Map dataset*: all options of the loader stay; rank r of W takes the samples r, r + W, … of each epoch, so that the
-    ranks' batches number t together are batch t of one process with W times the batch size. A loader that shuffles does
-    so by (seed, epoch), under every strategy alike, and epochs count by themselves. Of a sampler or batch sampler of
-    the user's own every W-th item is taken; it must yield the same on every rank (its ``set_epoch`` is called), or be a
-    ``DistributedSampler`` for these ranks, which stays as it is.
+    *Map dataset*: all options of the loader are kept. Rank r of W reads the samples r, r + W, … of each epoch, so the
+    ranks' batches number t together are batch t of one process with W times the batch size. A shuffling loader draws
+    from (seed, epoch), the same under every strategy; epochs are counted automatically. Of a user's own sampler or
+    batch sampler the rank takes every W-th item. It must yield the same items on every rank (its ``set_epoch`` is
+    called), or be a ``DistributedSampler`` for these ranks, which is used unchanged.
 
-    *Iterable dataset*: every rank reads the whole stream and takes the batches r, r + W, …. A dataset that yields each
-    rank its own part: ``shard=False``.
+    *Iterable dataset*: every rank reads the whole stream and takes the batches r, r + W, …. If the dataset yields each
+    rank's own part already, pass ``shard=False``.
 
-    A training loader (``trains=True``) gives all ranks equally many batches: the rest of the data is filled up with
-    samples that come twice, or dropped with ``drop_last``. Any other gives every sample exactly once, so its parts may
-    differ by one. A batch is moved with the tuples, lists and dictionaries that it consists of; on the CPU it is passed
-    on as it is.
+    A training loader (``trains=True``) has the same number of batches on all ranks: it repeats some samples at the end,
+    or drops the remainder with ``drop_last``. Other loaders yield every sample exactly once, so the ranks' numbers may
+    differ by one. Tensors in tuples, lists and dictionaries are moved too; on the CPU a batch is returned unchanged.
 
-    Raises UsageError, on every rank, if a rank would have no batch.
+    Raises UsageError, on every rank, for a rank without a batch.
     """
 
     def __init__(self, loader: Any, strategy: Strategy, *, shard: bool, trains: bool) -> None:
@@ -59,14 +58,14 @@ class Loader:
             raise UsageError(self._describe_empty(strategy.rank, self._num_samples()))
 
     def _with_sampler(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """Return the same loader, workers and all, over this rank's samples."""
+        """Return the same loader, with its workers, over this rank's samples."""
         world, pads = self._strategy.data_place, self._trains
 
         def share(sampler: Any) -> Any:
             if self._size == 1 or is_sharded(sampler, *world):
                 return seeded(sampler, self._strategy.seed)
-            whole = seeded(sampler, self._strategy.seed)
-            return ShardedSampler(whole, *world, drop_last=loader.drop_last, pads=pads)
+            sampler_of_all = seeded(sampler, self._strategy.seed)
+            return ShardedSampler(sampler_of_all, *world, drop_last=loader.drop_last, pads=pads)
 
         sampler: Any = loader.sampler
         batch_sampler: Any = loader.batch_sampler
@@ -75,38 +74,38 @@ class Loader:
             batch_sampler = BatchSampler(sampler, loader.batch_size, loader.drop_last)
         elif batch_sampler is not None:
             batch_sampler = share(batch_sampler)
-        else:  # what the dataset yields is a batch
+        else:  # the dataset yields batches
             sampler = share(sampler)
-        other = copy.copy(loader)  # DataLoader lets nobody set these, and its constructor drops what a subclass has
+        other = copy.copy(loader)  # DataLoader makes these read-only, and its constructor loses a subclass's attributes
         other.__dict__.update(sampler=sampler, batch_sampler=batch_sampler, _iterator=None)
         return other
 
     @property
     def dataset(self) -> Any:
-        """The dataset, whole."""
+        """The complete dataset."""
         return self.inner.dataset
 
     @property
     def batch_size(self) -> int | None:
-        """Samples in a batch of this rank; None if the loader does not say."""
+        """Samples in a batch of this rank; None if the loader does not define it."""
         return self.inner.batch_size
 
     @property
     def sampler(self) -> Any:
-        """What chooses this rank's samples."""
+        """The sampler of this rank's samples."""
         return self.inner.sampler
 
     @property
     def batch_sampler(self) -> Any:
-        """What chooses this rank's batches; None for a dataset that yields them."""
+        """The sampler of this rank's batches; None if the dataset yields batches."""
         return self.inner.batch_sampler
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration that of epoch `epoch`, from 0, as after a checkpoint; the count goes on from it."""
+        """Set the number of the next epoch, from 0, for example after loading a checkpoint; then count from it."""
         self._epoch = epoch
 
     def __len__(self) -> int:
-        """Return how many batches this rank has in an epoch. Raises TypeError if the data do not say."""
+        """Return this rank's number of batches in an epoch. Raises TypeError if the data has no length."""
         if not self._is_stream:
             return len(self.inner)
         length = len(self.inner)
@@ -140,7 +139,7 @@ class Loader:
         if length is None:
             batches = self._at_least_one(batches)
         if strategy.embedder is not None:
-            batches = self._looking_ahead(batches)
+            batches = self._prefetching(batches)
         with strategy.epoch(length):
             yield from batches
             strategy._ran_out()
@@ -154,8 +153,8 @@ class Loader:
             return batches
         return (moved(batch, device) for batch in batches)
 
-    def _looking_ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches, and let the embedder fetch each one's rows while the one before it is computed."""
+    def _prefetching(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches, and let the embedder fetch the next batch's rows during each computation."""
         embedder = self._strategy.embedder
         assert embedder is not None
         nothing = object()
@@ -168,29 +167,29 @@ class Loader:
             yield batch
             batch = following
 
-    # How many batches there are.
+    # Numbers of batches.
 
     def _num_batches(self) -> int | None:
         return None if self._is_stream else len_or_none(self.inner)
 
     def _in_step(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches of a stream, and see before each one that every rank has it."""
+        """Yield the batches of a stream, and check before each one that every rank has one."""
         group, size = self._strategy._ranks.group, self._strategy.world_size
         assert group is not None
         nothing = object()
         count = 0
         while True:
             batch = next(batches, nothing)
-            here = np.zeros(size, np.int32)
-            here[self._strategy.rank] = batch is not nothing
-            here = group.all_reduce(here)
-            if not here.any():
+            has_batch = np.zeros(size, np.int32)
+            has_batch[self._strategy.rank] = batch is not nothing
+            has_batch = group.all_reduce(has_batch)
+            if not has_batch.any():
                 return
-            if not here.all():
-                ended = ", ".join(str(rank) for rank in np.flatnonzero(here == 0))
-                going_on = ", ".join(str(rank) for rank in np.flatnonzero(here))
+            if not has_batch.all():
+                ended = ", ".join(str(rank) for rank in np.flatnonzero(has_batch == 0))
+                continuing = ", ".join(str(rank) for rank in np.flatnonzero(has_batch))
                 raise UsageError(
-                    f"rank {ended} ran out of data after {count} batches, rank {going_on} has more{self._advice()}"
+                    f"rank {ended} ran out of data after {count} batches, rank {continuing} has more{self._advice()}"
                 )
             yield batch
             count += 1
@@ -205,8 +204,8 @@ class Loader:
 
     def _advice(self) -> str:
         return (
-            f": under strategy {self._strategy.name} each needs as many; give the ranks equally long data "
-            "(drop_last=True drops a rest), or choose AllReduce(join=True)"
+            f": under strategy {self._strategy.name} all ranks need the same number; give them data of equal length "
+            "(drop_last=True drops the remainder), or choose AllReduce(join=True)"
         )
 
     def _num_samples(self) -> int | None:
@@ -216,13 +215,13 @@ class Loader:
         size = "of unknown length" if num_samples is None else f"of length {num_samples}"
         return (
             f"rank {rank} has no batch in an epoch: the dataset is {size}, over {self._size} ranks, with "
-            f"batch_size={self.batch_size} and drop_last={self.inner.drop_last}; give more data, a smaller "
+            f"batch_size={self.batch_size} and drop_last={self.inner.drop_last}; pass more data, a smaller "
             "batch_size, or drop_last=False"
         )
 
 
 def len_or_none(items: Any) -> int | None:
-    """Return how many items there are; None if `items` does not say."""
+    """Return the number of items; None if `items` has no length."""
     try:
         return len(items)
     except (TypeError, NotImplementedError):
@@ -230,13 +229,13 @@ def len_or_none(items: Any) -> int | None:
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """Return a batch with its tensors on `device`: those in tuples, lists and dictionaries too, others as they are.
+    """Return a batch with its tensors on `device`, including tensors in tuples, lists and dictionaries.
 
     A copy from pinned memory does not wait.
     """
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=batch.device.type == "cpu" and batch.is_pinned())
-    if hasattr(batch, "to"):  # packed sequences, and what libraries make of a batch
+    if hasattr(batch, "to"):  # packed sequences, and batches of other libraries
         return batch.to(device)
     if isinstance(batch, Mapping):
         return {key: moved(value, device) for key, value in batch.items()}

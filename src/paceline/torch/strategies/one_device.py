@@ -16,18 +16,18 @@ from paceline.torch.strategies.ranks import Ranks
 
 
 def only_rank(name: str) -> Ranks:
-    """Return the ranks of a strategy that is one process. Raises UsageError if a launcher has started several."""
+    """Return the ranks of a strategy with one process. Raises UsageError if a launcher has started several."""
     size = environment().world_size or 1
     if size > 1:
         raise UsageError(
-            f"strategy {name} is one process, {size} were started: choose all-reduce, parameter-server or hybrid, or "
-            "start one"
+            f"strategy {name} is one process, but {size} were started: choose all-reduce, parameter-server or hybrid, "
+            "or start one"
         )
     return Ranks()
 
 
 class OneDevice(Strategy):
-    """The loop as it is, on one device; embeddings' rows are in this process. What the others are compared with."""
+    """The unchanged loop on one device, with embeddings' rows in this process: the reference for other strategies."""
 
     name: ClassVar[str] = "one-device"
     takes_sparse: ClassVar[bool] = True

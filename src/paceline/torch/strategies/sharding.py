@@ -1,4 +1,4 @@
-"""Which part of the data is a rank's: samplers of indices, samplers of batches, streams of batches."""
+"""Select a rank's part of the data: from samplers of indices or batches, and from streams of batches."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from paceline.errors import UsageError
 
 
 class ShardedSampler(Sampler[Any]):
-    """Every `size`-th item, from number `rank` on, of what another sampler yields: indices, or batches of them.
+    """Every `size`-th item of another sampler, starting at number `rank`: indices, or batches of indices.
 
-    It is the interleaving of ``torch.utils.data.DistributedSampler``: the ranks' shares of the same length, side by
-    side, are `sampler` itself. A last incomplete group of `size` items is dropped, filled up with the first items, or
-    (with ``pads=False``) shared out as it is, so that every item comes exactly once.
+    The ranks' shares interleave as in ``torch.utils.data.DistributedSampler``: item by item they make up `sampler`. A
+    last incomplete group of `size` items is dropped, or filled up with the first items, or (with ``pads=False``) shared
+    without repetition.
     """
 
     def __init__(self, sampler: Any, rank: int, size: int, *, drop_last: bool, pads: bool = True) -> None:
@@ -29,7 +29,6 @@ class ShardedSampler(Sampler[Any]):
         self._pads = pads
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the share, in order."""
         first: list[Any] = []
         group: list[Any] = []
         for item in self.sampler:
@@ -45,18 +44,18 @@ class ShardedSampler(Sampler[Any]):
             yield from group[self._rank : self._rank + 1]
 
     def __len__(self) -> int:
-        """Return how many items the share has. Raises TypeError if the sampler does not say."""
-        whole, rest = divmod(len(self.sampler), self._size)
-        has_rest = not self._drop_last and (rest > 0 if self._pads else rest > self._rank)
-        return whole + has_rest
+        """Return the number of items in the share. Raises TypeError if the sampler has no length."""
+        num_groups, remainder = divmod(len(self.sampler), self._size)
+        has_last = not self._drop_last and (remainder > 0 if self._pads else remainder > self._rank)
+        return num_groups + has_last
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass the number of the epoch on."""
+        """Set the number of the epoch."""
         set_epoch(self.sampler, epoch)
 
 
 class SeededSampler(Sampler[Any]):
-    """One of torch's samplers that draws the same in every process: from the seed and the number of the epoch."""
+    """One of torch's samplers, which draws the same items in every process: from the seed and the epoch's number."""
 
     def __init__(self, sampler: Any, seed: int) -> None:
         self.sampler = copy.copy(sampler)
@@ -65,21 +64,21 @@ class SeededSampler(Sampler[Any]):
         self.set_epoch(0)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield what the sampler draws in this epoch."""
+        """Yield the items of this epoch."""
         self.sampler.generator.manual_seed(self._seed + self._epoch)
         yield from self.sampler
 
     def __len__(self) -> int:
-        """Return how many items an epoch has."""
+        """Return the number of items in an epoch."""
         return len(self.sampler)
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch comes."""
+        """Set the number of the next epoch."""
         self._epoch = epoch
 
 
 def set_epoch(sampler: Any, epoch: int) -> None:
-    """Tell a sampler, and the one it draws from, which epoch comes, if it wants to know."""
+    """Set the epoch's number of a sampler, or of its inner sampler, if it has ``set_epoch``."""
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(epoch)
     elif hasattr(sampler, "sampler"):
@@ -87,10 +86,10 @@ def set_epoch(sampler: Any, epoch: int) -> None:
 
 
 def seeded(sampler: Any, seed: int) -> Any:
-    """Return `sampler`, or one that draws alike in every process where it would draw from the global random state.
+    """Return a sampler that draws the same items in every process: `sampler` itself unless it uses the global state.
 
-    A shuffling loader's permutation is always the seed's and the epoch's, as ``DistributedSampler`` makes it. Samplers
-    of the user's own that have no ``generator`` stay as they are.
+    A shuffling loader's permutation depends on seed and epoch only, as in ``DistributedSampler``. A user's own sampler
+    without a ``generator`` is returned unchanged.
     """
     if type(sampler) is BatchSampler:
         inner = seeded(sampler.sampler, seed)
@@ -102,7 +101,7 @@ def seeded(sampler: Any, seed: int) -> Any:
 
 
 def is_sharded(sampler: Any, rank: int, size: int) -> bool:
-    """Whether a sampler yields a rank's share by itself. Raises UsageError if it is the share of another number."""
+    """Return whether a sampler yields only this rank's share. Raises UsageError if it is for other ranks."""
     if isinstance(sampler, BatchSampler):
         sampler = sampler.sampler
     if not isinstance(sampler, DistributedSampler):
@@ -111,15 +110,15 @@ def is_sharded(sampler: Any, rank: int, size: int) -> bool:
         return True
     raise UsageError(
         f"rank {rank} of {size} got a DistributedSampler for rank {sampler.rank} of {sampler.num_replicas}: leave it "
-        "out (shuffle=True does), the strategy shards the data"
+        "out and use shuffle=True, because the strategy shards the data"
     )
 
 
 def sharded_stream(batches: Iterable[Any], rank: int, size: int, *, drop_last: bool, pads: bool) -> Iterator[Any]:
-    """Yield every `size`-th batch of a stream, from number `rank` on.
+    """Yield every `size`-th batch of a stream, starting at number `rank`.
 
-    Of a last incomplete group of `size` batches: nothing if it is to be dropped; else, with `pads`, every rank gets one
-    (so some come twice), without it those that there are.
+    A last incomplete group of `size` batches is dropped with `drop_last`. Else, with `pads`, every rank gets a batch of
+    it (some batches twice); without, some ranks get none.
     """
     stream = iter(batches)
     while group := list(itertools.islice(stream, size)):

@@ -1,4 +1,4 @@
-"""A batch in parts, and the outputs of the parts together again: pure, on flat lists of leaves as pytrees give them."""
+"""Split a batch into parts, and join the parts' outputs. Pure; on flat lists of leaves, as in pytrees."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from paceline.errors import UsageError
 
 
 def split(leaves: Sequence[Any], num_parts: int) -> list[list[Any]]:
-    """Return the leaves of each part: every tensor split along dimension 0 as ``torch.chunk`` does, all else whole.
+    """Return the leaves of each part: every tensor split along dimension 0 by ``torch.chunk``, other values repeated.
 
-    So 30 rows in 8 parts are 4,4,4,4,4,4,4,2, and 10 rows in 8 are 2,2,2,2,2: there may be fewer parts than asked for,
-    never an empty one. A tensor without dimensions goes to every part, and where no tensor has any there is one part.
+    30 rows in 8 parts are 4,4,4,4,4,4,4,2, and 10 rows in 8 are 2,2,2,2,2: there may be fewer parts than `num_parts`,
+    but no empty one. A tensor without dimensions goes to every part; without any other tensor there is one part.
 
-    Raises UsageError for tensors that differ in their size along dimension 0, and for a batch of 0.
+    Raises UsageError for tensors of different size along dimension 0, and for a batch of 0.
     """
     shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
     if not shapes:
@@ -25,7 +25,7 @@ def split(leaves: Sequence[Any], num_parts: int) -> list[list[Any]]:
     if any(shape[0] != size for shape in shapes):
         raise UsageError(
             f"the model was called with tensors of shapes {_listed(shapes)}: replicas split every tensor along its "
-            "first dimension, which must be the batch in all; make what all examples share a buffer of the model"
+            "first dimension, which must be the batch; make values that all examples share a buffer of the model"
         )
     if size == 0:
         raise UsageError(
@@ -35,7 +35,7 @@ def split(leaves: Sequence[Any], num_parts: int) -> list[list[Any]]:
     if layouts:
         raise UsageError(
             f"the model was called with a tensor of layout {str(layouts[0]).removeprefix('torch.')}, which replicas "
-            "cannot split: give it to the model as an attribute if all examples share it, else as a dense one"
+            "cannot split: make it an attribute of the model if all examples share it, else dense"
         )
     rows = -(-size // num_parts)
     columns = [
@@ -46,23 +46,23 @@ def split(leaves: Sequence[Any], num_parts: int) -> list[list[Any]]:
 
 
 def num_rows(part: Sequence[Any]) -> int | None:
-    """Return how many examples a part has; None if it has no tensor to tell by."""
+    """Return the number of examples of a part; None if it has no tensor."""
     return next((len(leaf) for leaf in part if isinstance(leaf, torch.Tensor) and leaf.dim()), None)
 
 
 def check_outputs(parts: Sequence[Sequence[Any]], sizes: Sequence[int | None]) -> None:
-    """Raise UsageError unless the outputs of the parts, of `sizes` examples each, can be put together.
+    """Raise UsageError unless the outputs of the parts, with `sizes` examples each, can be joined.
 
-    Tensors need dimensions of the same kind and dimension 0 in proportion to the batch (a multiple of it is right: rows
-    by time steps), or no dimension at all; all else must be the same in every part.
+    Tensors need the same number of dimensions, and dimension 0 in proportion to the batch (also a multiple: rows by
+    time steps), or no dimension. Other values must be the same in every part.
     """
     for column in zip(*parts, strict=True):
         first = column[0]
         if isinstance(first, torch.Tensor):
             if not all(isinstance(leaf, torch.Tensor) and leaf.dim() == first.dim() for leaf in column):
                 raise UsageError(
-                    f"the outputs of a batch's parts do not fit together: {_listed([_kind(leaf) for leaf in column])}; "
-                    "return the same from each forward"
+                    f"the outputs of a batch's parts differ in kind: {_listed([_kind(leaf) for leaf in column])}; "
+                    "return the same kind from each forward"
                 )
             if first.dim():
                 _check_rows(column, sizes)
@@ -71,7 +71,7 @@ def check_outputs(parts: Sequence[Sequence[Any]], sizes: Sequence[int | None]) -
         ):
             found = _listed([_kind(leaf) for leaf in column])
             raise UsageError(
-                f"the parts of a batch led to {found}, which cannot be put together: "
+                f"the parts of a batch returned {found}, which cannot be joined: "
                 "return tensors, alone or in tuples, lists and dictionaries"
             )
 
@@ -80,19 +80,19 @@ def gather(column: Sequence[torch.Tensor], device: torch.device, shares: Sequenc
     """Return the tensors of all parts as one on `device`, joined along dimension 0.
 
     A number, such as a loss, becomes the mean over the examples: `shares` are the parts' fractions of the batch. Raises
-    UsageError for whole numbers that differ between the parts.
+    UsageError for integers that differ between the parts.
     """
-    here = [tensor.to(device, non_blocking=tensor.is_cuda and device.type == "cuda") for tensor in column]
-    if here[0].dim():
-        return torch.cat(here)
-    if here[0].is_floating_point() or here[0].is_complex():
-        return torch.stack([number * share for number, share in zip(here, shares, strict=True)]).sum(0)
-    if any(not torch.equal(number, here[0]) for number in here):
+    moved = [tensor.to(device, non_blocking=tensor.is_cuda and device.type == "cuda") for tensor in column]
+    if moved[0].dim():
+        return torch.cat(moved)
+    if moved[0].is_floating_point() or moved[0].is_complex():
+        return torch.stack([number * share for number, share in zip(moved, shares, strict=True)]).sum(0)
+    if any(not torch.equal(number, moved[0]) for number in moved):
         raise UsageError(
-            f"the parts of a batch led to the whole numbers {_listed([number.item() for number in here])}, whose mean "
-            "is not a whole number: return one number for each example, or a float"
+            f"the parts of a batch returned the integers {_listed([number.item() for number in moved])}, but their "
+            "mean may not be an integer: return one number for each example, or a float"
         )
-    return here[0].clone()
+    return moved[0].clone()
 
 
 def scatter(gradient: torch.Tensor, like: Sequence[torch.Tensor], shares: Sequence[float] = ()) -> list[torch.Tensor]:
@@ -114,8 +114,8 @@ def _check_rows(column: Sequence[torch.Tensor], sizes: Sequence[int | None]) -> 
     if None in sizes:
         return
     rows = [len(tensor) for tensor in column]
-    factor, rest = divmod(rows[0], sizes[0] or 1)
-    if rest or any(n != factor * (size or 1) for n, size in zip(rows, sizes, strict=True)):
+    factor, remainder = divmod(rows[0], sizes[0] or 1)
+    if remainder or any(n != factor * (size or 1) for n, size in zip(rows, sizes, strict=True)):
         raise UsageError(
             f"the model returned a tensor of shape {tuple(column[0].shape)} for {sizes[0]} examples: the outputs of "
             "a batch's parts are joined along the first dimension, which must be the batch; put it first "

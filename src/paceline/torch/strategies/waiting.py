@@ -1,4 +1,4 @@
-"""Parameters whose values are on their way: whoever reads them waits, for just those that it reads."""
+"""Parameters whose values are still arriving: an access waits for exactly the accessed parameters."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _Wait = Callable[[nn.Parameter], None]
 
 
 class WaitingParameters(dict[str, Any]):
-    """A module's own parameters, which an access waits for: ``module.weight`` goes through it, and ``state_dict()``.
+    """A module's own parameters, for which an access waits, such as ``module.weight`` and ``state_dict()``.
 
-    It takes the place of the dictionary that ``nn.Module`` keeps them in. A hook before forward alone would miss a
-    module that reads another's weight without calling it (attention does; tied weights do).
+    It replaces the dictionary in ``nn.Module``. A hook before forward alone would miss a module that reads another
+    module's weight without calling it (attention; tied weights).
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter | None], wait: _Wait) -> None:
@@ -22,44 +22,43 @@ class WaitingParameters(dict[str, Any]):
         self._wait = wait
 
     def wait(self) -> None:
-        """Wait for all of them."""
+        """Wait for all parameters."""
         for parameter in super().values():
             if parameter is not None:
                 self._wait(parameter)
 
     def __getitem__(self, name: str) -> Any:
-        """Return a parameter when its values are there."""
         parameter = super().__getitem__(name)
         if parameter is not None:
             self._wait(parameter)
         return parameter
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a parameter when its values are there."""
+        """Return a parameter after its values have arrived."""
         parameter = super().get(name, default)
         if parameter is not None and parameter is not default:
             self._wait(parameter)
         return parameter
 
     def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
-        """Return all when their values are there."""
+        """Return all parameters after their values have arrived."""
         self.wait()
         return super().items()
 
     def values(self) -> ValuesView[Any]:  # type: ignore[override]
-        """Return all when their values are there."""
+        """Return all parameters after their values have arrived."""
         self.wait()
         return super().values()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle as a plain dictionary: a copy of the module is no longer fed by servers."""
+        """Copy and pickle as a plain dictionary, because servers do not update a copy of the module."""
         return (dict, (list(self.items()),))
 
 
 def make_wait(model: nn.Module, wait: _Wait) -> Callable[[], None]:
-    """Have every access to the parameters of `model` wait; return what undoes it.
+    """Make every access to the parameters of `model` wait; return a function that undoes it.
 
-    A hook before each module's forward serves those that keep their parameters elsewhere too (as recurrent ones do).
+    A hook before each module's forward is for modules that also keep their parameters in other places (recurrent ones).
     """
     handles = []
     guarded: list[tuple[nn.Module, WaitingParameters]] = []
@@ -82,7 +81,7 @@ def make_wait(model: nn.Module, wait: _Wait) -> Callable[[], None]:
 
 
 class _WaitBefore:
-    """A hook before a module's forward. A copy of the module has one that waits for nothing."""
+    """A hook before a module's forward. In a copy of the module it does not wait."""
 
     def __init__(self, parameters: WaitingParameters | None = None) -> None:
         self._parameters = parameters

@@ -1,4 +1,4 @@
-"""One process, the variables in one place, replicas of the model on several devices."""
+"""One process with the variables on one device, and replicas of the model on several devices."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from paceline.torch.strategies.replicas.strategy import ReplicaStrategy
 
 
 class CentralStorage(ReplicaStrategy):
-    """The variables and their optimizer in one place, on the device `storage`; replicas on several devices compute.
+    """The variables and their optimizer are on the device `storage`; replicas on several devices compute.
 
-    A replica fetches the variables in every forward and gives them up after backward; gradients are brought to the
-    storage and added up there, where the optimizer steps. So a device needs no memory for the optimizer's state, and
-    pays for that with a copy of the variables in every step. Replicas on the storage device share the variables: on a
-    machine without CUDA this is :class:`~paceline.torch.strategies.replicas.mirrored.Mirrored`.
+    A replica fetches the variables in every forward and frees them after backward; its gradients are copied to the
+    storage device and added there, where the optimizer steps. Other devices need no memory for the optimizer's state,
+    at the price of a copy of the variables in every step. Replicas on the storage device share the variables: on a
+    machine without CUDA this equals :class:`~paceline.torch.strategies.replicas.mirrored.Mirrored`.
 
-    `replicas`, `devices`, `device` and `seed` are as Mirrored's, and so is what is raised.
+    `replicas`, `devices`, `device`, `seed` and errors are as for Mirrored.
     """
 
     name: ClassVar[str] = "central-storage"
@@ -46,7 +46,7 @@ class CentralStorage(ReplicaStrategy):
 
 
 class Fetched(ReplicaValues):
-    """Parameters that are fetched for one forward and its backward; `copies_all` fetches to the storage device too."""
+    """Parameters that are fetched for one forward and its backward; `copies_all`: also to the storage device."""
 
     def __init__(self, devices: Sequence[torch.device], storage: torch.device, *, copies_all: bool = False) -> None:
         self._devices = devices
@@ -58,7 +58,7 @@ class Fetched(ReplicaValues):
         return not self.copies_all and self._devices[replica] == self._storage
 
     def fetch(self, replica: int, parameter: nn.Parameter) -> torch.Tensor:
-        """Return the parameter's memory on the storage device, else a new copy."""
+        """Return the parameter's memory on the storage device, or a new copy."""
         if self.is_shared(replica):
             return parameter.detach()
         return parameter.detach().to(self._devices[replica], non_blocking=True, copy=True)

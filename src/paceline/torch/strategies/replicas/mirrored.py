@@ -1,4 +1,4 @@
-"""One process, a replica of the model on each of several devices, with copies of the variables on each."""
+"""One process, several devices: a replica of the model and a copy of its variables on each."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from paceline.torch.strategies.replicas.strategy import ReplicaStrategy
 class Mirrored(ReplicaStrategy):
     """A replica of the model on each of several devices, in threads of one process; each computes a part of the batch.
 
-    The model's variables are on the first device; each other device has a copy of them, which follows in the first
-    forward after ``optimizer.step()``. Replicas on one device share its variables. The replicas' gradients are added up
-    on the first device, so a mean over the model's output gives the gradient of the whole batch, as under
-    :class:`~paceline.torch.strategies.one_device.OneDevice`. Layers with statistics of the batch (BatchNorm) see their
-    replica's part only.
+    The model's variables are on the first device. Each other device has a copy, updated in the first forward after
+    ``optimizer.step()``. Replicas on one device share its variables. The replicas' gradients are added on the first
+    device, so a mean over the model's output gives the gradient of the complete batch, as under
+    :class:`~paceline.torch.strategies.one_device.OneDevice`. Layers with statistics of the batch (BatchNorm) see only
+    their replica's part.
 
-    `devices` are the replicas' (a name may come several times: virtual devices), or `replicas` is their number: on the
-    CUDA devices in turn, else on the CPU, where each gets its share of the cores. Without either, their number is what
-    ``paceline run --replicas`` or ``PACELINE_REPLICAS`` says, else that of the CUDA devices, else that of the cores, up
-    to 4. `device` asks for a kind, ``cpu`` or ``cuda``, or for one device to hold them all.
+    `devices` are the replicas' devices; repeated ones are virtual devices. Alternatively `replicas` is their number: on
+    the CUDA devices in turn, else on the CPU, where each gets its share of the cores. The default number is that of
+    ``paceline run --replicas`` or ``PACELINE_REPLICAS``, else the number of CUDA devices, else of cores, up to 4.
+    `device` selects a kind, ``cpu`` or ``cuda``, or one device for all replicas.
 
-    Raises UsageError for 0 replicas, devices that are not there, and settings that contradict each other.
+    Raises UsageError for 0 replicas, missing devices, and contradictory settings.
     """
 
     name: ClassVar[str] = "mirrored"
@@ -52,26 +52,26 @@ _State = tuple[int | None, int, int]
 
 
 class Mirrors(ReplicaValues):
-    """Copies of the parameters on every device but the first; `copies_all` copies for the replicas on that one too.
+    """Copies of the parameters on every device except the first; `copies_all`: also for the replicas on that one.
 
-    They follow the parameters in the first forward after each step of an optimizer, so that they have also what the
-    program has written through ``.data`` since. What else writes to a parameter in place (a checkpoint that is loaded)
-    is seen by its version. Without an optimizer, where the program makes the steps, each forward has copies of its own.
+    They are updated in the first forward after each step of an optimizer, and so include the program's writes through
+    ``.data`` before. Other writes in place (loading a checkpoint) are detected by the parameter's version. Without an
+    optimizer, if the program makes the steps itself, each forward makes new copies.
     """
 
     def __init__(self, devices: Sequence[torch.device], *, copies_all: bool = False) -> None:
         self._devices = devices
         self.copies_all = copies_all
-        self._num_steps: int | None = None  # of the optimizer, if there is one
+        self._num_steps: int | None = None  # of the optimizers; None without one
         self._copies: dict[tuple[int, int], tuple[nn.Parameter, torch.Tensor, _State]] = {}
-        """By replica and the parameter's identity: the parameter, its copy, and the state of the parameter it is of."""
+        """By replica and the parameter's identity: the parameter, its copy, and the state that was copied."""
 
     def is_shared(self, replica: int) -> bool:
         """Return whether the replica is on the first device."""
         return not self.copies_all and self._devices[replica] == self._devices[0]
 
     def fetch(self, replica: int, parameter: nn.Parameter) -> torch.Tensor:
-        """Return the parameter's memory on the first device, else the copy that is kept."""
+        """Return the parameter's memory on the first device, or the copy."""
         if self.is_shared(replica):
             return parameter.detach()
         if self._num_steps is None:
@@ -86,7 +86,7 @@ class Mirrors(ReplicaValues):
         return found[1].detach()
 
     def follow(self, optimizers: Sequence[Optimizer]) -> None:
-        """Count the steps of `optimizers`; without any the program itself makes the steps."""
+        """Count the steps of `optimizers`; without any, the program makes the steps itself."""
         if not optimizers:
             return
         self._num_steps = 0
@@ -100,7 +100,7 @@ class Mirrors(ReplicaValues):
 
     @torch.no_grad()
     def update(self) -> None:
-        """Write the parameters' values to all copies of them."""
+        """Update all copies."""
         for (replica, _), (parameter, copy, _) in list(self._copies.items()):
             if copy.shape == parameter.shape:
                 self._write(replica, parameter, copy)
@@ -110,5 +110,5 @@ class Mirrors(ReplicaValues):
         self._copies[replica, id(parameter)] = (parameter, copy, self._state(parameter))
 
     def _state(self, parameter: nn.Parameter) -> _State:
-        """Return what changes when a parameter is written to in place, or gets another memory."""
+        """Return a value that changes when a parameter is written to in place, or gets other memory."""
         return self._num_steps, parameter._version, parameter.data_ptr()

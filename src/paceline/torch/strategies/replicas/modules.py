@@ -1,4 +1,4 @@
-"""Replicas of a module: shallow copies with their own parameters and buffers, and what is kept of them afterwards."""
+"""Replicas of a module: shallow copies with their own parameters and buffers, and the state kept from them."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ _NEW_OBJECT: Any = vars(copyreg)["__newobj__"]
 
 
 class ReplacedForward:
-    """A module whose forward is `forward` from now on, until :meth:`release`; in all else it is what it was.
+    """Replaces a module's forward by `forward`, until :meth:`release`; the module is otherwise unchanged.
 
-    Its class becomes a subclass of the one that it had, under the same name. Copies and pickles of it are of the class
-    that it had, and compute by themselves.
+    Its class becomes a subclass of its former class, with the same name. Copies and pickles of it have the former
+    class and forward.
     """
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self.module = module
         self.plain: type[nn.Module] = type(module)
         self.own_forward = vars(module).pop("forward", None)
-        """The module's own forward, if it has one apart from its class's."""
+        """A forward set on the module itself instead of its class, if any."""
         module.__class__ = _subclass(self.plain, forward)
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the module's own forward does."""
+        """Call the module's own forward."""
         if self.own_forward is not None:
             return self.own_forward(*args, **kwargs)
         return self.plain.forward(self.module, *args, **kwargs)
 
     def release(self) -> None:
-        """Give the module its forward back. Idempotent."""
+        """Restore the module's forward. Idempotent."""
         self.module.__class__ = self.plain
         if self.own_forward is not None:
             vars(self.module)["forward"] = self.own_forward
@@ -52,10 +52,10 @@ def _subclass(plain: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Mo
             reduced = super().__reduce_ex__(protocol)
             if isinstance(reduced, str):
                 return reduced
-            make, arguments, *rest = reduced
+            make, arguments, *remainder = reduced
             if make is _NEW_OBJECT and arguments == (Replicated,):  # pickle compares its class with the object's
-                return (copyreg._reconstructor, (plain, object, None), *rest)  # type: ignore[attr-defined]
-            return (make, tuple(plain if each is Replicated else each for each in arguments), *rest)
+                return (copyreg._reconstructor, (plain, object, None), *remainder)  # type: ignore[attr-defined]
+            return (make, tuple(plain if argument is Replicated else argument for argument in arguments), *remainder)
 
     Replicated.__name__, Replicated.__qualname__ = plain.__name__, plain.__qualname__
     Replicated.__module__ = plain.__module__
@@ -63,30 +63,35 @@ def _subclass(plain: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Mo
 
 
 class ReplicaModule:
-    """A replica of a module, made as ``torch.nn.DataParallel`` makes it, save that its parameters are parameters too.
+    """A replica of a module, made like those of ``torch.nn.DataParallel``, except that its parameters are parameters.
 
-    Module for module it is a shallow copy: what the original has, hooks and attributes, the copy has at this moment.
-    `values` are its parameters' by the identity of the original's. Its buffers are the original's own
+    Each module of it is a shallow copy of the original at this moment, hooks and attributes included. `values` are its
+    parameters' values, by the identity of the original parameters. Its buffers are the original ones
     (``shares_buffers``), or copies on `device`.
     """
 
     def __init__(
-        self, taken: ReplacedForward, values: Mapping[int, torch.Tensor], device: torch.device, *, shares_buffers: bool
+        self,
+        replaced: ReplacedForward,
+        values: Mapping[int, torch.Tensor],
+        device: torch.device,
+        *,
+        shares_buffers: bool,
     ) -> None:
-        module = taken.module
+        module = replaced.module
         copies: dict[int, nn.Module] = {}
         self._pairs: list[tuple[nn.Module, nn.Module]] = []
         for original in module.modules():
             copy = original._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
             copies[id(original)] = copy
-            copy._compiled_call_impl = None  # compiled code has the original's parameters
+            copy._compiled_call_impl = None  # compiled code uses the original's parameters
             self._pairs.append((original, copy))
         self.module = copies[id(module)]
-        self.module.__class__ = taken.plain
-        if taken.own_forward is not None:
-            vars(self.module)["forward"] = taken.own_forward
+        self.module.__class__ = replaced.plain
+        if replaced.own_forward is not None:
+            vars(self.module)["forward"] = replaced.own_forward
         self.parameters: dict[int, nn.Parameter] = {}
-        """Its parameters, by the identity of the original's."""
+        """Its parameters, by the identity of the original ones."""
         buffers: dict[int, torch.Tensor] = {}
         for original, copy in self._pairs:
             for name, child in original._modules.items():
@@ -98,7 +103,7 @@ class ReplicaModule:
                 if id(parameter) not in self.parameters:
                     value = values[id(parameter)]
                     self.parameters[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-                setattr(copy, name, self.parameters[id(parameter)])  # A recurrent module also lists them elsewhere.
+                setattr(copy, name, self.parameters[id(parameter)])  # a recurrent module lists them in a second place
             for name, buffer in original._buffers.items():
                 if buffer is None or shares_buffers:
                     continue
@@ -112,25 +117,25 @@ class ReplicaModule:
         self._attributes: list[dict[str, Any]] = []
 
     def watch(self) -> None:
-        """Note the attributes before a forward, for :meth:`keep_state` after it."""
+        """Record the attributes before a forward, for :meth:`keep_state` after it."""
         self._attributes = [dict(vars(copy)) for _, copy in self._pairs]
 
     def keep_state(self) -> None:
         """Give the original modules this replica's buffers, and the attributes that changed since :meth:`watch`.
 
-        Buffers that were copied are all copied back: BatchNorm writes to its statistics without raising their version.
+        All copied buffers are copied back, because BatchNorm changes its statistics without a new version.
         """
         for (original, copy), attributes in zip(self._pairs, self._attributes, strict=True):
             for name, value in vars(copy).items():
                 if attributes.get(name, _MISSING) is not value:
                     vars(original)[name] = value.detach() if isinstance(value, torch.Tensor) else value
             for name, buffer in copy._buffers.items():
-                mine = original._buffers.get(name)
-                if buffer is mine:
+                own = original._buffers.get(name)
+                if buffer is own:
                     continue
-                if buffer is None or mine is None:
+                if buffer is None or own is None:
                     original._buffers[name] = buffer
-                elif buffer.shape == mine.shape and buffer.dtype == mine.dtype:
-                    mine.copy_(buffer)
+                elif buffer.shape == own.shape and buffer.dtype == own.dtype:
+                    own.copy_(buffer)
                 else:
-                    original._buffers[name] = buffer.detach().to(mine.device)
+                    original._buffers[name] = buffer.detach().to(own.device)

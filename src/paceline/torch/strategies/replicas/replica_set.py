@@ -1,12 +1,12 @@
-"""A model as replicas that one process computes in threads: the batch is split, outputs and gradients come together.
+"""Compute a model as replicas in threads of one process: split the batch, join outputs and gradients.
 
-The strategies ``mirrored`` and ``central-storage`` differ in where a replica's parameters come from
-(:class:`ReplicaValues`); all else is here. Replicas are made anew in every forward, so whatever the program changes on
-its model between two forwards (mode, hooks, frozen parameters) holds for all of them.
+The strategies ``mirrored`` and ``central-storage`` differ in the source of a replica's parameters
+(:class:`ReplicaValues`); the rest is in this module. Every forward creates new replicas, so that a change of the model
+between two forwards (mode, hooks, frozen parameters) applies to all of them.
 
-On the CPU one autograd graph is walked by one thread. So each replica has its own graph, behind one
-``autograd.Function`` whose backward walks all of them at the same time and returns the sums of their gradients, added
-in the replicas' order.
+On the CPU, one thread walks an autograd graph. To use several threads, each replica has its own graph, hidden in an
+``autograd.Function`` whose backward walks all graphs at the same time and returns the sums of their gradients, added in
+the replicas' order.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from paceline.torch.strategies.splitting import check_outputs, gather, num_rows,
 
 
 class ReplicaValues(ABC):
-    """Where the parameters of a replica get their values. Abstract: one per strategy."""
+    """The source of the replicas' parameters. Abstract: one subclass per strategy."""
 
     @abstractmethod
     def is_shared(self, replica: int) -> bool:
-        """Return whether a replica uses the memory of the model's own parameters and is on their device."""
+        """Return whether a replica uses the model's own parameters, on their device."""
 
     @abstractmethod
     def fetch(self, replica: int, parameter: nn.Parameter) -> torch.Tensor:
@@ -38,45 +38,42 @@ class ReplicaValues(ABC):
 
 
 class Replicas:
-    """What computes a model's forward in the model's place, on several devices; the model itself stays what it is.
+    """Replaces a model's forward by a computation on several devices; the model is otherwise unchanged.
 
-    The model's own hooks see the whole batch, those of the modules in it a replica's part. Compiled code of modules in
-    it is not used: it has the model's own parameters.
-    Every tensor among the arguments is split along dimension 0 as ``torch.chunk`` does, and the outputs are joined
-    again on the first device. A number, such as a loss computed inside the model, becomes its mean over the examples.
-    Of the state that a forward leaves on its modules (buffers such as BatchNorm's statistics, attributes), that of
-    replica 0 is kept, without a graph. Replicas on the CPU draw from one random generator, in the order in which they
-    come to it. Gradients of gradients are not supported.
+    The model's own hooks see the complete batch, hooks of its submodules a replica's part. Compiled code of submodules
+    is not used, because it has the model's own parameters. Every tensor in the arguments is split along dimension 0 by
+    ``torch.chunk``, and the outputs are joined on the first device. A number, such as a loss computed inside the model,
+    becomes its mean over the examples. Of the state that a forward leaves in modules (buffers such as BatchNorm's
+    statistics, attributes), replica 0's is kept, without a graph. Replicas on the CPU draw from one random generator,
+    in the order of their calls. Second derivatives are not supported.
     """
 
     def __init__(self, module: nn.Module, devices: Sequence[torch.device], values: ReplicaValues) -> None:
         if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
-            raise UsageError(
-                "there are no replicas of a TorchScript module: prepare() the module that it was made from"
-            )
+            raise UsageError("a TorchScript module cannot be replicated: prepare() the module that it was made from")
         if any(type(part).__name__ == "OptimizedModule" for part in module.modules()):
             raise UsageError(
-                "there are no replicas of what torch.compile() returns, which computes with its own parameters only: "
+                "the result of torch.compile() cannot be replicated, because it computes with its own parameters: "
                 "prepare() the model first, then compile it"
             )
         self.module = module
         self.devices = tuple(devices)
         self._values = values
         self._threads = DeviceThreads(self.devices, "replica")
-        self._taken = ReplacedForward(module, self.forward)
-        # A recurrent or attention layer that takes the time steps first, as torch has it by default.
+        self._replaced = ReplacedForward(module, self.forward)
+        # Recurrent and attention layers have the time steps first by default.
         self._was_compared = not any(getattr(part, "batch_first", None) is False for part in module.modules())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of the module for the whole batch.
+        """Return the output of the module for the complete batch.
 
-        Raises UsageError for tensors whose first dimension differs, for a batch of 0 examples, and for an output that
-        cannot be joined. What a replica raises is raised with the replica and its device in the message.
+        Raises UsageError for tensors with different first dimensions, for a batch of 0 examples, and for an output that
+        cannot be joined. An exception in a replica is raised with the replica and its device in the message.
         """
         leaves, structure = tree_flatten((args, kwargs))
         parts = split(leaves, len(self.devices))
         if len(parts) == 1 and self._values.is_shared(0):
-            output, structure = tree_flatten(self._taken.compute(*args, **kwargs))
+            output, structure = tree_flatten(self._replaced.compute(*args, **kwargs))
             check_outputs([output], [num_rows(parts[0])])
             return tree_unflatten(output, structure)
         if not self._was_compared and self._values.is_shared(0):
@@ -92,40 +89,40 @@ class Replicas:
         return run.restore(joined)
 
     def _compare_parts(self, parts: list[list[Any]], structure: Any, args: Any, kwargs: Any) -> None:
-        """Raise UsageError unless the model computes a batch together as it computes its parts: without dropout."""
+        """Raise UsageError unless the model computes a batch as it computes its parts; compared without dropout."""
         cuda = {device.index for device in self.devices if device.type == "cuda"}
         before = [(part, dict(vars(part))) for part in self.module.modules()]
-        state = {name: each.clone() for name, each in self.module.named_buffers()}
+        state = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
         self.module.eval()
         try:
             with torch.random.fork_rng(cuda), torch.no_grad():
-                expected = tree_flatten(self._taken.compute(*args, **kwargs))[0]
+                expected = tree_flatten(self._replaced.compute(*args, **kwargs))[0]
                 found = tree_flatten(_run_apart(self, parts, structure))[0]
         finally:
-            for part, attributes in before:  # its mode, and what a forward has left on it
+            for part, attributes in before:  # restore its mode, and remove attributes set by the forward
                 vars(part).clear()
                 vars(part).update(attributes)
             with torch.no_grad():
-                for name, each in self.module.named_buffers():
-                    each.copy_(state[name])
+                for name, buffer in self.module.named_buffers():
+                    buffer.copy_(state[name])
         for one, other in zip(expected, found, strict=True):
             if not isinstance(one, torch.Tensor) or not one.is_floating_point():
                 continue
             if one.shape != other.shape or not torch.allclose(one, other, rtol=1e-3, atol=1e-4, equal_nan=True):
                 raise UsageError(
-                    "the model computes another result for a batch than for its parts: replicas split every tensor "
-                    "along its first dimension, which must be the batch; use batch_first=True, or another strategy "
-                    "(all-reduce)"
+                    "the model's result for a batch differs from the results for its parts: replicas split every "
+                    "tensor along its first dimension, which must be the batch; use batch_first=True, or another "
+                    "strategy (all-reduce)"
                 )
 
     def close(self) -> None:
-        """Let the model compute by itself again, and end the replicas' threads. Idempotent."""
-        self._taken.release()
+        """Restore the model's own forward, and end the replicas' threads. Idempotent."""
+        self._replaced.release()
         self._threads.close()
 
 
 class _Pass:
-    """One forward of all replicas, and what its backward needs; has a graph if there is anything to train."""
+    """One forward of all replicas, with the data for its backward; without a graph if nothing is trained."""
 
     def __init__(self, owner: Replicas, trained: Sequence[nn.Parameter], leaves: Sequence[Any]) -> None:
         self._owner = owner
@@ -133,15 +130,15 @@ class _Pass:
         self._sources = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         self._inputs = [leaves[i] for i in self._sources]
         self._starts: list[list[torch.Tensor | None]] = []
-        """By replica: where its graph begins, one per trained parameter, then one per input to train."""
+        """By replica: the start of its graph, one tensor per trained parameter, then one per trained input."""
         self._ends: list[Sequence[torch.Tensor]] = []
-        """By tensor of the output: the replicas' parts of it, with their graphs."""
+        """By tensor of the output: the replicas' parts, with their graphs."""
         self._shares: list[float] = []
         self._output: list[Any] = []
         self._output_structure: Any = None
 
     def forward(self, parts: list[list[Any]], structure: Any) -> tuple[torch.Tensor, ...]:
-        """Return the tensors of the output, joined, without a graph."""
+        """Return the output's tensors, joined, without a graph."""
         owner = self._owner
         count = len(parts)
         with torch.inference_mode(False), torch.no_grad():
@@ -157,7 +154,7 @@ class _Pass:
                 starts.append(part[i])
             self._starts[replica] += starts
             args, kwargs = tree_unflatten(part, structure)
-            return tree_flatten(replicas[replica].module.forward(*args, **kwargs))  # hooks: of the whole
+            return tree_flatten(replicas[replica].module.forward(*args, **kwargs))  # hooks are for the complete batch
 
         self._starts = [[replica.parameters.get(id(parameter)) for parameter in self._trained] for replica in replicas]
         outputs = owner._threads.run(compute, count, grad=bool(self._trained or self._sources))
@@ -179,22 +176,22 @@ class _Pass:
 
     @property
     def is_differentiable(self) -> list[bool]:
-        """For each tensor of the output: whether it has a gradient."""
+        """Whether each tensor of the output has a gradient."""
         return [any(tensor.requires_grad for tensor in column) for column in self._ends]
 
     def restore(self, joined: Sequence[torch.Tensor]) -> Any:
-        """Return the output as the module returns it, with the joined tensors in it."""
+        """Return the output in the module's form, with the joined tensors."""
         tensors = iter(joined)
         leaves = [next(tensors) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._output]
         self._output = []
         return tree_unflatten(leaves, self._output_structure)
 
     def backward(self, gradients: Sequence[torch.Tensor | None], *, keep_graph: bool) -> list[torch.Tensor | None]:
-        """Return the gradients of the trained parameters and inputs, from those of the tensors of the output."""
+        """Return the gradients of the trained parameters and inputs, given the gradients of the output's tensors."""
         if not self._starts:
             raise UsageError(
-                "backward() was called a second time through the same output of the model: say retain_graph=True in "
-                "the first call, or call the model again"
+                "backward() was called twice through the same output of the model: pass retain_graph=True in the first "
+                "call, or call the model again"
             )
         owner, starts, count = self._owner, self._starts, len(self._starts)
         ends: list[list[torch.Tensor]] = [[] for _ in range(count)]
@@ -216,8 +213,8 @@ class _Pass:
 
             owner._threads.run(walk, count)
         else:
-            # For an accelerator autograd has a thread of its own, which may be the one that runs this: waiting here for
-            # other threads would wait for itself. It walks the replicas' devices at the same time by itself.
+            # Autograd has a thread for an accelerator, which may be the current one: waiting for other threads would be
+            # a deadlock. It walks the graphs of several devices at the same time anyway.
             torch.autograd.backward(
                 [end for one in ends for end in one],
                 [gradient for one in ends_gradients for gradient in one],
@@ -234,7 +231,7 @@ class _Pass:
         owner = self._owner
         values = {id(p): owner._values.fetch(replica, p) for p in owner.module.parameters()}
         shares_buffers = replica == 0 and owner._values.is_shared(0)
-        return ReplicaModule(owner._taken, values, owner.devices[replica], shares_buffers=shares_buffers)
+        return ReplicaModule(owner._replaced, values, owner.devices[replica], shares_buffers=shares_buffers)
 
 
 class _Replicated(torch.autograd.Function):
@@ -244,7 +241,7 @@ class _Replicated(torch.autograd.Function):
     def forward(
         ctx: Any, run: _Pass, parts: list[list[Any]], structure: Any, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Return the joined outputs; `tensors`, the trained parameters and inputs, are there for their gradients."""
+        """Return the joined outputs; `tensors` are the trained parameters and inputs, arguments for their gradients."""
         ctx.run = run
         ctx.set_materialize_grads(False)
         joined = run.forward(parts, structure)
@@ -258,8 +255,8 @@ class _Replicated(torch.autograd.Function):
         """Return the sums of the replicas' gradients."""
         if torch.is_grad_enabled():
             raise UsageError(
-                "backward(create_graph=True) was called through replicas of the model, which have no gradients of "
-                "gradients: leave create_graph out, or use the strategy one-device"
+                "backward(create_graph=True) was called through replicas of the model, which have no second "
+                "derivatives: leave create_graph out, or use the strategy one-device"
             )
         keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         return (None, None, None, *ctx.run.backward(gradients, keep_graph=keep_graph))
@@ -278,7 +275,7 @@ def _take_gradient(start: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _sum(gradients: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor | None:
-    """Return the sum of the gradients that there are, in their order, in the first one's memory if that is there."""
+    """Return the sum of the gradients other than None, in order; it may reuse the first one's memory."""
     total: torch.Tensor | None = None
     for gradient in gradients:
         if gradient is not None:
@@ -290,7 +287,7 @@ def _sum(gradients: Sequence[torch.Tensor | None], device: torch.device) -> torc
 def _join(
     gradients: Sequence[torch.Tensor | None], tensor: torch.Tensor, starts: Sequence[torch.Tensor | None]
 ) -> torch.Tensor | None:
-    """Return the gradient of an input that was split, from those of its parts `starts`."""
+    """Return the gradient of a split input, given the gradients of its parts `starts`."""
     if all(gradient is None for gradient in gradients):
         return None
     if not tensor.dim():

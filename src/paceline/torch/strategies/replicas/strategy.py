@@ -1,4 +1,4 @@
-"""What the strategies with replicas in one process have in common: their devices, threads and prepared model."""
+"""The common part of strategies with replicas in one process: devices, threads and the prepared model."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from paceline.torch.strategies.one_device import only_rank
 from paceline.torch.strategies.replicas.replica_set import Replicas, ReplicaValues
 
 MOST_BY_DEFAULT = 4
-"""Replicas on a CPU with many cores: each more adds a set of gradients to add up."""
+"""Default limit of replicas on a CPU with many cores: each replica adds a set of gradients to sum."""
 
 
 class ReplicaStrategy(Strategy):
     """A replica of the model on each of several devices, in threads of one process; each computes a part of the batch.
 
-    `devices` are the replicas' (a name may come several times: virtual devices), or `replicas` is their number: on the
-    CUDA devices in turn, else on the CPU, where each gets its share of the cores. Without either, their number is what
-    ``paceline run --replicas`` or ``PACELINE_REPLICAS`` says, else that of the CUDA devices, else that of the cores, up
-    to 4. `device` asks for a kind, ``cpu`` or ``cuda``, or for one device to hold them all. Batches and the model's
-    outputs are on the first device.
+    `devices` are the replicas' devices; repeated ones are virtual devices. Alternatively `replicas` is their number: on
+    the CUDA devices in turn, else on the CPU, where each gets its share of the cores. The default number is that of
+    ``paceline run --replicas`` or ``PACELINE_REPLICAS``, else the number of CUDA devices, else of cores, up to 4.
+    `device` selects a kind, ``cpu`` or ``cuda``, or one device for all replicas. Batches and the model's outputs are on
+    the first device.
 
-    Abstract: a subclass says in :meth:`replica_values` where the replicas' parameters come from. Raises UsageError for
-    0 replicas, devices that are not there, and settings that contradict each other.
+    Abstract: a subclass defines in :meth:`replica_values` the source of the replicas' parameters. Raises UsageError for
+    0 replicas, missing devices, and contradictory settings.
     """
 
     shards_data: ClassVar[bool] = False
@@ -45,12 +45,12 @@ class ReplicaStrategy(Strategy):
         seed: int = 0,
     ) -> None:
         self.devices = replica_devices(self.name, replicas, devices, device)
-        """The device of each replica: a batch is split into as many parts, or fewer if it is smaller."""
+        """The device of each replica: a batch is split into this number of parts, or fewer if it is smaller."""
         super().__init__(only_rank(self.name), device=self.devices[0], seed=seed)
         self._replicas: list[Replicas] = []
 
     def close(self) -> None:
-        """Let the model compute by itself, and end the replicas' threads. Idempotent."""
+        """Restore the model's own forward, and end the replicas' threads. Idempotent."""
         for replicas in self._replicas:
             replicas.close()
         super().close()
@@ -64,7 +64,7 @@ class ReplicaStrategy(Strategy):
 
     @abstractmethod
     def replica_values(self, optimizers: Sequence[Optimizer]) -> ReplicaValues:
-        """Return where the replicas' parameters come from, which `optimizers` step."""
+        """Return the source of the replicas' parameters, which `optimizers` update."""
 
     def _row_tables(self) -> RowTables:
         return LocalTables()
@@ -76,16 +76,16 @@ def replica_devices(
     devices: Sequence[torch.device | str] | None,
     device: torch.device | str | None,
 ) -> tuple[torch.device, ...]:
-    """Return the device of each replica, by what the program and its environment say of them; see ReplicaStrategy."""
+    """Return the device of each replica, from the arguments and the environment; see ReplicaStrategy."""
     if devices is not None:
         if isinstance(devices, str) or not devices:
             raise UsageError(
-                f"strategy {strategy}: devices={devices!r}: expected a list of one device or more, as ['cpu', 'cpu']"
+                f"strategy {strategy}: devices={devices!r}: expected a list of one or more devices, as ['cpu', 'cpu']"
             )
         if device is not None or replicas not in (None, len(devices)):
             raise UsageError(
-                f"strategy {strategy}: {len(devices)} devices were given with device={device!r} and "
-                f"replicas={replicas!r}: give the devices alone, one for each replica"
+                f"strategy {strategy}: got {len(devices)} devices together with device={device!r} and "
+                f"replicas={replicas!r}: pass only devices, one for each replica"
             )
         return tuple(choose_device(one, 0) for one in devices)
     source, wanted = "replicas", replicas

@@ -1,4 +1,4 @@
-"""Batch normalization over the batches of all ranks, on the CPU; torch's own is for GPUs only."""
+"""Batch normalization over the batches of all ranks, on the CPU; torch's own supports only GPUs."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from paceline.errors import UsageError
 
 
 class SyncBatchNorm(_BatchNorm):
-    """``BatchNorm1d``, ``2d`` or ``3d`` whose mean and variance in training are those of all ranks' batches together.
+    """``BatchNorm1d``, ``2d`` or ``3d`` with mean and variance over all ranks' batches in training.
 
-    Inputs are [N, C] or [N, C, ...]; N may differ between ranks. Parameters, buffers and state dict are those of the
-    layer that it stands for; it evaluates as that does. Every rank must call it equally often.
+    Inputs are [N, C] or [N, C, ...]; N may differ between ranks. Parameters, buffers, state dict and evaluation are
+    those of the original layer. Every rank must call it the same number of times.
     """
 
     @classmethod
     def of(cls, layer: _BatchNorm) -> SyncBatchNorm:
-        """Return one with the parameters, buffers and options of `layer`; it shares them."""
+        """Return a layer that shares the parameters, buffers and options of `layer`."""
         sync = cls(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
         sync._parameters, sync._buffers = layer._parameters, layer._buffers
         sync.training = layer.training
@@ -36,7 +36,7 @@ class SyncBatchNorm(_BatchNorm):
             )
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the normalized input, of its shape and dtype."""
+        """Return the normalized input, in its shape and dtype."""
         self._check_input_dim(input)
         if not self.training:
             return super().forward(input)
@@ -78,7 +78,7 @@ class _Normalize(torch.autograd.Function):
                 "ranks, expected 2 or more; make the batch larger"
             )
         mean = (counts * means).sum(0) / total
-        # The parts' variances and their means' distances (Chan, Golub and LeVeque, 1979): no large sums cancel.
+        # Combine the variances and the distances of the means (Chan, Golub and LeVeque, 1979), without cancellation.
         variance = (counts * (variances + (means - mean).square())).sum(0) / total
         inverse = (variance + eps).rsqrt().to(wide.dtype)
         normalized = (wide - mean.to(wide.dtype).view(shape)) * inverse.view(shape)
@@ -96,9 +96,9 @@ class _Normalize(torch.autograd.Function):
         grad = grad_output.to(normalized.dtype)
         sum_grad = grad.sum(ctx.dims)
         sum_product = (grad * normalized).sum(ctx.dims)
-        everyone = torch.cat([sum_grad, sum_product])
-        dist.all_reduce(everyone)
-        mean_grad, mean_product = (everyone / ctx.total).chunk(2)
+        totals = torch.cat([sum_grad, sum_product])
+        dist.all_reduce(totals)
+        mean_grad, mean_product = (totals / ctx.total).chunk(2)
         shape = ctx.shape
         scale = inverse if weight is None else inverse * weight.to(inverse.dtype)
         grad_input = (grad - mean_grad.view(shape) - normalized * mean_product.view(shape)) * scale.view(shape)
@@ -112,7 +112,7 @@ class _Normalize(torch.autograd.Function):
 
 
 def with_sync_batch_norm(model: nn.Module) -> nn.Module:
-    """Return the model with its batch normalization over all ranks, replaced in place; parameters stay the objects.
+    """Replace a model's batch normalization by one over all ranks; return the model. Parameters are the same objects.
 
     On CUDA it is torch's ``SyncBatchNorm``. Call it after ``torch.distributed`` is initialized.
     """

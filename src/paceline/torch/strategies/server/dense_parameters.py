@@ -1,4 +1,4 @@
-"""A model's dense parameters on servers: gradients go there while backward runs, and values come back."""
+"""A model's dense parameters on servers: gradients are sent during backward, and values are received."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class _OptimizerParameters(NamedTuple):
 
 
 class DenseParameters:
-    """The parameters of one or more optimizers, in the tables of servers, from one iteration to the next.
+    """The parameters of one or more optimizers, in tables on servers.
 
-    :meth:`add` puts an optimizer's there, :meth:`close` lets go of all.
+    :meth:`add` moves an optimizer's parameters there, :meth:`close` releases all.
     """
 
     def __init__(
@@ -62,33 +62,33 @@ class DenseParameters:
         is_sequential = isinstance(self._consistency, Sequential)
         self.hands_on = HandsOn(ranks, joins=is_sequential, overlaps=overlaps)
         self.holds = False
-        """Whether gradients only add up, and nothing is sent."""
-        # The sum of the workers' gradients is made their mean, if the servers do not do so already.
+        """Whether gradients are only added up, without sending."""
+        # Average the workers' gradients here if the servers sum them.
         adds_up = isinstance(self._consistency, Sequential) and self._consistency.aggregate == "sum"
         staging = Staging(device, 1.0 / ranks.size if adds_up else 1.0)
         self._push_pull = PushPull(client, staging, ranks.rank)
         self._undo: list[Callable[[], None]] = []
 
     def follow(self, model: nn.Module) -> None:
-        """Have every access to the parameters of `model` wait for values that are on their way."""
+        """Make every access to the parameters of `model` wait for values in flight."""
         if any(model is other for other, _ in self._models):
             return
         self._models.append((model, dict(model.named_parameters())))
         self._undo.append(make_wait(model, wait_for_values))
 
     def add(self, optimizer: Optimizer, groups: Sequence[Sequence[Slot]], order: Mapping[nn.Parameter, Any]) -> None:
-        """Write rank 0's values, and the state of `optimizer`, to the servers; from here on they are the servers'.
+        """Write rank 0's values, and the state of `optimizer`, to the servers, which own them afterwards.
 
-        `groups` are the slots of every parameter group, at least one in all; `order` has the models' parameters in
+        `groups` are the slots of every parameter group, with at least one slot; `order` has the models' parameters in
         their order. Raises UsageError for a parameter of another optimizer.
         """
         places = {parameter: place for place, parameter in enumerate(order)}
-        slots = [slot for each in groups for slot in each]
+        slots = [slot for group in groups for slot in group]
         slots.sort(key=lambda slot: places.get(slot.parameter, len(places)))
         for slot in slots:
             if slot.parameter in self._of_parameter:
                 raise UsageError(
-                    f"parameter {slot.name!r} is in two optimizers, and servers update it by one: give each parameter "
+                    f"parameter {slot.name!r} is in two optimizers, but servers update it by one: give each parameter "
                     "to one optimizer, or choose --strategy all-reduce"
                 )
         buckets = list(dict.fromkeys(bucket for slot in slots for bucket in slot.buckets))
@@ -98,11 +98,11 @@ class DenseParameters:
         self.hands_on.add(slots)
         tables.write({slot.number: optimizer.state.get(slot.parameter, {}) for slot in slots})
         for slot in slots:
-            optimizer.state.pop(slot.parameter, None)  # it is the servers' now
+            optimizer.state.pop(slot.parameter, None)  # it is on the servers now
             watch(slot)
             slot.wait_for_values = functools.partial(self._wait_for, slot.parameter)
             self._undo.append(functools.partial(unwatch, slot))
-            handle = slot.parameter.register_post_accumulate_grad_hook(self._gradient_came)  # type: ignore[no-untyped-call]
+            handle = slot.parameter.register_post_accumulate_grad_hook(self._record_gradient)  # type: ignore[no-untyped-call]
             self._undo.append(handle.remove)
         self.pull_all()
 
@@ -115,7 +115,7 @@ class DenseParameters:
         return [bucket for part in self._parts.values() for bucket in part.buckets]
 
     def close(self, *, at_once: bool) -> None:
-        """Let go of the parameters: `at_once`, or when what is under way is done."""
+        """Release the parameters: immediately with `at_once`, else after the messages in flight."""
         try:
             self._push_pull.close(at_once=at_once)
         finally:
@@ -125,10 +125,10 @@ class DenseParameters:
 
     # An iteration.
 
-    def _gradient_came(self, parameter: nn.Parameter) -> None:
-        """Note a gradient that backward has left; if they are sent early, push the buckets that are complete."""
+    def _record_gradient(self, parameter: nn.Parameter) -> None:
+        """Record a gradient of backward; if gradients are sent early, push the complete buckets."""
         slot = self._of_parameter[parameter]
-        self.hands_on.came(slot, is_held=self.holds)
+        self.hands_on.record_gradient(slot, is_held=self.holds)
         if self.holds or not self.hands_on.is_early:
             return
         for bucket in slot.buckets:
@@ -137,20 +137,20 @@ class DenseParameters:
                 self._push_pull.push(bucket)
 
     def begin_step(self, optimizer: Optimizer) -> None:
-        """Do what comes before this iteration's last gradients go. Raises UsageError for what cannot be sent."""
+        """Prepare to send this iteration's last gradients. Raises UsageError for gradients that cannot be sent."""
         tables, slots, _ = self._parts[optimizer]
         self._check(slots)
         self.hands_on.end(slots)
-        # Its values read, this worker is at the iteration on every server: all of the one before is applied, and
-        # nothing of this one will be until this worker ticks. So under sequential consistency new hyperparameters are
-        # for exactly this iteration; elsewhere for what arrives from now on.
+        # After reading its values this worker is at the iteration on every server: the last iteration is fully applied,
+        # and this one is not until the worker ticks. So under sequential consistency new hyperparameters apply to
+        # exactly this iteration; else to all gradients that arrive later.
         self.wait_all()
         self.write_back()
         if self._ranks.rank == 0:
             tables.follow_rules()
 
     def end_step(self, optimizer: Optimizer) -> None:
-        """Send the gradients that are left, end the iteration, ask for the new values and begin the next one."""
+        """Send the remaining gradients, end the iteration, request the new values and start the next iteration."""
         part = self._parts[optimizer]
         for bucket in part.buckets:
             if not bucket.was_pushed:
@@ -161,17 +161,17 @@ class DenseParameters:
         self._begin_iteration(part)
 
     def has(self, optimizer: Optimizer) -> bool:
-        """Whether the servers have dense parameters of `optimizer`."""
+        """Return whether the servers have dense parameters of `optimizer`."""
         return optimizer in self._parts
 
     def drop_pushes(self) -> None:
-        """Have the servers' values again although gradients were pushed for a step that does not come."""
+        """Restore the servers' values after gradients were pushed for a step that does not follow."""
         if any(slot.num_backward for slot in self._slots) and not self._find_written():
-            self._push_pull.pull(self._buckets)  # comes after the pushes that are under way
+            self._push_pull.pull(self._buckets)  # after the pushes in flight
         self.wait_all()
 
     def begin_iteration(self) -> None:
-        """Await the gradients of the next iteration."""
+        """Start the next iteration."""
         for part in self._parts.values():
             self._begin_iteration(part)
 
@@ -194,11 +194,11 @@ class DenseParameters:
             named = ", ".join(map(repr, unused[:_NAMED])) + more
             raise UsageError(
                 f"rank {rank}: no gradient for {named}: the loss of this iteration does not depend on them, or "
-                "backward() was not called; if that is meant, make the strategy with ParameterServer(unused='skip'), "
-                "else take them out of the model"
+                "backward() was not called; if that is intended, create the strategy with "
+                "ParameterServer(unused='skip'), else remove them from the model"
             )
 
-    # Values that are on their way.
+    # Values in flight.
 
     def _wait_for(self, parameter: nn.Parameter) -> None:
         slot = self._of_parameter.get(parameter)
@@ -215,65 +215,65 @@ class DenseParameters:
             self._wait_for(slot.parameter)
 
     def pull_all(self) -> None:
-        """Take the servers' values for the parameters'."""
+        """Replace the parameters' values by the servers'."""
         self._push_pull.pull(self._buckets)
         self.wait_all()
         for slot in self._slots:
-            slot.values.settle()
+            slot.values.reset()
             if slot.values.is_exposed:
                 slot.values.seal()
 
     def _depart(self, slots: Sequence[Slot]) -> None:
-        """Know that new values are on their way to the parameters, which counts as a change of them."""
+        """Mark the parameters as waiting for new values, which counts as a change."""
         with torch._C.DisableTorchFunctionSubclass():
             torch.autograd.graph.increment_version([slot.parameter for slot in slots])
         for slot in slots:
-            slot.values.settle()
+            slot.values.reset()
             depart(slot)
-        if _is_compiling_code():  # it reads parameters without a word
+        if _is_compiling_code():  # compiled code reads parameters without an access that could wait
             self.wait_all()
         for slot in slots:
-            if slot.values.is_exposed:  # nor does whoever reads and writes through an alias of its memory say one
+            if slot.values.is_exposed:  # an alias of its memory is also read and written without an access
                 self._wait_for(slot.parameter)
                 slot.values.seal()
 
-    # What the program writes.
+    # Writes of the program.
 
     def _find_written(self) -> list[tuple[DenseTables, list[Slot]]]:
         found = [(part.tables, [s for s in part.slots if s.values.was_written]) for part in self._parts.values()]
         return [(tables, slots) for tables, slots in found if slots]
 
-    def write_back(self, *, all_are_here: bool = False) -> None:
-        """Give the servers what the program has written into parameters.
+    def write_back(self, *, all_present: bool = False) -> None:
+        """Send the program's writes to parameters to the servers.
 
-        Under sequential consistency rank 0's values are there before anything of this iteration is applied, for it has
-        not ticked. Elsewhere others' steps come at any time, so that only the first iteration can begin with it.
+        Under sequential consistency rank 0's values arrive before any update of this iteration is applied, because this
+        rank has not ticked. Else other ranks' updates arrive at any time, so only the first iteration can start so.
         """
         written = self._find_written()
         if not written:
             return
-        all_take_part = all_are_here or self.hands_on.all_take_part
+        all_take_part = all_present or self.hands_on.all_take_part
         for tables, slots in written:
             check_may_write(slots[0], self._ranks, tables, self._consistency, all_take_part=all_take_part)
             write_back(slots, self._ranks, tables)
-        if all_are_here or not isinstance(self._consistency, Sequential):
+        if all_present or not isinstance(self._consistency, Sequential):
             self._ranks.barrier()
 
     # Checkpoints.
 
     def write_values(self) -> None:
-        """Write the module's values, which are the same on every rank, to the servers; every rank calls it."""
+        """Write the module's values, which are equal on every rank, to the servers; every rank calls it."""
         for part in self._parts.values():
             part.tables.write(None)
         self.pull_all()
 
     def read_state(self, optimizer: Optimizer) -> dict[int, dict[str, Any]]:
-        """Return an optimizer's state on the servers; any rank may call it by itself."""
+        """Return an optimizer's state on the servers; a rank may call it alone."""
         self.wait_all()
         return self._parts[optimizer].tables.read_state() if optimizer in self._parts else {}
 
     def write_state(self, optimizer: Optimizer, state: dict[int, dict[str, Any]]) -> None:
-        """Write an optimizer's state, which is the same on every rank, to the servers; every rank calls it."""
+        """Write an optimizer's state, which is equal on every rank, to the servers; every rank calls it."""
         if optimizer not in self._parts:
             return
         self.wait_all()
@@ -286,6 +286,6 @@ class DenseParameters:
 
 
 def _is_compiling_code() -> bool:
-    """Whether ``torch.compile`` has compiled anything here."""
+    """Return whether ``torch.compile`` has compiled code in this process."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo is not None and bool(dynamo.counters["frames"])

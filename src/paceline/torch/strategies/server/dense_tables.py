@@ -1,8 +1,8 @@
-"""A model's parameters as dense tables on servers: which parameter lies where, and what travels together.
+"""Store a model's parameters in dense tables on servers: layout and buckets.
 
-Every parameter group of the optimizer is one table of float32, its parameters one behind the other in the order of the
-model, which is about that of forward. A *bucket* is a range of a table that is pushed and pulled at once: several small
-parameters, or a part of a large one.
+Every parameter group of the optimizer is one float32 table, with its parameters one after the other in the model's
+order, which is approximately the order of forward. A *bucket* is a range of a table that is pushed and pulled in one
+message: several small parameters, or a part of a large one.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _WRITTEN_AT_ONCE = 1 << 21  # elements
 
 
 class Slot:
-    """Where a parameter lies: elements [start, start + size) of the table of its group."""
+    """The location of a parameter: elements [start, start + size) of the table of its group."""
 
     def __init__(self, parameter: nn.Parameter, name: str, number: int, group: int, start: int) -> None:
         self.parameter = parameter
         self.name = name
-        self.number = number  # among the optimizer's parameters, as its state_dict() counts
+        self.number = number  # among the optimizer's parameters, as in its state_dict()
         self.group = group
         self.start = start
         self.size = parameter.numel()
         self.kind = (parameter.shape, parameter.dtype, parameter.device)
         self.buckets: list[Bucket] = []
-        self.num_backward = 0  # how often backward has reached it in this iteration
+        self.num_backward = 0  # number of gradients from backward in this iteration
         self.is_averaged = False  # whether its gradient is the mean over the ranks
         self.gradient = GradientWatch(parameter)
         self.values = ValueWatch(parameter)
@@ -54,12 +54,12 @@ class Slot:
         return gradient_of(self.parameter)
 
     def check_unchanged(self, rank: int) -> None:
-        """Raise UsageError if the parameter's shape, dtype or device is another than at the start."""
+        """Raise UsageError if the parameter's shape, dtype or device has changed."""
         parameter = self.parameter
         if (parameter.shape, parameter.dtype, parameter.device) != self.kind:
             raise UsageError(
                 f"rank {rank}: parameter {self.name!r} was replaced after prepare(): it was {_describe(*self.kind)} "
-                f"and is {_describe(parameter.shape, parameter.dtype, parameter.device)}; make such changes before"
+                f"and is {_describe(parameter.shape, parameter.dtype, parameter.device)}; change it before prepare()"
             )
 
 
@@ -72,7 +72,7 @@ def _describe(shape: Any, dtype: Any, device: Any) -> str:
 
 
 class Bucket:
-    """Elements [start, stop) of a group's table, and the parameters that they are."""
+    """Elements [start, stop) of a group's table, with their parameters."""
 
     __slots__ = ("group", "is_current", "num_missing", "slots", "start", "stop", "table", "was_pushed")
 
@@ -89,7 +89,7 @@ class Bucket:
         self.is_current = True  # whether the parameters have the values of this iteration
 
     def begin(self) -> None:
-        """Make ready for the next iteration's gradients."""
+        """Prepare for the next iteration's gradients."""
         self.num_missing = len(self.slots)
         self.was_pushed = False
 
@@ -97,7 +97,7 @@ class Bucket:
 def lay_out(optimizer: Optimizer, names: Mapping[nn.Parameter, str], bucket_bytes: int) -> list[list[Slot]]:
     """Return the slots of every parameter group, with their buckets; frozen and empty parameters have none.
 
-    `names` has the model's parameters in its order. Raises UsageError for dtypes that servers do not hold.
+    `names` has the model's parameters in its order. Raises UsageError for dtypes that servers do not store.
     """
     order = {parameter: position for position, parameter in enumerate(names)}
     groups: list[list[Slot]] = []
@@ -105,15 +105,15 @@ def lay_out(optimizer: Optimizer, names: Mapping[nn.Parameter, str], bucket_byte
     for position, group in enumerate(optimizer.param_groups):
         numbered = list(enumerate(group["params"], number))
         number += len(numbered)
-        trained = [(i, each) for i, each in numbered if each.requires_grad and each.numel()]
+        trained = [(i, parameter) for i, parameter in numbered if parameter.requires_grad and parameter.numel()]
         slots: list[Slot] = []
         start = 0
         for i, parameter in sorted(trained, key=lambda found: order.get(found[1], len(order))):
             name = names.get(parameter, f"parameter {i} of the optimizer")
             if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
                 raise UsageError(
-                    f"parameter {name!r} is {str(parameter.dtype).removeprefix('torch.')}: servers hold float32, and "
-                    "take float32, bfloat16 and float16; convert the model, or choose all-reduce"
+                    f"parameter {name!r} is {str(parameter.dtype).removeprefix('torch.')}: servers support float32, "
+                    "bfloat16 and float16; convert the model, or choose all-reduce"
                 )
             slots.append(Slot(parameter, name, i, position, start))
             start += parameter.numel()
@@ -147,7 +147,7 @@ def _fill_buckets(slots: Sequence[Slot], capacity: int) -> None:
 
 
 class DenseTables:
-    """The tables of an optimizer's groups, on the servers. Every rank makes one; then rank 0 writes what is in them."""
+    """The tables of an optimizer's groups, on the servers. Every rank creates one object; rank 0 writes the values."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class DenseTables:
         self._ranks = ranks
         self._optimizer = optimizer
         self.groups = groups
-        # A name that no other training on these servers has; its tables stay until the servers end.
+        # A name that no other training on these servers uses; the tables exist until the servers end.
         token = ranks.exchange(secrets.token_hex(4))[0]
         self.rules: list[UpdateRule] = [rule_of(optimizer, group) for group in optimizer.param_groups]
         self.tables: list[DenseTable | None] = [
@@ -171,7 +171,7 @@ class DenseTables:
                 size=_size_of(slots),
                 update=rule,
                 filters=filters,
-                pull_filters=(),  # a program may write what came back
+                pull_filters=(),  # lossless, because a program may write pulled values back
             )
             if slots
             else None
@@ -184,7 +184,7 @@ class DenseTables:
         self.num_steps = 0
 
     def follow_rules(self) -> None:
-        """Have the servers take the optimizer's hyperparameters of now, where they have changed; rank 0 calls it."""
+        """Send changed hyperparameters of the optimizer to the servers; only rank 0 calls it."""
         for position, group in enumerate(self._optimizer.param_groups):
             table = self.tables[position]
             if table is None:
@@ -197,24 +197,24 @@ class DenseTables:
     def write(self, state: Mapping[int, Mapping[str, Any]] | None) -> None:
         """Write the module's values (rank 0's) and a torch optimizer state; all ranks call it and wait.
 
-        Without `state` the servers' own stays.
+        Without `state` the state on the servers is kept.
         """
-        self._ranks.barrier()  # nobody pushes any more
+        self._ranks.barrier()  # all pushes have ended
         if self._ranks.rank == 0:
             for slots, rule, table in zip(self.groups, self.rules, self.tables, strict=True):
                 if table is None:
                     continue
-                there = self.read_all(table)[1:] if state is None and num_planes(rule) else None
+                stored_planes = self.read_all(table)[1:] if state is None and num_planes(rule) else None
                 for slot in slots:
-                    if there is not None:
-                        planes = there[:, slot.start : slot.start + slot.size]
+                    if stored_planes is not None:
+                        planes = stored_planes[:, slot.start : slot.start + slot.size]
                     else:
                         planes = state_from_torch(rule, (state or {}).get(slot.number, {}), slot.size)
                     self._write_slot(slot, table, planes)
         self._ranks.barrier()
 
     def assign(self, slots: Iterable[Slot]) -> None:
-        """Write the values of `slots`; the optimizer's state stays. One rank calls it while nobody's pushes apply."""
+        """Write the values of `slots` and keep the optimizer's state; one rank calls it while no push is applied."""
         for slot in slots:
             table = self.tables[slot.group]
             assert table is not None
@@ -244,7 +244,7 @@ class DenseTables:
         return planes[:, start:stop]
 
     def read_state(self) -> dict[int, dict[str, Any]]:
-        """Return the state of every parameter as torch's optimizer keeps it, by the parameter's number."""
+        """Return the state of every parameter in the form of torch's optimizer, by parameter number."""
         state: dict[int, dict[str, Any]] = {}
         for slots, rule, table in zip(self.groups, self.rules, self.tables, strict=True):
             if table is None or not num_planes(rule):

@@ -1,9 +1,9 @@
-"""Whether a program has its hands on its gradients between ``backward()`` and ``optimizer.step()``: learned.
+"""Learn whether a program changes gradients between ``backward()`` and ``optimizer.step()``.
 
-At first gradients stay until the step, and where the servers join those of all workers, every ``backward()`` ends with
-their mean over the ranks: what the program does to them, it does to those of the whole batch, as on one device. After
-some steps in which it did nothing to them they are sent while backward runs, and are the rank's own. A change after
-that comes too late, and is refused.
+At first gradients are sent in the step. If the servers join the gradients of all workers, every ``backward()`` ends
+with averaging them over the ranks, so that the program's changes apply to the complete batch, as on one device. After
+some steps without changes, gradients are sent during backward, each rank its own. A later change is too late and raises
+UsageError.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from paceline.torch.strategies.ranks import Ranks
 from paceline.torch.strategies.server.dense_tables import Slot
 from paceline.torch.strategies.server.watched import set_gradient
 
-_CALM_STEPS = 3  # without an access to gradients, before they are sent early
-_NEVER = -(1 << 30)  # so many that it stays below whatever is added
+_CALM_STEPS = 3  # steps without an access to gradients before they are sent early
+_NEVER = -(1 << 30)  # stays below 0 with any number of steps added
 _LOOP = "is in backward(), or past the loop"
 _AT_ONCE = 1 << 20  # elements
 
 
 class HandsOn:
-    """The gradients of slots in one iteration after the other, and what is known about the program.
+    """The gradients of slots over the iterations, and the observations of the program.
 
-    With `joins` the servers make one step of all workers' gradients. Without `overlaps` nothing is ever sent early.
+    With `joins` the servers make one step of all workers' gradients. Without `overlaps` gradients are never sent early.
     """
 
     def __init__(self, ranks: Ranks, *, joins: bool, overlaps: bool) -> None:
@@ -38,16 +38,16 @@ class HandsOn:
         self._joins = joins and ranks.group is not None
         self._num_calm = 0 if overlaps else _NEVER
         self._becomes_early = False
-        self._backward = -1  # the number that torch gives to the one whose end is awaited
+        self._backward = -1  # torch's number of the running backward
         self.is_early = False
-        """Whether gradients are sent while backward runs."""
-        self._is_uneven = False  # ranks have unequal numbers of batches: not all take part in every iteration
-        self._some_left = False  # the epoch, before its data have ended
+        """Whether gradients are sent during backward."""
+        self._is_uneven = False  # ranks have different numbers of batches: some iterations lack ranks
+        self._has_early_leaver = False  # a rank left the epoch before the end of its data
 
     def add(self, slots: Sequence[Slot]) -> None:
-        """Watch the gradients of another optimizer's `slots` too.
+        """Also watch the gradients of another optimizer's `slots`.
 
-        With several optimizers nothing is sent early: a backward may leave gradients that no step takes.
+        With several optimizers gradients are never sent early: a backward may compute some that no step uses.
         """
         if self._slots:
             self._num_calm = _NEVER
@@ -66,22 +66,22 @@ class HandsOn:
 
     @property
     def state(self) -> list[Any]:
-        """What all ranks tell each other before an epoch."""
+        """The value that all ranks exchange before an epoch."""
         return [self.is_early]
 
     def begin_epoch(self, states: Sequence[Sequence[Any]], *, is_uneven: bool) -> None:
-        """Know all ranks' :attr:`state`, and whether they have unequal numbers of batches."""
+        """Receive all ranks' :attr:`state`, and whether their numbers of batches differ."""
         self.is_early = self.is_early and all(is_early for (is_early,) in states)
         self._is_uneven = is_uneven
-        self._some_left = False
+        self._has_early_leaver = False
 
     @property
     def all_take_part(self) -> bool:
         """Whether all ranks are known to take part in every iteration."""
-        return not (self._is_uneven or self._some_left)
+        return not (self._is_uneven or self._has_early_leaver)
 
-    def came(self, slot: Slot, *, is_held: bool) -> None:
-        """Know that backward has left a gradient. Raises UsageError if one has been sent already."""
+    def record_gradient(self, slot: Slot, *, is_held: bool) -> None:
+        """Record a gradient of backward. Raises UsageError if the parameter's gradient was sent already."""
         slot.is_averaged = False
         slot.gradient.keeps = self.is_early or self._joins
         slot.gradient.open()
@@ -91,9 +91,9 @@ class HandsOn:
         if slot.num_backward > 1:
             if self.is_early:
                 raise UsageError(
-                    f"rank {self._ranks.rank}: backward() has reached parameter {slot.name!r} a second time before "
-                    "optimizer.step(), and its gradient was sent the first time: have all but the last run within "
-                    "strategy.accumulate(), or make the strategy with overlap=False"
+                    f"rank {self._ranks.rank}: backward() reached parameter {slot.name!r} a second time before "
+                    "optimizer.step(), but its first gradient was already sent: run all except the last backward() in "
+                    "strategy.accumulate(), or create the strategy with overlap=False"
                 )
             self._num_calm = _NEVER
         backward = torch._C._current_graph_task_id()
@@ -102,22 +102,22 @@ class HandsOn:
             torch.autograd.Variable._execution_engine.queue_callback(self.average)
 
     def average(self) -> None:
-        """Make the gradients their mean over all ranks, on each; the servers' mean of equal ones changes nothing.
+        """Replace the gradients by their mean over all ranks; the servers' mean of equal gradients is the same.
 
-        If a rank has left the loop, they stay the ranks' own until all are in it again.
+        If a rank has left the loop, gradients are not averaged until all ranks are in it again.
         """
         group = self._ranks.group
         assert group is not None
-        if any(slot.gradient.was_changed for slot in self._slots):  # by a hook behind that of the strategy
+        if any(slot.gradient.was_changed for slot in self._slots):  # by a hook after the strategy's hook
             self._num_calm = _NEVER
         has_gradient = bytes(slot.grad is not None for slot in self._slots)
-        told = self._ranks.exchange_as(_LOOP, [True, self._num_calm, has_gradient])
-        if not all(is_in for is_in, _, _ in told):
-            self._some_left = True
+        states = self._ranks.exchange_as(_LOOP, [True, self._num_calm, has_gradient])
+        if not all(is_in for is_in, _, _ in states):
+            self._has_early_leaver = True
             return
-        self._becomes_early = min(num_calm for _, num_calm, _ in told) >= _CALM_STEPS
-        are_there = [any(each) for each in zip(*(there for _, _, there in told), strict=True)]
-        for slots in _chunks([slot for slot, is_there in zip(self._slots, are_there, strict=True) if is_there]):
+        self._becomes_early = min(num_calm for _, num_calm, _ in states) >= _CALM_STEPS
+        are_present = [any(flags) for flags in zip(*(rank_flags for _, _, rank_flags in states), strict=True)]
+        for slots in _chunks([slot for slot, present in zip(self._slots, are_present, strict=True) if present]):
             _average(group, slots)
         for slot in self._slots:
             slot.is_averaged = True
@@ -126,13 +126,13 @@ class HandsOn:
             slot.gradient.open()
 
     def meet(self) -> None:
-        """Wait until no rank averages any more: before all do anything else together, and some may be in the loop."""
+        """Wait until no rank averages: call it before any other exchange, because some ranks may be in the loop."""
         if self._joins and not self.is_early and not self._is_uneven:
             while any(is_in for is_in, _, _ in self._ranks.exchange_as(_LOOP, [False, 0, b""])):
                 pass
 
     def end(self, slots: Sequence[Slot]) -> None:
-        """Prepare for a step of the optimizer of `slots`. Raises UsageError if gradients were changed too late."""
+        """Prepare for a step of the optimizer of `slots`. Raises UsageError for gradients that changed too late."""
         changed = [slot for slot in slots if slot.gradient.was_changed]
         for slot in changed:
             if self.is_early or (self._joins and not slot.is_averaged):
@@ -146,21 +146,21 @@ class HandsOn:
         text = f"rank {self._ranks.rank}: the gradient of {slot.name!r} was changed between backward() and step(), "
         if self.is_early:
             return text + (
-                "and had been sent during backward(), for the steps before did not touch gradients: make the strategy "
-                "with ParameterServer(overlap=False), or do so from the first step on"
+                "after it was sent during backward(), because earlier steps did not touch gradients: create the "
+                "strategy with ParameterServer(overlap=False), or change gradients from the first step on"
             )
         if not self.all_take_part:
             return text + (
-                "and is not that of the whole batch, for the ranks have unequal numbers of batches: give the ranks "
-                "equally many, or change the loss instead"
+                "and is not averaged over the ranks, because they have different numbers of batches: give all ranks "
+                "the same number, or change the loss instead"
             )
         return text + (
-            "and is this rank's own, for no backward() outside no_sync() has left it: have the last one outside, or "
-            "use strategy.accumulate(is_last)"
+            "and is only this rank's, because every backward() was in no_sync(): run the last one outside, or use "
+            "strategy.accumulate(is_last)"
         )
 
     def begin(self, slots: Sequence[Slot]) -> None:
-        """Begin the next iteration of the optimizer of `slots`."""
+        """Start the next iteration of the optimizer of `slots`."""
         if self._becomes_early:
             self.is_early = True
         for slot in slots:

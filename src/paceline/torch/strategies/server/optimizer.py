@@ -1,4 +1,4 @@
-"""The optimizer that a training loop has where the servers do the updates."""
+"""The training loop's optimizer, if servers update the parameters."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from paceline.torch.strategies.server.dense_parameters import DenseParameters
 
 
 class ServerOptimizer(Optimizer):
-    """Stands for the user's optimizer: has its parameter groups, hooks and schedulers, and another step.
+    """Replaces the user's optimizer: it has the same parameter groups, hooks and schedulers, and another step.
 
-    The state (momentum and the like) lies on the servers: ``state_dict()`` reads it there.
+    The state (momentum and the like) is on the servers: ``state_dict()`` reads it there.
     """
 
-    _step_supports_amp_scaling = False  # GradScaler divides the gradients itself, whatever a fused optimizer could do
+    _step_supports_amp_scaling = False  # GradScaler must divide the gradients itself, even for a fused optimizer
 
-    # Optimizer.__init__ is not called: what is not defined here, attributes included, is the user's optimizer's.
+    # Optimizer.__init__ is not called: all other attributes come from the user's optimizer.
 
     def __init__(
         self,
@@ -29,26 +29,26 @@ class ServerOptimizer(Optimizer):
         step: Callable[[], None],
         dense: DenseParameters | None,
     ) -> None:
-        """`step` ends the iteration; without `dense` parameters there is no state."""
+        """`step` ends the iteration; `dense` is None without dense parameters."""
         self.inner = inner
         self._step = step
         self._dense = dense
 
     def __getattr__(self, name: str) -> Any:
-        """Return the user's optimizer's."""
-        if name == "inner":  # while it is being copied
+        """Return an attribute of the user's optimizer."""
+        if name == "inner":  # during copying
             raise AttributeError(name)
         return getattr(self.inner, name)
 
     @Optimizer.profile_hook_step
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Send what gradients are left, end the iteration, and ask for the new values."""
+        """Send the remaining gradients, end the iteration, and request the new values."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._step()
-        self.inner._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look for
+        self.inner._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers check it
         return loss
 
     @override
@@ -56,19 +56,19 @@ class ServerOptimizer(Optimizer):
         self.inner.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return hyperparameters and state as torch does; one rank may call it by itself."""
+        """Return hyperparameters and state in torch's form; a rank may call it alone."""
         state = {} if self._dense is None else self._dense.read_state(self.inner)
         return {**self.inner.state_dict(), "state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a state that torch's optimizer has saved, to the servers; every rank calls it."""
+        """Write a state of torch's optimizer to the servers; every rank calls it."""
         self.inner.load_state_dict({**state_dict, "state": {}})
         if self._dense is not None:
             self._dense.write_state(self.inner, state_dict["state"])
 
     @property
     def state(self) -> Any:
-        """Raise UsageError: it is on the servers, and what is written here would not count."""
+        """Raise UsageError: the state is on the servers, and writing to a local one would have no effect."""
         raise UsageError(
             "optimizer.state is on the servers: read it by optimizer.state_dict(), and set it by load_state_dict()"
         )
@@ -78,8 +78,8 @@ class ServerOptimizer(Optimizer):
         self.state  # noqa: B018
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise UsageError: what lies on the servers is settled by prepare()."""
-        raise UsageError("add_param_group() after prepare(): give the optimizer all of its parameters before")
+        """Raise UsageError: prepare() determines the parameters on the servers."""
+        raise UsageError("add_param_group() after prepare(): pass all parameters to the optimizer before prepare()")
 
     def __repr__(self) -> str:
         return f"ServerOptimizer({self.inner!r})"

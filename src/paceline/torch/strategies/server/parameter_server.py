@@ -1,11 +1,11 @@
-"""Parameters on servers: gradients go there while backward runs, values come back while the next forward does.
+"""Parameters on servers: gradients are sent during backward, values are received during the next forward.
 
-What the servers do with the gradients of several workers, the cluster's consistency says (``paceline run
---consistency``): under ``sequential`` they are averaged and applied once, with the result of one process on the joined
-batch; under ``bounded:N`` and ``eventual`` each is applied when it arrives.
+The cluster's consistency (``paceline run --consistency``) determines how servers use the gradients of several workers.
+Under ``sequential`` they average them and apply the mean once, with the result of one process on the joined batch.
+Under ``bounded:N`` and ``eventual`` they apply each on arrival.
 
-Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI'14; the order of the pulls
-after Hashemi et al., "TicTac", and Jayarajan et al., "Priority-based Parameter Propagation", both MLSys'19.
+Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI'14. The order of the pulls
+follows Hashemi et al., "TicTac", and Jayarajan et al., "Priority-based Parameter Propagation", both MLSys'19.
 """
 
 from __future__ import annotations
@@ -42,38 +42,34 @@ from paceline.torch.strategies.server.optimizer import ServerOptimizer
 
 
 class ParameterServer(Strategy):
-    """One process per device; parameters and optimizer state live on servers, which do the updates.
+    """One process per device; servers store the parameters and the optimizer's state, and make the updates.
 
-    Every parameter that the optimizer has lies on the servers as float32, in a table per parameter group, updated by
-    the rule that does as the optimizer does. ``backward()`` sends gradients in buckets of `bucket_mb` MiB as they come
-    (a large parameter from its own memory), ``optimizer.step()`` the rest; then the values come back, the first layers'
-    first, and forward waits for just those that it has reached, as does whatever else is done with a parameter. What
-    the program writes into parameters (clamping, initializing, loading) is on the servers before the next step, under
-    sequential consistency; elsewhere it may do so before the first step only. Every rank must write the same.
+    The servers store every parameter of the optimizer as float32, in a table per parameter group, and update it by the
+    optimizer's rule. ``backward()`` sends gradients in buckets of `bucket_mb` MiB as they are computed (a large
+    parameter from its own memory), ``optimizer.step()`` sends the rest. Then the values are received, the first layers'
+    first. Forward, like any other access, waits for exactly the parameters that it uses. The program may write to
+    parameters (clamping, initializing, loading): under sequential consistency at any time, else only before the first
+    step. The next step sends these values to the servers. Every rank must write the same.
 
-    Buffers (the statistics of BatchNorm, say) are rank 0's at the start, each rank's own in training, and rank 0's in a
-    checkpoint. Ranks may have different numbers of batches: one that has run out is waited for no more until its next
-    epoch.
+    Buffers (such as BatchNorm's statistics) are rank 0's at the start, each rank's own in training, and rank 0's in a
+    checkpoint. Ranks may have different numbers of batches: the other ranks do not wait for one that has run out, until
+    its next epoch.
 
-    What the program does to gradients between ``backward()`` and ``optimizer.step()`` (clipping, scaling, loss scaling)
-    has the effect that it has on one device: under sequential consistency ``backward()`` ends with their mean over the
-    ranks, and nothing is sent before the step. A program that has not touched them for three steps, and runs
-    ``backward()`` once a step, has them sent during ``backward()`` from then on; a change that comes after that is
-    refused with UsageError. `overlap=False` sends nothing early, ever.
+    Changes of gradients between ``backward()`` and ``optimizer.step()`` (clipping, loss scaling) have the same effect
+    as on one device under sequential consistency: ``backward()`` ends with averaging over the ranks, and gradients are
+    sent in the step. If a program does not touch them for three steps, and runs ``backward()`` once per step, they are
+    sent during ``backward()`` from then on; a later change raises UsageError. `overlap=False` never sends early.
 
-    `unused` says what becomes of a parameter without a gradient: an ``"error"``, or it is ``"skip"``: it counts as a
-    gradient of zero where other ranks have one, and where none has it stays as it is, as with torch's optimizers.
-    `timeout` is how long anything is waited for.
+    - `unused`: a parameter without a gradient is an ``"error"``, or with ``"skip"`` counts as a gradient of zero if
+      other ranks have one; if none has, it is not updated, as with torch's optimizers.
+    - `timeout`: time to wait for other processes.
+    - `filters` of gradients and of embeddings' pushed rows (a list, or a text such as ``quantize:4``; default:
+      ``paceline run --filters``), unless an embedding has its own. Parameters' values are not filtered.
+    - `pull_filters` of embeddings' pulled rows (default: those of `filters` that work on values and bytes).
+    - `consistency` (``BoundedDelay(tau=4)``), `replicas` and `min_replicas` (this number or more): requirements of the
+      program. The launcher sets the servers' own, and a difference raises UsageError.
 
-    `filters` (a list or a text as ``quantize:4``; default: those of ``paceline run --filters``) are what gradients go
-    behind; values come back as they are. Rows of embeddings are pulled behind them too, and come back behind
-    `pull_filters` (default: `filters`, as far as they are for values and bytes), unless an embedding has its own.
-
-    The servers' consistency and replicas are the launcher's choice. A program that relies on them says so by
-    `consistency` (``BoundedDelay(tau=4)``), `replicas` and `min_replicas` (so many or more), and is refused where they
-    are not so.
-
-    Raises UsageError where there are no servers: start the program with ``paceline run --strategy parameter-server``.
+    Raises UsageError without servers: start the program with ``paceline run --strategy parameter-server``.
     """
 
     name: ClassVar[str] = "parameter-server"
@@ -122,11 +118,11 @@ class ParameterServer(Strategy):
         self._has_retired = False
         self._num_epochs = 0
         self.dense: DenseParameters | None = None
-        """What the servers have of the model besides embeddings' rows, if anything; it comes with :meth:`prepare`."""
+        """The model's parameters on the servers, without embeddings' rows; None before :meth:`prepare`."""
         self._trained: set[nn.Parameter] = set()
         atexit.register(self._end, at_once=True, with_process=True)
 
-    # Getting ready.
+    # Preparation.
 
     def _spread(self, models: list[nn.Module], optimizers: list[Optimizer]) -> tuple[list[nn.Module], list[Optimizer]]:
         assert self.module is not None
@@ -135,8 +131,11 @@ class ParameterServer(Strategy):
         trained = {optimizer: [slot.parameter for slots in groups[optimizer] for slot in slots] for optimizer in groups}
         self._trained.update(*trained.values())
         for model in models:
-            others = [*(each for each in model.parameters() if each not in self._trained), *model.buffers()]
-            broadcast_tensors(self._ranks, others)
+            untrained = [
+                *(parameter for parameter in model.parameters() if parameter not in self._trained),
+                *model.buffers(),
+            ]
+            broadcast_tensors(self._ranks, untrained)
             if self.world_size > 1 and self._trained.isdisjoint(model.parameters()) and not optimizers:
                 refuse_gradients(model, self.rank, self._trained)
         if self.world_size > 1 and self._trained:
@@ -157,8 +156,10 @@ class ParameterServer(Strategy):
                 if trained[optimizer]:
                     self.dense.add(optimizer, groups[optimizer], names)
         return models, [
-            ServerOptimizer(each, functools.partial(self._step, each), self.dense if trained[each] else None)
-            for each in optimizers
+            ServerOptimizer(
+                optimizer, functools.partial(self._step, optimizer), self.dense if trained[optimizer] else None
+            )
+            for optimizer in optimizers
         ]
 
     def _row_tables(self) -> RowTables:
@@ -167,13 +168,13 @@ class ParameterServer(Strategy):
     # In the loop.
 
     def _step(self, optimizer: Optimizer) -> None:
-        """End the iteration: what ``optimizer.step()`` does."""
+        """End the iteration, in ``optimizer.step()``."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter not in self._trained and parameter.numel() and parameter.grad is not None:
                     raise UsageError(
-                        f"rank {self.rank}: a parameter of shape {list(parameter.shape)} has a gradient, and was "
-                        "frozen, or not the optimizer's, when prepare() was called: settle what is trained before"
+                        f"rank {self.rank}: a parameter of shape {list(parameter.shape)} has a gradient, but was "
+                        "frozen, or not in the optimizer, at prepare(): unfreeze or add it before prepare()"
                     )
         dense = self.dense if self.dense is not None and self.dense.has(optimizer) else None
         if dense is not None:
@@ -192,7 +193,7 @@ class ParameterServer(Strategy):
     @contextmanager
     @override
     def no_sync(self) -> Iterator[None]:
-        """Return a context in which ``backward()`` only adds to this rank's gradients, and nothing is sent."""
+        """Return a context in which ``backward()`` only adds to this rank's gradients, without sending."""
         dense = self.dense
         if dense is None:
             yield
@@ -205,23 +206,23 @@ class ParameterServer(Strategy):
 
     @override
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Under sequential consistency the norm is that of the whole batch.
+        """Clip by the norm of the complete batch under sequential consistency.
 
-        Under bounded delay and eventual consistency it is that of this rank's own gradients, which are applied by
-        themselves. Raises UsageError where gradients were sent during ``backward()``, since the first steps did not
-        touch them, and where ranks have unequal numbers of batches.
+        Under bounded delay and eventual consistency it is the norm of this rank's own gradients, which are applied
+        separately. Raises UsageError if gradients were sent during ``backward()``, because the first steps did not
+        touch them, and if ranks have different numbers of batches.
         """
         hands_on = None if self.dense is None else self.dense.hands_on
         if hands_on is not None and hands_on.is_early:
             raise UsageError(
-                f"rank {self.rank}: clip_grad_norm_() comes when gradients were sent during backward(): call it from "
-                "the first iteration on, or make the strategy with overlap=False"
+                f"rank {self.rank}: clip_grad_norm_() after gradients were sent during backward(): call it from "
+                "the first iteration on, or create the strategy with overlap=False"
             )
         if hands_on is not None and self._is_sequential and self.world_size > 1 and not hands_on.was_averaged:
             if self._is_uneven:
                 raise UsageError(
-                    f"rank {self.rank}: clip_grad_norm_() of the whole batch needs all ranks, and they have unequal "
-                    "numbers of batches: give the ranks equally many"
+                    f"rank {self.rank}: clip_grad_norm_() of the complete batch needs all ranks, but they have "
+                    "different numbers of batches: give all ranks the same number"
                 )
             hands_on.average()
         return super().clip_grad_norm_(max_norm, norm_type)
@@ -229,48 +230,48 @@ class ParameterServer(Strategy):
     @contextmanager
     @override
     def epoch(self, num_batches: int | None) -> Iterator[None]:
-        """Return a context for an epoch. Under sequential consistency all begin it together."""
-        # Ranks in step lose nothing by meeting here; others do, and so they compare once. One that is back must not
-        # count before the others have ended their epoch, nor the others train before it is back.
+        """Return a context for an epoch. Under sequential consistency all ranks start it together."""
+        # Sequential ranks lose no time by meeting here; other ranks would, so they compare only once. A returning rank
+        # must join after all ranks have ended the last epoch, and before they train on.
         has_retired, self._has_retired = self._has_retired, False
         any_retired = has_retired
         if self._is_sequential or self._is_uneven is None:
             self._meet()
             state = [] if self.dense is None else self.dense.hands_on.state
-            told = self._ranks.exchange_as("begins an epoch", [num_batches, has_retired, state])
-            counts = [count for count, _, _ in told]
+            reports = self._ranks.exchange_as("begins an epoch", [num_batches, has_retired, state])
+            counts = [count for count, _, _ in reports]
             self._is_uneven = len(counts) > 1 and (None in counts or len(set(counts)) > 1)
-            any_retired = any(retired for _, retired, _ in told)
+            any_retired = any(retired for _, retired, _ in reports)
             if self.dense is not None:
-                self.dense.hands_on.begin_epoch([state for _, _, state in told], is_uneven=self._is_uneven)
-                self.dense.write_back(all_are_here=True)
+                self.dense.hands_on.begin_epoch([state for _, _, state in reports], is_uneven=self._is_uneven)
+                self.dense.write_back(all_present=True)
         if has_retired:
             self.client.join()
             if self.dense is not None:
-                self.dense.pull_all()  # the others have trained on
+                self.dense.pull_all()  # other ranks may have trained on
         if any_retired and self._is_sequential:
             self.barrier()
         self._num_epochs = number = self._num_epochs + 1
         try:
             yield
-        except GeneratorExit:  # the loop was left by `break`; the others may go on
+        except GeneratorExit:  # `break` ended the loop; other ranks may continue
             if number == self._num_epochs:
                 self._leave_epoch()
             raise
 
     def _leave_epoch(self) -> None:
-        """Leave the iterations before the data have ended; what was pushed without a step is dropped."""
+        """Leave the iterations before the end of the data; pushes without a step are dropped."""
         dense = self.dense
         if self.world_size == 1 or self._has_retired or dense is None:
             return
-        with contextlib.suppress(PacelineError):  # nobody could catch it here; the next call to the servers raises it
+        with contextlib.suppress(PacelineError):  # the caller cannot catch it; the next call to the servers raises it
             dense.drop_pushes()
             self.client.retire()
             self._has_retired = True
             dense.begin_iteration()
 
     def _meet(self) -> None:
-        """Wait until all ranks are about to do something together: some may be in the loop that this one has left."""
+        """Wait until no rank averages gradients in a loop that this rank has left, before an exchange of all ranks."""
         if self.dense is not None:
             self.dense.hands_on.meet()
 
@@ -302,14 +303,14 @@ class ParameterServer(Strategy):
         if self.dense is not None:
             self.dense.wait_all()
             self._meet()
-            self.dense.write_back(all_are_here=True)
-            self.barrier()  # every rank's last push is acknowledged, and so is in what is read now
+            self.dense.write_back(all_present=True)
+            self.barrier()  # afterwards the values include every rank's last push
             self.dense.pull_all()
         return super().gather_values()
 
     @override
     def _scatter_values(self, values: Mapping[str, torch.Tensor]) -> None:
-        self.gather_values()  # nothing is under way then
+        self.gather_values()  # afterwards no message is in flight
         super()._scatter_values(values)
         if self.dense is not None:
             self.dense.write_values()
@@ -330,7 +331,7 @@ class ParameterServer(Strategy):
 
     @override
     def close(self) -> None:
-        """Values that are on their way arrive first."""
+        """Disconnect after the values in flight have arrived."""
         failure = self._end(at_once=False)
         if failure is not None:
             raise PeerError(failure)
@@ -346,7 +347,7 @@ class ParameterServer(Strategy):
     def _end(self, *, at_once: bool, error: BaseException | None = None, with_process: bool = False) -> str | None:
         """Close; return another rank's report that it has ended by an exception, unless this one has too.
 
-        `with_process`: at the end of the process, whose status is 1 after such a report.
+        `with_process`: at the end of the process, which then ends with status 1 after such a report.
         """
         atexit.unregister(self._end)
         error = getattr(sys, "last_value", None) if with_process else error
@@ -371,14 +372,14 @@ class ParameterServer(Strategy):
 
 
 def refuse_gradients(model: nn.Module, rank: int, trained: set[nn.Parameter]) -> None:
-    """Have ``backward()`` raise UsageError when it leaves a gradient in `model` that is not of `trained`."""
+    """Make ``backward()`` raise UsageError if it computes a gradient in `model` for a parameter not in `trained`."""
 
     def refuse(parameter: nn.Parameter) -> None:
         if parameter in trained:
             return
         raise UsageError(
-            f"rank {rank}: backward() was called, and prepare() got no optimizer whose steps the servers could make: "
-            "gradients would stay this rank's own; give it one (torch.optim.SGD instead of updates by hand), or choose "
+            f"rank {rank}: backward() was called, but prepare() got no optimizer for the servers' steps, so gradients "
+            "would differ between ranks: pass one (torch.optim.SGD instead of updates by hand), or choose "
             "--strategy all-reduce"
         )
 

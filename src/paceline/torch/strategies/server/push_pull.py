@@ -1,4 +1,4 @@
-"""The thread that carries gradients to the servers while backward runs, and values back while forward does."""
+"""The thread that sends gradients to the servers during backward, and receives values during forward."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from paceline.ps import Client, Ticket
 from paceline.torch.strategies.server.dense_tables import Bucket
 from paceline.torch.strategies.server.staging import Staging
 
-_PULLS_AT_ONCE = 3  # enough that a server always has the next one; more only make it take memory for the answers
+_PULLS_AT_ONCE = 3  # enough to keep a server busy; more would only take its memory for replies
 
 
 class PushPull:
-    """Pushes and pulls buckets in the order asked for, in a thread of its own; :meth:`close` ends it.
+    """Pushes and pulls buckets in the order of the calls, in a thread; :meth:`close` ends it.
 
-    What fails there is raised by every later call, with the rank named.
+    A failure in the thread is raised by every later call, with the rank.
     """
 
     def __init__(self, client: Client, staging: Staging, rank: int) -> None:
@@ -30,41 +30,41 @@ class PushPull:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
-        self._num_awaited = 0  # iterations that are not acknowledged
-        self._num_stale = 0  # buckets that are not current
+        self._num_unacknowledged = 0  # iterations
+        self._num_stale = 0  # buckets without the current values
         self._pushes: list[Ticket] = []
         self._thread = threading.Thread(target=self._run, name="paceline-push-pull", daemon=True)
         self._thread.start()
 
     def push(self, bucket: Bucket) -> None:
-        """Push a bucket's gradients, which must stay as they are until :meth:`end_iteration` returns."""
+        """Push a bucket's gradients, which must not change until :meth:`end_iteration` returns."""
         bucket.was_pushed = True
         self._staging.collect(bucket)
         self._jobs.put(lambda: self._push(bucket))
 
     def end_iteration(self, buckets: Sequence[Bucket]) -> None:
-        """Tick, and ask for all values, those of `buckets` in this order; return when the pushes are acknowledged."""
+        """Tick, and request the values of `buckets` in this order; return when the pushes are acknowledged."""
         self._staging.prepare_values()
         self._mark_stale(buckets)
-        self._num_awaited += 1
+        self._num_unacknowledged += 1
         self._jobs.put(lambda: self._tick_and_pull(buckets))
         with self._changed:
-            self._changed.wait_for(lambda: not self._num_awaited or self._failure is not None)
+            self._changed.wait_for(lambda: not self._num_unacknowledged or self._failure is not None)
         self.raise_failure()
 
     def pull(self, buckets: Sequence[Bucket]) -> None:
-        """Ask for the current values of `buckets`; :meth:`wait` waits for them."""
+        """Request the current values of `buckets`; :meth:`wait` waits for them."""
         self._staging.prepare_values()
         self._mark_stale(buckets)
         self._jobs.put(lambda: self._pull(buckets))
 
     @property
     def is_current(self) -> bool:
-        """Whether all values are there."""
+        """Whether all values have arrived."""
         return not self._num_stale
 
     def wait(self, bucket: Bucket) -> None:
-        """Return when a bucket's values are in the parameters."""
+        """Wait until a bucket's values are in the parameters."""
         if not bucket.is_current:
             with self._changed:
                 self._changed.wait_for(lambda: bucket.is_current or self._failure is not None)
@@ -73,7 +73,7 @@ class PushPull:
         self._staging.wait(bucket)
 
     def raise_failure(self) -> None:
-        """Raise what has failed in the thread, if anything has."""
+        """Raise the failure of the thread, if any."""
         error = self._failure
         if error is None:
             return
@@ -82,10 +82,10 @@ class PushPull:
         raise error
 
     def close(self, *, at_once: bool) -> None:
-        """End the thread: `at_once`, or when what is under way is done. Idempotent."""
+        """End the thread: immediately with `at_once`, else after the work in flight. Idempotent."""
         self._jobs.put(None)
         if at_once:
-            self._fail(UsageError("the strategy was closed while parameters were on their way"))
+            self._fail(UsageError("the strategy was closed while parameters were in flight"))
             self._client.abort()
         try:
             self._thread.join()
@@ -103,7 +103,7 @@ class PushPull:
                 return
             if self._failure is None:
                 try:
-                    with torch._C.DisableTorchFunctionSubclass():  # parameters wait for what is done here
+                    with torch._C.DisableTorchFunctionSubclass():  # parameters would wait for this thread
                         job()
                 except BaseException as error:
                     self._fail(error)
@@ -126,27 +126,27 @@ class PushPull:
             for ticket in pushes:
                 ticket.wait()
             with self._changed:
-                self._num_awaited -= 1
+                self._num_unacknowledged -= 1
                 self._changed.notify_all()
 
         self._pull(buckets, acknowledged)
 
-    def _pull(self, buckets: Sequence[Bucket], when_asked: Callable[[], None] | None = None) -> None:
-        under_way: deque[tuple[Bucket, Ticket]] = deque()
+    def _pull(self, buckets: Sequence[Bucket], when_requested: Callable[[], None] | None = None) -> None:
+        in_flight: deque[tuple[Bucket, Ticket]] = deque()
         for bucket in buckets:
-            if len(under_way) == _PULLS_AT_ONCE:
-                if when_asked is not None:
-                    when_asked()
-                    when_asked = None
-                self._land(*under_way.popleft())
+            if len(in_flight) == _PULLS_AT_ONCE:
+                if when_requested is not None:
+                    when_requested()
+                    when_requested = None
+                self._receive(*in_flight.popleft())
             ticket = bucket.table.pull_async(self._staging.target(bucket), start=bucket.start, stop=bucket.stop)
-            under_way.append((bucket, ticket))
-        if when_asked is not None:
-            when_asked()
-        while under_way:
-            self._land(*under_way.popleft())
+            in_flight.append((bucket, ticket))
+        if when_requested is not None:
+            when_requested()
+        while in_flight:
+            self._receive(*in_flight.popleft())
 
-    def _land(self, bucket: Bucket, ticket: Ticket) -> None:
+    def _receive(self, bucket: Bucket, ticket: Ticket) -> None:
         ticket.wait()
         self._staging.arrived(bucket)
         with self._changed:

@@ -1,8 +1,8 @@
-"""Between parameters and host memory that a client sends from and receives into.
+"""Copy between parameters and the host memory of a client's messages.
 
-A bucket that is a part of one float32 parameter on the CPU needs none: its own memory serves. Everything else goes
-through a buffer of the bucket's size: several small parameters, other dtypes, a factor for the gradients, and CUDA,
-where it is pinned and copied to and from on a side stream.
+A bucket that is a part of one float32 parameter on the CPU uses the parameter's memory. Other buckets use a buffer of
+their size: several small parameters, other dtypes, a factor for the gradients, and CUDA. For CUDA the buffer is pinned,
+and copied on a side stream.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class Staging:
-    """Moves gradients out of, and values into, the parameters of one strategy, all on `device`."""
+    """Moves gradients and values of one strategy's parameters, all on `device`."""
 
     def __init__(self, device: torch.device, factor: float) -> None:
         self._device = device
@@ -28,12 +28,12 @@ class Staging:
         self._is_cuda = device.type == "cuda"
         self._stream: Any = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
         self._buffers: dict[Bucket, torch.Tensor] = {}
-        self._copied: dict[Bucket, Any] = {}  # the event behind a bucket's last copy on the side stream
+        self._copied: dict[Bucket, Any] = {}  # the event after a bucket's last copy on the side stream
 
-    # Gradients out.
+    # Gradients, from the device.
 
     def collect(self, bucket: Bucket) -> None:
-        """Begin to copy a bucket's gradients; called when backward has them, in its thread."""
+        """Start copying a bucket's gradients; called by backward's thread when they are complete."""
         if self._is_direct(bucket) and _is_plain(bucket.slots[0].grad):
             return
         if self._stream is None:
@@ -64,7 +64,7 @@ class Staging:
             self._stream.synchronize()
 
     def gradients(self, bucket: Bucket) -> list[tuple[int, Floats]]:
-        """Return what is to be pushed: (first element of the table, gradients), a run for all that lie together."""
+        """Return the gradients to push, in contiguous runs: (first element of the table, gradients)."""
         if self._is_direct(bucket):
             slot = bucket.slots[0]
             grad = slot.grad
@@ -85,15 +85,15 @@ class Staging:
                 runs.append((target.start, target.stop))
         return [(bucket.start + a, buffer[a:b]) for a, b in runs]
 
-    # Values in.
+    # Values, to the device.
 
     def prepare_values(self) -> None:
-        """See that values are written behind what the device has been given to do with the old ones."""
+        """Make copies of new values wait for the device's queued work with the old ones."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def target(self, bucket: Bucket) -> Floats:
-        """Return where a bucket's values are to be received."""
+        """Return the memory for receiving a bucket's values."""
         slot = bucket.slots[0]
         if self._is_direct(bucket):
             array: Floats = memory_of(slot.parameter).view(-1).numpy()
@@ -104,7 +104,7 @@ class Staging:
         return staged
 
     def arrived(self, bucket: Bucket) -> None:
-        """Bring values that were received to where they belong."""
+        """Copy received values to the parameters."""
         if self._is_direct(bucket):
             return
         if self._stream is None:
@@ -125,7 +125,7 @@ class Staging:
                     values.copy_(buffer[target].view(values.shape))
 
     def wait(self, bucket: Bucket) -> None:
-        """Have what the device does from now on in this thread's stream wait for a bucket's values."""
+        """Make later work of the device in this thread's stream wait for a bucket's values."""
         if bucket in self._copied:
             torch.cuda.current_stream(self._device).wait_event(self._copied[bucket])
 
@@ -152,7 +152,7 @@ def _is_plain(grad: torch.Tensor | None) -> bool:
 
 
 def _pieces(bucket: Bucket) -> list[tuple[Slot, slice, slice]]:
-    """Return a bucket's parameters, with the elements of each and where they lie in the bucket."""
+    """Return a bucket's parameters, with the elements of each and their place in the bucket."""
     pieces = []
     for slot in bucket.slots:
         start, stop = max(bucket.start, slot.start), min(bucket.stop, slot.start + slot.size)

@@ -1,7 +1,7 @@
-"""Parameters that note what the program does to their gradients and values, and wait for values on their way.
+"""Parameters that record the program's accesses to their gradients and values, and wait for values in flight.
 
-A tensor counts its versions, but not what is done through ``.data``, nor what some operations do (``GradScaler``'s).
-All of these begin with an access to an attribute of the parameter, and that is what its class notes here.
+A tensor's version counts neither changes through ``.data`` nor those of some operations (``GradScaler``'s). They all
+start with an access to an attribute of the parameter, which its class records here.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ _data: Any = torch._C.TensorBase.data
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor | None:
-    """Return a parameter's gradient, unnoted, and without a wait for its values."""
+    """Return a parameter's gradient, unrecorded, and without waiting for its values."""
     with torch._C.DisableTorchFunctionSubclass():
         found: Tensor | None = _grad.__get__(parameter)
     return found
 
 
 def set_gradient(parameter: nn.Parameter, grad: Tensor | None) -> None:
-    """Set a parameter's gradient, unnoted, and without a wait for its values."""
+    """Set a parameter's gradient, unrecorded, and without waiting for its values."""
     with torch._C.DisableTorchFunctionSubclass():
         _grad.__set__(parameter, grad)
 
 
 def memory_of(parameter: nn.Parameter) -> Tensor:
-    """Return a parameter's memory as a tensor: what is written there counts as no new version of the parameter."""
+    """Return a parameter's memory as a tensor; writing to it does not change the parameter's version."""
     with torch._C.DisableTorchFunctionSubclass():
         found: Tensor = _data.__get__(parameter)
     return found
@@ -50,18 +50,18 @@ class WatchedSlot(Protocol):
 
 
 class WatchedParameter(nn.Parameter):
-    """A parameter that tells its slot of accesses to its gradient and its memory.
+    """A parameter that records accesses to its gradient and its memory in its slot.
 
-    Copies and pickles are parameters as they were.
+    Copies and pickles have the original class.
     """
 
     plain: type[nn.Parameter]
     arriving: type[WatchedParameter]
-    """The same while values are on their way: whatever is done with it waits for them."""
+    """The class during a transfer of values: every operation waits for them."""
 
     @property
     def data(self) -> Tensor:
-        """The memory, as of any tensor."""
+        """The memory, as for any tensor."""
         slot: WatchedSlot | None = self.__dict__.get(_SLOT)
         memory = memory_of(self)
         if slot is not None:
@@ -80,7 +80,7 @@ class WatchedParameter(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient, as of any tensor."""
+        """The gradient, as for any tensor."""
         slot: WatchedSlot | None = self.__dict__.get(_SLOT)
         if slot is not None:
             slot.gradient.show()
@@ -98,12 +98,12 @@ class WatchedParameter(nn.Parameter):
         self.grad = None
 
     def detach(self) -> Tensor:
-        """A tensor that shares the memory, as of any tensor."""
+        """Return a tensor that shares the memory, as for any tensor."""
         alias: Tensor = self._exposed(super().detach())
         return alias
 
     def numpy(self, *, force: bool = False) -> Any:
-        """An array that shares the memory if it is a CPU's, as of any tensor."""
+        """Return an array that shares the memory of a CPU parameter, as for any tensor."""
         return self._exposed(super().numpy(force=force))
 
     def _exposed(self, alias: Any) -> Any:
@@ -149,8 +149,8 @@ def _wait_and_call(cls: type, function: Any, types: Any, args: Any = (), kwargs:
 
 def _wait_for(value: Any) -> None:
     if isinstance(value, (list, tuple)):
-        for each in value:
-            _wait_for(each)
+        for item in value:
+            _wait_for(item)
     elif isinstance(value, dict):
         _wait_for(list(value.values()))
     elif isinstance(value, WatchedParameter):
@@ -158,51 +158,51 @@ def _wait_for(value: Any) -> None:
 
 
 def wait_for_values(parameter: nn.Parameter) -> None:
-    """Wait for a parameter's values, if they are on their way."""
+    """Wait for a parameter's values if they are in flight."""
     slot: WatchedSlot | None = parameter.__dict__.get(_SLOT)
     if slot is not None:
         slot.wait_for_values()
 
 
 def watch(slot: WatchedSlot) -> None:
-    """Have a slot's parameter note accesses there, until :func:`unwatch`."""
+    """Make a slot's parameter record accesses in the slot, until :func:`unwatch`."""
     parameter = slot.parameter
     parameter.__dict__[_SLOT] = slot
     parameter.__class__ = _watched(type(parameter))
 
 
 def unwatch(slot: WatchedSlot) -> None:
-    """Make a parameter what it was before :func:`watch`."""
+    """Undo :func:`watch`."""
     parameter: Any = slot.parameter
     if parameter.__dict__.pop(_SLOT, None) is not None:
         parameter.__class__ = parameter.plain
 
 
 def depart(slot: WatchedSlot) -> None:
-    """Have whatever is done with a parameter wait for its values, until :func:`arrive`."""
+    """Make every operation with a parameter wait for its values, until :func:`arrive`."""
     parameter: Any = slot.parameter
     parameter.__class__ = parameter.arriving
 
 
 def arrive(slot: WatchedSlot) -> None:
-    """Know that a parameter has its values."""
+    """Record that a parameter has its values."""
     parameter: Any = slot.parameter
     if type(parameter) is getattr(parameter, "arriving", None):
         parameter.__class__ = type(parameter).__base__
 
 
 class ValueWatch:
-    """Whether the program has written into a parameter since its values came from the servers."""
+    """Detects writes of the program to a parameter since its values came from the servers."""
 
     __slots__ = ("_aliases", "_checksum", "_parameter", "_shown", "_version", "_was_replaced")
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self._parameter = parameter
         self._aliases: list[weakref.ref[Any]] = []
-        self.settle()
+        self.reset()
 
-    def settle(self) -> None:
-        """Take the values of now, or those on their way, for what the servers have."""
+    def reset(self) -> None:
+        """Record the current values, or those in flight, as the servers' values."""
         with torch._C.DisableTorchFunctionSubclass():
             self._version = self._parameter._version
         self._shown: Tensor | None = None
@@ -211,7 +211,7 @@ class ValueWatch:
         self._aliases = [alias for alias in self._aliases if alias() is not None]
 
     def expose(self, alias: Any) -> None:
-        """Note that the program gets a tensor or an array of the memory: NumPy writes there uncounted."""
+        """Record that the program gets a tensor or an array of the memory: writes of NumPy change no version."""
         memory = memory_of(self._parameter)
         if memory.device.type == "cpu" and memory.layout is torch.strided:
             self._aliases.append(weakref.ref(alias))
@@ -220,26 +220,26 @@ class ValueWatch:
 
     @property
     def is_exposed(self) -> bool:
-        """Whether the program still has such a one."""
+        """Whether the program still has such a tensor or array."""
         return any(alias() is not None for alias in self._aliases)
 
     def seal(self) -> None:
-        """Remember what the memory holds, now that its values are there."""
+        """Store a checksum of the memory, after its values have arrived."""
         if self._checksum is None:
             self._checksum = _checksum(memory_of(self._parameter))
 
     def show(self) -> None:
-        """Note that the program gets the memory, into which it can write uncounted: keep a copy."""
+        """Keep a copy of the memory, because the program gets it and can write to it without a new version."""
         if self._shown is None:
             self._shown = memory_of(self._parameter).clone()
 
     def replace(self) -> None:
-        """Note that the program gives the parameter other memory."""
+        """Record that the program gives the parameter other memory."""
         self._was_replaced = True
 
     @property
     def was_written(self) -> bool:
-        """Whether the parameter is known to have other values than the servers."""
+        """Whether the parameter's values are known to differ from the servers'."""
         if self._was_replaced or self._parameter._version != self._version:
             return True
         memory = memory_of(self._parameter)
@@ -249,29 +249,29 @@ class ValueWatch:
 
 
 class GradientWatch:
-    """What has been done to a parameter's gradient since backward left it."""
+    """Detects changes of a parameter's gradient since backward."""
 
     __slots__ = ("_is_open", "_parameter", "_shown", "_version", "keeps", "was_replaced", "was_shown")
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self._parameter = parameter
-        self.keeps = False  # whether to copy a gradient before the program gets it, so as to see if it was changed
+        self.keeps = False  # whether to copy a gradient before the program gets it, to detect a change
         self.close()
 
     def open(self) -> None:
-        """Begin to watch: backward has left a gradient."""
+        """Start watching a gradient of backward."""
         grad = gradient_of(self._parameter)
         self._version = -1 if grad is None else grad._version
         self._is_open = True
 
     def close(self) -> None:
-        """Watch no more, and forget."""
+        """Stop watching, and forget the gradient."""
         self._is_open = self.was_shown = self.was_replaced = False
         self._shown: Tensor | None = None
         self._version = -1
 
     def show(self) -> None:
-        """Note that the program gets the gradient."""
+        """Record that the program gets the gradient."""
         if not self._is_open:
             return
         self.was_shown = True
@@ -280,7 +280,7 @@ class GradientWatch:
             self._shown = None if grad is None else grad.detach().clone()
 
     def replace(self, grad: Tensor | None) -> None:
-        """Note that the program sets another gradient, before the step or in place of a backward."""
+        """Record that the program sets another gradient, before the step or instead of a backward."""
         if self._is_open:
             self.was_replaced = True
         elif grad is not None:
@@ -289,7 +289,7 @@ class GradientWatch:
 
     @property
     def was_changed(self) -> bool:
-        """Whether the gradient is known to be another than the one that backward left."""
+        """Whether the gradient is known to differ from backward's."""
         if not self._is_open:
             return False
         grad = gradient_of(self._parameter)
@@ -305,5 +305,5 @@ def _checksum(memory: Tensor) -> int:
 def _is_same(one: Tensor, other: Tensor) -> bool:
     if one.layout is not torch.strided:
         one, other = one.to_dense(), other.to_dense()
-    bits = [each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other)]  # NaN is NaN
+    bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]  # NaN is NaN
     return torch.equal(*bits)

@@ -1,4 +1,4 @@
-"""What a program writes into parameters whose values are the servers': it goes there, the same from every rank."""
+"""Write a program's changes of parameters back to the servers, equal ones from every rank."""
 
 from __future__ import annotations
 
@@ -17,33 +17,37 @@ from paceline.torch.strategies.server.watched import memory_of
 def check_may_write(
     slot: Slot, ranks: Ranks, tables: DenseTables, consistency: Consistency, *, all_take_part: bool
 ) -> None:
-    """Raise UsageError if what was written to a slot's parameter could not have the effect of one device."""
-    what = f"rank {ranks.rank}: parameter {slot.name!r} was written to after prepare()"
+    """Raise UsageError if writing to a slot's parameter cannot have the same effect as on one device."""
+    problem = f"rank {ranks.rank}: parameter {slot.name!r} was written to after prepare()"
     if ranks.size > 1 and not isinstance(consistency, Sequential) and tables.num_steps:
         raise UsageError(
-            f"{what}, while under {consistency} others' steps change it at any time: write to parameters before the "
-            "first step, or start the program with --consistency sequential"
+            f"{problem}, but under {consistency} other ranks' steps change it at any time: write to parameters before "
+            "the first step, or start the program with --consistency sequential"
         )
     if not all_take_part:
         raise UsageError(
-            f"{what}, in an epoch in which not all ranks take part to its end: give the ranks equally many batches"
+            f"{problem}, in an epoch that some ranks leave early: give all ranks the same number of batches"
         )
 
 
 def write_back(written: Sequence[Slot], ranks: Ranks, tables: DenseTables) -> None:
     """Write rank 0's values of `written` to the servers. Raises UsageError unless every rank has written the same."""
-    told = ranks.exchange_as("has written to parameters", [[slot.name, _checksum(slot)] for slot in written])
-    for rank, theirs in enumerate(told):
-        if theirs != told[0]:
-            name = next((mine[0] for mine, other in zip(told[0], theirs, strict=False) if mine != other), "")
+    checksums_by_rank = ranks.exchange_as(
+        "has written to parameters", [[slot.name, _checksum(slot)] for slot in written]
+    )
+    for rank, checksums in enumerate(checksums_by_rank):
+        if checksums != checksums_by_rank[0]:
+            name = next(
+                (first[0] for first, other in zip(checksums_by_rank[0], checksums, strict=False) if first != other), ""
+            )
             raise UsageError(
-                f"parameter {name or written[0].name!r} was written to after prepare(), and rank {rank} has other "
-                "values than rank 0: write the same on every rank (seed random values alike), or before prepare()"
+                f"parameter {name or written[0].name!r} was written to after prepare(), but rank {rank} has other "
+                "values than rank 0: write the same on every rank (with equal random seeds), or before prepare()"
             )
     if ranks.rank == 0:
         tables.assign(written)
     for slot in written:
-        slot.values.settle()
+        slot.values.reset()
 
 
 def _checksum(slot: Slot) -> int:

@@ -1,7 +1,7 @@
-"""Calls of PyTorch functions with shards, wherever PyTorch has no rule for them: they compute with whole tensors.
+"""Calls of PyTorch functions with shards: without a rule of PyTorch they compute with complete tensors.
 
-Every process makes such a call. The shards in its arguments are gathered, and a tensor that it changes in place keeps
-its part of the result. The gradient of a gathered parameter is the mean over the processes, as in a call of the model.
+Every process makes such a call. It gathers the shards in the arguments, and a tensor changed in place keeps its part of
+the result. The gradient of a gathered parameter is the mean over the processes, as in a call of the model.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from paceline.torch.strategies.base import Strategy
 
 _NUMBERS: Final = ("item", "tolist", "__bool__", "__float__", "__format__", "__index__", "__int__", "__reduce_ex__")
 _RANDOM: Final = ("uniform_", "normal_", "bernoulli_", "exponential_", "random_", "rand_like", "randn_like", "dropout")
-"""Ends of names: shards would draw the same numbers on each process."""
+"""Ends of functions' names: with shards, each process would draw the same numbers for its own."""
 _IN_PLACE: Final = ("__iadd__", "__imul__", "__isub__", "__itruediv__", "__setitem__")
 _strategies: WeakKeyDictionary[DeviceMesh, Strategy] = WeakKeyDictionary()
 
 
-def compute_whole(mesh: DeviceMesh, strategy: Strategy) -> None:
-    """Have calls with shards of `mesh` compute with whole tensors where PyTorch cannot do so with shards."""
+def compute_complete(mesh: DeviceMesh, strategy: Strategy) -> None:
+    """Compute calls with shards of `mesh` with complete tensors, if PyTorch does not support shards in them."""
     _strategies[mesh] = strategy
-    # Tensors that every process has may be mixed with shards in one list.
+    # Allow lists with both unsharded tensors and shards.
     warnings.filterwarnings("ignore", "Found a non-scalar tensor with numel=1", UserWarning)
     DTensor.__torch_function__ = classmethod(_call)  # type: ignore[assignment, method-assign]
 
 
 def as_shard(value: Any, like: Tensor) -> Any:
-    """Return this rank's part of a whole tensor of the shape of `like`, which is sharded; anything else as it is."""
+    """Return this rank's part of a complete tensor of the shape of the sharded `like`; other values unchanged."""
     if not isinstance(like, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
     if value.shape != like.shape:
         return value
-    whole = value.to(like.device)
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    complete = value.to(like.device)
+    return distribute_tensor(complete, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def refuse_copies(*_: Any) -> NoReturn:
     """Raise UsageError for a copy of a sharded model."""
     raise UsageError(
         "strategy sharded: copy.deepcopy(), AveragedModel() or torch.save() got a sharded model, whose copy would lack "
-        "the other processes' shards: make a copy before prepare() and prepare it too, or save the model by "
+        "the other processes' shards: copy the model before prepare() and prepare the copy too, or save the model by "
         "strategy.save()"
     )
 
@@ -59,17 +59,17 @@ def _call(cls: type[DTensor], function: Any, _: Any, args: Any = (), kwargs: Any
     kwargs = kwargs or {}
     name = getattr(function, "__name__", "")
     with torch._C.DisableTorchFunctionSubclass():
-        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        meshes = [each.device_mesh for each in tensors if isinstance(each, DTensor)]
+        tensors = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
+        meshes = [tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)]
         strategy = next((_strategies[mesh] for mesh in meshes if mesh in _strategies), None)
         if strategy is None or name == "__get__":
             return function(*args, **kwargs)
         target = args[0] if args else kwargs.get("tensor")
         _check(name, target, args, kwargs)
         if "foreach" in name:
-            if "amp" in name:  # PyTorch takes the mesh of the first tensor
-                args = (sorted(target, key=lambda each: not isinstance(each, DTensor)), *args[1:])
-            with implicit_replication():  # tensors that are not in shards are equal on all processes
+            if "amp" in name:  # PyTorch uses the mesh of the first tensor
+                args = (sorted(target, key=lambda tensor: not isinstance(tensor, DTensor)), *args[1:])
+            with implicit_replication():  # unsharded tensors are equal on all processes
                 return function(*args, **kwargs)
         if name == "__set__":
             value = as_shard(args[1], target)
@@ -80,41 +80,41 @@ def _call(cls: type[DTensor], function: Any, _: Any, args: Any = (), kwargs: Any
                 return function(target, value)
             return target.detach().copy_(value)
         grads = torch.is_grad_enabled()
-        plain = [each for each in tensors if not isinstance(each, DTensor)]
-        is_mixed = name != "backward" and any(each.dim() or (grads and each.requires_grad) for each in plain)
+        plain = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
+        is_mixed = name != "backward" and any(tensor.dim() or (grads and tensor.requires_grad) for tensor in plain)
         if not is_mixed and name not in (*_NUMBERS, "__setitem__") and not name.endswith(_RANDOM):
             try:
                 return _mark(function(*args, **kwargs), target)
             except DistError:
                 raise
             except (NotImplementedError, RuntimeError):
-                pass  # PyTorch's reason is about shards; the call with whole tensors finds any other one again
-        strategy._ranks.exchange_as(f"computes with whole parameters in {name}()", None)
+                pass  # PyTorch's reason concerns shards; any other error occurs again with complete tensors
+        strategy._ranks.exchange_as(f"computes with complete parameters in {name}()", None)
         return _compute(strategy, function, name, args, kwargs)
 
 
 def _compute(strategy: Strategy, function: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Call a function with whole tensors in the place of shards."""
+    """Call a function with complete tensors instead of shards."""
     has_gradients = torch.is_grad_enabled() and name not in _NUMBERS
 
     def gather(shard: DTensor) -> Any:
-        whole = shard.full_tensor()
-        if not has_gradients or not whole.requires_grad:
-            return whole.detach()
-        return _MeanGradient.apply(whole, strategy)  # type: ignore[no-untyped-call]
+        complete = shard.full_tensor()
+        if not has_gradients or not complete.requires_grad:
+            return complete.detach()
+        return _MeanGradient.apply(complete, strategy)  # type: ignore[no-untyped-call]
 
-    whole_args, whole_kwargs = tree_map_only(DTensor, gather, (args, kwargs))
-    result = function(*whole_args, **whole_kwargs)
+    complete_args, complete_kwargs = tree_map_only(DTensor, gather, (args, kwargs))
+    result = function(*complete_args, **complete_kwargs)
     if not _is_in_place(name):
         return result
-    target, whole = (args[0], whole_args[0]) if args else (kwargs["tensor"], whole_kwargs["tensor"])
+    target, complete = (args[0], complete_args[0]) if args else (kwargs["tensor"], complete_kwargs["tensor"])
     if isinstance(target, DTensor):
-        target.detach().copy_(as_shard(whole.detach(), target))
+        target.detach().copy_(as_shard(complete.detach(), target))
     return None if result is None else target
 
 
 class _MeanGradient(torch.autograd.Function):
-    """The identity, whose gradient is the mean over the processes."""
+    """The identity with the mean over the processes as gradient."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, strategy: Strategy) -> Tensor:
@@ -131,21 +131,19 @@ def _is_in_place(name: str) -> bool:
 
 
 def _check(name: str, target: Any, args: Any, kwargs: Any) -> None:
-    """Raise UsageError for a call that would have another result than with whole tensors."""
+    """Raise UsageError for a call whose result would differ from the one with complete tensors."""
     if name in ("backward", "grad") and kwargs.get("inputs", args[1:2]):
-        _refuse(f"{name}(inputs=...)", "has no gradients for parameters in shards: take loss.backward() without inputs")
+        _refuse(f"{name}(inputs=...)", "has no gradients for sharded parameters: use loss.backward() without inputs")
     if name in ("numpy", "__array__"):
-        _refuse("numpy()", "would have a part of it alone: call full_tensor().numpy() on every process")
+        _refuse("numpy()", "would return only a part: call full_tensor().numpy() on every process")
     if name == "register_hook" and target.is_leaf and target.requires_grad:
         _refuse(
             "register_hook() on a parameter",
-            "would never be called, for backward leaves its gradient in shards: take "
+            "would never be called, because backward leaves gradients in shards: use "
             "register_post_accumulate_grad_hook(), or change the gradients after backward()",
         )
     if _is_in_place(name) and getattr(target, "is_copy_of_part", False):
-        _refuse(
-            f"{name}() on a part of a tensor in shards", "changes a copy: assign the part, as in tensor[0] = values"
-        )
+        _refuse(f"{name}() on a part of a sharded tensor", "changes a copy: assign the part, as in tensor[0] = values")
 
 
 def _refuse(call: str, reason: str) -> NoReturn:
@@ -153,11 +151,11 @@ def _refuse(call: str, reason: str) -> NoReturn:
 
 
 def _mark(result: Any, source: Any) -> Any:
-    """Mark results that were gathered from the shards of `source`: changes of them in place do not reach it."""
+    """Mark results that were gathered from the shards of `source`: changing them in place does not change it."""
     if isinstance(source, DTensor):
-        is_cut = any(isinstance(each, Shard) for each in source.placements)
-        for each in tree_leaves(result):
-            if isinstance(each, DTensor) and each is not source:
-                is_copy = is_cut and not any(isinstance(placement, Shard) for placement in each.placements)
-                each.is_copy_of_part = is_copy or getattr(source, "is_copy_of_part", False)  # type: ignore[attr-defined]
+        is_cut = any(isinstance(placement, Shard) for placement in source.placements)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, DTensor) and leaf is not source:
+                is_copy = is_cut and not any(isinstance(own_placement, Shard) for own_placement in leaf.placements)
+                leaf.is_copy_of_part = is_copy or getattr(source, "is_copy_of_part", False)  # type: ignore[attr-defined]
     return result

@@ -1,4 +1,4 @@
-"""The strategy ``sharded``: parameters, gradients and the optimizer's state in parts, one on each process."""
+"""The strategy ``sharded``: each process holds a part of parameters, gradients and optimizer state."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from paceline.torch.embeddings import ReplicatedTables, RowTables
 from paceline.torch.strategies.all_reduce import broadcast_values
 from paceline.torch.strategies.base import Strategy, choose_device, state_of
 from paceline.torch.strategies.ranks import DEFAULT_TIMEOUT, Ranks
-from paceline.torch.strategies.sharded.calls import as_shard, compute_whole, refuse_copies
+from paceline.torch.strategies.sharded.calls import as_shard, compute_complete, refuse_copies
 from paceline.torch.strategies.sharded.parameters import (
-    as_whole,
+    as_complete,
     check_optimizers,
     check_parameters,
     clip_shards,
@@ -45,17 +45,18 @@ class Sharded(Strategy):
 
     Each process keeps 1/n of every parameter, of its gradient and of the optimizer's state. The parameters of a *unit*
     (a block of the model) are gathered before its forward and again before its backward, and freed after each; its
-    gradients are averaged and scattered. The result is that of ``all-reduce``.
+    gradients are averaged and scattered. The result is the same as under ``all-reduce``.
 
-    `units`: names of the modules that are gathered at once, with ``*`` for any one part of a name (``blocks.*``); None:
-    what ``paceline run --shard`` says, else chosen by :func:`~paceline.torch.strategies.sharded.units.choose_units`.
-    `data_parallel`: groups of processes side by side, each with a whole model in shards, whose gradients are averaged.
-    `timeout`: how long a rank is waited for.
+    - `units`: names of the modules that are gathered together, with ``*`` for any one part of a name (``blocks.*``);
+      None: as in ``paceline run --shard``, else by :func:`~paceline.torch.strategies.sharded.units.choose_units`.
+    - `data_parallel`: number of groups of processes; each group has one complete model in shards, and the groups
+      average their gradients.
+    - `timeout`: time to wait for a rank.
 
     Sources: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020; Zhao
     et al., "PyTorch FSDP", VLDB 2023.
 
-    Raises UsageError for options that do not fit to the number of processes.
+    Raises UsageError for options that do not fit the number of processes.
     """
 
     name: ClassVar[str] = "sharded"
@@ -70,22 +71,22 @@ class Sharded(Strategy):
         seed: int = 0,
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
-        told = environment()
-        known = ShardingOptions.of_environment(told)
+        settings = environment()
+        known = ShardingOptions.of_environment(settings)
         if units is None and known is not None:
             units = known.units
         if data_parallel is None and known is not None:
             data_parallel = known.data_parallel
-        num_ranks = dist.get_world_size() if dist.is_initialized() else told.world_size or 1
+        num_ranks = dist.get_world_size() if dist.is_initialized() else settings.world_size or 1
         self.options = choose_sharding(",".join(units or ()) or None, data_parallel, num_ranks)
-        chosen = choose_device(device, told.local_rank or 0)
+        chosen = choose_device(device, settings.local_rank or 0)
         if chosen.type == "cuda":
             torch.cuda.set_device(chosen)
         super().__init__(Ranks.meet(timeout, backend="paceline"), device=chosen, seed=seed)
         self.units: list[str] = []
-        """The names of the model's units, from :meth:`prepare` on."""
+        """The names of the model's units; set by :meth:`prepare`."""
         self._group: Any = None
-        """The process group of the ranks that have the shards of one model; None on a single rank."""
+        """The process group of the ranks with the shards of one model; None on a single rank."""
 
     def _spread(self, models: list[nn.Module], optimizers: list[Optimizer]) -> tuple[list[nn.Module], list[Optimizer]]:
         if self.embedder is not None:
@@ -94,7 +95,7 @@ class Sharded(Strategy):
         for model in models:
             check_parameters(model)
         check_optimizers(optimizers, self.module)
-        inner = [getattr(model, "_orig_mod", model) for model in models]  # of torch.compile
+        inner = [getattr(model, "_orig_mod", model) for model in models]  # the models within torch.compile
         units = [choose_units(model, self.options.units) for model in inner]
         self.units = [*self.units, *(name for names in units for name in names)]
         if self.world_size == 1:
@@ -102,14 +103,14 @@ class Sharded(Strategy):
                 self.deferred.fill()
             return models, optimizers
         shards: dict[int, nn.Parameter] = {}
-        before: list[nn.Parameter] = []  # kept, so that their ids stay theirs
+        before: list[nn.Parameter] = []  # kept alive, so that their ids are not used again
         for model, names in zip(inner, units, strict=True):
-            whole = dict(model.named_parameters())
-            before += whole.values()
+            complete = dict(model.named_parameters())
+            before += complete.values()
             broadcast_values(model)
             self._shard(model, names)
-            now = dict(model.named_parameters())
-            shards |= {id(parameter): now[name] for name, parameter in whole.items()}
+            current = dict(model.named_parameters())
+            shards |= {id(parameter): current[name] for name, parameter in complete.items()}
         own: list[Any] = [*optimizers]
         for optimizer in own:
             replace(optimizer, shards)
@@ -117,14 +118,14 @@ class Sharded(Strategy):
         return models, optimizers
 
     def _shard(self, model: nn.Module, units: Sequence[str]) -> None:
-        """Put this rank's shards in the place of the parameters of a model."""
+        """Replace the parameters of a model by this rank's shards."""
         shards, side_by_side = self.options.shards, self.options.data_parallel
         names = ("data", "shard") if side_by_side > 1 else ("shard",)
         shape = (side_by_side, shards) if side_by_side > 1 else (shards,)
         mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
         self._group = mesh.get_group("shard")
-        compute_whole(mesh, self)
-        replicated = [each for each in model.parameters() if shard_dimension(each.shape, shards) is None]
+        compute_complete(mesh, self)
+        replicated = [parameter for parameter in model.parameters() if shard_dimension(parameter.shape, shards) is None]
 
         def place(parameter: nn.Parameter) -> Shard:
             return Shard(shard_dimension(parameter.shape, shards) or 0)
@@ -132,23 +133,25 @@ class Sharded(Strategy):
         for name in (*units, ""):
             unit = model.get_submodule(name)
             unit.register_forward_hook(without_views)
-            whole = [each for each in unit.parameters() if not isinstance(each, DTensor)]
+            complete = [parameter for parameter in unit.parameters() if not isinstance(parameter, DTensor)]
             if self.deferred is not None:
-                here = {id(each) for each in whole}
-                self.deferred.fill(lambda tensor, here=here: id(tensor) in here)  # type: ignore[misc]
-            for parameter in whole:
+                needed = {id(parameter) for parameter in complete}
+                self.deferred.fill(lambda tensor, needed=needed: id(tensor) in needed)  # type: ignore[misc]
+            for parameter in complete:
                 parameter.data = parameter.data.contiguous()
             fully_shard(
                 unit,
                 mesh=mesh,
-                reshard_after_forward=True,  # the model's too: what stays gathered is stale after a step
+                reshard_after_forward=True,  # the model's too, because gathered parameters are stale after a step
                 shard_placement_fn=place,
                 ignored_params=set(replicated),
             )
             sharded: Any = type(unit)
             sharded.__deepcopy__ = sharded.__reduce_ex__ = refuse_copies
-            retire(each for each in whole if all(each is not other for other in replicated))
-        numbers: list[Any] = [each for each in replicated if each.numel() and each.is_floating_point()]
+            retire(parameter for parameter in complete if all(parameter is not other for other in replicated))
+        numbers: list[Any] = [
+            parameter for parameter in replicated if parameter.numel() and parameter.is_floating_point()
+        ]
         for parameter in numbers:
             is_trained = parameter.requires_grad
             parameter.requires_grad_(True).register_post_accumulate_grad_hook(self._average)
@@ -164,16 +167,16 @@ class Sharded(Strategy):
 
     @torch.no_grad()
     def _average(self, parameter: Tensor) -> None:
-        """Average the gradient of a parameter that every process keeps whole."""
+        """Average the gradient of a parameter that every process keeps complete."""
         assert parameter.grad is not None
         parameter.grad.copy_(self.reduce(parameter.grad))
 
-    def _meet_forward(self, model: nn.Module, _: Any) -> None:
-        """Have a rank that calls a model alone, to evaluate it for instance, reported at once."""
+    def _meet_forward(self, called: nn.Module, _: Any) -> None:
+        """Detect a rank that calls a model alone, for example to evaluate it."""
         if torch._C._current_graph_task_id() == -1:  # else backward repeats a forward
-            models = [getattr(each, "_orig_mod", each) for each in self.models]  # of torch.compile
-            number = next(number for number, each in enumerate(models) if each is model)
-            how = "train" if model.training and torch.is_grad_enabled() else "evaluate"
+            models = [getattr(model, "_orig_mod", model) for model in self.models]  # the models within torch.compile
+            number = next(number for number, other in enumerate(models) if other is called)
+            how = "train" if called.training and torch.is_grad_enabled() else "evaluate"
             self._ranks.exchange_as(f"calls model {number} to {how} it", None)
 
     def _row_tables(self) -> RowTables:
@@ -181,9 +184,9 @@ class Sharded(Strategy):
 
     @override
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context that changes nothing: gradients are averaged and scattered in every backward.
+        """Return a context without effect: every backward averages and scatters gradients.
 
-        A rank has no room for whole ones; what several backwards leave in the shards adds up to the same.
+        A rank has no memory for complete gradients; the sum of several backwards in the shards has the same result.
         """
         return contextlib.nullcontext()
 
@@ -194,14 +197,14 @@ class Sharded(Strategy):
         assert self.module is not None
         return clip_shards(self.module.parameters(), max_norm, norm_type, self._group)
 
-    # Keeping.
+    # Checkpoints.
 
     @override
     def gather_values(self) -> dict[str, Tensor]:
-        """Return the whole parameters and persistent buffers by name, on rank 0; every rank calls it."""
-        # In the strategy's group first: a rank that saves alone is reported there at once.
+        """Return the complete parameters and persistent buffers by name, on rank 0; every rank calls it."""
+        # First meet in the strategy's group: it reports a rank that saves alone.
         self._ranks.exchange_as("gathers the model's values, as save() does", None)
-        values = {name: as_whole(value, keep=self.is_main) for name, value in super().gather_values().items()}
+        values = {name: as_complete(value, keep=self.is_main) for name, value in super().gather_values().items()}
         return values if self.is_main else {}
 
     @override
@@ -212,8 +215,8 @@ class Sharded(Strategy):
 
     @override
     def gather_optimizer_state(self, number: int = 0) -> dict[int, dict[str, Any]]:
-        """Return torch's own optimizer state, whole, by the parameter's number, on rank 0; every rank calls it."""
+        """Return torch's own optimizer state, complete, by parameter number, on rank 0; every rank calls it."""
         return {
-            position: {key: as_whole(value, keep=self.is_main) for key, value in entries.items()}
+            position: {key: as_complete(value, keep=self.is_main) for key, value in entries.items()}
             for position, entries in super().gather_optimizer_state(number).items()
         }

@@ -1,7 +1,7 @@
-"""Forward and backward passes that raise, and what ``fully_shard`` has to be told before the next one.
+"""Reset the state of ``fully_shard`` after a forward or backward pass that raised an exception.
 
-It keeps track of where an iteration is. After a pass that did not come to its end it would take up what was left there:
-a unit stays gathered, with the values of before the step, or its gradient is not scattered any more.
+``fully_shard`` tracks the position within an iteration. After an unfinished pass it would continue from the old state:
+a unit would stay gathered, with the values before the step, or its gradient would not be scattered.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from paceline.errors import UsageError
 
 
 class Unfinished:
-    """Watches the passes through a sharded model, and has it begin anew after one that has raised.
+    """Watches the passes through a sharded model, and resets its state after one that has raised.
 
-    Every process must have left the pass; what it has left in ``.grad`` stays there.
+    Every process must have left the pass; gradients in ``.grad`` are kept.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -30,7 +30,7 @@ class Unfinished:
 
     @classmethod
     def watch(cls, model: nn.Module) -> Unfinished:
-        """Watch a model, to which ``fully_shard`` has been applied."""
+        """Watch a model after ``fully_shard``."""
         watching = cls(model)
         model.register_forward_pre_hook(watching._begin_forward, prepend=True)
         model.register_forward_hook(watching._end_forward)
@@ -40,14 +40,14 @@ class Unfinished:
         if torch._C._current_graph_task_id() != -1:
             return  # a checkpointed forward, repeated within backward
         if self._is_forward or self._is_backward:
-            self._begin_anew()
+            self._reset()
         self._is_forward = True
 
-    def _begin_anew(self) -> None:
+    def _reset(self) -> None:
         self._model.reset_iter_state()
-        units: list[Any] = [each for each in self._model.modules() if isinstance(each, FSDPModule)]
+        units: list[Any] = [module for module in self._model.modules() if isinstance(module, FSDPModule)]
         for unit in units:
-            unit.unshard()  # the whole parameters have the gradients that backward has left and not scattered
+            unit.unshard()  # the gathered parameters have the gradients that were not scattered
             for parameter in unit.parameters():
                 if not isinstance(parameter, DTensor):
                     parameter.grad = None
@@ -63,8 +63,8 @@ class Unfinished:
     def _begin_backward(self, _: Tensor) -> None:
         if torch.is_grad_enabled():
             raise UsageError(
-                "strategy sharded: backward or torch.autograd.grad() was called with create_graph=True, and parameters "
-                "in shards have no gradients of gradients: leave create_graph out, or take the strategy all-reduce"
+                "strategy sharded: backward or torch.autograd.grad() was called with create_graph=True, but sharded "
+                "parameters have no second derivatives: leave create_graph out, or choose the strategy all-reduce"
             )
         if not self._is_backward:
             self._is_backward = True

@@ -1,8 +1,7 @@
-"""Which modules gather their parameters at once: the units of a sharded model, and along which dimension a parameter
-is cut. Pure.
+"""Choose the units of a sharded model, and the dimension along which a parameter is sharded. Pure.
 
-A unit's parameters are gathered before its forward and its backward, and freed after each: what a process holds beside
-its shards is one unit. What is in no unit belongs to the model itself.
+A unit is a module whose parameters are gathered together before its forward and its backward, and freed after each, so
+that a process holds at most one unit in addition to its shards. All other parameters belong to the model itself.
 """
 
 from __future__ import annotations
@@ -18,21 +17,21 @@ from torch import nn
 from paceline.errors import UsageError
 
 LEAST_NUMEL: Final = 1 << 16
-"""A unit that nobody has named has so many parameters: each costs three collectives a step, some 0.1 ms each."""
+"""Minimum number of parameters of an automatic unit: a unit costs three collectives a step, of about 0.1 ms each."""
 _CONTAINERS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def choose_units(model: nn.Module, patterns: Sequence[str] = (), *, least: int = LEAST_NUMEL) -> list[str]:
-    """Return the names of the units of a model, inner ones before those that contain them; never the model itself.
+    """Return the names of a model's units, inner ones before the units that contain them; never the model itself.
 
     Without `patterns`: the modules of the outermost ``nn.Sequential``, ``ModuleList`` and ``ModuleDict`` (a
-    transformer's blocks), and the other modules on the way to them (its embedding and its head), if they have at least
-    `least` parameters, and share none with the rest of the model. A pattern is a module's name, in which ``*`` stands
-    for any one part of it: ``blocks.*``.
+    transformer's blocks), and the other modules next to these containers (its embedding and its head), if they have at
+    least `least` parameters and share none with the rest of the model. A pattern is a module's name, with ``*`` for any
+    one part of it: ``blocks.*``.
 
-    Raises UsageError for a pattern that no module has, or only modules that cannot be units: the model itself, those
-    without parameters, those that have no forward (``ModuleList``), and those that share a parameter with another part
-    of the model.
+    Raises UsageError for a pattern without a matching module, or only with modules that cannot be units: the model
+    itself, modules without parameters or without a forward (``ModuleList``), and modules that share a parameter with
+    another part of the model.
     """
     if not patterns:
         return [
@@ -45,19 +44,19 @@ def choose_units(model: nn.Module, patterns: Sequence[str] = (), *, least: int =
         shared = _shared(model, name)
         if shared:
             raise UsageError(
-                f"--shard {','.join(patterns)}: {name} has the parameter {shared[0]!r}, which another part of the "
-                "model has too: tied parameters are gathered together; name a module that contains all of them"
+                f"--shard {','.join(patterns)}: {name} shares the parameter {shared[0]!r} with another part of the "
+                "model: tied parameters are gathered together; name a module that contains all of them"
             )
     return sorted(names, key=lambda name: -name.count("."))
 
 
 def _found(module: nn.Module, prefix: str) -> list[str]:
-    """Return the names of candidates below a module: items of containers, and what contains no container."""
+    """Return the names of candidates below a module: items of containers, and modules without a container."""
     names: list[str] = []
     for key, child in module.named_children():
         name = f"{prefix}{key}"
         is_item = isinstance(module, _CONTAINERS) and _has_forward(child)
-        if is_item or not any(isinstance(each, _CONTAINERS) for each in child.modules()):
+        if is_item or not any(isinstance(submodule, _CONTAINERS) for submodule in child.modules()):
             names.append(name)
         else:
             names += _found(child, f"{name}.")
@@ -65,7 +64,7 @@ def _found(module: nn.Module, prefix: str) -> list[str]:
 
 
 def _matching(model: nn.Module, pattern: str) -> list[str]:
-    """Return the modules that a pattern names. Raises UsageError if there is none that can be a unit."""
+    """Return the modules that match a pattern. Raises UsageError if none can be a unit."""
     parts = pattern.split(".")
     matching = [
         name
@@ -75,13 +74,13 @@ def _matching(model: nn.Module, pattern: str) -> list[str]:
     if not matching:
         known = [name for name, _ in model.named_modules() if name]
         shown = ", ".join(known[:8]) + (f" and {len(known) - 8} more" if len(known) > 8 else "")
-        raise UsageError(f"--shard {pattern}: no module of the model has this name; it has {shown or 'none'}")
+        raise UsageError(f"--shard {pattern}: no module of the model has this name; its modules: {shown or 'none'}")
     modules = {name: model.get_submodule(name) for name in matching}
     units = [name for name, module in modules.items() if _has_forward(module) and _num_parameters(module)]
     if not units:
         raise UsageError(
-            f"--shard {pattern}: {', '.join(matching[:8])} has no parameters, or no forward of its own (as a "
-            f"ModuleList): name modules that are called, {pattern}.* for those of a list"
+            f"--shard {pattern}: {', '.join(matching[:8])} has no parameters, or no forward of its own (like a "
+            f"ModuleList): name modules that are called, {pattern}.* for the modules of a list"
         )
     return units
 
@@ -91,26 +90,26 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def _num_parameters(module: nn.Module) -> int:
-    return sum(each.numel() for each in module.parameters())
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _shared(model: nn.Module, name: str) -> list[str]:
-    """Return the parameters of a module that other parts of the model have too, by their names in the module."""
-    own = {id(each): inner for inner, each in model.get_submodule(name).named_parameters()}
-    others = {
-        id(each)
-        for outer, each in model.named_parameters(remove_duplicate=False)
-        if not outer.startswith(f"{name}.") and id(each) in own
+    """Return the names, in the module, of its parameters that other parts of the model also have."""
+    own = {id(parameter): inner for inner, parameter in model.get_submodule(name).named_parameters()}
+    shared = {
+        id(parameter)
+        for outer, parameter in model.named_parameters(remove_duplicate=False)
+        if not outer.startswith(f"{name}.") and id(parameter) in own
     }
-    return [inner for number, inner in own.items() if number in others]
+    return [inner for number, inner in own.items() if number in shared]
 
 
 def shard_dimension(shape: Sequence[int] | torch.Size, num_shards: int) -> int | None:
-    """Return the dimension along which a parameter is cut; None for one that every process keeps whole.
+    """Return the dimension along which a parameter is sharded; None if every process keeps it complete.
 
-    It is the first one, unless that leaves shards empty (there are fewer rows than shards) and another one divides
-    evenly: a layer of one output, of shape (1, n), is cut along its inputs. A small parameter that would leave shards
-    empty, a number for instance, is kept whole.
+    It is the first one, unless shards would be empty (fewer rows than shards) and another one divides evenly: a layer
+    with one output, of shape (1, n), is sharded along its inputs. A small parameter with empty shards, such as a
+    number, is not sharded.
     """
     rows = -(-shape[0] // num_shards) if shape and shape[0] else 0
     if rows and -(-shape[0] // rows) == num_shards:
