@@ -21,8 +21,8 @@ from paceline.errors import CollectiveError, GroupClosedError, RankLostError
 from paceline.meeting.world import World
 from paceline.transport import read_meta
 
-_ASK_S = 1.0
-_GIVEN_UP = CollectiveCall("a call")
+_STATUS_TIMEOUT_S = 1.0
+_UNKNOWN_CALL = CollectiveCall("a call")
 
 
 class Connections:
@@ -36,19 +36,17 @@ class Connections:
         timeout_s: float,
         on_failure: Callable[[CollectiveError, bool], None] | None = None,
     ) -> None:
-        """`ranks` are world ranks in the order of the group and include this process. `on_failure`: see
-        :class:`PointToPoint`.
-        """
+        """`ranks` are world ranks in the order of the group. See :class:`PointToPoint` for `on_failure`."""
         self._world, self._timeout_s, self._on_failure = world, timeout_s, on_failure
         self.layout = GroupLayout(name, ranks, world.rank, world.infos)
         self.at: tuple[int, CollectiveCall | None] = (-1, None)
-        """Number and description of the current call; between calls the last number and None."""
+        """Number of the current or last call, and the current call, if any."""
         self._executor: ScheduleExecutor | None = None
         self._network: NetworkEngine | None = None
         self._point_to_point: PointToPoint | None = None
-        self._making = threading.Lock()
-        self._is_over = False
-        self._given_up: Abort | None = None
+        self._creating = threading.Lock()
+        self._is_closed = False
+        self._abort: Abort | None = None
         deadline = time.monotonic() + timeout_s
         founding = Founding(world, self.layout)
         self.shared = founding.share(deadline)
@@ -67,7 +65,7 @@ class Connections:
     def network(self, choose: Choose) -> NetworkEngine:
         """Return the engine that runs schedules; create it at first use."""
         if self._network is None:
-            with self._making:
+            with self._creating:
                 self._check_open()
                 mesh = Mesh(self._world.node, self._identity, self.layout.rank, self.layout.infos)
                 self._executor = ScheduleExecutor(mesh, group=self.layout.name, request_status=self._request_status)
@@ -80,7 +78,7 @@ class Connections:
     def point_to_point(self) -> PointToPoint:
         """Return the point-to-point engine; create it at first use."""
         if self._point_to_point is None:
-            with self._making:
+            with self._creating:
                 self._check_open()
                 if self._point_to_point is None:
                     self._point_to_point = PointToPoint(
@@ -95,40 +93,40 @@ class Connections:
         return self._point_to_point
 
     def _check_open(self) -> None:
-        if self._is_over:
+        if self._is_closed:
             raise GroupClosedError(f"group {self.layout.name!r} was closed or aborted")
 
     def abort(self, error: BaseException, sequence: int) -> None:
         """Make the other ranks raise this error in their current or next call. Runs in the thread of calls."""
         if not isinstance(error, GroupClosedError):
-            told = self._told(error)
-            self._given_up = self._given_up or _verdicts.abort_of(told)
+            report = self._to_report(error)
+            self._abort = self._abort or _verdicts.abort_of(report)
             if self._point_to_point is not None:
-                self._point_to_point.fail(told)
+                self._point_to_point.fail(report)
         if self.shared is not None:
             self.shared.abort(error)
         if self._executor is not None:
-            self._executor.abort(_GIVEN_UP, sequence, error)
+            self._executor.abort(_UNKNOWN_CALL, sequence, error)
 
     def interrupt(self, error: CollectiveError) -> None:
-        """End the call in progress in another thread, here and on the other ranks; :meth:`abort` follows."""
-        self._given_up = self._given_up or _verdicts.abort_of(error)
+        """End another thread's current call on this rank and the other ranks. The caller then calls :meth:`abort`."""
+        self._abort = self._abort or _verdicts.abort_of(error)
         if self.shared is not None:
             self.shared.abort(error)
         if self._executor is not None:
             self._executor.interrupt(error)
 
-    def _told(self, error: BaseException) -> CollectiveError:
-        """Return the error for the ranks that wait for messages or send them."""
+    def _to_report(self, error: BaseException) -> CollectiveError:
+        """Return the error that ranks with pending messages raise."""
         if isinstance(error, CollectiveError):
             return error
-        place = _verdicts.CurrentCall(self.layout.name, self.layout.rank, self.at[1] or _GIVEN_UP, self.at[0])
-        return CollectiveError(_verdicts.failed(place, error).message)
+        current = _verdicts.CurrentCall(self.layout.name, self.layout.rank, self.at[1] or _UNKNOWN_CALL, self.at[0])
+        return CollectiveError(_verdicts.failed(current, error).message)
 
-    def cut(self) -> None:
+    def end_all(self) -> None:
         """End all calls of other threads, and report to the other ranks that this rank aborted."""
-        with self._making:
-            self._is_over = True
+        with self._creating:
+            self._is_closed = True
         if self.shared is not None:
             self.shared.abort(
                 RankLostError(f"rank {self.layout.rank} aborted group {self.layout.name!r}", (self.layout.rank,))
@@ -139,9 +137,9 @@ class Connections:
             self._point_to_point.close("aborted")
 
     def close(self) -> None:
-        """Release all resources; the other ranks detect it. Idempotent."""
-        with self._making:
-            self._is_over = True
+        """Release all resources. The other ranks detect it. Idempotent."""
+        with self._creating:
+            self._is_closed = True
         for part in (self.shared, self._network, self._point_to_point):
             if part is not None:
                 part.close()
@@ -153,10 +151,10 @@ class Connections:
         waiting_for = () if self._executor is None or self.at[1] is None else self._executor.status().waiting_for
         if self.at[1] is None and self._point_to_point is not None:
             waiting_for = self._point_to_point.waiting_for()
-        return msgspec.msgpack.encode(Status(*self.at, waiting_for, self._given_up))
+        return msgspec.msgpack.encode(Status(*self.at, waiting_for, self._abort))
 
     def _request_status(self, rank: int) -> Status | None:
-        answer = self._world.node.ask(self.layout.infos[rank], self._identity, _ASK_S)
+        answer = self._world.node.ask(self.layout.infos[rank], self._identity, _STATUS_TIMEOUT_S)
         if answer is None:
             return None
         return read_meta(answer, Status, f"an answer of rank {rank}") if answer else Status(-1, None, ())

@@ -1,4 +1,4 @@
-"""Set up a group before its first call: its ranks and hosts, and the shared memory of the ranks on one host."""
+"""Set up a group before its first call: its ranks and hosts, and the shared memory of each host's ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Attached(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GroupLayout:
-    """The ranks of the group `name`: `ranks` are world ranks, `rank` is this process's rank in the group."""
+    """The ranks and hosts of a group. `ranks` are world ranks, `rank` is this process's rank in the group."""
 
     def __init__(self, name: str, ranks: Sequence[int], world_rank: int, world_infos: Sequence[NodeInfo]) -> None:
         self.name = name
@@ -59,7 +59,7 @@ class Founding:
         self._store = PrefixStore(world.store, f"group {layout.name}")
 
     def share(self, deadline: float) -> SharedMemory | None:
-        """Share memory with the ranks of this host; return None if there are none or if it fails."""
+        """Share memory with the other ranks of this host; return None without such ranks, or if it fails."""
         local = self._layout.local_ranks
         if len(local) < 2 or config.DISABLE_JIT:  # type: ignore[attr-defined]
             return None
@@ -77,7 +77,7 @@ class Founding:
         own = _Attached(failure, tuple(usable_cores()))
         values = self._exchange(local, msgspec.msgpack.encode(own), deadline, "share memory")
         attached = [read_meta(value, _Attached, "a rank's report on its shared memory") for value in values]
-        if segment is None or any(other.failure for other in attached):
+        if segment is None or any(rank.failure for rank in attached):
             if segment is not None:
                 segment.close()
             return None
@@ -87,7 +87,7 @@ class Founding:
             local.index(self._layout.rank),
             [self._layout.infos[rank].pid for rank in local],
             name=self._layout.name,
-            num_cores=len({core for other in attached for core in other.cores}),
+            num_cores=len({core for rank in attached for core in rank.cores}),
             members=local,
         )
         try:
@@ -108,7 +108,6 @@ class Founding:
         return b"no" not in self._exchange(range(self._layout.size), own, deadline, "agree on layers")
 
     def _exchange(self, members: Sequence[int], value: bytes, deadline: float, what: str) -> list[bytes]:
-        """Publish a value for these ranks of the group, and return the values of all of these ranks."""
         store = PrefixStore(self._store, f"from rank {members[0]}")
         own = members.index(self._layout.rank)
         try:
@@ -119,18 +118,17 @@ class Founding:
                 value,
                 deadline,
                 what=what,
-                look=lambda missing: self._look_after([members[other] for other in missing]),
+                look=lambda missing: self._check_alive([members[rank] for rank in missing]),
             )
         except EndedError:
             raise
         except RankLostError as error:
             raise self._absent([members[number] for number in error.ranks]) from None
 
-    def _look_after(self, members: Sequence[int]) -> None:
+    def _check_alive(self, members: Sequence[int]) -> None:
         self._world.look_after([self._layout.ranks[rank] for rank in members])
 
     def _absent(self, members: Sequence[int]) -> RankLostError:
-        """Return the error for missing ranks, with their world ranks."""
         return absent(tuple(self._layout.ranks[rank] for rank in members), self._layout.name)
 
     def _open_segment(self, deadline: float) -> tuple[Segment | None, str]:
@@ -152,7 +150,7 @@ class Founding:
             return None, str(error)
 
     def _path_of(self, key: str, leader: int, deadline: float) -> str:
-        found, missing = await_all(self._store, {leader: key}, deadline, self._look_after)
+        found, missing = await_all(self._store, {leader: key}, deadline, self._check_alive)
         if missing:
             raise self._absent(missing)
         return found[leader].decode()

@@ -320,7 +320,7 @@ class Group(Closing):
         with self._submitting:
             self._failure = self._failure or _ABORTED
         if self._failure != _FORKED:
-            self._connections.cut()
+            self._connections.end_all()
 
     def disown(self) -> None:
         """Make the group unusable in a forked child. It belongs to the parent."""

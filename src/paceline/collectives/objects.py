@@ -18,23 +18,18 @@ class ArrayGroup(Protocol):
     @property
     def rank(self) -> int:
         """The rank of this process."""
-        ...
 
     def broadcast(self, array: Any, /, *, root: int) -> Any:
         """Send the array of `root` to all ranks."""
-        ...
 
     def all_gather(self, array: Any, /, *, sizes: Sequence[int]) -> Any:
         """Return the arrays of all ranks, concatenated."""
-        ...
 
     def gather(self, array: Any, /, *, root: int, sizes: Sequence[int]) -> Any:
         """Return the arrays of all ranks on `root`, None on the other ranks."""
-        ...
 
     def gather_sizes(self, array: Any, /) -> Sequence[int]:
         """Return the lengths of all ranks' arrays."""
-        ...
 
 
 def broadcast(group: ArrayGroup, value: Any, root: int) -> Any:

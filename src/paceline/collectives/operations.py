@@ -255,7 +255,6 @@ class Operations:
         return work
 
     def _expected(self, receives: Sequence[int] | None, own: int) -> list[int] | None:
-        """Check and return the expected rows from every rank."""
         if receives is None:
             return None
         rows = [int(number) for number in receives]

@@ -165,7 +165,6 @@ class Agent:
         return seconds_of(self.timeout if timeout is None or timeout == UNSET_TIMEOUT else timeout)
 
     def _check(self, call: Call, timeout: Timeout | None) -> float:
-        """Check a call and return its timeout in seconds. Raises UsageError."""
         call.check()
         owner = None if isinstance(call.target, str) else call.target[0]
         if isinstance(owner, RRef) and owner.agent is not self:
@@ -265,7 +264,6 @@ class Agent:
             self.standby.touch()
 
     def _release_dropped(self) -> None:
-        """Release dropped references at their owners, in a background thread."""
         while True:
             dropped = self.table.dropped.get()
             if dropped is None:
@@ -303,15 +301,10 @@ class Agent:
                 time.sleep(_POLL_S)
             own = msgspec.msgpack.encode((self.ends.num_sent(), self.callee_ends.num_served))
             description = f"the shutdown of rpc ({number})"
-            with self.world.in_ranks(description):
+            world = self.world
+            with world.in_ranks(description):
                 values = exchange(
-                    self.world.store,
-                    self.rank,
-                    self.world.size,
-                    own,
-                    deadline,
-                    what=description,
-                    look=self.world.look_after,
+                    world.store, self.rank, world.size, own, deadline, what=description, look=world.look_after
                 )
             counts = [read_meta(value, tuple[int, int], "a worker's counts") for value in values]
             sent, served = (sum(counts) for counts in zip(*counts, strict=True))

@@ -238,9 +238,7 @@ def not_allowed(name: str, *, why: str = "") -> UsageError:
     if why:
         return UsageError(f"{shown!r} is not allowed here: {why}; {_by_name(name)}")
     if module.partition(".")[0] in sys.stdlib_module_names and module != "__main__":
-        return UsageError(
-            f"{shown!r} is not allowed here; {_by_name(name)}"
-        )  # allowing the module would allow too much
+        return UsageError(f"{shown!r} is not allowed here; {_by_name(name)}")  # its module would allow too much
     return UsageError(
         f"{shown!r} is not allowed here: pass its module to init_rpc(allow=[{module!r}]) in the called process, or "
         "decorate it there with paceline.rpc.allow"

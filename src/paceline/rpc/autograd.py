@@ -82,10 +82,8 @@ class GradientContext:
                 origin = self._received.get(id(leaf))
                 if origin is not None:
                     _, sender, message, index = origin
-                    message_gradients = remote.setdefault(
-                        (sender, message), [None] * self._num_received[sender, message]
-                    )
-                    message_gradients[index] = gradient
+                    values = remote.setdefault((sender, message), [None] * self._num_received[sender, message])
+                    values[index] = gradient
                 elif leaf in self.gradients:
                     self.gradients[leaf] = self.gradients[leaf] + gradient
                 else:
@@ -160,8 +158,7 @@ contexts = GradientContexts()
 def context() -> Iterator[int]:
     """Record the calls of this thread for a backward pass; yields the context's number.
 
-    Calls that the called functions make are recorded too. All processes delete the context at its end. Contexts do not
-    nest.
+    Calls of the called functions are recorded too. All processes delete the context at its end. Contexts do not nest.
     """
     agent = current_agent()
     if current_context():
@@ -198,9 +195,8 @@ def backward_from(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
     """Start a backward pass at the owner of a referenced tensor: see :meth:`RRef.backward`."""
     if not rref.is_owner():
         agent = current_agent()
-        agent.call(
-            rref.reference.owner, qualified_name(_backward_at_owner), (rref, context_id, retain_graph), None
-        ).wait()
+        name = qualified_name(_backward_at_owner)
+        agent.call(rref.reference.owner, name, (rref, context_id, retain_graph), None).wait()
         return
     root = rref.local_value()
     if not isinstance(root, torch.Tensor):

@@ -304,5 +304,4 @@ def _has_trace(error: BaseException) -> bool:
 
 
 def _send_deadline() -> float:
-    """Return the deadline for sending a reply."""
     return time.monotonic() + 60.0

@@ -1,8 +1,7 @@
 """Caller's end of a connection: sends numbered calls and receives replies in any order.
 
 A call needs no thread switch: the thread that waits for its result reads the connection, and passes other replies to
-the threads that wait for them. One thread reads at a time. If calls are pending and no thread waits, `Standby` assigns
-a reader.
+their waiting threads. One thread reads at a time. If calls are pending and no thread waits, `Standby` assigns a reader.
 """
 
 from __future__ import annotations

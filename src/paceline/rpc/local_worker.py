@@ -25,20 +25,15 @@ class LocalWorker(Protocol):
 
     def worker_of(self, number: int) -> WorkerInfo:
         """Return a worker by its number."""
-        ...
 
     def seconds_of(self, timeout: Timeout | None) -> float:
         """Return a call's timeout in seconds; None selects the default."""
-        ...
 
     def function_of(self, target: Any) -> Callable[..., Any]:
         """Return the function or method that a call names. Raises UsageError if it is not allowed."""
-        ...
 
     def share(self, rrefs: Sequence[Any], to: int, *, is_answer: bool = False) -> None:
         """Register `to` as a holder of these references. Call this before sending them to `to`."""
-        ...
 
     def watch(self, holder: int) -> None:
         """Detect the death of a worker that holds objects of this process."""
-        ...

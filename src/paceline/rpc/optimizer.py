@@ -45,17 +45,15 @@ class DistributedOptimizer:
                 for owner, rrefs in by_owner.items()
             ]
             check = qualified_name(_check)
-            wait_all(
-                [agent.call(optimizer.reference.owner, check, (optimizer,), None) for optimizer in self._optimizers]
-            )
+            wait_all([agent.call(rref.reference.owner, check, (rref,), None) for rref in self._optimizers])
 
     def step(self, context_id: int) -> None:
         """Update all parameters with the context's gradients. Parameters without a gradient do not change."""
         agent = current_agent()
         with in_context(0):
             pending = [
-                agent.call(optimizer.reference.owner, qualified_name(_step), (optimizer, context_id), None)
-                for optimizer in self._optimizers
+                agent.call(rref.reference.owner, qualified_name(_step), (rref, context_id), None)
+                for rref in self._optimizers
             ]
             wait_all(pending)
 

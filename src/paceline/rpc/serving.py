@@ -62,8 +62,7 @@ class SpareThreads(BlockedThreads):
             if self._num_waiting >= MAX_WAITING:
                 raise UsageError(
                     f"{MAX_WAITING:,} functions of this process wait for remote calls: calls are nested too deeply, or "
-                    "too many run concurrently; decorate the function with async_execution and return a Future, which "
-                    "needs no thread"
+                    "too many run concurrently; return a Future under async_execution, which needs no thread"
                 )
             self._num_waiting += 1
             is_needed = self._needs_thread()
@@ -240,7 +239,6 @@ class Standby:
             idle = 0 if self._check() else idle + 1
 
     def _expire_timed(self) -> None:
-        """Expire the calls within this process whose deadline has passed."""
         time_s = time.monotonic()
         for future in list(self._timed):
             if time_s >= future.deadline and future.expire():

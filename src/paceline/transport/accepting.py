@@ -56,7 +56,6 @@ class AcceptedConnection(Connection):
         self._handshake = ServerHandshake(service.token, service.hello, service.listener)
 
     def _begin(self) -> None:
-        """Send the challenge to the client."""
         self._address = _peer_address(self.transport)
         self._service.connections.add(self)
         self.deliver = self._hello_received

@@ -72,8 +72,7 @@ class Peer(ABC):
     def pause_receiving(self) -> None:
         """Stop reading from the peer until :meth:`resume_receiving` (backpressure). Idempotent.
 
-        Partly received frames may still arrive. A lost connection is not detected until then. ``memory`` ignores the
-        call.
+        Partly received frames may still arrive. A lost connection is not detected. ``memory`` ignores the call.
         """
 
     @abstractmethod
@@ -106,9 +105,8 @@ class Handler(ABC):
     def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
         """Handle a frame. ``meta`` and ``body`` are valid only during the call: copy them to keep them.
 
-        An exception is sent to the client as an ERROR frame for this request. It is also logged, unless it is a
-        PacelineError. On an opened connection the peer expects no reply: the exception is logged and the connection
-        closed.
+        An exception is sent to the client as an ERROR frame for this request; it is also logged if it is not a
+        PacelineError. On an opened connection the peer expects no reply: the exception is logged and closes it.
         """
 
     def disconnected(self, peer: Peer, reason: Exception | None) -> None:  # noqa: B027  (to do nothing is a choice)
@@ -173,8 +171,7 @@ class Channel(ABC):
     def has_ended(self) -> bool:
         """Return whether either end has closed the connection. Does not wait; any thread may call it.
 
-        Data received before may still be unread. On TLS, an orderly close is detected only after its close message was
-        read.
+        Earlier data may still be unread. On TLS, an orderly close is detected only after its message was read.
         """
 
     @abstractmethod

@@ -9,13 +9,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from paceline.errors import (
-    ConnectionLostError,
-    DeadlineError,
-    ProtocolError,
-    UsageError,
-    VersionError,
-)
+from paceline.errors import ConnectionLostError, DeadlineError, ProtocolError, UsageError, VersionError
 from paceline.transport.addresses import Address
 from paceline.transport.base import Channel, Frame, Statistics
 from paceline.transport.failures import raise_error
@@ -36,9 +30,7 @@ from paceline.transport.frames import (
     view_of,
 )
 from paceline.transport.receiving import allocate
-from paceline.transport.security.authentication import (
-    Hello,
-)
+from paceline.transport.security.authentication import Hello
 from paceline.transport.security.sealing import PIECE_BYTES, TAG_BYTES, Seal, Seals, not_sealed
 
 _ERROR = int(FrameKind.ERROR)  # an enum lookup costs as much as unpacking a header
@@ -284,7 +276,6 @@ class StreamChannel(Channel):
             self._receiving.update(piece)
 
     def _check_tag_if_complete(self) -> None:
-        """Check the tag of a completely received frame, if it has one."""
         if self._receiving is None or self._meta_left or self._body_left:
             return
         self._fill(self._tag, within_frame=True)

@@ -1,7 +1,6 @@
 """Client's half of the handshake; `server_handshake` has the server's half.
 
-:class:`ClientHandshake` has the rules. :func:`authenticate` applies them on a blocking channel, `opening` in an event
-loop.
+:class:`ClientHandshake` has the rules. :func:`authenticate` applies them to a blocking channel, `opening` in a loop.
 """
 
 from __future__ import annotations
@@ -163,7 +162,7 @@ def _receive(channel: StreamChannel, handshake: ClientHandshake, timeout_s: floa
         header = channel.next_header(timeout_s)
     except VersionError:
         if handshake.expected_kind is FrameKind.CHALLENGE:
-            channel.send(pack_header(FrameKind.HELLO))  # sends our version, so that both ends can report it
+            channel.send(pack_header(FrameKind.HELLO))  # sends this process's version, so that both ends can report it
         raise
     except PacelineError as error:
         raise handshake.explain(error) from None

@@ -92,7 +92,6 @@ class Connection(FrameReceiver):
     # for subclasses
 
     def _peer_lost(self, peer: TransportPeer, reason: Exception | None) -> None:
-        """Notify the handler."""
         try:
             self._handler.disconnected(peer, reason)
         except Exception:

@@ -29,10 +29,7 @@ async def dial(address: Address, timeout_s: float) -> socket.socket:
 
 
 async def _try(address: Address, timeout_s: float) -> socket.socket | OSError:
-    """Connect; return the system's error instead of raising it.
-
-    If it were raised after a cancelled wait, asyncio would log it as unhandled.
-    """
+    """Return the system's error instead of raising it: after a cancelled wait, asyncio would log it as unhandled."""
     try:
         return await _dial(address, timeout_s)
     except OSError as error:

@@ -112,9 +112,8 @@ class SocketListener(Listener):
             _logger.debug("a connection of another user to the Unix socket is closed")
             connected.close()
             return False
-        dropped = self._service.unauthenticated.add(
-            connected, peer_address[0] if isinstance(peer_address, tuple) else ""
-        )
+        host = peer_address[0] if isinstance(peer_address, tuple) else ""
+        dropped = self._service.unauthenticated.add(connected, host)
         if dropped is not None:
             _logger.debug("too many unauthenticated connections; the oldest is dropped")
             with contextlib.suppress(OSError):

@@ -138,7 +138,6 @@ class _Direct:
 
 
 def _caller(loop: asyncio.AbstractEventLoop) -> Call:
-    """Return a function that schedules calls in the loop."""
 
     def call(function: Callable[[], None]) -> None:
         if not loop.is_closed():

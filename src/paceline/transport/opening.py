@@ -81,7 +81,6 @@ class OpenedConnection(Connection):
         return peer
 
     def _begin(self) -> None:
-        """Wait for the challenge."""
         self.deliver = self._handshake_received
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -128,7 +127,7 @@ class OpenedConnection(Connection):
         server = f"the server at {self._address}"
         if isinstance(error, VersionError):
             if self._handshake.expected_kind is FrameKind.CHALLENGE:
-                self._send_meta(FrameKind.HELLO, b"")  # its header sends our version to the server
+                self._send_meta(FrameKind.HELLO, b"")  # its header sends this process's version
             self._fail(VersionError(f"{server} is incompatible: {error}"))
         else:
             self._fail(ProtocolError(f"{server} is not a Paceline server: {error}"))

@@ -63,7 +63,6 @@ class SocketTransport(Transport):
         return self._connect(fallbacks[0], _listener_id(target), hello, timeout_s)
 
     def _addresses(self, target: Endpoint | Address | str) -> list[Address]:
-        """Return the addresses to try, in order."""
         if isinstance(target, Endpoint):
             best = target.tcp if self._tls is not None else target.best()
             return [best] if best == target.tcp else [best, target.tcp]

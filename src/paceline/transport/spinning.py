@@ -3,8 +3,7 @@
 Waking a process on an idle core takes 20 µs or more (a virtual core has to be started again). That is longer than most
 requests take, so a wait begins with a few microseconds of polling. If polling finds nothing (the reply takes longer, or
 needs this core), it becomes rare: each miss doubles the number of waits without polling. If slightly longer polling
-would have found the reply (for example of a push that is forwarded to a replica), the next polls are longer, until the
-first miss.
+would have found the reply (for a push that is forwarded to a replica), the next polls are longer, until the first miss.
 
 Round trip of 64 bytes over a Unix socket, bare client and bare asyncio server on two cores: 52 to 62 µs without
 polling, 20 if the client polls, 8 if both poll. A push of one key to a server with a replica (three processes on two

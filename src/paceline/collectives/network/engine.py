@@ -151,7 +151,6 @@ class NetworkEngine(Engine):
     def _run_even(
         self, order: Order, collective: str, area: Area, *, root: int = 0, reduction: Reduction | None = None
     ) -> None:
-        """Run an algorithm with blocks of equal sizes."""
         name = self.algorithm(order, collective, area.num_bytes)
         pieces = num_pieces(collective, name, area.num_bytes)
         schedule = self._schedule(collective, name, root, pieces)
@@ -161,7 +160,6 @@ class NetworkEngine(Engine):
     def _run_areas(
         self, order: Order, collective: str, areas: Sequence[Area], root: int = 0, algorithm: str = ""
     ) -> None:
-        """Run an algorithm on one area per rank."""
         blocks = Blocks([(view_bytes(*area), [area.num_bytes]) for area in areas])
         total = sum(area.num_bytes for area in areas)
         self.run(order, collective, blocks, total, root=root, algorithm=algorithm)

@@ -104,7 +104,6 @@ def _advance(round_: Round, sending: Sequence[PeerMessages], receiving: Sequence
 
 
 def _ready(round_: Round, events: Sequence[tuple[int, int]]) -> tuple[Sequence[PeerMessages], Sequence[PeerMessages]]:
-    """Return the peers to try."""
     ready = dict(events)
     sending = [peer for peer in round_.sending if ready.get(peer.link.fileno(), 0) & ~_IN]
     for peer in round_.sending:

@@ -140,7 +140,6 @@ class Receiving(Pending):
 
 
 def _blame(rank: int, waits_for: Sequence[int], answers: Mapping[int, Status | None]) -> tuple[tuple[int, ...], str]:
-    """Return the ranks that delay a rank, and the reasons."""
     culprits = find_silent(answers, rank, waits_for) if answers else {}
     return tuple(culprits), "; ".join(f"rank {culprit} {reason}" for culprit, reason in culprits.items())
 

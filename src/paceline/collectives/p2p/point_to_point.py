@@ -284,7 +284,6 @@ class PointToPoint(Ends):
         self._reporter.start()
 
     def _fail_all(self, error: CollectiveError) -> bool:
-        """Fail all pending operations; return whether there were any."""
         unfinished: list[Pending] = [receive for out in self._streams.outgoing.values() for receive in out.queue]
         for posted in self._matching.posted():
             assert isinstance(posted.owner, Receiving)

@@ -127,7 +127,6 @@ class Incoming(Watched):
         return True
 
     def _choose_buffer(self) -> None:
-        """Choose the buffer for a message whose header has arrived."""
         message = self._message
         assert message is not None
         self._into = memoryview(b"")

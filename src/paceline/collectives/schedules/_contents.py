@@ -148,7 +148,6 @@ class Contents:
 
 
 def _block_at(spans: Spans, index: int) -> int:
-    """Return the block at this index of the message."""
     return [block for start, stop in spans for block in range(start, stop)][index]
 
 

@@ -52,7 +52,6 @@ def check(collective: str, schedules: Sequence[Schedule], *, root: int = 0) -> N
 
 
 def _check_round(collective: str, place: _Place, actions: Sequence[Action], size: int, num_blocks: int) -> None:
-    """Check one round on its own."""
     rank = place[0]
     written = (1 << size) - 1 if collective == "all_to_all" else 0
     for action in actions:

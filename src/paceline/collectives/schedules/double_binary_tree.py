@@ -53,7 +53,6 @@ def reduce(rank: int, size: int, *, root: int = 0, pieces: int = 1) -> Schedule:
 
 @lru_cache(maxsize=64)
 def _trees(size: int) -> tuple[Tree, Tree]:
-    """Return two trees over all ranks."""
     first, second = _parent_lists(size)
     return tree_of(first), tree_of(second)
 

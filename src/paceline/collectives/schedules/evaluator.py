@@ -98,7 +98,6 @@ class _Run:
         self._num_events += 1
 
     def _begin_round(self, rank: int, time_s: float) -> None:
-        """Begin the next round, if any."""
         if self._next_round[rank] == len(self._rounds[rank]):
             return
         actions = self._rounds[rank][self._next_round[rank]]
@@ -138,7 +137,6 @@ class _Run:
         self._at(start_s + link.alpha_s, reach)
 
     def _arrive(self, channel: tuple[int, int], time_s: float) -> None:
-        """Handle the arrival of the last byte."""
         if self._posted[channel]:
             self._receive(channel[1], self._posted[channel].popleft(), time_s)
         else:

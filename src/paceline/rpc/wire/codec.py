@@ -5,8 +5,7 @@ has the elements in the order of the extensions, each array padded to 8 bytes; d
 Received data is not trusted: sizes are checked before an array is created, names of functions and classes are checked
 by :class:`paceline.rpc.allowed.Allowed`, and pickles are read only if this process has enabled them.
 
-Other modules register their kinds of values with :func:`add_kind`: RRefs (`rref`), PyTorch's types (`tensors`), and all
-other kinds (`kinds`).
+Other modules register kinds of values with :func:`add_kind`: RRefs (`rref`), PyTorch's (`tensors`), others (`kinds`).
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ class FindPack(Protocol):
 
     def __call__(self, value: Any, /, *, pickle: bool) -> Pack:
         """Return the `pack`. Raises CannotSendError."""
-        ...
 
 
 @dataclass
@@ -191,7 +189,6 @@ class Encoding:
         return packed
 
     def _find(self, value: Any, kind: type) -> Pack:
-        """Return the `pack` for a type that was not seen before."""
         find_pack = _loaders.load_values()
         if kind in _packs:  # registered by the import
             return _packs[kind]

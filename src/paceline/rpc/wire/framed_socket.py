@@ -107,8 +107,7 @@ class FramedSocket:
     ) -> None:
         """Send a frame. Returns when the kernel has it or it is in shared memory.
 
-        Raises UsageError for a frame that is too long. Raises ConnectionLostError or DeadlineError, after which the
-        connection is unusable.
+        Raises UsageError (too long). After ConnectionLostError or DeadlineError the connection is unusable.
         """
         body_bytes = sum(map(size_of, body)) if body else 0
         if body_bytes + len(meta) > LIMITS.max_frame_bytes - (1 << 12) or len(meta) > LIMITS.max_meta_bytes:

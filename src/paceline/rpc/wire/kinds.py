@@ -77,7 +77,6 @@ def _is_record(kind: type) -> bool:
 
 
 def _fields_of(kind: Any) -> Sequence[str]:
-    """Return the field names of a dataclass, struct or named tuple."""
     if issubclass(kind, msgspec.Struct):
         return tuple(kind.__struct_fields__)
     if issubclass(kind, tuple):

@@ -74,7 +74,6 @@ def _pack_of_torch(encoding: Encoding, value: Any) -> Any:
 
 
 def _unpack_of_torch(decoding: Decoding, data: memoryview) -> Any:
-    """Return a device, a shape, a dtype or a function's results."""
     kind, shown = decoding.nested(data)
     if kind == "Size":
         return torch.Size(shown)
