@@ -56,7 +56,8 @@ class Delivery:
         """
         held = self._buckets
         if buckets is None or buckets == held:
-            if held and self._newest(incarnation) < sequence:
+            seen = self._seen.get(incarnation)
+            if held and (seen is None or next(reversed(seen.values())) < sequence):
                 self._seen[incarnation] = {held: sequence}
                 return held
             buckets = held

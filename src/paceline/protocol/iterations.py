@@ -204,7 +204,7 @@ class Iterations:
         A repeat for an iteration that its bucket has complete is not new.
         """
         # Rule 1: a part of a complete iteration was in its sum, or came too late to be.
-        left = self._replication.missing(AGGREGATE, iteration + 1, buckets)
+        left = self._replication.delivery.missing(AGGREGATE, iteration + 1, buckets)
         return self._parts.missing(worker, sequence, left)
 
     def admit(self, worker: int, sequence: int, iteration: int, buckets: int) -> None:
@@ -307,7 +307,7 @@ class Iterations:
         # Rule 4: a part counts if its sender ticked the iteration. Of one who lives and has a part of an iteration that
         # is complete that is sure, though this server's gate may have learned of it when it stood higher already.
         workers = tuple(sorted({*self._complete.get(iteration, ()), *self._pushed.pop(iteration, ())}))
-        buckets = self._replication.missing(AGGREGATE, iteration + 1, self._replication.primary)
+        buckets = self._replication.delivery.missing(AGGREGATE, iteration + 1, self._replication.primary)
         if not buckets:
             return []
         self._unsafe[iteration] = self._unsafe.get(iteration, 0) + 1

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -41,19 +40,13 @@ class NonFinite:
     def __init__(self, policy: str) -> None:
         self._refuses = check_policy(policy) == REFUSE
 
-    def check_push(
-        self, table: ServerTable, selection: Selection, grads: Floats, top: float, what: Callable[[], str]
-    ) -> None:
-        """Take note of a push that is about to be applied; `top` is the greatest magnitude of its gradients.
+    def try_push(self, table: ServerTable, selection: Selection, grads: Floats, top: float, what: str) -> None:
+        """Try a push on copies of its rows, because :class:`Magnitudes` cannot exclude an overflow.
 
-        `what` names it, for an error.
+        `top` is the greatest magnitude of its gradients, `what` names the push in an error.
 
         Raises NonFiniteError if a record would not be finite.
         """
-        if not table.part.magnitudes.take(top):
-            self._try(table, selection, grads, top, what())
-
-    def _try(self, table: ServerTable, selection: Selection, grads: Floats, top: float, what: str) -> None:
         part = table.part
         if not top < math.inf:
             self._found(table, f"{what} holds {_first_of(grads)}", "look for what makes gradients so large")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -52,16 +52,19 @@ class Selection:
         return Selection(None if self.keys is None else self.keys.copy(), self.start, self.stop, self.buckets)
 
 
-def check_finite(grads: Floats, who: Callable[[], str], table: str) -> float:
-    """Return the greatest magnitude of gradients (flat); both ends of a push ask. Raises NonFiniteError."""
-    found = float(largest(grads))
-    if not found < math.inf:
-        bad = grads[~np.isfinite(grads)][0]
-        raise NonFiniteError(
-            f"a push of {who()} to table {table!r} holds {bad}; it was refused and the table is unchanged: look for a "
-            "diverging loss or a division by zero in the gradient"
-        )
-    return found
+def check_finite(grads: Floats, who: str, table: str) -> None:
+    """Raise NonFiniteError unless gradients (flat) are finite."""
+    if not largest(grads) < math.inf:
+        raise not_finite(grads, who, table)
+
+
+def not_finite(grads: Floats, who: str, table: str) -> NonFiniteError:
+    """Return the reason for rejecting a push with these gradients."""
+    bad = grads[~np.isfinite(grads)][0]
+    return NonFiniteError(
+        f"a push of {who} to table {table!r} holds {bad}; it was refused and the table is unchanged: look for a "
+        "diverging loss or a division by zero in the gradient"
+    )
 
 
 class TablePart(ABC):

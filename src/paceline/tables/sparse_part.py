@@ -91,7 +91,8 @@ class SparsePart(TablePart):
 
     @override
     def num_values(self, selection: Selection) -> int:
-        return len(selection.key_array()) * self.dim
+        keys = selection.keys
+        return len(selection.key_array() if keys is None else keys) * self.dim
 
     @override
     def keys_of(self, selection: Selection) -> Keys:
@@ -116,9 +117,11 @@ class SparsePart(TablePart):
 
     @override
     def push(self, selection: Selection, grads: Floats) -> None:
-        keys = selection.key_array()
-        self.store.push(keys, grads)
-        passes.note_push(self.store, keys)
+        keys, store = selection.keys, self.store
+        assert keys is not None
+        store.push(keys, grads)
+        if store.pass_number:
+            passes.note_push(store, keys)
 
     @override
     def trial(self, selection: Selection, grads: Floats) -> Iterator[tuple[Keys, Floats]]:

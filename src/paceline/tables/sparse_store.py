@@ -116,6 +116,7 @@ class SparseStore:
         self.layout[index.RULE] = rule.code
         self.layout[index.INITIALIZER] = initializer.code
         self.layout[index.SEED] = np.uint64(seed & (2**64 - 1)).astype(np.int64)
+        self._num_keys = np.empty(index.NUM_BUCKETS, np.uint64)  # by bucket, of the keys that are to have rows
         self.pass_number = 0
         """The pass over the data that pushes count as of (:mod:`paceline.tables.passes`); 0: that is not noted."""
         self.parameters = np.zeros(NUM_PARAMETERS, np.float64)
@@ -166,7 +167,7 @@ class SparseStore:
         """
         if len(keys) > _FEW_KEYS and not self.memory.may_refuse():
             return
-        num_keys = np.empty(index.NUM_BUCKETS, np.uint64)
+        num_keys = self._num_keys
         if sparse.has_room(self.directory, keys, num_keys):
             return
         limits = _limits(self.directory).copy()

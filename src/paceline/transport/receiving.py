@@ -49,21 +49,18 @@ class BufferPool:
 
     def __init__(self) -> None:
         self._free: list[memoryview] = []
-        self._free_buffers: list[memoryview] = []
+        self.free_buffers: list[memoryview] = []
+        """Buffers of ``BUFFER_BYTES`` bytes, the most recently used one last."""
 
     @classmethod
     def of_running_loop(cls) -> BufferPool:
         """Return the pool that the connections of this thread's event loop share."""
         return _pools.setdefault(asyncio.get_running_loop(), cls())
 
-    def take_buffer(self) -> memoryview:
-        """Return a buffer of ``BUFFER_BYTES`` bytes, the most recently used one."""
-        return self._free_buffers.pop() if self._free_buffers else allocate(BUFFER_BYTES)
-
     def give_buffer(self, buffer: memoryview) -> None:
         """Return a buffer to the pool; drop it if its size differs or the pool is full."""
-        if len(buffer) == BUFFER_BYTES and len(self._free_buffers) < _NUM_BUFFERS_KEPT:
-            self._free_buffers.append(buffer)
+        if len(buffer) == BUFFER_BYTES and len(self.free_buffers) < _NUM_BUFFERS_KEPT:
+            self.free_buffers.append(buffer)
 
     def take(self, size: int) -> memoryview:
         """Return a buffer of at least ``size`` bytes."""
@@ -175,7 +172,11 @@ class FrameReceiver(asyncio.BufferedProtocol, ABC):
         if self._stopped:
             return _IGNORED
         if self._buffer is None:
-            self._buffer = self._pool.take_buffer() if self._is_authenticated else allocate(self._max_frame_bytes)
+            free = self._pool.free_buffers
+            if free and self._is_authenticated:
+                self._buffer = free.pop()
+            else:
+                self._buffer = allocate(BUFFER_BYTES if self._is_authenticated else self._max_frame_bytes)
         return self._buffer[self._end :] if self._end else self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:

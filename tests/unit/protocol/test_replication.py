@@ -79,8 +79,8 @@ def test_without_a_chain_nothing_waits() -> None:
     assert not alone.has_successors
     assert handle(alone, PushReceived("push", 9, 0, 1, 0b01)) == [Apply("push", 0b01), Acknowledge("push")]
     assert handle(alone, PushReceived("again", 9, 0, 1, 0b11)) == [Apply("again", 0b10), Acknowledge("again")]
-    assert alone.admit(9, 1) == 0b11
-    assert alone.missing(9, 1, 0b10) == 0
+    assert alone.delivery.admit(9, 1, 0b11) == 0b11
+    assert alone.delivery.missing(9, 1, 0b10) == 0
 
 
 def test_what_comes_again_is_applied_once_and_acknowledged_when_the_chain_has_it() -> None:
@@ -375,7 +375,7 @@ def test_a_server_is_filled_by_the_one_before_it_only() -> None:
     for source, bucket in ((C, 0), (A, 1), (A, 2), (4, 0)):
         assert handle(new, StateReceived("state", source, 1, bucket, ((9, 5, 1 << bucket),))) == [Forget("state")]
     assert new.held == 0b100
-    assert new.missing(9, 5, 0b100) == 0b100
+    assert new.delivery.missing(9, 5, 0b100) == 0b100
     for source, bucket in ((A, 0), (C, 1)):
         assert handle(new, StateReceived("state", source, 1, bucket, ())) == [Load("state", bucket)]
     assert new.held == 0b111

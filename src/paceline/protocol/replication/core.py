@@ -69,7 +69,8 @@ class Replication:
         self.place = Place()
         """Where this server is in the chains, by the map."""
         self._up: set[int] = set()  # the servers behind to which there are connections
-        self._filter = Delivery(0)
+        self.delivery = Delivery(0)
+        """The duplicate filter of the buckets that are here whole."""
         numbers = count(1)
         self._fills = Fills(numbers)
         self.pushes = ChainProgress(self._fills, numbers)
@@ -83,7 +84,7 @@ class Replication:
     @property
     def held(self) -> int:
         """The buckets whose data are here whole."""
-        return self._filter.buckets
+        return self.delivery.buckets
 
     @property
     def filling(self) -> frozenset[int]:
@@ -93,11 +94,11 @@ class Replication:
     @property
     def is_in_chain(self) -> bool:
         """Whether this server is a member of any chain, or is being filled."""
-        return bool(self._filter.buckets | self.place.filling)
+        return bool(self.delivery.buckets | self.place.filling)
 
     @property
     def has_successors(self) -> bool:
-        """Whether anything has to be forwarded: if not, and the version is right, :meth:`admit` is all there is."""
+        """Whether anything has to be forwarded: if not, a push of the right version only passes :attr:`delivery`."""
         return bool(self.place.behind)
 
     def checkable(self, target: int) -> int:
@@ -111,14 +112,14 @@ class Replication:
 
         It may have more where it was ahead of that one: then it is still handing it up.
         """
-        from_it = self.place.before.get(source, 0) & self._filter.buckets & ~self.place.filling
+        from_it = self.place.before.get(source, 0) & self.delivery.buckets & ~self.place.filling
         if version != self.version or not from_it >> bucket & 1:
             return False
         return not self.pushes.left() >> bucket & 1
 
     def applied_to(self, bucket: int) -> tuple[tuple[int, int], ...]:
         """Return the last push of each incarnation that counts as applied to a bucket."""
-        return tuple((incarnation, last) for incarnation, last, _ in self._filter.export(1 << bucket))
+        return tuple((incarnation, last) for incarnation, last, _ in self.delivery.export(1 << bucket))
 
     @property
     def num_pending(self) -> int:
@@ -128,23 +129,12 @@ class Replication:
     @property
     def num_complete(self) -> int:
         """How many iterations are complete in that bucket, of those that this server leads, that is furthest on."""
-        applied = self._filter.export(self.place.primary)
+        applied = self.delivery.export(self.place.primary)
         return max((last for incarnation, last, _ in applied if incarnation == AGGREGATE), default=0)
-
-    def admit(self, incarnation: int, sequence: int, buckets: int | None = None) -> int:
-        """Do what a push of this version does where nothing is forwarded: return the buckets for which it is new.
-
-        Without `buckets` the push counts as one to all buckets of this primary, also if it has no key there.
-        """
-        return self._filter.admit(incarnation, sequence, self.place.primary if buckets is None else buckets)
-
-    def missing(self, incarnation: int, sequence: int, buckets: int) -> int:
-        """Return for which of `buckets` (all held) such a push would be new."""
-        return self._filter.missing(incarnation, sequence, buckets)
 
     def push(self, token: object, incarnation: int, sequence: int, buckets: int) -> list[Instruction]:
         """Accept a push of this version to `buckets`, all led here."""
-        fresh = self._filter.admit(incarnation, sequence, buckets)
+        fresh = self.delivery.admit(incarnation, sequence, buckets)
         return self.pushes.take(PendingPush(token, incarnation, sequence, buckets, is_ours=True), fresh)
 
     def handle(self, event: Event) -> list[Instruction]:
@@ -157,10 +147,10 @@ class Replication:
                 return self.push(token, incarnation, sequence, buckets)
             case Forwarded(token, source, incarnation, sequence, version, buckets):
                 place = self.place
-                sound = (place.before.get(source, 0) | place.after.get(source, 0)) & self._filter.buckets
+                sound = (place.before.get(source, 0) | place.after.get(source, 0)) & self.delivery.buckets
                 if event.version != self.version or event.buckets & ~sound:
                     return [Forget(token)]
-                fresh = self._filter.admit(incarnation, sequence, buckets)
+                fresh = self.delivery.admit(incarnation, sequence, buckets)
                 return self.pushes.take(PendingPush(token, incarnation, sequence, buckets, is_ours=False), fresh)
             case Acknowledged(target, number):
                 return self.pushes.acknowledged(target, number)
@@ -187,14 +177,14 @@ class Replication:
         instructions: list[Instruction] = []
         follows = version == self.version + 1  # a map that was missed may have taken a bucket and given it again
         self.version = version
-        whole = self._filter.buckets
+        whole = self.delivery.buckets
         kept = whole & members | whole & place.filling & before.filling
         if whole & ~kept:
-            self._filter.release(whole & ~kept)
+            self.delivery.release(whole & ~kept)
             instructions.append(Drop(whole & ~kept))
         if members & ~kept:
             # Rule 5: only the first map makes members of servers that have nothing: there is nothing to have yet.
-            self._filter.adopt(members & ~kept, ())
+            self.delivery.adopt(members & ~kept, ())
             instructions.append(Hold(members & ~kept))
         self.pushes.change(place, follows=follows)
         self.place = place
@@ -224,20 +214,20 @@ class Replication:
         if not left or target not in self._up or self._fills.is_sending(target):
             return None
         number, bucket = self._fills.send(target, left)
-        return number, bucket, self._filter.export(1 << bucket)
+        return number, bucket, self.delivery.export(1 << bucket)
 
     def _state_received(self, event: StateReceived) -> list[Instruction]:
         one = 1 << event.bucket
         if event.version != self.version or not self.place.before.get(event.source, 0) & self.place.filling & one:
             return [Forget(event.token)]
-        if self._filter.buckets & one:
-            self._filter.release(one)
-        self._filter.adopt(one, event.state)
+        if self.delivery.buckets & one:
+            self.delivery.release(one)
+        self.delivery.adopt(one, event.state)
         return [Load(event.token, event.bucket)]
 
     def validate(self) -> None:
         """Assert the invariants."""
-        held = self._filter.buckets
+        held = self.delivery.buckets
         assert not self.place.primary & ~held, "a primary without data"
         self._fills.validate()
         self.pushes.validate()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TypeAlias
+
+from msgspec import Struct
 
 from paceline.protocol.chains import ChainGroup
 
@@ -20,16 +21,14 @@ They are numbered apart from the client's pushes, since pushes and calls may be 
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(Struct, frozen=True):
     """The scheduler has published a map of chains."""
 
     version: int
     groups: tuple[ChainGroup, ...]
 
 
-@dataclass(slots=True)
-class PushReceived:  # what every push makes is not frozen: that takes four times as long to make
+class PushReceived(Struct, frozen=True):
     """A client's push (or this server's own sum of an iteration) came. Its keys lie in `buckets`."""
 
     token: object
@@ -39,8 +38,7 @@ class PushReceived:  # what every push makes is not frozen: that takes four time
     buckets: int
 
 
-@dataclass(slots=True)
-class Forwarded:
+class Forwarded(Struct, frozen=True):
     """The server before this one in a chain has sent on a push, as its number `number`."""
 
     token: object
@@ -51,38 +49,33 @@ class Forwarded:
     buckets: int
 
 
-@dataclass(slots=True)
-class Acknowledged:
+class Acknowledged(Struct, frozen=True):
     """The server `target` and all behind it have the push that was forwarded to it as `number`."""
 
     target: int
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class LinkUp:
+class LinkUp(Struct, frozen=True):
     """There is a connection to `target` (again); what was sent on the one before may be lost."""
 
     target: int
 
 
-@dataclass(frozen=True, slots=True)
-class LinkDown:
+class LinkDown(Struct, frozen=True):
     """The connection to `target` broke."""
 
     target: int
 
 
-@dataclass(frozen=True, slots=True)
-class Confirmed:
+class Confirmed(Struct, frozen=True):
     """The server `target` has the bucket that was sent to it whole as `number`."""
 
     target: int
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class StateReceived:
+class StateReceived(Struct, frozen=True):
     """The server before this one has sent a bucket whole, with the filter that belongs to it."""
 
     token: object
@@ -92,16 +85,14 @@ class StateReceived:
     state: FilterState
 
 
-@dataclass(slots=True)
-class Apply:
+class Apply(Struct, frozen=True):
     """Apply that part of the push that falls into `buckets`; the rest was applied before."""
 
     token: object
     buckets: int
 
 
-@dataclass(slots=True)
-class Forward:
+class Forward(Struct, frozen=True):
     """Send that part of the push that falls into `buckets` to `target`, as number `number`."""
 
     token: object
@@ -110,8 +101,7 @@ class Forward:
     buckets: int
 
 
-@dataclass(slots=True)
-class Acknowledge:
+class Acknowledge(Struct, frozen=True):
     """Answer whoever sent the push: this server and all behind it have it.
 
     The token is done with, but for an Apply right behind: the last server of a chain answers first.
@@ -120,51 +110,44 @@ class Acknowledge:
     token: object
 
 
-@dataclass(frozen=True, slots=True)
-class Withhold:
+class Withhold(Struct, frozen=True):
     """This server and all behind have this, but too few of them: the answer waits for a Change, or for `give_up`."""
 
     token: object
 
 
-@dataclass(frozen=True, slots=True)
-class RefusePush:
+class RefusePush(Struct, frozen=True):
     """Tell the client that its map is old: it takes the new one and sends the push again. The token is done with."""
 
     token: object
 
 
-@dataclass(frozen=True, slots=True)
-class Forget:
+class Forget(Struct, frozen=True):
     """Nobody awaits an answer to this any more. The token is done with."""
 
     token: object
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(Struct, frozen=True):
     """Replace the bucket by the state received, and confirm it to the sender. The token is done with."""
 
     token: object
     bucket: int
 
 
-@dataclass(frozen=True, slots=True)
-class Drop:
+class Drop(Struct, frozen=True):
     """Forget all data of these buckets: they are others' now, or come anew."""
 
     buckets: int
 
 
-@dataclass(frozen=True, slots=True)
-class Hold:
+class Hold(Struct, frozen=True):
     """These buckets are here from their beginning: their data are the initial values."""
 
     buckets: int
 
 
-@dataclass(frozen=True, slots=True)
-class Lead:
+class Lead(Struct, frozen=True):
     """This server is now the primary of `buckets` and no others; `gained` are those that it was not before."""
 
     buckets: int
@@ -173,15 +156,13 @@ class Lead:
     """The other members of these buckets' chains. Each says Ready: a takeover (of iterations) waits for that."""
 
 
-@dataclass(frozen=True, slots=True)
-class Links:
+class Links(Struct, frozen=True):
     """Have a connection to each of these servers, and to no other."""
 
     targets: frozenset[int]
 
 
-@dataclass(frozen=True, slots=True)
-class ReportFilled:
+class ReportFilled(Struct, frozen=True):
     """Tell the scheduler that `target` now has all of these buckets that it was to be filled with, as of this version.
 
     The server before it says so, and not itself: from now on nothing is acknowledged here that `target` has not got.
@@ -192,8 +173,7 @@ class ReportFilled:
     buckets: int
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(Struct, frozen=True):
     """Tell `target`, which leads buckets that are here too, that it has everything.
 
     Sent behind the last push that was forwarded to it: as of view `version` this server has no push that it lacks.

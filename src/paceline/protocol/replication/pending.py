@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Final
+
+from msgspec import Struct
 
 from paceline.protocol.buckets import Buckets
 from paceline.protocol.replication.events import AGGREGATE, Acknowledge, Forget, Forward, RefusePush
@@ -50,8 +51,7 @@ PUSH: Final = StateTable(
 )
 
 
-@dataclass(eq=False, slots=True)
-class PendingPush:
+class PendingPush(Struct, eq=False):
     """A push that the servers behind this one do not all have yet."""
 
     token: object
@@ -64,7 +64,7 @@ class PendingPush:
     """Whether it came by an older map."""
     end: type[Acknowledge] | type[RefusePush] | type[Forget] = Acknowledge
     """What becomes of the token when all servers behind have the push."""
-    waiting: dict[int, tuple[int, int]] = field(default_factory=dict)  # target → number, buckets
+    waiting: dict[int, tuple[int, int]] = {}  # target → number, buckets
 
     @property
     def is_sum(self) -> bool:

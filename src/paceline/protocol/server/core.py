@@ -26,6 +26,7 @@ from paceline.protocol.server.events import Event, Instruction, Route, Timing, T
 from paceline.protocol.server.state import ServerState
 
 _KEEP, _CHAIN, _ALONE, _STALE, _EXPELLED = Route
+_CALLS = replication.CALLS
 _DATA, _NOW = TimingClass.DATA, Timing.NOW
 _WORDS = frozenset((TimingClass.TICK, TimingClass.SYNCED, TimingClass.CALL))
 
@@ -101,7 +102,7 @@ class ServerCore(ServerState):
         takes_part = worker in workers.counted
         if takes_part:
             workers.check_leap(worker, iteration, self.progress.updates)
-        elif workers.is_gone(worker & ~replication.CALLS):
+        elif worker < 1 or worker & ~_CALLS in workers.gone:
             return Verdict(_EXPELLED, worker, sequence, iteration)
         primary = place.primary
         counted = primary if buckets is None else buckets
@@ -114,9 +115,9 @@ class ServerCore(ServerState):
             return Verdict(_KEEP, worker, sequence, iteration, counted, fresh, takes_part)
         route = _CHAIN if place.behind or place.short else _ALONE
         # A call may have been cut by another view: it counts only for the buckets of its keys.
-        if route is _ALONE and worker < replication.CALLS:
+        if route is _ALONE and worker < _CALLS:
             counted = primary
-        fresh = self.replication.missing(worker, sequence, counted)
+        fresh = self.replication.delivery.missing(worker, sequence, counted)
         return Verdict(route, worker, sequence, iteration, counted, fresh, takes_part)
 
     def admit(self, verdict: Verdict, token: object = None) -> list[Instruction]:
@@ -134,7 +135,7 @@ class ServerCore(ServerState):
             if fresh:
                 self.progress.iterations.admit(worker, sequence, verdict.iteration, fresh)
             return [] if token is None else [replication.Acknowledge(token)]
-        self.replication.admit(worker, sequence, verdict.buckets)
+        self.replication.delivery.admit(worker, sequence, verdict.buckets)
         return [] if token is None else [replication.Apply(token, fresh), replication.Acknowledge(token)]
 
     # Events.
@@ -233,6 +234,8 @@ class ServerCore(ServerState):
             self.progress.leave(worker)
         if view.version > self.replication.version:
             self.progress.change(view)
+            place = self.replication.place
+            self.has_copies = bool(self._replicas or place.behind or place.short)
             if not self.replication.is_in_chain:
                 self.progress.forget_workers()
                 self.early.take(Timing.BEFORE_CLOCKS)

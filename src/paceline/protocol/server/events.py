@@ -7,7 +7,6 @@ they are.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, TypeAlias
 
@@ -92,8 +91,7 @@ class Awaited(NamedTuple):
     """Whether the read waits for successors."""
 
 
-@dataclass(frozen=True, slots=True)
-class Clocks:
+class Clocks(Struct, frozen=True):
     """Where the workers are, as one server tells another one that is to begin there."""
 
     workers: tuple[tuple[int, int, int, bool], ...]
@@ -107,8 +105,7 @@ class Clocks:
 # Events.
 
 
-@dataclass(frozen=True, slots=True)
-class ViewChanged:
+class ViewChanged(Struct, frozen=True):
     """The scheduler has committed a view, see :class:`paceline.protocol.scheduler.View`."""
 
     epoch: int
@@ -121,8 +118,7 @@ class ViewChanged:
     last_incarnation: int
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerJoining:
+class WorkerJoining(Struct, frozen=True):
     """A worker wants to take part from iteration `clock` or later. Answered by TellJoined or TellExpelled."""
 
     token: object
@@ -131,8 +127,7 @@ class WorkerJoining:
     clock: int
 
 
-@dataclass(frozen=True, slots=True)
-class Synced:
+class Synced(Struct, frozen=True):
     """A worker has sent again what it kept, by the view of `version`, and says where it stands."""
 
     token: object
@@ -146,23 +141,20 @@ class Synced:
     """Whether it takes part now."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerRetired:
+class WorkerRetired(Struct, frozen=True):
     """A worker takes no part until it joins again."""
 
     worker: int
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerTicked:
+class WorkerTicked(Struct, frozen=True):
     """A worker has finished `clock` iterations."""
 
     worker: int
     clock: int
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
+class Read(Struct, frozen=True):
     """A read of iteration `clock` came; `buckets` are those it is of, as far as that is known.
 
     Answered by Serve, by Stale, by TellExpelled, or by Late when `deadline_s` has passed.
@@ -175,23 +167,20 @@ class Read:
     buckets: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ReadyReceived:
+class ReadyReceived(Struct, frozen=True):
     """The server `source` says Ready."""
 
     source: int
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class ClocksReceived:
+class ClocksReceived(Struct, frozen=True):
     """A server before this one says where the workers are."""
 
     clocks: Clocks
 
 
-@dataclass(frozen=True, slots=True)
-class Time:
+class Time(Struct, frozen=True):
     """It is `now_s`, by the clock that deadlines are of."""
 
     now_s: float
@@ -207,59 +196,51 @@ Event: TypeAlias = (
 # Instructions.
 
 
-@dataclass(frozen=True, slots=True)
-class ResumeRequest:
+class ResumeRequest(Struct, frozen=True):
     """Handle this request now, which was kept."""
 
     token: object
 
 
-@dataclass(frozen=True, slots=True)
-class TellJoined:
+class TellJoined(Struct, frozen=True):
     """Tell the worker that it takes part from iteration `clock`."""
 
     token: object
     clock: int
 
 
-@dataclass(frozen=True, slots=True)
-class TellExpelled:
+class TellExpelled(Struct, frozen=True):
     """Tell the worker that it has left the cluster, or was declared dead: nothing is taken from it any more."""
 
     token: object
 
 
-@dataclass(frozen=True, slots=True)
-class Stale:
+class Stale(Struct, frozen=True):
     """Tell the worker that the view has changed: it asks again by the new one."""
 
     token: object
 
 
-@dataclass(frozen=True, slots=True)
-class Serve:
+class Serve(Struct, frozen=True):
     """Answer the read."""
 
     token: object
 
 
-@dataclass(frozen=True, slots=True)
-class Late:
+class Late(Struct, frozen=True):
     """Tell the worker that the deadline of its read, or push, has passed."""
 
     token: object
 
 
-@dataclass(frozen=True, slots=True)
-class DropKept:
+class DropKept(Struct, frozen=True):
     """Drop what is kept of a worker's pushes for the iterations from `iteration` on: it does not finish them."""
 
     worker: int
     iteration: int
 
 
-@dataclass(eq=False, slots=True)
-class SumUp:
+class SumUp(Struct, eq=False):
     """Sum what `workers` pushed in an iteration, in this order, and keep the sum: it is the token of what follows."""
 
     iteration: int
@@ -269,8 +250,7 @@ class SumUp:
     """The sum, which the runtime puts here."""
 
 
-@dataclass(slots=True)
-class ApplySum:
+class ApplySum(Struct, frozen=True):
     """Sum what `workers` pushed in an iteration, in this order, and apply it: there is one copy."""
 
     iteration: int
@@ -278,27 +258,23 @@ class ApplySum:
     buckets: int
 
 
-@dataclass(slots=True)
-class Completed:
+class Completed(Struct, frozen=True):
     """This iteration is complete, and its sum is applied."""
 
     iteration: int
 
 
-@dataclass(frozen=True, slots=True)
-class ForgetWorker:
+class ForgetWorker(Struct, frozen=True):
     """Forget what is known of a worker that has taken part: it is gone, or not seen here any more."""
 
     worker: int
 
 
-@dataclass(frozen=True, slots=True)
-class ForgetKept:
+class ForgetKept(Struct, frozen=True):
     """Drop all that is kept of any worker."""
 
 
-@dataclass(frozen=True, slots=True)
-class SendClocks:
+class SendClocks(Struct, frozen=True):
     """Tell the server `target` where the workers are: see :meth:`Workers.known_clocks`."""
 
     target: int

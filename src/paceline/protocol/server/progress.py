@@ -177,7 +177,7 @@ class Progress:
                 self._out.append(token)
                 self.replicate(self.replication.push(token, AGGREGATE, sequence, each.buckets))
             else:
-                self.replication.admit(AGGREGATE, sequence)
+                self.replication.delivery.admit(AGGREGATE, sequence, each.buckets)
                 self._out.append(events.ApplySum(each.iteration, each.workers, each.buckets))
                 self.iterations.acknowledged(each.iteration)
             self._out.append(events.Completed(each.iteration))

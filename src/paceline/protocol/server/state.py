@@ -34,6 +34,8 @@ class ServerState:
         self.reads = self.progress.reads
         self.early = EarlyRequests()
         self.epoch = -1
+        self.has_copies = replicas > 0
+        """Whether other servers have copies, or receive them. If not, a push counts for all buckets led here."""
         self._me = 0
         self._view_before: ViewChanged | None = None  # one that came before the welcome
 
@@ -87,12 +89,6 @@ class ServerState:
     def pending_pushes(self) -> set[object]:
         """The tokens of pushes that wait for successors."""
         return self.replication.pushes.waiting
-
-    @property
-    def has_copies(self) -> bool:
-        """Whether other servers have copies, or receive them. If not, a push counts for all buckets led here."""
-        place = self.replication.place
-        return bool(self._replicas or place.behind or place.short)
 
     def forwarded(self, worker: int, sequence: int) -> list[tuple[object, Buckets]]:
         """Return the tokens of a push that a successor may lack, with their buckets, the newest first."""

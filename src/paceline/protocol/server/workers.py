@@ -33,11 +33,12 @@ class Workers:
         """The workers that are members by the newest view, or may be: nobody else joins."""
         self.last_incarnation = 0
         """Whoever has an incarnation up to this one, and is no member, is gone."""
-        self._gone: set[int] = set()  # they never come back
+        self.gone: set[int] = set()
+        """Former members: they never come back."""
 
     def is_gone(self, incarnation: int) -> bool:
         """Whether a process has left or is dead, as far as is known; 0, the number of sums, never was a member."""
-        return incarnation < 1 or incarnation in self._gone
+        return incarnation < 1 or incarnation in self.gone
 
     def is_unnamed(self, worker: int) -> bool:
         """Whether a worker is newer than the view that is here."""
@@ -45,7 +46,7 @@ class Workers:
 
     def may_join(self, worker: int) -> bool:
         """Whether a worker is a member, as far as is known."""
-        return worker in self.named and worker not in self._gone
+        return worker in self.named and worker not in self.gone
 
     def has_begun(self, worker: int, iteration: int) -> bool:
         """Whether a worker takes part in an iteration, or took part in it before it retired."""
@@ -64,7 +65,7 @@ class Workers:
 
     def leave(self, worker: int) -> list[clocks.Instruction]:
         """Wait for a worker never again."""
-        self._gone.add(worker)
+        self.gone.add(worker)
         joined: list[clocks.Instruction] = []
         if worker not in self.ranks:  # it died on its way here: the others must not wait for it to join
             joined = self.gate.handle(clocks.Join(worker))
@@ -103,7 +104,7 @@ class Workers:
         instructions: list[clocks.Instruction] = []
         # Those who count first, the lowest first: the first who joins an empty gate says where it stands.
         for worker, rank, clock, counts in sorted(known.workers, key=lambda each: (not each[3], each[2])):
-            if worker in self._gone or worker in self.ranks:
+            if worker in self.gone or worker in self.ranks:
                 continue
             instructions += self._join(worker, rank, clock)
             if not counts:
@@ -158,4 +159,4 @@ class Workers:
         """Assert the invariants."""
         self.gate.validate()
         assert self.counted <= self.ranks.keys() == self.gate.clocks.keys(), "a worker that the gate does not know"
-        assert not self._gone & self.ranks.keys(), "a worker that is gone takes part"
+        assert not self.gone & self.ranks.keys(), "a worker that is gone takes part"

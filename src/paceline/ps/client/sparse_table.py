@@ -202,9 +202,9 @@ class SparseTable(Table):
     def _prepare_push(
         self, keys: npt.ArrayLike, grads: npt.ArrayLike, assume_unique: bool
     ) -> tuple[Keys, Floats, npt.NDArray[np.int32] | None]:
-        checked = self._check_keys(keys)
-        flat = self._check_grads(grads, len(checked), self.dim)
-        return (checked, flat, None) if assume_unique else self._sum_equal(checked, flat, self.dim)
+        checked, dim = self._check_keys(keys), self.dim
+        flat = self._check_grads(grads, len(checked), dim)
+        return (checked, flat, None) if assume_unique else self._sum_equal(checked, flat, dim)
 
     def _choose_rows(self, filters: TableFilters, keys: Keys, grads: Floats) -> tuple[Keys, Floats]:
         """Return keys and gradients that go out, in the order in which they do."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ import numpy.typing as npt
 from paceline.errors import UsageError
 from paceline.filters.base import Filter
 from paceline.kernels.dedup import dedup, scratch_size, sum_rows
+from paceline.kernels.sparse import largest
 from paceline.protocol import Consistency
 from paceline.ps import messages
 from paceline.ps.client.filtered import TableFilters
@@ -18,9 +20,9 @@ from paceline.ps.client.servers import Servers
 from paceline.ps.messages import TableSpec
 from paceline.ps.scheduler.link import SchedulerLink
 from paceline.tables.bounds import Natural
+from paceline.tables.part import not_finite
 from paceline.tables.rules import RULES, UpdateRule
 from paceline.tables.settings import from_fields, to_fields
-from paceline.tables.sparse_part import check_finite
 from paceline.tables.types import Floats, Keys
 
 
@@ -151,7 +153,8 @@ class Table:
                 f"gradients for table {self.name!r} have shape {array.shape}: expected {(count, dim)}, one row per key"
             )
         flat = np.ascontiguousarray(array).reshape(-1)
-        check_finite(flat, lambda: f"{self._client.role} {self._client.rank}", self.name)
+        if not largest(flat) < math.inf:
+            raise not_finite(flat, f"{self._client.role} {self._client.rank}", self.name)
         return flat
 
     def _check_out(self, out: Floats | None, count: int, dim: int) -> Floats:

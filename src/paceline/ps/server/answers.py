@@ -107,7 +107,7 @@ class Answers:
         peer.send(
             HEADER.pack(
                 MAGIC, PROTOCOL_VERSION, ACK, flags, header.table, header.request, header.epoch,
-                self._clock(header.clock), header.sequence, 0, 0,
+                self._core.durable if self._is_sequential else header.clock, header.sequence, 0, 0,
             )
         )  # fmt: skip
 

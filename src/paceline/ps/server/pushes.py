@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
+from msgspec import Struct
 
 from paceline.errors import ProtocolError, UsageError
 from paceline.kernels.sparse import largest
@@ -26,8 +26,7 @@ WRITE = "write"
 ERASE = "erase"
 
 
-@dataclass(slots=True)
-class Piece:
+class Piece(Struct):
     """What is done to one table: the keys, and their gradients or records (flat); none to erase."""
 
     table: int
@@ -35,8 +34,7 @@ class Piece:
     floats: Floats
 
 
-@dataclass(eq=False, slots=True)
-class ChainPush:
+class ChainPush(Struct, eq=False):
     """A push, write or erasure that a chain has not acknowledged; the token of the replication rules."""
 
     operation: str

@@ -5,13 +5,15 @@ A push that need not be sent on nor kept is applied here at once: the core says 
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from paceline.errors import ProtocolError
 from paceline.kernels.sparse import largest
 from paceline.protocol.server import Route, Verdict, events
 from paceline.ps.fail_stop import Fail, must_succeed
-from paceline.ps.messages import DROPPED, RANGE, TICKS
+from paceline.ps.messages import DROPPED, PUSH, RANGE, TICKS
 from paceline.ps.server.answers import name_of
 from paceline.ps.server.back_pressure import BackPressure
 from paceline.ps.server.pushes import PUSH as PUSH_DOWN
@@ -19,9 +21,8 @@ from paceline.ps.server.pushes import ChainPush, Piece, check_range, payload_of
 from paceline.ps.server.runtime import Runtime
 from paceline.tables.aggregation import Push
 from paceline.tables.non_finite import NonFinite
-from paceline.tables.part import Selection
+from paceline.tables.part import Selection, not_finite
 from paceline.tables.server_tables import ServerTable
-from paceline.tables.sparse_part import check_finite
 from paceline.tables.types import Floats
 from paceline.transport import Header, Peer
 
@@ -58,7 +59,9 @@ class Requests:
         """Take a PUSH or PUSH_PULL frame."""
         core, table = self._core, self._tables.find(header.table)
         selection, grads = self._split_push(table, header, body)
-        top = check_finite(grads, lambda: name_of(peer), table.spec.name)
+        top = float(largest(grads))
+        if not top < math.inf:
+            raise not_finite(grads, name_of(peer), table.spec.name)
         buckets = table.part.buckets_of(selection) if core.has_copies else None
         verdict = core.push(peer.hello.incarnation, header.sequence, header.clock, buckets)
         if verdict.route is _CHAIN:
@@ -80,7 +83,10 @@ class Requests:
             else:
                 flags = self._apply(peer, header, table, new, top, verdict)
         clock = header.clock if not header.flags & TICKS else self._tick_of(peer, header)
-        self._runtime.answer_push(peer, header, selection, clock, flags)
+        if header.kind == PUSH:
+            self._answers.acknowledge(peer, header, flags)
+        else:
+            self._runtime.read(peer, header, table, selection, clock, flags)
 
     def tick(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
         """Take a TICK frame."""
@@ -147,12 +153,14 @@ class Requests:
             if fresh != verdict.buckets:
                 new = table.part.restrict(selection, grads, fresh)
                 top = float(largest(new[1]))
-            self._non_finite.check_push(table, *new, top, lambda: self._name(peer))
+            if not table.part.magnitudes.take(top):
+                self._try_push(peer, table, new, top)
         table.pushes += 1
-        flags = self._stale.flags_of_duplicate(worker, header)
+        is_new = fresh == verdict.buckets
+        flags = 0 if is_new else self._stale.flags_of_duplicate(worker, header)
         pieces = [Piece(header.table, selection, grads)]
         push = ChainPush(PUSH_DOWN, worker, header.sequence, pieces, peer, header, flags, buckets=verdict.buckets)
-        if self._stale.alters and fresh != verdict.buckets:
+        if not is_new and self._stale.alters:
             self._say_the_same(push, selection)
         push.own()
         table.part.reserve(selection)
@@ -179,8 +187,8 @@ class Requests:
     def _admit(self, verdict: Verdict, push: ChainPush) -> None:
         self._runtime.carry_out(self._core.admit(verdict, push))
 
-    def _name(self, peer: Peer) -> str:
-        return f"a push of {name_of(peer)} to server {self._tables.rank}"
+    def _try_push(self, peer: Peer, table: ServerTable, new: Push, top: float) -> None:
+        self._non_finite.try_push(table, *new, top, f"a push of {name_of(peer)} to server {self._tables.rank}")
 
     def _split_push(self, table: ServerTable, header: Header, body: memoryview) -> tuple[Selection, Floats]:
         part, at = table.part, 16
@@ -202,7 +210,8 @@ class Requests:
         if verdict.takes_part:
             dropped, grads, top = self._stale.treat(verdict.worker, header, table, selection, grads, top)
         if not dropped:
-            self._non_finite.check_push(table, selection, grads, top, lambda: self._name(peer))
+            if not table.part.magnitudes.take(top):
+                self._try_push(peer, table, (selection, grads), top)
             table.part.reserve(selection)  # what may fail does before the filter takes the push for applied
         table.pushes += 1
         try:

@@ -46,9 +46,7 @@ class IterationSums:
     def _complete(self, iteration: int, workers: Sequence[int], buckets: Buckets) -> IterationPushes:
         complete = self.buffer.complete(iteration, workers)
 
-        def what() -> str:
-            return f"the sum of the gradients of iteration {iteration} on server {self._tables.rank}"
-
+        what = f"the sum of the gradients of iteration {iteration} on server {self._tables.rank}"
         for number, pushes in list(complete.tables.items()):
             table = self._tables.by_number[number]
             top = complete.tops[number]
@@ -59,7 +57,8 @@ class IterationSums:
                     piece = restrict(self._tables, Piece(number, selection, grads), buckets)
                     if piece is not None:
                         top = float(largest(piece.floats))
-                        self._non_finite.check_push(table, piece.selection, piece.floats, top, what)
+                        if not table.part.magnitudes.take(top):
+                            self._non_finite.try_push(table, piece.selection, piece.floats, top, what)
             except NonFiniteError as error:  # the table's sum is not applied; its workers will hear of it
                 _logger.warning("%s", error)
                 table.refused.update(dict.fromkeys(workers, str(error)))

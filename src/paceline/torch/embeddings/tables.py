@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -194,7 +193,7 @@ class LocalTables(RowTables):
     @override
     def push(self, pushes: Sequence[Push]) -> None:
         for table, _, grads in pushes:
-            check_finite(grads.reshape(-1), lambda: "this process", table.spec.name)
+            check_finite(grads.reshape(-1), "this process", table.spec.name)
         for table, keys, grads in pushes:
             assert isinstance(table, LocalTable)
             table.apply(keys, grads)
@@ -256,9 +255,7 @@ class ReplicatedTables(RowTables):
                 at = end
         for table, parts in zip(self._tables.values(), gathered, strict=True):
             for rank, part in parts:
-                check_finite(
-                    np.ascontiguousarray(part[:, 2:]).reshape(-1), partial("rank {}".format, rank), table.spec.name
-                )
+                check_finite(np.ascontiguousarray(part[:, 2:]).reshape(-1), f"rank {rank}", table.spec.name)
         for table, parts in zip(self._tables.values(), gathered, strict=True):
             keys = [np.ascontiguousarray(part[:, :2]).view(np.uint64).reshape(-1) for _, part in parts]
             unique, summed = sum_equal_keys(keys, [part[:, 2:] for _, part in parts], table.spec.dim)
