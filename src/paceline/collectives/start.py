@@ -38,7 +38,7 @@ def init(
     variables = environment()
     check_algorithm(algorithm or variables.algorithm)
     tls = tls or TLS.of_files(variables.tls_cert, variables.tls_key, variables.tls_ca)
-    meeting = rendezvous(rank, world_size, address, token, timeout.total_seconds(), told=variables, tls=tls)
+    meeting = rendezvous(rank, world_size, address, token, timeout.total_seconds(), variables=variables, tls=tls)
     try:
         return join(
             meeting.store,

@@ -100,8 +100,9 @@ class ServedStore(Handler):
 
     def disconnected(self, peer: Peer, reason: Exception | None) -> None:
         """Remove the client's waiting requests."""
-        for collecting in {each for waiting in self._collecting.values() for each in waiting if each.peer is peer}:
-            self._forget(collecting)
+        for collecting in {request for waiting in self._collecting.values() for request in waiting}:
+            if collecting.peer is peer:
+                self._forget(collecting)
 
     def _collect(self, peer: Peer, body: memoryview) -> None:
         wanted = _decode_wanted(body)
@@ -246,20 +247,20 @@ class NetworkStore(Store):
     def call(self, kind: StoreCall, timeout_s: float, *, meta: bytes = b"", body: bytes = b"") -> bytes:
         """Send a request on a connection of its own; return the answer's body."""
         channel = self._take(timeout_s)
-        is_whole = False
+        is_answered = False
         try:
             channel.send(*frame_parts(kind, meta=meta, body=body))
             answer = channel.receive_frame(timeout_s)
-            is_whole = True
+            is_answered = True
             return bytes(answer.body)
         except PacelineError as error:
-            is_whole = isinstance(error, UsageError)  # an answer of the server; other errors break the connection
+            is_answered = isinstance(error, UsageError)  # an answer of the server; other errors break the connection
             self._raise_if_closed()
             raise
         finally:
             with self._lock:
                 self._busy.discard(channel)
-                keep = is_whole and not self._is_closed
+                keep = is_answered and not self._is_closed
                 if keep:
                     self._idle.append(channel)
             if not keep:

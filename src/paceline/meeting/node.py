@@ -173,7 +173,7 @@ class Node:
         with self._changed:
             self._takers[group, purpose] = taker
             waiting = [key for key in self._parked if key[0] == group and key[2] == purpose]
-            parked = [(key[1], each) for key in waiting for each in self._parked.pop(key)]
+            parked = [(key[1], connected) for key in waiting for connected in self._parked.pop(key)]
         for rank, connected in parked:
             taker.coming(rank)
             taker.arrived(rank, connected)
@@ -278,15 +278,15 @@ class Node:
 
     def _accept_all(self, listening: list[socket.socket]) -> None:
         with selectors.DefaultSelector() as selector:
-            for each in (*listening, self._wakened):
-                selector.register(each, selectors.EVENT_READ)
+            for listener in (*listening, self._wakened):
+                selector.register(listener, selectors.EVENT_READ)
             while not self._is_closed:
                 for key, _ in selector.select():
                     if key.fileobj is not self._wakened:
                         assert isinstance(key.fileobj, socket.socket)
                         self._accept(key.fileobj)
-        for each in (*listening, self._wakened):
-            each.close()
+        for listener in (*listening, self._wakened):
+            listener.close()
 
     def _accept(self, listening: socket.socket) -> None:
         try:
@@ -328,11 +328,11 @@ class Node:
         hello: Hello | None = None
         try:
             connected.setblocking(True)
-            mine = Hello(role="node", name=self.info.id)
+            own_hello = Hello(role="node", name=self.info.id)
             stream, hello = welcome_stream(
                 connected,
                 self._token,
-                mine,
+                own_hello,
                 _HANDSHAKE_S,
                 expect,
                 listener=self.info.id,

@@ -73,10 +73,10 @@ def rendezvous(
     token: str | None = None,
     timeout_s: float = 300.0,
     *,
-    told: Environment | None = None,
+    variables: Environment | None = None,
     tls: TLS | None = None,
 ) -> Meeting:
-    """Find the store of this program. Missing arguments come from the environment (``told``).
+    """Find the store of this program. Missing arguments come from the environment (``variables``).
 
     ``address`` is ``host:port``. Rank 0 serves the store there. The other ranks connect, and retry for ``timeout_s``
     seconds, so ranks may start in any order. It does not wait for all ranks: see :func:`.store.exchange`.
@@ -85,19 +85,19 @@ def rendezvous(
     cannot listen there), AuthenticationError (another token), DeadlineError (no answer in time) or ProtocolError (the
     answer of another program).
     """
-    told = environment() if told is None else told
-    rank, world_size = _numbers(rank, world_size, told)
+    variables = environment() if variables is None else variables
+    rank, world_size = _numbers(rank, world_size, variables)
     if world_size == 1:
-        own = token or told.token or make_token()
+        own = token or variables.token or make_token()
         return Meeting(store=MemoryStore(), rank=0, world_size=1, local_rank=0, local_world_size=1, token=own)
-    places = _places(address, world_size, told)
+    places = _places(address, world_size, variables)
     token = choose_secret(
-        token or told.token,
-        is_local=is_loopback(places[0].host) or told.local_world_size == world_size,
+        token or variables.token,
+        is_local=is_loopback(places[0].host) or variables.local_world_size == world_size,
         where=places[0].netloc,
-        runtime_dir=told.runtime_dir,
+        runtime_dir=variables.runtime_dir,
     )
-    hello = Hello(role="rank", rank=rank, extra={"world_size": world_size, "run": told.run_id or ""})
+    hello = Hello(role="rank", rank=rank, extra={"world_size": world_size, "run": variables.run_id or ""})
     if rank == 0:
         server = _serve(places, token, hello, tls)
         try:
@@ -118,8 +118,8 @@ def rendezvous(
         store=store,
         rank=rank,
         world_size=world_size,
-        local_rank=told.local_rank,
-        local_world_size=told.local_world_size,
+        local_rank=variables.local_rank,
+        local_world_size=variables.local_world_size,
         address=Address("tcp", places[0].host, store.address.port),
         token=token,
         host=own_host(places[0].host),
@@ -153,9 +153,9 @@ def own_host(rendezvous_host: str) -> str:
     return announced_host("0.0.0.0") if is_loopback(found) else found
 
 
-def _numbers(rank: int | None, world_size: int | None, told: Environment) -> tuple[int, int]:
-    rank = told.rank if rank is None else rank
-    world_size = told.world_size if world_size is None else world_size
+def _numbers(rank: int | None, world_size: int | None, variables: Environment) -> tuple[int, int]:
+    rank = variables.rank if rank is None else rank
+    world_size = variables.world_size if world_size is None else world_size
     if rank is None and world_size in (None, 1):
         return 0, 1
     if rank is None or world_size is None:
@@ -169,14 +169,14 @@ def _numbers(rank: int | None, world_size: int | None, told: Environment) -> tup
     return rank, world_size
 
 
-def _places(address: str | None, world_size: int, told: Environment) -> list[Address]:
+def _places(address: str | None, world_size: int, variables: Environment) -> list[Address]:
     if address is not None:
         place = Address.parse(address)
         if place.scheme != "tcp" or not place.port:
             raise UsageError(f"got the rendezvous {address!r}, expected host:port with a port from 1 up")
         return [place]
-    host, port = told.master_addr, told.master_port
-    if host is None and told.local_world_size == world_size:
+    host, port = variables.master_addr, variables.master_port
+    if host is None and variables.local_world_size == world_size:
         host = _LOOPBACK  # all ranks are on this machine
     if host is None or not port:
         missing = " and ".join(
@@ -186,7 +186,7 @@ def _places(address: str | None, world_size: int, told: Environment) -> list[Add
             f"{world_size} ranks need a place to meet: set {missing}, the same on every rank (the host of rank 0 and a "
             "free port on it), or pass the address as host:port"
         )
-    if not told.has_agent_store:
+    if not variables.has_agent_store:
         return [Address("tcp", host, port)]
     return [Address("tcp", host, port + shift) for shift in range(1, _NUM_AGENT_PORTS + 1)]
 
@@ -222,14 +222,14 @@ def _serve(places: Sequence[Address], token: str, hello: Hello, tls: TLS | None)
             f"rank 0 cannot serve the rendezvous: torchrun's agent uses MASTER_PORT, and all ports from "
             f"{places[0].port} to {places[-1].port} of {places[0].host} are in use; pass torchrun another --master-port"
         )
-    _look_for_another_program(places[0], token, hello, tls)
+    _check_for_another_program(places[0], token, hello, tls)
     raise AddressError(
         f"rank 0 cannot serve the rendezvous at {places[0].netloc}: the port is in use by another program; choose "
         "another MASTER_PORT, the same on every rank"
     )
 
 
-def _look_for_another_program(place: Address, token: str, hello: Hello, tls: TLS | None) -> None:
+def _check_for_another_program(place: Address, token: str, hello: Hello, tls: TLS | None) -> None:
     """Raise UsageError if another Paceline program serves its rendezvous at this address."""
     try:
         other = NetworkStore(place, token, hello, timeout_s=1.0, tls=tls)
@@ -276,11 +276,11 @@ def _find(places: Sequence[Address], token: str, hello: Hello, timeout_s: float,
                 store.close()
         pause_s = backoff.next_s()
         if time.monotonic() - start + pause_s > timeout_s:
-            raise _nobody(places, timeout_s, failure)
+            raise _not_served(places, timeout_s, failure)
         time.sleep(pause_s)
 
 
-def _nobody(places: Sequence[Address], timeout_s: float, failure: Exception | None) -> Exception:
+def _not_served(places: Sequence[Address], timeout_s: float, failure: Exception | None) -> Exception:
     where = places[0].netloc if len(places) == 1 else f"{places[0].netloc} to {places[-1].port}"
     if isinstance(failure, AuthenticationError):
         return failure

@@ -70,8 +70,8 @@ class World:
         self.node = Node(token, host=host, tls=tls)
         try:
             own = msgspec.structs.replace(self.node.info, algorithm=algorithm or "").encode()
-            told = exchange(store, rank, size, own, time.monotonic() + timeout_s, what="the rendezvous")
-            self.infos: tuple[NodeInfo, ...] = tuple(NodeInfo.decode(info) for info in told)
+            encoded = exchange(store, rank, size, own, time.monotonic() + timeout_s, what="the rendezvous")
+            self.infos: tuple[NodeInfo, ...] = tuple(NodeInfo.decode(info) for info in encoded)
             self._check_algorithms()
         except BaseException:
             self.node.close()
@@ -84,12 +84,12 @@ class World:
         for rank, info in enumerate(self.infos):
             sides.setdefault(info.algorithm, []).append(rank)
         if len(sides) > 1:
-            told = "; ".join(
+            demands = "; ".join(
                 f"{name_ranks(ranks)} demanded {repr(algorithm) if algorithm else 'none'}"
                 for algorithm, ranks in sides.items()
             )
             raise MismatchError(
-                f"the ranks disagree about the algorithm: {told}; set PACELINE_ALGORITHM to the same value on all ranks"
+                f"the ranks disagree about the algorithm: {demands}; set PACELINE_ALGORITHM to one value on all ranks"
             )
 
     def look_after(self, ranks: Sequence[int]) -> None:
@@ -142,11 +142,11 @@ class World:
     def _clean_up_after_the_dead(self) -> None:
         """Remove the sockets of killed processes on this host."""
         for info in self.infos:
-            there = info.memory_domain == self.node.info.memory_domain and info.endpoint.unix is not None
-            if there and info.pid != os.getpid() and not is_alive(info.pid):
+            is_on_this_host = info.memory_domain == self.node.info.memory_domain and info.endpoint.unix is not None
+            if is_on_this_host and info.pid != os.getpid() and not is_alive(info.pid):
                 assert info.endpoint.unix is not None
                 folder = os.path.dirname(info.endpoint.unix.path)
-                if os.path.basename(folder).startswith("paceline-"):  # the name that bind_unix gives to files
+                if os.path.basename(folder).startswith("paceline-"):  # the folder name of bind_unix
                     with contextlib.suppress(OSError):
                         os.unlink(info.endpoint.unix.path)
                         os.rmdir(folder)

@@ -111,7 +111,7 @@ def _meet(
     """Run the rendezvous. Retry after :func:`shutdown`, while rank 0 may still serve the old store."""
     while True:
         try:
-            return rendezvous(rank, world_size, address, token, join_s, told=variables, tls=tls)
+            return rendezvous(rank, world_size, address, token, join_s, variables=variables, tls=tls)
         except UsageError:
             if time.monotonic() > left_at() + _LINGER_S:
                 raise

@@ -129,7 +129,7 @@ def test_ranks_meet_by_tls(certificates: dict[str, TLS]) -> None:
         place = f"127.0.0.1:{probe.getsockname()[1]}"
 
     def meet(rank: int, tls: TLS) -> Any:
-        return rendezvous(rank, 3, place, TOKEN, 10.0, told=Environment(), tls=tls)
+        return rendezvous(rank, 3, place, TOKEN, 10.0, variables=Environment(), tls=tls)
 
     with ThreadPoolExecutor(2) as pool:
         meetings = [pool.submit(meet, rank, certificates["ours"]) for rank in range(2)]

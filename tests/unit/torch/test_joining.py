@@ -36,7 +36,7 @@ def joined(stores: list[Store], told: list[Environment]) -> list[BaseException |
 
     def rank(number: int) -> BaseException | int:
         try:
-            group = join_through(stores[number], number, len(stores), "test", TIMEOUT, told=told[number])
+            group = join_through(stores[number], number, len(stores), "test", TIMEOUT, variables=told[number])
         except PacelineError as error:
             return error
         with group:
@@ -52,7 +52,7 @@ def test_ranks_meet_by_their_token_and_it_is_not_in_the_store() -> None:
     seen: list[str] = []
 
     def look(number: int) -> int:
-        group = join_through(clients[number], number, 2, "test", TIMEOUT, told=Environment(token=SECRET))
+        group = join_through(clients[number], number, 2, "test", TIMEOUT, variables=Environment(token=SECRET))
         with group:
             group.barrier()
             if number == 0:
@@ -90,7 +90,7 @@ def test_a_store_that_other_machines_reach_needs_a_token(tmp_path: Path) -> None
         Environment(runtime_dir=tmp_path, master_addr="10.0.0.1", world_size=4, local_world_size=2),
     ):
         with pytest.raises(UsageError, match=r"10\.0\.0\.1, which other machines .*PACELINE_TOKEN"):
-            join_through(store, 1, 2, "test", TIMEOUT, told=told)
+            join_through(store, 1, 2, "test", TIMEOUT, variables=told)
 
 
 def test_ranks_that_the_launcher_put_on_one_machine_need_none(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def create(options: Any) -> PacelineProcessGroup:
 
 
 def join_through(
-    store: CStore, rank: int, size: int, name: str, timeout: timedelta, *, told: Environment | None = None
+    store: CStore, rank: int, size: int, name: str, timeout: timedelta, *, variables: Environment | None = None
 ) -> Group:
     """Return a group of the ranks that share one of PyTorch's stores; `name` tells groups apart.
 
@@ -57,11 +57,11 @@ def join_through(
     Raises UsageError if there is no PACELINE_TOKEN and other machines reach the store, and AuthenticationError if the
     ranks have different ones.
     """
-    told = environment() if told is None else told
-    place = find_place(store, told.master_addr)
-    is_alone = told.world_size is not None and told.world_size == told.local_world_size
+    variables = environment() if variables is None else variables
+    place = find_place(store, variables.master_addr)
+    is_alone = variables.world_size is not None and variables.world_size == variables.local_world_size
     secret = choose_secret(
-        told.token, is_local=is_loopback(place) or is_alone, where=place, runtime_dir=told.runtime_dir
+        variables.token, is_local=is_loopback(place) or is_alone, where=place, runtime_dir=variables.runtime_dir
     )
     # The same store may serve a program's second life, after destroy_process_group.
     life = store.add(f"paceline {name} lives of rank {rank}", 1)
@@ -76,10 +76,10 @@ def join_through(
         size,
         token=token,
         host=_LOOPBACK if is_loopback(place) else own_host(place),
-        tls=TLS.of_files(told.tls_cert, told.tls_key, told.tls_ca),
+        tls=TLS.of_files(variables.tls_cert, variables.tls_key, variables.tls_ca),
         name=f"torch {name}",
         timeout=timeout,
-        algorithm=told.algorithm,
+        algorithm=variables.algorithm,
     )
 
 

@@ -72,7 +72,7 @@ def pair() -> Iterator[Pair]:
         try:
             told = Environment(rank=0, world_size=2, master_addr="127.0.0.1", master_port=port)
             with (
-                closing(rendezvous(told=told, timeout_s=PATIENCE_S)) as meeting,
+                closing(rendezvous(variables=told, timeout_s=PATIENCE_S)) as meeting,
                 closing(Node(meeting.token, host=meeting.host)) as node,
             ):
                 made = Pair(meeting, node, other)

@@ -43,7 +43,7 @@ def free_ports(num: int = 1) -> int:
 
 
 def meet(rank: int, size: int, port: int, *, token: str | None = None, timeout_s: float = PATIENCE_S) -> Meeting:
-    return rendezvous(rank, size, f"127.0.0.1:{port}", token, timeout_s, told=NOTHING)
+    return rendezvous(rank, size, f"127.0.0.1:{port}", token, timeout_s, variables=NOTHING)
 
 
 @contextmanager
@@ -72,7 +72,7 @@ def test_ranks_meet_in_any_order() -> None:
 
 
 def test_alone_needs_nobody() -> None:
-    for meeting in (rendezvous(told=NOTHING), rendezvous(0, 1, "10.0.0.1:1", told=NOTHING)):
+    for meeting in (rendezvous(variables=NOTHING), rendezvous(0, 1, "10.0.0.1:1", variables=NOTHING)):
         meeting.store.set("key", b"value")
         assert (meeting.rank, meeting.world_size, meeting.address) == (0, 1, None)
         assert meeting.token
@@ -86,7 +86,7 @@ def told(rank: int, port: int, run: str = "run/0", **other: object) -> Environme
 
 def test_the_environment_says_what_is_not_given() -> None:
     port = free_ports()
-    meetings = on_ranks(2, lambda rank: rendezvous(told=told(rank, port, local_rank=rank)))
+    meetings = on_ranks(2, lambda rank: rendezvous(variables=told(rank, port, local_rank=rank)))
     assert [(meeting.rank, meeting.local_rank) for meeting in meetings] == [(0, 0), (1, 1)]
     for meeting in reversed(meetings):
         meeting.close()
@@ -94,7 +94,7 @@ def test_the_environment_says_what_is_not_given() -> None:
 
 def test_all_on_one_host_need_no_address() -> None:
     port = free_ports()
-    meetings = on_ranks(2, lambda rank: rendezvous(told=told(rank, port, master_addr=None, local_world_size=2)))
+    meetings = on_ranks(2, lambda rank: rendezvous(variables=told(rank, port, master_addr=None, local_world_size=2)))
     for meeting in reversed(meetings):
         meeting.close()
 
@@ -105,7 +105,7 @@ def test_under_torchrun_two_programs_find_their_own() -> None:
 
         def both(number: int) -> Meeting:
             run, rank = divmod(number, 2)
-            return rendezvous(told=told(rank, port, f"run {run}", has_agent_store=True), timeout_s=PATIENCE_S)
+            return rendezvous(variables=told(rank, port, f"run {run}", has_agent_store=True), timeout_s=PATIENCE_S)
 
         # the first port that follows is another program's, which says nothing
         meetings = on_ranks(4, both)
@@ -130,13 +130,13 @@ def test_under_torchrun_two_programs_find_their_own() -> None:
 )
 def test_what_is_missing_is_said(environment: Environment, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        rendezvous(told=environment)
+        rendezvous(variables=environment)
 
 
 @pytest.mark.parametrize("address", ["unix:///tmp/x", "127.0.0.1:0", "nonsense"])
 def test_what_is_no_address_is_refused(address: str) -> None:
     with pytest.raises(PacelineError, match=address):
-        rendezvous(0, 2, address, told=NOTHING)
+        rendezvous(0, 2, address, variables=NOTHING)
 
 
 def test_a_port_of_another_program() -> None:
@@ -217,7 +217,7 @@ def test_a_host_of_this_machine_that_others_reach() -> None:
     if own == socket.gethostname():
         pytest.skip("this machine has no way out, so no address but loopback")
     port = free_ports()
-    meetings = on_ranks(2, lambda rank: rendezvous(rank, 2, f"{own}:{port}", TOKEN, PATIENCE_S, told=NOTHING))
+    meetings = on_ranks(2, lambda rank: rendezvous(rank, 2, f"{own}:{port}", TOKEN, PATIENCE_S, variables=NOTHING))
     for meeting in reversed(meetings):
         assert meeting.host == own
         assert meeting.address is not None
