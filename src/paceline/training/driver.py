@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from paceline.data.example_sampling import ExampleSample
 from paceline.launch.local import LocalCluster
 from paceline.protocol import Consistency, Eventual
 from paceline.ps import Client, messages
@@ -20,6 +21,7 @@ def train_on(
     options: TrainOptions,
     client: Client,
     *,
+    examples: ExampleSample | None = None,
     processes: LocalCluster | None = None,
     on_plan: Callable[[TrainingPlan], Callable[[TrainingState], None]] = lambda plan: lambda progress: None,
     on_news: Callable[[str], None] = lambda text: None,
@@ -27,9 +29,10 @@ def train_on(
 ) -> TrainResult:
     """Plan a training, wait for the workers of `processes`, and run it; `options` are those of `settle_files`.
 
-    `on_plan` receives the plan and returns the function that receives the progress.
+    `examples` are those of the look at the files; None reads some. `on_plan` receives the plan and returns the function
+    that receives the progress.
     """
-    plan = plan_training(options, warn)  # while workers start
+    plan = plan_training(options, warn, examples)  # while workers start
     on_progress = on_plan(plan)
     num_workers = client.settings.num_workers
     if processes is not None:
@@ -57,7 +60,7 @@ def train_locally(
     **cluster_options: Any,
 ) -> TrainResult:
     """Train on processes of this machine that live as long as the training. Further arguments as LocalCluster."""
-    options, _ = settle_files(options)  # errors in the options or files are raised before anything starts
+    options, look = settle_files(options)  # errors in the options or files are raised before anything starts
     settings = messages.ClusterSettings(
         num_servers=servers, num_workers=workers, consistency=str(Eventual() if consistency is None else consistency)
     )
@@ -67,4 +70,4 @@ def train_locally(
         ) as cluster,
         cluster.connect(observer=True) as client,
     ):
-        return train_on(options, client, processes=cluster, warn=warn)
+        return train_on(options, client, examples=look.examples, processes=cluster, warn=warn)

@@ -22,7 +22,7 @@ from paceline.models.update import rule_of
 from paceline.ps import FTRL, RULES, UpdateRule, from_fields
 from paceline.training.files.bad_data import describe_bad_lines, no_line_left, plain_bad_lines
 from paceline.training.files.data_files import weighting_of
-from paceline.training.files.numeric_scales import choose_key_scaling
+from paceline.training.files.numeric_scales import choose_key_scaling, scale_columns
 from paceline.training.options import TrainOptions
 from paceline.training.plan import TrainingPlan
 from paceline.training.snapshots import Resumption
@@ -55,8 +55,14 @@ _SHARDS_AT_ONCE = 8
 _OPTIMISM_OF_MANY = Optimism(0.0, 0.02)  # without a trial of all examples: many are not learned by heart
 
 
-def plan_training(options: TrainOptions, warn: Callable[[str], None] = lambda text: None) -> TrainingPlan:
+def plan_training(
+    options: TrainOptions,
+    warn: Callable[[str], None] = lambda text: None,
+    examples: ExampleSample | None = None,
+) -> TrainingPlan:
     """Look at the data, and choose what the options leave open; or go on as the snapshot of ``options.resume`` did.
+
+    `examples` are those of :class:`DataLook`; None reads some.
 
     Raises DataError if there is nothing to train on, ModelError if there is no snapshot.
     """
@@ -64,26 +70,31 @@ def plan_training(options: TrainOptions, warn: Callable[[str], None] = lambda te
         if value is not None and value < 1:
             raise UsageError(f"{name}={value}: expected a positive whole number")
     if options.resume is not None:
-        return _plan_of_snapshot(options, Resumption.find(options.resume, warn))
+        return _plan_of_snapshot(options, Resumption.find(options.resume, warn), examples)
     if options.init_from is not None:
-        return _plan_of_model(options, read_stored_model(options.init_from))
+        return _plan_of_model(options, read_stored_model(options.init_from), examples)
     if options.adapt == "no":
         return _fixed_plan(options)
-    sample, format = _sample(options)
+    sample, format = _sample(options, examples)
     scaling = _find_scaling(options, sample, format)
     return plan_on_sample(options, sample, scaling)
 
 
-def _sample(options: TrainOptions) -> tuple[ExampleSample, str]:
+def _sample(options: TrainOptions, examples: ExampleSample | None) -> tuple[ExampleSample, str]:
     """Return examples as they are trained on, and the format that their features come from."""
-    with open_dataset(options.data, options.format, options.columns, labels=options.model.read_labels_as) as dataset:
-        sample = sample_examples(dataset)
-        lines = sample.bad_lines or BadLines(0, ())
-        bad = describe_bad_lines([([(0, 0, lines.count)], plain_bad_lines(lines))])
-        if not sample.batch.num_examples:
-            raise no_line_left(options.data[0], "trained on", bad)
-        bad.check(sample.num_read, options.reading.max_malformed, options.format)
-        format = dataset.source_format
+    labels = options.model.read_labels_as
+    if examples is None:
+        with open_dataset(options.data, options.format, options.columns, labels=labels) as dataset:
+            sample, format = sample_examples(dataset), dataset.source_format
+    else:
+        assert options.format is not None
+        assert options.columns is not None
+        sample, format = scale_columns(examples, options.columns, labels), options.format
+    lines = sample.bad_lines or BadLines(0, ())
+    bad = describe_bad_lines([([(0, 0, lines.count)], plain_bad_lines(lines))])
+    if not sample.batch.num_examples:
+        raise no_line_left(options.data[0], "trained on", bad)
+    bad.check(sample.num_read, options.reading.max_malformed, options.format)
     return dataclasses.replace(sample, batch=weighting_of(options).weighted(sample.batch)), format
 
 
@@ -126,13 +137,13 @@ def plan_on_sample(options: TrainOptions, sample: ExampleSample, scaling: KeySca
     )
 
 
-def _plan_of_model(options: TrainOptions, stored: StoredModel) -> TrainingPlan:
+def _plan_of_model(options: TrainOptions, stored: StoredModel, examples: ExampleSample | None) -> TrainingPlan:
     """Return what suits a model that is trained further: its own rule, and values scaled as it knows them."""
     update = _rule_after(from_fields(RULES, stored.tables[0].spec.update), options)
     plan = dataclasses.replace(_fixed_plan(options), update=update, scaling=read_key_scaling(stored.described))
     if options.adapt == "no":
         return plan
-    sample = scaled_sample(_sample(options)[0], plan.scaling)
+    sample = scaled_sample(_sample(options, examples)[0], plan.scaling)
     is_sorted = is_sorted_by_label(sample)
     return dataclasses.replace(
         plan,
@@ -247,7 +258,7 @@ def _recent(sample: ExampleSample, *, is_sorted: bool) -> Batch:
     return batch.take(np.random.default_rng(0).permutation(batch.num_examples)) if is_sorted else batch
 
 
-def _plan_of_snapshot(options: TrainOptions, resumption: Resumption) -> TrainingPlan:
+def _plan_of_snapshot(options: TrainOptions, resumption: Resumption, examples: ExampleSample | None) -> TrainingPlan:
     """Return what the training of a snapshot did, but for what the options say now."""
     training = resumption.training
     known = training.get("update")
@@ -256,7 +267,7 @@ def _plan_of_snapshot(options: TrainOptions, resumption: Resumption) -> Training
     optimism, order = training.get("optimism"), options.passes.order or str(training.get("order", "file"))
     if shards_at_once > 1 and options.passes.order == "file":
         raise UsageError(f"--order file: the training of {resumption.snapshot} mixes shards; resume it without --order")
-    sample = None if optimism is None else scaled_sample(_sample(options)[0], scaling)
+    sample = None if optimism is None else scaled_sample(_sample(options, examples)[0], scaling)
     return TrainingPlan(
         model=options.model.continued_from(resumption.model).settled(),
         epochs=options.epochs or int(training["epochs"]),

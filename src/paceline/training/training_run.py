@@ -102,6 +102,7 @@ def run_training(
             return train_on(
                 options,
                 client,
+                examples=look.examples,
                 processes=cluster,
                 on_plan=show_plan,
                 on_news=(lambda text: None) if quiet else warn,

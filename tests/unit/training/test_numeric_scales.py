@@ -10,16 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.data import Batch, Scale
-from paceline.data.example_sampling import sample_batch
+from paceline.data import Batch, Columns, Scale, open_dataset
+from paceline.data.example_sampling import sample_batch, sample_examples
 from paceline.data.key_scaling import KeyScaling, scaling_of_columns, with_scales
 from paceline.data.scales.candidates import candidate_scales, explain_features
 from paceline.data.scales.numeric_features import NumericFeature, find_numeric_features
 from paceline.models.fm import FactorModel
 from paceline.models.registry import make_model
-from paceline.training.files.data_files import look_at
+from paceline.training.files.data_files import look_at, settle_files
 from paceline.training.files.describing import describe_data
-from paceline.training.files.numeric_scales import choose_key_scaling
+from paceline.training.files.numeric_scales import choose_key_scaling, scale_columns
+from paceline.training.options import TrainOptions
 from paceline.training.tuning import best_scaling, is_worse_for_factors, scale_trial
 from paceline.training.tuning.trial import Split, held_out_splits
 
@@ -158,3 +159,36 @@ def test_scales_are_tried_on_examples_from_everywhere(monkeypatch: pytest.Monkey
     best_scaling(sample_batch(examples(x, labels)), [None, None])
     best_scaling(sample_batch(examples(np.sort(x, axis=0), np.sort(labels))), [None, None])
     assert held_out == [True, True]
+
+
+@pytest.mark.parametrize("model", ["lr", "poisson"])
+@pytest.mark.parametrize("format", ["csv", "parquet"])
+def test_the_sample_that_scales_were_chosen_on_is_that_which_is_trained_on(
+    tmp_path: Path, format: str, model: str
+) -> None:
+    """With bins, numbers far from 0, missing ones, words, weights: to the bit, and it stays as it was."""
+    x, labels = bent()
+    rows = zip(labels.astype(int).tolist(), x.tolist(), strict=True)
+    lines = [
+        f"{label},{a:.6g},{1.7e9 + 100 * b},{'' if i % 7 == 0 else mark},c{i % 5},red fox {i % 40} runs off,{i % 3 + 1}"
+        for i, (label, (a, b, mark)) in enumerate(rows)
+    ]
+    path = Path(write(tmp_path / "x.csv", ["label,a,time,mark,kind,says,w", *lines]))
+    if format == "parquet":
+        arrow, parquet = pytest.importorskip("pyarrow.csv"), pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(arrow.read_csv(path), path := tmp_path / "x.parquet")
+    for numeric in (("a", "time", "mark"), ("a",)):
+        columns = Columns("label", ("kind",), numeric, weight="w", text=("says",))
+        options, look = settle_files(TrainOptions(data=[path], columns=columns, model=make_model(model)))
+        assert look.examples is not None
+        assert options.columns is not None
+        assert any(scale.edges for scale in options.columns.scales)
+        kept = look.examples.batch.copy()
+        labels_read_as = options.model.read_labels_as
+        with open_dataset(options.data, options.format, options.columns, labels=labels_read_as) as dataset:
+            read = sample_examples(dataset)
+        found = scale_columns(look.examples, options.columns, labels_read_as)
+        assert (found.num_examples, found.is_whole, found.num_read) == (read.num_examples, read.is_whole, read.num_read)
+        for name in ("labels", "indptr", "keys", "values", "weights", "fields"):
+            for one, other in ((found.batch, read.batch), (look.examples.batch, kept)):
+                np.testing.assert_array_equal(getattr(one, name), getattr(other, name), strict=True)

@@ -26,6 +26,7 @@ from paceline.data.batch import Batch
 from paceline.data.binary.blocks import BlockFile, BlockWriter, NotBlocksError, Section, bad_line_of, is_count
 from paceline.data.columns import Columns, Guess, Guesses
 from paceline.data.reader import Report
+from paceline.data.scales.rescaling import ColumnRescaling
 from paceline.data.scales.scaling import Scale
 from paceline.data.streams import check_local
 from paceline.errors import DataError
@@ -280,24 +281,21 @@ class ConvertedReader:
     """
 
     def __init__(self, path: str, columns: Columns | None, shard_bytes: int) -> None:
-        from paceline.kernels.features.scaling import scale_columns
-
         self._path = path
         self._file = ConvertedFile(path)
         stored = self._file.description.columns
         check_columns(path, stored, columns)
         self._is_weighted = columns is None or bool(columns.weight)
-        self._scale_columns = scale_columns
         self._order = None if columns is None or stored is None else _ColumnOrder.between(stored, columns)
-        self._seeds, self._offsets, self._scales = np.empty(0, np.uint64), np.empty(0), np.empty((4, 0))
+        self._rescaling: ColumnRescaling | None = None
         scales = () if columns is None else columns.scales
         centres = self._file.description.centres
         if stored is not None and (scales or any(centres)):
             as_stand = (Scale(0.0, 0.0, 0.0),) * len(stored.numeric)
             by_name = dict(zip((columns or stored).numeric, scales or as_stand, strict=True))
-            self._seeds = np.array([name_seed(name) for name in stored.numeric], np.uint64)
-            self._offsets = np.array(centres or (0.0,) * len(stored.numeric))
-            self._scales = np.array([by_name[name].as_array() for name in stored.numeric]).T.copy()
+            self._rescaling = ColumnRescaling(
+                stored.numeric, centres or (0.0,) * len(stored.numeric), [by_name[name] for name in stored.numeric]
+            )
         self._bins = None if columns is None else columns.bins
         num_bytes = sum(entry.num_bytes for entry in self._file.blocks.entries)
         num_rows = self._file.num_examples
@@ -330,8 +328,8 @@ class ConvertedReader:
         return start if start > row - self._shard_rows else row
 
     def _prepared(self, batch: Batch) -> Batch:
-        if len(self._seeds) and batch.values is not None:
-            self._scale_columns(batch.indptr, batch.keys, batch.values, self._seeds, self._offsets, self._scales)
+        if self._rescaling is not None:
+            self._rescaling.apply(batch)
         if self._order is not None:
             batch = self._order.apply(batch)
         if self._bins is not None and batch.values is not None:

@@ -130,7 +130,7 @@ def _find_scales(look: DataLook) -> dict[str, tuple[Scale, ...]]:
     """Return the scales of csv and parquet files' numeric columns by how they are found."""
     if look.sample is None or look.columns is None:
         return {}
-    return {how: look.fit_scales(how) for how in KEPT_SCALES}
+    return {how: look.fit_scales(how)[0] for how in KEPT_SCALES}
 
 
 def _centring(scales: Mapping[str, Sequence[Scale]]) -> tuple[Scale, ...]:

@@ -37,7 +37,7 @@ from paceline.data import (
     source_format,
 )
 from paceline.data.dialect import is_number
-from paceline.data.example_sampling import sample_examples
+from paceline.data.example_sampling import ExampleSample, sample_examples
 from paceline.data.guessing import NO_OPTIONS, ReadOptions, describe_json, find_json_columns
 from paceline.data.labels import CLICKS, MOST_CLASSES, describe_no_numbers, find_label_words, read_as
 from paceline.data.sampling import json_cells, sample_namespaces, walk_fields
@@ -83,6 +83,8 @@ class DataLook:
     """Of vw and JSON lines, the namespaces and what rows hold, in the rows looked at."""
     files: tuple[str, ...] = ()
     """Of csv and parquet files, where they are."""
+    examples: ExampleSample | None = None
+    """The sample that scales of csv and parquet files were chosen on; None if none was read."""
 
     @property
     def header_news(self) -> str | None:
@@ -94,18 +96,18 @@ class DataLook:
             f"{self.files[0]} has no header: its columns are c1 to {last} (--header yes reads names from its first row)"
         )
 
-    def fit_scales(self, how: str) -> tuple[Scale, ...]:
+    def fit_scales(self, how: str) -> tuple[tuple[Scale, ...], ExampleSample | None]:
         """Return the scale of each numeric column of csv and parquet files; `how` as in :func:`fit_scale`.
 
-        ``auto`` tries scales of all columns together too.
+        ``auto`` tries scales of all columns together too, on the examples that are returned.
         """
         assert self.sample is not None
         assert self.columns is not None
-        if how == "auto":
-            usual = self.fit_scales("standard")
+        if how == "auto" and self.columns.numeric:
+            usual, _ = self.fit_scales("standard")
             return choose_column_scales(self.files, self.format, dataclasses.replace(self.columns, scales=usual))
         known = self.sample.labels(self.columns.label)
-        return tuple(fit_scale(self.sample.column(name), how, known) for name in self.columns.numeric)
+        return tuple(fit_scale(self.sample.column(name), how, known) for name in self.columns.numeric), None
 
 
 def look_at(
@@ -161,7 +163,8 @@ def look_at(
     open_dataset(data, format, taken).close()
     _check_numbers(first, taken, sample.column(taken.label), sample.column(taken.weight) if taken.weight else [])
     if numeric_scale != "none" and not taken.scales:
-        look = dataclasses.replace(look, columns=dataclasses.replace(taken, scales=look.fit_scales(numeric_scale)))
+        scales, examples = look.fit_scales(numeric_scale)
+        look = dataclasses.replace(look, columns=dataclasses.replace(taken, scales=scales), examples=examples)
     return look
 
 

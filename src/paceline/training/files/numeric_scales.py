@@ -10,8 +10,10 @@ import numpy as np
 from paceline.data import Columns, Scale, fit_numbers, open_dataset
 from paceline.data.example_sampling import ExampleSample, sample_examples
 from paceline.data.key_scaling import KeyScaling, find_key_scaling, scaling_of_columns, with_scales
+from paceline.data.labels import NUMBERS, read_as
 from paceline.data.scales.candidates import candidate_scales, explain_features, known_labels
 from paceline.data.scales.numeric_features import find_numeric_features, numbers_of
+from paceline.data.scales.rescaling import ColumnRescaling
 from paceline.kernels.hashing import name_seed
 from paceline.launch.kernels import prepare_kernels
 from paceline.models.base import SparseModel
@@ -19,14 +21,28 @@ from paceline.models.fm import FactorModel
 from paceline.training.tuning import best_scaling, is_worse_for_factors
 
 
-def choose_column_scales(files: Sequence[str], format: str, columns: Columns) -> tuple[Scale, ...]:
-    """Return the scales that suit numeric columns of csv and parquet files; `columns` have standard ones."""
-    if not columns.numeric:
-        return ()
+def choose_column_scales(
+    files: Sequence[str], format: str, columns: Columns
+) -> tuple[tuple[Scale, ...], ExampleSample]:
+    """Return the scales that suit numeric columns of csv and parquet files, and the sample that they suit.
+
+    `columns` have standard scales. The sample is for :func:`scale_columns`.
+    """
     prepare_kernels()
     centring = dataclasses.replace(columns, scales=tuple(scale.centring for scale in columns.scales))
-    with open_dataset(files, format, centring, labels="numbers") as dataset:
-        return choose_scales(sample_examples(dataset), centring)
+    with open_dataset(files, format, centring, labels=NUMBERS) as dataset:
+        sample = sample_examples(dataset)
+    return choose_scales(sample, centring), sample
+
+
+def scale_columns(sample: ExampleSample, columns: Columns, labels: str) -> ExampleSample:
+    """Return the sample of :func:`choose_column_scales` as `columns` with the chosen scales, and `labels`, read it."""
+    batch = sample.batch.copy()
+    read_as(labels, batch.labels)
+    ColumnRescaling(columns.numeric, [scale.centre for scale in columns.scales], columns.scales).apply(batch)
+    if columns.bins is not None and batch.values is not None:
+        batch = columns.bins.apply(batch)
+    return dataclasses.replace(sample, batch=batch)
 
 
 def choose_scales(sample: ExampleSample, columns: Columns) -> tuple[Scale, ...]:
