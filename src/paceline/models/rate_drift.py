@@ -12,6 +12,7 @@ import math
 from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from paceline.tables.types import Doubles, Floats
 
@@ -35,12 +36,21 @@ class RateShift(NamedTuple):
     drift: float
 
 
-def log_odds_shift(margins: Doubles, labels: Doubles, counts: Doubles) -> tuple[float, float]:
+def log_odds_shift(
+    margins: Doubles, labels: Doubles, counts: Doubles, groups: npt.NDArray[np.int64] | None = None
+) -> tuple[float, float]:
     """Return the addend of the margins that makes P(click) right in the mean, and its standard error.
 
-    `margins`, `labels` (0 and 1) and `counts`, the weights of the examples, are float64 [n].
+    `margins`, `labels` (0 and 1) and `counts`, the weights of the examples, are float64 [n]. Examples of one of the
+    `groups`, int64 [n], may have correlated labels, as neighbours in a file do: the standard error allows for that
+    (Liang and Zeger, Biometrika 73, 1986).
     """
-    return _fit(np.zeros(len(margins)), margins, labels, counts)[:2]
+    shift, error, _ = _fit(np.zeros(len(margins)), margins, labels, counts)
+    if groups is None or not len(groups):
+        return shift, error
+    residuals = counts * (labels - 1 / (1 + np.exp(-np.clip(margins + shift, -500, 500))))
+    sums = np.bincount(np.unique(groups, return_inverse=True)[1], residuals)
+    return shift, error * math.sqrt(max(float(sums @ sums) / max(float(residuals @ residuals), 1e-30), 1.0))
 
 
 def example_counts(labels: Floats, weights: Floats | None) -> Doubles:

@@ -11,6 +11,7 @@ from paceline.kernels.csr import csr_dot, logistic
 from paceline.models.base import BIAS_KEY, KeyScratch, Optimism
 from paceline.models.logistic import SparseLogisticRegression
 from paceline.models.poisson import PoissonRegression
+from paceline.models.rate_drift import log_odds_shift
 from paceline.ps import FTRL
 from paceline.tables.logistic_pass import ROW_WORDS, logistic_pass
 from paceline.training.tuning import (
@@ -405,3 +406,14 @@ def test_one_part_is_held_out_of_labels_that_are_no_classes() -> None:
     assert num_folds(batch) == 1
     batch.labels = np.ones(12_000, np.float32)
     assert num_folds(batch) == 1
+
+
+def test_the_error_of_a_shift_allows_for_neighbours_with_equal_labels() -> None:
+    rng = np.random.default_rng(0)
+    runs = np.arange(8000) // 16
+    independent = (rng.random(8000) < 0.3).astype(np.float64)
+    alike = (rng.random(500) < 0.3).astype(np.float64)[runs]
+    none, counts = np.zeros(8000), np.ones(8000)
+    plain = log_odds_shift(none, alike, counts)[1]
+    assert log_odds_shift(none, independent, counts, runs)[1] == pytest.approx(plain, rel=0.1)
+    assert log_odds_shift(none, alike, counts, runs)[1] == pytest.approx(4 * plain, rel=0.1)  # 16 labels count as one

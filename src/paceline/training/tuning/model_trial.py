@@ -32,6 +32,7 @@ from paceline.tables.types import Doubles, Floats
 from paceline.training.tuning.in_process import InProcessTables
 from paceline.training.tuning.trial import (
     MAX_PASSES,
+    RUN,
     HeldOutLosses,
     Positions,
     held_out_splits,
@@ -142,7 +143,7 @@ class ModelTrial:
     def _shift(self, predictions: Floats, rows: Positions) -> tuple[float, float]:
         p, weights = np.clip(predictions.astype(np.float64), 1e-7, 1 - 1e-7), self.batch.weights
         counts = np.ones(len(rows)) if weights is None else weights[rows].astype(np.float64)
-        return log_odds_shift(np.log(p / (1 - p)), self.batch.labels[rows].astype(np.float64), counts)
+        return log_odds_shift(np.log(p / (1 - p)), self.batch.labels[rows].astype(np.float64), counts, rows // RUN)
 
     def _losses(self, model: SparseModel, learners: Sequence[_Learner]) -> HeldOutLosses:
         held_out = (learner.predict(split[1]) for learner, split in zip(learners, self.splits, strict=True))

@@ -43,7 +43,7 @@ _MAX_PAIR_VISITS = 150_000_000
 _MAX_PAIR_VISITS_OF_FOLDS = 30_000_000
 _FOLDS = 5
 _HELD_OUT = 8
-_RUN = 16  # neighbours that are held out together
+RUN = 16  # neighbours that are held out together
 _ENOUGH_RARE = 500  # held-out examples of the rarer class
 _MOST_FOLD_PAIRS = 4 << 20
 _DRIFT = 3.0  # standard errors
@@ -187,7 +187,8 @@ class SampleTrial:
             every = out.astype(np.float64) + self._offset + float(of_one[-1])
             learned += log_odds_shift(every[trained], self._all_labels[trained], self._all_weights[trained])[0]
             margins.append(every[held_out])
-        shift, error = log_odds_shift(np.concatenate(margins), self._labels, self._weights)
+        runs = np.concatenate([held_out for _, held_out in self._splits]) // RUN
+        shift, error = log_odds_shift(np.concatenate(margins), self._labels, self._weights, runs)
         return Optimism(shift - learned / len(weights), error)
 
     def _margins(self, states: list[_TrialState]) -> Doubles:
@@ -221,7 +222,7 @@ def has_drifting_loss(batch: Batch, offset: float, batch_size: int, rule: FTRL) 
     """Return whether the newest eighth is predicted worse, beyond chance, than unknown examples from before it."""
     n = batch.num_examples
     older, newest = n - n // _HELD_OUT, n // _HELD_OUT
-    is_held_out = np.arange(older) // _RUN % _HELD_OUT == 0
+    is_held_out = np.arange(older) // RUN % _HELD_OUT == 0
     held_out = np.concatenate([np.flatnonzero(is_held_out), np.arange(older, n)])
     trial = SampleTrial(batch, offset, batch_size, [(np.flatnonzero(~is_held_out), held_out)])
     found = trial.run(rule, max_passes=2).losses
@@ -234,7 +235,7 @@ def held_out_splits(batch: Batch, *, is_mixed: bool) -> Iterator[Split]:
     """Yield positions of examples; those that are held out come from everywhere if `is_mixed`, else from the end."""
     n, random = batch.num_examples, np.random.default_rng(0)
     copies = copies_of(batch)
-    groups = copies if copies is not None else np.arange(n) // (_RUN if n > SMALL else 1)
+    groups = copies if copies is not None else np.arange(n) // (RUN if n > SMALL else 1)
     anywhere = np.argsort(random.permutation(n)[groups], kind="stable")
     if n > SMALL and copies is None and not is_mixed:
         yield np.arange(n - n // _HELD_OUT), np.arange(n - n // _HELD_OUT, n)
