@@ -66,7 +66,7 @@ class JobRequests:
         """Take an answer, or news of the job."""
         self._messages.received(reply.received)
         if isinstance(reply.content, messages.JobNews):
-            self._ledger.told(reply.content.record)
+            self._ledger.merge_news(reply.content.record)
             return
         message = self._messages.take(reply.number)
         if message is not None:

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from paceline.errors import PeerError
 from paceline.protocol.jobs import JobCore, JobRecord, Remembered
-from paceline.protocol.jobs.messages import Answer, Asked, JobNews
+from paceline.protocol.jobs.messages import Answer, JobNews, ReceivedRequest
 from paceline.protocol.membership import Member, Role
 from paceline.protocol.scheduler import Phase, Returned, SchedulerCore, View, events
 from paceline.protocol.scheduler.line import SchedulerEnd
@@ -191,7 +191,7 @@ class SimulatedScheduler(MessageProcess):
         elif isinstance(message.content, EndWork):
             self._answer([*self.jobs.end(), Answer(call, EndWork())])
         else:
-            asked = Asked(call, session, incarnation, message.content)
+            asked = ReceivedRequest(call, session, incarnation, message.content)
             try:
                 self._answer(self.jobs.handle(asked, self.core.membership, self.own_now_s))
             except PeerError as error:

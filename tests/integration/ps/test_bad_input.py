@@ -362,7 +362,7 @@ def test_malformed_requests_to_the_scheduler(caplog: pytest.LogCaptureFixture) -
         job = messages.PostJob(spec=JobSpec(description=b"", files=(1,), epochs=1, assignment="first-come"))
         number = call(channel, job)
         for request in (messages.TakeLease(job=number, wait=True), messages.LeaseDone(job=number, lease=1)):
-            with pytest.raises(PeerError, match="no worker of the cluster"):
+            with pytest.raises(PeerError, match="not a worker of the cluster"):
                 call(channel, request)
         call(channel, messages.Register(node="x", role="observer"))
         assert channel.receive_frame(10).header.kind == NOTICE  # what is known of the job that it has posted
@@ -441,7 +441,7 @@ def test_the_scheduler_is_gone() -> None:
             waiting.append(caught.value)
 
         def stop() -> None:
-            wait_until(lambda: cluster.served.call(lambda: len(cluster.scheduler.jobs.core._seekers)) == 1)
+            wait_until(lambda: cluster.served.call(lambda: len(cluster.scheduler.jobs.core._idle)) == 1)
             cluster.stop_scheduler()
 
         in_threads(wait_for_a_job, stop)

@@ -169,7 +169,7 @@ def test_files_of_unknown_length(cluster: Cluster, poster: SchedulerLink) -> Non
     done(worker, number, first)
     last = take(worker, number)
     assert (last.file, last.shard) == (1, 0)
-    with pytest.raises(PeerError, match="says that lease"):
+    with pytest.raises(PeerError, match="reports lease"):
         done(cluster.link(), number, last)
     done(worker, number, last)
     done(worker, number, second)  # past the end: it counts nowhere

@@ -1,6 +1,7 @@
-"""Work that is leased to workers in small shards, as pure state machines: :class:`JobCore` and :class:`MemberLedger`.
+"""Jobs: work that workers lease in small shards, as pure state machines.
 
-A job is of one scheduler's :class:`JobLedger`; its members keep what it takes to restore that under the next scheduler.
+The scheduler's :class:`JobCore` has a :class:`JobLedger` of the latest job. Members store records of it
+(:class:`MemberLedger`), from which a new scheduler restores the ledger.
 """
 
 from paceline.protocol.jobs import messages, shards

@@ -1,7 +1,7 @@
-"""The jobs of a cluster: one ledger after another, who has posted the latest, and the workers that wait for the next.
+"""The jobs of a cluster: the latest job's ledger and poster, and the workers that wait for the next job.
 
-A scheduler holds one :class:`JobCore` beside its :class:`paceline.protocol.scheduler.SchedulerCore`, and so does each
-simulated one. Its runtime feeds it what processes ask, and who is gone; it returns what is to be answered.
+Each scheduler has one :class:`JobCore` and one :class:`paceline.protocol.scheduler.SchedulerCore`. The runtime passes
+requests and departures of processes to it, and sends the answers that it returns.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 from paceline.errors import PeerError
 from paceline.protocol.jobs import messages
 from paceline.protocol.jobs.ledger import JobLedger, Remembered
-from paceline.protocol.jobs.messages import Answer, Asked
+from paceline.protocol.jobs.messages import Answer, ReceivedRequest
 from paceline.protocol.jobs.records import ALL_DONE, Job, JobFacts, JobRecord, Lease
 from paceline.protocol.membership import Member, Membership, Role
 
@@ -21,61 +21,61 @@ _TERM_SHIFT: Final = 20  # fewer jobs are posted in a term than this many bits c
 
 
 class JobCore:
-    """The latest job, and the workers that wait for the next one. `num_workers` is how many the cluster begins with."""
+    """The latest job, and the workers that wait for the next. The cluster starts with `num_workers` workers."""
 
     def __init__(self, num_workers: int) -> None:
         self.ledger: JobLedger | None = None
-        """The latest job's."""
+        """The ledger of the latest job."""
         self._num_workers = num_workers
         self.last_number = 0
-        """The highest that may have been given, by this scheduler or a former one."""
+        """The highest job number that this scheduler or an earlier one may have used."""
         self._poster: object = None
-        self._seekers: dict[object, tuple[Asked, int]] = {}  # peer → what it asked, after which job
-        self._busy: dict[int, int] = {}  # worker → the job that it was given, until it asks for the next
+        self._idle: dict[object, tuple[ReceivedRequest, int]] = {}  # peer → its GetJob, the job that it finished
+        self._busy: dict[int, int] = {}  # worker → its job, until it requests the next
         self._has_ended = False
 
-    def handle(self, asked: Asked, membership: Membership, now_s: float) -> list[Answer]:
-        """Take a request; return what to answer, to this or to others. Raises PeerError."""
-        return [*self._answer(asked, membership, now_s), *self._answers()]
+    def handle(self, received: ReceivedRequest, membership: Membership, now_s: float) -> list[Answer]:
+        """Apply a request; return answers to this process and others. Raises PeerError."""
+        return [*self._answer(received, membership, now_s), *self._answers()]
 
     def _answers(self) -> list[Answer]:
         return [] if self.ledger is None else [*self.ledger.take_answers(), *self._give(self.ledger)]
 
     def _give(self, job: JobLedger) -> list[Answer]:
-        """Give the job to the workers that seek one: also to those that are through, if shards came back since.
+        """Give the job to idle workers, and again to workers that finished it if shards became free since.
 
-        A worker that is still at a job before may wait, for its last pushes, for iterations of all others. They would
-        wait for it at the beginning of this job.
+        No worker gets the job while another works on an earlier one. That worker's last pushes may wait for iterations
+        of all workers, and these would wait for it at the start of this job.
         """
-        if not self._seekers or any(at != job.number for at in self._busy.values()):
+        if not self._idle or any(at != job.number for at in self._busy.values()):
             return []
         answers, has_free = [], job.has_free
-        for peer, (asked, after) in list(self._seekers.items()):
+        for peer, (received, after) in list(self._idle.items()):
             if after < job.number or has_free:
-                del self._seekers[peer]
-                self._busy[asked.incarnation] = job.number
-                answers.append(Answer(asked.call, Job(number=job.number, description=job.spec.description)))
+                del self._idle[peer]
+                self._busy[received.incarnation] = job.number
+                answers.append(Answer(received.call, Job(number=job.number, description=job.spec.description)))
         return answers
 
     def _at_another(self, job: JobLedger, membership: Membership) -> tuple[int, ...]:
-        """Return the ranks of the workers that are at another job."""
+        """Return the ranks of the workers with another job."""
         members = (membership.find(worker) for worker, at in self._busy.items() if at != job.number)
         return tuple(sorted(member.rank for member in members if member is not None))
 
-    def _answer(self, asked: Asked, membership: Membership, now_s: float) -> list[Answer]:
-        call = asked.call
-        if self.ledger is not None and asked.peer is self._poster:
-            self.ledger.report_came()
-        match asked.request:
+    def _answer(self, received: ReceivedRequest, membership: Membership, now_s: float) -> list[Answer]:
+        call = received.call
+        if self.ledger is not None and received.peer is self._poster:
+            self.ledger.report_received()
+        match received.request:
             case messages.PostJob():
-                return self._post(asked, asked.request, membership)
+                return self._post(received, received.request, membership)
             case messages.GetJob(after=after):
-                return self._get(asked, after, membership, now_s)
+                return self._get(received, after, membership, now_s)
             case messages.TakeLease(job=number, wait=wait):
                 job = self._unless_over(number)
                 if job is None:
                     return [Answer(call, Lease(lease=ALL_DONE))]
-                job.take_lease(call, _worker(asked, membership).rank, wait=wait, now_s=now_s)
+                job.take_lease(call, _worker(received, membership).rank, wait=wait, now_s=now_s)
                 return []
             case messages.JobStatus(job=number):
                 job = self._current(number)
@@ -87,51 +87,51 @@ class JobCore:
                 taken = self._current(number).take_report()
                 return [Answer(call, None) if taken is None else Answer(call, *taken)]
             case messages.HasOtherPoster():
-                return [Answer(call, self._poster not in (None, asked.peer))]
+                return [Answer(call, self._poster not in (None, received.peer))]
             case messages.CountersReceived(counters=counters):
-                if self.ledger is not None and membership.find(asked.incarnation) is not None:
-                    self.ledger.results.note_progress(asked.incarnation, counters)
+                if self.ledger is not None and membership.find(received.incarnation) is not None:
+                    self.ledger.results.note_progress(received.incarnation, counters)
                 return []
-        self._note(asked, membership)
+        self._note(received, membership)
         return [Answer(call, None)]
 
-    def _note(self, asked: Asked, membership: Membership) -> None:
+    def _note(self, received: ReceivedRequest, membership: Membership) -> None:
         """Record a message of a worker about its job; one about a finished job is ignored."""
-        request = asked.request
+        request = received.request
         assert isinstance(request, messages.LeaseDone | messages.FileEnded | messages.Report | messages.JobFailed)
         job = self._unless_over(request.job)
         if job is None:
             return
         match request:
             case messages.LeaseDone():
-                job.lease_done(_worker(asked, membership), request)
+                job.lease_done(_worker(received, membership), request)
             case messages.FileEnded(file=file, num_shards=num_shards):
                 job.file_ended(file, num_shards)
             case messages.Report():
-                job.results.add_report(_worker(asked, membership).incarnation, request, asked.body)
+                job.results.add_report(_worker(received, membership).incarnation, request, received.body)
             case messages.JobFailed(error=error, message=message):
                 job.fail(error, message)
 
-    def _post(self, asked: Asked, request: messages.PostJob, membership: Membership) -> list[Answer]:
+    def _post(self, received: ReceivedRequest, request: messages.PostJob, membership: Membership) -> list[Answer]:
         self.last_number = number = self.last_number + 1
-        answers = [Answer(asked.call, number)]
+        answers = [Answer(received.call, number)]
         if self.ledger is not None:
             self.ledger.close()
             answers += self.ledger.take_answers()
         ranks = [member.rank for member in membership.of(Role.WORKER)]
-        # Strided work is dealt by rank: whoever is expected has a place in it, here or not.
+        # Strided work is assigned by rank, so absent workers that are expected count too.
         self.ledger = JobLedger(number, request.spec, max(self._num_workers, max(ranks, default=-1) + 1), ranks)
-        self._poster = asked.peer
+        self._poster = received.peer
         return answers
 
-    def _get(self, asked: Asked, after: int, membership: Membership, now_s: float) -> list[Answer]:
+    def _get(self, received: ReceivedRequest, after: int, membership: Membership, now_s: float) -> list[Answer]:
         if self._has_ended:
-            return [Answer(asked.call, Job(number=-1))]
-        worker = _worker(asked, membership)  # whom nobody will take for gone: others wait for it
+            return [Answer(received.call, Job(number=-1))]
+        worker = _worker(received, membership)
         if self.ledger is not None and self.ledger.number <= after:
             self.ledger.rests(worker.rank, now_s)
-        self._busy.pop(asked.incarnation, None)
-        self._seekers[asked.peer] = asked, after
+        self._busy.pop(received.incarnation, None)
+        self._idle[received.peer] = received, after
         return []
 
     def _current(self, number: int) -> JobLedger:
@@ -140,46 +140,42 @@ class JobCore:
         return self.ledger
 
     def _unless_over(self, number: int) -> JobLedger | None:
-        """Return a job; None if another one was posted since, or it died with its poster."""
+        """Return a job; None if a later one was posted, or if it failed with its poster."""
         is_over = number <= self.last_number and (self.ledger is None or number != self.ledger.number)
         return None if is_over else self._current(number)
 
-    # What becomes of processes.
-
     def removed(self, member: Member, peer: object, *, is_lost: bool, now_s: float) -> list[Answer]:
-        """Take note that a member is gone, dead or by its own wish; return what to answer others."""
+        """Record that a member died or left; return answers to other processes."""
         self._busy.pop(member.incarnation, None)
         if self.ledger is not None and member.role is Role.WORKER:
             self.ledger.removed(member, is_lost=is_lost, now_s=now_s)
         return self.forget(peer)
 
     def forget(self, peer: object) -> list[Answer]:
-        """Take note that a process does not come back; return what to answer others."""
-        self._seekers.pop(peer, None)
+        """Record that a process will not reconnect; return answers to other processes."""
+        self._idle.pop(peer, None)
         if self.ledger is not None and peer is not None and peer is self._poster:
-            self.ledger.fail("PeerError", "whoever posted the job is gone")
+            self.ledger.fail("PeerError", "the process that posted the job has ended")
             self._poster = None
         return self._answers()
 
     def take_news(self) -> JobRecord | None:
-        """Return what is new of the job, for workers and poster to keep; None if nothing is."""
+        """Return the job's new facts, which workers and poster store; None if there are none."""
         return None if self.ledger is None else self.ledger.take_news()
 
     def record(self) -> JobRecord | None:
-        """Return all that was news so far, for members that are connected (again); None if there is no job."""
+        """Return all facts so far, for members that connect or reconnect; None if there is no job."""
         return None if self.ledger is None else self.ledger.record()
 
     def concerns(self, peer: object) -> bool:
         """Whether a process has posted the latest job."""
         return peer is self._poster
 
-    # Beginning and end.
-
     def restore(self, remembered: Collection[Remembered], dead: Collection[Member], now_s: float, *, term: int) -> None:
-        """Take over what members know of the latest job; `dead` are those that did not come back.
+        """Restore the latest job from the members' records. `dead` are the members that did not reconnect.
 
-        `term` is this scheduler's: nobody who has come may know of the latest job, and its number is not to be given
-        again to another one.
+        Possibly no member that reconnected knows the latest job. So that its number is not used again, numbers start
+        above those of earlier terms; `term` is this scheduler's.
         """
         memories = [each.memory for each in remembered if each.memory is not None]
         facts = JobFacts(max((memory.number for memory in memories), default=0))
@@ -201,17 +197,17 @@ class JobCore:
                 return
 
     def end(self) -> list[Answer]:
-        """Return what to answer all workers: there is no more work."""
+        """Return answers to all workers: the cluster ends."""
         self._has_ended = True
-        answers = [Answer(asked.call, Job(number=-1)) for asked, _ in self._seekers.values()]
-        self._seekers.clear()
+        answers = [Answer(received.call, Job(number=-1)) for received, _ in self._idle.values()]
+        self._idle.clear()
         if self.ledger is not None:
             self.ledger.close()
         return [*answers, *self._answers()]
 
 
-def _worker(asked: Asked, membership: Membership) -> Member:
-    member = membership.find(asked.incarnation)
+def _worker(received: ReceivedRequest, membership: Membership) -> Member:
+    member = membership.find(received.incarnation)
     if member is None or member.role is not Role.WORKER:
-        raise PeerError("this process is no worker of the cluster (any more)")
+        raise PeerError("this process is not a worker of the cluster, or not any longer")
     return member

@@ -1,7 +1,7 @@
-"""The scheduler's ledger of one job: who holds which shard, what is done, what workers have found.
+"""The scheduler's ledger of one job: leases, finished shards and the workers' results.
 
-It dies with its scheduler. What counts is told to members as it happens (:meth:`JobLedger.take_news`), and they keep
-it, so that a new scheduler can restore the ledger from what they remember.
+The ledger is lost with its scheduler. Members receive its facts as they happen (:meth:`JobLedger.take_news`) and store
+them, so that a new scheduler can restore the ledger.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from paceline.protocol.membership import Member
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """What a member of a former scheduler's cluster knows of its latest job; `peer` is as in events."""
+    """A member of an earlier scheduler's cluster, and its record of the latest job; `peer` as in requests."""
 
     peer: object
     member: Member
@@ -40,9 +40,9 @@ class Remembered:
 
 
 class JobLedger:
-    """One job. `number` identifies it; `ranks` are the workers that live now.
+    """One job. `number` identifies it; `ranks` are those of the live workers.
 
-    `num_workers` is how many the shards of a strided job are dealt to.
+    The shards of a strided job are divided among `num_workers` workers.
     """
 
     def __init__(self, number: int, spec: JobSpec, num_workers: int, ranks: Collection[int] = ()) -> None:
@@ -53,7 +53,7 @@ class JobLedger:
         self._num_workers = max(num_workers, 1)
         self._leases = self._begin(ranks, spec.files, list(shards_in(spec.done)))
         self.results = Results(number, spec.progress)
-        """What workers have found and counted."""
+        """The workers' reports and counters."""
         self._facts = JobFacts(number)  # the facts that members have received
         self._news = JobFacts(number)
         self._has_news = True  # the job itself
@@ -66,7 +66,7 @@ class JobLedger:
         held: Collection[shards.Granted] = (),
         last_lease: int = -1,
     ) -> Leases:
-        """Begin to lease shards; the strides of workers that are not there are for the others, until they come."""
+        """Make the leases; other workers get the strides of absent workers until these come."""
         pool = Shards.restore(
             files,
             epochs=self.spec.epochs,
@@ -94,10 +94,10 @@ class JobLedger:
         num_workers: int,
         now_s: float,
     ) -> JobLedger:
-        """Make the ledger of a former scheduler anew.
+        """Restore the ledger of an earlier scheduler.
 
-        `facts` is what all members know together, `posters` what the poster does, `workers` what each live worker
-        does; `dead` are the workers that did not come back. `num_workers` counts if no member knows of a number.
+        `facts` are merged from all members; `posters` and `workers` are the records of the poster and of each live
+        worker; `dead` are the workers that did not reconnect. `num_workers` is used if no member has a number.
         """
         spec = posters.posted
         assert spec is not None
@@ -115,7 +115,7 @@ class JobLedger:
         files = [facts.ended.get(file, size) for file, size in enumerate(spec.files)]
         last_lease = max((memory.last_lease for memory in at_work.values()), default=-1)
         self._leases = self._begin([each.member.rank for each in workers], files, done, held, last_lease)
-        # Where there are no shards, workers that are through with the job do not ask for one again.
+        # Without shards, workers that finished the job do not request one again.
         has_begun = bool(done or held or posters.seconds) or self._leases.pool.progress() == (0, 0)
         self._leases.resume(at_work, now_s - posters.seconds if has_begun else None)
         self._lost, self.failed = facts.lost, facts.failed
@@ -131,45 +131,45 @@ class JobLedger:
         return self
 
     def take_answers(self) -> list[Answer]:
-        """Return the answers to workers that have asked for shards, since the last call."""
+        """Return the answers to requests for shards since the last call."""
         return self._leases.take_answers()
 
     def take_lease(self, call: object, rank: int, *, wait: bool, now_s: float) -> None:
-        """Answer a worker that wants a shard; with `wait`, when there is one."""
+        """Answer a worker's request for a shard; with `wait`, as soon as one is free."""
         self._leases.take(call, rank, wait=wait, now_s=now_s)
 
     def lease_done(self, worker: Member, request: LeaseDone) -> None:
-        """Note that a worker has done a shard."""
+        """Record a shard that a worker finished."""
         key = self._leases.done(worker.rank, request.lease)
         self.results.note_progress(worker.incarnation, request.progress)
         if key is not None and self.results.shard_done(worker.incarnation, key, request.progress):
             self._note_done([key], worker.incarnation, request.progress)
 
     def file_ended(self, file: int, num_shards: int) -> None:
-        """Note the number of shards of a file whose end has been read."""
+        """Record the number of shards of a file that was read to its end."""
         self._leases.file_ended(file, num_shards)
         self._news.ended[file] = num_shards
         self._has_news = True
 
-    def report_came(self) -> None:
-        """Note that the poster has the report that it took last: it asks for something else."""
-        found = self.results.report_came()
+    def report_received(self) -> None:
+        """Record that the poster has its last report, because it has sent another request."""
+        found = self.results.report_received()
         if found is not None:
             self._note_done(found.later, found.incarnation, found.settled)
 
     def _note_done(self, keys: Collection[Key], incarnation: int, counters: Counters) -> None:
-        """Have members know that a worker has done shards, and its counters then."""
+        """Add finished shards, and the worker's counters then, to the news for members."""
         for key in keys:
             self._news.add_done(key)
         self._news.settle(incarnation, counters)
         self._has_news = True
 
     def take_report(self) -> tuple[TakenReport, object] | None:
-        """Return the next report, and its body."""
+        """Return the next report and its body."""
         return self.results.take_report()
 
     def removed(self, worker: Member, *, is_lost: bool, now_s: float) -> None:
-        """Lease again what a worker held that is gone; what it did of that counts once, when it is done again."""
+        """Free the leases of a worker that died or left. Its unfinished shards are read again and count once."""
         if is_lost:
             self._lost += 1
             self._has_news = True
@@ -177,26 +177,26 @@ class JobLedger:
             self.results.forget_undone(worker.incarnation)
 
     def rests(self, rank: int, now_s: float) -> None:
-        """Note that a worker has asked for the next job: it is through with this one."""
+        """Record that a worker has finished this job, because it requested the next."""
         self._leases.rests(rank, now_s)
 
     @property
     def has_free(self) -> bool:
-        """Whether there is a shard for somebody to take."""
+        """Whether a shard is free."""
         return self._leases.has_free
 
     def close(self) -> None:
-        """Tell workers that there are no shards (any more)."""
+        """Lease no more shards."""
         self._leases.close()
 
     def fail(self, error: str, message: str) -> None:
-        """End the job for a reason; the first one counts, under the next scheduler too: workers have gone on."""
+        """End the job with an error. The first error stays, also under the next scheduler."""
         self.failed = self.failed or (error, message)
         self._has_news = True
         self.close()
 
     def take_news(self) -> JobRecord | None:
-        """Return what is new since the last call, for members to keep; None if nothing is."""
+        """Return the facts since the last call, which members store; None if there are none."""
         if not self._has_news:
             return None
         news, self._news, self._has_news = self._news, JobFacts(self.number), False
@@ -206,20 +206,19 @@ class JobLedger:
         return record
 
     def record(self) -> JobRecord:
-        """Return all that was news so far, for a member that may have missed some.
+        """Return all facts that members have received, for a member that may have missed some.
 
-        News say which shards are done, and all that their worker has counted up to then: who lacks some of the one has
-        too much of the other.
+        It needs all of them: counters belong to the finished shards up to then.
         """
         return self._facts.export()
 
     def account(self) -> JobAccount:
-        """Return what is done: all that came of these shards is acknowledged by the servers."""
+        """Return the finished shards; the servers have acknowledged all their pushes."""
         pool = self._leases.pool
         return JobAccount(files=pool.sizes, done=done_shards(pool.done()), progress=self.results.progress_of_done())
 
     def state(self, num_workers: int, now_s: float) -> JobState:
-        """Return how far the job is; so many workers live."""
+        """Return the job's progress; `num_workers` workers are alive."""
         done, total = self._leases.pool.progress()
         started_s, ended_s = self._leases.started_s, self._leases.ended_s
         until_s = now_s if ended_s is None else ended_s

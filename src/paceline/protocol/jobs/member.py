@@ -1,4 +1,4 @@
-"""The ledger that a worker, or who posts jobs, keeps of the latest job, for a scheduler that takes over."""
+"""A member's record of the latest job, from which a new scheduler restores it."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ from paceline.protocol.jobs.records import (
 
 
 class MemberLedger:
-    """What one process remembers of the latest job: it looks at each request that goes out, and at each answer.
+    """The record of one worker or poster. It is updated with each request and each answer.
 
-    Reports are kept until the next job: the scheduler may die with those that nobody has taken. A shard with reports,
-    and those that this worker has done after it, are done for another scheduler when it has heard of them again, behind
-    the reports: if the worker dies before, they are read again.
+    Reports are stored until the next job, because the scheduler may die with reports that the poster has not taken. A
+    new scheduler counts a shard with reports, and the worker's later shards, as finished only after the worker has sent
+    the reports again. If the worker dies before, these shards are read again.
     """
 
     def __init__(self) -> None:
         self.incarnation = 0
         self._facts = JobFacts(0)
-        self._working = 0  # the number of the job that this worker was given last
-        self._is_busy = False  # and has not asked for the next
+        self._working = 0  # the number of this worker's latest job
+        self._is_busy = False  # it has not requested the next job
         self._leases: dict[int, Lease] = {}
         self._last_lease = -1
         self._progress: Counters = {}
         self._reports: dict[int, tuple[messages.Report, Any]] = {}  # with their bodies
         self._reported: set[Key] = set()  # the shards of reports
-        self._unknown: dict[int, messages.LeaseDone] = {}  # lease → that it is done, and its poster may not know
+        self._unknown: dict[int, messages.LeaseDone] = {}  # lease → its LeaseDone, until the poster knows
         self._num_reports = 0
         self._posted: JobSpec | None = None
         self._seconds = 0.0
-        self._heard_s: float | None = None  # when, and that the job ran then
+        self._heard_s: float | None = None  # time of the last status of a running job
         self._taken: set[tuple[int, int]] = set()
 
     def counted(self, counters: Counters) -> None:
-        """Note this worker's counters before they are sent."""
+        """Record this worker's counters before they are sent."""
         self._progress = counters
 
     def sent(self, request: messages.JobRequest, body: Any = ()) -> messages.JobRequest:
-        """Note a request, and a report's body, before it is sent; return it as it is to be sent."""
+        """Record a request and a report's body; return the request to send."""
         facts = self._facts
         match request:
             case messages.Report(shard=shard):
@@ -86,14 +86,14 @@ class MemberLedger:
             self._facts.settle(self.incarnation, request.progress)
 
     def answered(self, request: messages.JobRequest, answer: Any, now_s: float) -> None:
-        """Note the answer to a request."""
+        """Record the answer to a request."""
         facts = self._facts
         match request, answer:
             case messages.TakeLease(job=job), Lease(lease=number) if job == self._working and number >= 0:
                 self._leases[number] = answer
                 self._last_lease = max(self._last_lease, number)
             case messages.GetJob(), Job(number=number) if number <= self._working:
-                self._is_busy = number > 0  # shards of it came back
+                self._is_busy = number > 0  # its shards became free again
             case messages.GetJob(), Job(number=number):
                 self._is_busy = True
                 self._begin(number)
@@ -114,14 +114,14 @@ class MemberLedger:
                 if answer.done:
                     facts.settle(answer.incarnation, answer.settled)
 
-    def told(self, news: JobRecord) -> None:
-        """Note the scheduler's news."""
+    def merge_news(self, news: JobRecord) -> None:
+        """Merge the scheduler's news."""
         self._begin(news.number)
         if news.number == self._facts.number:
             self._facts.merge(news)
 
     def memory(self, now_s: float) -> JobMemory | None:
-        """What there is to tell of the latest job."""
+        """Return the record of the latest job for a new scheduler; None without a job."""
         if not self._facts.number:
             return None
         is_mine = self._working == self._facts.number
@@ -138,11 +138,11 @@ class MemberLedger:
         )
 
     def again(self) -> list[tuple[messages.Report | messages.LeaseDone, Any]]:
-        """Return what to repeat to another scheduler, with bodies: this worker's reports, then its finished shards."""
+        """Return the requests to send again to a new scheduler, with bodies: reports, then finished shards."""
         return [*self._reports.values(), *((done, ()) for done in self._unknown.values())]
 
     def _begin(self, number: int) -> None:
-        """Turn to a later job."""
+        """Replace the record by that of a later job."""
         if number > self._facts.number:
             self._facts = JobFacts(number)
             self._posted = None

@@ -1,6 +1,6 @@
-"""Requests about jobs, as they travel to the scheduler; its answers are :mod:`paceline.protocol.jobs.records`.
+"""Requests about jobs to the scheduler. Its answers are in :mod:`paceline.protocol.jobs.records`.
 
-A request that asks for nothing is answered by None as soon as it is noted.
+A request without a result is answered by None once it is recorded.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class PostJob(JobRequest, frozen=True, kw_only=True, tag=True):
-    """Post work for the workers. Posting another job ends the one before. Answered by the job's number."""
+    """Post work for the workers. A new job ends the previous one. Answered by the job's number."""
 
     spec: JobSpec
 
 
 class GetJob(JobRequest, frozen=True, kw_only=True, tag=True):
-    """A worker that has finished its part of job `after` asks for the next job, or for more of that one.
+    """A worker has finished its part of job `after` and requests the next job, or more of that one.
 
-    Answered by Job, as soon as there is one and no worker is at another job any more.
+    Answered by Job once there is one and no worker has another job.
     """
 
     after: int
 
 
 class TakeLease(JobRequest, frozen=True, kw_only=True, tag=True):
-    """A worker asks for a shard. Answered by Lease at once, or, with `wait`, when there is one."""
+    """A worker requests a shard. Answered by Lease immediately or, with `wait`, once a shard is free."""
 
     job: int
     wait: bool
@@ -51,7 +51,7 @@ class LeaseDone(JobRequest, frozen=True, kw_only=True, tag=True):
 
 
 class FileEnded(JobRequest, frozen=True, kw_only=True, tag=True):
-    """Reading has shown how many shards a file has."""
+    """The number of shards of a file that was read to its end."""
 
     job: int
     file: int
@@ -64,13 +64,13 @@ class Report(JobRequest, frozen=True, kw_only=True, tag=True):
     job: int
     fields: dict[str, Any]
     number: int = 0
-    """Identifies a repeated report: a worker counts its reports from 1."""
+    """A worker numbers its reports from 1. The number identifies a report that is sent again."""
     shard: Key | None = None
-    """The shard of the findings: they count once this worker has finished it. None: they count at once."""
+    """The report counts once the worker has finished this shard; immediately if it is None."""
 
 
 class JobFailed(JobRequest, frozen=True, kw_only=True, tag=True):
-    """A worker found that no worker can do the job: the data is bad, for example."""
+    """No worker can do the job, for example because the data is malformed."""
 
     job: int
     error: str
@@ -78,17 +78,17 @@ class JobFailed(JobRequest, frozen=True, kw_only=True, tag=True):
 
 
 class JobStatus(JobRequest, frozen=True, kw_only=True, tag=True):
-    """Ask for a job's state. Answered by JobState."""
+    """Request a job's state. Answered by JobState."""
 
     job: int
 
 
 class HasOtherPoster(JobRequest, frozen=True, kw_only=True, tag=True):
-    """Ask whether another process has posted the latest job and may still return. Answered by bool."""
+    """Request whether another process, which may reconnect, posted the latest job. Answered by bool."""
 
 
 class GetAccount(JobRequest, frozen=True, kw_only=True, tag=True):
-    """Ask which shards of a job are done. Answered by JobAccount."""
+    """Request the finished shards of a job. Answered by JobAccount."""
 
     job: int
 
@@ -100,26 +100,26 @@ class TakeReports(JobRequest, frozen=True, kw_only=True, tag=True):
 
 
 class JobNews(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Notice from the scheduler to workers and the job's poster, so that its news survive the scheduler."""
+    """New facts of a job, which workers and poster store in case the scheduler dies."""
 
     record: JobRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountersReceived:
-    """A worker's heartbeat has brought its counters; the counter "job" is the number of their job."""
+    """A worker's counters, from its heartbeat; the counter "job" is the job's number."""
 
     counters: Counters
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A request of a process. The runtime answers by `call`, and identifies the process by `peer`."""
+class ReceivedRequest:
+    """A request of the process `peer`; the runtime answers `call`."""
 
     call: object
     peer: object
     incarnation: int
-    """The member's; 0 for a process that is no member."""
+    """The member's incarnation; 0 for other processes."""
     request: JobRequest | CountersReceived
     body: Any = b""
     """The body of the request's frame."""
@@ -127,7 +127,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Answer a call: now, or when its process is connected again."""
+    """The answer to a call, sent now or when its process has reconnected."""
 
     call: object
     content: Any

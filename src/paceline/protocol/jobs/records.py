@@ -1,7 +1,7 @@
-"""What is known of a job: the values that members and scheduler exchange, and remember for one another.
+"""Records of jobs that members and scheduler exchange and store.
 
-Facts of a job only accumulate, so records of them merge in any order, and the same record twice is as good as once.
-What all members know together is what a scheduler knew that died (:meth:`paceline.protocol.jobs.JobLedger.restore`).
+Facts of a job only accumulate. So records merge in any order, and merging one twice changes nothing. All members
+together have the facts of a scheduler that died (:meth:`paceline.protocol.jobs.JobLedger.restore`).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any, Final, TypeAlias
 from paceline.errors import UsageError
 
 Key: TypeAlias = tuple[int, int, int]
-"""Epoch, file and number of a shard: their order is the order of leasing."""
+"""Epoch, file and number of a shard. Shards are leased in this order."""
 
 Counters: TypeAlias = dict[str, float]
-"""What a worker has done in a job, by name; counters only rise."""
+"""A worker's counters in a job, by name. They only rise."""
 
 MAX_SHARDS: Final = 1 << 26
-"""Of a job: those of all its files in all its epochs, and one more for each file in each epoch."""
+"""Limit of a job: the shards of all files in all epochs, plus one per file and epoch."""
 
 NOTHING_NOW: Final = -1
 ALL_DONE: Final = -2
@@ -34,14 +34,14 @@ def _check(what: str, number: int, highest: int, lowest: int = 0) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """A shard for a worker to read; or, as its number, NOTHING_NOW (ask again and wait) or ALL_DONE."""
+    """A shard for a worker to read. The number may be NOTHING_NOW (request again with `wait`) or ALL_DONE."""
 
     lease: int
     epoch: int = 0
     file: int = 0
     shard: int = 0
     num_shards: int = 0
-    """How many the file has; 0 while that is unknown."""
+    """The number of shards of the file; 0 while it is unknown."""
 
     def __post_init__(self) -> None:
         _check("lease", self.lease, _MAX_NUMBER, ALL_DONE)
@@ -56,7 +56,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoneShards:
-    """Shards of one file that are done in one epoch: bit i of `shards` (little endian) stands for shard `first` + i."""
+    """Finished shards of one file in one epoch: bit i of `shards` (little endian) is shard `first` + i."""
 
     epoch: int
     file: int
@@ -68,7 +68,7 @@ class DoneShards:
 
 
 def done_shards(keys: Iterable[Key]) -> tuple[DoneShards, ...]:
-    """Return shards that are done as they travel."""
+    """Return the records of finished shards."""
     masks: dict[tuple[int, int], int] = {}
     for epoch, file, shard in keys:
         masks[epoch, file] = masks.get((epoch, file), 0) | 1 << shard
@@ -82,7 +82,7 @@ def _done_shards(epoch: int, file: int, mask: int) -> DoneShards:
 
 
 def shards_in(done: Iterable[DoneShards]) -> Iterator[Key]:
-    """Yield the shards that are done."""
+    """Yield the finished shards of records."""
     for each in done:
         for index, byte in enumerate(each.shards):
             for bit in range(8) if byte else ():
@@ -92,7 +92,7 @@ def shards_in(done: Iterable[DoneShards]) -> Iterator[Key]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
-    """Work for the workers: `description` is theirs to understand, `files` are shards per file (None: unknown)."""
+    """Work for the workers, who decode `description`. `files` has the number of shards per file, None if unknown."""
 
     description: bytes
     files: tuple[int | None, ...]
@@ -100,7 +100,7 @@ class JobSpec:
     assignment: str
     """An :data:`paceline.protocol.jobs.shards.Assignment`."""
     done: tuple[DoneShards, ...] = ()
-    """What is done already, as a snapshot says; and the counters of that."""
+    """Shards that a snapshot contains; `progress` has their counters."""
     progress: Counters = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -119,20 +119,20 @@ class JobSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRecord:
-    """Facts of a job, as they travel."""
+    """Facts of a job, to send."""
 
     number: int
     num_workers: int = 0
-    """Strided: how many workers the shards are dealt to."""
+    """The number of workers that share the shards of a strided job."""
     done: tuple[DoneShards, ...] = ()
     ended: dict[int, int] = field(default_factory=dict)
-    """The numbers of shards that reading has shown, by file."""
+    """The numbers of shards of files that were read to their end, by file."""
     settled: dict[int, Counters] = field(default_factory=dict)
-    """The counters of each worker (by incarnation) at the end of its last shard that is done."""
+    """The counters of each worker, by incarnation, after its last finished shard."""
     lost: int = 0
-    """How many workers have died."""
+    """The number of workers that died."""
     failed: tuple[str, str] | None = None
-    """The kind and text of the error for which it has failed."""
+    """Kind and text of the error that ended the job."""
 
     def __post_init__(self) -> None:
         _check("job", self.number, _MAX_NUMBER)
@@ -143,12 +143,12 @@ class JobRecord:
 
 
 def later(known: Mapping[str, float], counters: Mapping[str, float]) -> Counters:
-    """Return the later of a worker's counters, which are the greater ones: some is said again, and late."""
+    """Return the greater of each of a worker's counters: messages may arrive late or twice."""
     return {**known, **{name: max(value, known.get(name, value)) for name, value in counters.items()}}
 
 
 class JobFacts:
-    """Facts of one job, as somebody collects them."""
+    """Accumulated facts of one job."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -160,16 +160,16 @@ class JobFacts:
         self._done: dict[tuple[int, int], int] = {}  # epoch, file → a set of shards as a mask
 
     def add_done(self, key: Key) -> None:
-        """Note that a shard is done."""
+        """Record a finished shard."""
         epoch, file, shard = key
         self._done[epoch, file] = self._done.get((epoch, file), 0) | 1 << shard
 
     def settle(self, incarnation: int, counters: Mapping[str, float]) -> None:
-        """Note a worker's counters at the end of a shard: of two, the greater are the later ones."""
+        """Record a worker's counters after a shard."""
         self.settled[incarnation] = later(self.settled.get(incarnation, {}), counters)
 
     def merge(self, record: JobRecord) -> None:
-        """Note what somebody else knows."""
+        """Merge a record."""
         self.num_workers = max(self.num_workers, record.num_workers)
         self.lost = max(self.lost, record.lost)
         self.failed = self.failed or record.failed
@@ -181,7 +181,7 @@ class JobFacts:
             self.settle(incarnation, counters)
 
     def export(self) -> JobRecord:
-        """All of it, as it travels."""
+        """Return the facts as a record."""
         return JobRecord(
             number=self.number,
             num_workers=self.num_workers,
@@ -195,36 +195,36 @@ class JobFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobMemory:
-    """What one member knows of the latest job. All members' together are what the scheduler knew, or counts no more."""
+    """One member's record of the latest job. All members' records together restore the scheduler's ledger."""
 
     record: JobRecord
     working: bool = False
-    """Whether this member is a worker that was given the job."""
+    """Whether this member is a worker with the job."""
     is_busy: bool = False
     """Whether this member is a worker that was given a job, this or one before, and has not asked for the next."""
     leases: tuple[Lease, ...] = ()
-    """Those that this worker holds."""
+    """This worker's open leases."""
     last_lease: int = -1
     progress: Counters = field(default_factory=dict)
     """This worker's counters now."""
     posted: JobSpec | None = None
     """The job itself, if this member has posted it."""
     seconds: float = 0.0
-    """Since its beginning, as far as its poster knows."""
+    """Time since the job's start, as its poster knows it."""
     taken: tuple[tuple[int, int], ...] = ()
-    """The reports that its poster has: the worker's incarnation, the report's number."""
+    """The poster's reports: the worker's incarnation and the report's number."""
 
     def __post_init__(self) -> None:
         _check("lease", self.last_lease, _MAX_NUMBER, -1)
 
     @property
     def number(self) -> int:
-        """The job's."""
+        """The number of the job."""
         return self.record.number
 
     @property
     def has_worked(self) -> bool:
-        """Whether this member is a worker that was given shards of the job."""
+        """Whether this member is a worker that had shards of the job."""
         return self.working and self.last_lease >= 0
 
 
@@ -233,7 +233,7 @@ class JobMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A job, or its absence: number -1 means that the cluster is done and the worker may go."""
+    """A job. Number -1 means that the cluster ends and the worker may exit."""
 
     number: int
     description: bytes = b""
@@ -241,7 +241,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobState:
-    """How far a job is. `progress` sums what workers told, the dead included."""
+    """The progress of a job. `progress` sums the counters of all workers, also of dead ones."""
 
     done: int
     total: int | None
@@ -249,33 +249,33 @@ class JobState:
     failed: tuple[str, str] | None
     progress: Counters
     seconds: float
-    """From the first shard leased to the last worker through."""
+    """Time from the first lease until the last worker finished."""
     num_workers: int
     lost_workers: int
     num_reports: int
     awaited: tuple[int, ...] = ()
-    """The ranks of workers that are at the job before: this one begins when they are through."""
+    """The ranks of workers with an earlier job; this job starts when they finish it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobAccount:
-    """What was done of a job at one moment: all pushes that came of the done shards are acknowledged."""
+    """The finished shards of a job at one moment; all their pushes are acknowledged."""
 
     files: tuple[int | None, ...]
-    """Shards of each file, where known."""
+    """The number of shards of each file, None if unknown."""
     done: tuple[DoneShards, ...]
     progress: Counters = field(default_factory=dict)
-    """The workers' counters over the done shards: examples, loss, bytes."""
+    """The sums of the workers' counters over the finished shards: examples, loss, bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakenReport:
-    """A report, and the incarnation of the worker that made it as its number `number`."""
+    """Report `number` of the worker with this incarnation."""
 
     fields: dict[str, Any]
     incarnation: int
     number: int
     done: tuple[Key, ...] = ()
-    """The shards that are done by it: who takes the report keeps that too."""
+    """The shards that this report completes; its receiver records them."""
     settled: Counters = field(default_factory=dict)
-    """The worker's counters at the end of the last of these shards."""
+    """The worker's counters after the last of these shards."""

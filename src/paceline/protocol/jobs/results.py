@@ -1,4 +1,4 @@
-"""What the workers of one job have found and counted: of each shard once, whoever dies."""
+"""The workers' reports and counters of one job; each shard counts once, even if a worker dies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BEFORE = -1  # in place of an incarnation: what was done before this job, as a 
 
 @dataclass(slots=True)
 class KeptReport:
-    """A report; the shards that are done when its poster has it; its worker's counters then."""
+    """A report, the shards that it completes for the poster, and the worker's counters then."""
 
     incarnation: int
     report: Report
@@ -21,50 +21,50 @@ class KeptReport:
     done: list[Key] = field(default_factory=list)
     settled: Counters = field(default_factory=dict)
     num_told: int = 0
-    """How many of the shards the poster was told with the report."""
+    """The number of these shards that were sent with the report."""
 
     @property
     def later(self) -> list[Key]:
-        """The shards that were done after the report was taken."""
+        """The shards that were finished after the report was taken."""
         return self.done[self.num_told :]
 
 
 class Results:
-    """The counters and reports of one job. Workers are known by their incarnations.
+    """The counters and reports of one job, by the incarnation of the worker.
 
-    Should a worker and the scheduler die before the poster has what was found in a shard, the shard has to be read
-    again. So that a shard is done becomes known to its poster with its report, and so do the shards that its worker has
-    done after it: counters say how much a worker has done, not of which shards.
+    If a worker and the scheduler die before the poster has a shard's report, the shard must be read again. So a shard
+    counts as finished when the poster receives its report. The same holds for the worker's later shards, because
+    counters have only totals, not shards.
     """
 
     def __init__(self, number: int, progress: Counters) -> None:
         self._number = number
         self._now: dict[int, Counters] = {_BEFORE: progress} if progress else {}
-        self._of_done: dict[int, Counters] = {_BEFORE: progress}  # of the shards that are done
+        self._of_done: dict[int, Counters] = {_BEFORE: progress}  # over the finished shards
         self._reports: deque[KeptReport] = deque()
-        self._held: dict[tuple[int, Key], list[KeptReport]] = {}  # reports of shards that are not done
+        self._held: dict[tuple[int, Key], list[KeptReport]] = {}  # reports of unfinished shards
         self._unknown: dict[int, KeptReport] = {}  # the last report of each worker that completes a shard
-        self._taken: KeptReport | None = None  # the last report that was taken, until the poster is known to have it
+        self._taken: KeptReport | None = None  # the last report sent, until the poster confirms it
         self._seen: set[tuple[int, int]] = set()  # reports: incarnation, number
 
     def restore(self, record: JobRecord, taken: tuple[tuple[int, int], ...]) -> None:
-        """Note what members know, and which reports the poster has."""
+        """Restore the members' facts and the poster's reports."""
         self._seen.update(taken)
         self._of_done.update(record.settled)
         self._now.update((incarnation, dict(counters)) for incarnation, counters in record.settled.items())
 
     @property
     def num_reports(self) -> int:
-        """How many reports there are to take."""
+        """The number of reports that the poster can take."""
         return len(self._reports)
 
     def note_progress(self, incarnation: int, counters: Counters) -> None:
-        """Note a worker's counters now."""
+        """Record a worker's current counters."""
         if counters.get("job") == self._number:
             self._now[incarnation] = later(self._now.get(incarnation, {}), counters)
 
     def shard_done(self, incarnation: int, key: Key, counters: Counters) -> bool:
-        """Note that a worker has done a shard; return whether that may be known at once, or with its report."""
+        """Record a finished shard; return whether members may know it before the poster has its report."""
         self._of_done[incarnation] = later(self._of_done.get(incarnation, {}), counters)
         findings = self._held.pop((incarnation, key), [])
         self._reports.extend(findings)
@@ -78,10 +78,10 @@ class Results:
         return False
 
     def add_report(self, incarnation: int, report: Report, body: object) -> None:
-        """Keep a report for the poster; one of a shard, until that is done."""
+        """Store a report for the poster; the report of a shard waits until the shard is finished."""
         if report.number:
             if (incarnation, report.number) in self._seen:
-                return  # its worker could not know that it had come
+                return  # sent again, because its worker had no acknowledgement
             self._seen.add((incarnation, report.number))
         finding = KeptReport(incarnation, report, body)
         if report.shard is None:
@@ -90,7 +90,7 @@ class Results:
             self._held.setdefault((incarnation, report.shard), []).append(finding)
 
     def take_report(self) -> tuple[TakenReport, object] | None:
-        """Return the next report, and its body."""
+        """Return the next report and its body."""
         if not self._reports:
             return None
         finding = self._taken = self._reports.popleft()
@@ -104,8 +104,8 @@ class Results:
         )
         return report, finding.body
 
-    def report_came(self) -> KeptReport | None:
-        """Note that the poster has what it took last; return that if others may know of more that is done now."""
+    def report_received(self) -> KeptReport | None:
+        """Record that the poster has its last report; return it if that completes further shards."""
         finding, self._taken = self._taken, None
         if finding is None:
             return None
@@ -114,7 +114,7 @@ class Results:
         return finding if finding.later else None
 
     def forget_undone(self, incarnation: int) -> None:
-        """Forget what a worker has found and counted in shards that it has not done: others will do them."""
+        """Drop a worker's reports and counters of unfinished shards: other workers will read these."""
         self._held = {at: findings for at, findings in self._held.items() if at[0] != incarnation}
         self._now[incarnation] = self._of_done.get(incarnation, {})
 
@@ -123,7 +123,7 @@ class Results:
         return _sum(self._now)
 
     def progress_of_done(self) -> Counters:
-        """The sum of all workers' counters over the shards that are done."""
+        """The sum of all workers' counters over the finished shards."""
         return _sum(self._of_done)
 
 

@@ -1,4 +1,4 @@
-"""What becomes of each shard of the data in each epoch: the table of its states, and the state that it is in."""
+"""The state of each shard in each epoch, and the table of transitions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHARD: Final = StateTable(
     ),
 )
 
-# A shard's state is kept as one byte: its place among the states. Where it goes is looked up.
+# A shard's state is stored as one byte: its index in `SHARD.states`.
 FREE, OPEN, RETURNED, DONE = range(len(SHARD.states))
 _NEXT: Final = {
     (SHARD.states.index(row.source), row.event): SHARD.states.index(row.target)
@@ -37,7 +37,7 @@ _NEXT: Final = {
 
 
 class ShardStates:
-    """What has become of each shard. `sizes` are the numbers of shards of the files, None where unknown."""
+    """The state of each shard. `sizes` are the numbers of shards of the files, None where unknown."""
 
     def __init__(self, sizes: Sequence[int | None], epochs: int) -> None:
         self.sizes: list[int | None] = list(sizes)
@@ -51,7 +51,7 @@ class ShardStates:
         return size is not None and key[2] >= size
 
     def exists(self, key: Key) -> bool:
-        """Whether there is such a shard, as far as is known."""
+        """Whether the shard may exist; True past the known part of a file of unknown size."""
         epoch, file, shard = key
         return 0 <= epoch < self.epochs and 0 <= file < len(self.sizes) and shard >= 0 and not self.is_past(key)
 
@@ -61,11 +61,11 @@ class ShardStates:
         return states[key[2]] if key[2] < len(states) else FREE
 
     def move(self, key: Key, event: str) -> None:
-        """Have an event of :data:`SHARD` happen to a shard."""
+        """Apply an event of :data:`SHARD` to a shard."""
         self.set(key, _NEXT[self.of(key), event])
 
     def set(self, key: Key, state: int) -> None:
-        """Have a shard be in a state."""
+        """Set a shard's state."""
         epoch, file, shard = key
         states = self._states.setdefault((epoch, file), bytearray())
         if shard >= len(states):
@@ -74,7 +74,7 @@ class ShardStates:
         states[shard] = state
 
     def end(self, file: int, num_shards: int) -> None:
-        """Forget the shards past the end of a file."""
+        """Remove the shards past the end of a file."""
         self.sizes[file] = num_shards
         for (_, of), states in self._states.items():
             if of == file:

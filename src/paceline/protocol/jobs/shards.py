@@ -1,9 +1,8 @@
-"""Who reads which part of the data: leases of small shards.
+"""Leases of small shards of the data.
 
-The scheduler holds one :class:`Shards` per data set. A worker leases a shard, reads it, says that it is done;
-what a lost worker held is leased again. So each (epoch, file, shard) ends done exactly once, whoever dies,
-and a slow worker simply leases fewer. The scheduler may die too: a new one makes its :class:`Shards` from what the
-nodes know (:meth:`Shards.restore`).
+The scheduler has one :class:`Shards` per data set. A worker leases a shard, reads it and reports it as done. The
+leases of a lost worker are granted again, so each (epoch, file, shard) is done exactly once, and a slow worker leases
+fewer. A new scheduler restores its :class:`Shards` from the records of the members (:meth:`Shards.restore`).
 
 Source: OSDI'14 "Scaling Distributed Machine Learning with the Parameter Server", section 4.5 (the task
 scheduler); leases as in MapReduce (Dean and Ghemawat, OSDI'04, section 3.3).
@@ -32,7 +31,7 @@ class ShardWanted:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A worker is through with the shard of this lease. A lease that was taken back meanwhile is ignored."""
+    """A worker has finished the shard of this lease. A lease that was revoked is ignored."""
 
     worker: int
     lease: int
@@ -40,14 +39,14 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """A worker is dead or gone: what it held, and under "strided" what would be its own, is for others."""
+    """A worker died or left. Others get its leases and, under "strided", its own shards."""
 
     worker: int
 
 
 @dataclass(frozen=True, slots=True)
 class ShardCountFound:
-    """Somebody found the end of a file: it has this many shards."""
+    """A worker has read a file to its end: it has this many shards."""
 
     file: int
     num_shards: int
@@ -55,7 +54,7 @@ class ShardCountFound:
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """Tell the worker: read this shard."""
+    """The worker shall read this shard."""
 
     worker: int
     lease: int
@@ -66,14 +65,14 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Tell the worker: nothing is free just now. Granted or Exhausted follows without a new ShardWanted."""
+    """No shard is free. Granted or Exhausted follows without another ShardWanted."""
 
     worker: int
 
 
 @dataclass(frozen=True, slots=True)
 class Exhausted:
-    """Tell the worker: every shard of every epoch is done."""
+    """Every shard of every epoch is done."""
 
     worker: int
 
@@ -84,19 +83,19 @@ Instruction: TypeAlias = Granted | Wait | Exhausted
 
 @dataclass(frozen=True, slots=True)
 class ShardAccount:
-    """What became of one shard in one epoch."""
+    """The account of one shard in one epoch."""
 
     epoch: int
     file: int
     shard: int
     done: bool
     num_leases: int
-    """How often it was leased; each beyond the first is one that a lost worker gave back."""
+    """The number of its leases; each after the first follows a lost worker."""
 
 
 @dataclass(slots=True)
 class _Cursor:
-    """The next shard that one position has never leased yet."""
+    """The next shard of one position that was never leased."""
 
     epoch: int
     file: int
@@ -104,7 +103,7 @@ class _Cursor:
 
 
 _LEASE_GAP: Final = 1 << 20
-"""How far a restored pool skips ahead: more leases than can have been given with nobody left to tell."""
+"""Distance of a restored pool's lease numbers from earlier ones: more than any lost grants."""
 
 
 class Shards:
@@ -112,14 +111,14 @@ class Shards:
 
     Args:
         files: the number of shards of each file; None where it is unknown (a compressed stream). Such a
-            file's shards are leased until somebody reports the end, and the files after it come after that.
+            file's shards are leased until a worker reports its end; later files follow then.
         epochs: how often the data is read. There is no barrier between epochs.
-        assignment: "first-come": whoever asks gets the next. "strided": shard k in the order of an epoch
+        assignment: "first-come": each request gets the next shard. "strided": shard k in the order of an epoch
             belongs to worker k mod ``num_workers``, so that without losses every run deals the same shards to
             the same workers. (In this order a file whose number is unknown at the start takes no place: the
             file after it counts on from the file before it. So the order is known before the data is read.)
-        num_workers: under "strided", the worker ids 0..num_workers-1 have shards of their own. Others get
-            only what lost workers leave.
+        num_workers: under "strided", the worker ids 0..num_workers-1 have shards of their own. Other workers get
+            only shards of lost workers.
 
     Raises:
         UsageError: a number is out of range or the assignment unknown.
@@ -145,7 +144,7 @@ class Shards:
         self._offsets = [sum(n or 0 for n in files[:i]) for i in range(len(files))]
         self._leased_again: dict[Key, int] = {}
         self._cursors = [_Cursor(0, 0, self._first(0, p)) if files else _Cursor(0, 0, 0) for p in range(self._stride)]
-        self._orphans: set[int] = set()  # positions whose worker was lost: their shards are for all
+        self._orphans: set[int] = set()  # positions of lost workers: any worker gets their shards
         self._returned: list[Key] = []  # a heap
         self._open: dict[int, tuple[int, Key]] = {}  # lease → worker, shard
         self._waiting: dict[int, None] = {}  # workers, in the order in which they began to wait
@@ -164,18 +163,17 @@ class Shards:
         last_lease: int = -1,
         num_leases: Mapping[tuple[int, int, int], int] | None = None,
     ) -> Shards:
-        """Make the pool anew after the scheduler died, from what the nodes know together.
+        """Restore the pool after the death of the scheduler, from the records of the members.
 
         Args:
             files, epochs, assignment, num_workers: as of the former pool; `files` with the ends found since.
-            done: the shards, as (epoch, file, shard), that any node knows to be done; twice is as good as once.
-            held: the leases that live workers hold, as they were granted. Of two of one shard the later one counts.
-            last_lease: the highest number of a lease that any node remembers, done or not.
-            num_leases: how often shards were leased, as far as that is known; once where it is not.
+            done: the shards, as (epoch, file, shard), that any member knows as done; repetitions are allowed.
+            held: the leases of live workers. Of two for one shard, the later counts.
+            last_lease: the highest number of a lease that any member knows, done or not.
+            num_leases: the known numbers of leases of shards; otherwise 1.
 
-        What was leased to a worker that did not come back, or that never heard of it, is free again: a lease that is
-        in nobody's hands was never done. Lease numbers go on far above all that were given, so that what is still said
-        of the former ones is either of a lease in `held`, or of none.
+        Other leased shards are free again: without a live holder, a lease was never done. New lease numbers are far
+        above all earlier ones, so that a late message is about a lease in `held` or about none.
         """
         self = cls(files, epochs, assignment, num_workers)
         highest = last_lease
@@ -197,15 +195,15 @@ class Shards:
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """The workers that were told to wait, the first first."""
+        """The waiting workers, in the order of their requests."""
         return tuple(self._waiting)
 
     def handle(self, event: Event) -> list[Instruction]:
-        """Take one event; return what to do, in order.
+        """Apply one event; return the instructions in order.
 
         Raises:
-            ProtocolError: a worker says Done for a lease of another; nothing has changed.
-            DataError: a file's end is reported at odds with its known number; nothing has changed.
+            ProtocolError: a worker reports a lease of another as done; nothing has changed.
+            DataError: a file's end contradicts its known number of shards; nothing has changed.
         """
         match event:
             case ShardWanted(worker):
@@ -228,11 +226,11 @@ class Shards:
 
     @property
     def sizes(self) -> tuple[int | None, ...]:
-        """The number of shards of each file, as far as it is known by now."""
+        """The number of shards of each file, None if unknown."""
         return tuple(self._states.sizes)
 
     def shard_of(self, lease: int) -> tuple[int, int, int] | None:
-        """The (epoch, file, shard) of a lease that is open."""
+        """Return the (epoch, file, shard) of an open lease, else None."""
         return self._open[lease][1] if lease in self._open else None
 
     def holds(self, worker: int) -> bool:
@@ -240,17 +238,17 @@ class Shards:
         return any(holder == worker for holder, _ in self._open.values())
 
     def done(self) -> Iterator[Key]:
-        """The shards that are done."""
+        """Return the finished shards."""
         return self._states.all(DONE)
 
     def progress(self) -> tuple[int, int | None]:
-        """How many shards of all epochs are done, and of how many; None while a file's number is unknown."""
+        """Return the numbers of finished and of all shards; None for all while a file's number is unknown."""
         states = self._states
         total = None if None in states.sizes else states.epochs * sum(n or 0 for n in states.sizes)
         return states.num_done, total
 
     def report(self) -> tuple[ShardAccount, ...]:
-        """The account of every shard, in order; of a file whose number is unknown, those leased so far."""
+        """Return the account of every shard in order; in a file of unknown size, of the leased shards."""
         accounts = []
         for key in self._states.known():
             state = self._states.of(key)
@@ -269,13 +267,13 @@ class Shards:
         return Granted(worker, lease, *key)
 
     def _next(self, worker: int) -> Key | None:
-        # Rule 1: what was given back goes out before anything new.
+        # Rule 1: shards of revoked leases come before new ones.
         if self._returned:
             key = heapq.heappop(self._returned)
             self._leased_again[key] = self._leased_again.get(key, 0) + 1
             return key
-        # Rule 2: then the earliest epoch that has something for this worker; within it, its own before what a
-        # lost worker left. Nobody takes a shard of a living one.
+        # Rule 2: then the earliest epoch with a shard for this worker; its own shards come before those of lost
+        # workers. Shards of live workers are never taken.
         own = worker if self._strided else 0
         best: tuple[int, bool, Key, int] | None = None
         for position in {own, *self._orphans}:
@@ -310,11 +308,11 @@ class Shards:
 
     @property
     def has_free(self) -> bool:
-        """Whether there is a shard that is neither leased nor done."""
+        """Whether a shard is neither leased nor done."""
         return bool(self._returned) or any(self._peek(position) is not None for position in range(self._stride))
 
     def _serve(self) -> list[Instruction]:
-        # Rule 3: whoever waits is answered by the event that makes an answer possible, the first first.
+        # Rule 3: waiting workers are answered in order, by the first event that allows an answer.
         instructions: list[Instruction] = []
         for worker in list(self._waiting):
             answer = self._answer(worker)
@@ -324,21 +322,20 @@ class Shards:
         return instructions
 
     def _close(self, worker: int, lease: int) -> None:
-        # Rule 4: only an open lease can be done. One that was taken back counts where it is leased again.
+        # Rule 4: only an open lease can be done. A revoked lease counts when the shard is leased again.
         if lease not in self._open:
             return
         holder, key = self._open[lease]
         if holder != worker:
             raise ProtocolError(
-                f"Worker {worker} says that lease {lease} is done, but worker {holder} holds it; the report "
+                f"Worker {worker} reports lease {lease} as done, but worker {holder} holds it; the report "
                 "was ignored. A worker may report only its own leases."
             )
         del self._open[lease]
         self._states.move(key, "Done")
 
     def _take_back(self, worker: int) -> None:
-        # Rule 5: what a lost worker held goes back, and under "strided" its own shards are for all until it
-        # is back.
+        # Rule 5: the leases of a lost worker are revoked. Under "strided" any worker gets its shards until it returns.
         self._waiting.pop(worker, None)
         for lease in [lease for lease, (holder, _) in self._open.items() if holder == worker]:
             _, key = self._open.pop(lease)
@@ -349,7 +346,7 @@ class Shards:
 
     def _end(self, file: int, num_shards: int) -> None:
         if not 0 <= file < len(self._states.sizes) or num_shards < 0:
-            raise DataError(f"File {file} was reported to end after {num_shards} shards: there is no such file or end.")
+            raise DataError(f"File {file} was reported to end after {num_shards} shards: no such file.")
         size = self._states.sizes[file]
         if size is not None:
             if size == num_shards:
@@ -358,7 +355,7 @@ class Shards:
                 f"File {file} was reported to end after {num_shards} shards, but it has {size}; the report "
                 "was ignored. The file has changed while it was read, or the workers read different files."
             )
-        # Rule 6: shards past the end do not exist. Leased ones are over, with no examples, and count nowhere.
+        # Rule 6: shards past the end do not exist. Their leases are dropped and do not count.
         self._states.end(file, num_shards)
         is_past = self._states.is_past
         self._open = {lease: (worker, key) for lease, (worker, key) in self._open.items() if not is_past(key)}
@@ -374,10 +371,10 @@ class Shards:
         self._states.validate()
         assert not any(self._states.is_past(key) for key in [*keys, *self._returned])
         if self._waiting:
-            assert not self._returned, "a worker waits while shards lie there"
+            assert not self._returned, "a worker waits while revoked shards are free"
             assert self._open or self.has_free, "a worker waits for nothing"
             assert all(self._peek(p) is None for p in self._orphans), (
-                "a worker waits while an orphan's shards lie there"
+                "a worker waits while a lost worker's shards are free"
             )
             positions = self._waiting if self._strided else [0]
             assert all(self._peek(p) is None for p in positions if 0 <= p < self._stride)

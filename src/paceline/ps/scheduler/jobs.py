@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.protocol import Membership
 from paceline.protocol.jobs import JobCore, Remembered
-from paceline.protocol.jobs.messages import Answer, Asked, CountersReceived
+from paceline.protocol.jobs.messages import Answer, CountersReceived, ReceivedRequest
 from paceline.protocol.membership import Member
 from paceline.protocol.scheduler.events import Removed
 from paceline.ps import messages
@@ -23,12 +23,12 @@ class Jobs:
 
     def serve(self, call: PendingCall, request: Any, body: memoryview, membership: Membership) -> None:
         """Carry out a request. Raises PeerError."""
-        asked = Asked(call, call.session, call.session.incarnation or 0, request, bytes(body))
+        asked = ReceivedRequest(call, call.session, call.session.incarnation or 0, request, bytes(body))
         _answer(self.core.handle(asked, membership, time.monotonic()))
 
     def note_progress(self, session: ProcessSession, progress: dict[str, float], membership: Membership) -> None:
         """Take note of a worker's counters."""
-        asked = Asked(None, session, session.incarnation or 0, CountersReceived(counters=progress))
+        asked = ReceivedRequest(None, session, session.incarnation or 0, CountersReceived(counters=progress))
         _answer(self.core.handle(asked, membership, time.monotonic()))
 
     def removed(self, removed: Removed, session: ProcessSession | None) -> None:

@@ -283,7 +283,7 @@ class SchedulerLink:
 
     def _take_notice(self, notice: msgspec.Struct) -> None:
         if isinstance(notice, messages.JobNews):
-            self._memory.told(notice.record)
+            self._memory.merge_news(notice.record)
             return
         cluster, answer = self.state.take(notice)
         self._take_map(cluster)

@@ -71,10 +71,10 @@ class Memory:
             with self._lock:
                 self._ledger.answered(message, answer, time.monotonic())
 
-    def told(self, news: JobRecord) -> None:
+    def merge_news(self, news: JobRecord) -> None:
         """Note the scheduler's news."""
         with self._lock:
-            self._ledger.told(news)
+            self._ledger.merge_news(news)
 
     def tables(self) -> tuple[KnownTable, ...]:
         """The tables that this process has declared."""

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.errors import PeerError
 from paceline.protocol.jobs import Job, JobCore, JobMemory, JobRecord, JobSpec, JobState, Remembered, messages
-from paceline.protocol.jobs.messages import Asked
+from paceline.protocol.jobs.messages import ReceivedRequest
 from paceline.protocol.membership import Member, Membership, Role
 
 SPEC = JobSpec(description=b"", files=(2,), epochs=1, assignment="first-come")
@@ -27,7 +27,7 @@ class Cluster:
         self, incarnation: int, request: messages.JobRequest | messages.CountersReceived
     ) -> list[tuple[object, object]]:
         """Return who is answered what."""
-        asked = Asked(incarnation, incarnation, incarnation, request)
+        asked = ReceivedRequest(incarnation, incarnation, incarnation, request)
         return [(each.call, each.content) for each in self.core.handle(asked, self.membership, 1.0)]
 
     def post(self) -> list[tuple[object, object]]:
@@ -104,7 +104,7 @@ def test_who_is_gone_is_given_no_job_and_counts_nothing() -> None:
     cluster.post()
     cluster.membership.remove(gone.incarnation)
     cluster.core.removed(gone, gone.incarnation, is_lost=True, now_s=1.0)
-    with pytest.raises(PeerError, match="no worker of the cluster"):
+    with pytest.raises(PeerError, match="not a worker of the cluster"):
         cluster.ask(gone.incarnation, messages.GetJob(after=0))
     cluster.ask(gone.incarnation, messages.CountersReceived(counters={"job": 1.0, "examples": 9.0}))
     ((_, state),) = cluster.ask(9, messages.JobStatus(job=1))

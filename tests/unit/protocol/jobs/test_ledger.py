@@ -152,7 +152,7 @@ def test_shards_done_after_one_whose_report_is_not_taken_become_known_with_it() 
     assert (taken_report[0].done, taken_report[0].settled["examples"]) == ((first.key, second.key), 7.0)
     worker.done(ledger, taken(worker, ledger), 8.0)
     assert ledger.take_news() is None, "the report may be lost on its way to the poster"
-    ledger.report_came()
+    ledger.report_received()
     assert news_of(ledger) == [(0, 0, 3)]
 
 

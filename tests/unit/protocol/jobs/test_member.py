@@ -89,10 +89,10 @@ def test_a_worker_is_at_work_until_it_asks_for_the_next_job() -> None:
 def test_a_poster_remembers_its_job_and_what_it_has_taken() -> None:
     ledger = MemberLedger()
     spec = JobSpec(description=b"work", files=(2,), epochs=1, assignment="strided")
-    ledger.told(JobRecord(number=1, num_workers=4))
+    ledger.merge_news(JobRecord(number=1, num_workers=4))
     ledger.answered(messages.PostJob(spec=spec), 1, 1.0)
     done = (DoneShards(epoch=0, file=0, shards=b"\2"),)
-    ledger.told(JobRecord(number=1, num_workers=4, done=done, settled={2: {"examples": 3.0}}, lost=1))
+    ledger.merge_news(JobRecord(number=1, num_workers=4, done=done, settled={2: {"examples": 3.0}}, lost=1))
     report = TakenReport(fields={}, incarnation=2, number=9, done=((1, 0, 0),), settled={"examples": 4.0})
     ledger.answered(messages.TakeReports(job=1), report, 1.0)
     ledger.answered(messages.TakeReports(job=1), None, 1.0)
@@ -103,7 +103,7 @@ def test_a_poster_remembers_its_job_and_what_it_has_taken() -> None:
         [(0, 0, 1), (1, 0, 0)],
         {2: {"examples": 4.0}},
     )
-    ledger.told(JobRecord(number=2, num_workers=4))  # somebody else's
+    ledger.merge_news(JobRecord(number=2, num_workers=4))  # somebody else's
     assert memory_of(ledger).posted is None
 
 

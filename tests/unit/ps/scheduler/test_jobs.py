@@ -135,7 +135,7 @@ def test_what_a_dead_worker_held_is_leased_again() -> None:
     (answer,) = second.answers()
     assert answer["lease"] >= 0
     assert cluster.state(number).lost_workers == 1
-    with pytest.raises(PeerError, match="no worker of the cluster"):
+    with pytest.raises(PeerError, match="not a worker of the cluster"):
         first.take_lease(number)
 
 
