@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from paceline.bench.others import Others
+from paceline.bench.other_load import OtherLoad
 from paceline.data import ClickLogSpec, write_click_log
 from paceline.data.feature_names import CRITEO_NAMES
 from paceline.training.driver import train_locally
@@ -136,7 +136,7 @@ def main() -> None:
                 assert server.stderr is not None
                 port = int(server.stderr.readline().split(", until")[0].rpartition(":")[2])
                 asyncio.run(ask(port, requests, arguments.rate, 2.0, arguments.connections))  # to warm up
-                others, watched = Others(), psutil.Process(server.pid)
+                others, watched = OtherLoad(), psutil.Process(server.pid)
                 before = sum(watched.cpu_times()[:2])
                 latencies = asyncio.run(_measure(port, requests, arguments, options))
                 cpu_ms = (sum(watched.cpu_times()[:2]) - before) / len(latencies) * 1e3

@@ -139,7 +139,7 @@ def test_what_is_wrong_is_said_in_a_sentence(
         part = next(each.glob("*.safetensors"))
         part.write_bytes(part.read_bytes()[:-1])
     cut = fail(*common, "--resume", folder)
-    assert "holds no whole snapshot to resume from" in cut
+    assert "holds no complete snapshot to resume from" in cut
     assert f"{part} is cut off or was changed" in cut
 
 

@@ -17,21 +17,21 @@ class Buffers:
 
     def __init__(self, op: str, num_bytes: int, dtype: str, rank: int, num_ranks: int) -> None:
         self._op, self.rank, self._num_ranks = op, rank, num_ranks
-        whole = num_bytes // ITEM_BYTES[dtype]
-        part = whole // num_ranks
-        self.given: np.ndarray[Any, Any] = np.zeros(part if op == "all_gather" else whole, dtype)
-        self.taken = self.given
+        length = num_bytes // ITEM_BYTES[dtype]
+        part = length // num_ranks
+        self.given: np.ndarray[Any, Any] = np.zeros(part if op == "all_gather" else length, dtype)
+        self.result = self.given
         """The same array as `given` for an in-place operation."""
         if op in ("all_gather", "all_to_all"):
-            self.taken = np.zeros(whole, dtype)
+            self.result = np.zeros(length, dtype)
         elif op == "reduce_scatter":
-            self.taken = np.zeros(part, dtype)
+            self.result = np.zeros(part, dtype)
         self.root = num_ranks - 1
         """Root of a broadcast. Not rank 0, which measures: a root may finish before other ranks have the data."""
 
     def fill(self) -> None:
         """Set this rank's known values."""
-        self.taken[...] = 0
+        self.result[...] = 0
         if self._op == "broadcast" and self.rank != self.root:
             return
         self.given[...] = self._values(self.given.size)
@@ -39,25 +39,25 @@ class Buffers:
 
     def is_right(self) -> bool:
         """Return whether the operation on the known values of all ranks gave the expected result."""
-        ranks, rank, taken = self._num_ranks, self.rank, self.taken
+        ranks, rank, result = self._num_ranks, self.rank, self.result
         if self._op == "barrier":
             return True
         total = ranks * (ranks + 1) // 2
         if self._op == "all_reduce":
-            return np.array_equal(taken, self._values(taken.size) * total)
+            return np.array_equal(result, self._values(result.size) * total)
         if self._op == "broadcast":
-            return np.array_equal(taken, self._values(taken.size) * (self.root + 1))
+            return np.array_equal(result, self._values(result.size) * (self.root + 1))
         if self._op == "reduce_scatter":
-            own = slice(rank * taken.size, (rank + 1) * taken.size)
-            return np.array_equal(taken, self._values(self.given.size)[own] * total)
-        part = taken.size // ranks
-        sent = self._values(part) if self._op == "all_gather" else self._values(taken.size)[rank * part :][:part]
-        return all(np.array_equal(taken[i * part :][:part], sent * (i + 1)) for i in range(ranks))
+            own = slice(rank * result.size, (rank + 1) * result.size)
+            return np.array_equal(result, self._values(self.given.size)[own] * total)
+        part = result.size // ranks
+        sent = self._values(part) if self._op == "all_gather" else self._values(result.size)[rank * part :][:part]
+        return all(np.array_equal(result[i * part :][:part], sent * (i + 1)) for i in range(ranks))
 
     def clear(self) -> None:
         """Set all values to zero, because repeated in-place sums of zeros stay finite."""
         self.given[...] = 0
-        self.taken[...] = 0
+        self.result[...] = 0
 
     def _values(self, count: int) -> np.ndarray[Any, Any]:
         return np.resize(np.arange(1, _PERIOD + 1, dtype=self.given.dtype), count)

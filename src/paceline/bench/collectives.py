@@ -12,13 +12,13 @@ from typing import TypeAlias
 
 import psutil
 
-from paceline.bench.others import Others
+from paceline.bench.other_load import OtherLoad
 from paceline.bench.peers import find_absent
 from paceline.bench.plan import (
     DEFAULT_SIZES,
     ITEM_BYTES,
     OPS,
-    OURS,
+    PACELINE,
     PEERS,
     BenchPlan,
     Measurement,
@@ -36,12 +36,12 @@ __all__ = [
     "DEFAULT_SIZES",
     "ITEM_BYTES",
     "OPS",
-    "OURS",
+    "PACELINE",
     "PEERS",
     "Absent",
     "BenchProgress",
     "Measurement",
-    "Others",
+    "OtherLoad",
     "BenchPlan",
     "bench_collectives",
     "choose_peers",
@@ -74,25 +74,25 @@ def choose_peers(wanted: list[str] | None) -> tuple[tuple[str, ...], Absent]:
     for name in wanted or ():
         if name in absent:
             raise UsageError(f"--peer {name}: {absent[name]}")
-    chosen = [name for name in PEERS if name == OURS or (name not in absent and (not wanted or name in wanted))]
+    chosen = [name for name in PEERS if name == PACELINE or (name not in absent and (not wanted or name in wanted))]
     return tuple(chosen), {} if wanted else absent
 
 
 def bench_collectives(
     plan: BenchPlan,
     *,
-    say: Callable[[str], None] = lambda text: None,
+    show: Callable[[str], None] = lambda text: None,
     on_absent: Callable[[str, str], None] | None = None,
 ) -> Iterator[list[Measurement]]:
     """Measure, and yield the figures of all peers for each size, Paceline first.
 
-    `say` receives the current step, `on_absent` a peer that cannot be measured, with the reason.
+    `show` receives the current step, `on_absent` a peer that cannot be measured, with the reason.
 
     Raises UsageError (unknown algorithm, not enough memory for the sizes) or PeerError (a rank died, a wrong result).
     """
     _check_memory(plan)
     prepare_kernels()
-    say(f"starting {plan.ranks} ranks ...")
+    show(f"starting {plan.ranks} ranks ...")
     with BenchRanks(mpirun="mpi" in plan.peers) as ranks:
         ranks.start(plan)
         for message in ranks.messages():
@@ -100,9 +100,9 @@ def bench_collectives(
                 on_absent(message["absent"], message["why"])
             elif "size" in message:
                 number = plan.sizes.index(message["size"]) + 1
-                say(f"{plan.op} of {format_size(message['size'])}, {number} of {len(plan.sizes)} ...")
+                show(f"{plan.op} of {format_size(message['size'])}, {number} of {len(plan.sizes)} ...")
             elif "measured" in message:
-                yield [Measurement(**each) for each in message["measured"]]
+                yield [Measurement(**fields) for fields in message["measured"]]
 
 
 def _check_memory(plan: BenchPlan) -> None:

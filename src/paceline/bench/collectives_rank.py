@@ -21,8 +21,8 @@ import msgspec
 import numpy as np
 
 from paceline.bench.buffers import Buffers
-from paceline.bench.peers import MAKERS, TIMEOUT, Library, Ours
-from paceline.bench.plan import OURS, ROUNDS, BenchPlan, Measurement
+from paceline.bench.peers import MAKERS, TIMEOUT, Library, PacelineLibrary
+from paceline.bench.plan import PACELINE, ROUNDS, BenchPlan, Measurement
 from paceline.collectives import Group, init
 from paceline.environment import environment
 from paceline.errors import PacelineError, PeerError, UsageError, first_line
@@ -42,17 +42,17 @@ def main() -> int:
 
     The third argument is the folder of temporary files. Its creator removes it, unless it was killed.
     """
-    told = environment()
+    variables = environment()
     plan = msgspec.json.decode(sys.argv[1], type=register_type(BenchPlan))
     # mpirun passes its standard input to rank 0 only, and ends the other ranks after rank 0.
-    if "mpi" not in plan.peers or told.rank == 0:
+    if "mpi" not in plan.peers or variables.rank == 0:
         watch_parent(_end_orphaned)
     try:
         with init(address=sys.argv[2], timeout=TIMEOUT, algorithm=plan.algorithm) as group:
             _measure_all(plan, group)
     except Exception as error:  # any error of a peer: the command reports it in one sentence
-        text = str(error) if isinstance(error, PacelineError) else f"rank {told.rank}: {first_line(error)}"
-        _tell({"error": text, "usage": isinstance(error, UsageError)})
+        text = str(error) if isinstance(error, PacelineError) else f"rank {variables.rank}: {first_line(error)}"
+        _report({"error": text, "usage": isinstance(error, UsageError)})
         # No return: the peers' own clean-up would wait for ranks that are in other calls.
         os._exit(1)
     return 0
@@ -67,23 +67,23 @@ def _measure_all(plan: BenchPlan, group: Group) -> None:
     peers = _join_peers(plan, group)
     for size in plan.sizes:
         if group.rank == 0:
-            _tell({"size": size})
+            _report({"size": size})
         measured = _measure(plan, size, peers, group)
         if group.rank == 0:
-            _tell({"measured": [dataclasses.asdict(each) for each in measured]})
+            _report({"measured": [dataclasses.asdict(result) for result in measured]})
     group.barrier()
     for peer in peers:
         peer.close()
     if group.rank == 0:
-        _tell({"done": True})
+        _report({"done": True})
     group.barrier()
 
 
 def _join_peers(plan: BenchPlan, group: Group) -> list[Library]:
     """Connect to all peers; omit on all ranks a peer that fails on some rank."""
-    peers: list[Library] = [Ours(group)]
+    peers: list[Library] = [PacelineLibrary(group)]
     for name in plan.peers:
-        if name == OURS:
+        if name == PACELINE:
             continue
         peer, why = None, "another rank could not join"
         try:
@@ -94,7 +94,7 @@ def _join_peers(plan: BenchPlan, group: Group) -> list[Library]:
             assert peer is not None
             peers.append(peer)
         elif group.rank == 0:
-            _tell({"absent": name, "why": why})
+            _report({"absent": name, "why": why})
     return peers
 
 
@@ -113,8 +113,8 @@ def _measure(plan: BenchPlan, size: int, peers: list[Library], group: Group) -> 
             times[i] += _time_batch(calls[i], repetitions[i], group)
     algorithm = _algorithm(plan.op, size, group)
     return [
-        _summarize(plan, size, peer.name, algorithm if peer.name == OURS else "", taken)
-        for peer, taken in zip(peers, times, strict=True)
+        _summarize(plan, size, peer.name, algorithm if peer.name == PACELINE else "", durations)
+        for peer, durations in zip(peers, times, strict=True)
     ]
 
 
@@ -159,7 +159,7 @@ def _algorithm(op: str, size: int, group: Group) -> str:
 
 
 def _summarize(plan: BenchPlan, size: int, peer: str, algorithm: str, times: list[float]) -> Measurement:
-    low, median, high = (round(float(each) * 1e6, 2) for each in np.percentile(times, (25, 50, 75)))
+    low, median, high = (round(float(value) * 1e6, 2) for value in np.percentile(times, (25, 50, 75)))
     return Measurement(
         op=plan.op,
         bytes=size,
@@ -172,7 +172,7 @@ def _summarize(plan: BenchPlan, size: int, peer: str, algorithm: str, times: lis
     )
 
 
-def _tell(message: dict[str, Any]) -> None:
+def _report(message: dict[str, Any]) -> None:
     print(json.dumps(message), flush=True)
 
 

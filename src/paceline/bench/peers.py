@@ -15,7 +15,7 @@ import numpy as np
 from typing_extensions import override
 
 from paceline.bench.buffers import Buffers
-from paceline.bench.plan import OURS
+from paceline.bench.plan import PACELINE
 from paceline.collectives import Group
 
 TIMEOUT: Final = timedelta(seconds=60)
@@ -36,23 +36,23 @@ class Library(ABC):
         """Close the connections."""
 
 
-class Ours(Library):
+class PacelineLibrary(Library):
     """Paceline."""
 
-    name = OURS
+    name = PACELINE
 
     def __init__(self, group: Group) -> None:
         self._group = group
 
     @override
     def prepare(self, op: str, buffers: Buffers) -> Callable[[], object]:
-        group, given, taken = self._group, buffers.given, buffers.taken
+        group, given, result = self._group, buffers.given, buffers.result
         calls: dict[str, Callable[[], object]] = {
             "all_reduce": lambda: group.all_reduce(given, out=given),
             "broadcast": lambda: group.broadcast(given, root=buffers.root),
-            "all_gather": lambda: group.all_gather(given, out=taken),
-            "reduce_scatter": lambda: group.reduce_scatter(given, out=taken),
-            "all_to_all": lambda: group.all_to_all(given, out=taken),
+            "all_gather": lambda: group.all_gather(given, out=result),
+            "reduce_scatter": lambda: group.reduce_scatter(given, out=result),
+            "all_to_all": lambda: group.all_to_all(given, out=result),
             "barrier": group.barrier,
         }
         return calls[op]
@@ -82,13 +82,13 @@ class Gloo(Library):
     @override
     def prepare(self, op: str, buffers: Buffers) -> Callable[[], object]:
         distributed = self._distributed
-        given, taken = self._torch.from_numpy(buffers.given), self._torch.from_numpy(buffers.taken)
+        given, result = self._torch.from_numpy(buffers.given), self._torch.from_numpy(buffers.result)
         calls: dict[str, Callable[[], object]] = {
             "all_reduce": lambda: distributed.all_reduce(given),
             "broadcast": lambda: distributed.broadcast(given, buffers.root),
-            "all_gather": lambda: distributed.all_gather_into_tensor(taken, given),
-            "reduce_scatter": lambda: distributed.reduce_scatter_tensor(taken, given),
-            "all_to_all": lambda: distributed.all_to_all_single(taken, given),
+            "all_gather": lambda: distributed.all_gather_into_tensor(result, given),
+            "reduce_scatter": lambda: distributed.reduce_scatter_tensor(result, given),
+            "all_to_all": lambda: distributed.all_to_all_single(result, given),
             "barrier": distributed.barrier,
         }
         return calls[op]
@@ -111,13 +111,13 @@ class MPI(Library):
 
     @override
     def prepare(self, op: str, buffers: Buffers) -> Callable[[], object]:
-        world, given, taken, in_place = self._world, buffers.given, buffers.taken, self._mpi.IN_PLACE
+        world, given, result, in_place = self._world, buffers.given, buffers.result, self._mpi.IN_PLACE
         calls: dict[str, Callable[[], object]] = {
             "all_reduce": lambda: world.Allreduce(in_place, given),
             "broadcast": lambda: world.Bcast(given, buffers.root),
-            "all_gather": lambda: world.Allgather(given, taken),
-            "reduce_scatter": lambda: world.Reduce_scatter_block(given, taken),
-            "all_to_all": lambda: world.Alltoall(given, taken),
+            "all_gather": lambda: world.Allgather(given, result),
+            "reduce_scatter": lambda: world.Reduce_scatter_block(given, result),
+            "all_to_all": lambda: world.Alltoall(given, result),
             "barrier": world.Barrier,
         }
         return calls[op]
@@ -127,7 +127,7 @@ class MPI(Library):
         """Do nothing: mpi4py closes MPI at Python's exit."""
 
 
-MAKERS: Final[dict[str, Callable[[Group], Library]]] = {OURS: Ours, "gloo": Gloo, "mpi": MPI}
+MAKERS: Final[dict[str, Callable[[Group], Library]]] = {PACELINE: PacelineLibrary, "gloo": Gloo, "mpi": MPI}
 
 
 def find_absent() -> dict[str, str]:
@@ -138,7 +138,7 @@ def find_absent() -> dict[str, str]:
     if importlib.util.find_spec("mpi4py") is None or shutil.which("mpirun") is None:
         absent["mpi"] = f"not installed: {_INSTALL_MPI}"
     else:
-        told = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False)
-        if "Open MPI" not in told.stdout:
+        version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False)
+        if "Open MPI" not in version.stdout:
             absent["mpi"] = f"mpirun on this machine is not Open MPI's: {_INSTALL_MPI}"
     return absent

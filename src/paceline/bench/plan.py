@@ -11,8 +11,8 @@ from paceline.tables.memory.limit import SIZE_UNITS, parse_size
 OPS: Final = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 ITEM_BYTES: Final = {"float32": 4, "float64": 8, "int32": 4, "int64": 8}
 """The dtypes that all peers can reduce."""
-OURS: Final = "paceline"
-PEERS: Final = (OURS, "gloo", "mpi")
+PACELINE: Final = "paceline"
+PEERS: Final = (PACELINE, "gloo", "mpi")
 ROUNDS: Final = 9
 """In every round each peer runs one batch of repetitions."""
 DEFAULT_SIZES: Final = "4,1K,16K,64K,256K,1M,4M,16M,100M"

@@ -22,7 +22,7 @@ class BenchProgress:
         )
         self._text = Text()
 
-    def say(self, text: str) -> None:
+    def show(self, text: str) -> None:
         """Show this text until the next call."""
         self._text = Text(text, no_wrap=True, overflow="crop")
         if self._live is not None:

@@ -96,10 +96,10 @@ class _Echo:
 
 
 def bench_ps(
-    *, rows: int = 10_000_000, update: str = "sgd", say: Callable[[str], None] = lambda text: None
+    *, rows: int = 10_000_000, update: str = "sgd", show: Callable[[str], None] = lambda text: None
 ) -> Iterator[Result]:
     """Measure push, pull and push_pull at dim 1 (`update`: sgd or ftrl) and dim 16 (Adagrad); yield as measured."""
-    with LocalCluster.start(on_compile=say) as cluster, cluster.connect() as client:
+    with LocalCluster.start(on_compile=show) as cluster, cluster.connect() as client:
         echo = _Echo()
         cores = usable_cores() if hasattr(os, "sched_setaffinity") else ()
         try:
@@ -111,7 +111,7 @@ def bench_ps(
             keys = random.integers(0, 2**64, rows, dtype=np.uint64)
             for dim, name, sizes in ((1, update, (1, 1000, 10_000, 100_000)), (16, "adagrad", (1, 1000, 100_000))):
                 table = client.sparse_table(f"bench{dim}", dim=dim, update=RULES[name])
-                say(f"filling a table of {rows:,} rows of dim {dim} ({name}) ...")
+                show(f"filling a table of {rows:,} rows of dim {dim} ({name}) ...")
                 for start in range(0, rows, _LOAD_KEYS):
                     part = keys[start : start + _LOAD_KEYS]
                     table.push(part, np.full((len(part), dim), 0.5, np.float32), assume_unique=True).wait()
@@ -149,7 +149,7 @@ def _measure(
             start = time.perf_counter()
             call(batch)
             times.append(time.perf_counter() - start)
-        median, p99 = (float(each) for each in np.percentile(times[5:], (50, 99)))
+        median, p99 = (float(value) for value in np.percentile(times[5:], (50, 99)))
         yield Result(
             work=work,
             keys=size,

@@ -24,7 +24,7 @@ from paceline.transport import make_token
 _END_S: Final = 5.0
 _NOTICE_S: Final = 0.3
 """Time after a lost connection until the system reports the end of the process."""
-_TOLD_BY_LAUNCHERS: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LAUNCHER_VARIABLES: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables to remove: Paceline may run under a launcher, whose ranks are unrelated."""
 
 
@@ -48,11 +48,11 @@ class BenchRanks(Closing):
         address, scratch = f"127.0.0.1:{_free_port()}", str(self._scratch.path)
         described = json.dumps(dataclasses.asdict(plan))
         command = module_command("paceline.bench.collectives_rank", described, address, scratch)
-        environment = {name: value for name, value in os.environ.items() if name not in _TOLD_BY_LAUNCHERS}
+        environment = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
         environment |= {"PACELINE_TOKEN": make_token(), "TMPDIR": scratch}
 
-        def launch(command: list[str], told: dict[str, str]) -> ChildProcess:
-            environ = {**environment, **told}
+        def launch(command: list[str], rank_variables: dict[str, str]) -> ChildProcess:
+            environ = {**environment, **rank_variables}
             return spawn(command, stdin=self._line, stdout=self._stdout, stderr=self._err, env=environ)
 
         if self._mpirun:
@@ -60,9 +60,9 @@ class BenchRanks(Closing):
             self._supervisor.start("mpirun", start, is_foreign=True)
         else:
             for rank in range(plan.ranks):
-                told = {"RANK": str(rank), "WORLD_SIZE": str(plan.ranks)}
-                self._supervisor.start(f"rank {rank}", partial(launch, command, told))
-        self._close_theirs()  # so that reading ends after the last rank
+                rank_variables = {"RANK": str(rank), "WORLD_SIZE": str(plan.ranks)}
+                self._supervisor.start(f"rank {rank}", partial(launch, command, rank_variables))
+        self._close_rank_ends()  # so that reading ends after the last rank
 
     def messages(self) -> Iterator[dict[str, Any]]:
         """Yield the ranks' reports. Raises UsageError or PeerError if they fail."""
@@ -84,16 +84,16 @@ class BenchRanks(Closing):
     def close(self) -> None:
         """End every process. Idempotent."""
         # mpirun cleans up its ranks; directly started ranks have nothing to clean up.
-        ask = None if self._done else signal.SIGTERM if self._mpirun else signal.SIGKILL
-        self._supervisor.close(_END_S, ask)
+        end_signal = None if self._done else signal.SIGTERM if self._mpirun else signal.SIGKILL
+        self._supervisor.close(_END_S, end_signal)
         if not self._err.closed:
             self._err.close()
-            self._close_theirs()
+            self._close_rank_ends()
             os.close(self._stdin)
             os.close(self._out)
             self._scratch.close()
 
-    def _close_theirs(self) -> None:
+    def _close_rank_ends(self) -> None:
         """Close the ranks' ends of the pipes."""
         for end in (self._line, self._stdout):
             if end >= 0:
@@ -112,15 +112,15 @@ class BenchRanks(Closing):
 
     def _last_words(self) -> str:
         """Return the exit status of the first failed rank, and the last line of output."""
-        told = ""
+        failure = ""
         for child in self._supervisor.children:
             status = child.process.wait()
-            if status and not told:
-                told = f": {child.name} {describe_status(status)}"
+            if status and not failure:
+                failure = f": {child.name} {describe_status(status)}"
         self._err.seek(0)
         lines = self._err.read().decode(errors="replace").splitlines()
-        said = [line.strip() for line in lines if line.strip(" -*=")]
-        return f"{told}; the last output: {said[-1]}" if said else told
+        output = [line.strip() for line in lines if line.strip(" -*=")]
+        return f"{failure}; the last output: {output[-1]}" if output else failure
 
 
 def _mpirun(num_ranks: int) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.bench.plan import OURS, ROUNDS, BenchPlan, Measurement, format_size
+from paceline.bench.plan import PACELINE, ROUNDS, BenchPlan, Measurement, format_size
 from paceline.environment import num_cores
 
 _PEER_NAMES = {"gloo": "Gloo", "mpi": "Open MPI"}
@@ -12,35 +12,36 @@ _PEER_NAMES = {"gloo": "Gloo", "mpi": "Open MPI"}
 
 def format_header(peers: Sequence[str]) -> str:
     """Return the header line; `peers` without Paceline."""
-    ours = f"{'size':>8} {'paceline µs':>12} {'±':>4} {'GB/s':>6}  {'algorithm':10}"
-    return (ours + "".join(f" {f'{peer} µs':>11} {'±':>4} {'ratio':>6}" for peer in peers)).rstrip()
+    paceline = f"{'size':>8} {'paceline µs':>12} {'±':>4} {'GB/s':>6}  {'algorithm':10}"
+    return (paceline + "".join(f" {f'{peer} µs':>11} {'±':>4} {'ratio':>6}" for peer in peers)).rstrip()
 
 
 def format_row(measured: Sequence[Measurement], peers: Sequence[str]) -> str:
     """Return the line of one size, with dashes for missing peers."""
-    found = {each.peer: each for each in measured}
-    ours = found[OURS]
-    bandwidth = f"{ours.gb_per_s:6.2f}" if ours.bytes else f"{'-':>6}"
-    line = f"{format_size(ours.bytes):>8} {_time(ours):>12} {ours.spread:4.0%} {bandwidth}  {ours.algorithm or '-':10}"
+    found = {result.peer: result for result in measured}
+    paceline = found[PACELINE]
+    bandwidth = f"{paceline.gb_per_s:6.2f}" if paceline.bytes else f"{'-':>6}"
+    line = f"{format_size(paceline.bytes):>8} {_time(paceline):>12} {paceline.spread:4.0%} {bandwidth}"
+    line += f"  {paceline.algorithm or '-':10}"
     for peer in peers:
         other = found.get(peer)
         if other is None:
             line += f" {'-':>11} {'-':>4} {'-':>6}"
         else:
-            line += f" {_time(other):>11} {other.spread:4.0%} {_ratio(other.median_us / ours.median_us):>6}"
+            line += f" {_time(other):>11} {other.spread:4.0%} {_ratio(other.median_us / paceline.median_us):>6}"
     return line.rstrip()
 
 
-def format_footer(plan: BenchPlan, others: float) -> str:
-    """Return the description of the measurement; `others`: share of core time of other processes."""
-    what = plan.op if plan.op == "barrier" else f"{plan.op} of {plan.dtype}"
+def format_footer(plan: BenchPlan, other_share: float) -> str:
+    """Return the description of the measurement; `other_share`: share of core time of other processes."""
+    operation = plan.op if plan.op == "barrier" else f"{plan.op} of {plan.dtype}"
     if plan.op == "all_reduce":
-        what += ", in place"
+        operation += ", in place"
     return (
-        f"{what}; {plan.ranks} ranks on {num_cores()} cores of this machine. Medians over {ROUNDS} interleaved "
+        f"{operation}; {plan.ranks} ranks on {num_cores()} cores of this machine. Medians over {ROUNDS} interleaved "
         "rounds,\neach call timed on rank 0. ± is half the distance between the quartiles; GB/s are the array's\n"
         "bytes by the time; ratio is the peer's time by ours; 1K is 1024 bytes.\n"
-        f"Other processes used {others:.0%} of the cores' time."
+        f"Other processes used {other_share:.0%} of the cores' time."
     )
 
 

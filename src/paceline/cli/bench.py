@@ -40,7 +40,7 @@ def bench_ps(
             f"{'work':9} {'keys':>7} {'dim':>4} {'update':8} "
             f"{'median µs':>10} {'p99 µs':>9} {'floor µs':>9} {'M keys/s':>9}"
         )
-    for result in bench_ps(rows=rows, update=update, say=lambda text: typer.echo(text, err=True)):
+    for result in bench_ps(rows=rows, update=update, show=lambda text: typer.echo(text, err=True)):
         if json:
             typer.echo(json_module.dumps(dataclasses.asdict(result)))
         else:
@@ -82,9 +82,9 @@ def bench_collectives(
         algorithm=algorithm,
         dtype=dtype,
     )
-    disturbance, header = bench.Others(), [bench.format_header(peers[1:])]
+    disturbance, header = bench.OtherLoad(), [bench.format_header(peers[1:])]
     with bench.BenchProgress() as progress:
-        for measured in bench.bench_collectives(plan, say=progress.say, on_absent=absent.__setitem__):
+        for measured in bench.bench_collectives(plan, show=progress.show, on_absent=absent.__setitem__):
             if json:
                 lines = [json_module.dumps(result.as_json()) for result in measured]
             else:

@@ -73,18 +73,18 @@ class Filter(ABC):
 class RowFilter(Filter, is_abstract=True):
     """Selects the rows of a push that are sent. The server does not see it.
 
-    With :attr:`keeps_rest` the worker keeps unsent rows and adds them to the next push of the same rows (error
+    With :attr:`keeps_residual` the worker keeps unsent rows and adds them to the next push of the same rows (error
     feedback). Such a filter only delays changes, as long as the rows are pushed again.
     """
 
     stage: ClassVar[int] = 1
-    keeps_rest: ClassVar[bool]
+    keeps_residual: ClassVar[bool]
     needs_l1: ClassVar[bool] = False
     """Whether it needs tables with an L1 penalty in their update rule, and calls of :meth:`choose_zeros`."""
 
     @abstractmethod
     def choose(self, keys: Keys, rows: Floats, clock: int, seed: int) -> npt.NDArray[np.bool_]:
-        """Return the rows to send in iteration `clock`; `rows` (float32 [n, dim]) include kept rests."""
+        """Return the rows to send in iteration `clock`; `rows` (float32 [n, dim]) include kept residuals."""
 
     def choose_zeros(self, rows: Floats, l1: float) -> npt.NDArray[np.bool_]:
         """Return the rows to send of rows whose last pulled weights are 0, unsent since.
@@ -183,7 +183,7 @@ def from_description(fields: dict[str, Any]) -> Filter:
             f"filter {name!r} has version {kind.version} here and version {str(version)[:20]} there: install the "
             f"same version of {kind.__module__.partition('.')[0]} on both"
         )
-    if not all(isinstance(each, (int, float)) for each in settings.values()):
+    if not all(isinstance(setting, (int, float)) for setting in settings.values()):
         raise UsageError(f"filter {name!r} has settings that are not numbers")
     try:
         return kind(**settings)
@@ -229,8 +229,8 @@ def parse_filter(text: str) -> Filter:
 def class_path(text: str) -> tuple[str, str] | None:
     """Return module and class if the text of a filter begins with them (``my_module:MyFilter``)."""
     found = re.match(r"\s*([^\W\d][\w.]*):([^\W\d]\w*)\s*(:|$)", text)
-    is_ours = found is not None and found[1] in FILTERS and FILTERS[found[1]].__module__.startswith("paceline.")
-    return None if found is None or is_ours else (found[1], found[2])
+    is_builtin = found is not None and found[1] in FILTERS and FILTERS[found[1]].__module__.startswith("paceline.")
+    return None if found is None or is_builtin else (found[1], found[2])
 
 
 def _find_class(module: str, name: str) -> type[Filter] | None:

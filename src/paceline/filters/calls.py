@@ -112,17 +112,19 @@ def _shown(chosen: Filter, array: _Array) -> _Array:
     return shown
 
 
-def _checked_choice(chosen_by: RowFilter, what: str, found: npt.NDArray[np.bool_], count: int) -> npt.NDArray[np.bool_]:
+def _checked_choice(
+    chosen_by: RowFilter, method: str, found: npt.NDArray[np.bool_], count: int
+) -> npt.NDArray[np.bool_]:
     if not isinstance(found, np.ndarray) or found.dtype != np.bool_ or found.shape != (count,):
         raise UsageError(
-            f"filter {chosen_by.name!r}: {what} returned {_kind_of(found)}, expected an array, bool [{count}]"
+            f"filter {chosen_by.name!r}: {method} returned {_kind_of(found)}, expected an array, bool [{count}]"
         )
     return found
 
 
-def _checked_bytes(chosen: ByteFilter, what: str, found: Bytes) -> Bytes:
+def _checked_bytes(chosen: ByteFilter, method: str, found: Bytes) -> Bytes:
     if not isinstance(found, np.ndarray) or found.dtype != np.uint8 or found.ndim != 1:
-        raise UsageError(f"filter {chosen.name!r}: {what} returned {_kind_of(found)}, expected an array, uint8 [n]")
+        raise UsageError(f"filter {chosen.name!r}: {method} returned {_kind_of(found)}, expected an array, uint8 [n]")
     return found
 
 
@@ -130,8 +132,8 @@ def _kind_of(found: object) -> str:
     return f"{found.dtype} {list(found.shape)}" if isinstance(found, np.ndarray) else type(found).__name__
 
 
-def _failed(chosen: Filter, what: str, error: Exception) -> Exception:
+def _failed(chosen: Filter, method: str, error: Exception) -> Exception:
     """Return the exception to raise for an exception of a filter's method."""
     if isinstance(error, (PacelineError, MemoryError)):
         return error
-    return UsageError(f"filter {chosen.name!r} failed at {what}: {type(error).__name__}: {error}")
+    return UsageError(f"filter {chosen.name!r} failed at {method}: {type(error).__name__}: {error}")

@@ -65,9 +65,9 @@ class KeyMemory:
 
     def clear(self) -> None:
         """Remove all keys."""
-        for each in (self.lists, self.sent, self.received):
-            if each is not None:
-                each.clear()
+        for memory in (self.lists, self.sent, self.received):
+            if memory is not None:
+                memory.clear()
 
 
 class UnknownKeysError(Exception):
@@ -93,14 +93,14 @@ class FilterChain:
         if not isinstance(filters, (list, tuple)):
             raise UsageError(f"filters={filters!r}: expected a list of filters such as [paceline.Quantize(bits=8)]")
         self.filters = tuple(filters)
-        for each in self.filters:
-            _check(each)
-        stages = [each.stage for each in self.filters]
-        if stages != sorted(stages) or len({each.name for each in self.filters}) < len(stages):
+        for chosen in self.filters:
+            _check(chosen)
+        stages = [chosen.stage for chosen in self.filters]
+        if stages != sorted(stages) or len({chosen.name for chosen in self.filters}) < len(stages):
             raise UsageError(
                 f"filters {self}: expected each once, in the order filters of rows, of keys, of values and of bytes"
             )
-        self.rows = tuple(each for each in self.filters if isinstance(each, RowFilter))
+        self.rows = tuple(chosen for chosen in self.filters if isinstance(chosen, RowFilter))
         self.values = self._only(ValueFilter)  # type: ignore[type-abstract]
         self.bytes = self._only(ByteFilter)  # type: ignore[type-abstract]
         self.caching = self._only(KeyCaching)
@@ -111,7 +111,7 @@ class FilterChain:
             raise UsageError(f"filters {self}: delta-keys and key-numbers do the same; choose one")
 
     def _only(self, kind: type[_Kind]) -> _Kind | None:  # a chain has at most one
-        found = [each for each in self.filters if isinstance(each, kind)]
+        found = [chosen for chosen in self.filters if isinstance(chosen, kind)]
         if len(found) > 1:
             raise UsageError(f"filters {self}: {found[0].name} and {found[1].name} do the same; choose one")
         return found[0] if found else None
@@ -132,11 +132,11 @@ class FilterChain:
     @property
     def is_exact(self) -> bool:
         """Return whether every bit arrives."""
-        return all(each.preserves == "exact" for each in self.filters)
+        return all(chosen.preserves == "exact" for chosen in self.filters)
 
     def describe(self) -> list[dict[str, Any]]:
         """Return the filters, for JSON and msgpack."""
-        return [each.describe() for each in self.filters]
+        return [chosen.describe() for chosen in self.filters]
 
     # requests
 
@@ -195,11 +195,11 @@ class FilterChain:
         if form not in _FORMS or 8 * num_keys + 4 * num_values > max_bytes or not least <= key_bytes <= most:
             raise _malformed(f"{num_keys} keys in {key_bytes} bytes of form {form}, and {num_values} values")
         start = key_bytes + 3 & -4
-        rest = self._unpacked(body[HEAD_BYTES:], is_packed, start + num_bytes_of(self.values, num_values))
+        remainder = self._unpacked(body[HEAD_BYTES:], is_packed, start + num_bytes_of(self.values, num_values))
         decoded = np.empty(8 * num_keys + 4 * num_values, np.uint8)
         keys, values = decoded[: 8 * num_keys].view(np.uint64), decoded[8 * num_keys :].view(np.float32)
-        self._read_keys(rest[:key_bytes], form, keys, memory)
-        read_values(self.values, rest[start:], values)
+        self._read_keys(remainder[:key_bytes], form, keys, memory)
+        read_values(self.values, remainder[start:], values)
         return Decoded(form == RANGE, keys, values, decoded)
 
     def _read_keys(self, written: Bytes, form: int, keys: Keys, memory: KeyMemory | None) -> None:
@@ -294,13 +294,13 @@ def _check(given: Any) -> None:
         )
 
 
-def _malformed(what: str) -> ProtocolError:
-    return ProtocolError(f"a filtered message does not match its filters: {what}")
+def _malformed(detail: str) -> ProtocolError:
+    return ProtocolError(f"a filtered message does not match its filters: {detail}")
 
 
 def from_descriptions(described: Sequence[dict[str, Any]]) -> FilterChain:
     """Return the chain for the output of :meth:`FilterChain.describe`. Raises UsageError for unknown filters."""
-    return FilterChain([from_description(each) for each in described])
+    return FilterChain([from_description(entry) for entry in described])
 
 
 def chain_of(filters: Sequence[Filter] | str) -> FilterChain:
@@ -312,4 +312,4 @@ def parse_filters(text: str) -> FilterChain:
     """Return the chain for a text such as ``key-caching,quantize:8,compress``; ``none`` is empty."""
     if text.strip() == "none":
         return FilterChain()
-    return FilterChain([parse_filter(each) for each in text.split(",") if each.strip()])
+    return FilterChain([parse_filter(entry) for entry in text.split(",") if entry.strip()])

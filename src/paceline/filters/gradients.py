@@ -53,22 +53,22 @@ class RankExchange:
 Averaging: TypeAlias = Generator[RankExchange, Bytes, Floats]
 
 
-def are_for_gradients(each: Filter) -> bool:
+def are_for_gradients(chosen: Filter) -> bool:
     """Return whether a filter works for gradients that all ranks average."""
-    return isinstance(each, (TopK, RandomK, ValueFilter))
+    return isinstance(chosen, (TopK, RandomK, ValueFilter))
 
 
 def gradient_filters(filters: Sequence[Filter] | str) -> FilterChain:
     """Return the chain for gradients. Raises UsageError for unsuitable filters."""
     chain = chain_of(filters)
-    for each in chain.filters:
-        if are_for_gradients(each):
+    for chosen in chain.filters:
+        if are_for_gradients(chosen):
             continue
-        if isinstance(each, RowFilter):
-            raise UsageError(f"filter {each} is not for gradients that all ranks average: use top-k or random-k")
-        reason = "they have no keys" if each.stage < ValueFilter.stage else "all ranks must send equally many bytes"
+        if isinstance(chosen, RowFilter):
+            raise UsageError(f"filter {chosen} is not for gradients that all ranks average: use top-k or random-k")
+        reason = "they have no keys" if chosen.stage < ValueFilter.stage else "all ranks must send equally many bytes"
         raise UsageError(
-            f"filter {each} is not for gradients that all ranks average, because {reason}: use float16, bfloat16, "
+            f"filter {chosen} is not for gradients that all ranks average, because {reason}: use float16, bfloat16, "
             "quantize, top-k or random-k"
         )
     if len(chain.rows) > 1:
@@ -79,33 +79,33 @@ def gradient_filters(filters: Sequence[Filter] | str) -> FilterChain:
 
 
 class GradientMean:
-    """Averages one bucket over the ranks repeatedly, and keeps the unsent rest."""
+    """Averages one bucket over the ranks repeatedly, and keeps the residual."""
 
-    def __init__(self, chain: FilterChain, rank: int, size: int, rest: Floats, *, number: int = 0) -> None:
+    def __init__(self, chain: FilterChain, rank: int, size: int, residual: Floats, *, number: int = 0) -> None:
         self._choice = chain.rows[0] if chain.rows else None
         self._values = chain.values
         self._rank, self._size, self._number = rank, size, number
-        self.rest = rest
+        self.residual = residual
         """Unsent values, float32 [n], to add to the next gradient."""
-        part = -(-len(rest) // (size * BLOCK)) * BLOCK
-        self._bounds = np.minimum(np.arange(size + 1) * part, len(rest))
+        part = -(-len(residual) // (size * BLOCK)) * BLOCK
+        self._bounds = np.minimum(np.arange(size + 1) * part, len(residual))
         """Rank i averages positions [bounds[i], bounds[i + 1])."""
         own = slice(self._bounds[rank], self._bounds[rank + 1])
-        self.mean_rest = np.zeros(0 if isinstance(self._choice, TopK) else own.stop - own.start, np.float32)
-        """The unsent rest of the mean in this rank's part."""
+        self.mean_residual = np.zeros(0 if isinstance(self._choice, TopK) else own.stop - own.start, np.float32)
+        """The unsent residual of the mean in this rank's part."""
         self._count = 0
-        self._keys = np.arange(len(rest) if self._choice is not None else 0, dtype=np.uint64)
+        self._keys = np.arange(len(residual) if self._choice is not None else 0, dtype=np.uint64)
 
     def average(self, grads: Floats) -> Averaging:
-        """Return the mean of all ranks' `grads` (float32 [n]) plus rests, as far as it was sent."""
+        """Return the mean of all ranks' `grads` (float32 [n]) plus residuals, without the unsent part."""
         if self._size == 1:
             return grads
         self._count += 1
         with quiet():
-            values: Floats = grads + self.rest
+            values: Floats = grads + self.residual
         if self._choice is None:
             found, read = yield from self._average_all(values, self._bounds, slice(None))
-            self.rest[:] = _left(values, read)
+            self.residual[:] = _left(values, read)
             return found
         chosen = self._choose(self._choice, values)
         part = values[chosen]
@@ -121,15 +121,15 @@ class GradientMean:
             out[chosen], read = yield from self._average_all(part, bounds, own)
         sent = np.zeros_like(values)
         sent[chosen] = read
-        self.rest[:] = _left(values, sent)
+        self.residual[:] = _left(values, sent)
         return out
 
-    def fold_into_rest(self) -> None:
-        """Add this rank's rest of the mean to :attr:`rest`, for a successor that starts with that rest."""
-        if len(self.mean_rest):
+    def fold_into_residual(self) -> None:
+        """Add :attr:`mean_residual` to :attr:`residual`, for a successor that starts with it."""
+        if len(self.mean_residual):
             start = self._bounds[self._rank]
-            self.rest[start : start + len(self.mean_rest)] += np.float32(self._size) * self.mean_rest
-            self.mean_rest[:] = 0
+            self.residual[start : start + len(self.mean_residual)] += np.float32(self._size) * self.mean_residual
+            self.mean_residual[:] = 0
 
     def _choose(self, choice: RowFilter, values: Floats) -> Positions:
         """Return the positions to send, at least one: it can report values that are not finite."""
@@ -142,7 +142,7 @@ class GradientMean:
     ) -> Generator[RankExchange, Bytes, tuple[Floats, Floats]]:
         """Return the mean of all ranks' values, and this rank's values as the others read them.
 
-        Rank i averages ``values[bounds[i] : bounds[i + 1]]``; `own` selects this rank's part of :attr:`mean_rest`.
+        Rank i averages ``values[bounds[i] : bounds[i + 1]]``; `own` selects this rank's part of :attr:`mean_residual`.
         """
         parts = [slice(start, stop) for start, stop in pairwise(bounds.tolist())]
         width = self._num_bytes(int(np.diff(bounds).max()))
@@ -150,17 +150,17 @@ class GradientMean:
         for row, part in zip(sent, parts, strict=True):
             self._write(values[part], row, read[part])
         received = yield RankExchange(sent)
-        count = len(self.mean_rest[own])
+        count = len(self.mean_residual[own])
         mean, other = np.zeros(count, np.float32), np.empty(count, np.float32)
         with quiet():
             for row in received:
                 self._read(row, other)
                 mean += other
             mean /= np.float32(self._size)
-            mean += self.mean_rest[own]
+            mean += self.mean_residual[own]
         row = np.zeros(width, np.uint8)
         self._write(mean, row, other)
-        self.mean_rest[own] = _left(mean, other)
+        self.mean_residual[own] = _left(mean, other)
         gathered = yield RankExchange(row)
         found = np.empty_like(values)
         for row, part in zip(gathered, parts, strict=True):
@@ -177,9 +177,9 @@ class GradientMean:
         other = np.empty_like(values)
         gathered = yield RankExchange(row)
         with quiet():
-            for each in gathered:
-                self._read(each[:width], other)
-                out[each[width:].view(np.uint32)] += other
+            for message in gathered:
+                self._read(message[:width], other)
+                out[message[width:].view(np.uint32)] += other
             out /= np.float32(self._size)
         return read
 

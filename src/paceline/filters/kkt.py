@@ -16,11 +16,11 @@ from paceline.tables.types import Floats, Keys
 
 @dataclasses.dataclass(frozen=True)
 class KKT(RowFilter):
-    """Sends a row with weights 0 once a gradient plus its kept rest exceeds (1 - margin) l1.
+    """Sends a row with weights 0 once a gradient plus its kept residual exceeds (1 - margin) l1.
 
     For tables with an L1 penalty, l1, in their update rule, such as :class:`~paceline.FTRL`: a smaller sum of gradients
     leaves a weight at 0. The weights are those of the worker's last pull, if the row was not sent since. Other rows are
-    always sent. With `margin` of at least 1 - 1 / workers, the rests of a row on all workers stay below l1.
+    always sent. With `margin` of at least 1 - 1 / workers, the residuals of a row on all workers stay below l1.
     """
 
     margin: float = 0.1
@@ -28,7 +28,7 @@ class KKT(RowFilter):
     name: ClassVar[str] = "kkt"
     preserves: ClassVar[Preserves] = "bounded"
     ns_per_value: ClassVar[float] = 110.0
-    keeps_rest: ClassVar[bool] = True
+    keeps_residual: ClassVar[bool] = True
     needs_l1: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

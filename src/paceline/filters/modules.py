@@ -23,7 +23,7 @@ def import_filter_modules(names: Sequence[str], path: Sequence[str] = ()) -> Non
     if isinstance(names, str):
         raise UsageError(f"filter_modules={names!r}: expected a list of module names")
     if names:
-        sys.path.extend(each for each in (*path, os.getcwd()) if each not in sys.path)
+        sys.path.extend(folder for folder in (*path, os.getcwd()) if folder not in sys.path)
     for name in names:
         _import(name)
 
@@ -42,7 +42,7 @@ def _import(name: str) -> None:
         if isinstance(error, ModuleNotFoundError) and error.name in (name, name.partition(".")[0]):
             raise UsageError(f"filter module {name!r} does not exist in {os.getcwd()} or on PYTHONPATH") from None
         raise UsageError(f"filter module {name!r} cannot be imported: {type(error).__name__}: {error}") from error
-    if not any(isinstance(each, type) and issubclass(each, Filter) for each in vars(module).values()):
+    if not any(isinstance(value, type) and issubclass(value, Filter) for value in vars(module).values()):
         raise UsageError(
             f"filter module {name!r} has no filter: expected a class derived from paceline.filters.ValueFilter, …"
         )
@@ -50,19 +50,19 @@ def _import(name: str) -> None:
 
 def modules_of(filters: Sequence[Filter]) -> list[str]:
     """Return the user modules of filters, for processes that must import them."""
-    modules = (type(each).__module__ for each in filters)
-    return list(dict.fromkeys(each for each in modules if not each.startswith("paceline.")))
+    modules = (type(chosen).__module__ for chosen in filters)
+    return list(dict.fromkeys(module for module in modules if not module.startswith("paceline.")))
 
 
 def modules_named_in(text: str) -> list[str]:
     """Return the modules of the filters that ``--filters`` names as MODULE:CLASS."""
-    found = [class_path(each) for each in text.split(",")]
-    return list(dict.fromkeys(each[0] for each in found if each is not None))
+    found = [class_path(entry) for entry in text.split(",")]
+    return list(dict.fromkeys(path[0] for path in found if path is not None))
 
 
 def with_modules(text: str) -> str:
     """Return ``--filters`` with users' filters as MODULE:CLASS, so that other processes can import them."""
-    return ",".join(_with_module(each.strip()) for each in text.split(","))
+    return ",".join(_with_module(entry.strip()) for entry in text.split(","))
 
 
 def _with_module(text: str) -> str:

@@ -23,7 +23,7 @@ class RandomSkip(RowFilter):
     name: ClassVar[str] = "random-skip"
     preserves: ClassVar[Preserves] = "unbiased"
     ns_per_value: ClassVar[float] = 18.0
-    keeps_rest: ClassVar[bool] = False
+    keeps_residual: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_share(self, self.share)

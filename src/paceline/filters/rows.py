@@ -63,7 +63,7 @@ class RowSelection:
     def __init__(self, chosen_by: RowFilter, dim: int) -> None:
         self._filter = chosen_by
         self._dim = dim
-        self._held = HeldRows(dim) if chosen_by.keeps_rest else None
+        self._held = HeldRows(dim) if chosen_by.keeps_residual else None
         self._zeros = ZeroRows() if chosen_by.needs_l1 else None
 
     def note_pulled(self, keys: Keys, values: Floats) -> None:

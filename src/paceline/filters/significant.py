@@ -17,7 +17,7 @@ from paceline.tables.types import Floats, Keys
 
 @dataclasses.dataclass(frozen=True)
 class Significant(RowFilter):
-    """Sends a row of a push once a value plus its kept rest exceeds `threshold` / (t + 1).
+    """Sends a row of a push once a value plus its kept residual exceeds `threshold` / (t + 1).
 
     t is the iteration, so that less and less is kept, and training converges to the same limit as without the filter.
     """
@@ -27,7 +27,7 @@ class Significant(RowFilter):
     name: ClassVar[str] = "significant"
     preserves: ClassVar[Preserves] = "bounded"
     ns_per_value: ClassVar[float] = 40.0
-    keeps_rest: ClassVar[bool] = True
+    keeps_residual: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_bounds(self, threshold=(0, math.inf))

@@ -23,7 +23,7 @@ class TopK(RowFilter):
     name: ClassVar[str] = "top-k"
     preserves: ClassVar[Preserves] = "nothing"
     ns_per_value: ClassVar[float] = 70.0
-    keeps_rest: ClassVar[bool] = True
+    keeps_residual: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_share(self, self.share)

@@ -29,10 +29,10 @@ def read_manifest_text(path: Path) -> bytes:
         return file.read(size)
 
 
-def read_checked(path: Path, num_bytes: int, sha256: str, what: str) -> npt.NDArray[np.uint8]:
+def read_checked(path: Path, num_bytes: int, sha256: str, owner: str) -> npt.NDArray[np.uint8]:
     """Return a file's content (uint8 [num_bytes], 8-aligned). Raises ModelError if it differs from the manifest.
 
-    `what` names the model or snapshot in errors.
+    `owner` names the model or snapshot in errors.
     """
     try:
         number = _open(path)
@@ -41,19 +41,19 @@ def read_checked(path: Path, num_bytes: int, sha256: str, what: str) -> npt.NDAr
             if size != num_bytes:
                 raise ModelError(
                     f"{path} is cut off or was changed: it has {size} bytes, its manifest records {num_bytes} "
-                    f"(SHA-256 {sha256[:16]}…); take another copy of {what}"
+                    f"(SHA-256 {sha256[:16]}…); take another copy of {owner}"
                 )
             data = np.empty(num_bytes, np.uint8)
             view, at = memoryview(data), 0  # type: ignore[arg-type]
             while at < size:
                 at += file.readinto(view[at:]) or size
     except OSError as error:
-        raise ModelError(f"cannot read {path}, a part of {what}: {error.strerror or error}") from None
+        raise ModelError(f"cannot read {path}, a part of {owner}: {error.strerror or error}") from None
     found = hashlib.sha256(view).hexdigest()
     if found != sha256:
         raise ModelError(
             f"{path} is damaged: its SHA-256 is {found[:16]}…, its manifest records {sha256[:16]}…; take another copy "
-            f"of {what}"
+            f"of {owner}"
         )
     return data
 

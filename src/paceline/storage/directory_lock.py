@@ -41,7 +41,7 @@ class DirectoryLock:
             except BaseException:
                 os.close(number)
                 raise
-            os.close(number)  # the previous owner has removed the locked file
+            os.close(number)  # the previous holder has removed the locked file
 
     def release(self) -> None:
         """Release the directory. Idempotent."""
@@ -52,11 +52,11 @@ def _lock(folder: Path, number: int) -> None:
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        owner = os.pread(number, 200, 0).decode(errors="replace")
-        who = f" ({owner})" if owner and owner.isprintable() else ""
+        holder = os.pread(number, 200, 0).decode(errors="replace")
+        description = f" ({holder})" if holder and holder.isprintable() else ""
         raise UsageError(
-            f"{folder} is in use by another run{who}, and two runs in one directory would remove each other's files: "
-            "use another directory, or wait for the end of that run"
+            f"{folder} is in use by another run{description}, and two runs in one directory would remove each other's "
+            "files: use another directory, or wait for the end of that run"
         ) from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:

@@ -22,9 +22,9 @@ def write_synced(path: Path, *buffers: bytes | memoryview) -> None:
     """Write a file; it is on disk when this returns. Raises OSError."""
     with open(path, "wb", buffering=0) as file:
         for buffer in buffers:
-            rest = memoryview(buffer).cast("B")
-            while rest:
-                rest = rest[os.write(file.fileno(), rest) :]
+            unwritten = memoryview(buffer).cast("B")
+            while unwritten:
+                unwritten = unwritten[os.write(file.fileno(), unwritten) :]
         os.fsync(file.fileno())
 
 
@@ -50,7 +50,7 @@ def replacing(path: Path) -> Iterator[Path]:
         return
     target = Path(os.path.realpath(path))
     aside = target.with_name(f".{target.name}.{process_mark()}")
-    remove_left_behind(target.parent, re.compile(rf"\.{re.escape(target.name)}\.([0-9a-f]{{16}})"))
+    remove_leftovers(target.parent, re.compile(rf"\.{re.escape(target.name)}\.([0-9a-f]{{16}})"))
     try:
         yield aside
         os.replace(aside, target)
@@ -63,7 +63,7 @@ def process_mark() -> str:
     return f"{_host_mark()}{os.getpid():08x}"
 
 
-def remove_left_behind(folder: Path, names: re.Pattern[str], min_age_s: float = 0.0) -> None:
+def remove_leftovers(folder: Path, names: re.Pattern[str], min_age_s: float = 0.0) -> None:
     """Remove files of ended processes; the first group of `names` is a :func:`process_mark`."""
     host, oldest = _host_mark(), time.time() - min_age_s  # noqa: TID251  # as files have it
     try:
@@ -99,10 +99,10 @@ def sync_directory(folder: Path) -> None:
 
 def make_directory(folder: Path) -> list[Path]:
     """Create a directory and its parents durably; return the created ones, innermost first. Raises OSError."""
-    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    missing = [directory for directory in (folder, *folder.parents) if not directory.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    for each in missing:
-        sync_directory(each.parent)
+    for directory in missing:
+        sync_directory(directory.parent)
     return missing
 
 

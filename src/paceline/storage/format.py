@@ -134,7 +134,7 @@ class ModelManifest(Manifest, frozen=True, kw_only=True):
     @property
     def files(self) -> set[str]:
         """Return the names of all files."""
-        return super().files | {each.file for each in self.tensors.values()}
+        return super().files | {tensor.file for tensor in self.tensors.values()}
 
 
 class SnapshotManifest(Manifest, frozen=True, kw_only=True):

@@ -37,8 +37,10 @@ from paceline.tables.types import Floats, Keys
 CHECKPOINT: Final = "torch checkpoint"
 """The kind of a model that a PyTorch program saves."""
 _FIRST_BYTES = 1 << 20  # initial memory for gathering parts; it grows
-_WHOLE = "the model"
-_OURS = re.compile(rf"(table\d+-\d{{5}}|tensors-\w+)\.[0-9a-f]{{8}}\.safetensors|\.{re.escape(MANIFEST)}\.[0-9a-f]+")
+_NAME_IN_ERRORS = "the model"
+_MODEL_FILE = re.compile(
+    rf"(table\d+-\d{{5}}|tensors-\w+)\.[0-9a-f]{{8}}\.safetensors|\.{re.escape(MANIFEST)}\.[0-9a-f]+"
+)
 """Names of the files of a save, except the manifest."""
 
 
@@ -64,7 +66,7 @@ class SavedModel:
         with ThreadPoolExecutor(1) as pool:
             ahead: Future[tuple[Keys, Floats]] | None = None
             for part in table.parts:
-                read, ahead = ahead, pool.submit(read_part, self.directory, part, _WHOLE)
+                read, ahead = ahead, pool.submit(read_part, self.directory, part, _NAME_IN_ERRORS)
                 if read is not None:
                     yield read.result()
             if ahead is not None:
@@ -77,7 +79,7 @@ class SavedModel:
 
     def read(self, file: StoredFile) -> bytes:
         """Return a file's content with a verified checksum."""
-        return read_checked(self.directory / file.file, file.num_bytes, file.sha256, _WHOLE).tobytes()
+        return read_checked(self.directory / file.file, file.num_bytes, file.sha256, _NAME_IN_ERRORS).tobytes()
 
 
 def fill_store(
@@ -188,7 +190,7 @@ def _remove_former(folder: Path, manifest: ModelManifest) -> None:
     """Remove the previous model and the files of interrupted saves."""
     files = manifest.files
     for path in folder.iterdir():
-        if path.name not in files and _OURS.fullmatch(path.name):
+        if path.name not in files and _MODEL_FILE.fullmatch(path.name):
             path.unlink(missing_ok=True)
 
 
@@ -200,16 +202,16 @@ def prepare_directory(folder: Path, kind: str | None = None) -> list[Path]:
     if folder.is_dir():
         if (folder / MANIFEST).exists():
             described = read_fields(folder, ModelManifest).get("model")
-            there = described.get("kind") if isinstance(described, dict) else None
-            if CHECKPOINT in (there, kind) and there != kind:
+            saved_kind = described.get("kind") if isinstance(described, dict) else None
+            if CHECKPOINT in (saved_kind, kind) and saved_kind != kind:
                 saved, new = (
-                    "a PyTorch checkpoint" if each == CHECKPOINT else "a click model" for each in (there, kind)
+                    "a PyTorch checkpoint" if name == CHECKPOINT else "a click model" for name in (saved_kind, kind)
                 )
                 raise ModelError(
                     f"cannot save {new} in {folder}: it holds {saved}, which would be lost; name another directory, or "
                     "delete this one"
                 )
-        elif any(not _OURS.fullmatch(path.name) and path.name != LOCK for path in folder.iterdir()):
+        elif any(not _MODEL_FILE.fullmatch(path.name) and path.name != LOCK for path in folder.iterdir()):
             raise ModelError(f"cannot save a model in {folder}: it holds other files; name an empty or new directory")
         return []
     if folder.exists():

@@ -124,14 +124,14 @@ def _write(path: Path, buffers: Sequence[memoryview]) -> str:
     return digest.hexdigest()
 
 
-def read_part(directory: Path, part: StoredPart, whole: str) -> tuple[Keys, Floats]:
+def read_part(directory: Path, part: StoredPart, owner: str) -> tuple[Keys, Floats]:
     """Return the keys (uint64 [n]) and records (float32 [n, words]) of a part with a verified checksum.
 
-    `whole` names the model or snapshot in errors. Raises ModelError if the file is damaged, missing, or differs from
+    `owner` names the model or snapshot in errors. Raises ModelError if the file is damaged, missing, or differs from
     the manifest.
     """
     path, rows = directory / part.file, part.num_rows
-    data = read_checked(path, part.num_bytes, part.sha256, whole)
+    data = read_checked(path, part.num_bytes, part.sha256, owner)
     start = 8 + int.from_bytes(data[:8].tobytes(), "little")
     try:
         layout = json.loads(data[8:start].tobytes())
@@ -140,7 +140,7 @@ def read_part(directory: Path, part: StoredPart, whole: str) -> tuple[Keys, Floa
     if layout != _layout(rows, part.words) or start + rows * (8 + 4 * part.words) != part.num_bytes or start % 8:
         raise ModelError(
             f"{path} differs from its manifest, which records {rows} rows of {part.words} float32 for table "
-            f"{part.table!r}: take another copy of {whole}"
+            f"{part.table!r}: take another copy of {owner}"
         )
     keys = data[start : start + 8 * rows].view(np.uint64)
     return keys, data[start + 8 * rows :].view(np.float32).reshape(rows, part.words)

@@ -28,7 +28,7 @@ from paceline.tables.types import Floats, Keys
 
 _FOLDER = re.compile(r"snapshot-(\d{6,})")
 _READERS = 2
-_WHOLE = "the snapshot"
+_NAME_IN_ERRORS = "the snapshot"
 
 
 class SnapshotWriteError(ModelError):
@@ -114,8 +114,8 @@ class SnapshotDirectory:
         """Complete a snapshot and remove old ones. After an OSError it is incomplete."""
         folder = self.path / folder_name(manifest.number)
         write_manifest(folder, manifest)
-        for each in (folder, self.path):
-            sync_directory(each)
+        for directory in (folder, self.path):
+            sync_directory(directory)
         self._manifests[manifest.number] = manifest
         for number in sorted(self._manifests)[: -self._keep]:
             del self._manifests[number]
@@ -157,44 +157,44 @@ class Snapshot:
 def read_newest(directory: str | os.PathLike[str], warn: Callable[[str], None] = lambda text: None) -> Snapshot:
     """Return the newest snapshot of a directory whose files are all present and undamaged.
 
-    `warn` gets a message for each newer one that is not complete. Raises ModelError if none is.
+    `warn` gets a message for each newer snapshot that is not complete. Raises ModelError without a complete snapshot.
     """
     path = Path(directory)
     numbers = [number for number in numbers_in(path) if (path / folder_name(number) / MANIFEST).exists()]
     if not numbers:
-        raise ModelError(f"{path} holds no whole snapshot to resume from")
-    whole: set[str] = set()
+        raise ModelError(f"{path} holds no complete snapshot to resume from")
+    verified: set[str] = set()
     reasons: dict[int, str] = {}
     for number in reversed(numbers):
         try:
             manifest = read_snapshot(path, number)
-            _check_files(path, manifest, whole)
+            _check_files(path, manifest, verified)
         except ModelError as error:
             reasons[number] = str(error)
             continue
         for newer, reason in reasons.items():
             warn(f"{folder_name(newer)} is not used, {folder_name(number)} is: {reason}")
         return Snapshot(path, manifest)
-    raise ModelError(f"{path} holds no whole snapshot to resume from: {'; '.join(reasons.values())}")
+    raise ModelError(f"{path} holds no complete snapshot to resume from: {'; '.join(reasons.values())}")
 
 
-def _check_files(directory: Path, manifest: SnapshotManifest, whole: set[str]) -> None:
-    """Raise ModelError unless a snapshot's files are complete; skips the files in `whole`."""
+def _check_files(directory: Path, manifest: SnapshotManifest, verified: set[str]) -> None:
+    """Raise ModelError unless a snapshot's files are complete; skips the files in `verified`."""
     parts = {part.file: part for table in manifest.tables for part in table.parts}
-    unknown = [part for file, part in parts.items() if file not in whole]
+    unknown = [part for file, part in parts.items() if file not in verified]
     with ThreadPoolExecutor(_READERS, thread_name_prefix="paceline-snapshot") as pool:
         checks = [(part, pool.submit(_check_part, directory, part)) for part in unknown]
         try:
             for part, check in checks:
                 check.result()
-                whole.add(part.file)
+                verified.add(part.file)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
 
 
 def _check_part(directory: Path, part: StoredPart) -> None:
-    read_part(directory, part, _WHOLE)
+    read_part(directory, part, _NAME_IN_ERRORS)
 
 
 def read_buckets(
@@ -204,7 +204,7 @@ def read_buckets(
 
     The number of the pass at the end of records is removed, unless `with_passes` is set.
     """
-    keys, records = read_part(directory, part, _WHOLE)
+    keys, records = read_part(directory, part, _NAME_IN_ERRORS)
     if part.has_passes and not with_passes:
         records = np.ascontiguousarray(records[:, :-1])
     found, at = [], 0

@@ -139,7 +139,7 @@ class _FilteredGradients:
         found = self._means.get(key)
         if found is None:
             for known in [known for known in self._means if set(known) & set(key)]:
-                self._means.pop(known).fold_into_rest()
+                self._means.pop(known).fold_into_residual()
             parts = [
                 self._feedback.get(id(parameter), np.zeros(parameter.numel(), np.float32)) for parameter in parameters
             ]

@@ -219,7 +219,7 @@ def own(kind: Any, **members: Any) -> Any:
             "decode": lambda self, data, out: out.__setitem__(slice(None), data.view(np.float32)),
         },
         ByteFilter: {"pack": lambda self, data: data[:1], "unpack": lambda self, data, num_bytes: data},
-        RowFilter: {"keeps_rest": False, "choose": lambda self, keys, rows, clock, seed: np.ones(len(keys), bool)},
+        RowFilter: {"keeps_residual": False, "choose": lambda self, keys, rows, clock, seed: np.ones(len(keys), bool)},
     }
     said = {"name": "own", "preserves": "nothing", "__annotations__": {}}
     made: Any = types.new_class(

@@ -113,7 +113,7 @@ def test_what_is_not_finite_does_not_become_a_number(chosen: ValueFilter, seed: 
     assert np.isfinite(found[[0, 4]]).all()
 
 
-@pytest.mark.parametrize("chosen", [each for each in ROW_FILTERS if each.keeps_rest], ids=str)
+@pytest.mark.parametrize("chosen", [each for each in ROW_FILTERS if each.keeps_residual], ids=str)
 @pytest.mark.parametrize("dim", [1, 3])
 def test_what_is_held_back_goes_out_later(chosen: RowFilter, dim: int) -> None:
     random = np.random.default_rng(3)

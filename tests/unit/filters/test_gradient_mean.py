@@ -68,13 +68,13 @@ def test_all_ranks_find_the_same_and_lose_nothing(text: str, count: int, size: i
         total += grads.astype(np.float64).mean(axis=0)
         sent += found[0]
     # What is missing is kept: by each rank of its own gradients, and by one of the mean.
-    held = np.mean([mean.rest for mean in means], axis=0)
+    held = np.mean([mean.residual for mean in means], axis=0)
     if not text.startswith("top-k"):
-        held += np.concatenate([mean.mean_rest for mean in means])
+        held += np.concatenate([mean.mean_residual for mean in means])
     np.testing.assert_allclose(sent + held, total, atol=2e-4)
     for mean in means:
-        mean.fold_into_rest()
-    np.testing.assert_allclose(sent + np.mean([mean.rest for mean in means], axis=0), total, atol=2e-4)
+        mean.fold_into_residual()
+    np.testing.assert_allclose(sent + np.mean([mean.residual for mean in means], axis=0), total, atol=2e-4)
 
 
 def test_fewer_bytes_go_out() -> None:
@@ -133,8 +133,8 @@ def test_all_ranks_see_what_is_not_finite_and_none_keeps_it(text: str, value: fl
         assert not np.isfinite(found[0]).all()
         np.testing.assert_array_equal(found[0], found[1])
     for mean in means:
-        assert np.isfinite(mean.rest).all()
-        assert np.isfinite(mean.mean_rest).all()
+        assert np.isfinite(mean.residual).all()
+        assert np.isfinite(mean.mean_residual).all()
     found, _ = drive([mean.average(grads) for mean in means])
     assert np.isfinite(found[0]).all()
 

@@ -122,7 +122,7 @@ def test_what_is_no_module() -> None:
 def test_filters_of_ones_own_cannot_write_to_what_they_are_given() -> None:
     @dataclasses.dataclass(frozen=True)
     class Halves(RowFilter):
-        name, preserves, keeps_rest = "halves", "nothing", False
+        name, preserves, keeps_residual = "halves", "nothing", False
 
         def choose(
             self, keys: npt.NDArray[np.uint64], rows: npt.NDArray[np.float32], clock: int, seed: int

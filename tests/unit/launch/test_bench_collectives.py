@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.bench import others as _bench_others
+from paceline.bench import other_load as _bench_load
 from paceline.bench.buffers import Buffers
 from paceline.bench.collectives import (
     DEFAULT_SIZES,
     OPS,
     BenchPlan,
     Measurement,
-    Others,
+    OtherLoad,
     bench_collectives,
     choose_peers,
     format_absent,
@@ -23,7 +23,7 @@ from paceline.bench.collectives import (
     parse_sizes,
     plan_sizes,
 )
-from paceline.bench.peers import Ours
+from paceline.bench.peers import PacelineLibrary
 from paceline.errors import UsageError
 
 
@@ -119,15 +119,15 @@ def test_what_was_measured_is_said() -> None:
     assert format_absent("mpi", "not installed").startswith("Open MPI is not in the table: not installed")
 
 
-def test_own_work_is_not_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_work_is_not_other_load(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {"busy": 10.0, "own": 1.0, "clock": 100.0}
-    monkeypatch.setattr(_bench_others, "busy_s", lambda: seconds["busy"])
-    monkeypatch.setattr(_bench_others, "own_s", lambda: seconds["own"])
+    monkeypatch.setattr(_bench_load, "busy_s", lambda: seconds["busy"])
+    monkeypatch.setattr(_bench_load, "own_s", lambda: seconds["own"])
     monkeypatch.setattr("time.monotonic", lambda: seconds["clock"])
     monkeypatch.setattr("psutil.cpu_count", lambda: 2)
-    others = Others()
+    load = OtherLoad()
     seconds |= {"busy": 14.0, "own": 2.0, "clock": 103.0}
-    assert others.share() == pytest.approx(0.5)
+    assert load.share() == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("op", OPS[:-1])
@@ -139,7 +139,7 @@ def test_the_check_sees_a_result_that_is_not_there(op: str) -> None:
             assert not buffers.is_right()
         buffers.clear()
         assert not buffers.given.any()
-        assert not buffers.taken.any()
+        assert not buffers.result.any()
 
 
 def test_the_check_sees_parts_in_the_wrong_place() -> None:
@@ -148,9 +148,9 @@ def test_the_check_sees_parts_in_the_wrong_place() -> None:
         buffers.fill()
     for buffers in ranks:
         parts = [np.split(other.given, 3)[buffers.rank] for other in ranks]
-        buffers.taken[...] = np.concatenate(parts)
+        buffers.result[...] = np.concatenate(parts)
         assert buffers.is_right()
-        buffers.taken[...] = np.concatenate(parts[::-1])
+        buffers.result[...] = np.concatenate(parts[::-1])
         assert not buffers.is_right()
 
 
@@ -161,5 +161,5 @@ def test_every_operation_can_be_called() -> None:
         for op in OPS:
             buffers = Buffers(op, 0 if op == "barrier" else 400, "float32", 0, 1)
             buffers.fill()
-            Ours(group).prepare(op, buffers)()
+            PacelineLibrary(group).prepare(op, buffers)()
             assert buffers.is_right(), op

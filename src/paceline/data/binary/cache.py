@@ -21,7 +21,7 @@ from paceline.data.bad_lines import NUM_KEPT, BadLine
 from paceline.data.batch import Batch
 from paceline.data.binary.blocks import BlockFile, BlockWriter, bad_line_of, is_count
 from paceline.data.streams import FileStatus
-from paceline.storage.durable_io import process_mark, remove_left_behind
+from paceline.storage.durable_io import process_mark, remove_leftovers
 
 _serial = itertools.count()
 _ASIDE = re.compile(r"[0-9a-f]{24}-\d+\.shard\.([0-9a-f]{16})\.\d+\.tmp")
@@ -43,7 +43,7 @@ class ShardCache:
 
     def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        remove_left_behind(folder, _ASIDE, _LEFT_BEHIND_S)
+        remove_leftovers(folder, _ASIDE, _LEFT_BEHIND_S)
         self._folder = folder
         self._identity = identity
 

@@ -12,7 +12,7 @@ _IDLE: Final = ("idle", "iowait", "guest", "guest_nice")
 """Guests' time is included in the user's."""
 
 
-class Others:
+class OtherLoad:
     """Measure from construction on. Child processes count as this process's own after they are reaped."""
 
     def __init__(self) -> None:
@@ -21,9 +21,9 @@ class Others:
 
     def share(self) -> float:
         """Return the other processes' share of all core time, from 0 to 1."""
-        others_s = (busy_s() - self.busy_s) - (own_s() - self.own_s)
+        other_s = (busy_s() - self.busy_s) - (own_s() - self.own_s)
         total_s = (time.monotonic() - self._start) * (psutil.cpu_count() or 1)
-        return min(max(others_s / max(total_s, 1e-9), 0.0), 1.0)
+        return min(max(other_s / max(total_s, 1e-9), 0.0), 1.0)
 
 
 def busy_s() -> float:
