@@ -52,9 +52,9 @@ def test_classes(paceline: Commands, tmp_path: Path) -> None:
     assert f"accuracy {accuracy:.4f}" in trained.out
     unknown = paceline.run(*common, "--classes", "6", "-q")
     assert unknown.status == 1
-    assert "the data has the label 10, which is none of the classes 0, 1, 2, 3, 4, 5" in unknown.err
+    assert "the data has the label 10, which is not one of the classes 0, 1, 2, 3, 4, 5" in unknown.err
     refused = paceline.run("train", train, "--classes", "6", "-q")
-    assert "--classes is nothing that --model lr takes: it is for softmax" in refused.err
+    assert "--classes is not an option of --model lr: it is for softmax" in refused.err
 
 
 def test_weights_of_rows_and_classes(paceline: Commands, tmp_path: Path) -> None:
@@ -110,4 +110,4 @@ def test_factorization_machine(paceline: Commands, tmp_path: Path) -> None:
     assert predicted["auc"] == pytest.approx(trained["auc"], abs=1e-6)
     refused = paceline.run(*common, "--dim", "4")
     assert refused.status
-    assert "--dim is nothing that --model lr takes: it is for fm" in refused.err
+    assert "--dim is not an option of --model lr: it is for fm" in refused.err

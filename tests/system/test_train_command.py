@@ -210,7 +210,7 @@ def test_a_model_predicts_the_data_that_it_was_trained_on_and_no_other(paceline:
     (tmp_path / "other.svm").write_text("1 3:1\n0 4:1\n" * 9)
     for other, said in (
         ("other.csv", "has no column 'site': its columns are click, place; the model in model needs site, size"),
-        ("other.svm", "looks like libsvm, and the model in model was trained on csv, whose features are others"),
+        ("other.svm", "looks like libsvm, but the model in model was trained on csv, which has other features"),
     ):
         refused = paceline.run("predict", "model", other)
         assert (refused.status, refused.out) == (1, "")

@@ -1,7 +1,7 @@
-"""What every model is: settings, the tables that hold its parameters, and the arithmetic of one minibatch.
+"""The interface of models: settings, tables of parameters, and the arithmetic of one minibatch.
 
-A model is one file of this package; :mod:`paceline.models.registry` finds it by name. Workers, the driver of a training
-and prediction go by this interface and know no model: where parameters come from and where gradients go is theirs.
+A model is one file of this package; :mod:`paceline.models.registry` finds it by name. Workers, training and prediction
+use only this interface. A model does not know where parameters come from and where gradients go.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from paceline.tables.rules import SGD, UpdateRule
 from paceline.tables.types import Doubles, Floats, Keys
 
 BIAS_KEY = np.uint64(0x5061_6365_6C69_6E65)
-"""«Paceline» in ASCII: a number that no hashed feature is likely to have."""
+"""«Paceline» in ASCII: hashed features are unlikely to have this number."""
 
 _ONES = np.empty(0, np.float32)
-_PREDICTED_ROWS = 65_536  # at once
+_PREDICTED_ROWS = 65_536  # per minibatch
 
 
 class ModelTable(NamedTuple):
@@ -43,27 +43,27 @@ class ModelTable(NamedTuple):
     name: str
     dim: int = 1
     update: UpdateRule | None = None
-    """None: the rule that the training is given."""
+    """None: the rule of the training."""
     initializer: Initializer | None = None
     is_count: bool = False
-    """Whether its values count something: what is pushed is applied as it is, behind no filter that is not exact."""
+    """Whether its values are counts: pushes are applied unchanged and compressed only by exact filters."""
     is_by_feature: bool = True
-    """Whether its keys are those of features, as in the model's first table."""
+    """Whether its keys are features, as in the model's first table."""
 
 
 class KeyScratch:
-    """Memory that minibatches of one worker are prepared in, one after the other; they are all of one training."""
+    """Reusable memory to prepare the minibatches of one worker in one training."""
 
     def __init__(self) -> None:
         self._slots = np.empty(scratch_size(1 << 14), np.int32)
 
     @cached_property
     def frequent(self) -> FrequentFeatures:
-        """The features that were found to have occurred often enough."""
+        """The features known to have occurred often enough."""
         return FrequentFeatures()
 
     def slots(self, num_keys: int) -> npt.NDArray[np.int32]:
-        """Return what :func:`dedup` needs for so many keys."""
+        """Return the scratch memory of :func:`dedup` for this number of keys."""
         size = scratch_size(num_keys)
         if len(self._slots) < size:
             self._slots = np.empty(size, np.int32)
@@ -71,10 +71,10 @@ class KeyScratch:
 
 
 class KeyedMatrix:
-    """The examples of a minibatch as a CSR matrix whose columns are its distinct keys; the bias' key is the last.
+    """The examples of a minibatch as a CSR matrix. Its columns are the distinct keys, and last the bias' key.
 
-    `keys` uint64 [m + 1]; `indptr` int64 [n + 1]; `indices` int32 [nnz]; `values` float32 [nnz], or of length 0 where
-    every value is 1.
+    `keys` uint64 [m + 1]; `indptr` int64 [n + 1]; `indices` int32 [nnz]; `values` float32 [nnz], or of length 0 if all
+    values are 1.
     """
 
     __slots__ = ("indices", "indptr", "keys", "num_examples", "values")
@@ -92,58 +92,58 @@ class KeyedMatrix:
 
 
 def summed_weight(num_examples: int, weights: Floats | None) -> float:
-    """Return how often examples count together; `weights` float32 [n], None where all count once."""
+    """Return the summed weight of examples; `weights` float32 [n], None if all are 1."""
     return float(num_examples) if weights is None else float(weights.sum(dtype=np.float64))
 
 
 def sum_examples(rows: KeyedMatrix, labels: Floats, weights: Floats | None, predictions: Floats | None) -> ExampleSums:
-    """Return sums over the examples of a minibatch; arguments float32 [n], `weights` None where all count once."""
+    """Return sums over the examples of a minibatch; arguments float32 [n], `weights` None if all are 1."""
     sums = [
-        None if each is None else float(each.sum(dtype=np.float64) if weights is None else each @ weights)
-        for each in (labels, predictions)
+        None if array is None else float(array.sum(dtype=np.float64) if weights is None else array @ weights)
+        for array in (labels, predictions)
     ]
     return ExampleSums(summed_weight(rows.num_examples, weights), sums[0] or 0.0, sums[1], len(rows.indices))
 
 
 class Minibatch(ABC):
-    """A minibatch ready for arithmetic. `weights` are float32 [len(keys), dim], a table's after the other's."""
+    """A minibatch ready for arithmetic. `weights` are the rows of each table, float32 [len(keys), dim]."""
 
     __slots__ = ()
 
     num_examples: int
     labels: Floats
-    """As the model sees them: what metrics compare predictions with."""
+    """The model's form of the labels, for comparison with predictions."""
     summed_weight: float
-    """How often the examples count, summed: as many as they are, where each counts once."""
+    """The summed weight of the examples; their number if each counts once."""
 
     @property
     @abstractmethod
     def keys(self) -> tuple[Keys, ...]:
-        """The distinct keys whose rows are needed, by table."""
+        """The distinct keys of the needed rows, by table."""
 
     @property
     def gradient_keys(self) -> tuple[Keys, ...]:
-        """The keys that the last :meth:`gradients` were of, by table: not always all."""
+        """The keys of the last :meth:`gradients`, by table; possibly only some of :attr:`keys`."""
         return self.keys
 
     @abstractmethod
     def gradients(self, weights: Sequence[Floats]) -> tuple[Sequence[Floats], float]:
         """Return the gradients summed over the minibatch, by table, and the summed loss.
 
-        They are those of :attr:`gradient_keys`: float32 [n, dim], or [n] where dim is 1.
+        Gradients are for :attr:`gradient_keys`: float32 [n, dim], or [n] if dim is 1.
         """
 
     @abstractmethod
     def sums(self) -> ExampleSums:
-        """Return sums over the examples, of the predictions too that the last :meth:`gradients` are of."""
+        """Return sums over the examples, including the predictions of the last :meth:`gradients`."""
 
     @abstractmethod
     def predict(self, weights: Sequence[Floats]) -> Floats:
-        """Return what the model says of each example: float32 [n], or [n, :attr:`SparseModel.num_outputs`]."""
+        """Return the predictions: float32 [n], or [n, :attr:`SparseModel.num_outputs`]."""
 
 
 class KeyedMinibatch(Minibatch):
-    """A minibatch as a matrix of distinct keys; all are needed of one table. Abstract: arithmetic is missing."""
+    """A minibatch as a matrix of distinct keys, for a model with one table. Abstract: subclasses add the arithmetic."""
 
     __slots__ = ("_rows", "_weights", "labels", "num_examples", "summed_weight")
 
@@ -160,16 +160,16 @@ class KeyedMinibatch(Minibatch):
         return (self._rows.keys,)
 
     def occurrences(self) -> npt.NDArray[np.int64]:
-        """Return how often each feature stands in the examples: int64 [m], without the bias."""
+        """Return the number of occurrences of each feature in the examples: int64 [m], without the bias."""
         found = np.empty(len(self._rows.keys) - 1, np.int64)
         count_occurrences(self._rows.indices, found)
         return found
 
 
 class CountedMinibatch(Minibatch):
-    """A minibatch of which only features that have occurred `min_count` times are learned from.
+    """A minibatch that learns only features with at least `min_count` occurrences.
 
-    The last table is the sketch that counts them: in the first pass over the data, until a cell has come so far.
+    The last table is the sketch that counts features in the first pass over the data, up to `min_count`.
     """
 
     __slots__ = (
@@ -231,7 +231,7 @@ class CountedMinibatch(Minibatch):
 
 
 class Optimism(NamedTuple):
-    """How far predictions of new examples are off beyond those of learned ones, in log-odds, and the standard error."""
+    """The additional bias of predictions for new examples, compared with learned ones: log-odds and standard error."""
 
     shift: float = 0.0
     error: float = 0.0
@@ -239,35 +239,35 @@ class Optimism(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SparseModel(ABC):
-    """A model with its settings. Abstract: subclasses are frozen dataclasses whose fields are fit for JSON."""
+    """A model with its settings. Abstract: subclasses are frozen dataclasses with fields for JSON."""
 
     name: ClassVar[str]
-    """What ``--model`` calls it."""
+    """The name for ``--model``."""
     title: ClassVar[str]
-    """What it is, for people."""
+    """The description in messages."""
     loss_name: ClassVar[str]
-    """What the progress line calls its mean loss."""
+    """The name of its mean loss in the progress line."""
     evaluation: ClassVar[type[Evaluation]]
     """Its metrics."""
     labels: ClassVar[str] = "clicks"
-    """The kind of labels it learns: ``clicks``, or ``numbers``."""
+    """The kind of its labels: ``clicks`` or ``numbers``."""
     has_classes: ClassVar[bool] = True
     """Whether labels are classes, which may have weights."""
     diverged_loss: ClassVar[float] = math.inf
-    """A mean loss above this is that of a training that diverged."""
+    """A training with a mean loss above this has diverged."""
     found: ClassVar[tuple[str, ...]] = ()
-    """The settings that :meth:`starting_from` finds."""
+    """The settings that :meth:`starting_from` determines."""
     usual: ClassVar[Mapping[str, Any]] = {}
-    """The values of the settings that may be left open, which are None then, where no trial finds others."""
+    """Default values of the settings that may be None, unless trials find better ones."""
     least_batch_size: ClassVar[int] = 8
-    """The smallest minibatches that suit it."""
+    """The smallest suitable minibatches."""
 
     interactions: Interactions | None = None
-    """The columns whose values are features together too."""
+    """The columns whose combined values are features as well."""
     min_count: int = 1
-    """How often a feature must have occurred to be learned."""
+    """The number of occurrences from which a feature is learned."""
     count_cells: int = 1 << 24
-    """Cells of the sketch that counts features, where they are counted."""
+    """Cells of the sketch that counts features, if they are counted."""
 
     def __post_init__(self) -> None:
         check_counting(self.min_count, self.count_cells)
@@ -275,7 +275,7 @@ class SparseModel(ABC):
 
     @property
     def tables(self) -> tuple[ModelTable, ...]:
-        """The tables of a training: its parameters', and last that of the sketch, if features are counted."""
+        """The tables of a training: the parameters', then the sketch if features are counted."""
         if self.min_count == 1:
             return self.parameter_tables
         name = f"{self.name} occurrences"
@@ -284,47 +284,47 @@ class SparseModel(ABC):
 
     @property
     def read_labels_as(self) -> str:
-        """As what labels are read, which data is opened with (:mod:`paceline.data.labels`)."""
+        """The kind of labels to open data with (:mod:`paceline.data.labels`)."""
         return self.labels
 
     def settled(self, found: Mapping[str, Any] | None = None) -> Self:
-        """Return the model with no setting left open: those that are get the values given, or the usual ones."""
+        """Return the model with every None among its optional settings replaced by `found` or the default."""
         known = {**self.usual, **(found or {})}
         return dataclasses.replace(self, **{name: known[name] for name in known if getattr(self, name) is None})
 
     def value_of(self, setting: str) -> Any:
-        """Return the value of a setting, which is the usual one if it is left open."""
+        """Return the value of a setting, or its default if it is None."""
         value = getattr(self, setting)
         return self.usual[setting] if value is None else value
 
     @property
     @abstractmethod
     def parameter_tables(self) -> tuple[ModelTable, ...]:
-        """The tables that hold its parameters; the first has a row for each feature and one for the bias."""
+        """The tables of its parameters; the first has a row for each feature and one for the bias."""
 
     @property
     def num_outputs(self) -> int:
-        """How many numbers a prediction is."""
+        """The number of values in a prediction."""
         return 1
 
     def import_libraries(self) -> None:
-        """Import what arithmetic needs beyond NumPy, which may take seconds. Raises UsageError where it is missing."""
+        """Import further libraries, which may take seconds. Raises UsageError if one is missing."""
         return
 
     def prepare(self, batch: Batch, scratch: KeyScratch) -> Minibatch:
-        """Return a batch as it was read ready for predictions, with all that is made of its features."""
+        """Return a batch with all derived features, ready for predictions."""
         batch = self.crossed(batch)
         return self._to_minibatch(batch, KeyedMatrix(batch, scratch))
 
     def prepare_training(self, batch: Batch, scratch: KeyScratch, *, is_first_pass: bool) -> Minibatch:
-        """Return a batch as it was read ready for gradients, too."""
+        """Return a batch with all derived features, ready for gradients as well."""
         batch = self.crossed(batch)
         return self.training_minibatch(batch, KeyedMatrix(batch, scratch), scratch, is_first_pass=is_first_pass)
 
     def training_minibatch(
         self, batch: Batch, rows: KeyedMatrix, scratch: KeyScratch, *, is_first_pass: bool
     ) -> Minibatch:
-        """Do as :meth:`prepare_training` with a batch whose interactions and distinct keys are there."""
+        """Return the minibatch of :meth:`prepare_training` for a batch with interactions and its distinct keys."""
         minibatch = self._to_minibatch(batch, rows)
         if self.min_count == 1:
             return minibatch
@@ -337,25 +337,25 @@ class SparseModel(ABC):
 
     @abstractmethod
     def _to_minibatch(self, batch: Batch, rows: KeyedMatrix) -> KeyedMinibatch:
-        """Return a batch whose interactions are there ready for arithmetic; `rows` are its examples."""
+        """Return the minibatch for a batch with interactions; `rows` are its examples."""
 
     @abstractmethod
     def evaluate(self, labels: Floats, predictions: Floats) -> Evaluation:
-        """Return how good predictions are; arguments as a minibatch has them."""
+        """Return the metrics of predictions; arguments as in a minibatch."""
 
     @abstractmethod
     def losses_of(self, labels: Floats, predictions: Floats) -> Doubles:
-        """Return the loss of each example: float64 [n]; arguments as a minibatch has them."""
+        """Return the loss of each example: float64 [n]; arguments as in a minibatch."""
 
     def starting_from(self, labels: Floats, weights: Floats | None = None) -> SparseModel:
-        """Return the model with what it must know of the labels, given those of a sample and how often each counts.
+        """Return the model adapted to the labels and weights of a sample.
 
         Raises DataError.
         """
         return self
 
     def continued_from(self, former: SparseModel) -> SparseModel:
-        """Return the model with what `former` has found of the labels, which it goes on from."""
+        """Return the model with the settings that `former` determined, to continue its training."""
         if type(former) is not type(self):
             return self
         fresh = type(self)()
@@ -365,9 +365,9 @@ class SparseModel(ABC):
         return model
 
     def of_columns(self, format: str, columns: Columns | None, fields: Sequence[str] = ()) -> SparseModel:
-        """Return the model with what it must know of the columns of the data, which has this format.
+        """Return the model adapted to the columns of data of this format.
 
-        `fields` are those of formats without columns (:class:`RowLayout`). Raises UsageError if it needs others.
+        `fields` are the fields of formats without columns (:class:`RowLayout`). Raises UsageError for unsuitable data.
         """
         if self.interactions is None:
             return self
@@ -382,24 +382,24 @@ class SparseModel(ABC):
         *,
         is_whole: bool = False,
     ) -> SparseModel:
-        """Return the model with a corrected mean prediction, given its predictions for examples of its training.
+        """Return the model with a corrected mean prediction, given its predictions for training examples.
 
-        The examples are in the order of the data; `weights` are how often each counts. If they are all of the data
-        (`is_whole`), their bias is corrected in full, else as far as it is significant.
+        The examples are in the order of the data, with optional `weights`. If they are the complete data (`is_whole`),
+        their bias is corrected in full, otherwise as far as it is significant.
         """
         return self
 
     def describe(self) -> dict[str, Any]:
-        """Return kind and settings, as they travel and stand in manifests."""
+        """Return kind and settings, for messages and manifests."""
         settings: dict[str, Any] = dataclasses.asdict(self.settled())
         for name in ("interactions", "min_count", "count_cells"):
             if settings[name] == SparseModel.__dataclass_fields__[name].default:
-                del settings[name]  # as before there were any
+                del settings[name]  # absent in manifests of older versions
         return {"kind": self.name, **settings}
 
 
 def open_tables(client: Client, model: SparseModel, update: UpdateRule) -> list[SparseTable]:
-    """Open a model's tables on a cluster; `update` is the rule of those that have none of their own."""
+    """Open a model's tables on a cluster; `update` is the rule of tables without their own."""
     handles = []
     for table in model.tables:
         rule = table.update or update
@@ -410,7 +410,7 @@ def open_tables(client: Client, model: SparseModel, update: UpdateRule) -> list[
 
 
 def predict_on_cluster(model: SparseModel, tables: Sequence[SparseTable], examples: Batch) -> Floats:
-    """Return the predictions for examples, by the rows of the model's open tables."""
+    """Return the predictions for examples, with the rows of the model's open tables."""
     predictions = []
     for part in rebatch([examples], _PREDICTED_ROWS):
         minibatch = model.prepare(part, KeyScratch())

@@ -1,4 +1,4 @@
-"""What models of clicks have in common: log odds that margins are counted from, and what is made of them."""
+"""Common parts of click models: the log-odds offset, calibration and loss."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from paceline.models.rate_drift import example_counts, rate_shift, significant_s
 from paceline.tables.types import Doubles, Floats
 
 _CHANCE = 3.0  # standard errors
-_USUAL_OPTIMISM = 0.01  # log-odds: the standard deviation where a trial says too little
-_LEAST_PROBABILITY = 1e-7  # a float32 is no nearer to 1
-_LEAST_SHIFT = 1e-3  # log-odds: less changes no prediction that people see
+_USUAL_OPTIMISM = 0.01  # log-odds: the standard deviation if a trial has too little evidence
+_LEAST_PROBABILITY = 1e-7  # float32 has no closer number to 1
+_LEAST_SHIFT = 1e-3  # log-odds: smaller shifts change no visible prediction
 
 
 class ClickMinibatch(KeyedMinibatch):
-    """A minibatch of clicks. Abstract: margins, and gradients by what they are made of, are missing."""
+    """A minibatch of clicks. Abstract: subclasses add margins and gradients."""
 
     __slots__ = ("probabilities",)
 
@@ -49,7 +49,7 @@ class ClickMinibatch(KeyedMinibatch):
         return self.probabilities
 
     def _forward(self, weights: Sequence[Floats], residuals: Floats) -> float:
-        """Return the summed loss; write P(click), and the loss's derivative by each margin (float32 [n])."""
+        """Return the summed loss; write P(click) and the loss's derivative by margin (float32 [n])."""
         return click_loss(self.margins(weights), self.labels, self._weights, self.probabilities, residuals)
 
 
@@ -59,25 +59,25 @@ class ClickProbabilityModel(SparseModel):
 
     loss_name: ClassVar[str] = "log loss"
     evaluation: ClassVar[type[ClickEvaluation]] = ClickEvaluation
-    diverged_loss: ClassVar[float] = 20.0  # nats; who always says 0.5 has 0.69
+    diverged_loss: ClassVar[float] = 20.0  # nats; a constant prediction of 0.5 has 0.69
     found: ClassVar[tuple[str, ...]] = ("offset",)
 
     offset: float = 0.0
-    """What is added to every margin."""
+    """The addend of all margins."""
     positive: float | str | None = None
-    """The label of clicks, where others are of none; None: those above 0 are. A word until :func:`for_classes`."""
+    """The label of clicks; None: all labels above 0. A word until :func:`for_classes` replaces it."""
 
     @property
     @override
     def read_labels_as(self) -> str:
-        assert not isinstance(self.positive, str), "the data were not looked at"
+        assert not isinstance(self.positive, str), "for_classes() was not called"
         return clicks_where(self.positive)
 
     @override
     def describe(self) -> dict[str, Any]:
         settings = super().describe()
         if self.positive is None:
-            del settings["positive"]  # as before there was one
+            del settings["positive"]  # absent in manifests of older versions
         return settings
 
     @override
@@ -108,7 +108,7 @@ class ClickProbabilityModel(SparseModel):
         counts, p = example_counts(labels, weights), np.clip(predictions.astype(np.float64), 1e-12, 1 - 1e-12)
         found = rate_shift(np.log(p / (1 - p)), labels.astype(np.float64), counts)
         beyond, error_beyond = _expected(optimism or Optimism())
-        # The trial's held-out rows may be the newest ones: their error is the drift, which `newest` has already.
+        # The trial's held-out rows may be the newest ones: then their error is the drift, which `newest` includes.
         beyond *= 1 - found.drift
         if is_whole:
             correction = significant_share(found.shift, found.error**2, is_known=True) * found.shift
@@ -121,9 +121,9 @@ class ClickProbabilityModel(SparseModel):
 
 
 def for_classes(model: SparseModel, classes: Sequence[str]) -> SparseModel:
-    """Return the model for data whose labels are words, read as their places in `classes`; () if they are numbers.
+    """Return the model for labels that are words, stored as their places in `classes`; () if labels are numbers.
 
-    Raises UsageError where the positive label is a word that is no label of the data.
+    Raises UsageError if the positive label is a word that the data does not contain.
     """
     if not isinstance(model, ClickProbabilityModel):
         return model
@@ -131,10 +131,10 @@ def for_classes(model: SparseModel, classes: Sequence[str]) -> SparseModel:
 
 
 def _expected(optimism: Optimism) -> Optimism:
-    """Return what is to be expected after a trial: what it showed if that is beyond chance, else hardly anything.
+    """Return the expected bias after a trial: the trial's result if significant, otherwise a small share of it.
 
-    What it showed is mostly the chance of what was held out, and models are hardly off: so the trial's shift and the
-    usual deviation are weighed by their precision.
+    A result within chance says little, and models are rarely biased. The trial's shift and the usual deviation are
+    therefore weighted by their precision.
     """
     shift, error = optimism
     if abs(shift) > _CHANCE * error:
@@ -146,9 +146,9 @@ def _expected(optimism: Optimism) -> Optimism:
 def click_loss(
     margins: Floats, labels: Floats, weights: Floats | None, probabilities: Floats, residuals: Floats
 ) -> float:
-    """Return the log loss summed over a minibatch; write P(click), and the loss's derivative by each margin.
+    """Return the log loss summed over a minibatch; write P(click) and the loss's derivative by margin.
 
-    All arrays are float32 [n]; `weights` say how often each example counts, None that all count once.
+    All arrays are float32 [n]; `weights` is None if each example counts once.
     """
     loss = float(logistic(margins, labels, probabilities, residuals))
     if weights is None:

@@ -1,11 +1,10 @@
-"""Field-aware factorization machine: of each feature a vector for every column that the other feature may be of.
+"""Field-aware factorization machine: a feature has one vector for each column of its partner.
 
 margin = offset + bias + Σ w[k]·x_k + Σ_{k<l} ⟨v[k, column of l], v[l, column of k]⟩·x_k·x_l (Juan, Zhuang, Chin, Lin,
-"Field-aware factorization machines for CTR prediction", RecSys 2016; without the division by the length of a row that
-is there). The sum is over all pairs of a row's features: one of a field with
-several, such as a namespace or a list, takes part with each of the others, also with those of its own field. Which
-features have vectors, and how they are updated, is as in :mod:`paceline.models.fm`; a feature's vectors are one row, of
-columns times `dim` numbers.
+"Field-aware factorization machines for CTR prediction", RecSys 2016, without its division by the length of a row). The
+sum is over all pairs of a row's features, including pairs of one field that has several features, such as a namespace
+or a list. As in :mod:`paceline.models.fm`, frequent features have vectors, with the same updates. A feature's vectors
+are one row of columns times `dim` numbers.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from paceline.tables.types import Floats
 
 
 class FieldAwareMinibatch(FactorizationMinibatch):
-    """A minibatch of clicks, of a field-aware factorization machine."""
+    """A minibatch of clicks for a field-aware factorization machine."""
 
     __slots__ = ("_are_paired", "_fields", "_width")
 
     def __init__(self, model: FieldAwareMachine, batch: Batch, rows: KeyedMatrix) -> None:
         super().__init__(model, batch, rows)
-        assert model.layout is not None, "the columns of the data are known by now"
+        assert model.layout is not None, "of_columns() was not called"
         self._fields = model.layout.fields_of(batch)
         self._width = model.dim
         self._are_paired = np.empty(0, np.uint8)
@@ -67,13 +66,13 @@ class FieldAwareMachine(FactorModel):
 
     dim: int = 4
     layout: RowLayout | None = None
-    """The columns of the data; None until they are known."""
+    """The columns of the data; None while unknown."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layout", RowLayout.of(self.layout))
         super().__post_init__()
         if self.interactions is not None:
-            raise UsageError("--interactions is nothing that --model ffm takes: it crosses all columns")
+            raise UsageError("--interactions is not an option of --model ffm, which crosses all columns: leave it out")
 
     @property
     @override
@@ -87,7 +86,7 @@ class FieldAwareMachine(FactorModel):
     def of_columns(self, format: str, columns: Columns | None, fields: Sequence[str] = ()) -> Self:
         layout = RowLayout.of_data(format, columns, fields)
         if layout is None:
-            raise UsageError(f"--model ffm has factors for each column, and {format} has none: take --model fm")
+            raise UsageError(f"--model ffm needs columns, and {format} has none: use --model fm")
         return dataclasses.replace(self, layout=layout)
 
     @override

@@ -1,9 +1,8 @@
-"""Factorization machine (Rendle, ICDM 2010): a weight per feature, and a vector whose products weigh pairs of features.
+"""Factorization machine (Rendle, ICDM 2010): a weight and a vector per feature; pairs count by products of vectors.
 
-margin = offset + bias + Σ w[k]·x_k + Σ_{k<l} ⟨v[k], v[l]⟩·x_k·x_l. The vectors lie in a table of their own, with
-another update rule. A feature takes part in pairs, and has a vector, once it has occurred often enough and where its
-weight is not 0: the vectors of rare features would take memory and learn examples by heart (Li et al., DiFacto, WSDM
-2016, section 3). How often it has occurred is in a third table, which counts as far as that.
+margin = offset + bias + Σ w[k]·x_k + Σ_{k<l} ⟨v[k], v[l]⟩·x_k·x_l. The vectors have a separate table and update rule. A
+feature has a vector only if it is frequent enough and its weight is not 0, because vectors of rare features would take
+memory and overfit (Li et al., DiFacto, WSDM 2016, section 3). A third table counts occurrences up to that number.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ MAX_FACTORS = 1024
 
 
 class FactorizationMinibatch(ClickMinibatch):
-    """A minibatch of clicks, of a factorization machine."""
+    """A minibatch of clicks for a factorization machine."""
 
     __slots__ = ("_active", "_factors", "_model", "_new", "_sums")
 
@@ -78,29 +77,29 @@ class FactorizationMinibatch(ClickMinibatch):
         return margins
 
     def _are_active(self, first: Floats, counts: Floats) -> npt.NDArray[np.bool_]:
-        """Return which features take part in pairs."""
+        """Return the mask of features that form pairs."""
         active: npt.NDArray[np.bool_] = (first[:-1] != 0) & (counts >= self._model.value_of("factor_min_count"))
         return active
 
     def _add_pairs(self, factors: Floats, active: npt.NDArray[np.bool_], margins: Floats) -> None:
-        """Add what pairs of active features say to margins."""
+        """Add the products of pairs of active features to margins."""
         rows = self._rows
         self._factors = factors * active[:, np.newaxis]
         self._sums = np.empty((self.num_examples, factors.shape[1]), np.float32)
         add_interactions(rows.indptr, rows.indices, rows.values, self._factors, self._sums, margins)
 
     def _pair_gradients(self, residuals: Floats, out: Floats) -> None:
-        """Write the gradient by the factors that the last margins are of, given the derivatives by margin."""
+        """Write the gradients of the last margins' factors, given the derivatives by margin."""
         rows = self._rows
         interaction_gradients(rows.indptr, rows.indices, rows.values, self._factors, self._sums, residuals, out)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FactorModel(ClickProbabilityModel):
-    """P(click) from a weight and factors per feature. Abstract: which pairs of factors count is missing.
+    """P(click) from a weight and factors per feature. Abstract: subclasses choose the pairs of factors.
 
-    `factor_lr`, `factor_l1` and `factor_l2` are rate and penalties of AdaGrad on the factors, `factor_std` their
-    initial deviation. A feature has factors once it has occurred `factor_min_count` times.
+    `factor_lr`, `factor_l1` and `factor_l2` are rate and penalties of AdaGrad on the factors, `factor_std` is their
+    initial standard deviation. A feature has factors from `factor_min_count` occurrences on.
     """
 
     usual: ClassVar[Mapping[str, Any]] = {
@@ -123,7 +122,7 @@ class FactorModel(ClickProbabilityModel):
         check_penalties(self, "factor_lr", "factor_l1", "factor_l2", "factor_std")
         if not 0 <= self.value_of("factor_min_count") <= MOST_COUNTED:
             raise UsageError(f"--factor-min-count {self.factor_min_count}: expected 0 to {MOST_COUNTED:,}")
-        _ = self.parameter_tables  # whose settings are checked
+        _ = self.parameter_tables  # checks the settings
 
     @property
     @override
@@ -143,7 +142,7 @@ class FactorModel(ClickProbabilityModel):
 
     @property
     def num_factors(self) -> int:
-        """The factors of a feature."""
+        """The number of factors of a feature."""
         return self.dim
 
     @property
@@ -159,7 +158,7 @@ class FactorModel(ClickProbabilityModel):
 
 
 def check_penalties(model: SparseModel, *names: str) -> None:
-    """Raise UsageError unless these settings can be rates and penalties of update rules."""
+    """Raise UsageError unless these settings are valid rates and penalties of update rules."""
     for name in names:
         value = model.value_of(name)
         check_number(f"--{name.replace('_', '-')} {value:g}", value, 0)

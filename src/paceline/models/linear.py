@@ -1,6 +1,6 @@
-"""Linear models other than logistic regression: margin = bias + Σ w[key]·value, and a loss of it.
+"""Linear models other than logistic regression: a loss of margin = bias + Σ w[key]·value.
 
-The bias is the weight of a key of its own. Gradients are summed over the minibatch.
+The bias is the weight of a separate key. Gradients are summed over the minibatch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.tables.types import Doubles, Floats
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearModel(SparseModel):
-    """A model of one weight per feature. Abstract: a loss is missing."""
+    """A model of one weight per feature. Abstract: subclasses add the loss."""
 
     has_classes: ClassVar[bool] = False
 
@@ -41,17 +41,17 @@ class LinearModel(SparseModel):
 
     @abstractmethod
     def _deviations(self, labels: Doubles, predictions: Doubles) -> Doubles:
-        """Return the loss of each example as people are told it."""
+        """Return the reported loss of each example."""
 
     @abstractmethod
     def outcome(self, margins: Doubles) -> Doubles:
-        """Return predictions, given margins."""
+        """Return the predictions for margins."""
 
     @abstractmethod
     def losses(self, margins: Doubles, labels: Floats) -> tuple[Doubles, Doubles]:
-        """Return the loss of each example as people are told it, and the derivative, by margin, of what is minimized.
+        """Return the reported loss of each example, and the derivative by margin of the minimized loss.
 
-        The second is a multiple of the first's. Raises DataError for a label that it does not take.
+        The minimized loss is a multiple of the reported one. Raises DataError for an invalid label.
         """
 
 
@@ -94,7 +94,7 @@ class LinearMinibatch(KeyedMinibatch):
 
 
 def mean_and_deviation(labels: Floats, weights: Floats | None) -> tuple[float, float]:
-    """Return mean and standard deviation of labels, each counted as often as its weight says; 0 of none."""
+    """Return the weighted mean and standard deviation of labels; 0 without labels."""
     counts = np.ones(len(labels)) if weights is None else weights.astype(np.float64)
     total = float(counts.sum())
     if not total:

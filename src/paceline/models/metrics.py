@@ -1,8 +1,8 @@
-"""How good predictions are: of click probabilities AUC, log loss, calibration, accuracy; exact, in little memory.
+"""Metrics of predictions; for click probabilities AUC, log loss, calibration and accuracy, exact, in little memory.
 
-All functions take labels that are 0 or 1 (of any dtype, bool included) and as many scores or probabilities,
-both [n]. Sums are in float64, whatever the dtype that comes in, over pieces of 64 Ki examples.
-:exc:`~paceline.errors.UsageError` for other shapes, other labels, and NaN.
+All functions take labels 0 or 1 (of any dtype, including bool) and as many scores or probabilities, both [n]. Sums are
+computed in float64 over pieces of 64 Ki examples. Other shapes, other labels and NaN raise
+:exc:`~paceline.errors.UsageError`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Array = npt.NDArray[Any]
 
 _PIECE = 1 << 16
 _LEAST_PROBABILITY = 1e-15
-"""As scikit-learn had it up to 1.2; later versions take the dtype's epsilon."""
+"""As in scikit-learn up to 1.2; later versions use the dtype's epsilon."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation(ABC):
-    """The metrics of one set of predictions, a field each; NaN where one is not defined for these labels."""
+    """The metrics of one set of predictions, one per field; NaN if a metric is undefined for these labels."""
 
     examples: int
 
@@ -36,24 +36,24 @@ class Evaluation(ABC):
     def names(cls) -> tuple[str, ...]:
         """Return the names of the metrics."""
         fields = dataclasses.fields(cls)
-        return tuple(each.name for each in fields if each.name != "examples" and each.metadata.get("metric", True))
+        return tuple(field.name for field in fields if field.name != "examples" and field.metadata.get("metric", True))
 
     def as_json(self) -> dict[str, float | None]:
-        """Return the metrics by name; what is not finite, such as the AUC of examples that are all clicks, is None."""
+        """Return the metrics by name, with None for values that are not finite, such as the AUC of one class."""
         found = {name: float(getattr(self, name)) for name in self.names()}
         return {name: value if math.isfinite(value) else None for name, value in found.items()}
 
     @property
     @abstractmethod
     def loss(self) -> float:
-        """What a training makes small; less is better."""
+        """The metric that training minimizes."""
 
     @abstractmethod
     def sentence(self) -> str:
-        """Return the metrics for people; one that these labels do not have is left out in words."""
+        """Return the metrics as text, without undefined ones."""
 
     def find_useless(self) -> str | None:
-        """Say so if the predictions are no better than always predicting the same, where that is known."""
+        """Return a warning if the predictions are no better than a constant one; None otherwise."""
         return None
 
 
@@ -90,24 +90,24 @@ _HARDLY_BETTER = 1 - 5e-4
 
 
 def base_log_loss(counts: Sequence[int]) -> float:
-    """The log loss of always predicting the share of each class: the entropy of the labels, in nats."""
+    """Return the log loss of predicting the share of each class: the entropy of the labels, in nats."""
     return -math.fsum(count / sum(counts) * math.log(count / sum(counts)) for count in counts if count > 0)
 
 
 def find_useless(log_loss: float, counts: Sequence[int]) -> str | None:
-    """Say so if a log loss is no better than that of always predicting the shares of the classes, by their `counts`."""
+    """Return a warning if a log loss is no better than that for the shares of the classes, by their `counts`."""
     base = base_log_loss(counts)
     if base == 0 or log_loss < base * _HARDLY_BETTER:
         return None
     shares = ", ".join(f"{count / sum(counts):.4g}" for count in counts[:10])
     return (
-        f"the log loss, {log_loss:.4f}, is no better than {base:.4f}, that of always predicting the shares of the "
-        f"classes, {shares}{', ...' * (len(counts) > 10)}"
+        f"the log loss, {log_loss:.4f}, is no better than {base:.4f} for constant predictions, the shares of the "
+        f"classes: {shares}{', ...' * (len(counts) > 10)}"
     )
 
 
 def evaluate(labels: npt.ArrayLike, probabilities: npt.ArrayLike) -> ClickEvaluation:
-    """All the metrics of click probabilities at once."""
+    """Return all metrics of click probabilities."""
     y, p = _checked_probabilities(labels, probabilities)
     return ClickEvaluation(
         len(y), _auc(y, p), _log_loss(y, p), _calibration(y, p), _accuracy(y, p, 0.5), int(np.count_nonzero(y))
@@ -115,17 +115,17 @@ def evaluate(labels: npt.ArrayLike, probabilities: npt.ArrayLike) -> ClickEvalua
 
 
 def auc(labels: npt.ArrayLike, scores: npt.ArrayLike) -> float:
-    """The share of pairs of a positive and a negative example that the scores put in the right order.
+    """Return the share of pairs of a positive and a negative example that the scores order correctly.
 
-    A tie counts one half (Fawcett, "An introduction to ROC analysis", 2006, section 7). Exact: pairs are
-    counted in integers and divided once. NaN if there is one class only. Scores may be infinite. O(n log n)
-    time; a copy of the scores in their own dtype is all the memory that grows with n, but for a byte each.
+    A tie counts one half (Fawcett, "An introduction to ROC analysis", 2006, section 7). Exact: pairs are counted in
+    integers and divided once. NaN with one class only. Scores may be infinite. Takes O(n log n) time, and memory for a
+    copy of the scores plus one byte per example.
     """
     return _auc(*_checked(labels, scores))
 
 
 def log_loss(labels: npt.ArrayLike, probabilities: npt.ArrayLike) -> float:
-    """The mean of -ln(probability of the label that came), in nats; NaN without examples.
+    """Return the mean of -ln(probability of the actual label), in nats; NaN without examples.
 
     Probabilities are first clipped to [1e-15, 1 - 1e-15], so a certain mistake costs 34.5.
     """
@@ -133,7 +133,7 @@ def log_loss(labels: npt.ArrayLike, probabilities: npt.ArrayLike) -> float:
 
 
 def calibration(labels: npt.ArrayLike, probabilities: npt.ArrayLike) -> float:
-    """The mean probability divided by the mean label: 1 is right, above 1 is too sure of clicks.
+    """Return the mean probability divided by the mean label: 1 is correct, above 1 overestimates clicks.
 
     NaN if no label is 1.
     """
@@ -141,7 +141,7 @@ def calibration(labels: npt.ArrayLike, probabilities: npt.ArrayLike) -> float:
 
 
 def accuracy(labels: npt.ArrayLike, probabilities: npt.ArrayLike, threshold: float = 0.5) -> float:
-    """The share of examples for which ``probability >= threshold`` is the label; NaN without examples."""
+    """Return the share of examples whose label is ``probability >= threshold``; NaN without examples."""
     return _accuracy(*_checked_probabilities(labels, probabilities), threshold)
 
 
@@ -150,7 +150,7 @@ def _auc(y: Array, scores: Array) -> float:
     if not len(positive) or not len(negative):
         return math.nan
     pairs = len(positive) * len(negative)
-    # Both are sorted so that the searches of one piece stay in one part of memory.
+    # Sorting both keeps the searches of one piece in one part of memory.
     positive.sort()
     negative.sort()
     twice = 0
@@ -164,7 +164,7 @@ def _auc(y: Array, scores: Array) -> float:
 def _log_loss(y: Array, p: Array) -> float:
     def losses(y: Array, p: Array) -> Array:
         p = np.clip(p.astype(np.float64), _LEAST_PROBABILITY, 1 - _LEAST_PROBABILITY)
-        # 1 - p first: log1p(-p) is more exact, but not what others report at the clipped end.
+        # 1 - p first: log1p(-p) is more exact, but differs from other libraries at the clipped end.
         return -np.log(np.where(y, p, 1 - p))
 
     return _mean(losses, y, p)
@@ -188,22 +188,22 @@ def _mean(function: Callable[[Array, Array], Array], y: Array, p: Array) -> floa
 
 
 def sum_pieces(function: Callable[[Array, Array], Array], labels: Array, predictions: Array) -> float:
-    """Return the sum of what `function` makes of labels and predictions (float64), taken in pieces."""
+    """Return the sum of `function` over labels and predictions (float64), computed in pieces."""
     return math.fsum(
-        float(function(*(each[start : start + _PIECE].astype(np.float64) for each in (labels, predictions))).sum())
+        float(function(*(array[start : start + _PIECE].astype(np.float64) for array in (labels, predictions))).sum())
         for start in range(0, len(labels), _PIECE)
     )
 
 
 def _checked(labels: npt.ArrayLike, scores: npt.ArrayLike) -> tuple[Array, Array]:
-    """Labels as bools, and the scores as they are."""
+    """Return the labels as bool, and the scores unchanged."""
     y, s = np.asarray(labels), np.asarray(scores)
     if y.ndim != 1 or y.shape != s.shape:
         raise UsageError(
-            f"labels have shape {y.shape} and predictions {s.shape}: both have one dimension and one length"
+            f"labels have shape {y.shape} and predictions {s.shape}: expected one dimension and equal lengths"
         )
     if s.dtype.kind not in "fiub":
-        raise UsageError(f"predictions have dtype {s.dtype}: they are real numbers")
+        raise UsageError(f"predictions have dtype {s.dtype}: expected real numbers")
     positive = y == 1
     if np.count_nonzero(positive) + np.count_nonzero(y == 0) != len(y):
         raise UsageError("a label is neither 0 nor 1: the metrics are for clicks, so map the labels first")
@@ -215,7 +215,5 @@ def _checked(labels: npt.ArrayLike, scores: npt.ArrayLike) -> tuple[Array, Array
 def _checked_probabilities(labels: npt.ArrayLike, probabilities: npt.ArrayLike) -> tuple[Array, Array]:
     y, p = _checked(labels, probabilities)
     if len(p) and not (p.min() >= 0 and p.max() <= 1):
-        raise UsageError(
-            f"probabilities go from {p.min()} to {p.max()}: they are between 0 and 1, so pass no raw scores"
-        )
+        raise UsageError(f"probabilities range from {p.min()} to {p.max()}: expected 0 to 1; do not pass raw scores")
     return y, p

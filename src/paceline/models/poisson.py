@@ -18,12 +18,12 @@ from paceline.tables.types import Doubles, Floats
 
 _LEAST_CORRECTION = 1e-3  # predictions of 0 would have infinite losses
 _LEAST_EXPECTED = 1e-100
-_MOST_MARGIN = 30.0  # above the mean: exp() of it, squared, is a float32 still
+_MOST_MARGIN = 30.0  # above the mean: the square of its exp() is still a float32
 
 
 @dataclasses.dataclass(frozen=True)
 class PoissonEvaluation(Evaluation):
-    """How good expected counts are: the mean deviance, the share of it that they explain, their sum by the labels'."""
+    """Mean deviance, its explained share, and the sum of expected counts divided by that of the labels."""
 
     deviance: float
     d2: float
@@ -41,10 +41,10 @@ class PoissonEvaluation(Evaluation):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PoissonRegression(LinearModel):
-    """The mean of a count (or another number from 0 up) from a weight per feature, by the logarithm as its link.
+    """The mean of a count (or another number from 0 up) from a weight per feature, with a logarithmic link.
 
-    `mean` is that of a sample of labels, from which the margins are counted; `scale` divides the gradients, so that
-    those of large counts are no larger than others: the standard deviation of that sample where it is above 1.
+    `mean` is the mean of a sample of labels, at margin 0. `scale` divides the gradients, so that large counts do not
+    have larger gradients: the sample's standard deviation, but at least 1.
     """
 
     name: ClassVar[str] = "poisson"
@@ -118,5 +118,5 @@ def _deviances(y: Doubles, expected: Doubles) -> Doubles:
 def _check(labels: Floats) -> None:
     if len(labels) and labels.min() < 0:
         raise DataError(
-            f"the data has the label {labels.min():g}: a Poisson regression is of counts, numbers from 0 up"
+            f"the data has the label {labels.min():g}: a Poisson regression needs counts, numbers of at least 0"
         )

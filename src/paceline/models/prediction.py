@@ -1,4 +1,4 @@
-"""Prediction from a saved model, in this process alone."""
+"""Prediction from a saved model, without a cluster."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ _BATCH = 4096
 
 
 class _Scratch(threading.local):
-    """Each thread's own memory."""
+    """Separate memory of each thread."""
 
     def __init__(self) -> None:
         self.keys = KeyScratch()
 
 
 class Predictor:
-    """A saved model, or the newest snapshot of a training, loaded; several threads may use it.
+    """A loaded model, saved or from the newest snapshot of a training. Thread-safe.
 
-    Raises ModelError if the directory holds none that predicts.
+    Raises ModelError if the directory holds no click model.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -65,36 +65,36 @@ class Predictor:
         columns = described.get("columns")
         self.columns = None if columns is None else Columns.from_fields(columns)
         self.scaling = read_key_scaling(described)
-        """How values are changed before they are used."""
+        """The scaling of values before use."""
         self.stores = [stored.load_store(table.name, values_only=True) for table in self.model.parameter_tables]
         """The model's tables; the first has a row for each feature, and one for the bias."""
-        self.knows_some = False
-        """Whether any feature of what was predicted occurs in the model."""
+        self.has_known_features = False
+        """Whether the model contains any feature of the predicted data."""
         self._directory = directory
         self._scratch = _Scratch()
 
     def open_data(
         self, paths: Sequence[str | Path], format: str | None = None, *, strict: bool = False, header: str = "auto"
     ) -> Dataset:
-        """Open data that the model can predict: of the format and with the columns that it was trained on.
+        """Open data for prediction, in the format and with the columns of the model's training data.
 
-        A model of csv predicts parquet and the other way round. Raises DataError for other data.
+        csv and parquet are interchangeable. Raises DataError for other data.
         """
         for path in paths:
             found = format or self._format_of(path)
             features = source_format(path, found)
             if not have_same_features(features, self.format):
                 raise DataError(
-                    f"{path} {'is said to be' if format else 'looks like'} {features}, and the model in "
-                    f"{self._directory} was trained on {self.format}, whose features are others: give it "
-                    "data of that format"
+                    f"{path} {'is declared as' if format else 'looks like'} {features}, but the model in "
+                    f"{self._directory} was trained on {self.format}, which has other features: pass data of that "
+                    "format"
                 )
         columns = self.columns
         if columns is None and found in COLUMN_FORMATS:
             columns = self._guess_columns(str(paths[0]), found)
         if header != "auto":
             if columns is None or found != "csv":
-                raise UsageError(f"--header {header}: data of format {found} has no header: leave it out")
+                raise UsageError(f"--header {header}: data of format {found} has no header: leave the option out")
             check_header(header)
             columns = replace(columns, header=header)
         try:
@@ -107,7 +107,7 @@ class Predictor:
             raise DataError(f"{error}; the model in {self._directory} needs {', '.join(columns.names[1:])}") from error
 
     def predict(self, dataset: Dataset) -> Iterator[tuple[Floats, Floats]]:
-        """Yield labels (float32 [n]) and predictions (float32 [n], or [n, outputs]), in order, a batch at a time."""
+        """Yield labels (float32 [n]) and predictions (float32 [n], or [n, outputs]) by batch, in order."""
         for batch in dataset.batches(_BATCH):
             yield self._predict(batch)
 
@@ -119,8 +119,8 @@ class Predictor:
         if self.scaling is not None:
             batch = self.scaling.apply(batch)
         minibatch = self.model.prepare(batch, self._scratch.keys)
-        if not self.knows_some:
-            self.knows_some = bool(self.stores[0].read_records(minibatch.keys[0][:-1])[1].any())
+        if not self.has_known_features:
+            self.has_known_features = bool(self.stores[0].read_records(minibatch.keys[0][:-1])[1].any())
         weights = []
         for keys, store in zip(minibatch.keys, self.stores, strict=True):
             weights.append(np.empty((len(keys), store.dim), np.float32))
@@ -133,12 +133,12 @@ class Predictor:
                 return self.format
             return detect_format(path)
         except DataError:
-            return self.format  # whose reader says what is wrong
+            return self.format  # its reader reports the problem
 
     def _guess_columns(self, path: str, format: str) -> Columns:
-        """The columns of a model that was saved when models did not remember guessed ones.
+        """Return the columns for a model of an old version, which did not store guessed columns.
 
-        A numeric column has one feature, whose key is the hash of its name.
+        A numeric column has one feature; its key is the hash of its name.
         """
         names = column_names(path, format)
         label = find_label(path, names)

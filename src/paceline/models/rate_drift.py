@@ -90,7 +90,8 @@ def rate_shift(margins: Doubles, labels: Doubles, counts: Doubles) -> RateShift:
     ranks = np.argsort(np.argsort(margins, kind="stable"), kind="stable")
     cells = blocks * _CELLS + ranks * _CELLS // max(n, 1)
     totals, positives, sums = (
-        np.bincount(cells, each, _CELLS**2).astype(np.float64) for each in (counts, counts * labels, counts * margins)
+        np.bincount(cells, amounts, _CELLS**2).astype(np.float64)
+        for amounts in (counts, counts * labels, counts * margins)
     )
     kept = np.flatnonzero(totals > 0)
     data = sums[kept] / totals[kept], positives[kept] / totals[kept], totals[kept]

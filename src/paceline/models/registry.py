@@ -30,24 +30,24 @@ MODELS: Final[dict[str, type[SparseModel]]] = {
         SoftmaxRegression,
     )
 }
-"""Every model by its name."""
+"""All models by name."""
 
 
 def make_model(name: str = SparseLogisticRegression.name, **settings: Any) -> SparseModel:
-    """Return a model; settings that are None are left out. Raises UsageError for those it does not take."""
+    """Return a model; settings that are None are ignored. Raises UsageError for settings of other models."""
     kind = MODELS.get(name)
     if kind is None:
         raise UsageError(f"unknown model {name!r}: expected one of {', '.join(MODELS)}")
     given = {key: value for key, value in settings.items() if value is not None}
     for key in given:
         if key not in _settings_of(kind):
-            takers = ", ".join(each.name for each in MODELS.values() if key in _settings_of(each))
-            raise UsageError(f"--{key.replace('_', '-')} is nothing that --model {name} takes: it is for {takers}")
+            takers = ", ".join(model.name for model in MODELS.values() if key in _settings_of(model))
+            raise UsageError(f"--{key.replace('_', '-')} is not an option of --model {name}: it is for {takers}")
     return kind(**given)
 
 
 def read_model_settings(described: Mapping[str, Any]) -> SparseModel:
-    """Return the model that :meth:`SparseModel.describe` described; what else stands there is passed over."""
+    """Return the model for the output of :meth:`SparseModel.describe`; other fields are ignored."""
     kind = MODELS.get(described.get("kind", ""))
     if kind is None:
         raise UsageError(f"model of kind {described.get('kind')!r}: expected one of {', '.join(MODELS)}")
@@ -60,6 +60,6 @@ def _settings_of(kind: type[SparseModel]) -> set[str]:
 
 
 def describe_settings(described: Mapping[str, Any]) -> str:
-    """Return what :meth:`SparseModel.describe` returned, for people."""
+    """Return the output of :meth:`SparseModel.describe` as text."""
     settings = ", ".join(f"{key}={value}" for key, value in described.items() if key != "kind")
     return f"{described.get('kind')}({settings})" if settings else str(described.get("kind"))

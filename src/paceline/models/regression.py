@@ -16,7 +16,7 @@ from paceline.tables.types import Doubles, Floats
 
 @dataclasses.dataclass(frozen=True)
 class RegressionEvaluation(Evaluation):
-    """How far predictions are from labels; R² is the share of the labels' variance that they explain."""
+    """Errors of predictions; R² is the share of the labels' variance that they explain."""
 
     rmse: float
     mae: float
@@ -36,8 +36,8 @@ class RegressionEvaluation(Evaluation):
 class LeastSquares(LinearModel):
     """A number from a weight per feature.
 
-    What is learned is by how many `scale` a label is above `center`, mean and standard deviation in a sample: so the
-    rate of learning does not depend on the unit of the labels.
+    The model learns (label - `center`) / `scale`, with mean and standard deviation of a sample, so that the learning
+    rate does not depend on the unit of the labels.
     """
 
     name: ClassVar[str] = "regression"

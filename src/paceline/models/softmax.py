@@ -24,7 +24,7 @@ from paceline.tables.types import Doubles, Floats
 
 MAX_CLASSES = 4096
 _LARGEST_CLASS = 1 << 24
-"""Beyond it whole numbers are no float32, which labels are."""
+"""Larger integers are not exact as float32, the type of labels."""
 _LEAST_PROBABILITY = 1e-15
 
 
@@ -35,7 +35,7 @@ class ClassEvaluation(Evaluation):
     accuracy: float
     log_loss: float
     counts: tuple[int, ...] = dataclasses.field(default=(), metadata={"metric": False})
-    """How many examples each class has."""
+    """The number of examples of each class."""
 
     @property
     @override
@@ -52,16 +52,16 @@ class ClassEvaluation(Evaluation):
 
 
 def label_counts(labels: Floats) -> tuple[int, ...]:
-    """Return how many examples each class has, in the order of the classes."""
+    """Return the number of examples of each class, in the order of the classes."""
     return tuple(np.unique(labels, return_counts=True)[1].tolist())
 
 
 def parse_classes(text: str) -> tuple[int, ...]:
-    """Return the classes that a text means: ``10`` (0 to 9), or all of them: ``1,2,5``. Raises UsageError."""
+    """Return the classes for a text: ``10`` (0 to 9), or a list such as ``1,2,5``. Raises UsageError."""
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
-        raise UsageError(f"--classes {text}: expected how many there are, or whole numbers as in 1,2,5") from None
+        raise UsageError(f"--classes {text}: expected a number of classes, or whole numbers as in 1,2,5") from None
     if len(numbers) == 1:
         if not 2 <= numbers[0] <= MAX_CLASSES:
             raise UsageError(f"--classes {text}: expected 2 to {MAX_CLASSES:,} classes")
@@ -71,7 +71,7 @@ def parse_classes(text: str) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SoftmaxRegression(SparseModel):
-    """The probability of each class from a weight per feature and class. `classes` rise; () until they are known."""
+    """The probability of each class from a weight per feature and class. `classes` are sorted; () while unknown."""
 
     name: ClassVar[str] = "softmax"
     title: ClassVar[str] = "a multinomial logistic regression"
@@ -90,7 +90,7 @@ class SoftmaxRegression(SparseModel):
         if not classes:
             return
         if len(set(classes)) < len(classes) or not 2 <= len(classes) <= MAX_CLASSES:
-            raise UsageError(f"{len(classes)} classes {self._list()}: expected 2 to {MAX_CLASSES:,}, each once")
+            raise UsageError(f"{len(classes)} classes {self._list()}: expected 2 to {MAX_CLASSES:,} distinct ones")
         if max(-classes[0], classes[-1]) > _LARGEST_CLASS:
             raise UsageError(f"classes {self._list()}: expected whole numbers from -2^24 to 2^24")
 
@@ -111,14 +111,14 @@ class SoftmaxRegression(SparseModel):
         found = np.unique(labels)
         odd = found[(found != np.floor(found)) | (np.abs(found) > _LARGEST_CLASS)]
         if len(odd) or len(found) > MAX_CLASSES:
-            what = f"the label {odd[0]:g}" if len(odd) else f"{len(found):,} different labels"
+            problem = f"the label {odd[0]:g}" if len(odd) else f"{len(found):,} different labels"
             raise DataError(
-                f"the data has {what}: --model softmax takes whole numbers, at most {MAX_CLASSES:,} different ones; "
-                "--model regression takes quantities"
+                f"the data has {problem}: --model softmax needs whole numbers, at most {MAX_CLASSES:,} different "
+                "ones; use --model regression for quantities"
             )
         if len(found) < 2:
-            raise DataError(f"a sample of the data has {len(found)} label: if there are more, name them with --classes")
-        return dataclasses.replace(self, classes=tuple(int(each) for each in found))
+            raise DataError(f"a sample of the data has {len(found)} label: if there are more, pass them as --classes")
+        return dataclasses.replace(self, classes=tuple(int(label) for label in found))
 
     @override
     def _to_minibatch(self, batch: Batch, rows: KeyedMatrix) -> KeyedMinibatch:
@@ -141,19 +141,19 @@ class SoftmaxRegression(SparseModel):
         return -np.log(np.maximum(own, _LEAST_PROBABILITY))
 
     def places(self, labels: Floats) -> npt.NDArray[np.int64]:
-        """Return the place of each label among the classes, -1 where it is none."""
+        """Return the place of each label among the classes, -1 for an unknown label."""
         classes = np.array(self.classes, np.float32)
         found = np.minimum(np.searchsorted(classes, labels), len(classes) - 1)
         return np.where(classes[found] == labels, found, -1)
 
     def _list(self) -> str:
-        names = [str(each) for each in self.classes]
+        names = [str(number) for number in self.classes]
         return ", ".join(names if len(names) <= 8 else [*names[:7], "...", names[-1]])
 
     def unknown(self, label: float) -> DataError:
-        """Return what to raise for a label that is no class."""
+        """Return the exception for a label that is not a class."""
         return DataError(
-            f"the data has the label {label:g}, which is none of the classes {self._list()}: name all with --classes"
+            f"the data has the label {label:g}, which is not one of the classes {self._list()}: pass all as --classes"
         )
 
 
@@ -173,9 +173,9 @@ class SoftmaxMinibatch(KeyedMinibatch):
             raise self._model.unknown(float(self.labels[np.argmin(places)]))
         logits = self.margins(weights)
         slopes = np.exp(logits)
-        each = np.arange(self.num_examples)
-        losses = -logits[each, places]
-        slopes[each, places] -= 1
+        examples = np.arange(self.num_examples)
+        losses = -logits[examples, places]
+        slopes[examples, places] -= 1
         if self._weights is not None:
             losses, slopes = losses * self._weights, slopes * self._weights[:, np.newaxis]
         gradient = np.empty(weights[0].shape, np.float32)

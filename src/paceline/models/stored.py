@@ -1,4 +1,4 @@
-"""Models on disk, wherever they lie: a saved model, or the newest snapshot of a training."""
+"""Models on disk: saved models, and the newest snapshot of a training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StoredModel:
 
     directory: Path
     described: dict[str, Any]
-    """What its manifest says of it: its kind, its settings, the format and columns of its data."""
+    """Description in its manifest: kind, settings, format and columns of its data."""
     tables: tuple[StoredTable, ...]
     paceline: str
     """The version that wrote it."""
@@ -41,18 +41,18 @@ class StoredModel:
                 yield keys, records
 
     def load_store(self, name: str, *, values_only: bool = False) -> SparseStore:
-        """Return a table as rows in this process, with or without the state of its update rule.
+        """Return a table as a store in this process, with or without the state of its update rule.
 
         Raises ModelError if there is no table of this name.
         """
-        table = next((each for each in self.tables if each.spec.name == name), None)
+        table = next((candidate for candidate in self.tables if candidate.spec.name == name), None)
         if table is None:
             raise ModelError(f"the model in {self.directory} has no table {name!r}")
         return fill_store(table.spec, self.records(table), num_rows=table.rows, values_only=values_only)
 
 
 def read_stored_model(directory: str | os.PathLike[str]) -> StoredModel:
-    """Read a saved model, or the newest whole snapshot in a directory of them. Raises ModelError if there is none."""
+    """Read a saved model, or the newest complete snapshot in a directory. Raises ModelError if there is none."""
     path = Path(directory)
     if not _snapshot_numbers(path):
         saved = read_model(path)
@@ -65,7 +65,7 @@ def read_stored_model(directory: str | os.PathLike[str]) -> StoredModel:
     }
     model = snapshot.training.get("model", {})
     described = {
-        **({"kind": model} if isinstance(model, str) else model),  # a name, as 0.1 wrote it
+        **({"kind": model} if isinstance(model, str) else model),  # a name, as in 0.1
         "finished": False,
         "format": dataset.get("source_format", dataset.get("format")),
         "columns": columns if columns.get("label") else None,
@@ -75,7 +75,7 @@ def read_stored_model(directory: str | os.PathLike[str]) -> StoredModel:
 
 
 def find_version(directory: str | os.PathLike[str]) -> str:
-    """Return what changes when the model in a directory is replaced, or there is a newer snapshot.
+    """Return a value that changes when the model is replaced or a newer snapshot appears.
 
     Raises ModelError if there is none.
     """
@@ -86,7 +86,7 @@ def find_version(directory: str | os.PathLike[str]) -> str:
     try:
         found = os.stat(path / MANIFEST)
     except OSError:
-        read_model(path)  # says what is wrong
+        read_model(path)  # reports the problem
         raise ModelError(f"{path} holds no model") from None
     return f"{found.st_mtime_ns:x}-{found.st_ino:x}"
 

@@ -28,7 +28,7 @@ def suited_ftrl(alpha: float, l1: float, l2: float) -> FTRL:
 
 
 def rule_of(update: UpdateRule | RuleChoice, alpha: float, l1: float, l2: float = 0.0) -> UpdateRule:
-    """Return an update rule that was given, or the one that is chosen for a learning rate and penalties."""
+    """Return a given update rule, or the one chosen for a learning rate and penalties."""
     return update if isinstance(update, UpdateRule) else update(alpha, l1, l2)
 
 
@@ -41,9 +41,9 @@ def make_update(
     beta: float | None = None,
     option_format: str = "--{} ",
 ) -> UpdateRule:
-    """Return an update rule; `lr` is FTRL's alpha, `l2` the others' weight decay. Raises UsageError.
+    """Return an update rule; `lr` is FTRL's alpha, `l2` the weight decay of other rules. Raises UsageError.
 
-    `option_format` is how errors name an option: ``--{} `` on the command line, ``{}=`` in Python.
+    `option_format` formats option names in errors: ``--{} `` on the command line, ``{}=`` in Python.
 
     FTRL's defaults (alpha 0.05, beta 1, l1 1, l2 0) reach the best known result on the Criteo sample.
     """
@@ -62,10 +62,10 @@ def make_update(
             l2=0.0 if l2 is None else l2,
         )
     if l1 and not _has_l1(kind):
-        able = " or ".join(each for each in UPDATE_NAMES if _has_l1(_KINDS[each]))
+        able = " or ".join(update for update in UPDATE_NAMES if _has_l1(_KINDS[update]))
         raise UsageError(f"{name} has no L1 penalty: leave --l1 out, or use --update {able}")
     if beta is not None:
-        raise UsageError(f"--beta is FTRL's: leave it out with --update {name}")
+        raise UsageError(f"--beta applies to FTRL only: leave it out with --update {name}")
     penalties = {"weight_decay": l2 or 0.0, **({"l1": l1 or 0.0} if _has_l1(kind) else {})}
     rule: UpdateRule = kind(lr=rate, **penalties)
     return rule

@@ -118,7 +118,7 @@ def _lines(predicted: Floats) -> str:
 
 
 def _find_warnings(predictor: Predictor, dataset: Dataset, evaluation: Evaluation | None) -> Iterator[str]:
-    if not predictor.knows_some:
+    if not predictor.has_known_features:
         yield (
             "no feature of this data occurs in the model, so every prediction is the same: is it written as what the "
             "model was trained on?"

@@ -130,15 +130,15 @@ def test_layers() -> None:
     [
         ("deepfm", {"hidden": (0,)}, "--hidden 0: expected 1 to 16 numbers of units"),
         ("deepfm", {"hidden": ()}, "expected 1 to 16 numbers of units"),
-        ("deepfm", {"cross_layers": 2}, "--cross-layers is nothing that --model deepfm takes: it is for dcn"),
+        ("deepfm", {"cross_layers": 2}, "--cross-layers is not an option of --model deepfm: it is for dcn"),
         ("dcn", {"cross_layers": 0}, "--cross-layers 0: expected 1 to 16"),
         ("dcn", {"tower_lr": -1.0}, "--tower-lr -1: expected a number of 0 or more"),
         ("dcn", {"tower_l2": -0.5}, "--tower-l2 -0.5: expected a number of 0 or more"),
         ("dcn", {"tower_l1": -0.5}, "--tower-l1 -0.5: expected a number of 0 or more"),
         ("dcn", {"tower_lr": math.nan}, "--tower-lr nan: expected"),
         ("dcn", {"dim": 1024, "layout": RowLayout(categorical=tuple(map(str, range(64))))}, "take a smaller --dim"),
-        ("dcn", {"interactions": Interactions(text="a:b")}, "--interactions is nothing that --model dcn takes"),
-        ("fm", {"hidden": (3,)}, "--hidden is nothing that --model fm takes: it is for deepfm, dcn"),
+        ("dcn", {"interactions": Interactions(text="a:b")}, "--interactions is not an option of --model dcn"),
+        ("fm", {"hidden": (3,)}, "--hidden is not an option of --model fm: it is for deepfm, dcn"),
     ],
 )
 def test_settings(name: str, settings: dict[str, Any], said: str) -> None:
@@ -162,7 +162,7 @@ def test_data_without_columns(format: str) -> None:
 
 def test_without_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is said before a training starts, and where a saved model is to predict."""
-    said = r"--model dcn computes in PyTorch, which is not installed: pip install 'paceline\[torch\]'"
+    said = r"--model dcn needs PyTorch, which is not installed: pip install 'paceline\[torch\]'"
     layout = RowLayout(categorical=("a", "b"))
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "paceline.models.deep.networks", None)

@@ -38,7 +38,7 @@ def test_rows_of_lists_are_refused(lengths: tuple[int, int]) -> None:
     indptr = np.cumsum([0, *lengths])
     batch = Batch(np.zeros(2, np.float32), indptr, np.arange(indptr[-1], dtype=np.uint64))
     for layout in (LAYOUT, RowLayout(categorical=("a", "b"))):
-        with pytest.raises(DataError, match=r"as columns of lists do, and does not say which"):
+        with pytest.raises(DataError, match="several values of a category, or none"):
             layout.fields_of(batch)
 
 
@@ -48,7 +48,7 @@ def test_rows_that_say_of_which_field_their_features_are() -> None:
     for layout in (RowLayout(categorical=("a", "b"), is_open=True), RowLayout(categorical=("a",), numeric=("b",))):
         known = batch if layout.is_open else batch.slice(1, 2)
         assert layout.fields_of(known).tolist() == ([1, 0, 1, 2, 0] if layout.is_open else [0])
-    with pytest.raises(DataError, match=r"of a column that the model does not know: it knows .*; train again"):
+    with pytest.raises(DataError, match="of a column that the model lacks"):
         RowLayout(categorical=("a", "b")).fields_of(batch)
     with pytest.raises(DataError, match="convert such data again"):
         RowLayout(categorical=("a", "b"), is_open=True).fields_of(Batch(batch.labels, batch.indptr, batch.keys))

@@ -108,9 +108,9 @@ def gradients_of(model: SparseModel, labels: list[float]) -> Callable[[], object
 def test_labels_that_a_model_does_not_take() -> None:
     with pytest.raises(DataError, match=r"label -1: a Poisson regression is of counts"):
         gradients_of(PoissonRegression(), [2, -1])()
-    with pytest.raises(DataError, match=r"label 5, which is none of the classes 0, 1, 2: name all with --classes"):
+    with pytest.raises(DataError, match=r"label 5, .* classes 0, 1, 2: .* --classes"):
         gradients_of(SoftmaxRegression(classes=(0, 1, 2)), [1, 5])()
-    with pytest.raises(DataError, match=r"label 0\.5: --model softmax takes whole numbers.*--model regression takes"):
+    with pytest.raises(DataError, match=r"label 0\.5: --model softmax needs whole numbers.*--model regression"):
         SoftmaxRegression().starting_from(np.array([0.5, 1], np.float32))
     with pytest.raises(DataError, match="5,000 different labels"):
         SoftmaxRegression().starting_from(np.arange(5000, dtype=np.float32))

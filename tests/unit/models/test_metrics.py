@@ -103,11 +103,9 @@ def test_no_better_than_the_share_of_positives() -> None:
     assert base_log_loss((4, 0)) == base_log_loss((0, 4)) == 0
     assert find_useless(0.56, (3, 1)) is None
     assert find_useless(0.7, (4, 0)) is None  # nothing is to be learned where all are of one class
-    told = find_useless(0.57, (3, 1))
-    assert told == (
-        "the log loss, 0.5700, is no better than 0.5623, that of always predicting the shares of the "
-        "classes, 0.75, 0.25"
-    )
+    warning = find_useless(0.57, (3, 1))
+    assert warning is not None
+    assert all(number in warning for number in ("0.5700", "0.5623", "0.75, 0.25"))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

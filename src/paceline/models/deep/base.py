@@ -1,9 +1,8 @@
-"""What deep models of clicks have in common: a network over the factors of an example's columns.
+"""Common parts of deep click models: a network over the factors of an example's columns.
 
-margin = offset + bias + Σ w[k]·x_k + network(e), where e has Σ v[k]·x_k over the features of each column, one column's
-behind the other's, and zeros where there are none. Weights w, factors v and which features have these are as in
-:mod:`paceline.models.fm`; layers are tables too (:mod:`paceline.models.deep.layers`), with Adam. Networks compute in
-PyTorch, which is imported by the processes that compute, when they do.
+margin = offset + bias + Σ w[k]·x_k + network(e), where e concatenates Σ v[k]·x_k over the features of each column
+(zeros without factors). Weights w and factors v are those of :mod:`paceline.models.fm`. Layers are tables as well
+(:mod:`paceline.models.deep.layers`), with Adam. Networks compute in PyTorch, which is imported only when they compute.
 """
 
 from __future__ import annotations
@@ -33,14 +32,13 @@ from paceline.tables.types import Floats, Keys
 if TYPE_CHECKING:
     from paceline.models.deep.networks import Network
 
-_NUM_TABLES = 3  # those of weights, factors and counts come before those of layers
+_NUM_TABLES = 3  # weights, factors and counts come before the layers
 
 
 class ColumnSums:
-    """Sums over the features of each column of each example of a minibatch, and the way back.
+    """Sums over the features of each column of each example of a minibatch, and their gradients.
 
-    `indices` int32 [pairs] say which row of factors each pair has; `values` are float32 [pairs], or empty where all
-    are 1.
+    `indices` int32 [pairs] are the rows of factors of the pairs; `values` are float32 [pairs], or empty if all are 1.
     """
 
     def __init__(self, layout: RowLayout, batch: Batch, indices: npt.NDArray[np.int32], values: Floats) -> None:
@@ -50,13 +48,13 @@ class ColumnSums:
         self._indices, self._values = indices, values
 
     def sums(self, factors: Floats) -> Floats:
-        """Return Σ v[k]·x_k by example and column: float32 [n, columns, dim], of `factors` float32 [features, dim]."""
+        """Return Σ v[k]·x_k by example and column: float32 [n, columns, dim], for `factors` float32 [features, dim]."""
         n, num_columns = self._shape
         found = self._summed(factors[self._indices], self._places, n * num_columns)
         return found.reshape(n, num_columns, factors.shape[1])
 
     def gradients(self, by_sums: Floats, num_features: int) -> Floats:
-        """Return the gradients by `factors`, given those by :meth:`sums`."""
+        """Return the gradients by factors, given the gradients by :meth:`sums`."""
         rows = by_sums.reshape(-1, by_sums.shape[2])[self._places]
         return self._summed(rows, self._indices, num_features)
 
@@ -70,13 +68,13 @@ class ColumnSums:
 
 
 class DeepMinibatch(FactorizationMinibatch):
-    """A minibatch of clicks, of a deep model."""
+    """A minibatch of clicks for a deep model."""
 
     __slots__ = ("_columns", "_deep", "_layer_gradients", "_layers", "_networks", "_pass")
 
     def __init__(self, model: DeepModel, batch: Batch, rows: KeyedMatrix) -> None:
         super().__init__(model, batch, rows)
-        assert model.layout is not None, "the columns of the data are known by now"
+        assert model.layout is not None, "of_columns() was not called"
         self._deep = model
         self._networks = load_networks(model.name)
         self._columns = ColumnSums(model.layout, batch, self._rows.indices, self._rows.values)
@@ -120,8 +118,8 @@ class DeepMinibatch(FactorizationMinibatch):
 class DeepModel(FactorModel):
     """P(click) from a weight and factors per feature, and a network over the factors of all columns. Abstract.
 
-    `hidden` are the units of each hidden layer, `tower_lr`, `tower_l1` and `tower_l2` Adam's rate and penalties of all
-    layers.
+    `hidden` are the units of each hidden layer; `tower_lr`, `tower_l1` and `tower_l2` are Adam's rate and penalties for
+    all layers.
     """
 
     usual: ClassVar[Mapping[str, Any]] = {**FactorModel.usual, "tower_lr": 0.002, "tower_l2": 0.0}
@@ -132,7 +130,7 @@ class DeepModel(FactorModel):
     tower_l1: float = 0.0
     tower_l2: float | None = None
     layout: RowLayout | None = None
-    """The columns of the data; None until they are known."""
+    """The columns of the data; None while unknown."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hidden", tuple(self.hidden))
@@ -142,7 +140,7 @@ class DeepModel(FactorModel):
         super().__post_init__()
         if self.interactions is not None:
             raise UsageError(
-                f"--interactions is nothing that --model {self.name} takes: its network crosses all columns"
+                f"--interactions is not an option of --model {self.name}, whose network crosses all columns"
             )
 
     @property
@@ -159,12 +157,12 @@ class DeepModel(FactorModel):
     @property
     @abstractmethod
     def layers(self) -> tuple[Layer, ...]:
-        """The layers of the network, as :attr:`network` takes them."""
+        """The layers of the network, in the order of :attr:`network`."""
 
     @property
     @abstractmethod
     def network(self) -> Network:
-        """What makes margins of the factors of columns and the layers' rows."""
+        """The function that computes margins from the factors of columns and the layers' rows."""
 
     @cached_property
     def layer_keys(self) -> tuple[Keys, ...]:
@@ -172,7 +170,7 @@ class DeepModel(FactorModel):
         return tuple(layer.keys for layer in self.layers)
 
     def hidden_layers(self, first: int) -> tuple[Layer, ...]:
-        """Return the hidden layers, of which the first one is of this number."""
+        """Return the hidden layers, numbered from `first`."""
         sizes = zip((self.num_inputs, *self.hidden), self.hidden, strict=False)
         return tuple(
             Layer(f"{self.name} hidden {number + 1}", first + number, *size) for number, size in enumerate(sizes)
@@ -186,10 +184,7 @@ class DeepModel(FactorModel):
     def of_columns(self, format: str, columns: Columns | None, fields: Sequence[str] = ()) -> Self:
         layout = RowLayout.of_data(format, columns, fields)
         if layout is None:
-            raise UsageError(
-                f"--model {self.name} has a network over the factors of each column, and {format} has no columns: take "
-                "--model fm"
-            )
+            raise UsageError(f"--model {self.name} needs columns, and {format} has none: use --model fm")
         if importlib.util.find_spec("torch") is None:
             raise _missing_torch(self.name)
         return dataclasses.replace(self, layout=layout)
@@ -200,7 +195,7 @@ class DeepModel(FactorModel):
 
 
 def load_networks(model: str) -> ModuleType:
-    """Return :mod:`paceline.models.deep.networks`. Raises UsageError where PyTorch is not installed."""
+    """Return :mod:`paceline.models.deep.networks`. Raises UsageError if PyTorch is not installed."""
     try:
         from paceline.models.deep import networks
     except ImportError as error:
@@ -210,6 +205,6 @@ def load_networks(model: str) -> ModuleType:
 
 def _missing_torch(model: str) -> UsageError:
     return UsageError(
-        f"--model {model} computes in PyTorch, which is not installed: pip install 'paceline[torch]', or take --model "
-        "fm or ffm"
+        f"--model {model} needs PyTorch, which is not installed: pip install 'paceline[torch]', or use --model fm or "
+        "ffm"
     )

@@ -1,6 +1,6 @@
 """DeepFM: a factorization machine and a perceptron over the same factors.
 
-margin = that of :mod:`paceline.models.fm` + perceptron(factors of the columns); Guo, Tang, Ye, Li, He, "DeepFM: A
+margin = margin of :mod:`paceline.models.fm` + perceptron(factors of the columns); Guo, Tang, Ye, Li, He, "DeepFM: A
 factorization-machine based neural network for CTR prediction", IJCAI 2017, equations 1 to 4.
 """
 

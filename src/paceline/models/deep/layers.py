@@ -1,6 +1,6 @@
-"""The layers of a network, as tables of a model: a row for each unit, of its weights and, last, its bias.
+"""The layers of a network as tables of a model: a row per unit, with its weights and finally its bias.
 
-So a network is pulled, pushed, replicated, kept in snapshots and saved as all parameters are, under each consistency.
+A network is therefore pulled, pushed, replicated, saved and stored in snapshots as all parameters are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_UNITS: Final = 1 << 14
 
 
 class Layer(NamedTuple):
-    """A layer of so many units, each with a weight for each input and a bias. `number` is its own in the network."""
+    """A layer of units, each with a weight per input and a bias. `number` is unique in the network."""
 
     name: str
     number: int
@@ -31,11 +31,11 @@ class Layer(NamedTuple):
 
     @property
     def keys(self) -> Keys:
-        """The keys of its rows: no other layer's, since what a row begins as is a function of its key."""
+        """The keys of its rows, distinct from other layers', because a row's initial values depend on its key."""
         return (np.uint64(self.number) << np.uint64(32)) + np.arange(self.num_units, dtype=np.uint64)
 
     def table(self, update: UpdateRule) -> ModelTable:
-        """Return the table of its rows, which begin as those of ``torch.nn.Linear``: uniform within 1/√inputs."""
+        """Return the table of its rows, with the initial values of ``torch.nn.Linear``: uniform within 1/√inputs."""
         bound = 1 / math.sqrt(self.num_inputs)
         initializer = Uniform(low=-bound, high=bound)
         return ModelTable(
@@ -44,7 +44,7 @@ class Layer(NamedTuple):
 
 
 def check_layers(hidden: tuple[int, ...], num_inputs: int) -> None:
-    """Raise UsageError unless these can be the hidden layers over so many inputs."""
+    """Raise UsageError unless these are valid hidden layers for this number of inputs."""
     if not 1 <= len(hidden) <= MAX_LAYERS or not all(1 <= units <= MAX_UNITS for units in hidden):
         given = ",".join(map(str, hidden))
         raise UsageError(
@@ -52,12 +52,12 @@ def check_layers(hidden: tuple[int, ...], num_inputs: int) -> None:
         )
     if num_inputs + 1 > MAX_DIM:
         raise UsageError(
-            f"the columns have {num_inputs:,} factors in all: expected fewer than {MAX_DIM:,}; take a smaller --dim"
+            f"the columns have {num_inputs:,} factors in total: expected fewer than {MAX_DIM:,}; use a smaller --dim"
         )
 
 
 def parse_hidden(text: str) -> tuple[int, ...]:
-    """Return the units of each hidden layer, given as in ``128,64``. Raises UsageError."""
+    """Return the units of each hidden layer for a text such as ``128,64``. Raises UsageError."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:

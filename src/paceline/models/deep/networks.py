@@ -1,4 +1,4 @@
-"""What layers compute, in PyTorch: the only module of models that knows it.
+"""The computation of networks in PyTorch: the only module of models that imports it.
 
 A layer is float32 [units, inputs + 1], its biases in the last column.
 """
@@ -19,11 +19,11 @@ from torch.nn import functional
 from paceline.tables.types import Floats
 
 Network = Callable[[Tensor, Sequence[Tensor]], Tensor]
-"""What makes margins [n, 1] of the factors of columns [n, columns, dim] and layers."""
+"""Computes margins [n, 1] from the factors of columns [n, columns, dim] and the layers."""
 
 
 def dense(inputs: Tensor, layer: Tensor) -> Tensor:
-    """Return what a layer makes of inputs [n, inputs]: [n, units]."""
+    """Return the output of a layer for inputs [n, inputs]: [n, units]."""
     return functional.linear(inputs, layer[:, :-1], layer[:, -1])
 
 
@@ -35,7 +35,7 @@ def perceptron(inputs: Tensor, layers: Sequence[Tensor]) -> Tensor:
 
 
 def sum_pairs(factors: Tensor) -> Tensor:
-    """Return Σ ⟨e_a, e_b⟩ over pairs of columns, [n, 1], in time linear in them (Rendle, ICDM 2010, lemma 3.1)."""
+    """Return Σ ⟨e_a, e_b⟩ over pairs of columns, [n, 1], in linear time (Rendle, ICDM 2010, lemma 3.1)."""
     return (factors.sum(1).square() - factors.square().sum(1)).sum(1, keepdim=True) / 2
 
 
@@ -48,25 +48,25 @@ def cross_network(inputs: Tensor, layers: Sequence[Tensor]) -> Tensor:
 
 
 def deepfm(factors: Tensor, layers: Sequence[Tensor]) -> Tensor:
-    """The network of DeepFM: the last layer is of one unit over the hidden ones."""
+    """Compute DeepFM; the last layer has one unit over the hidden ones."""
     return dense(perceptron(factors.flatten(1), layers[:-1]), layers[-1]) + sum_pairs(factors)
 
 
 def dcn(factors: Tensor, layers: Sequence[Tensor], num_cross: int) -> Tensor:
-    """The network of DCN-v2: of the layers, `num_cross` cross and the last is of one unit over these and the hidden."""
+    """Compute DCN-v2: `num_cross` cross layers, hidden layers, and one unit over both."""
     inputs = factors.flatten(1)
     crossed = cross_network(inputs, layers[:num_cross])
     return dense(torch.cat([crossed, perceptron(inputs, layers[num_cross:-1])], 1), layers[-1])
 
 
 class NetworkPass:
-    """One pass of a minibatch through a network, and the way back.
+    """One forward pass of a minibatch through a network, and its gradients.
 
-    `margins` float32 [n] are what the network says of `factors`, float32 [n, columns, dim].
+    `margins` float32 [n] are the output for `factors`, float32 [n, columns, dim].
     """
 
     def __init__(self, network: Network, factors: Floats, layers: Sequence[Floats]) -> None:
-        self._leaves = [torch.from_numpy(each).requires_grad_() for each in (factors, *layers)]
+        self._leaves = [torch.from_numpy(array).requires_grad_() for array in (factors, *layers)]
         with _one_thread():
             self._output = network(self._leaves[0], self._leaves[1:]).squeeze(1)
         self.margins: Floats = self._output.detach().numpy()
@@ -75,7 +75,7 @@ class NetworkPass:
         """Return the gradients by factors and by each layer, given the loss's derivatives by margin (float32 [n])."""
         with _one_thread():
             found = torch.autograd.grad(self._output, self._leaves, torch.from_numpy(residuals))
-        return [np.ascontiguousarray(each.numpy()) for each in found]
+        return [np.ascontiguousarray(gradient.numpy()) for gradient in found]
 
 
 class _WithLayers(torch.nn.Module):
@@ -84,7 +84,7 @@ class _WithLayers(torch.nn.Module):
     def __init__(self, network: Network, layers: Sequence[Floats]) -> None:
         super().__init__()
         self._network = network
-        self._layers = torch.nn.ParameterList([torch.from_numpy(each) for each in layers])
+        self._layers = torch.nn.ParameterList([torch.from_numpy(layer) for layer in layers])
 
     def forward(self, factors: Tensor) -> Tensor:
         return self._network(factors, list(self._layers))
@@ -95,14 +95,14 @@ def write_onnx(
 ) -> None:
     """Write a network as an ONNX file: `factors` float32 [examples, columns, dim] to `margins` float32 [examples, 1].
 
-    `metadata` is kept in the file as it is. Needs the packages onnxscript and onnx.
+    `metadata` is stored in the file. Needs the packages onnxscript and onnx.
     """
     logger = logging.getLogger("torch.onnx")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # it warns of operators of packages that are not there
+    logger.setLevel(logging.ERROR)  # it warns of operators of missing packages
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of one part of PyTorch to another
+            warnings.simplefilter("ignore")  # deprecations inside PyTorch
             program = torch.onnx.export(
                 _WithLayers(network, layers).eval(),
                 (torch.zeros(2, num_columns, dim),),
@@ -121,7 +121,7 @@ def write_onnx(
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Have PyTorch compute in this thread alone: on busy cores, waiting for others took 100 times as long."""
+    """Limit PyTorch to this thread: on busy cores, waiting for other threads took 100 times as long."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

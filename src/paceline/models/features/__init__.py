@@ -1,1 +1,1 @@
-"""What is made of features before a model sees them, and which of them it sees."""
+"""Features of models: crosses of columns, and counts to select frequent features."""

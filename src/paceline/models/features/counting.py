@@ -1,14 +1,14 @@
-"""How often features have occurred, in little memory: a count-min sketch, whose blocks are rows of a table on servers.
+"""Occurrences of features in little memory: a count-min sketch, with blocks as rows of a table on servers.
 
-Of each feature three cells count, so that its count is at most the least of them (Cormode and Muthukrishnan, "An
-improved data stream summary: the count-min sketch and its applications", J. Algorithms 2005): never too few, and too
-many where others share all three. They lie in one block of eight, a row (as in the blocked Bloom filters of Putze,
-Sanders and Singler, "Cache-, hash- and space-efficient Bloom filters", WEA 2007): so a feature costs one look-up and
-one key on the wire.
+Three cells count each feature, and its count is at most the least of them (Cormode and Muthukrishnan, "An improved data
+stream summary: the count-min sketch and its applications", J. Algorithms 2005). It is never too low, and too high only
+if other features share all three. The cells are in one block of eight, a row (as in the blocked Bloom filters of Putze,
+Sanders and Singler, "Cache-, hash- and space-efficient Bloom filters", WEA 2007), so a feature costs one look-up and
+one key in a message.
 
-As rows of a sparse table blocks are replicated, moved and kept in snapshots as all rows are; servers add what workers
-push. Counts never fall, and count no farther than is asked: so a worker need not ask again for a feature that has
-occurred often enough, and remembers those that it has met last (:class:`FrequentFeatures`).
+As rows of a sparse table, blocks are replicated, moved and stored in snapshots; servers add the workers' pushes. Counts
+never fall and stop at the limit. A worker therefore needs no further count of a frequent feature, and caches the last
+ones (:class:`FrequentFeatures`).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from paceline.kernels.features.sketch import BLOCK, add_counts, least_counts, no
 from paceline.kernels.hashing import mix
 from paceline.tables.types import Floats, Keys
 
-MOST_COUNTED: Final = 1 << 23  # a float32 counts so far exactly
+MOST_COUNTED: Final = 1 << 23  # exact as float32
 _MOST_CELLS: Final = 1 << 40
 _NUM_REMEMBERED: Final = 1 << 17
 
 
 def check_counting(min_count: int, count_cells: int) -> None:
-    """Raise UsageError unless features can be counted so."""
+    """Raise UsageError for invalid settings."""
     if not 1 <= min_count <= MOST_COUNTED:
         raise UsageError(f"--min-count {min_count}: expected 1 to {MOST_COUNTED:,}")
     if not 1 <= count_cells <= _MOST_CELLS:
@@ -38,20 +38,20 @@ def check_counting(min_count: int, count_cells: int) -> None:
 
 
 class FrequentFeatures:
-    """Features of which a worker knows that they have occurred often enough: some, the last ones, in 1 MiB."""
+    """A cache (1 MiB) of the features that this worker last found to be frequent enough."""
 
     def __init__(self) -> None:
         self.places = np.zeros(_NUM_REMEMBERED, np.uint64)
-        """Each where its hash says; where none is, one that does not belong there."""
+        """Keys at the positions of their hashes; empty positions hold a key of another position."""
         last = np.uint64(_NUM_REMEMBERED - 1)
         of_zero = int(mix(0)[0] & last)
         self.places[of_zero] = next(key for key in range(1, 3) if int(mix(key)[0] & last) != of_zero)
 
 
 class FeatureCounts:
-    """The counts of some features in a sketch of so many cells: of those that are not known to be frequent.
+    """The counts of features in a sketch of `num_cells` cells, without those known to be frequent.
 
-    `features` uint64 [n]; `blocks` uint64 [m] are the distinct keys of the table's rows that count for them.
+    `features` uint64 [n]; `blocks` uint64 [m] are the distinct keys of their rows in the table.
     """
 
     def __init__(self, features: Keys, num_cells: int, frequent: FrequentFeatures) -> None:
@@ -64,9 +64,9 @@ class FeatureCounts:
         self.blocks, self._places = distinct_keys(blocks[:count])
 
     def have_occurred(self, rows: Floats, occurrences: npt.NDArray[np.int64], times: int) -> npt.NDArray[np.bool_]:
-        """Return which features have occurred so often, or seem to (bool [n]), and remember them.
+        """Return whether features have occurred `times` or more, by estimate (bool [n]); remember those that have.
 
-        `rows` float32 [m, BLOCK] are the blocks' counts, to which `occurrences` (int64 [n]) come.
+        `rows` float32 [m, BLOCK] are the blocks' counts; `occurrences` (int64 [n]) are added.
         """
         found = np.ones(len(self._features), np.bool_)
         least = np.empty(len(self._chosen), np.float32)
@@ -77,9 +77,9 @@ class FeatureCounts:
         return found
 
     def added(self, rows: Floats, occurrences: npt.NDArray[np.int64], times: int) -> tuple[Keys, Floats]:
-        """Return the blocks of which a cell is below `times`, and what is added to each (float32 [k, BLOCK]).
+        """Return the blocks with a cell below `times`, and their increments (float32 [k, BLOCK]).
 
-        Arguments as :meth:`have_occurred` has them.
+        Arguments as in :meth:`have_occurred`.
         """
         added, is_written = np.empty(rows.size, np.float32), np.empty(len(self.blocks), np.uint8)
         arguments = self._chosen, rows.reshape(-1), self._places, self._masks, np.float32(times)

@@ -1,11 +1,10 @@
-"""Interactions: features that stand for values of two or three columns together, such as `country^device`.
+"""Interactions: features for combined values of two or three columns, such as `country^device`.
 
-Of columns with several values in a row, such as namespaces of Vowpal Wabbit and lists, all pairs (triples) of values
-are crossed; of a namespace with itself every two of its features.
+If columns have several values in a row, as namespaces of Vowpal Wabbit and lists do, all pairs (triples) of values are
+crossed. A namespace crossed with itself gives all pairs of its features.
 
-They are made of the columns' keys while a minibatch is prepared, for training, evaluation and prediction alike; data
-and caches do not hold them. A model keeps what it needs for that in its settings: the text that a user wrote, and where
-the columns stand in rows.
+Interactions are computed from the columns' keys of each minibatch, in training, evaluation and prediction; data and
+caches do not contain them. A model stores the user's text and the places of the columns in its settings.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ _NO_VALUES = np.empty(0, np.float32)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Interactions:
-    """Which columns are crossed. Raises UsageError for a text that means none, and for columns that are not there."""
+    """The crossed columns. Raises UsageError for an invalid text and for unknown columns."""
 
     text: str
-    """``C1:C2,C3:*``: crosses of two or three columns; ``*`` stands for every column."""
+    """``C1:C2,C3:*``: crosses of two or three columns; ``*`` means every column."""
     layout: RowLayout | None = None
-    """The columns of the data; None until they are known (:meth:`of_columns`)."""
+    """The columns of the data; None while unknown (:meth:`of_columns`)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layout", RowLayout.of(self.layout))
@@ -45,18 +44,18 @@ class Interactions:
             parts = cross.split(":")
             if not 2 <= len(parts) <= MAX_ORDER or not all(parts):
                 raise UsageError(
-                    f"--interactions {self.text}: expected two or three columns as in C1:C2,C3:*, and {cross!r} is none"
+                    f"--interactions {self.text}: {cross!r} is invalid; expected two or three columns, as in C1:C2,C3:*"
                 )
         if self.layout is not None:
-            _ = self.crosses  # which are checked
+            _ = self.crosses  # checks them
 
     @classmethod
     def of(cls, settings: Any) -> Interactions | None:
-        """Return the interactions that `settings` are, or are the fields of, as JSON has them."""
+        """Return the interactions for `settings`: an instance, its fields from JSON, or None."""
         return settings if settings is None or isinstance(settings, cls) else cls(**settings)
 
     def of_columns(self, format: str, columns: Columns | None, fields: Sequence[str] = ()) -> Interactions:
-        """Return these interactions of the columns of some data; `fields` are those of data without columns."""
+        """Return these interactions for the columns of the data; `fields` are the fields of formats without columns."""
         layout = RowLayout.of_data(format, columns, fields)
         if layout is None:
             raise UsageError(f"--interactions {self.text}: {format} has no columns to cross; leave it out")
@@ -64,12 +63,12 @@ class Interactions:
 
     @property
     def _columns(self) -> RowLayout:
-        assert self.layout is not None, "columns are known once there is data"
+        assert self.layout is not None, "of_columns() was not called"
         return self.layout
 
     @cached_property
     def crosses(self) -> tuple[tuple[int, ...], ...]:
-        """The numbers of the columns that are crossed, rising, each set of them once."""
+        """The numbers of the crossed columns, each cross sorted and once."""
         layout = self._columns
         found: dict[tuple[int, ...], None] = {}
         for cross in self.text.split(","):
@@ -78,11 +77,11 @@ class Interactions:
                 numbers = tuple(range(len(layout.names))) if name == _ANY else layout.find(name)
                 if not numbers:
                     raise UsageError(
-                        f"--interactions {self.text}: there is no column {name!r}; the columns are {layout.shown_names}"
+                        f"--interactions {self.text}: unknown column {name!r}; the columns are {layout.shown_names}"
                     )
                 choices.append(numbers)
             before = len(found)
-            may_repeat = layout.is_open and _ANY not in parts  # of a namespace all pairs of features, as -q aa does
+            may_repeat = layout.is_open and _ANY not in parts  # all pairs of a namespace's features, as -q aa does
             for chosen in itertools.product(*choices):
                 if may_repeat or len(set(chosen)) == len(chosen):
                     found[tuple(sorted(chosen))] = None
@@ -91,16 +90,16 @@ class Interactions:
             if len(found) == before and _ANY not in cross and len(set(cross.split(":"))) < len(cross.split(":")):
                 raise UsageError(f"--interactions {self.text}: {cross!r} crosses a column with itself")
         if not found:
-            raise UsageError(f"--interactions {self.text}: there are too few columns to cross: {layout.shown_names}")
+            raise UsageError(f"--interactions {self.text}: too few columns to cross: {layout.shown_names}")
         return tuple(found)
 
     @cached_property
     def _terms(self) -> npt.NDArray[np.int64]:
-        """The columns of each cross, and -1 in place of a third that it does not have."""
+        """The columns of each cross, with -1 for a missing third column."""
         return np.array([(*cross, *([-1] * (MAX_ORDER - len(cross)))) for cross in self.crosses], np.int64)
 
     def apply(self, batch: Batch) -> Batch:
-        """Return the rows with the pairs of their crosses behind their own."""
+        """Return the rows with the pairs of their crosses appended."""
         from paceline.kernels.features.interactions import cross_features
 
         if batch.fields is not None or self._columns.is_open:
@@ -118,7 +117,7 @@ class Interactions:
         return Batch(batch.labels, indptr, keys[:num_pairs], crossed, batch.weights)
 
     def _apply_to_fields(self, batch: Batch) -> Batch:
-        """Return the same of rows whose features say of which field they are."""
+        """Return the rows with crosses, for rows with a field for each feature."""
         from paceline.kernels.features.interactions import count_crosses, cross_fields
 
         starts, order = self._group(batch)
@@ -126,7 +125,7 @@ class Interactions:
         if num_pairs > _MOST_PAIRS:
             raise DataError(
                 f"--interactions {self.text} makes {num_pairs:,} features of {batch.num_examples:,} rows: cross fewer "
-                "fields, or such with fewer features"
+                "fields, or fields with fewer features"
             )
         indptr, keys = np.empty(batch.num_examples + 1, np.int64), np.empty(num_pairs, np.uint64)
         values = _NO_VALUES if batch.values is None else batch.values
@@ -135,7 +134,7 @@ class Interactions:
         return Batch(batch.labels, indptr, keys, None if batch.values is None else crossed, batch.weights)
 
     def _group(self, batch: Batch) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return where each field begins in each row, and the pairs by field (:func:`group_fields`)."""
+        """Return the start of each field in each row, and the pairs by field (:func:`group_fields`)."""
         from paceline.kernels.features.interactions import group_fields
 
         layout = self._columns
@@ -147,7 +146,7 @@ class Interactions:
         return starts, order
 
     def parts_of(self, batch: Batch) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Yield the key of each cross of each row, and the keys that it was made of."""
+        """Yield the key of each cross of each row, with its source keys."""
         rows, own = self.apply(batch), np.diff(batch.indptr)
         starts, order = self._group(batch)
         for row in range(batch.num_examples):
@@ -155,7 +154,7 @@ class Interactions:
             ends = starts[row].tolist()
             for cross in self.crosses:
                 fields = [batch.keys[order[ends[field] : ends[field + 1]]].tolist() for field in cross]
-                for places in itertools.product(*(range(len(each)) for each in fields)):
+                for places in itertools.product(*(range(len(values)) for values in fields)):
                     repeated = zip(itertools.pairwise(cross), itertools.pairwise(places), strict=True)
                     if all(a != b or i < j for (a, b), (i, j) in repeated):
                         yield next(crossed), tuple(field[place] for field, place in zip(fields, places, strict=True))

@@ -1,4 +1,4 @@
-"""Where the features of each column stand in a row, or of which field each says that it is."""
+"""Places of columns in a row, or fields of features."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from paceline.errors import DataError, UsageError
 from paceline.kernels.hashing import field_of, name_seed
 
 _SEVERAL: Final = (
-    "a row has several values of a category, or none, as columns of lists do, and does not say which: convert such "
-    "data again, or read it from its source"
+    "a row has several values of a category, or none, and does not name their columns, as converted columns of lists: "
+    "convert the data again, or read it from its source"
 )
 _UNNAMED = "(no name)"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowLayout:
-    """The columns of some data: rows have a pair for each categorical one, then for each number that is not missing.
+    """The columns of data: a row has a pair per categorical column, then a pair per number that is not missing.
 
-    Where features say of which field they are (``batch.fields``) a row may have any number of each, in any order.
+    If features have fields (``batch.fields``), a row may have any number of features per column, in any order.
     """
 
     categorical: tuple[str, ...]
     numeric: tuple[str, ...] = ()
     is_open: bool = False
-    """Whether rows may have fields that are not here, as those of vw and JSON lines: they count as one more."""
+    """Whether rows may have further fields, as in vw and JSON lines; they count as one additional column."""
 
     def __post_init__(self) -> None:
         for name in ("categorical", "numeric"):
@@ -40,14 +40,14 @@ class RowLayout:
 
     @classmethod
     def of(cls, settings: Any) -> RowLayout | None:
-        """Return the layout that `settings` are, or are the fields of, as JSON has them."""
+        """Return the layout for `settings`: an instance, its fields from JSON, or None."""
         return settings if settings is None or isinstance(settings, cls) else cls(**settings)
 
     @classmethod
     def of_data(cls, format: str, columns: Columns | None, fields: Sequence[str] = ()) -> RowLayout | None:
         """Return the layout of data of this format; None if it has none.
 
-        `fields` are those of formats without columns: the namespaces of vw, what rows of JSON hold.
+        `fields` are for formats without columns: namespaces of vw, fields of JSON lines.
         """
         if columns is not None and not columns.is_open:
             return cls(categorical=(*columns.categorical, *columns.text), numeric=columns.numeric)
@@ -56,35 +56,35 @@ class RowLayout:
         return cls(categorical=CRITEO_NAMES) if format == "criteo" else None
 
     def __len__(self) -> int:
-        """Return how many columns there are."""
+        """Return the number of columns."""
         return len(self.fields)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All columns, in the order in which rows have them."""
+        """All columns, in the order of rows."""
         return (*self.categorical, *self.numeric)
 
     @property
     def fields(self) -> tuple[str | None, ...]:
-        """What each number stands for: a column's name, or None for all that have none here."""
+        """The column's name for each number; None for the additional column."""
         return (*self.names, None) if self.is_open else self.names
 
     @property
     def shown_names(self) -> str:
-        """All columns, for people."""
+        """All columns, as text."""
         return ", ".join(name or _UNNAMED for name in self.names)
 
     def find(self, name: str) -> tuple[int, ...]:
-        """Return the numbers of the columns that `name` means; none where there is no such column.
+        """Return the numbers of the columns of a name; empty for an unknown name.
 
-        As in Vowpal Wabbit a single letter stands for all namespaces that begin with it, if none is called so.
+        As in Vowpal Wabbit, a single letter means all namespaces with this initial, unless one has this name.
         """
         if name == _UNNAMED:
             name = ""
         if name in self.names:
             return (self.names.index(name),)
         is_letter = self.is_open and len(name) == 1
-        return tuple(number for number, each in enumerate(self.names) if is_letter and each.startswith(name))
+        return tuple(number for number, column in enumerate(self.names) if is_letter and column.startswith(name))
 
     @cached_property
     def numeric_keys(self) -> npt.NDArray[np.uint64]:
@@ -94,7 +94,7 @@ class RowLayout:
     def fields_of(self, batch: Batch) -> npt.NDArray[np.int32]:
         """Return the number of the column of each pair of a batch: int32 [pairs].
 
-        Raises DataError for rows that have not one value of each categorical column, and do not say what they have.
+        Raises DataError for rows without fields that lack a categorical value or have several.
         """
         if batch.fields is not None:
             return self._numbers_of(batch.fields)
@@ -114,28 +114,28 @@ class RowLayout:
         return fields.astype(np.int32)
 
     def _numbers_of(self, fields: npt.NDArray[np.uint32]) -> npt.NDArray[np.int32]:
-        """Return the number of each field; of one that is not here, one more than there are."""
+        """Return the number of each field; unknown fields get that of the additional column."""
         hashes, order = self._sorted_fields
         found = np.minimum(np.searchsorted(hashes, fields), len(hashes) - 1)
         is_known = hashes[found] == fields
         if not self.is_open and not is_known.all():
             raise DataError(
-                f"a row has a feature of a column that the model does not know: it knows {self.shown_names}; train "
-                "again with this column, or leave it out of the data"
+                f"a row has a feature of a column that the model lacks: its columns are {self.shown_names}; train "
+                "again with this column, or remove it from the data"
             )
         return np.where(is_known, order[found], len(self.names)).astype(np.int32)
 
     @cached_property
     def _sorted_fields(self) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
-        """What batches call the columns, rising, and the number of each."""
+        """The sorted field hashes of the columns, with the number of each."""
         hashes = np.array([field_of(name) for name in self.names], np.uint32)
         if len(np.unique(hashes)) < len(hashes):
-            raise UsageError(f"two of the fields {self.shown_names} have one hash: rename one of them")
+            raise UsageError(f"two of the fields {self.shown_names} have the same hash: rename one of them")
         order = np.argsort(hashes)
         return hashes[order], order
 
     @cached_property
     def _sorted_numeric(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
-        """The keys of numeric columns, rising, and the place of each among them."""
+        """The sorted keys of numeric columns, with the place of each."""
         order = np.argsort(self.numeric_keys)
         return self.numeric_keys[order], order

@@ -1,4 +1,4 @@
-"""A worker's examples by column: gathered while they are read, sorted once."""
+"""A worker's examples by column: collected while reading, sorted once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.models.proximal.schedule import places_of
 from paceline.tables.types import Floats, Keys
 
 _SORT_BYTES: Final = 40
-"""Memory per value that sorting takes beside what is gathered: column numbers, hash table, sorted rows and values."""
+"""Further memory per value for sorting: column numbers, hash table, sorted rows and values."""
 _SPARE_BYTES: Final = 64 << 20
 _MOST_ROWS: Final = 2**31 - 1
 
@@ -42,12 +42,12 @@ class ExampleColumns:
 
     @property
     def num_examples(self) -> int:
-        """How many examples there are."""
+        """The number of examples."""
         return len(self.labels)
 
     @property
     def num_values(self) -> int:
-        """How many values there are, the intercept's excepted."""
+        """The number of values, without the intercept's."""
         return int(self.indptr[-2])
 
     def magnitudes(self) -> npt.NDArray[np.float64]:
@@ -61,7 +61,7 @@ class ExampleColumns:
 
 
 class ColumnCollector:
-    """Gathers examples, and sorts them by column. `available_bytes`: None asks the system each time."""
+    """Collects examples and sorts them by column. With `available_bytes` None, it checks the system's free memory."""
 
     def __init__(self, available_bytes: int | None = None) -> None:
         self._batches: list[Batch] = []
@@ -69,7 +69,7 @@ class ColumnCollector:
         self._num_values = self._num_rows = 0
 
     def add(self, batch: Batch) -> None:
-        """Keep a copy of examples. Raises DataError if they do not fit into memory."""
+        """Store a copy of examples. Raises DataError if they do not fit into memory."""
         self._num_values += len(batch.keys)
         self._num_rows += batch.num_examples
         available = self._available_bytes
@@ -79,16 +79,16 @@ class ColumnCollector:
         if wanted > available - (_SPARE_BYTES if self._available_bytes is None else 0) or self._num_rows > _MOST_ROWS:
             raise DataError(
                 f"{self._num_rows:,} examples with {self._num_values:,} values do not fit into this worker's memory by "
-                f"column: {wanted >> 20:,} MiB more are needed and {available >> 20:,} MiB are free; give more hosts, "
-                "or leave --solver out, which reads the data again in every pass"
+                f"column: {wanted >> 20:,} MiB more are needed and {available >> 20:,} MiB are free; use more hosts, "
+                "or leave --solver out to read the data again in every pass"
             )
         self._batches.append(batch.copy())
 
     def finish(self) -> ExampleColumns:
-        """Return what was gathered, by column; the collector is empty then."""
+        """Return the collected examples by column, and empty the collector."""
         batch, self._batches = Batch.concatenate(self._batches), []
         keys, numbers = distinct_keys(batch.keys)
-        keys = keys.copy()  # the array that they are part of is as long as all values
+        keys = keys.copy()  # a copy, because the underlying array is as long as all values
         values = np.empty(0, np.float32) if batch.values is None else batch.values
         counts = np.bincount(numbers if not len(values) else numbers[values != 0], minlength=len(keys))
         places = places_of(keys)

@@ -1,7 +1,7 @@
-"""Extrapolation of the weights from those after the last passes, which may be far along a narrow valley.
+"""Extrapolation of the weights from the last passes, for slow progress along a narrow valley.
 
-Coordinate descent creeps where columns nearly add up to others, as one-hot columns do to the intercept. The combination
-of the last iterates whose residuals nearly cancel is often much better; it is taken if the objective says so. Source:
+Coordinate descent is slow if columns nearly add up to others, as one-hot columns do to the intercept. The combination
+of the last iterates whose residuals nearly cancel is often much better; it is used if it lowers the objective. Source:
 Bertrand and Massias, "Anderson acceleration of coordinate descent", AISTATS 2021, algorithm 2.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 from paceline.tables.types import Doubles
 
 NUM_STEPS: Final = 5
-"""So many steps from pass to pass are combined."""
+"""The number of combined steps from pass to pass."""
 NUM_PRODUCTS: Final = NUM_STEPS * (NUM_STEPS + 1) // 2
 _REGULARIZATION: Final = 1e-8
 
@@ -27,7 +27,7 @@ class Iterates:
         self._weights = [weights.copy()]
 
     def add(self, weights: Doubles) -> None:
-        """Take note of the weights after another pass."""
+        """Record the weights after another pass."""
         self._weights.append(weights.copy())
 
     @property
@@ -36,13 +36,13 @@ class Iterates:
         return len(self._weights) > NUM_STEPS
 
     def products(self, shares: Doubles) -> Doubles:
-        """Return the inner products of the steps, each column times its share: float64 [NUM_PRODUCTS]."""
+        """Return the inner products of the steps, each column weighted by its share: float64 [NUM_PRODUCTS]."""
         steps = [after - before for before, after in zip(self._weights, self._weights[1:], strict=False)]
         found = [float((shares * a * b).sum()) for i, a in enumerate(steps) for b in steps[: i + 1]]
         return np.array(found)
 
     def extrapolate(self, products: Doubles) -> Doubles | None:
-        """Return the extrapolated weights, as float32 has them, given all columns' products; None if there are none."""
+        """Return the extrapolated weights, rounded to float32, given the products of all columns; None if undefined."""
         factors = combine(products.tolist())
         if factors is None:
             return None
@@ -53,10 +53,10 @@ class Iterates:
 
 
 def combine(products: Sequence[float]) -> list[float] | None:
-    """Return the factors, which add up to 1, of the combination of steps that is shortest; None if there is none.
+    """Return the factors, with sum 1, of the shortest combination of steps; None if undefined.
 
-    `products` are those of step i with steps 0 to i, one after the other. All workers compute the same to the last bit:
-    plain arithmetic, no library that may differ from host to host.
+    `products` are the products of step i with steps 0 to i, in order. All workers must compute the same bits, so this
+    uses plain arithmetic and no library.
     """
     gram = [[0.0] * NUM_STEPS for _ in range(NUM_STEPS)]
     pairs = [(i, j) for i in range(NUM_STEPS) for j in range(i + 1)]
@@ -66,9 +66,9 @@ def combine(products: Sequence[float]) -> list[float] | None:
     if not 0 < trace < float("inf"):
         return None
     for i in range(NUM_STEPS):
-        gram[i] = [each / trace for each in gram[i]] + [1.0]
+        gram[i] = [product / trace for product in gram[i]] + [1.0]
         gram[i][i] += _REGULARIZATION
-    for i in range(NUM_STEPS):  # a positive definite matrix: no pivots are needed
+    for i in range(NUM_STEPS):  # positive definite, so no pivots are needed
         for row in range(i + 1, NUM_STEPS):
             factor = gram[row][i] / gram[i][i]
             gram[row] = [a - factor * b for a, b in zip(gram[row], gram[i], strict=True)]
@@ -77,4 +77,4 @@ def combine(products: Sequence[float]) -> list[float] | None:
         known = sum(gram[i][j] * found[j] for j in range(i + 1, NUM_STEPS))
         found[i] = (gram[i][NUM_STEPS] - known) / gram[i][i]
     total = sum(found)
-    return [each / total for each in found] if total else None
+    return [factor / total for factor in found] if total else None

@@ -1,4 +1,4 @@
-"""What a worker knows of each of its examples while weights move: its margin, and what follows from it."""
+"""The margins of a worker's examples while weights move, with loss, gradients and curvatures."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from paceline.tables.types import Doubles, Floats
 
 
 class Margins:
-    """Margins of a logistic regression whose weights are all 0 at first; `offset` is added to each.
+    """Margins of a logistic regression with initial weights 0 and an `offset` for each margin.
 
-    Columns are named by their numbers (int64 [n]).
+    Columns are given by number (int64 [n]).
     """
 
     def __init__(self, columns: ExampleColumns, offset: float) -> None:
@@ -24,21 +24,21 @@ class Margins:
         self._residuals, self._curvatures = np.empty(num, np.float32), np.empty(num, np.float32)
         self._touched = np.zeros(num, np.uint8)
         self._moving = np.zeros(num, np.int32)
-        self.move(np.array([len(columns.keys) - 1]), np.ones(1))  # the intercept, which touches all
+        self.move(np.array([len(columns.keys) - 1]), np.ones(1))  # the intercept affects all examples
 
     def begin_moving(self, columns: Positions) -> None:
-        """Note that the weights of these columns may move from now on, while others do."""
+        """Mark columns as moving, together with other columns."""
         count_entries(self._columns.indptr, self._columns.rows, columns, 1, self._moving)
 
     def end_moving(self, columns: Positions) -> None:
-        """Note that these columns have moved."""
+        """Mark columns as no longer moving."""
         count_entries(self._columns.indptr, self._columns.rows, columns, -1, self._moving)
 
     def gradients(self, columns: Positions, radii: Floats) -> Floats:
-        """Return the gradient of the loss and a bound of its second derivative by each weight: float32 [n, 2].
+        """Return the gradient of the loss and a bound of its second derivative per weight: float32 [n, 2].
 
         The bound holds while no weight moves by more than its radius (`radii` float32 [all columns]). Raises DataError
-        if they are beyond what a float32 can be.
+        if a result exceeds float32.
         """
         matrix, pairs = self._columns, np.empty((len(columns), 2), np.float32)
         column_gradients(
@@ -61,7 +61,7 @@ class Margins:
         return pairs
 
     def move(self, columns: Positions, steps: Doubles) -> None:
-        """Take note of the changes of weights."""
+        """Apply changes of weights."""
         matrix = self._columns
         move_columns(
             matrix.indptr,
@@ -78,7 +78,7 @@ class Margins:
         )
 
     def losses(self) -> tuple[float, int]:
-        """Return the summed log loss, and how many margins are not on the side that their label says."""
+        """Return the summed log loss, and the number of margins on the wrong side."""
         labels, margins = self._columns.labels, self._margins
         loss = summed_loss(labels, self._columns.weights, margins)
         return float(loss), int(np.count_nonzero(np.where(labels > 0, margins, -margins) <= 0))

@@ -1,6 +1,6 @@
-"""The arithmetic of delayed block proximal gradient that every worker does alike: activity, violations, radii.
+"""The arithmetic of delayed block proximal gradient that all workers share: activity, violations, radii.
 
-All workers read the same weights and gradients from the servers, and so agree on what follows from them without a word.
+All workers read the same weights and gradients from the servers, so their results agree without communication.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ Flags = npt.NDArray[np.bool_]
 Positions = npt.NDArray[np.int64]
 """Numbers of columns."""
 THRESHOLD_RATIO: Final = 10.0
-"""Of the KKT filter's threshold to the largest violation per example."""
+"""Ratio of the KKT filter's threshold to the largest violation per example."""
 
 
 class ProximalBlocks(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``--solver proximal-blocks`` is asked to do. Raises UsageError for numbers out of range."""
+    """Settings of ``--solver proximal-blocks``. Raises UsageError for numbers out of range."""
 
     l1: float = 1.0
-    """Weight of Σ|w| beside the summed loss."""
+    """Weight of Σ|w|, added to the summed loss."""
     l2: float = 0.0
     """Weight of Σw²/2."""
     max_delay: int = 0
-    """A block begins when all blocks before the last so many are done."""
+    """A block starts when all blocks before the last `max_delay` are done."""
     block_ratio: float = 4.0
     """Blocks per non-zero value of a mean example."""
     tolerance: float = 1e-9
-    """The relative change of the objective below which a pass counts as the last, if the next one of all columns is."""
+    """A relative change of the objective below this ends training, if a pass over all columns confirms it."""
     max_passes: int = 5000
 
     def __post_init__(self) -> None:
@@ -48,14 +48,14 @@ class ProximalBlocks(msgspec.Struct, frozen=True, kw_only=True):
             raise UsageError(f"--tolerance {self.tolerance:g}: expected a number greater than 0 and less than 1")
 
     def settings(self) -> dict[str, Any]:
-        """Return it as JSON."""
+        """Return the settings as JSON."""
         return {"solver": "proximal-blocks", **msgspec.structs.asdict(self)}
 
 
 def violations(weights: Doubles, gradients: Doubles, l1: Doubles, l2: Doubles) -> Doubles:
-    """Return by how much each weight violates its optimality condition: the least magnitude of a subgradient.
+    """Return the violation of each weight's optimality condition: the least magnitude of a subgradient.
 
-    `gradients` are those of the loss alone; 0 where the weight is optimal given the others.
+    `gradients` are those for the loss alone. The violation is 0 if the weight is optimal given the others.
     """
     at_zero = np.maximum(np.abs(gradients) - l1, 0.0)
     found: Doubles = np.where(weights == 0, at_zero, np.abs(gradients + l2 * weights + l1 * np.sign(weights)))
@@ -63,26 +63,26 @@ def violations(weights: Doubles, gradients: Doubles, l1: Doubles, l2: Doubles) -
 
 
 def stay_active(weights: Doubles, gradients: Doubles, l1: Doubles, thresholds: Doubles | Floats) -> Flags:
-    """Return which columns the KKT filter leaves: not those of weight 0 whose |gradient| is below l1 − threshold.
+    """Return the columns that the KKT filter keeps. It drops weights of 0 with |gradient| below l1 − threshold.
 
-    No weight without a penalty is ever filtered, none at all while thresholds are infinite.
+    It keeps all weights without a penalty, and all weights while thresholds are infinite.
     """
     left: Flags = (weights != 0) | (np.abs(gradients) >= l1 - thresholds)
     return left
 
 
 def filter_threshold(violation: float, num_examples: int) -> float:
-    """Return the KKT filter's threshold for a pass, given the largest violation of the one before."""
+    """Return the KKT filter's threshold for a pass, given the largest violation in the previous one."""
     return THRESHOLD_RATIO * violation / max(num_examples, 1)
 
 
 def next_radii(changes: Doubles, units: Floats) -> Floats:
-    """Return the trust regions after steps, as the servers set them."""
+    """Return the trust regions after steps, by the servers' rule."""
     radii: Floats = np.minimum(np.float32(MOST) * units, 2 * np.abs(changes).astype(np.float32) + LEAST * units)
     return radii.astype(np.float32)
 
 
 def penalties(weights: Doubles, l1: Doubles, l2: Doubles) -> Doubles:
-    """Return each weight's part of the objective beside the loss."""
+    """Return each weight's penalty in the objective."""
     found: Doubles = l1 * np.abs(weights) + l2 * weights * weights / 2
     return found

@@ -1,4 +1,4 @@
-"""Which columns are a block, in which order blocks go, and which of them move at the same time."""
+"""The blocks of columns, their order, and the blocks that move at the same time."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ import numpy.typing as npt
 from paceline.kernels.hashing import mix
 from paceline.tables.types import Keys
 
-_SALT: Final = np.uint64(0x626C_6F63_6B73)  # so that a block's keys are on all servers, which have them by their hash
+_SALT: Final = np.uint64(0x626C_6F63_6B73)  # spreads a block's keys over all servers, which hold keys by hash
 _SEED: Final = 14
 
 
 def places_of(keys: Keys) -> Keys:
-    """Return where keys stand (uint64 [n]) among all 2^64 that there can be, in an order that says nothing of them."""
+    """Return the places (uint64 [n]) of keys in a random order of all 2^64 keys."""
     places: Keys = mix(keys ^ _SALT)
     return places
 
 
 def count_blocks(block_ratio: float, num_values: int, num_examples: int, num_columns: int) -> int:
-    """Return how many blocks of columns there are: `block_ratio` for each value of a mean example, one column at least.
+    """Return the number of blocks: `block_ratio` per value of a mean example, at most one per column.
 
-    So an example has 1 / `block_ratio` values in a mean block: columns of a block rarely meet.
+    An example then has 1 / `block_ratio` values in a mean block, so columns of a block rarely share an example.
     """
     wanted = math.ceil(block_ratio * num_values / max(num_examples, 1))
     return max(1, min(wanted, num_columns))
 
 
 def block_starts(places: Keys, num_blocks: int) -> npt.NDArray[np.int64]:
-    """Return where blocks begin (int64 [num_blocks + 1]) among columns whose `places` are in rising order."""
+    """Return the starts of blocks (int64 [num_blocks + 1]) among columns with sorted `places`."""
     limits = [(number << 64) // num_blocks for number in range(1, num_blocks)]
     starts = np.searchsorted(places, np.array(limits, np.uint64))
     return np.concatenate([[0], starts, [len(places)]]).astype(np.int64)
 
 
 def block_order(num_blocks: int) -> npt.NDArray[np.int64]:
-    """Return the order of blocks: random, and the same in all workers and passes, so that passes can be compared."""
+    """Return a random order of blocks, equal in all workers and passes, so that passes can be compared."""
     return np.random.default_rng(_SEED).permutation(num_blocks)
 
 
 def moving_with(step: int, num_steps: int, max_delay: int) -> range:
-    """Return the steps of a pass whose blocks may move while that of `step` does: up to `max_delay` before and after.
+    """Return the steps of a pass whose blocks may move together with `step`: up to `max_delay` before and after.
 
     A pass ends when all its blocks are done.
     """

@@ -1,7 +1,7 @@
-"""A worker's part in delayed block proximal gradient: its columns, its margins, and what it knows of the weights.
+"""A worker's part in delayed block proximal gradient: its columns, margins and copy of the weights.
 
-All workers go through the same blocks in the same order, and read the same sums from the servers. So they agree on the
-schedule, the active columns and the end without a leader.
+All workers process the same blocks in the same order and read the same sums from the servers. They therefore agree on
+the schedule, the active columns and the end without a leader.
 """
 
 from __future__ import annotations
@@ -29,43 +29,43 @@ from paceline.tables.rules.proximal import START, ProximalNewton
 from paceline.tables.types import Doubles, Floats
 
 _AT_ONCE: Final = 1 << 18
-"""Columns that are described in one message."""
+"""Columns in one message."""
 
 
 class BlockPass(msgspec.Struct, frozen=True, kw_only=True):
-    """What is told of a pass over the blocks."""
+    """Report of a pass over the blocks."""
 
     number: int
     """From 1."""
     objective: float
     """Summed loss and penalties after it."""
     change: float
-    """By how much it has lowered the objective, relative to that."""
+    """Reduction of the objective, relative to its new value."""
     loss: float
     nonzero: int
-    """Weights other than 0, the intercept excepted."""
+    """Weights other than 0, without the intercept."""
     active: float
-    """The share of the columns that it was over."""
+    """The share of columns in this pass."""
     violation: float
-    """The largest violation of an optimality condition that it met, of a column as if its values had a mean of 1."""
+    """The largest violation of an optimality condition in this pass, scaled to a mean value of 1 per column."""
     features: int
     blocks: int
     ended: str = ""
-    """Of the last one, why: ``converged``, ``passes`` (as many as allowed were made) or ``separable``."""
+    """In the last report, the reason: ``converged``, ``passes`` (the limit was reached) or ``separable``."""
 
 
 class SolveTask(msgspec.Struct, frozen=True, kw_only=True):
-    """What all workers of a solver are told."""
+    """The task of all workers of a solver."""
 
     table: str
-    """The name of the table of weights, which there is not yet."""
+    """The name of the new table of weights."""
     blocks: ProximalBlocks
     examples: int
-    """How many all workers have."""
+    """The examples of all workers."""
     num_places: int
-    """All workers' ranks are below."""
+    """All workers' ranks are below this."""
     offset: float
-    """What is added to each margin."""
+    """The addend of each margin."""
 
 
 class BlockSolver:
@@ -80,7 +80,7 @@ class BlockSolver:
         filters: Sequence[Filter] = (),
         pull_filters: Sequence[Filter] | None = None,
     ) -> BlockSolver:
-        """Return the solver of a worker that holds these columns."""
+        """Return the solver for a worker with these columns."""
         rule = ProximalNewton(l1=task.blocks.l1, l2=task.blocks.l2)
         assert rule.row_dim is not None
         table = client.sparse_table(task.table, dim=rule.row_dim, update=rule)
@@ -101,24 +101,24 @@ class BlockSolver:
         self._is_penalized = np.arange(num) < num - 1
         self._units, self._radii = np.ones(num, np.float32), np.ones(num, np.float32)
         self._shares = np.zeros(num)
-        """Of each column's values, by number, that are here: what is counted by column is summed over workers."""
+        """This worker's share of each column's values: sums by column over workers use it as weight."""
 
     @property
-    def is_teller(self) -> bool:
-        """Whether this worker, and no other one, is to tell of passes."""
+    def is_reporter(self) -> bool:
+        """Whether this worker reports the passes; exactly one worker does."""
         return self._exchange.is_first
 
     def run(self, num_examples: int) -> Iterator[BlockPass | None]:
-        """Yield None now and then, and what is told of each pass when it ends; `num_examples` is all workers'.
+        """Yield None regularly, and a report after each pass; `num_examples` counts all workers' examples.
 
-        Raises LostRowsError if examples of other workers are gone, DataError for values that are too large.
+        Raises LostRowsError if examples of other workers were lost, DataError for values that are too large.
         """
         examples, values, columns, positives, loss = self._sum_up(num_examples)
         yield from self._describe_columns(max(1, -(-columns // _AT_ONCE)))
         num_blocks = count_blocks(self._blocks.block_ratio, values, examples, columns)
         starts = np.append(block_starts(self._columns.places, num_blocks), len(self._columns.keys))
         movable = np.ones(len(self._weights), np.bool_)
-        movable[-1] = 0 < positives < examples  # else there is no best intercept
+        movable[-1] = 0 < positives < examples  # otherwise no intercept is optimal
         convergence = Convergence(loss, self._blocks.tolerance, self._blocks.max_passes)
         active, violation = movable, np.inf
         iterates, order = Iterates(self._weights), block_order(num_blocks + 1)
@@ -132,17 +132,17 @@ class BlockSolver:
             if iterates.is_complete:
                 state = self._extrapolate(iterates, state, active)
                 iterates = Iterates(self._weights)
-            told = self._end_pass(convergence, state, num_blocks + 1)
-            yield told
-            if told.ended:
+            report = self._end_pass(convergence, state, num_blocks + 1)
+            yield report
+            if report.ended:
                 return
-            violation = told.violation
+            violation = report.violation
             active = movable if convergence.is_over_all else sweep.left
 
     def _sum_up(self, num_examples: int) -> tuple[int, int, int, int, float]:
-        """Return how many examples, values, columns and positives all workers have, and the loss of no weights.
+        """Return the examples, values, columns and positives of all workers, and the loss without weights.
 
-        A column counts for each worker that has it.
+        A column counts once for each of its workers.
         """
         columns = self._columns
         loss, _ = self._margins.losses()
@@ -151,14 +151,14 @@ class BlockSolver:
         found = self._gather(own).sum(axis=0)
         if round(found[1]) != num_examples:
             raise LostRowsError(
-                f"workers hold {round(found[1]):,} of the {num_examples:,} examples that were read: what the others "
-                "held is gone"
+                f"workers hold {round(found[1]):,} of the {num_examples:,} examples that were read: the examples of "
+                "the lost workers are missing"
             )
-        _, examples, values, num_columns, num_positives = (round(each) for each in found[:5])
+        _, examples, values, num_columns, num_positives = (round(value) for value in found[:5])
         return examples, values, num_columns, num_positives, float(found[5])
 
     def _describe_columns(self, num_parts: int) -> Iterator[None]:
-        """Tell the servers of the columns, part by part, and learn what all workers have of them."""
+        """Send the sums of the columns to the servers in parts, and read the sums of all workers."""
         columns = self._columns
         counts, sums = np.diff(columns.indptr).astype(np.float64), columns.magnitudes()
         sums[-1] *= -1  # the intercept has no penalty
@@ -174,7 +174,7 @@ class BlockSolver:
         self._radii = (START * self._units).astype(np.float32)
 
     def _make_pass(self, steps: Sequence[Positions], sweep: _Sweep) -> Iterator[None]:
-        """Go through blocks of columns; a block begins when all before the last `max_delay` are done."""
+        """Process blocks of columns; a block starts when all before the last `max_delay` are done."""
         margins, delay = self._margins, self._blocks.max_delay
         under_way: deque[tuple[Positions, Ticket]] = deque()
         moving = range(0)
@@ -195,7 +195,7 @@ class BlockSolver:
             margins.end_moving(steps[step])
 
     def _finish_block(self, columns: Positions, ticket: Ticket, sweep: _Sweep) -> None:
-        """Read the weights of a block, and bring all that follows from them up to date."""
+        """Read the weights of a block and update everything that depends on them."""
         first, second = self._exchange.finish(ticket)
         before, after, gradients = self._weights[columns], first.astype(np.float64), second.astype(np.float64)
         l1, l2 = self._l1[columns], self._l2[columns]
@@ -205,7 +205,7 @@ class BlockSolver:
         self._margins.move(columns, after - before)
 
     def _state(self, active: Flags, violation: float) -> _State:
-        """Sum up what all workers know of the weights; the violation is the greatest of all workers'."""
+        """Sum the state of all workers; the violation is their maximum."""
         loss, num_wrong = self._margins.losses()
         penalty = float((rules.penalties(self._weights, self._l1, self._l2) * self._shares).sum())
         counted = self._shares[:-1]  # the intercept is no feature
@@ -216,7 +216,7 @@ class BlockSolver:
         return _State(*total[1:8].tolist())
 
     def _extrapolate(self, iterates: Iterates, state: _State, active: Flags) -> _State:
-        """Go from the last iterates to the weights that they lead to, if these are better; return what is then."""
+        """Replace the weights by their extrapolation if it is better; return the resulting state."""
         products = self._gather([1.0, *iterates.products(self._shares).tolist()]).sum(axis=0)[1 : 1 + NUM_PRODUCTS]
         found = iterates.extrapolate(products)
         if found is None:
@@ -234,11 +234,11 @@ class BlockSolver:
         units = np.copysign(self._units, np.where(self._is_penalized, 1.0, -1.0))
         records = np.stack([found[changed], np.zeros(len(changed)), self._radii[changed], units[changed]], axis=1)
         self._exchange.write(self._columns.keys[changed], records.astype(np.float32))
-        self._gather([1.0])  # all have written
+        self._gather([1.0])  # waits for all workers' writes
         return after
 
     def _end_pass(self, convergence: Convergence, state: _State, num_blocks: int) -> BlockPass:
-        """Return what is told of a pass."""
+        """Return the report of a pass."""
         convergence.note_pass(state.objective)
         ended = ""
         if convergence.has_converged:
@@ -267,11 +267,11 @@ class BlockSolver:
 
 
 class _State(NamedTuple):
-    """What all workers together know of the weights."""
+    """The state of all workers together."""
 
     loss: float
     num_wrong: float
-    """Examples whose margin is not on the side that their label says."""
+    """Examples with a margin on the wrong side."""
     penalty: float
     nonzero: float
     active: float
@@ -284,7 +284,7 @@ class _State(NamedTuple):
 
 
 class _Sweep:
-    """What a pass finds: the largest violation, and which of its columns the KKT filter leaves for the next."""
+    """Results of a pass: the largest violation, and the columns that the KKT filter keeps for the next one."""
 
     def __init__(self, active: Flags, threshold: float) -> None:
         self.left = active.copy()
@@ -301,7 +301,7 @@ class _Sweep:
         l2: Doubles,
         units: Floats,
     ) -> None:
-        """Take note of weights before and after a step, and of the gradients that it was made with."""
+        """Record weights before and after a step, with the gradients of the step."""
         if len(columns):
             found = rules.violations(before, gradients, l1, l2) * units
             self.violation = max(self.violation, float(found.max()))

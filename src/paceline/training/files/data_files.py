@@ -309,9 +309,9 @@ def weighting_of(options: TrainOptions) -> Weighting:
     """Return how often examples count, once files are settled. Raises UsageError for what the model does not take."""
     model, classes, keep_negatives = options.model, options.weights.classes, options.weights.keep_negatives
     if classes is not None and not model.has_classes:
-        raise UsageError(f"--class-weight is nothing that --model {model.name} takes: its labels are no classes")
+        raise UsageError(f"--class-weight is not an option of --model {model.name}: its labels are not classes")
     if keep_negatives != 1 and model.labels != "clicks":
-        raise UsageError(f"--keep-negatives is nothing that --model {model.name} takes: it is for models of clicks")
+        raise UsageError(f"--keep-negatives is not an option of --model {model.name}: it is for models of clicks")
     assert not isinstance(classes, str)
     return Weighting(classes=dict(classes or {}), keep_negatives=keep_negatives)
 

@@ -303,7 +303,7 @@ class Worker:
             self._tell(counters)
             if told is None:
                 continue
-            if solver.is_teller:
+            if solver.is_reporter:
                 fields = {"kind": "pass", **msgspec.to_builtins(told)}
                 self._call(messages.Report(job=counters.job, fields=fields))
             more = leases.next_nowait()

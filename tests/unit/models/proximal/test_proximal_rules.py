@@ -14,7 +14,7 @@ from paceline.errors import DataError, UsageError
 from paceline.models.base import BIAS_KEY
 from paceline.models.proximal import rules
 from paceline.models.proximal.columns import ColumnCollector, ExampleColumns
-from paceline.models.proximal.convergence import LOOK_AT_ALL, Convergence
+from paceline.models.proximal.convergence import FULL_PASS_INTERVAL, Convergence
 from paceline.models.proximal.margins import Margins
 from paceline.models.proximal.rules import ProximalBlocks
 from paceline.models.proximal.schedule import block_order, block_starts, count_blocks, moving_with, places_of
@@ -144,7 +144,7 @@ def test_there_is_a_look_at_all_columns_now_and_then_and_an_end() -> None:
     while not run.is_over:
         over_all.append(run.is_over_all)
         run.note_pass(2.0 ** (39 - run.num_passes))
-    assert [number for number, each in enumerate(over_all) if each] == [0, LOOK_AT_ALL, 2 * LOOK_AT_ALL]
+    assert [number for number, each in enumerate(over_all) if each] == [0, FULL_PASS_INTERVAL, 2 * FULL_PASS_INTERVAL]
     assert (run.num_passes, run.has_converged) == (25, False)
 
 
