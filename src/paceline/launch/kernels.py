@@ -25,7 +25,7 @@ def prepare_kernels(report: Callable[[str], None] | None = None) -> None:
 
 def _compile_side_by_side() -> None:
     """Compile one half of the kernels in this process and the other half in another one, by way of the disk cache."""
-    from paceline.tables.compile import compile_rest
+    from paceline.tables.compile import compile_remaining
 
     command = [sys.executable, "-c", _COMPILE_VALUES]
     try:
@@ -34,7 +34,7 @@ def _compile_side_by_side() -> None:
         return
     with other:
         try:
-            compile_rest()
+            compile_remaining()
             other.wait(_PATIENCE_S)
         except subprocess.TimeoutExpired:
             pass  # the other process is stopped, perhaps

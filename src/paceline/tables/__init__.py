@@ -1,1 +1,1 @@
-"""What a process holds of a table: stores, update rules, staleness, aggregation. No network."""
+"""A process's part of tables: stores, update rules, staleness, aggregation. No network."""

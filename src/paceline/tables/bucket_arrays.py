@@ -1,4 +1,4 @@
-"""Sets of buckets as kernels take them: the integers of :mod:`paceline.protocol.buckets` as arrays, and back."""
+"""Sets of buckets as arrays for kernels; :mod:`paceline.protocol.buckets` has them as integers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def to_flags(buckets: Buckets) -> npt.NDArray[np.bool_]:
 
 
 def from_flags(flags: npt.NDArray[np.bool_]) -> Buckets:
-    """Return the set that :func:`to_flags` made an array of."""
+    """Return the set for an array of :func:`to_flags`."""
     return int.from_bytes(np.packbits(flags, bitorder="little").tobytes(), "little")
 
 
@@ -37,12 +37,12 @@ def buckets_of_keys(keys: npt.NDArray[np.uint64]) -> Buckets:
 
 
 def dense_buckets(size: int, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-    """Return the bucket of each of a dense table's keys (int64 [n])."""
+    """Return the buckets of keys of a dense table (int64 [n])."""
     return (keys // np.uint64(bucket_width(size))).astype(np.int64)
 
 
 def positions_in(spec: TableSpec, keys: npt.NDArray[np.uint64], buckets: Buckets) -> npt.NDArray[np.int64]:
-    """Return the positions, in order, of those of a table's keys (uint64 [n]) that are of these buckets."""
+    """Return the positions, in order, of the keys (uint64 [n]) of a table that belong to these buckets."""
     if spec.kind == "dense":
         return np.flatnonzero(to_flags(buckets)[dense_buckets(spec.size, keys)])
     chosen = np.empty(len(keys), np.int64)

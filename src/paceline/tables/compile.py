@@ -1,8 +1,8 @@
-"""Compile every kernel before it is needed, or load it from the cache on disk.
+"""Compile all kernels, or load them from the cache on disk, before they are needed.
 
-Called once by whoever starts processes, so that no server and no worker compiles in the middle of training,
-and so that they do not all compile the same. Every call here has the argument types of the real calls: arrays that
-are C-contiguous and writable, Python integers, and unsigned NumPy scalars for seeds and addresses.
+The process that starts others calls this once. Servers and workers then never compile during training, nor compile the
+same kernel several times. The argument types are those of the real calls: C-contiguous, writable arrays, Python
+integers, and unsigned NumPy scalars for seeds and addresses.
 """
 
 from __future__ import annotations
@@ -89,27 +89,27 @@ def is_compiled() -> bool:
 
 
 def compile_kernels() -> None:
-    """Compile every kernel, or load it from Numba's cache, for the one signature that real calls have."""
+    """Compile all kernels, or load them from Numba's cache, for the signature of the real calls."""
     compile_values()
-    compile_rest()
+    compile_remaining()
 
 
 def compile_common() -> None:
-    """Compile, or load, the kernels that almost every process of a training calls."""
+    """Compile, or load, the kernels that almost every process of a training uses."""
     compile_values()
     _compile_growth()
     _compile_batch()
 
 
 def compile_values() -> None:
-    """Compile the kernels that read and update sparse rows: with all update rules, they take half of the time."""
+    """Compile the kernels that read and update sparse rows: with all update rules, half of the total time."""
     table = _EmptyTable()
     floats = np.zeros(1, np.float32)
     sparse.gather(table.directory, table.layout, table.parameters, table.keys, floats)
     assert rule_kernels.push(table.directory, table.layout, table.parameters, table.keys, floats, 0) == 0
 
 
-def compile_rest() -> None:
+def compile_remaining() -> None:
     """Compile all other kernels."""
     _compile_growth()
     _compile_index()
@@ -130,7 +130,7 @@ def compile_rest() -> None:
 
 
 class _EmptyTable:
-    """A directory whose buckets all share one empty line and may not hold a row."""
+    """A directory whose buckets share one empty line and have no space for a row."""
 
     def __init__(self) -> None:
         num_lines = 1 + 1 + index.TAIL_LINES  # the header, home and tail
@@ -148,7 +148,7 @@ class _EmptyTable:
 
 
 def _compile_growth() -> None:
-    """Compile what the first pushes to a table call, and its saving."""
+    """Compile the kernels for the first pushes to a table and for saving it."""
     table = _EmptyTable()
     directory, layout, keys = table.directory, table.layout, table.keys
     assert not sparse.has_room(directory, keys, np.zeros(index.NUM_BUCKETS, np.uint64))

@@ -1,4 +1,4 @@
-"""A server's part of a dense table: one record as long as the whole table, of which only its buckets take memory."""
+"""A server's part of a dense table: one record of the table's length, in which only held buckets take memory."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from paceline.tables.rules import kernels
 from paceline.tables.spec import TableSpec
 from paceline.tables.types import Floats, Keys
 
-_BLOCK = 1 << 14  # elements: 64 KiB, with the part of the record that they update, stay in the second cache
+_BLOCK = 1 << 14  # elements: 64 KiB, so that a block and its part of the record stay in the second-level cache
 _PAGE = PAGE_BYTES // 4  # elements
 
 
 class DensePart(TablePart):
-    """Some buckets of a dense table: values, then state planes, each with an element's number as its position."""
+    """Buckets of a dense table: values, then state planes, each indexed by the element's number."""
 
     def __init__(self, spec: TableSpec, buckets: Buckets) -> None:
         super().__init__(spec)
@@ -58,7 +58,7 @@ class DensePart(TablePart):
     def _num_elements(self, buckets: Buckets) -> int:
         return sum(stop - start for start, stop in runs_in(self._size, buckets))
 
-    # Buckets that come and go.
+    # Changes of buckets.
 
     @override
     def hold(self, buckets: Buckets) -> None:
@@ -69,7 +69,7 @@ class DensePart(TablePart):
             )
 
     def _add(self, buckets: Buckets) -> list[tuple[int, int]]:
-        """Count buckets as held; return the elements that were not, with whatever they hold."""
+        """Mark buckets as held; return the elements that were not held, which may have any content."""
         runs = owned_runs(self._size, buckets_in(buckets & ~self.held))
         for start, stop in runs:
             for plane in range(0, len(self._record), self._size):
@@ -80,13 +80,13 @@ class DensePart(TablePart):
 
     @override
     def drop(self, buckets: Buckets) -> None:
-        gone = owned_runs(self._size, buckets_in(buckets & self.held))
+        dropped = owned_runs(self._size, buckets_in(buckets & self.held))
         self._held &= ~buckets
         self._primary &= ~buckets
         self._flags = to_flags(self.held)
         free = owned_runs(self._size, buckets_in(ALL & ~self.held))
-        for start, stop in gone:
-            # Pages that reach into a neighbour that is not held either go with it.
+        for start, stop in dropped:
+            # Also free pages that extend into a neighbour that is not held.
             for a, b in clip_runs(free, start - _PAGE, stop + _PAGE):
                 for plane in range(0, len(self._record), self._size):
                     self._memory.forget(plane + a, plane + b)
@@ -95,17 +95,17 @@ class DensePart(TablePart):
     def check_bucket(self, bucket: int, keys: Keys) -> None:
         start, stop = bucket_bounds(self._size, bucket)
         if len(keys) and not start <= int(keys.min()) <= int(keys.max()) < stop:
-            raise self._strangers(bucket)
+            raise self._wrong_bucket(bucket)
 
     @override
     def load_bucket(self, bucket: int, keys: Keys, records: Floats) -> None:
-        """Elements without a record get their initial values."""
+        """Load a bucket; elements without a record get their initial values."""
         start, stop = bucket_bounds(self._size, bucket)
-        whole = len(keys) == stop - start and bool((keys == np.arange(start, stop, dtype=np.uint64)).all())
+        is_complete = len(keys) == stop - start and bool((keys == np.arange(start, stop, dtype=np.uint64)).all())
         self._check_records(keys, records)
-        if not whole:
+        if not is_complete:
             self.check_bucket(bucket, keys)
-        if whole:
+        if is_complete:
             self._add(1 << bucket)
             self.magnitudes.widen(records.reshape(len(keys), self.record_words))
             self._planes()[:, start:stop] = records.reshape(len(keys), self.record_words).T
@@ -132,8 +132,8 @@ class DensePart(TablePart):
         buckets, start, stop = self._buckets(selection), selection.start, selection.stop
         if strange := buckets & ~self.held & range_buckets(self._size, start, stop):
             raise UsageError(
-                f"range [{start}, {stop}) of dense table {self.spec.name!r} is of bucket {next(buckets_in(strange))} "
-                "too, which this server does not hold"
+                f"range [{start}, {stop}) of dense table {self.spec.name!r} includes bucket "
+                f"{next(buckets_in(strange))}, which this server does not hold"
             )
         return clip_runs(runs_in(self._size, buckets), start, stop)
 
@@ -143,15 +143,15 @@ class DensePart(TablePart):
     def _positions(self, keys: Keys, *, is_held: bool = True) -> Positions:
         if len(keys) and keys.max() >= self._size:
             raise UsageError(
-                f"keys of dense table {self.spec.name!r} hold {keys.max()}: they go from 0 to {self._size - 1}"
+                f"keys of dense table {self.spec.name!r} include {keys.max()}: expected 0 to {self._size - 1}"
             )
         positions = keys.view(np.int64)
         if is_held and self.held != ALL:
-            here = self._flags[positions // self._width]
-            if not here.all():
+            is_here = self._flags[positions // self._width]
+            if not is_here.all():
                 raise UsageError(
-                    f"key {keys[here.argmin()]} of dense table {self.spec.name!r} came to a server that does not hold "
-                    "it"
+                    f"key {keys[is_here.argmin()]} of dense table {self.spec.name!r} was sent to a server that does "
+                    "not hold it"
                 )
         return positions
 
@@ -176,28 +176,28 @@ class DensePart(TablePart):
 
     @override
     def restrict(self, selection: Selection, grads: Floats, buckets: Buckets) -> tuple[Selection, Floats]:
-        """Of a range it is the same range of fewer buckets."""
+        """Return the part of a push in these buckets: of a range, the same range with fewer buckets."""
         if selection.keys is not None:
             return self._restrict_keys(selection, grads, buckets)
         if not self.buckets_of(selection) & ~buckets:
             return selection, grads
         start, stop = selection.start, selection.stop
-        whole = self._buckets(selection)
-        chosen = whole & buckets
-        runs, pieces = iter(clip_runs(runs_in(self._size, whole), start, stop)), []
-        at = first = last = 0  # `at`: where in `grads` the run [first, last) begins
-        for a, b in clip_runs(runs_in(self._size, chosen), start, stop):  # each lies within one of the runs
+        covered = self._buckets(selection)
+        chosen = covered & buckets
+        runs, pieces = iter(clip_runs(runs_in(self._size, covered), start, stop)), []
+        at = first = last = 0  # `at`: position of the run [first, last) in `grads`
+        for a, b in clip_runs(runs_in(self._size, chosen), start, stop):  # each is inside one of the runs
             while last < b:
                 at += last - first
                 first, last = next(runs)
             pieces.append(grads[at + a - first : at + b - first])
-        rest = pieces[0] if len(pieces) == 1 else np.concatenate([grads[:0], *pieces])
-        return Selection(None, start, stop, chosen), rest
+        values = pieces[0] if len(pieces) == 1 else np.concatenate([grads[:0], *pieces])
+        return Selection(None, start, stop, chosen), values
 
     @override
     def pull(self, selection: Selection, out: Floats) -> None:
         if selection.keys is not None:
-            # Every place is within the values; mode="raise" would buffer the whole answer to be sure of it.
+            # All places are valid; mode="raise" would check them by buffering the result.
             np.take(self._record, self._places(selection), out=out, mode="clip")
             return
         runs, at = self._runs(selection), 0
@@ -208,7 +208,7 @@ class DensePart(TablePart):
 
     @override
     def reserve(self, selection: Selection) -> None:
-        """All elements have their place."""
+        """Do nothing: all elements have memory."""
 
     @override
     def push(self, selection: Selection, grads: Floats) -> None:
@@ -226,20 +226,20 @@ class DensePart(TablePart):
 
     @override
     def push_sum(self, selection: Selection, grads: Sequence[Floats], factor: float) -> None:
-        """A block that stays in the cache is summed, then applied: one pass in all."""
+        """Sum and apply block by block, in one pass, so that a block stays in the cache."""
         if selection.keys is not None or (len(grads) == 1 and factor == 1.0):
             super().push_sum(selection, grads, factor)
             return
         code, size = self.rule.code, self._size
         total = np.empty(_BLOCK, np.float32)
         runs, at = self._runs(selection), 0
-        for each in grads:
-            self._check_count("gradients", each, sum(stop - start for start, stop in runs))
+        for part in grads:
+            self._check_count("gradients", part, sum(stop - start for start, stop in runs))
         for start, end in runs:
             for first in range(start, end, _BLOCK):
                 length = min(_BLOCK, end - first)
                 block = total[:length]
-                _sum_scaled([each[at : at + length] for each in grads], factor, block)
+                _sum_scaled([part[at : at + length] for part in grads], factor, block)
                 kernels.dense_push(code, self._record, size, first, first + length, block, 0, self._parameters)
                 at += length
 
@@ -261,10 +261,10 @@ class DensePart(TablePart):
                 yield np.arange(first, stop, dtype=np.uint64), record.T
                 at += length
 
-    def _check_count(self, what: str, floats: Floats, expected: int) -> None:
-        """Raise UsageError unless a kernel may go through so many."""
+    def _check_count(self, unit: str, floats: Floats, expected: int) -> None:
+        """Raise UsageError unless a kernel may read `expected` elements."""
         if len(floats) != expected:
-            raise UsageError(f"{len(floats)} {what} for {expected} elements of dense table {self.spec.name!r}")
+            raise UsageError(f"{len(floats)} {unit} for {expected} elements of dense table {self.spec.name!r}")
 
     # Records.
 
@@ -278,8 +278,8 @@ class DensePart(TablePart):
     def read_bucket(self, bucket: int) -> tuple[Keys, Floats]:
         start, stop = bucket_bounds(self._size, bucket)
         if start < stop and not self.held >> bucket & 1:
-            raise UsageError(f"bucket {bucket} of dense table {self.spec.name!r} does not lie on this server")
-        # A record of one word is contiguous as it lies: without order and copy it would be a view.
+            raise UsageError(f"bucket {bucket} of dense table {self.spec.name!r} is not on this server")
+        # The copy is explicit: for records of one word, the transposed array is a contiguous view.
         return np.arange(start, stop, dtype=np.uint64), np.array(self._planes()[:, start:stop].T, order="C", copy=True)
 
     @override

@@ -1,4 +1,4 @@
-"""Initializers, as a user writes them: what a parameter is before its first update."""
+"""Initializers: the values of parameters before their first update."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from paceline.tables.settings import MAX_FLOAT32, check_bounds
 
 __all__ = ["INITIALIZERS", "Constant", "Initializer", "Normal", "Uniform", "Zeros"]
 
-_MOST_DEVIATIONS: Final = 10.0  # what a normal number is made of has 53 bits, which reach to 8.6
+_MOST_DEVIATIONS: Final = 10.0  # normal numbers are computed from 53 random bits, which reach 8.6
 
 
 class Initializer(ABC):
-    """What a parameter is before its first update: a function of key, element and the table's seed."""
+    """The values before the first update, as a function of key, element and the table's seed."""
 
     code: ClassVar[int]
 
     @property
     @abstractmethod
     def arguments(self) -> tuple[float, float]:
-        """The two numbers the kernel wants."""
+        """The two numbers for the kernel."""
 
     @property
     @abstractmethod
     def largest(self) -> float:
-        """No value is greater in magnitude."""
+        """An upper bound of the values' magnitude."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ class Normal(Initializer):
     def __post_init__(self) -> None:
         check_bounds(self, mean=(-math.inf, math.inf), std=(0, math.inf))
         if not self.largest <= MAX_FLOAT32:
-            raise UsageError(f"{self!r}: some values are beyond the greatest float32, {MAX_FLOAT32:g}")
+            raise UsageError(f"{self!r}: values may exceed the greatest float32, {MAX_FLOAT32:g}")
 
     @property
     @override

@@ -1,13 +1,13 @@
-"""How large the records of a table part can be: whether a push may make infinities or NaN, told without looking at one.
+"""Bounds of the records of a table part: they show, without reading records, that a push cannot overflow.
 
-The finite gradients of a push can overflow in the update rule: a square in Adagrad's, a product with a large rate. To
-look at every record after every push would cost more than the push. So a part keeps an upper bound of the magnitudes in
-each plane of its records, and raises it with every push by what the rule can add to any record, given the greatest
-magnitude of the gradients, which is found by the pass that looks for NaN anyway. While the bounds stay far below the
-greatest float32 nothing can have overflowed, on the way neither. Else, and where a rule has no bounds here, the push is
-tried on a copy of its records first (:meth:`paceline.tables.part.TablePart.trial`).
+Finite gradients can overflow in the update rule, for example in Adagrad's square. Checking every record after every
+push would cost more than the push. A part therefore keeps an upper bound of the magnitudes in each plane of its
+records. Every push raises the bounds by the rule's largest possible change, given the greatest magnitude of the
+gradients, which the check for NaN computes anyway. While the bounds are far below the greatest float32, neither results
+nor intermediate values can overflow. Otherwise, and for rules without bounds, the push is first tried on a copy of its
+records (:meth:`paceline.tables.part.TablePart.trial`).
 
-The bounds hold for pushes in which no key stands twice, as clients send them.
+The bounds hold for pushes without duplicate keys, as clients send them.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from paceline.tables.rules import UpdateRule
 from paceline.tables.rules.growth import UNKNOWN, Bounds
 
 _SAFE: Final = 1e37
-"""Bounds up to this are far enough below the greatest float32, 3.4e38, for what rounding adds."""
+"""Bounds up to this leave enough room below the greatest float32, 3.4e38, for rounding."""
 _AHEAD: Final = 64
-"""So many pushes are looked ahead, with gradients up to `_MARGIN` times those of the first: the next need no look."""
+"""The bounds account for this many pushes ahead, with gradients up to `_MARGIN` times those of the first."""
 _MARGIN: Final = 4.0
 
 
@@ -37,41 +37,41 @@ class Magnitudes:
         self._has_bounds = rule.has_bounds()
         self._initial = rule.initial_bounds(initializer.largest)
         self.bounds = self._formed = self._initial
-        self._left = 0  # so many more pushes, of gradients up to the top, are accounted for in the bounds
+        self._left = 0  # number of further pushes, of gradients up to the top, that the bounds account for
         self._top = 0.0
         self._num_tried = 0
 
     def set_rule(self, rule: UpdateRule) -> None:
-        """Take other hyperparameters: no record there was formed by them."""
+        """Set other hyperparameters, which formed no existing record."""
         self._rule = rule
         self._formed = self.bounds
         self._left = 0
 
     def take(self, gradient: float) -> bool:
-        """Take note of a push with gradients up to `gradient`; return False, and do not, if it may overflow."""
+        """Account for a push with gradients up to `gradient`; return False, without change, if it may overflow."""
         if self._left and gradient <= self._top:
             self._left -= 1
             return True
-        return self._look_ahead(gradient * _MARGIN, _AHEAD) or self._look_ahead(gradient, 1)
+        return self._account_ahead(gradient * _MARGIN, _AHEAD) or self._account_ahead(gradient, 1)
 
-    def _look_ahead(self, gradient: float, num: int) -> bool:
+    def _account_ahead(self, gradient: float, num: int) -> bool:
         if not self._has_bounds or not self.bounds.values <= _SAFE:
             return False
         bounds, peak = self._rule.grown(self.bounds, self._formed, gradient, num)
         bounds |= self.bounds  # rows without a gradient stay
-        is_safe = peak <= _SAFE and all(bound <= _SAFE for bound in bounds)  # not where one of them is NaN
+        is_safe = peak <= _SAFE and all(bound <= _SAFE for bound in bounds)  # False for NaN
         if is_safe:
             self.bounds, self._top, self._left = bounds, gradient, num - 1
         return is_safe
 
     def take_unseen(self, gradient: float) -> None:
-        """Take note of a push that another server has looked at."""
+        """Account for a push that another server has checked."""
         if not self.take(gradient):
             self.bounds = UNKNOWN
             self._left = 0
 
     def widen(self, records: npt.NDArray[np.float32]) -> None:
-        """Take note of records (float32 [n, words]) that are written, loaded, or the outcome of a trial."""
+        """Account for records (float32 [n, words]) that are written, loaded, or the result of a trial."""
         if len(records) and self._has_bounds:
             found = self._bounds_of(records)
             self.bounds |= found
@@ -79,12 +79,12 @@ class Magnitudes:
             self._left = 0
 
     def is_loose(self, num_tried: int, num_rows: int) -> bool:
-        """Count the rows of a trial; return whether there were so many that to look at all rows costs little."""
+        """Count the rows of a trial; return whether checking all rows is now comparatively cheap."""
         self._num_tried += num_tried
         return self._has_bounds and self._num_tried >= num_rows
 
-    def begin_anew(self) -> None:
-        """Forget the bounds: all records are going to be looked at."""
+    def reset(self) -> None:
+        """Reset the bounds, before all records are checked."""
         self.bounds = self._formed = self._initial
         self._left = self._num_tried = 0
 

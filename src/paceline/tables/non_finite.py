@@ -1,9 +1,8 @@
-"""What a server does about infinities and NaN in its tables: they are refused, or counted and let in.
+"""A server's policy for infinities and NaN in its tables: reject them, or accept and count them.
 
-Gradients that are not finite are refused at both ends of a push, whatever the policy. This is about the rest: what
-finite gradients overflow to when they are summed, compensated for their delay or applied, and what is written or
-loaded. What another server has looked at, and sends down a chain or to fill this one, is taken as it is, so that the
-two stay equal.
+Both ends of a push always reject gradients that are not finite. The policy applies to finite gradients that overflow
+when they are summed, compensated or applied, and to written or loaded records. Records from another server, in a chain
+or a transfer, were checked there: they are stored unchanged, so that both servers stay equal.
 """
 
 from __future__ import annotations
@@ -28,56 +27,56 @@ _logger = logging.getLogger("paceline.ps")
 
 
 def check_policy(policy: str) -> str:
-    """Return a policy; raise UsageError if it is none."""
+    """Return a valid policy. Raises UsageError."""
     if policy not in (REFUSE, COUNT):
         raise UsageError(f"non_finite={policy!r}: expected {REFUSE!r} or {COUNT!r}")
     return policy
 
 
 class NonFinite:
-    """One server's policy, and what follows from it."""
+    """Checks the tables of one server by its policy."""
 
     def __init__(self, policy: str) -> None:
         self._refuses = check_policy(policy) == REFUSE
 
-    def try_push(self, table: ServerTable, selection: Selection, grads: Floats, top: float, what: str) -> None:
+    def try_push(self, table: ServerTable, selection: Selection, grads: Floats, top: float, source: str) -> None:
         """Try a push on copies of its rows, because :class:`Magnitudes` cannot exclude an overflow.
 
-        `top` is the greatest magnitude of its gradients, `what` names the push in an error.
+        `top` is the greatest magnitude of its gradients, `source` names the push in an error.
 
         Raises NonFiniteError if a record would not be finite.
         """
         part = table.part
         if not top < math.inf:
-            self._found(table, f"{what} holds {_first_of(grads)}", "look for what makes gradients so large")
+            self._found(table, f"{source} holds {_first_of(grads)}", "find out why gradients are so large")
         if part.magnitudes.is_loose(part.num_values(selection) // part.dim, part.num_rows):
-            part.look_at_all()
+            part.measure_all()
         for keys, records in part.trial(selection, grads):
             if not largest(np.ascontiguousarray(records).reshape(-1)) < math.inf:
                 self._found(
-                    table, f"{what} makes {_describe(keys, records)}", "lower its learning rate, or clip gradients"
+                    table, f"{source} makes {_describe(keys, records)}", "lower its learning rate, or clip gradients"
                 )
                 part.magnitudes.widen(records)
                 return
             part.magnitudes.widen(records)
 
-    def check_records(self, table: ServerTable, keys: Keys, records: Floats, what: str) -> None:
-        """Raise NonFiniteError unless records that are about to be written (float32 [n, words]) are finite."""
+    def check_records(self, table: ServerTable, keys: Keys, records: Floats, source: str) -> None:
+        """Raise NonFiniteError unless records to be written (float32 [n, words]) are finite."""
         if not largest(records.reshape(-1)) < math.inf:
-            self._found(table, f"{what} holds {_describe(keys, records)}", "see where they come from")
+            self._found(table, f"{source} holds {_describe(keys, records)}", "check where they come from")
 
-    def taken(self, table: ServerTable, keys: Keys, records: Floats, what: str) -> None:
-        """Count what another server has sent, and what this one must have as it is."""
+    def taken(self, table: ServerTable, keys: Keys, records: Floats, source: str) -> None:
+        """Count records from another server that are not finite; they are stored unchanged."""
         if not largest(records.reshape(-1)) < math.inf:
             table.non_finite += 1
-            _logger.warning("%s holds %s of table %r", what, _describe(keys, records), table.spec.name)
+            _logger.warning("%s holds %s of table %r", source, _describe(keys, records), table.spec.name)
 
-    def _found(self, table: ServerTable, what: str, advice: str) -> None:
+    def _found(self, table: ServerTable, problem: str, advice: str) -> None:
         table.non_finite += 1
         if self._refuses:
             raise NonFiniteError(
-                f"{what} of table {table.spec.name!r}: it was refused, and the part of the table on that server is "
-                f"unchanged; {advice} (--non-finite {COUNT} lets it in)"
+                f"{problem} of table {table.spec.name!r}: it was rejected, and this server's part of the table is "
+                f"unchanged; {advice} (--non-finite {COUNT} accepts it)"
             )
 
 

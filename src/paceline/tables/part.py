@@ -1,4 +1,4 @@
-"""A server's part of a table, in general: what can be asked of it, and of which keys. No networks, no clocks."""
+"""A server's part of a table: the interface of sparse and dense parts. It uses no network and no clock."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Positions = npt.NDArray[np.int64]
 
 
 class Selection:
-    """The keys, or the range of a dense table, that a request is about.
+    """The keys, or the range of a dense table, of a request.
 
-    Of a range only the elements of `buckets` are meant; None stands for those of which the server is primary, and is
-    replaced by them when the selection is first counted (:meth:`TablePart.num_values`): what a request was about stays
-    the same when the server's buckets change before it is done. `places` is a dense part's own.
+    A range covers only the elements of `buckets`. None stands for the server's primary buckets and is replaced by them
+    at the first count (:meth:`TablePart.num_values`): the selection then stays the same if the server's buckets change
+    before the request is complete. Only dense parts use `places`.
     """
 
     __slots__ = ("buckets", "keys", "places", "start", "stop")
@@ -48,27 +48,27 @@ class Selection:
         return self.keys
 
     def copy(self) -> Selection:
-        """Return one that does not depend on a receive buffer."""
+        """Return a copy that does not depend on a receive buffer."""
         return Selection(None if self.keys is None else self.keys.copy(), self.start, self.stop, self.buckets)
 
 
-def check_finite(grads: Floats, who: str, table: str) -> None:
+def check_finite(grads: Floats, sender: str, table: str) -> None:
     """Raise NonFiniteError unless gradients (flat) are finite."""
     if not largest(grads) < math.inf:
-        raise not_finite(grads, who, table)
+        raise not_finite(grads, sender, table)
 
 
-def not_finite(grads: Floats, who: str, table: str) -> NonFiniteError:
+def not_finite(grads: Floats, sender: str, table: str) -> NonFiniteError:
     """Return the reason for rejecting a push with these gradients."""
     bad = grads[~np.isfinite(grads)][0]
     return NonFiniteError(
-        f"a push of {who} to table {table!r} holds {bad}; it was refused and the table is unchanged: look for a "
-        "diverging loss or a division by zero in the gradient"
+        f"a push of {sender} to table {table!r} holds {bad}; it was rejected and the table is unchanged: check "
+        "for a diverging loss or a division by zero in the gradient"
     )
 
 
 class TablePart(ABC):
-    """What one server holds of a table: some buckets, of which it is the primary server or a replica."""
+    """One server's buckets of a table, as their primary or as a replica."""
 
     def __init__(self, spec: TableSpec) -> None:
         self.spec = spec
@@ -76,23 +76,23 @@ class TablePart(ABC):
         self.rule: UpdateRule = from_fields(RULES, spec.update)
         self.initializer: Initializer = from_fields(INITIALIZERS, spec.initializer)
         self.magnitudes = Magnitudes(self.rule, self.initializer, self.dim)
-        """How large its records can be. Who pushes tells them of the gradients first; the rest they are told here."""
+        """Bounds of its records. Callers report the gradients of pushes; this class reports all other writes."""
         self._held: Buckets = 0
         self._primary: Buckets = 0
 
     @property
     def held(self) -> Buckets:
-        """The buckets that are here."""
+        """The held buckets."""
         return self._held
 
     @property
     def primary(self) -> Buckets:
-        """Those of them that requests for a range are about."""
+        """The held buckets that requests for a range cover."""
         return self._primary
 
     @property
     def record_words(self) -> int:
-        """How many float32 the value and the state of a key are."""
+        """The number of float32 in the value and the state of a key."""
         return self.dim * (1 + self.rule.num_states) + self.rule.has_count
 
     @property
@@ -102,41 +102,41 @@ class TablePart(ABC):
 
     @property
     def num_rows(self) -> int:
-        """Rows (sparse) or elements (dense) held."""
+        """Held rows (sparse) or elements (dense)."""
         return self.rows_in(self.held)
 
     @abstractmethod
     def rows_in(self, buckets: Buckets) -> int:
-        """How many rows (sparse) or elements (dense) of these buckets are held."""
+        """Return the number of held rows (sparse) or elements (dense) of these buckets."""
 
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """Bytes held."""
+        """Held bytes."""
 
-    # Buckets that come and go.
+    # Changes of buckets.
 
     @abstractmethod
     def hold(self, buckets: Buckets) -> None:
-        """Hold these buckets too, with initial values; those that are here already stay as they are."""
+        """Add these buckets with initial values; buckets held already do not change."""
 
     @abstractmethod
     def drop(self, buckets: Buckets) -> None:
-        """Forget these buckets, and give their memory back as far as it makes whole pages."""
+        """Drop these buckets and free their whole pages of memory."""
 
     @abstractmethod
     def check_bucket(self, bucket: int, keys: Keys) -> None:
-        """Raise UsageError where a key is not of this bucket."""
+        """Raise UsageError if a key belongs to another bucket."""
 
     @abstractmethod
     def load_bucket(self, bucket: int, keys: Keys, records: Floats) -> None:
-        """Make `keys` and `records`, as :meth:`read_bucket` returns them, all that a bucket holds.
+        """Replace the content of a bucket by `keys` and `records`, as :meth:`read_bucket` returns them.
 
-        Raises UsageError, and changes nothing, where a key is not of this bucket.
+        Raises UsageError, and changes nothing, if a key belongs to another bucket.
         """
 
     def set_primary(self, buckets: Buckets) -> None:
-        """Let requests for a range be about these buckets, all of which are held."""
+        """Set the buckets, all held, that requests for a range cover."""
         assert not buckets & ~self._held
         self._primary = buckets
 
@@ -144,38 +144,38 @@ class TablePart(ABC):
 
     @property
     def pass_number(self) -> int:
-        """The pass over the data that pushes count as of; 0 where that is not noted."""
+        """The current pass over the data; 0 if passes are not recorded."""
         return 0
 
     def with_passes(self, bucket: int, keys: Keys, records: Floats) -> Floats:
-        """Return a bucket's records (float32 [n, record_words]) with one column more, where passes are noted.
+        """Return a bucket's records (float32 [n, record_words]), with a column for the pass if passes are recorded.
 
-        It has the number of the pass in which each row was last pushed.
+        The column holds the number of the pass in which each row was last pushed.
         """
         return records
 
     def load_with_passes(self, bucket: int, keys: Keys, records: Floats) -> None:
-        """Do as :meth:`load_bucket` with records that may have the column of :meth:`with_passes`."""
+        """Load a bucket as :meth:`load_bucket`, from records that may have the column of :meth:`with_passes`."""
         self.load_bucket(bucket, keys, records)
 
     @abstractmethod
     def num_values(self, selection: Selection) -> int:
-        """How many float32 a selection's values are, on this server. Raises UsageError if it is not all there."""
+        """Return the number of float32 values of a selection. Raises UsageError if this server lacks some of them."""
 
     @abstractmethod
     def keys_of(self, selection: Selection) -> Keys:
-        """Return the keys of a selection that lie on this server, in order."""
+        """Return the keys of a selection on this server, in order."""
 
     @abstractmethod
     def buckets_of(self, selection: Selection) -> Buckets:
-        """Return the buckets that a selection's keys are of."""
+        """Return the buckets of a selection's keys."""
 
     @abstractmethod
     def restrict(self, selection: Selection, grads: Floats, buckets: Buckets) -> tuple[Selection, Floats]:
-        """Return the part of a push (float32 [num_values]) that is of these buckets; the same objects if all of it is.
+        """Return the part of a push (float32 [num_values]) in these buckets; the same objects if that is all.
 
-        The gradients may be a view of those given. The other buckets need not be here any more. Of a selection of keys
-        the rows may be of any width: records, or nothing.
+        The gradients may be a view. The other buckets may have been dropped. With keys, rows may have any width, for
+        example that of records, or 0.
         """
 
     def _restrict_keys(self, selection: Selection, rows: Floats, buckets: Buckets) -> tuple[Selection, Floats]:
@@ -195,9 +195,9 @@ class TablePart(ABC):
 
     @abstractmethod
     def reserve(self, selection: Selection) -> None:
-        """Take the memory that a push or write of a selection needs: then it does not fail for want of it.
+        """Allocate the memory that a push or write of a selection needs, so that it cannot run out of memory.
 
-        Raises MemoryError, and changes nothing that can be read, if there is none.
+        Raises MemoryError, and changes no readable value, if there is too little.
         """
 
     @abstractmethod
@@ -213,38 +213,35 @@ class TablePart(ABC):
 
     @abstractmethod
     def trial(self, selection: Selection, grads: Floats) -> Iterator[tuple[Keys, Floats]]:
-        """Yield keys (uint64 [n]) and records (float32 [n, record_words]), in blocks, as a push would leave them."""
+        """Yield the keys (uint64 [n]) and records (float32 [n, record_words]) that a push would write, in blocks."""
 
-    def look_at_all(self) -> None:
-        """Find the magnitudes of the records there are."""
-        self.magnitudes.begin_anew()
+    def measure_all(self) -> None:
+        """Compute the bounds of all records."""
+        self.magnitudes.reset()
         for bucket in buckets_in(self.held):
             self.magnitudes.widen(self.read_bucket(bucket)[1])
 
     @abstractmethod
     def read_bucket(self, bucket: int) -> tuple[Keys, Floats]:
-        """Return keys (uint64 [n]) and records (float32 [n, record_words]) of a bucket: a copy, in its own memory.
-
-        It may wait in a queue, or be written to, while the table changes.
-        """
+        """Return a copy of a bucket: keys (uint64 [n]) and records (float32 [n, record_words])."""
 
     @abstractmethod
     def write_records(self, keys: Keys, records: Floats) -> None:
-        """Set whole records: values and state of each key."""
+        """Set complete records: values and state of each key."""
 
     @abstractmethod
     def erase(self, keys: Keys) -> int:
-        """Erase the rows of `keys`; return how many there were."""
+        """Erase the rows of `keys`; return the number of erased rows."""
 
     def set_update(self, rule: UpdateRule) -> None:
-        """Take other hyperparameters of the same rule."""
+        """Set other hyperparameters of the same rule."""
         rule.check_follows(self.rule, f"table {self.spec.name!r}")
         self.rule = rule
         self.magnitudes.set_rule(rule)
         self.parameters[: len(rule.hyper)] = rule.hyper
 
-    def _strangers(self, bucket: int) -> UsageError:
+    def _wrong_bucket(self, bucket: int) -> UsageError:
         return UsageError(
-            f"records for bucket {bucket} of {self.spec.kind} table {self.spec.name!r} hold keys of other buckets: "
-            "the bucket was left as it is"
+            f"records for bucket {bucket} of {self.spec.kind} table {self.spec.name!r} contain keys of other buckets; "
+            "the bucket is unchanged"
         )

@@ -1,7 +1,7 @@
-"""In which pass over the data the rows of a sparse table were last pushed: what tells which features are seen no more.
+"""Passes over the data: a sparse table records the last pass that pushed each row, to find unused features.
 
-A store notes it from :func:`begin_pass` on, in bits that its index has to spare (:mod:`paceline.kernels.index`): rows
-take no more memory, but for those of two words, which then take as much as rows of three.
+A store records passes from :func:`begin_pass` on, in spare bits of its index (:mod:`paceline.kernels.index`). Rows need
+no more memory, except rows of two words, which then need as much as rows of three.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from paceline.tables.types import Keys
 
 
 def has_room_for_marks(store: SparseStore) -> bool:
-    """Return whether a store's lines have bits to spare; else it must be one that was made with ``has_marks``."""
+    """Return whether a store's index lines have spare bits; otherwise the store needs ``has_marks``."""
     return bool(store.layout[index.ENTRY_WORDS] * store.layout[index.SLOTS] * 4 < index.LINE_BYTES)
 
 
 def begin_pass(store: SparseStore, number: int, rows_of: int) -> None:
-    """Have what is pushed from now on count as of pass `number`.
+    """Set the current pass.
 
-    If nothing was noted so far, the rows there count as last pushed in pass `rows_of`. Marks go round at 63 passes:
-    rows that are older look like newer ones, and must have been erased before. Where `number` is an earlier pass than
-    before, which a snapshot was of that is gone on with, no row counts as pushed in a later one.
+    If no passes were recorded, existing rows count as last pushed in pass `rows_of`. Marks repeat after 63 passes, so
+    the caller must erase older rows before. If `number` is smaller than before, because training resumes from a
+    snapshot, no row counts as pushed in a later pass.
     """
     assert has_room_for_marks(store)
     former, store.pass_number = store.pass_number, number
@@ -38,19 +38,19 @@ def begin_pass(store: SparseStore, number: int, rows_of: int) -> None:
 
 
 def note_push(store: SparseStore, keys: Keys) -> None:
-    """Note that the rows of `keys` (uint64 [n]) were pushed in this pass, if passes are noted."""
+    """Record that the rows of `keys` (uint64 [n]) were pushed in this pass, if passes are recorded."""
     if store.layout[index.MARK] != 0:
         index.mark(store.directory, store.layout, keys)
 
 
 def last_passes(store: SparseStore, bucket: int, keys: Keys) -> npt.NDArray[np.float32]:
-    """Return in which pass the rows of a bucket's `keys` (uint64 [n]) were last pushed.
+    """Return the last pass that pushed each row of a bucket's `keys` (uint64 [n]).
 
-    Those without a row, which were erased since, count as pushed as long ago as is noted.
+    Erased rows count as pushed in the oldest recorded pass.
     """
-    _, are_there = store.read_records(keys)
-    ages = np.where(are_there, 0, index.NUM_MARKS - 1)
-    older = np.flatnonzero(are_there)
+    _, exist = store.read_records(keys)
+    ages = np.where(exist, 0, index.NUM_MARKS - 1)
+    older = np.flatnonzero(exist)
     for age in range(1, index.NUM_MARKS):
         older = older[np.isin(keys[older], unseen_keys(store, bucket, age))]
         if not len(older):
@@ -61,10 +61,10 @@ def last_passes(store: SparseStore, bucket: int, keys: Keys) -> npt.NDArray[np.f
 
 
 def note_passes(store: SparseStore, keys: Keys, numbers: npt.NDArray[np.int64]) -> None:
-    """Note that the rows of `keys` (uint64 [n]) were last pushed in passes `numbers` (int64 [n])."""
-    now = store.pass_number
-    oldest, mark = now - index.NUM_MARKS + 1, store.layout[index.MARK]
-    clipped = np.clip(numbers, oldest, now)
+    """Record that the rows of `keys` (uint64 [n]) were last pushed in passes `numbers` (int64 [n])."""
+    current = store.pass_number
+    oldest, mark = current - index.NUM_MARKS + 1, store.layout[index.MARK]
+    clipped = np.clip(numbers, oldest, current)
     for number in np.unique(clipped).tolist():
         store.layout[index.MARK] = _mark_of(number)
         index.mark(store.directory, store.layout, keys[clipped == number])
@@ -72,7 +72,7 @@ def note_passes(store: SparseStore, keys: Keys, numbers: npt.NDArray[np.int64]) 
 
 
 def unseen_keys(store: SparseStore, bucket: int, num_passes: int) -> Keys:
-    """Return the keys of a bucket's rows that were pushed neither in this pass nor in `num_passes` - 1 before."""
+    """Return the keys of a bucket's rows without a push in the last `num_passes` passes, including this one."""
     keys = np.empty(int(store.counts[bucket]), np.uint64)
     if not len(keys) or store.layout[index.MARK] == 0:
         return keys[:0]

@@ -1,4 +1,4 @@
-"""Which elements of a dense table a bucket holds: rules that servers and clients share."""
+"""The elements of a dense table in each bucket: rules that servers and clients share."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from paceline.protocol.buckets import Buckets, buckets_in
 
 
 def bucket_bounds(size: int, bucket: int) -> tuple[int, int]:
-    """Return the range [start, stop) of a dense table's elements that a bucket holds."""
+    """Return the range [start, stop) of a dense table's elements in a bucket."""
     width = bucket_width(size)
     return min(bucket * width, size), min((bucket + 1) * width, size)
 
 
 def bucket_width(size: int) -> int:
-    """Return how many elements a bucket of a dense table of `size` elements holds (the last ones hold fewer)."""
+    """Return the number of elements in a bucket of a dense table of `size` elements (the last buckets have fewer)."""
     return max(1, -(-size // NUM_BUCKETS))
 
 
@@ -36,7 +36,7 @@ def owned_runs(size: int, buckets: Iterable[int]) -> list[tuple[int, int]]:
 
 @lru_cache(maxsize=64)
 def runs_in(size: int, buckets: Buckets) -> Sequence[tuple[int, int]]:
-    """Return the elements of a set of buckets as :func:`owned_runs` does; of the last sets asked for, at once."""
+    """Return the elements of a set of buckets as :func:`owned_runs` does, with a cache of recent sets."""
     return tuple(owned_runs(size, buckets_in(buckets)))
 
 

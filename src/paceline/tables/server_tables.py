@@ -1,4 +1,4 @@
-"""The tables that one server holds a part of, by number."""
+"""A server's tables, by number."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.tables.staleness import StalenessRecord
 
 
 class ServerTable:
-    """A table's part, and what happened to it here."""
+    """A table's part, with its counters on this server."""
 
     __slots__ = (
         "declared",
@@ -31,17 +31,17 @@ class ServerTable:
     )
 
     def __init__(self, spec: TableSpec, part: TablePart) -> None:
-        self.declared = self.spec = spec  # which differ where hyperparameters were changed
+        self.declared = self.spec = spec  # different after a change of hyperparameters
         self.part = part
         self.revision = 0
         """The number of the last change of hyperparameters; 0 before the first."""
         self.staleness = StalenessRecord()
         self.pushes = self.pulls = self.dropped = self.non_finite = 0
         self.refused: dict[int, str] = {}
-        """Why the sum of an iteration was refused, for each worker that was part of it and was not told yet."""
+        """By worker that has not received it yet: the reason why the sum of an iteration was rejected."""
 
     def set_update(self, update: dict[str, Any], revision: int) -> None:
-        """Take other hyperparameters of the same rule."""
+        """Set other hyperparameters of the same rule."""
         self.part.set_update(from_fields(RULES, update))
         self.spec, self.revision = self.spec.with_update(update), revision
 
@@ -63,11 +63,11 @@ class ServerTables:
         return table
 
     def note_erased(self, sender: int, sequence: int, buckets: Buckets, num_rows: int) -> None:
-        """Note how many rows a part of an erasure has erased: the answer may have to be given again."""
+        """Record the number of rows that a part of an erasure erased: the reply may be repeated."""
         last, parts = self._erased.get(sender, (0, []))
         self._erased[sender] = sequence, [*(parts if last == sequence else ()), (buckets, num_rows)]
 
     def num_erased(self, sender: int, sequence: int, buckets: Buckets) -> int:
-        """Return how many rows an erasure has erased in its parts that lie within these buckets."""
+        """Return the number of rows that an erasure erased in its parts within these buckets."""
         last, parts = self._erased.get(sender, (0, []))
         return sum(num_rows for part, num_rows in parts if last == sequence and not part & ~buckets)

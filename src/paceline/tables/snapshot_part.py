@@ -1,8 +1,8 @@
-"""A table's part while snapshots are taken of it: which buckets have changed, and how they were before.
+"""A table's part while snapshots are taken: changed buckets, and their earlier rows.
 
-:class:`WatchedPart` stands in front of a part once the first snapshot is asked for; a server of which none is taken
-pays nothing. Before anything is written to a bucket it is noted that it changes, and where a snapshot of an earlier
-moment still waits for it, the rows about to change are put aside as they are.
+:class:`WatchedPart` wraps a part from the first snapshot on, so a server without snapshots pays nothing. Before a
+write, it records the changed buckets. If a snapshot of an earlier moment has not read them yet, it copies the rows
+first.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from paceline.tables.types import Floats, Keys
 
 
 class EarlierRows:
-    """Rows of a sparse table as they were at a snapshot's moment, of those that have changed since."""
+    """Rows of a sparse table that have changed since a snapshot's moment, as they were."""
 
     def __init__(self, store: SparseStore, rule: UpdateRule) -> None:
         self._store = store
         self._before = SparseStore(dim=store.dim, rule=rule, memory=store.memory)
-        self._seen = SparseStore(dim=1, rule=SGD(lr=1.0))  # what has changed: 1 where there was a row, else 0
+        self._seen = SparseStore(dim=1, rule=SGD(lr=1.0))  # changed keys: 1 if there was a row, else 0
 
     def put_aside(self, keys: Keys) -> None:
-        """Keep the rows of `keys`, which are about to change, unless they have changed before."""
+        """Copy the rows of `keys` before their first change."""
         _, known = self._seen.read_records(keys)
         if known.all():
             return
@@ -46,17 +46,17 @@ class EarlierRows:
         self._seen.write_records(new, found.astype(np.float32))
 
     def restore(self, bucket: int, keys: Keys, records: Floats) -> tuple[Keys, Floats]:
-        """Return a bucket, given as it is now, as it was; `records` may be overwritten. It is asked for once."""
+        """Return a bucket as it was, given its current rows. It may overwrite `records`. Call it once per bucket."""
         count = int(self._seen.counts[bucket])
         if not count:
             return keys, records
         marks, changed = self._seen.read_records(keys)
-        was_there = changed & (marks[:, 0] == 1.0)
-        if changed.sum() == count:  # none that changed was erased
-            rows, _ = self._before.read_records(keys[was_there])
-            records[was_there] = rows
-            if was_there.sum() != count:
-                keys, records = keys[was_there | ~changed], records[was_there | ~changed]
+        existed = changed & (marks[:, 0] == 1.0)
+        if changed.sum() == count:  # no changed row was erased
+            rows, _ = self._before.read_records(keys[existed])
+            records[existed] = rows
+            if existed.sum() != count:
+                keys, records = keys[existed | ~changed], records[existed | ~changed]
         else:
             before, rows = self._before.bucket(bucket)
             keys, records = np.concatenate([before, keys[~changed]]), np.concatenate([rows, records[~changed]])
@@ -66,36 +66,36 @@ class EarlierRows:
 
 
 class Moment:
-    """A table as it is when this is made; read it bucket by bucket, while its part is watched and changes."""
+    """A table at the moment of construction; read it bucket by bucket while its watched part changes."""
 
     def __init__(self, part: TablePart, waiting: Buckets) -> None:
         self._part = part
         self.waiting = waiting
-        """The buckets that nobody has read yet."""
+        """The unread buckets."""
         self._rows = EarlierRows(part.store, part.rule) if isinstance(part, SparsePart) else None
         self._copies: dict[int, tuple[Keys, Floats]] = {}
 
     def put_aside(self, touched: Buckets, selection: Selection) -> None:
-        """Keep what is about to change: of a sparse table those rows, of a dense one those buckets."""
+        """Copy data before a change: the rows of a sparse table, the buckets of a dense one."""
         touched &= self.waiting
         if not touched:
             return
         if self._rows is None:
-            self.put_aside_whole(touched)
+            self.put_aside_buckets(touched)
             return
         assert selection.keys is not None
         chosen: npt.NDArray[np.int64] = np.empty(len(selection.keys), np.int64)
         count = select(selection.keys, to_words(touched), chosen)
         self._rows.put_aside(selection.keys[chosen[:count]])
 
-    def put_aside_whole(self, buckets: Buckets) -> None:
-        """Keep whole buckets that nobody has read yet."""
+    def put_aside_buckets(self, buckets: Buckets) -> None:
+        """Copy complete unread buckets."""
         for bucket in buckets_in(buckets & self.waiting):
             if bucket not in self._copies:
                 self._copies[bucket] = self._read(bucket)
 
     def read(self, bucket: int) -> tuple[Keys, Floats]:
-        """Return a bucket as it was."""
+        """Return a bucket as of this moment."""
         self.waiting &= ~(1 << bucket)
         copy = self._copies.pop(bucket, None)
         return self._read(bucket) if copy is None else copy
@@ -106,42 +106,42 @@ class Moment:
 
 
 SnapshotId: TypeAlias = tuple[str, int]
-"""Its directory, which belongs to one coordinator, and its number there."""
+"""The directory of a coordinator, and the snapshot's number in it."""
 
 
 class WatchedPart:
-    """A table's part whose changes are noted: whatever writes passes by here first, all else is `part`'s own.
+    """A table's part whose changes are recorded; replaces the :class:`TablePart` (see :func:`watch`).
 
-    It stands where a :class:`TablePart` does (see :func:`watch`).
+    Its own methods write; all other attributes are those of `part`.
     """
 
     def __init__(self, part: TablePart) -> None:
         self.part = part
-        self._written: dict[SnapshotId, Buckets] = {}  # snapshot → buckets that are as it has them
+        self._written: dict[SnapshotId, Buckets] = {}  # buckets unchanged since each snapshot
         self.moment: Moment | None = None
-        """The moment that a snapshot is being taken of, if it is not now."""
+        """The moment of the snapshot in progress, if it is in the past."""
 
-    # What snapshots ask.
+    # For snapshots.
 
     def unchanged_since(self, snapshot: SnapshotId) -> Buckets:
-        """Return the buckets that are as they were written for a snapshot."""
+        """Return the buckets that have not changed since a snapshot."""
         return self._written.get(snapshot, 0)
 
     def note_written(self, snapshot: SnapshotId, buckets: Buckets) -> None:
-        """Note that buckets, as they are now, are written for a snapshot, so no longer for an earlier one beside it."""
-        self._forget([each for each in self._written if each[0] == snapshot[0]], buckets)
+        """Record that a snapshot has buckets in their current state; forget it for earlier ones of its directory."""
+        self._forget([known for known in self._written if known[0] == snapshot[0]], buckets)
         self._written[snapshot] = self._written.get(snapshot, 0) | buckets
 
     def _note_changed(self, buckets: Buckets) -> None:
         self._forget(list(self._written), buckets)
 
     def _forget(self, snapshots: list[SnapshotId], buckets: Buckets) -> None:
-        for each in snapshots:
-            self._written[each] &= ~buckets
-            if not self._written[each]:
-                del self._written[each]
+        for known in snapshots:
+            self._written[known] &= ~buckets
+            if not self._written[known]:
+                del self._written[known]
 
-    # What writes.
+    # Writes.
 
     def _touch(self, selection: Selection) -> None:
         if not self._written and self.moment is None:
@@ -153,7 +153,7 @@ class WatchedPart:
 
     def _touch_all(self, buckets: Buckets) -> None:
         if self.moment is not None:
-            self.moment.put_aside_whole(buckets)
+            self.moment.put_aside_buckets(buckets)
         self._note_changed(buckets)
 
     def push(self, selection: Selection, grads: Floats) -> None:
@@ -167,7 +167,7 @@ class WatchedPart:
         self.part.push_sum(selection, grads, factor)
 
     def begin_pass(self, number: int, rows_of: int) -> None:
-        """See :meth:`SparsePart.begin_pass`; rows may move to another store then."""
+        """See :meth:`SparsePart.begin_pass`; may move rows to another store."""
         assert isinstance(self.part, SparsePart)
         if not has_room_for_marks(self.part.store):
             self._touch_all(self.part.held)
@@ -200,7 +200,7 @@ class WatchedPart:
         self.part.load_bucket(bucket, keys, records)
 
     def load_with_passes(self, bucket: int, keys: Keys, records: Floats) -> None:
-        """See :meth:`TablePart.load_with_passes`; rows may move to another store then."""
+        """See :meth:`TablePart.load_with_passes`; may move rows to another store."""
         begins = not self.part.pass_number
         self._touch_all(self.part.held if begins and records.shape[1] > self.part.record_words else 1 << bucket)
         self.part.load_with_passes(bucket, keys, records)
@@ -210,7 +210,7 @@ class WatchedPart:
 
 
 def watch(table: ServerTable) -> WatchedPart:
-    """Note what changes in a table's part from now on."""
+    """Record the changes of a table's part from now on."""
     if not isinstance(table.part, WatchedPart):
         table.part = cast(TablePart, WatchedPart(table.part))
     return cast(WatchedPart, table.part)

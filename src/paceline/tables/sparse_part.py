@@ -1,4 +1,4 @@
-"""A server's part of a table: values, state and what happened to them, without networks or workers' clocks."""
+"""A server's part of a sparse table: rows by key, without network or workers' clocks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = [
 
 
 class SparsePart(TablePart):
-    """Rows by uint64 key. A bucket that is not held is one without rows: whose keys come here, the server says."""
+    """Rows by uint64 key. A bucket that is not held has no rows; the server decides which keys this part gets."""
 
     def __init__(self, spec: TableSpec, buckets: Buckets, memory: RowMemory | None = None) -> None:
         super().__init__(spec)
@@ -62,7 +62,7 @@ class SparsePart(TablePart):
 
     @override
     def hold(self, buckets: Buckets) -> None:
-        """Rows are made when they are written."""
+        """Add buckets; rows are created when they are written."""
         self._forget_rows(buckets & ~self.held)
         self._held |= buckets
 
@@ -79,7 +79,7 @@ class SparsePart(TablePart):
     @override
     def check_bucket(self, bucket: int, keys: Keys) -> None:
         if buckets_of_keys(keys) & ~(1 << bucket):
-            raise self._strangers(bucket)
+            raise self._wrong_bucket(bucket)
 
     @override
     def load_bucket(self, bucket: int, keys: Keys, records: Floats) -> None:
@@ -130,8 +130,8 @@ class SparsePart(TablePart):
             block = keys[first : first + _TRIAL_ROWS]
             copy = SparseStore(dim=self.dim, rule=self.rule, initializer=self.initializer, seed=self.spec.seed)
             copy.reserve(block)
-            records, are_there = self.store.read_records(block)
-            copy.write_records(block[are_there], records[are_there])
+            records, exist = self.store.read_records(block)
+            copy.write_records(block[exist], records[exist])
             copy.push(block, grads[self.dim * first : self.dim * (first + len(block))])
             yield block, copy.read_records(block)[0]
 
@@ -152,10 +152,9 @@ class SparsePart(TablePart):
     # Passes over the data.
 
     def begin_pass(self, number: int, rows_of: int) -> None:
-        """Have pushes from now on count as of pass `number`; rows, if that is new, as of pass `rows_of`.
+        """Start pass `number`; if passes were not recorded, existing rows count as pushed in pass `rows_of`.
 
-        Rows without room for marks are copied first: MemoryError is raised where there is none for both, and nothing
-        has changed.
+        Rows without room for marks are copied first. Raises MemoryError, without change, if memory is too small.
         """
         if not passes.has_room_for_marks(self.store):
             self.store = _copy_with_marks(self)
@@ -186,7 +185,7 @@ class SparsePart(TablePart):
             passes.note_passes(self.store, keys, numbers)
 
     def unseen_keys(self, bucket: int, num_passes: int) -> Keys:
-        """Return the keys of a bucket's rows that no push has named for `num_passes` passes, this one included."""
+        """Return the keys of a bucket's rows without a push in `num_passes` passes, including the current one."""
         return passes.unseen_keys(self.store, bucket, num_passes)
 
 
@@ -201,5 +200,5 @@ def _copy_with_marks(part: SparsePart) -> SparseStore:
 
 
 def make_part(spec: TableSpec, buckets: Buckets, memory: RowMemory | None = None) -> TablePart:
-    """Return a new part of a table, for a server that holds `buckets` and is their primary; `memory` is for rows."""
+    """Return a new part of a table for the primary of `buckets`; `memory` is for rows."""
     return SparsePart(spec, buckets, memory) if spec.kind == "sparse" else DensePart(spec, buckets)

@@ -1,7 +1,6 @@
-"""The sparse rows that one process holds: a thin Python shell around the index and row kernels.
+"""The sparse rows of one process: a thin Python layer over the index and row kernels.
 
-Whom it talks to: a server's table, and a prediction that needs no server. It knows nothing of networks,
-workers or iterations. Not safe for several threads at once.
+It is used by a server's table and by predictions without a server. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from paceline.tables.rules import SGD, UpdateRule, kernels
 from paceline.tables.types import Floats, Keys
 
 _GROWTH = 1.25
-_WIDE_GROWTH = 1.5  # what is reserved for wide rows takes no memory before it is written
+_WIDE_GROWTH = 1.5  # memory that is reserved for wide rows is not used before it is written
 _LEAST_ROWS = 8
 _SMALL_ROWS = 1024
-_INLINE_WORDS = 3  # rows up to this many words lie in the index itself
-# How full a bucket's lines get, by entries per line. Emptier lines overflow less, and an overflow is a second cache
-# miss: at 10^7 rows of one word, 0.76 gives 20 ns a look-up in 1.8 times the bare size, 0.66 gives 16 ns in 2.1 times.
+_INLINE_WORDS = 3  # rows of up to 3 words are stored in the index
+# The fill of a bucket's lines, by entries per line. Emptier lines overflow less; an overflow is a second cache miss.
+# With 10^7 rows of one word, 0.76 gives 20 ns per look-up in 1.8 times the bare size, 0.66 gives 16 ns in 2.1 times.
 _FILL = {5: 0.66, 4: 0.62, 3: 0.63}
-_WIDE_FILL = 0.5  # beside wide rows the index is small
-_WITHOUT_MARKS = (4,)  # words of entries that fill a line to its last
+_WIDE_FILL = 0.5  # compared with wide rows, the index is small
+_WITHOUT_MARKS = (4,)  # words of entries that fill a line completely
 _HEADER_LINES = 1
-_FEW_KEYS = 1000  # to count so many takes no longer than to ask whether memory may be refused
+_FEW_KEYS = 1000  # counting up to this many keys is as fast as the check of memory limits
 
 
 def _new_salt() -> int:
@@ -51,17 +50,17 @@ def _limits(directory: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return directory[index.LIMIT : index.USED]
 
 
-def _check_size(what: str, rows: Floats, count: int, width: int) -> None:
-    """Raise UsageError unless the kernels may go through `rows` as `count` rows of `width` elements."""
+def _check_size(unit: str, rows: Floats, count: int, width: int) -> None:
+    """Raise UsageError unless the kernels may read `rows` as `count` rows of `width` elements."""
     if rows.size != count * width or not rows.flags.c_contiguous:
-        raise UsageError(f"{rows.size} {what} for {count} keys: expected {width} for each, one behind the other")
+        raise UsageError(f"{rows.size} {unit} for {count} keys: expected {width} per key, contiguous in memory")
 
 
 def _next_limit(bucket: int, count: int, growth: float) -> int:
-    """Return a bucket's first size above `count`: sizes double while small, then grow by a quarter.
+    """Return a bucket's next size above `count`: small sizes double, large ones grow by `growth`.
 
-    Every bucket has its own sequence, evenly shifted, so that the buckets of a table, whose counts rise
-    together, do not all grow in one request.
+    Each bucket has its own, evenly shifted sequence, so that the buckets of a table, whose counts rise together, do not
+    all grow in one request.
     """
     phase = bucket * 0.6180339887498949 % 1.0
     if count < _SMALL_ROWS:
@@ -76,11 +75,11 @@ def _next_limit(bucket: int, count: int, growth: float) -> int:
 
 
 class SparseStore:
-    """Rows of `dim` float32 values, by uint64 key, with an update rule's state beside each.
+    """Rows of `dim` float32 values by uint64 key, each with the update rule's state.
 
-    Arguments: `dim`, values per row; `rule`, what :meth:`push` does; `initializer` and `seed`, what a missing
-    row reads as; `memory`, where the rows lie; `has_marks`, whether there is room for marks of passes
-    (:mod:`paceline.tables.passes`). A row exists from its first push. Any of the 2^64 keys is legal.
+    Arguments: `dim`, values per row; `rule`, applied by :meth:`push`; `initializer` and `seed`, the values of missing
+    rows; `memory`, the memory of rows; `has_marks`, whether there is space for marks of passes
+    (:mod:`paceline.tables.passes`). A row exists from its first push. All 2^64 keys are legal.
     """
 
     def __init__(
@@ -118,7 +117,7 @@ class SparseStore:
         self.layout[index.SEED] = np.uint64(seed & (2**64 - 1)).astype(np.int64)
         self._num_keys = np.empty(index.NUM_BUCKETS, np.uint64)  # by bucket, of the keys that are to have rows
         self.pass_number = 0
-        """The pass over the data that pushes count as of (:mod:`paceline.tables.passes`); 0: that is not noted."""
+        """The current pass over the data (:mod:`paceline.tables.passes`); 0 if passes are not recorded."""
         self.parameters = np.zeros(NUM_PARAMETERS, np.float64)
         self.parameters[: len(rule.hyper)] = rule.hyper
         self.parameters[INITIAL_A], self.parameters[INITIAL_B] = initializer.arguments
@@ -132,7 +131,7 @@ class SparseStore:
         self.directory[index.LINES + 1 : index.ROWS : 2] = 1
         self.directory[index.TAIL : index.SALT] = index.TAIL_LINES
         self.directory[index.SALT :] = index.FIRST_SALT
-        self._grown = np.zeros_like(self.directory)  # where a growing bucket's new lines are filled
+        self._grown = np.zeros_like(self.directory)  # describes the new lines of a growing bucket
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -145,7 +144,7 @@ class SparseStore:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes held for index and rows; of wide rows, those written (what is reserved beyond takes no memory)."""
+        """Bytes of index and rows; of wide rows only the written ones, as reserved pages take no memory."""
         lines = {id(block): block.num_bytes for block in self.lines}
         slots = 0 if self.layout[index.INLINE] else int(self.directory[index.USED : index.FREE].sum())
         return sum(lines.values()) + 4 * self.row_words * slots
@@ -158,12 +157,12 @@ class SparseStore:
         sparse.gather(self.directory, self.layout, self.parameters, keys, out.reshape(-1))
 
     def reserve(self, keys: Keys) -> None:
-        """Make room for the rows of `keys`; raise MemoryError, with all rows as they were, if there is none.
+        """Allocate memory for the rows of `keys`. Raises MemoryError, without change of rows, if there is too little.
 
-        A push of them does not run out of memory then: but where lines overflow so that a bucket's tail is full, which
-        takes crafted keys. To look up which keys have a row costs as much as the push: a bucket gets room for as many
-        rows as it is sent keys, unless that is more than it has, or memory does not suffice. Where memory is never
-        refused there is nothing to do: to count 100,000 keys takes a fifth of the time of their push.
+        A push of these keys then cannot run out of memory, unless crafted keys overflow a bucket's tail. Looking up the
+        existing keys would cost as much as the push. A bucket therefore gets space for as many rows as it has keys,
+        unless that exceeds its rows or the memory. If the system never rejects memory, this does nothing: counting
+        100,000 keys takes a fifth of the time of their push.
         """
         if len(keys) > _FEW_KEYS and not self.memory.may_refuse():
             return
@@ -174,12 +173,12 @@ class SparseStore:
         if (self.counts + num_keys <= np.maximum(limits, 2 * self.counts)).all():
             spare = None
             try:
-                # It is never written, and so takes no memory.
+                # It is never written, so it takes no memory.
                 spare = self.memory.zeros(max(lines.num_bytes for lines in self.lines))
                 self._make_room(num_keys)
                 return
             except MemoryError:
-                del spare  # where memory is reserved, there is enough now to make one bucket after the other smaller
+                del spare  # if memory is reserved, this frees enough to shrink the buckets one by one
                 self._take_back(limits)
         if self.memory.spilled_bytes:
             self.memory.read_ahead.read(self.directory, self.layout, keys)
@@ -188,7 +187,7 @@ class SparseStore:
         self._make_room(num_absent)
 
     def make_room_evenly(self, num_rows: int) -> None:
-        """Make room in an empty table for `num_rows` rows, whose keys are spread evenly over the buckets.
+        """Allocate memory in an empty table for `num_rows` rows, with keys spread evenly over the buckets.
 
         The buckets share one block of memory, which the system can provide in huge pages.
         """
@@ -198,7 +197,7 @@ class SparseStore:
         count = int(share + 3 * share**0.5)
         limits = [_next_limit(bucket, count, self._growth) for bucket in range(index.NUM_BUCKETS)]
         num_lines = [int(limit / (self._slots * self._fill)) + 1 for limit in limits]
-        sizes = [(_HEADER_LINES + each + index.TAIL_LINES) * index.LINE_BYTES for each in num_lines]
+        sizes = [(_HEADER_LINES + lines + index.TAIL_LINES) * index.LINE_BYTES for lines in num_lines]
         block = self.memory.zeros(sum(sizes))
         for bucket, start in enumerate(itertools.accumulate(sizes[:-1], initial=block.address)):
             self._grow_rows(bucket, limits[bucket])
@@ -208,13 +207,13 @@ class SparseStore:
             self.directory[index.LIMIT + bucket] = limits[bucket]
 
     def _make_room(self, num_new: npt.NDArray[np.uint64]) -> None:
-        """Make room for so many new rows in each bucket (uint64 [512])."""
+        """Allocate memory for new rows in each bucket; `num_new` is uint64 [512]."""
         counts = self.counts + num_new
         for bucket in np.flatnonzero(counts > _limits(self.directory)).tolist():
             self.resize(bucket, _next_limit(bucket, int(counts[bucket]) - 1, self._growth))
 
     def _take_back(self, limits: npt.NDArray[np.uint64]) -> None:
-        """Make the lines of buckets that have grown as small as they were, while memory suffices for that."""
+        """Shrink grown buckets to their previous `limits`, as far as memory allows."""
         with suppress(MemoryError):
             for bucket in np.flatnonzero(limits < _limits(self.directory)).tolist():
                 self.resize(bucket, int(limits[bucket]))
@@ -222,7 +221,7 @@ class SparseStore:
     def push(self, keys: Keys, grads: Floats) -> None:
         """Apply the update rule with `grads` (float32, n * dim elements, contiguous) to the rows of `keys`.
 
-        A key that stands twice is updated twice; sum duplicates first where the rule is not linear.
+        A duplicate key is updated twice; sum duplicates first if the rule is not linear.
         """
         _check_size("gradients", grads, len(keys), self.dim)
         flat, done = grads.reshape(-1), 0
@@ -235,7 +234,7 @@ class SparseStore:
             self._grow(keys[done])
 
     def write_records(self, keys: Keys, records: Floats) -> None:
-        """Set whole rows, state included: `records` is float32 [n, row_words]."""
+        """Set complete rows, with state: `records` is float32 [n, row_words]."""
         _check_size("records", records, len(keys), self.row_words)
         flat, done = records.reshape(-1), 0
         while True:
@@ -245,13 +244,13 @@ class SparseStore:
             self._grow(keys[done])
 
     def read_records(self, keys: Keys) -> tuple[Floats, npt.NDArray[np.bool_]]:
-        """Return whole rows, state included (float32 [n, row_words]), and which exist; others are undefined."""
+        """Return rows with state (float32 [n, row_words], undefined if missing) and whether they exist (bool [n])."""
         records, found = np.empty((len(keys), self.row_words), np.float32), np.empty(len(keys), np.uint8)
         sparse.read_records(self.directory, self.layout, keys, records.reshape(-1), found)
         return records, found.view(np.bool_)
 
     def erase(self, keys: Keys) -> int:
-        """Erase the rows of `keys`, those that exist; return how many did."""
+        """Erase the existing rows of `keys`; return their number."""
         return int(index.erase(self.directory, self.layout, keys))
 
     def bucket(self, bucket: int) -> tuple[Keys, Floats]:
@@ -269,7 +268,7 @@ class SparseStore:
         return keys, records
 
     def drop_bucket(self, bucket: int) -> None:
-        """Forget one bucket's rows and give their memory back, however many there are."""
+        """Remove a bucket's rows and free their memory, in constant time."""
         directory = self.directory
         directory[2 * bucket], directory[2 * bucket + 1] = self._nothing.address + _HEADER_LINES * index.LINE_BYTES, 1
         directory[index.TAIL + bucket] = index.TAIL_LINES
@@ -280,9 +279,9 @@ class SparseStore:
         self._rows[bucket] = None
 
     def load_bucket(self, bucket: int, keys: Keys, records: Floats) -> None:
-        """Make `keys`, all of this bucket, and `records`, as :meth:`bucket` returns them, all that it holds.
+        """Replace a bucket by `keys`, all of this bucket, and `records`, as :meth:`bucket` returns them.
 
-        Room is made once, before the first is written.
+        Memory is allocated once, before the first write.
         """
         _check_size("records", records, len(keys), self.row_words)
         self.drop_bucket(bucket)
@@ -297,9 +296,9 @@ class SparseStore:
                 yield self.bucket(bucket)
 
     def _grow(self, key: np.uint64) -> None:
-        """Give the bucket of a key room for more rows; or more tail, or another salt, where that is what it needs.
+        """Give the bucket of a key space for more rows, a longer tail or another salt, as needed.
 
-        Nothing changes if memory runs out on the way.
+        Changes nothing if memory runs out.
         """
         directory, bucket = self.directory, _bucket_of(key)
         count, limit = int(directory[index.COUNT + bucket]), int(directory[index.LIMIT + bucket])
@@ -311,9 +310,9 @@ class SparseStore:
             self.resize(bucket, limit, tail=2 * int(directory[index.TAIL + bucket]))
 
     def resize(self, bucket: int, limit: int, *, tail: int = 0, salt: int = 0) -> None:
-        """Move one bucket to lines for `limit` rows, with a tail of `tail` lines and a salt; 0: as they are.
+        """Move a bucket to lines for `limit` rows, with `tail` lines of tail and a salt; 0 keeps the current ones.
 
-        If those do not suffice, the tail gets longer, or there is another salt.
+        If they do not suffice, the tail grows, or the salt changes.
         """
         directory, grown = self.directory, self._grown
         tail = tail or int(directory[index.TAIL + bucket])
@@ -334,14 +333,18 @@ class SparseStore:
             if index.rehash(directory[2 * bucket], num_old, self.layout, bucket, grown):
                 break
             tail *= 2
-            if attempt:  # more tail alone does not help
+            if attempt:  # a longer tail alone was not enough
                 grown[index.SALT + bucket] = _new_salt()
-        for at in (2 * bucket, 2 * bucket + 1, *(each + bucket for each in (index.TAIL, index.LIMIT, index.SALT))):
+        for at in (
+            2 * bucket,
+            2 * bucket + 1,
+            *(section + bucket for section in (index.TAIL, index.LIMIT, index.SALT)),
+        ):
             directory[at] = grown[at]
         self.lines[bucket] = block
 
     def _grow_rows(self, bucket: int, limit: int) -> None:
-        """Make room for `limit` rows behind the entries of a bucket (indirect); what is reserved stays."""
+        """Allocate memory for `limit` wide rows of a bucket; reserved memory stays."""
         if self.layout[index.INLINE]:
             return
         num_bytes = 4 * self.row_words * limit

@@ -1,4 +1,4 @@
-"""What defines a table: the struct that processes declare it by, and that models and snapshots hold."""
+"""The definition of a table, as processes declare it and as models and snapshots store it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ MAX_SIZE: Final = 1 << 40
 class TableSpec(msgspec.Struct, frozen=True, kw_only=True):
     """All that defines a table; two declarations of one name must be equal.
 
-    Where hyperparameters were changed since, a declaration may have those declared first or those of now. One that
-    defines no table cannot be made, nor read from a message or a file: :meth:`validate` is called by itself.
+    After a change of hyperparameters, a declaration may have the original or the current ones. Construction and
+    decoding call :meth:`validate`.
     """
 
     name: str
@@ -38,9 +38,9 @@ class TableSpec(msgspec.Struct, frozen=True, kw_only=True):
         self.validate()
 
     def validate(self) -> None:
-        """Raise UsageError if this defines no table: no kernel is ever given such sizes."""
+        """Raise UsageError for an invalid definition, so that kernels never get invalid sizes."""
         if not 0 < len(self.name) <= MAX_NAME or not self.name.isprintable():
-            raise UsageError(f"a table's name is 1 to {MAX_NAME} printable characters, {self.name[:300]!r} was given")
+            raise UsageError(f"table name {self.name[:300]!r}: expected 1 to {MAX_NAME} printable characters")
         if self.kind not in ("sparse", "dense"):
             raise UsageError(f"table {self.name!r} is of kind {self.kind[:99]!r}: expected 'sparse' or 'dense'")
         if not 1 <= self.dim <= MAX_DIM:
@@ -54,7 +54,7 @@ class TableSpec(msgspec.Struct, frozen=True, kw_only=True):
                     f"{MAX_SIZE}"
                 )
         elif self.size != 0:
-            raise UsageError(f"sparse table {self.name!r} has size={self.size}: a sparse table has none, expected 0")
+            raise UsageError(f"sparse table {self.name!r} has size={self.size}: expected 0, as its size is not fixed")
         rule = from_fields(RULES, self.update)
         if rule.row_dim is not None and (self.kind, self.dim) != ("sparse", rule.row_dim):
             raise UsageError(
@@ -65,13 +65,13 @@ class TableSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def record_words(self) -> int:
-        """How many float32 the value and the state of a key are."""
+        """The number of float32 in the value and the state of a key."""
         rule = from_fields(RULES, self.update)
         return self.dim * (1 + rule.num_states) + rule.has_count
 
     def with_update(self, update: dict[str, Any]) -> TableSpec:
         """Return the same table with other hyperparameters."""
-        travelled = msgspec.msgpack.decode(msgspec.msgpack.encode(update))  # tuples are lists, as in a spec from afar
+        travelled = msgspec.msgpack.decode(msgspec.msgpack.encode(update))  # tuples become lists, as after decoding
         return msgspec.structs.replace(self, update=travelled)
 
     def __str__(self) -> str:

@@ -1,8 +1,7 @@
-"""How old the values were that a gradient was computed from: observed per table, and what follows from it.
+"""Staleness of gradients: observed per table, and compensated.
 
-The staleness of a push is the number of pushes that this server applied to the table between the pull that the gradient
-was computed from (the worker's last for the same iteration) and now, its own of that iteration aside. It is counted,
-never guessed.
+The staleness of a push is the number of pushes that this server applied to the table since the worker's last pull for
+the same iteration, without the worker's own pushes of that iteration.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from paceline.tables.sparse_part import Selection, TablePart
 from paceline.tables.types import Floats, Keys
 
 HISTOGRAM_SIZE = 129
-"""Staleness 0 to 127 one by one, then all above."""
+"""Staleness 0 to 127, each with its own count; larger values share the last one."""
 _KEPT_PULLS = 16
 _KEPT_VALUES = 4
 
@@ -25,36 +24,36 @@ class StalenessRecord:
     def __init__(self) -> None:
         self.histogram = [0] * HISTOGRAM_SIZE
         self._applied = 0
-        self._own: dict[int, tuple[int, int]] = {}  # worker → its last iteration with a push, and how many
+        self._own: dict[int, tuple[int, int]] = {}  # worker → its last iteration with a push, and their number
         self._seen: dict[int, dict[int, int]] = {}
 
     def pulled(self, worker: int, clock: int) -> None:
-        """Note that a worker has read the table for iteration `clock`."""
+        """Record that a worker has pulled the table for iteration `clock`."""
         seen = self._seen.setdefault(worker, {})
         if len(seen) >= _KEPT_PULLS and clock not in seen:
             del seen[next(iter(seen))]
-        seen[clock] = self._applied_by_others(worker, clock)
+        seen[clock] = self._count_applied(worker, clock)
 
     def observe(self, worker: int, clock: int) -> int:
-        """Return the staleness of a push of iteration `clock`, and count it. Without a pull before it, it is 0."""
-        now = self._applied_by_others(worker, clock)
-        staleness = now - self._seen.get(worker, {}).get(clock, now)
+        """Return and count the staleness of a push of iteration `clock`; 0 without a pull before it."""
+        applied = self._count_applied(worker, clock)
+        staleness = applied - self._seen.get(worker, {}).get(clock, applied)
         self.histogram[min(staleness, HISTOGRAM_SIZE - 1)] += 1
         return staleness
 
     def applied(self, worker: int, clock: int) -> None:
-        """Note that a push of a worker for iteration `clock` was applied."""
+        """Record that a push of a worker for iteration `clock` was applied."""
         self._applied += 1
         last, count = self._own.get(worker, (clock, 0))
         self._own[worker] = (clock, count + 1 if last == clock else 1)
 
-    def _applied_by_others(self, worker: int, clock: int) -> int:
-        """Pushes applied so far, less the worker's own of this iteration."""
+    def _count_applied(self, worker: int, clock: int) -> int:
+        """Return the number of applied pushes without the worker's own pushes of this iteration."""
         last, count = self._own.get(worker, (clock, 0))
         return self._applied - (count if last == clock else 0)
 
     def forget(self, worker: int) -> None:
-        """Forget a worker that is gone."""
+        """Remove a worker that left."""
         self._seen.pop(worker, None)
         self._own.pop(worker, None)
 
@@ -62,8 +61,7 @@ class StalenessRecord:
 class DelayCompensation:
     """g + λ·g²·(w_now − w_pulled): a first-order correction of a stale gradient (Zheng et al., ICML 2017, eq. 10).
 
-    Keeps a copy of the values that each worker pulled last for each iteration under way; keys that it did not pull are
-    left uncompensated.
+    Stores the values of each worker's last pulls of recent iterations; keys without a pull are not compensated.
     """
 
     def __init__(self, strength: float) -> None:
@@ -71,7 +69,7 @@ class DelayCompensation:
         self._pulled: dict[tuple[int, int], dict[int, tuple[Selection, Floats]]] = {}
 
     def pulled(self, worker: int, table: int, clock: int, selection: Selection, values: Floats) -> None:
-        """Keep what a worker has read for iteration `clock`."""
+        """Store the values that a worker pulled for iteration `clock`."""
         kept = self._pulled.setdefault((worker, table), {})
         if len(kept) >= _KEPT_VALUES and clock not in kept:
             del kept[next(iter(kept))]
@@ -82,35 +80,35 @@ class DelayCompensation:
     ) -> Floats:
         """Return the compensated gradients (float32 [num_values]) of a push of iteration `clock`."""
         kept = self._pulled.get((worker, table), {})
-        for past in [each for each in kept if each < clock]:
+        for past in [iteration for iteration in kept if iteration < clock]:
             del kept[past]
         if clock not in kept:
             return grads
-        then = _values_then(part, *kept[clock], selection)
-        now = np.empty(len(grads), np.float32)
-        part.pull(selection, now)
-        change = np.where(np.isnan(then), np.float32(0), now - then)
-        with np.errstate(over="ignore", invalid="ignore"):  # the caller looks
+        before = _values_then(part, *kept[clock], selection)
+        values = np.empty(len(grads), np.float32)
+        part.pull(selection, values)
+        change = np.where(np.isnan(before), np.float32(0), values - before)
+        with np.errstate(over="ignore", invalid="ignore"):  # the caller checks the result
             return grads + self._strength * grads * grads * change
 
     def forget(self, worker: int) -> None:
-        """Forget a worker that is gone."""
+        """Remove a worker that left."""
         for key in [key for key in self._pulled if key[0] == worker]:
             del self._pulled[key]
 
 
 def _values_then(part: TablePart, pulled: Selection, values: Floats, pushed: Selection) -> Floats:
-    """Return the pulled values for the pushed keys, NaN for keys not pulled."""
+    """Return the pulled values for the pushed keys; NaN for keys without a pull."""
     are_ranges = pulled.keys is None and pushed.keys is None and pulled.buckets == pushed.buckets
     if are_ranges and pulled.start <= pushed.start <= pushed.stop <= pulled.stop:
         before = part.num_values(Selection(None, pulled.start, pushed.start, pulled.buckets))
         return values[before : before + part.num_values(pushed)]
-    then, now = part.keys_of(pulled), part.keys_of(pushed)
-    if np.array_equal(then, now):
+    pulled_keys, pushed_keys = part.keys_of(pulled), part.keys_of(pushed)
+    if np.array_equal(pulled_keys, pushed_keys):
         return values
-    both: Keys = np.concatenate([then, now])
+    both: Keys = np.concatenate([pulled_keys, pushed_keys])
     unique, inverse = np.empty(len(both), np.uint64), np.empty(len(both), np.int32)
     count = dedup(both, np.empty(scratch_size(len(both)), np.int32), unique, inverse)
     known = np.full((count, part.dim), np.nan, np.float32)
-    known[inverse[: len(then)]] = values.reshape(-1, part.dim)
-    return np.ascontiguousarray(known[inverse[len(then) :]]).reshape(-1)
+    known[inverse[: len(pulled_keys)]] = values.reshape(-1, part.dim)
+    return np.ascontiguousarray(known[inverse[len(pulled_keys) :]]).reshape(-1)

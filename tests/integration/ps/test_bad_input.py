@@ -46,7 +46,7 @@ NAN, INF = float("nan"), float("inf")
         ([1], np.ones(1), r"gradients for table 'w' are float64: expected float32; convert with grads.astype"),
         ([1, 2], [1], r"gradients for table 'w' have shape \(1,\): expected \(2, 1\), one row per key"),
         ([1, 2], [[1, 2]], r"have shape \(1, 2\): expected \(2, 1\)"),
-        ([1, 2], [1, NAN], "a push of worker 0 to table 'w' holds nan; it was refused and the table is unchanged"),
+        ([1, 2], [1, NAN], "a push of worker 0 to table 'w' holds nan"),
         ([1, 2], [INF, 1], "a push of worker 0 to table 'w' holds inf"),
         ([1, 2], [1, -INF], "a push of worker 0 to table 'w' holds -inf"),
     ],
@@ -150,7 +150,7 @@ def test_dense_mistakes() -> None:
 @pytest.mark.parametrize(
     ("declare", "message"),
     [
-        (lambda c: c.sparse_table("", update=SGD(lr=1.0)), "1 to 200 printable characters, '' was given"),
+        (lambda c: c.sparse_table("", update=SGD(lr=1.0)), "1 to 200 printable characters"),
         (lambda c: c.sparse_table("a\nb", update=SGD(lr=1.0)), "printable"),
         (lambda c: c.sparse_table("x" * 201, update=SGD(lr=1.0)), "1 to 200"),
         (lambda c: c.sparse_table(5, update=SGD(lr=1.0)), "5 was given"),
@@ -227,9 +227,9 @@ def test_the_server_looks_too(bad: float, consistency: Sequential | None) -> Non
         channel = cluster.raw()
         call(channel, messages.JoinClock(rank=7, clock=0))
         grads = floats(1, 1, bad, 1)
-        with pytest.raises(NonFiniteError, match=f"worker 7 to table 'w' holds {bad}; it was refused"):
+        with pytest.raises(NonFiniteError, match=f"worker 7 to table 'w' holds {bad}; it was rejected"):
             ask(channel, PUSH, table=table.number, sequence=1, body=(KEYS, grads))
-        with pytest.raises(NonFiniteError, match=f"worker 7 to table 'd' holds {bad}; it was refused"):
+        with pytest.raises(NonFiniteError, match=f"worker 7 to table 'd' holds {bad}; it was rejected"):
             ask(channel, PUSH_PULL, flags=RANGE, table=dense.number, sequence=2, body=(keys_of(0, 4), grads))
         call(channel, messages.Retire())
         channel.close()
@@ -319,7 +319,7 @@ def test_keys_that_another_server_holds() -> None:
         dense = client.dense_table("d", size=1000, update=SGD(lr=1.0))
         every, ones = np.arange(1000, dtype=np.uint64), np.ones(1000, np.float32)
         channel = cluster.raw()
-        with pytest.raises(UsageError, match="of dense table 'd' came to a server that does not hold it"):
+        with pytest.raises(UsageError, match="of dense table 'd' was sent to a server"):
             ask(channel, PUSH, table=dense.number, sequence=1, body=(every, ones))
         elsewhere = next(b for b in range(500) if client.servers.routes.owners[b] == 1)
         with pytest.raises(StaleEpochError, match="server 0 does not lead all of these buckets"):

@@ -37,7 +37,7 @@ NO_TABLES: list[tuple[dict[str, Any], str]] = [
     ({"dim": -1}, "dim=-1"),
     ({"size": 3}, "sparse table 't' has size=3"),
     ({"kind": "dence", "size": 3}, "is of kind 'dence': expected 'sparse' or 'dense'"),
-    ({"name": ""}, "a table's name is 1 to 200 printable characters"),
+    ({"name": ""}, "expected 1 to 200 printable characters"),
     ({"name": "a\x1b[2J"}, "printable"),
     ({"name": "x" * 10_000}, "printable"),
     ({"update": {"kind": "Magic"}}, "unknown kind 'Magic'"),

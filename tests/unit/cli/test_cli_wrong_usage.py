@@ -63,7 +63,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
         ("train good.tsv --validation missing.tsv", 1, "missing.tsv does not exist"),
         ("train good.tsv --memory-limit 8X", 2, "--memory-limit 8X: expected a positive number of bytes such as 512M"),
         ("train good.tsv --memory-limit 0", 2, "--memory-limit 0: expected a positive number of bytes"),
-        ("train good.tsv --spill-dir .", 2, "--spill-dir . is for rows beyond a limit: give --memory-limit too"),
+        ("train good.tsv --spill-dir .", 2, "--spill-dir . has no effect without a limit: pass --memory-limit too"),
         (
             "train good.tsv --memory-limit 8G --spill-dir no",
             2,
@@ -143,13 +143,13 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
         ("train good.tsv --solver proximal-blocks --l1 -1", 2, "--l1 -1: expected a number of 0 or more"),
         ("train good.tsv --schedule cosine", 2, "change a rate that multiplies steps, and ftrl has none"),
         ("train good.tsv --schedule cosin --update sgd", 2, "--schedule cosin: expected one of constant, linear"),
-        ("train good.tsv --interactions C1:C99", 2, "there is no column 'C99'; the columns are I1, I2"),
+        ("train good.tsv --interactions C1:C99", 2, "unknown column 'C99'; the columns are I1, I2"),
         ("train good.tsv --count-cells 99", 2, "pass --min-count too"),
         ("train good.tsv --min-count 0", 2, "--min-count 0: expected 1 to"),
         (
             "train good.tsv --model ffm --interactions C1:C2",
             2,
-            "nothing that --model ffm takes: it crosses all",
+            "not an option of --model ffm, which crosses all",
         ),
         ("train nolabel.csv", 2, "so say which is the label"),
         ("train nolabel.csv --label z --numeric a", 2, "nolabel.csv has no column 'z'"),
@@ -174,7 +174,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
         (
             "train onetwo.svm --positive 1 --model softmax",
             2,
-            "--positive is nothing that --model softmax takes: it is for lr, fm, ffm",
+            "--positive is not an option of --model softmax: it is for lr, fm, ffm",
         ),
         ("train good.tsv --label y --numeric b", 2, "criteo has no columns to choose"),
         ("train good.tsv --format tsv", 2, "'tsv' is no format: choose one of criteo"),

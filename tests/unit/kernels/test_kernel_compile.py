@@ -82,7 +82,7 @@ def test_real_use_adds_no_signatures() -> None:
 def test_both_halves_are_all_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what could not be compiled beside is compiled here."""
     done: list[str] = []
-    for name in ("compile_values", "compile_rest", "compile_kernels"):
+    for name in ("compile_values", "compile_remaining", "compile_kernels"):
         monkeypatch.setattr(compile, name, partial(done.append, name))
     monkeypatch.setattr(compile, "is_compiled", lambda: False)
     said: list[str] = []
@@ -90,7 +90,7 @@ def test_both_halves_are_all_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for program in (sys.executable, "/no/such/program", None):
         monkeypatch.setattr(sys, "executable", program)
         prepare_kernels(said.append)
-    assert done == ["compile_rest", "compile_kernels", "compile_kernels", "compile_kernels"]
+    assert done == ["compile_remaining", "compile_kernels", "compile_kernels", "compile_kernels"]
     assert len(said) == 3
     assert psutil.Process().children() == before
 

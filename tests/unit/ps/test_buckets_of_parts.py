@@ -168,7 +168,7 @@ def test_records_of_another_bucket_are_refused(kind: str) -> None:
     part.push(Selection(keys), np.ones(3, np.float32))
     before = part.read_bucket(1)
     for wrong in (keys_of_bucket(kind, 2), np.concatenate([keys[:2], keys_of_bucket(kind, 2)[:1]])):
-        with pytest.raises(UsageError, match=f"records for bucket 1 of {kind} table 't' hold keys of other buckets"):
+        with pytest.raises(UsageError, match=f"records for bucket 1 of {kind} table 't'"):
             part.load_bucket(1, wrong, np.ones((3, 2), np.float32))
     for array, now in zip(before, part.read_bucket(1), strict=True):
         np.testing.assert_array_equal(array, now)

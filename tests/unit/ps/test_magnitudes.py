@@ -64,7 +64,7 @@ def found_in(part: TablePart) -> Bounds:
     """Return the magnitudes of all records."""
     kept = part.magnitudes
     part.magnitudes = type(kept)(part.rule, part.initializer, part.dim)
-    part.look_at_all()
+    part.measure_all()
     found, part.magnitudes = bounds_of(part), kept
     return found
 
@@ -130,7 +130,7 @@ def test_what_was_not_looked_at_is_found_out(rule: UpdateRule) -> None:
     assert np.isfinite(after).all() or isinstance(rule, FTRL)  # long before anything overflows
     part.magnitudes.take_unseen(1e38)
     assert not part.magnitudes.take(0.0)
-    part.look_at_all()
+    part.measure_all()
     assert_bounded(part)
 
 
@@ -168,7 +168,7 @@ def test_pushes_of_other_rules_are_always_tried(rule: UpdateRule) -> None:
     part = part_of(rule, "sparse")
     for _ in range(3):
         assert not part.magnitudes.take(1.0)
-        part.look_at_all()
+        part.measure_all()
 
 
 OTHERS = [case.rule for name, case in RULE_CASES.items() if name in RULES and not case.rule.has_bounds()]

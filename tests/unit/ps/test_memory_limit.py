@@ -1,4 +1,4 @@
-"""Rows beyond a memory limit lie in files: the same to the bit, and nothing is left of them."""
+"""Rows beyond a memory limit are stored in files: equal to the bit, and no file remains."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_full_disk_refuses_a_push_and_changes_nothing(tmp_path: Path, monkeypa
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", is_full)
-    with pytest.raises(SpillError, match=rf"MB of rows find no room in {tmp_path}: No space left on device"):
+    with pytest.raises(SpillError, match=rf"{tmp_path}: No space left on device"):
         store.reserve(keys)
     for bucket, (some, records) in before.items():
         found, same = store.bucket(bucket)
@@ -123,9 +123,9 @@ def test_what_cannot_be_a_limit_is_refused_in_a_sentence(tmp_path: Path) -> None
         MemoryLimit.parse("8X", None)
     with pytest.raises(UsageError, match="give --memory-limit too"):
         MemoryLimit.parse(None, tmp_path)
-    with pytest.raises(UsageError, match=rf"cannot be kept in {tmp_path}/no: No such file or directory; name a folder"):
+    with pytest.raises(UsageError, match=rf"--spill-dir {tmp_path}/no: .*No such file or directory"):
         MemoryLimit.parse("8G", tmp_path / "no")
-    with pytest.raises(UsageError, match="a memory limit of 0 bytes"):
+    with pytest.raises(UsageError, match="memory limit 0"):
         MemoryLimit(num_bytes=0)
 
 
@@ -143,11 +143,8 @@ def test_few_mappings_are_told_at_the_start_and_when_they_are_used_up(
     limit = MemoryLimit(num_bytes=1, spill_dir=str(tmp_path))
     for module in (limits, blocks):
         monkeypatch.setattr(module, "most_mappings", lambda: 9000)
-    told = (
-        "the system lets a process map 9,000 files (vm.max_map_count), and a table whose rows lie in files takes up to"
-    )
-    assert str(limit.warning).startswith(told)
+    assert "9,000 mappings (vm.max_map_count)" in str(limit.warning)
 
     why = str(blocks.why_not_mapped(errno.ENOMEM))
-    assert why.endswith("has all the 9,000 mappings that the system allows (vm.max_map_count)")
+    assert why.endswith("9,000 mappings (vm.max_map_count)")
     assert "mappings" not in str(blocks.why_not_mapped(errno.ENODEV))

@@ -418,7 +418,7 @@ def test_arrays_of_the_wrong_size_are_refused() -> None:
     for call in (store.pull, store.push, store.write_records):
         with pytest.raises(UsageError, match=r"11 .* for 3 keys: expected 4 for each"):
             call(keys, np.zeros(11, np.float32))
-    with pytest.raises(UsageError, match="one behind the other"):
+    with pytest.raises(UsageError, match="contiguous"):
         store.pull(keys, np.zeros((4, 3), np.float32).T)
     assert len(store) == 0
 

@@ -50,10 +50,10 @@ def test_elements_of_another_server_are_refused() -> None:
     assert part.num_values(Selection(None, 1, 6)) == 3
     assert part.keys_of(Selection(None, 1, 6)).tolist() == [1, 4, 5]
     for key in (2, 3, 8, 1023):
-        with pytest.raises(UsageError, match=f"key {key} of dense table 'd' came to a server that does not hold it"):
+        with pytest.raises(UsageError, match=f"key {key} of dense table 'd'"):
             part.num_values(Selection(np.array([0, key], np.uint64)))
     for key in (1024, 2**63, 2**64 - 1):
-        with pytest.raises(UsageError, match=f"keys of dense table 'd' hold {key}: they go from 0 to 1023"):
+        with pytest.raises(UsageError, match=f"keys of dense table 'd' .*{key}: expected 0 to 1023"):
             part.num_values(Selection(np.array([key, 0], np.uint64)))
 
 

@@ -352,7 +352,7 @@ def make_spec(
 ) -> TableSpec:
     """Return the description of a table; raises UsageError for what none can have."""
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
-        raise UsageError(f"a table's name is 1 to {MAX_NAME} printable characters, {name!r} was given")
+        raise UsageError(f"table name {name!r}: expected 1 to {MAX_NAME} printable characters")
     if not isinstance(update, UpdateRule):
         raise UsageError(f"update={update!r}: expected an update rule such as paceline.SGD(lr=0.1)")
     initializer = Zeros() if initializer is None else initializer

@@ -1,1 +1,1 @@
-"""Where the values of tables lie: pages of the system, and files beyond a limit."""
+"""Memory of tables: pages of the system, and files beyond a limit."""

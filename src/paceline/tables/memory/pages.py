@@ -1,7 +1,7 @@
-"""Memory in pages of the system: what grows in place, for the wide rows of a bucket, and what is written in parts only.
+"""Memory in pages: blocks that grow in place, for wide rows, and arrays of which only parts are written.
 
-On Linux it is an anonymous mapping that `mremap` enlarges by moving page tables, so growth copies nothing,
-and what was never written takes no memory. Elsewhere it is copied.
+On Linux this is an anonymous mapping. `mremap` enlarges it by moving page tables, without a copy, and unwritten pages
+take no memory. On other systems, growth copies.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import numpy.typing as npt
 
 PAGE_BYTES = mmap.PAGESIZE
 _FLAGS = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", getattr(mmap, "MAP_ANON", 0))
-# Python names it from 3.13 on. Without it Linux refuses a mapping larger than the memory, however little is written.
+# Python has the name since 3.13. Without the flag, Linux rejects a mapping that is larger than the memory.
 _LINUX_NORESERVE = 0x4000 if sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64") else 0
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", _LINUX_NORESERVE)
 _HUGE = getattr(mmap, "MADV_HUGEPAGE", None)
-_HUGE_LEAST_BYTES = 8 << 20  # of memory in use at a stretch: four huge pages
+_HUGE_LEAST_BYTES = 8 << 20  # of contiguous used memory: four huge pages
 _FORGET = getattr(mmap, "MADV_DONTNEED", None)
 
 
@@ -35,7 +35,7 @@ def _map_pages(num_bytes: int, flags: int) -> mmap.mmap:
 class Pages:
     """`num_bytes` of zeroed memory that starts on a page; `address` is valid until the next `resize`.
 
-    Raises MemoryError, as `resize` does, which then has changed nothing.
+    The constructor and `resize` raise MemoryError; `resize` then changes nothing.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -44,14 +44,10 @@ class Pages:
         self.address = self._find_address()
 
     def resize(self, num_bytes: int) -> None:
-        """Make it larger; what is there stays, the address may change."""
+        """Enlarge it; the content stays, the address may change."""
         try:
             self._map.resize(num_bytes)
-        except (
-            SystemError,
-            ValueError,
-            OSError,
-        ):  # no mremap here; where memory is out there is none for a copy either
+        except (SystemError, ValueError, OSError):  # no mremap, or no memory: then the copy fails too
             larger = _map_pages(num_bytes, _FLAGS)
             larger[: self.num_bytes] = self._map[:]
             self._map.close()
@@ -62,29 +58,29 @@ class Pages:
     def _find_address(self) -> int:
         view = ctypes.c_char.from_buffer(self._map)
         address = ctypes.addressof(view)
-        del view  # a mapping cannot be resized while a view of it lives
+        del view  # a mapping with a view cannot be resized
         return address
 
 
 class LazyFloats:
-    """`array`, float32 [length], zeros at first; a page of it takes memory from its first write on, until forgotten.
+    """`array`, float32 [length], initially zero. A page takes memory from its first write until :meth:`forget`.
 
-    Raises MemoryError where the system would not give memory for `used` elements, which are the first to be written.
+    Raises MemoryError if the system rejects memory for `used` elements, the first ones to be written.
     """
 
     def __init__(self, length: int, used: int) -> None:
-        _map_pages(4 * used, _FLAGS).close()  # only to be told: of the whole, which is not reserved, one is not
+        _map_pages(4 * used, _FLAGS).close()  # a check only: the lazy mapping below is never rejected
         self._map = _map_pages(4 * length, _FLAGS and _FLAGS | _NORESERVE)
         self.array: npt.NDArray[np.float32] = np.frombuffer(self._map, np.float32, length)
 
     def expect(self, start: int, stop: int) -> None:
-        """Say that all the elements [start, stop) will be written: in huge pages, where there are enough of them."""
-        # Not for the whole mapping: a huge page of which a small part is written takes 2 MiB all the same.
+        """Announce that all elements [start, stop) will be written: large ranges get huge pages."""
+        # Not the complete mapping: a partly written huge page takes 2 MiB.
         if 4 * (stop - start) >= _HUGE_LEAST_BYTES:
             self._advise(_HUGE, start, stop)
 
     def forget(self, start: int, stop: int) -> None:
-        """Give back the pages that lie within the elements [start, stop); what these read as is not defined."""
+        """Free the pages inside the elements [start, stop), whose values become undefined."""
         self._advise(_FORGET, start, stop)
 
     def _advise(self, advice: int | None, start: int, stop: int) -> None:

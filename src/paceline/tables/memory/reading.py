@@ -1,8 +1,8 @@
-"""Rows that lie on the disk are read many at a time: a loop over them would wait for one page after the other.
+"""Parallel reads of rows on disk, because a kernel's loop would wait for one page after the other.
 
-Pages are touched by threads before a request goes through its rows, each of which waits for another page. That helps as
-many reads as the disk takes at once; where nothing waits for the disk it would only cost, so it is done while it pays:
-as long as requests have had to wait for pages (major faults, which the system counts).
+Before a request is processed, threads touch its rows, so that the disk reads many pages at once. Without waits for the
+disk this only costs time. It is therefore done only while requests wait for pages (major faults, counted by the
+system).
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from paceline.tables.types import Keys
 
 try:
     import resource
-except ImportError:  # no Unix: the system does not tell
+except ImportError:  # not on Unix: no count of page faults
     resource = None  # type: ignore[assignment]
 
 NUM_THREADS: Final = 32
 _FEW_KEYS: Final = 64
-_WORTH: Final = 1 / 64  # waits by key from which on it pays
-_MEMORY: Final = 0.8  # how much of what was seen counts at the next request
+_WORTH: Final = 1 / 64  # minimum waits per key
+_MEMORY: Final = 0.8  # weight of the previous rate at the next request
 
 
 class ReadAhead:
-    """Has the rows of requests read in parallel, while requests wait for the disk."""
+    """Reads the rows of requests in parallel while requests wait for the disk."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
@@ -38,7 +38,7 @@ class ReadAhead:
         self._waits_by_key = 0.0
 
     def read(self, directory: npt.NDArray[np.uint64], layout: npt.NDArray[np.int64], keys: Keys) -> None:
-        """Have the rows of `keys`, those that exist, in memory if that is worth it; call it before every request."""
+        """Load the existing rows of `keys` into memory if that pays; call it before every request."""
         num_waits = _count_waits()
         self._waits_by_key = max(_MEMORY * self._waits_by_key, (num_waits - self._num_waits) / self._num_keys)
         self._num_waits, self._num_keys = num_waits, max(len(keys), 1)
@@ -47,15 +47,15 @@ class ReadAhead:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="paceline-read-ahead")
 
-        def touch(some: Keys) -> None:
-            records = np.empty(len(some) * int(layout[ROW_WORDS]), np.float32)
-            sparse.read_records(directory, layout, some, records, np.empty(len(some), np.uint8))
+        def touch(part: Keys) -> None:
+            records = np.empty(len(part) * int(layout[ROW_WORDS]), np.float32)
+            sparse.read_records(directory, layout, part, records, np.empty(len(part), np.uint8))
 
         size = -(-len(keys) // NUM_THREADS)
         list(self._pool.map(touch, (keys[at : at + size] for at in range(0, len(keys), size))))
 
     def close(self) -> None:
-        """Have no threads any more: a process does not end before they do."""
+        """Stop the threads, which would keep the process alive."""
         if self._pool is not None:
             self._pool.shutdown(wait=False)
             self._pool = None
