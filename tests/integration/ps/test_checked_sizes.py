@@ -132,7 +132,7 @@ def test_forwarded_pushes_that_are_not_what_they_say(caplog: pytest.LogCaptureFi
             ("push", every, [[dense, -1, 2]], b"", "cannot be read: Expected `int` >= 0"),
             ("push", every, [[sparse, 0, 2, whole]], ones[:8], "sparse table 's'"),
             ("push", every, [[99, 1, 1]], keys[:16], "no table number 99"),
-            ("push", every, [[dense, 1, 1]], keys_of(2**63).tobytes() + bytes(8), "hold 9223372036854775808"),
+            ("push", every, [[dense, 1, 1]], keys_of(2**63).tobytes() + bytes(8), "include 9223372036854775808"),
             ("push", bytes(64), [[sparse, 2, 4]], few + ones[:16], "keys of other buckets than it says"),
             ("push", bytes(63), [], b"", "cannot be read"),
             ("write", every, [[sparse, 2, 4]], few + ones[:16], "its keys take 8"),
@@ -157,7 +157,7 @@ def test_buckets_that_are_not_what_they_say(caplog: pytest.LogCaptureFixture) ->
             (0, [], [[dense, 2, 3]], few + ones[:16], "came with 3 float32 for 2 records of 1"),
             (0, [], [[dense, 0, 2, (0, 2, to_bytes(1))]], ones[:8], "one piece of each table"),
             (0, [], [[dense, 2, 2], [dense, 2, 2]], 2 * (few + ones[:8]), "one piece of each table"),
-            (3, [], [[sparse, 2, 8]], few + ones, "hold keys of other buckets"),
+            (3, [], [[sparse, 2, 8]], few + ones, "contain keys of other buckets"),
             (0, [], [[99, 2, 8]], few + ones, "no table number 99"),
         ]
         for bucket, known, pieces, body, message in wrong:

@@ -67,7 +67,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
         (
             "train good.tsv --memory-limit 8G --spill-dir no",
             2,
-            "no: No such file or directory; name a folder that can be written to",
+            "no: cannot store rows there: No such file or directory",
         ),
         ("server --scheduler 127.0.0.1:1 --memory-limit none", 2, "--memory-limit none: expected a positive"),
         ("train good.tsv --expire-after 0", 2, "--expire-after 0: expected 1 to 62 passes"),

@@ -136,7 +136,7 @@ def test_layers() -> None:
         ("dcn", {"tower_l2": -0.5}, "--tower-l2 -0.5: expected a number of 0 or more"),
         ("dcn", {"tower_l1": -0.5}, "--tower-l1 -0.5: expected a number of 0 or more"),
         ("dcn", {"tower_lr": math.nan}, "--tower-lr nan: expected"),
-        ("dcn", {"dim": 1024, "layout": RowLayout(categorical=tuple(map(str, range(64))))}, "take a smaller --dim"),
+        ("dcn", {"dim": 1024, "layout": RowLayout(categorical=tuple(map(str, range(64))))}, "smaller --dim"),
         ("dcn", {"interactions": Interactions(text="a:b")}, "--interactions is not an option of --model dcn"),
         ("fm", {"hidden": (3,)}, "--hidden is not an option of --model fm: it is for deepfm, dcn"),
     ],
@@ -156,7 +156,7 @@ def test_units() -> None:
 def test_data_without_columns(format: str) -> None:
     columns = Columns("label", is_open=True) if format == "jsonl" else None
     for name in (*DEEP, "ffm"):
-        with pytest.raises(UsageError, match=f"{format} has .*: take --model fm"):
+        with pytest.raises(UsageError, match=f"{format} has none: .* --model fm"):
             make_model(name).of_columns(format, columns)
 
 

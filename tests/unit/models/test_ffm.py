@@ -50,7 +50,7 @@ def test_rows_that_say_of_which_field_their_features_are() -> None:
         assert layout.fields_of(known).tolist() == ([1, 0, 1, 2, 0] if layout.is_open else [0])
     with pytest.raises(DataError, match="of a column that the model lacks"):
         RowLayout(categorical=("a", "b")).fields_of(batch)
-    with pytest.raises(DataError, match="convert such data again"):
+    with pytest.raises(DataError, match="convert the data again"):
         RowLayout(categorical=("a", "b"), is_open=True).fields_of(Batch(batch.labels, batch.indptr, batch.keys))
 
 
@@ -106,15 +106,15 @@ def test_settings() -> None:
     model = FieldAwareMachine().of_columns("criteo", None)
     assert model.parameter_tables[1].dim == 39 * model.dim
     assert read_model_settings(json.loads(json.dumps(model.describe()))) == model.settled()
-    with pytest.raises(UsageError, match="libsvm has none: take --model fm"):
+    with pytest.raises(UsageError, match=r"libsvm has none: .*--model fm"):
         FieldAwareMachine().of_columns("libsvm", None)
     layout = FieldAwareMachine().of_columns("vw", None, ("a", "b")).layout
     assert layout is not None
     assert len(layout) == 3  # one for fields that nobody has seen
     for fields in (("a", "b"), ()):
-        with pytest.raises(UsageError, match="jsonl has none: take --model fm"):
+        with pytest.raises(UsageError, match=r"jsonl has none: .*--model fm"):
             FieldAwareMachine().of_columns("jsonl", Columns("y", fields, is_open=True))
-    with pytest.raises(UsageError, match="it crosses all columns"):
+    with pytest.raises(UsageError, match="crosses all columns"):
         FieldAwareMachine(interactions=Interactions(text="a:b"))
     with pytest.raises(UsageError, match="for 200 columns: expected at most"):
         FieldAwareMachine(dim=1024, layout=RowLayout(categorical=tuple(map(str, range(200)))))

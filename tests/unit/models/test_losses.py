@@ -106,7 +106,7 @@ def gradients_of(model: SparseModel, labels: list[float]) -> Callable[[], object
 
 
 def test_labels_that_a_model_does_not_take() -> None:
-    with pytest.raises(DataError, match=r"label -1: a Poisson regression is of counts"):
+    with pytest.raises(DataError, match=r"label -1: a Poisson regression"):
         gradients_of(PoissonRegression(), [2, -1])()
     with pytest.raises(DataError, match=r"label 5, .* classes 0, 1, 2: .* --classes"):
         gradients_of(SoftmaxRegression(classes=(0, 1, 2)), [1, 5])()
@@ -114,7 +114,7 @@ def test_labels_that_a_model_does_not_take() -> None:
         SoftmaxRegression().starting_from(np.array([0.5, 1], np.float32))
     with pytest.raises(DataError, match="5,000 different labels"):
         SoftmaxRegression().starting_from(np.arange(5000, dtype=np.float32))
-    with pytest.raises(DataError, match="1 label: if there are more, name them"):
+    with pytest.raises(DataError, match="1 label: "):
         SoftmaxRegression().starting_from(np.ones(3, np.float32))
 
 
@@ -131,7 +131,11 @@ def test_nothing_to_evaluate_or_to_learn_from() -> None:
 def test_classes_as_a_user_writes_them() -> None:
     assert parse_classes("3") == (0, 1, 2)
     assert SoftmaxRegression(classes=parse_classes("5,-1,2")).classes == (-1, 2, 5)
-    for text, message in {"a,b": "expected how many", "1": "2 to 4,096 classes", "2.5": "expected how many"}.items():
+    for text, message in {
+        "a,b": "expected a number of classes",
+        "1": "2 to 4,096 classes",
+        "2.5": "expected a number of classes",
+    }.items():
         with pytest.raises(UsageError, match=message):
             parse_classes(text)
     for classes in ((1, 1), (1, 1 << 25)):

@@ -70,7 +70,7 @@ def test_records_travel_whole() -> None:
         ours, theirs = one.read_bucket(bucket), other.read_bucket(bucket)
         assert np.array_equal(ours[0], theirs[0])
         assert np.array_equal(ours[1], theirs[1])
-    with pytest.raises(UsageError, match="bucket 3 of dense table 'd' does not lie on this server"):
+    with pytest.raises(UsageError, match="bucket 3 of dense table 'd' is not on this server"):
         other.read_bucket(3)
 
 
