@@ -164,7 +164,7 @@ _OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "`NAdam`": lambda p: optim.NAdam(p, 0.01),
     "`RAdam`": lambda p: optim.RAdam(p, 0.01),
     "`ASGD`": lambda p: optim.ASGD(p, 0.05),
-    "`Adafactor`, which computes with complete parameters": lambda p: optim.Adafactor(p, 0.01),
+    "`Adafactor`, which computes with whole parameters": lambda p: optim.Adafactor(p, 0.01),
     "A subclass of an optimizer with a step of its own": lambda p: _Signed(p, 0.01),
 }
 _MODELS: dict[str, Callable[[], nn.Module]] = {

@@ -305,7 +305,7 @@ def check_what_cannot_be_sharded_is_refused_on_every_rank(rank: int, size: int) 
         (empty, None, {}, "the model has no parameters"),
         (double, None, {}, "'weight' is float32 and 'bias' float64.*one dtype"),
         (linear, torch.optim.SGD([*linear.parameters(), foreign], lr=1.0), {}, "a parameter that the model does not"),
-        (linear, torch.optim.LBFGS(linear.parameters()), {}, "LBFGS does not compute with shards"),
+        (linear, torch.optim.LBFGS(linear.parameters()), {}, "LBFGS does not support shards"),
         (linear, torch.optim.SGD(linear.parameters(), fused=True), {}, r"SGD\(fused=True\) does not support shards"),
         (hooked, None, {}, "parameter 'weight' has a hook"),
         (sparse, None, {}, "0 has sparse=True"),

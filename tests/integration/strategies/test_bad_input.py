@@ -74,7 +74,7 @@ def run(folder: Path, strategy: str, case: str) -> tuple[int | None, str, str]:
     ("case", "words"),
     [
         ("unused", "rank 1: the parameters 1.weight, 1.bias got no gradient from this backward pass"),
-        ("replace", "rank 1: parameter '0.weight' was replaced by another one after prepare()"),
+        ("replace", "rank 1: parameter '0.weight' was replaced after prepare()"),
     ],
 )
 def test_one_rank_that_does_wrong_is_the_one_that_is_blamed(tmp_path: Path, case: str, words: str) -> None:

@@ -41,11 +41,11 @@ def test_a_program_may_say_what_servers_it_needs(monkeypatch: pytest.MonkeyPatch
         with Hybrid(consistency=BoundedDelay(tau=4), replicas=1):
             pass
         options = "--servers 3 --replicas 2 --consistency bounded:4 SCRIPT`"
-        with pytest.raises(UsageError, match=f"strategy hybrid was made with replicas=2, and .* {options}"):
+        with pytest.raises(UsageError, match=f"strategy hybrid was created with replicas=2, .* {options}"):
             Hybrid(replicas=2)
         with pytest.raises(UsageError, match="--servers 2 --replicas 1 --consistency eventual SCRIPT`"):
             Hybrid(consistency=Eventual())  # what was right stays as it is
-        with pytest.raises(UsageError, match="was made with replicas=-1: expected 0 or more"):
+        with pytest.raises(UsageError, match="was created with replicas=-1: expected 0 or more"):
             Hybrid(replicas=-1)
         assert not torch.distributed.is_initialized()
 

@@ -412,7 +412,7 @@ def test_a_program_may_say_what_servers_it_needs(cluster: LocalCluster) -> None:
 def test_sequential_is_sequential_however_gradients_are_joined(cluster: LocalCluster) -> None:
     _ranks.here = Ranks()
     ParameterServer(consistency=Sequential()).close()
-    with pytest.raises(UsageError, match="with consistency=bounded:0, and"):
+    with pytest.raises(UsageError, match="with consistency=bounded:0, but"):
         ParameterServer(consistency=BoundedDelay(tau=0))
 
 

@@ -240,7 +240,7 @@ def test_ranks_that_write_different_values_are_told(cluster: LocalCluster) -> No
             model, optimizer = strategy.prepare(*make())
             with torch.no_grad():
                 model[2].weight.fill_(float(rank))
-            with pytest.raises(UsageError, match=r"'2.weight' was written to after prepare\(\), and rank 1 has other"):
+            with pytest.raises(UsageError, match=r"'2.weight' was written to after prepare\(\), but rank 1 has other"):
                 train((model, optimizer), lambda *_: None, rank)
 
     run(check)
@@ -259,7 +259,7 @@ def test_parameters_are_written_before_the_first_step_under_bounded_delay(monkey
                 strategy.barrier()  # from here on gradients are not zero
                 nn.init.zeros_(model[0].bias)
                 with pytest.raises(
-                    UsageError, match=rf"rank {rank}: parameter '0.bias' was written .* bounded:1 others'"
+                    UsageError, match=rf"rank {rank}: parameter '0.bias' was written .* bounded:1 other ranks'"
                 ):
                     train((model, optimizer), lambda *_: None, rank)
 

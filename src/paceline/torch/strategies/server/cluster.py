@@ -55,7 +55,9 @@ def check_cluster(
     """
     for option, value in (("replicas", replicas), ("min_replicas", min_replicas)):
         if value is not None and value < 0:
-            raise UsageError(f"rank {client.rank}: strategy {name} was made with {option}={value}: expected 0 or more")
+            raise UsageError(
+                f"rank {client.rank}: strategy {name} was created with {option}={value}: expected 0 or more"
+            )
     actual, has = client.settings, client.consistency
     is_other = consistency is not None and (type(consistency), consistency.tau) != (type(has), has.tau)
     if not is_other and (replicas or 0) <= actual.replicas and (min_replicas or 0) <= actual.min_replicas:
