@@ -119,6 +119,16 @@ OF_PRODUCT: Final = (
         simulation=_PRODUCT,
     ),
     Defect(
+        "late-repeat-lowers-the-number",
+        "a late repeat of an older call makes a server execute newer calls again",
+        "ps/server/control.py",
+        "if is_change and not is_repeat:",
+        "if is_change:",
+        unit=(),
+        integration=(f"{_PS}/test_exactly_once.py",),
+        simulation=_PRODUCT,
+    ),
+    Defect(
         "last-update-to-arrive",
         "servers keep the hyperparameters that arrive last, in any order",
         "ps/server/replicator.py",

@@ -19,6 +19,7 @@ from paceline.ps.client.records import write_records
 from paceline.ps.client.snapshot_loading import load_snapshot, load_state
 from paceline.ps.client.snapshots import SnapshotTaker
 from paceline.ps.messages import FORWARD, PULL, PUSH, PUSH_PULL, TICK
+from paceline.ps.messages.snapshots import LoadParts
 from paceline.storage.snapshot_directory import read_newest
 from paceline.tables.bucket_arrays import buckets_of_keys
 from paceline.tables.settings import to_fields
@@ -347,6 +348,37 @@ def test_parts_that_are_loaded_again_keep_the_push_between(tmp_path: Path) -> No
         load_snapshot(client, read_newest(tmp_path))
         assert (beside.pull(keys) == 6).all()
         assert (beside.pull(np.setdiff1d(KEYS, keys)) == 7).all()
+
+
+def test_a_late_repeat_of_an_older_call_does_not_allow_newer_ones_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Cluster() as cluster:
+        client = cluster.connect()
+        client.sparse_table("w", update=SGD(lr=1.0)).push(KEYS, -7 * ONES).wait()
+        with contextlib.closing(SnapshotTaker(cluster.connect(observer=True), tmp_path)) as taker:
+            taker.begin()
+            wait_until(lambda: taker.poll() is not None)
+    with Cluster() as cluster:
+        client = cluster.connect(observer=True)
+        table = client.sparse_table("w", update=SGD(lr=1.0))
+        table.begin_pass(1)
+        connection = client.servers.connections[0]
+        send, loads = connection.call, []
+
+        def record(request: Any, *arguments: Any, **options: Any) -> Any:
+            if isinstance(request, LoadParts):
+                loads.append((request, options))
+            return send(request, *arguments, **options)
+
+        monkeypatch.setattr(connection, "call", record)
+        load_snapshot(client, read_newest(tmp_path))
+        table.push(KEYS, ONES).wait()
+        send(messages.BeginPass(table=table.number, number=1, rows_of=0), sequence=1)
+        for request, options in loads:
+            send(request, **options)
+        wait_until(lambda: load_state(connection).done)
+        assert (table.pull(KEYS) == 6).all()
 
 
 def test_the_last_change_of_hyperparameters_holds_on_every_server() -> None:
