@@ -94,8 +94,10 @@ def test_accelerate_takes_the_group_that_is_there(installed: dict[str, str]) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
-@pytest.mark.parametrize(("library", "program"), [("accelerate", _ACCELERATOR), ("transformers", _TRAINER)])
+@pytest.mark.parametrize(
+    ("library", "program"),
+    [("accelerate", _ACCELERATOR), pytest.param("transformers", _TRAINER, marks=pytest.mark.thorough)],
+)
 def test_libraries_find_the_group_under_paceline_run(
     library: str, program: str, installed: dict[str, str], tmp_path: Path
 ) -> None:
