@@ -189,7 +189,7 @@ def test_a_node_replaces_its_own_servers(replicated: Commands, tmp_path: Path) -
     first.wait_line("waits")
     second.wait_line("waits")
     second.children("server")[0].send_signal(signal.SIGSTOP)  # it does not go by itself, whoever declares it dead
-    second.wait_line("took its place")
+    second.wait_line("another server replaces it")
     (tmp_path / "go").touch()
     finished = first.wait()
     assert finished.status == 0, finished
@@ -213,7 +213,7 @@ def test_a_static_cluster_replaces_its_servers_at_their_addresses(replicated: Co
     for worker in workers:
         worker.wait_line("waits")
     servers[1].children("server")[0].send_signal(signal.SIGTERM)
-    servers[1].wait_line("server 1 was killed by SIGTERM: its replicas serve what it had, and another server took")
+    servers[1].wait_line("server 1 was killed by SIGTERM: its replicas serve its data, and another server replaces")
     assert json.loads(servers[1].children("server")[0].cmdline()[-1])["address"] == places[1]
     (tmp_path / "go").touch()
     for running in (*workers, *servers):
