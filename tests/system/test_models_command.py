@@ -84,7 +84,7 @@ def test_weights_of_rows_and_classes(paceline: Commands, tmp_path: Path) -> None
     assert balanced.json["calibration"] == pytest.approx(0.5 / rate, rel=0.2)
     for arguments, message in {
         ("--weight", "clicks"): "has no column 'clicks'",
-        ("--model", "poisson", "--class-weight", "balanced"): "--model poisson takes: its labels are no classes",
+        ("--model", "poisson", "--class-weight", "balanced"): "--class-weight is not an option of --model poisson",
         ("--model", "regression", "--keep-negatives", "0.5"): "it is for models of clicks",
     }.items():
         refused = paceline.run("train", "weighted.csv", *arguments, "-q")

@@ -116,10 +116,10 @@ def test_a_push_that_never_came_is_told() -> None:
         sparse, _ = tables_of(client, SGD(lr=1.0))
         replica = cluster.nodes[1]
         rules: Any = replica.server.core.replication
-        original = rules._filter.admit
-        rules._filter.admit = lambda *arguments: 0
+        original = rules.delivery.admit
+        rules.delivery.admit = lambda *arguments: 0
         sparse.push(KEYS, np.ones((300, 2), np.float32)).wait()
-        rules._filter.admit = original
+        rules.delivery.admit = original
         with pytest.raises(AssertionError, match="counts as applied on one of them only"):
             cluster.compare_replicas()
 

@@ -416,7 +416,7 @@ def test_room_for_all_keys_takes_nothing_from_those_that_need_it(
 def test_arrays_of_the_wrong_size_are_refused() -> None:
     store, keys = SparseStore(dim=4), np.arange(3, dtype=np.uint64)
     for call in (store.pull, store.push, store.write_records):
-        with pytest.raises(UsageError, match=r"11 .* for 3 keys: expected 4 for each"):
+        with pytest.raises(UsageError, match=r"11 .* for 3 keys: expected 4"):
             call(keys, np.zeros(11, np.float32))
     with pytest.raises(UsageError, match="contiguous"):
         store.pull(keys, np.zeros((4, 3), np.float32).T)

@@ -43,7 +43,7 @@ def test_outputs_that_do_not_fit_are_told() -> None:
         check_outputs([[torch.rand(2, 4, 8)], [torch.rand(2, 2, 8)]], [4, 2])
     with pytest.raises(UsageError, match="differ in kind"):
         check_outputs([[torch.rand(4)], [None]], [4, 2])
-    with pytest.raises(UsageError, match="led to 4, 2, which cannot be put together"):
+    with pytest.raises(UsageError, match="returned 4, 2, which cannot be joined"):
         check_outputs([[4], [2]], [4, 2])
     with pytest.raises(UsageError, match=r"which cannot be joined: return tensors"):
         check_outputs([[threading.Lock()]], [4])

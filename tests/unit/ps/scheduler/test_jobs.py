@@ -170,7 +170,7 @@ def test_a_job_whose_poster_is_gone_fails() -> None:
     number = cluster.post()
     assert cluster.jobs.concerns(cluster.poster.session)
     cluster.jobs.forget(cluster.poster.session)
-    assert cluster.state(number).failed == ("PeerError", "whoever posted the job is gone")
+    assert cluster.state(number).failed == ("PeerError", "the process that posted the job has ended")
     assert cluster.workers[0].take_lease(number) == [ALL_DONE]
 
 
