@@ -42,7 +42,7 @@ class ServerCore(ServerState):
     def joined(self, me: int) -> list[Instruction]:
         """Be the member of incarnation `me`; return what to do."""
         self._me = me
-        self.replication = self.replication_type(me, self._min_replicas)
+        self.replication = replication.Replication(me, self._min_replicas)
         self.progress.become(self.replication)
         before, self._view_before = self._view_before, None
         return [] if before is None else self.handle(before)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from paceline.protocol import clocks, replication
-from paceline.protocol.clocks import Gate
 from paceline.protocol.consistency import Consistency, Sequential
 from paceline.protocol.iterations import Iterations, OnArrival, Sum
 from paceline.protocol.replication import AGGREGATE, Replication
@@ -26,14 +25,11 @@ class Progress:
         self,
         consistency: Consistency,
         expected_workers: int,
-        gate_type: type[Gate],
-        iterations_type: type[Iterations],
         out: list[Instruction],
     ) -> None:
         self._consistency = consistency
-        self._iterations_type = iterations_type
         self._out = out
-        self.workers = Workers(gate_type, consistency, expected_workers)
+        self.workers = Workers(consistency, expected_workers)
         self.reads = BlockedReads()
         self.has_clocks = False
         """Whether it is known where the workers are."""
@@ -49,7 +45,7 @@ class Progress:
 
     def _begin_updates(self, first_clock: int) -> None:
         if isinstance(self._consistency, Sequential):
-            former, self.iterations = self.iterations, self._iterations_type(self.replication, first_clock)
+            former, self.iterations = self.iterations, Iterations(self.replication, first_clock)
             if former is not None:
                 self.iterations.follow(former)
             self.updates: Iterations | OnArrival = self.iterations

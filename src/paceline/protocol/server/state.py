@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from paceline.protocol import replication
 from paceline.protocol.buckets import Buckets
-from paceline.protocol.clocks import Gate
 from paceline.protocol.consistency import Consistency
-from paceline.protocol.iterations import Iterations
-from paceline.protocol.replication import Replication
 from paceline.protocol.server.events import Awaited, Clocks, Instruction, ViewChanged
 from paceline.protocol.server.progress import Progress
 from paceline.protocol.server.waiting import EarlyRequests
@@ -18,17 +13,13 @@ from paceline.protocol.server.waiting import EarlyRequests
 class ServerState:
     """The parts of a server's core. A runtime reads properties and calls methods, and reaches into no part."""
 
-    gate_type: ClassVar[type[Gate]] = Gate
-    replication_type: ClassVar[type[Replication]] = Replication
-    iterations_type: ClassVar[type[Iterations]] = Iterations
-
     def __init__(
         self, consistency: Consistency, *, expected_workers: int = 1, replicas: int = 0, min_replicas: int = 0
     ) -> None:
         self._replicas = replicas
         self._min_replicas = min_replicas
         self._out: list[Instruction] = []
-        self.progress = Progress(consistency, expected_workers, self.gate_type, self.iterations_type, self._out)
+        self.progress = Progress(consistency, expected_workers, self._out)
         self.replication = self.progress.replication
         self.workers = self.progress.workers
         self.reads = self.progress.reads

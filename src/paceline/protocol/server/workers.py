@@ -20,11 +20,10 @@ class Workers:
     of the gate.
     """
 
-    def __init__(self, gate_type: type[Gate], consistency: Consistency, expected: int) -> None:
-        self._gate_type = gate_type
+    def __init__(self, consistency: Consistency, expected: int) -> None:
         self._consistency = consistency
         self._is_sequential = isinstance(consistency, Sequential)
-        self.gate = gate_type(consistency, expected)
+        self.gate = Gate(consistency, expected)
         self.ranks: dict[int, int] = {}
         """Incarnation → rank of workers that have joined the iterations."""
         self.counted: set[int] = set()
@@ -95,7 +94,7 @@ class Workers:
 
     def begin(self, num_missing: int, first_clock: int) -> None:
         """Begin anew at `first_clock`, without any worker."""
-        self.gate = self._gate_type(self._consistency, num_missing, first_clock=first_clock)
+        self.gate = Gate(self._consistency, num_missing, first_clock=first_clock)
         self.ranks.clear()
         self.counted.clear()
 
