@@ -59,7 +59,7 @@ bench: .venv/.dev .venv/.bench
 GPU_PYTHON ?=
 gpu: $(if $(GPU_PYTHON),,.venv/.dev)
 	status=0; export PYTHONPATH=$(CURDIR)/src:$$PYTHONPATH; python=$(or $(GPU_PYTHON),$(BIN)/python); \
-	$$python benchmarks/gpu.py --json docs/gpu.json --docs docs/gpu.md || status=1; \
+	$$python benchmarks/gpu.py --json docs/explanation/gpu.json --docs docs/explanation/gpu.md || status=1; \
 	$$python -m pytest -m gpu -o filterwarnings=default $$(grep -rl --include='*.py' pytest.mark.gpu tests) || status=1; \
 	exit $$status
 

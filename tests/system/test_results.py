@@ -44,7 +44,7 @@ def test_criteo(paceline: Commands, criteo: tuple[Path, Path], consistency: str)
 @pytest.mark.thorough
 @pytest.mark.parametrize(("model", "auc"), [("fm", 0.7596), ("deepfm", 0.7603), ("dcn", 0.7603)])
 def test_models_of_pairs(paceline: Commands, criteo: tuple[Path, Path], model: str, auc: float) -> None:
-    """What docs/models.md says, but for chance: deep models are better than a factorization machine."""
+    """What docs/guides/models.md says, but for chance: deep models are better than a factorization machine."""
     common = ("--workers", "1", "--epochs", "3", "--json", "-q")
     assert paceline.succeed("train", criteo[0], "--eval", criteo[1], "--model", model, *common).json["auc"] >= auc
 

@@ -1,6 +1,6 @@
 """What the columns of csv and parquet files are, told from rows spread over the files, where nobody says it.
 
-The rules are those of docs/data.md. They judge a column by its distinct values and how often each comes; the same files
+The rules are in guides/data.md. They judge a column by its distinct values and how often each comes; the same files
 give the same answer.
 """
 

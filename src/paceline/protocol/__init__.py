@@ -7,7 +7,7 @@ are exported here. Events and instructions are spoken of within their module: ``
 
 What only servers and schedulers need is imported when it is first used.
 
-The rules, with diagrams and what they do not promise, are in ``docs/protocol.md``.
+The rules, with diagrams and what they do not promise, are in ``docs/explanation/protocol.md``.
 """
 
 from typing import TYPE_CHECKING

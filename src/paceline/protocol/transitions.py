@@ -1,8 +1,8 @@
 """Transition tables: what may become of one thing in the hands of a machine, as data.
 
 A machine that decides about one kind of thing (a worker, a shard, a push) has a :class:`StateTable` of it beside it.
-``docs/diagrams.py`` draws the diagrams of ``docs/protocol.md`` from the tables. Tests drive each machine at random and
-see to it that it does what its table says, all of it, and nothing else.
+``docs/diagrams.py`` draws the diagrams of the protocol's page from the tables. Tests drive each machine at random and
+check that it takes every transition of its table and no other.
 """
 
 from __future__ import annotations

@@ -22,10 +22,10 @@ class LogisticRegression(Classifier):
 
     - `update`, `lr`, `l1`, `l2`, `beta`: the update rule and its settings, as the options of that command.
     - `epochs`, `batch_size`: passes over the data, and examples per minibatch. None: chosen from a sample of X, like
-      the learning rate (FTRL's alpha) and the scale of values (docs/defaults.md).
+      the learning rate (FTRL's alpha) and the scale of values (docs/explanation/defaults.md).
     - `shuffle`, `random_state`: whether examples are shuffled before each pass (on a cluster: once), and the seed.
     - `numeric_scale`: the scale of numbers, as ``--numeric-scale``. ``auto`` uses logarithms or bins by quantiles for
-      columns with a nonlinear effect (docs/data.md), if they predict held-out examples better. ``standard`` keeps the
+      columns with a nonlinear effect (guides/data.md), if they predict held-out examples better. ``standard`` keeps the
       model linear in X, ``none`` keeps X unchanged.
     - `class_weight`: None; ``balanced``, which gives all classes the same total weight; or a dict of weights by class.
       It multiplies `sample_weight`, and also works on a cluster.

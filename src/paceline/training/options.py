@@ -48,7 +48,7 @@ class ExampleWeights:
 
 
 BETWEEN_MACHINES: Final = "key-caching"
-"""Filters that change no bit, and are the quickest at 100 Mbit/s (docs/benchmarks.md)."""
+"""Filters that change no bit, and are the quickest at 100 Mbit/s (docs/explanation/benchmarks.md)."""
 
 
 def are_on_several_machines(members: Sequence[MemberInfo]) -> bool:

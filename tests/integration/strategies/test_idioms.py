@@ -49,7 +49,7 @@ def test_idioms_are_as_on_one_device_or_refused_and_as_the_docs_list_them() -> N
     for name in STRATEGIES:
         assert sum(row[name] == "equal" for row in cells.values()) > 0.8 * len(cells)
 
-    page = (Path(__file__).parents[3] / "docs" / "idioms.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/reference/idioms.md").read_text()
     documented = {}
     for line in page.splitlines():
         if line.startswith("| ") and not line.startswith("| idiom"):

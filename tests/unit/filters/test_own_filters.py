@@ -1,4 +1,4 @@
-"""Filters of users' own modules: the example of docs/own_filters.md, end to end, and what is refused."""
+"""Filters of users' own modules: the example of docs/guides/own_filters.md, end to end, and what is refused."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ assert result.examples == 200, result
 
 
 def test_the_example_of_the_documentation(tmp_path: Path) -> None:
-    text = (Path(__file__).parents[3] / "docs/own_filters.md").read_text()
+    text = (Path(__file__).parents[3] / "docs/guides/own_filters.md").read_text()
     found = re.search(r"```python\n(.*?)```", text, re.DOTALL)
     assert found is not None
     fails = "out[:] = (2 * signs - 1)"

@@ -1,4 +1,4 @@
-"""The gate by example: one test for each rule of ``docs/protocol.md``."""
+"""The gate by example: one test for each rule of ``docs/explanation/protocol.md``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An update rule that is added in one file: the example of docs/extending.md, in a process of its own."""
+"""An update rule that is added in one file: the example of docs/contributing/extending.md, in a process of its own."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ assert [case.name for case in SPARSE_CASES if "SignSGD" in case.name] == ["SignS
 
 
 def test_the_example_of_the_documentation(tmp_path: Path) -> None:
-    text = (Path(__file__).parents[3] / "docs/extending.md").read_text()
+    text = (Path(__file__).parents[3] / "docs/contributing/extending.md").read_text()
     found = re.search(r"```python\n(.*?)```", text, re.DOTALL)
     assert found is not None
     (tmp_path / "sign_sgd.py").write_text(found[1])

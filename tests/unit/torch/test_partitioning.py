@@ -258,7 +258,7 @@ def test_a_planner_spreads_the_parameters(tmp_path: Path) -> None:
 def test_the_example_of_the_docs_prints_what_they_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "partitioning.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs/guides/partitioning.md").read_text(encoding="utf-8")
     example, _, rest = page.partition("```python\n")[2].partition("```")
     monkeypatch.chdir(tmp_path)
     exec(example, {})

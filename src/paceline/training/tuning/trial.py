@@ -11,7 +11,7 @@ learning by heart would look like learning.
 With few examples the lowest of many losses is low by chance. So of up to 5,000 examples, if they have fewer features
 than that, 8 passes of the first rule are usual, and others count with their loss plus half a standard error of its
 difference to the usual. More caution costs more than it saves where L2 penalties are among the others: on 26 small
-sets, public and generated (docs/defaults.md), AUC is 0.001 higher with half an error than with one, and 0.002 than with
+sets, public and generated (defaults.md), AUC is 0.001 higher with half an error than with one, and 0.002 than with
 three.
 """
 

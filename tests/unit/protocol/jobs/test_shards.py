@@ -1,4 +1,4 @@
-"""Leases of shards by example: one test for each rule of ``docs/protocol.md``."""
+"""Leases of shards by example: one test for each rule of ``docs/explanation/protocol.md``."""
 
 from __future__ import annotations
 

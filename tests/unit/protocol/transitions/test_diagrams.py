@@ -1,4 +1,4 @@
-"""Diagrams: what a table's is, and that those of ``docs/protocol.md`` are the tables'."""
+"""Diagrams: what a table's is, and that those of ``docs/explanation/protocol.md`` are the tables'."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.protocol import StateTable, Transition
 from paceline.protocol.transitions import OUTSIDE
 
 DOCS = Path(__file__).parents[4] / "docs"
-PAGE = (DOCS / "protocol.md").read_text(encoding="utf-8")
+PAGE = (DOCS / "explanation/protocol.md").read_text(encoding="utf-8")
 drawn: Callable[[str], str] = runpy.run_path(str(DOCS / "diagrams.py"))["drawn"]
 
 
