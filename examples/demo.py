@@ -26,8 +26,8 @@ from paceline.models.metrics import ClickEvaluation
 from paceline.observe import ResultRow, results_table, strategies_table
 from paceline.protocol import BoundedDelay, Consistency, Eventual, Sequential
 from paceline.ps.messages import ClusterSettings
+from paceline.training.driver import run_training
 from paceline.training.options import TrainOptions
-from paceline.training.training_run import run_training
 
 EPOCHS = 1
 DIGITS = Path(__file__).with_name("digits.py")

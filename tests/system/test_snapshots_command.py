@@ -18,10 +18,10 @@ from paceline.ps.client.connection import ServerConnection
 from paceline.ps.messages import ClusterSettings
 from paceline.ps.messages.snapshots import LoadState
 from paceline.storage.snapshot_directory import read_newest
+from paceline.training.driver import run_training
 from paceline.training.options import SnapshotPlan, TrainOptions
 from paceline.training.planning import plan_training
 from paceline.training.train import Training
-from paceline.training.training_run import run_training
 
 from .running import Commands, Running, wait_until
 

@@ -16,7 +16,7 @@ import sys
 from paceline.launch.warm_parent import serve
 
 MODULES = {
-    "plain": ["paceline.cli.app", "paceline.cli.train", "paceline.training.training_run", "paceline.collectives"],
+    "plain": ["paceline.cli.app", "paceline.cli.train", "paceline.training.driver", "paceline.collectives"],
     "torch": ["torch._dynamo", "paceline.torch.strategies", "tests.conformance.conformance"],
     "workers": [],
 }

@@ -27,7 +27,7 @@ def train(context: typer.Context, flags: TrainFlags) -> None:
 
     Example: paceline train day1.tsv day2.tsv.gz --eval day3.tsv --servers 2 --workers 4 --save model
     """
-    from paceline.training.training_run import run_training
+    from paceline.training.driver import run_training
 
     cluster, connection, save = flags.cluster, flags.connection, flags.saving.save
     flags.filters.modules.load(flags.filters.filters, flags.filters.pull_filters)

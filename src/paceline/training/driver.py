@@ -1,20 +1,39 @@
-"""One training: plan, wait for the workers, run; on a given cluster or on processes of this machine."""
+"""The driver of a training: plan it, wait for the workers, run it; silently or with a progress line."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
+from rich.console import Console
+
 from paceline.data.example_sampling import ExampleSample
+from paceline.data.labels import describe_classes, describe_label_words
+from paceline.errors import ModelLostError
+from paceline.launch.fork_server import ForkServer
 from paceline.launch.local import LocalCluster
-from paceline.protocol import Consistency, Eventual
+from paceline.models.progressive import HEADING, ProgressiveLoss
+from paceline.observe import ProgressSnapshot, RateMeter, TrainingProgress
+from paceline.protocol import Consistency, Eventual, parse_consistency
 from paceline.ps import Client, messages
-from paceline.training.files.data_files import settle_files
+from paceline.tables.memory.limit import MemoryLimit
+from paceline.training.files.data_files import DataLook, settle_files
+from paceline.training.files.describing import find_warnings, show_columns
 from paceline.training.options import TrainOptions
 from paceline.training.plan import TrainingPlan
 from paceline.training.planning import plan_training
-from paceline.training.results import TrainingState, TrainResult
+from paceline.training.results import ObservedStaleness, TrainingState, TrainResult
 from paceline.training.train import Training
+from paceline.transport import TLS, SocketTransport
+
+_STALENESS_EVERY_S = 0.5
+_LOSS_EXAMPLES = 50_000
+_PHASES = {"evaluate": "evaluating", "read-columns": "reading", "solve-blocks": "solving"}
 
 
 def train_on(
@@ -23,17 +42,19 @@ def train_on(
     *,
     examples: ExampleSample | None = None,
     processes: LocalCluster | None = None,
-    on_plan: Callable[[TrainingPlan], Callable[[TrainingState], None]] = lambda plan: lambda progress: None,
+    on_plan: Callable[[Client, TrainingPlan], Callable[[TrainingState], None]] = lambda client, plan: (
+        lambda state: None
+    ),
     on_news: Callable[[str], None] = lambda text: None,
     warn: Callable[[str], None] = lambda text: None,
 ) -> TrainResult:
-    """Plan a training, wait for the workers of `processes`, and run it; `options` are those of `settle_files`.
+    """Plan a training, wait for the workers of `processes`, and run it; `options` come from `settle_files`.
 
-    `examples` are those of the look at the files; None reads some. `on_plan` receives the plan and returns the function
-    that receives the progress.
+    `examples` are the sample of `settle_files`; with None a sample is read. `on_plan` receives the plan before the
+    training starts, and returns the function that receives the progress.
     """
     plan = plan_training(options, warn, examples)  # while workers start
-    on_progress = on_plan(plan)
+    on_progress: Callable[[TrainingState], None] = (lambda state: None) if on_plan is None else on_plan(client, plan)
     num_workers = client.settings.num_workers
     if processes is not None:
         processes.wait_workers(client, num_workers)
@@ -59,15 +80,184 @@ def train_locally(
     warn: Callable[[str], None] = lambda text: None,
     **cluster_options: Any,
 ) -> TrainResult:
-    """Train on processes of this machine that live as long as the training. Further arguments as LocalCluster."""
+    """Train silently on processes of this machine that end with the training.
+
+    Further arguments are those of :meth:`LocalCluster.start`.
+    """
     options, look = settle_files(options)  # errors in the options or files are raised before anything starts
     settings = messages.ClusterSettings(
         num_servers=servers, num_workers=workers, consistency=str(Eventual() if consistency is None else consistency)
     )
+    with _open_cluster(options, settings, **cluster_options) as (cluster, client):
+        return train_on(options, client, examples=look.examples, processes=cluster, warn=warn)
+
+
+def run_training(
+    options: TrainOptions,
+    settings: messages.ClusterSettings,
+    *,
+    memory_limit: MemoryLimit | None = None,
+    auto_resume: bool = False,
+    scheduler: str | None = None,
+    token: str | None = None,
+    tls: TLS | None = None,
+    quiet: bool = False,
+    progressive: bool = False,
+    fork_server: ForkServer | None = None,
+) -> TrainResult:
+    """Train with a progress line, on the cluster of `scheduler` or on processes that end with the training.
+
+    With `auto_resume`, a training on its own processes that loses a part of its model continues on new processes from
+    its newest snapshot. With `progressive`, the losses before learning in the first pass are printed.
+    """
+    if scheduler is None:
+        options.passes.rates.check_consistency(parse_consistency(settings.consistency))
+    options, look = settle_files(options)
+    display = _Display(Console(stderr=True), options, look, quiet=quiet, progressive=progressive)
+    display.show_files(memory_limit)
+    cluster_options = {"memory_limit": memory_limit, "tls": tls, "fork_server": fork_server}
+    while True:
+        try:
+            with contextlib.ExitStack() as stack:
+                display.line = stack.enter_context(TrainingProgress(display.console, None, not quiet))
+                cluster: LocalCluster | None = None
+                if scheduler is not None:
+                    assert token is not None
+                    transport = SocketTransport(token, tls=tls)
+                    client = stack.enter_context(Client.connect(transport, scheduler, observer=True))
+                else:
+                    compiling = partial(display.console.print, highlight=False)
+                    cluster, client = stack.enter_context(
+                        _open_cluster(options, settings, on_compile=compiling, **cluster_options)
+                    )
+                return train_on(
+                    options,
+                    client,
+                    examples=look.examples,
+                    processes=cluster,
+                    on_plan=display.show_plan,
+                    on_news=(lambda text: None) if quiet else display.warn,
+                    warn=display.warn,
+                )
+        except ModelLostError as error:
+            if not auto_resume or error.resume_from is None:
+                raise
+            display.warn(f"{error}. Resuming automatically")
+            options = dataclasses.replace(options, resume=error.resume_from)
+
+
+@contextlib.contextmanager
+def _open_cluster(
+    options: TrainOptions, settings: messages.ClusterSettings, **cluster_options: Any
+) -> Iterator[tuple[LocalCluster, Client]]:
+    modules = options.filters.own_modules
     with (
-        LocalCluster.start(
-            settings, start_workers=True, filter_modules=options.filters.own_modules, **cluster_options
-        ) as cluster,
+        LocalCluster.start(settings, start_workers=True, filter_modules=modules, **cluster_options) as cluster,
         cluster.connect(observer=True) as client,
     ):
-        return train_on(options, client, examples=look.examples, processes=cluster, warn=warn)
+        yield cluster, client
+
+
+class _Display:
+    """The output of a training for the user: the columns, the plan, warnings and a progress line.
+
+    With `progressive`, each loss before learning is printed on a line of its own.
+    """
+
+    def __init__(
+        self, console: Console, options: TrainOptions, look: DataLook, *, quiet: bool, progressive: bool
+    ) -> None:
+        self.console = console
+        self.line = TrainingProgress(console, None, enabled=False)
+        self._options, self._look = options, look
+        self._is_quiet, self._is_progressive = quiet, progressive
+
+    def warn(self, text: str) -> None:
+        """Print a sentence."""
+        self.console.print(f"paceline: {text}", highlight=False, markup=False, soft_wrap=True)
+
+    def show_files(self, memory_limit: MemoryLimit | None) -> None:
+        """Print the columns and everything unusual about the files."""
+        look, labels = self._look, self._options.model.read_labels_as
+        if look.guessed and not self._is_quiet:
+            show_columns(self.console, look)
+        if memory_limit is not None and memory_limit.warning is not None:
+            self.warn(memory_limit.warning)
+        if self._is_quiet:
+            return
+        if look.header_news is not None:
+            self.warn(look.header_news)
+        if look.columns is not None and look.columns.classes:
+            self.warn(describe_classes(look.columns.classes, labels))
+        if look.label_words:
+            self.warn(describe_label_words(look.label_words, labels))
+
+    def show_plan(self, client: Client, plan: TrainingPlan) -> Callable[[TrainingState], None]:
+        """Print the plan; return the function that shows the progress."""
+        for text in find_warnings(self._look, self._options.model.read_labels_as):
+            self.warn(text)
+        if not self._is_quiet and plan.chosen_on and self._options.passes.blocks is None:
+            self.warn(plan.sentence())
+            if plan.note is not None:
+                self.warn(plan.note)
+        self._epochs, self._loss_name = plan.epochs, plan.model.loss_name
+        self._examples, self._bytes, self._loss = RateMeter(), RateMeter(), RunningLoss()
+        self._observed = ObservedStaleness(client, plan.model)
+        self._staleness: dict[str, Any] = {}
+        self._num_losses = 0
+        self._read_staleness_s = time.monotonic()
+        return self._show_progress
+
+    def _show_progress(self, progress: TrainingState) -> None:
+        now = time.monotonic()
+        self._examples.add(now, progress.examples)
+        self._bytes.add(now, progress.num_bytes)
+        training = progress.task == "train"
+        if training and now - self._read_staleness_s > _STALENESS_EVERY_S:
+            self._read_staleness_s = now
+            self._staleness = self._observed.summary()
+        if not progress.examples:
+            return
+        if training and self._is_progressive:
+            self._show_losses(progress.progressive)
+        self.line.update(
+            ProgressSnapshot(
+                examples=progress.examples,
+                examples_per_s=self._examples.per_s,
+                done_fraction=progress.fraction,
+                loss=self._loss.add(progress.examples, progress.loss, progress.weight) if training else None,
+                loss_name=self._loss_name,
+                staleness_mean=self._staleness.get("mean") if training else None,
+                staleness_max=self._staleness.get("max") if training else None,
+                bytes_per_s=self._bytes.per_s,
+                workers=progress.num_workers,
+                epoch=f"{progress.epoch}/{self._epochs}" if training and progress.epoch else None,
+                phase=_PHASES.get(progress.task),
+            )
+        )
+
+    def _show_losses(self, losses: Sequence[ProgressiveLoss]) -> None:
+        if losses and not self._num_losses:
+            self.console.print(HEADING, highlight=False, soft_wrap=True)
+        for loss in losses[self._num_losses :]:
+            self.console.print(loss.line(), highlight=False, soft_wrap=True)
+        self._num_losses = max(self._num_losses, len(losses))
+
+
+class RunningLoss:
+    """The mean loss of the last examples: of the newest report that covers at least 50,000 examples."""
+
+    def __init__(self) -> None:
+        self._reports: deque[tuple[int, float, float]] = deque([(0, 0.0, 0.0)])
+
+    def add(self, examples: int, loss: float, weight: float) -> float | None:
+        """Add the sums since the start; return the weighted mean over the last examples."""
+        reports = self._reports
+        if examples < reports[-1][0]:  # a worker died, and its unfinished examples no longer count
+            reports.clear()
+        if not reports or examples > reports[-1][0]:
+            reports.append((examples, loss, weight))
+        while len(reports) > 2 and examples - reports[1][0] >= _LOSS_EXAMPLES:
+            reports.popleft()
+        (_, first_loss, first), (_, last_loss, last) = reports[0], reports[-1]
+        return (last_loss - first_loss) / (last - first) if last > first else None

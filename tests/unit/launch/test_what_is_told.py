@@ -9,9 +9,9 @@ from pathlib import Path
 from paceline.launch.supervisor import describe_status
 from paceline.models.metrics import evaluate
 from paceline.models.registry import make_model
+from paceline.training.driver import RunningLoss
 from paceline.training.files.bad_data import BadData, describe_bad_lines
 from paceline.training.results import TrainResult, mean_loss, summarize_staleness
-from paceline.training.training_run import RunningLoss
 
 
 def test_a_shard_that_two_workers_read_counts_once(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from paceline import cli
 from paceline.ps import FTRL
 from paceline.sklearn import FactorizationMachine, LinearRegression, LogisticRegression, PoissonRegressor, estimator
-from paceline.training import planning, training_run
+from paceline.training import driver, planning
 from paceline.training.files.data_files import settle_files
 from paceline.training.options import TrainOptions
 from paceline.training.plan import TrainingPlan
@@ -65,7 +65,7 @@ def plan_of_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[T
         found.append(options)
         raise _PlannedError
 
-    monkeypatch.setattr(training_run, "run_training", record)
+    monkeypatch.setattr(driver, "run_training", record)
     monkeypatch.setattr(cli, "raise_on_sigterm", lambda: None)
     monkeypatch.setattr(sys, "argv", ["paceline", "train", "-q", *arguments])
     with pytest.raises(_PlannedError):
