@@ -25,7 +25,7 @@ import psutil
 
 from paceline.bench.other_load import OtherLoad
 from paceline.data import ClickLogSpec, write_click_log
-from paceline.data.feature_names import CRITEO_NAMES
+from paceline.data.formats.criteo import CRITEO_NAMES
 from paceline.training.driver import train_locally
 from paceline.training.options import TrainOptions
 

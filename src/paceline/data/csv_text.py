@@ -17,7 +17,7 @@ from paceline.data.bad_lines import NUM_KEPT, BadLine, shorten
 from paceline.data.batch import Batch, fields_by_place, insert_lists
 from paceline.data.columns import Columns
 from paceline.data.dialect import BLANKS, PREAMBLE, Dialect, mark_blanks, read_dialect
-from paceline.data.reader import BLOCK_BYTES, Report
+from paceline.data.reader import BLOCK_BYTES, ReadSettings, Report
 from paceline.data.streams import line_number, text_size
 from paceline.data.text import Parsed
 from paceline.data.window import MAX_LINE_BYTES, TextWindow
@@ -116,24 +116,24 @@ class CsvReader:
     begin is remembered now and then, so that a place is looked for once.
     """
 
-    def __init__(
-        self, path: str, columns: Columns, shard_bytes: int, num_bytes: int, *, needs_label: bool = True
-    ) -> None:
+    def __init__(self, path: str, settings: ReadSettings) -> None:
         from paceline.kernels.text.csv import skip_rows
 
+        columns, needs_label = settings.columns, settings.needs_label
+        assert columns is not None
         self._path = path
         self._columns = columns
         self._dialect = read_dialect(path, columns.names, columns.header)
         columns.check_in(path, self._dialect.names, needs_label=needs_label)
-        self._shard_bytes = shard_bytes
+        self._shard_bytes = settings.shard_bytes
         self._parse = csv_parser(self._dialect, columns, needs_label=needs_label)
         self._skip_rows = skip_rows
         self._window = TextWindow(path)
         self._low = 0
         self._row_starts: list[int] = []
         self._is_judged = False
-        size = text_size(path, num_bytes)
-        self.num_shards = None if size is None else -(-size // shard_bytes)
+        size = text_size(path, settings.num_bytes)
+        self.num_shards = None if size is None else -(-size // self._shard_bytes)
         self._go_to_first_row()
 
     def close(self) -> None:

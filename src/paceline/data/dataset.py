@@ -4,35 +4,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from paceline.closing import Closing
 from paceline.data.bad_lines import BadLine, BadLineLog, BadLines
 from paceline.data.batch import Batch, rebatch
-from paceline.data.binary.arrays import ArrayFileReader
 from paceline.data.binary.cache import CacheWriter, ShardCache
-from paceline.data.binary.converted import ConvertedFile, ConvertedReader, check_columns, describe_converted
 from paceline.data.columns import Columns
-from paceline.data.files_in_use import FilesInUse, stat_source
-from paceline.data.formats import (
-    COLUMN_FORMATS,
-    CONVERTED,
-    FORMATS,
-    KEYED_FORMATS,
-    TEXT_FORMATS,
-    detect_format,
-    feature_format,
-    have_same_features,
-)
-from paceline.data.guessing import find_json_columns, guess_columns
+from paceline.data.files_in_use import FilesInUse
+from paceline.data.formats import FORMATS, detect_format, find_format
 from paceline.data.key_scaling import KeyScaling, read_key_scaling
 from paceline.data.labels import CLICKS, positive_in, read_as
-from paceline.data.reader import IdleFiles, OpenFile, ShardReader
-from paceline.data.sampling import sample_objects, sample_rows
+from paceline.data.reader import IdleFiles, OpenFile, OtherFormatError, ReadSettings
 from paceline.data.streams import FileStatus, full_path, is_packed, line_number, stat_file, text_size
-from paceline.data.tables import column_names
 from paceline.errors import DataError, UsageError
 
 MIN_SHARD_BYTES = 256 << 10
@@ -40,7 +25,6 @@ MAX_SHARD_BYTES = 16 << 20
 _SHARDS_WANTED = 64
 _PACKED_RATIO = 3  # click logs shrink to about a third
 _SPEC_NAMES = ("files", "format", "label", "categorical", "numeric", "shard_bytes", "strict", "cache_dir", "labels")
-_RANDOM_ACCESS = ("parquet", "numpy", CONVERTED)
 
 Spec = dict[str, Any]
 """All that another process needs to open the same dataset; JSON and msgpack can carry it."""
@@ -75,66 +59,23 @@ def open_dataset(
     if not paths:
         raise UsageError("no data file was named: a dataset has at least one")
     files = [full_path(path) for path in paths]
-    statuses = [stat_file(file) for file in files]
-    if format is None:
-        format = detect_format(files[0])
-    elif format not in FORMATS:
-        raise UsageError(f"'{format}' is no format: choose one of {', '.join(FORMATS)}")
+    format = format or detect_format(files[0])
+    kind = find_format(format)
+    sizes = [kind.stat(file).num_bytes for file in files]
     positive_in(labels)
-    if format == "numpy":  # with their labels, which lie beside
-        statuses = [stat_source(file, format) for file in files]
-    sizes = [status.num_bytes for status in statuses]
     if shard_bytes is None:
         total = sum(size * (_PACKED_RATIO if is_packed(file) else 1) for file, size in zip(files, sizes, strict=True))
         shard_bytes = min(max(total // _SHARDS_WANTED, MIN_SHARD_BYTES), MAX_SHARD_BYTES)
     elif shard_bytes < 1:
         raise UsageError(f"a shard has at least 1 byte, not {shard_bytes}")
-    if format == CONVERTED:
-        source_format, columns = _look_at_converted(files, columns)
-    else:
-        columns = _columns_for(files, format, columns, needs_labels)
-        source_format = feature_format(format)
-    if scaling is not None and source_format not in KEYED_FORMATS:
+    columns = kind.resolve(files, columns, needs_label=needs_labels)
+    source_format = kind.source_of(files[0])
+    if scaling is not None and not FORMATS[source_format].is_keyed:
         raise UsageError(f"values of {format} are not scaled by key: leave scaling out")
     cache_path = None if cache_dir is None else Path(cache_dir)
     return Dataset(
         files, format, columns, shard_bytes, strict, cache_path, labels, scaling, source_format, needs_labels, sizes
     )
-
-
-def _look_at_converted(files: list[str], columns: Columns | None) -> tuple[str, Columns | None]:
-    """The format of the sources of converted files, and the columns that are read of them."""
-    first: ConvertedFile | None = None
-    for file in files:
-        found = describe_converted(file)
-        first = first or found
-        stored, format = found.description.columns, found.description.format
-        if not have_same_features(format, first.description.format):
-            raise DataError(
-                f"{file} was converted from {format}, and {files[0]} from {first.description.format}: all must be of "
-                "one format"
-            )
-        check_columns(file, stored, first.description.columns if columns is None else columns)
-    assert first is not None
-    if columns is not None and first.description.columns is None:
-        raise UsageError(f"{first.description.format} has no columns to choose: leave columns out")
-    return first.description.format, columns or first.description.columns
-
-
-def _columns_for(files: list[str], format: str, columns: Columns | None, needs_labels: bool) -> Columns | None:
-    if format == "jsonl":
-        if columns is not None and columns.numeric:
-            raise UsageError("numbers of JSON lines are numeric as they are: leave --numeric out")
-        return (columns and replace(columns, is_open=True)) or find_json_columns(files[0], sample_objects(files))
-    if format not in COLUMN_FORMATS:
-        if columns is not None:
-            raise UsageError(f"{format} has no columns to choose: leave columns out, or say csv or parquet")
-        return None
-    if columns is None:
-        columns = guess_columns(files[0], sample_rows(files, format)).columns
-    for file in files:
-        columns.check_in(file, column_names(file, format, columns.names, columns.header), needs_label=needs_labels)
-    return columns
 
 
 def open_spec(spec: Mapping[str, Any]) -> Dataset:
@@ -187,7 +128,7 @@ class Dataset(Closing):
         self.files = tuple(files)
         self.format = format
         self.source_format = source_format or format
-        """The format that features come from: of converted data, that of its sources."""
+        """The format that defines the features: for converted data the format of its sources."""
         self.columns = columns
         self.shard_bytes = shard_bytes
         self.strict = strict
@@ -197,8 +138,9 @@ class Dataset(Closing):
         self.cache_error: str | None = None
         """Why caching stopped, as when the disk is full; reading goes on without."""
         self._cache_dir = None if cache_dir is None else cache_dir.absolute()
-        self.in_use = FilesInUse(self.files, format, sizes)
-        """The files, which are to stay what they were when they were first looked at."""
+        self._kind = FORMATS[format]
+        self.in_use = FilesInUse(self.files, self._kind, sizes)
+        """The files, which must not change."""
         self._cache = self._open_cache()
         self._log = BadLineLog()
         self._idle = IdleFiles()
@@ -224,12 +166,12 @@ class Dataset(Closing):
 
     def can_enter(self, file: int) -> bool:
         """Whether a file can be read from any shard on, without parsing those before."""
-        return self.format in _RANDOM_ACCESS or text_size(self.files[file], 0) is not None
+        return self._kind.is_random_access or text_size(self.files[file], 0) is not None
 
     def num_shards(self, file: int) -> int | None:
         """How many shards a file has; None for a packed file that does not say, until its end was read."""
         if file not in self.in_use.num_shards:
-            if self.format in _RANDOM_ACCESS:
+            if self._kind.is_random_access:
                 self._give_back(file, self._take(file))
             elif (size := text_size(self.files[file], self.in_use.check(file).num_bytes)) is not None:
                 self.in_use.num_shards[file] = -(-size // self.shard_bytes)
@@ -284,8 +226,9 @@ class Dataset(Closing):
         }
 
     def _blocks(self, file: int, shard: int) -> Iterator[Batch]:
+        are_clicks = self.labels == CLICKS and FORMATS[self.source_format].has_binary_labels
         for block in self._blocks_as_stored(file, shard):
-            if self.labels != CLICKS or self.source_format != "criteo":  # which has no others than 0 and 1
+            if not are_clicks:
                 read_as(self.labels, block.labels, unknown=not self.needs_labels)
             yield block
 
@@ -318,43 +261,39 @@ class Dataset(Closing):
         except GeneratorExit:
             self._give_back(file, opened)
             raise
-        except BaseException:
+        except BaseException as error:
             opened.reader.close()
+            if isinstance(error, OtherFormatError):
+                raise self._with_detected_format(file, error) from None
             raise
         finally:
             if not whole:
                 writing.discard()
 
+    def _with_detected_format(self, file: int, error: OtherFormatError) -> DataError:
+        try:
+            found = detect_format(self.files[file])
+        except DataError:
+            return error
+        return error if found == self.format else DataError(f"{error}; it looks like {found}: pass --format {found}")
+
     def _take(self, file: int) -> OpenFile:
         opened = self._idle.take(file)
         if opened is None:
             status = self.in_use.check(file)  # before it is opened
-            opened = OpenFile(status, self._open_reader(file, status.num_bytes))
+            settings = ReadSettings(
+                shard_bytes=self.shard_bytes,
+                num_bytes=status.num_bytes,
+                columns=self.columns,
+                needs_label=self.needs_labels,
+            )
+            opened = OpenFile(status, self._kind.open_reader(self.files[file], settings))
         return opened
 
     def _give_back(self, file: int, opened: OpenFile) -> None:
         if opened.reader.num_shards is not None:
             self.in_use.num_shards[file] = opened.reader.num_shards
         self._idle.give_back(file, opened)
-
-    def _open_reader(self, file: int, size: int) -> ShardReader:
-        path = self.files[file]
-        if self.format == CONVERTED:
-            return ConvertedReader(path, self.columns, self.shard_bytes)
-        if self.format == "numpy":
-            return ArrayFileReader(path, self.shard_bytes, needs_label=self.needs_labels)
-        if self.format in TEXT_FORMATS:
-            from paceline.data.text import TextReader
-
-            return TextReader(path, self.format, self.shard_bytes, size, self.columns, needs_label=self.needs_labels)
-        assert self.columns is not None
-        if self.format == "csv":
-            from paceline.data.csv_text import CsvReader
-
-            return CsvReader(path, self.columns, self.shard_bytes, size, needs_label=self.needs_labels)
-        from paceline.data.tables import ParquetReader
-
-        return ParquetReader(path, self.columns, needs_label=self.needs_labels)
 
     def _open_cache(self) -> ShardCache | None:
         if self._cache_dir is None:

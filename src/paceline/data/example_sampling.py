@@ -12,6 +12,7 @@ import numpy.typing as npt
 from paceline.data.bad_lines import BadLines
 from paceline.data.batch import Batch
 from paceline.data.dataset import Dataset, open_dataset
+from paceline.data.formats import FORMATS
 from paceline.data.reader import BLOCK_BYTES
 from paceline.data.streams import stat_file
 
@@ -48,7 +49,7 @@ def sample_examples(dataset: Dataset, *, max_rows: int = MAX_ROWS, max_pairs: in
     Malformed lines are left out too, whatever ``dataset.strict`` says. Raises as :meth:`Dataset.read`.
     """
     sizes = [stat_file(file).num_bytes for file in dataset.files]
-    has_pieces = dataset.format != "parquet" and all(map(dataset.can_enter, range(len(sizes))))
+    has_pieces = not FORMATS[dataset.format].samples_beginnings and all(map(dataset.can_enter, range(len(sizes))))
     is_large = has_pieces and sum(sizes) > _NUM_PIECES * _PIECE_BYTES
     shard_bytes = _PIECE_BYTES if is_large else BLOCK_BYTES
     thinned = _Thinned(max_rows, max_pairs)
@@ -134,7 +135,7 @@ class _Beginnings:
 
     def _read(self, file: int, shard: int, most: int) -> Iterator[Batch]:
         """Read a shard; of a large row group of a parquet file only the beginning."""
-        num_groups = self._reader.num_shards(file) if self._reader.format == "parquet" else None
+        num_groups = self._reader.num_shards(file) if FORMATS[self._reader.format].samples_beginnings else None
         runs = self._reader.read(file, shard, _CHUNK_ROWS)
         if num_groups is None:
             yield from runs

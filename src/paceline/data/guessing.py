@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -25,12 +25,9 @@ from paceline.data.columns import (
     check_distinct,
     find_label,
     resolve_label,
-    shown_names,
-    usual_label,
 )
-from paceline.data.dialect import LABEL_NAMES, PLACE, check_header, is_missing, is_number
-from paceline.data.labels import find_classes
-from paceline.data.sampling import Sample, json_cells, json_text, walk_fields
+from paceline.data.dialect import PLACE, check_header, is_missing, is_number
+from paceline.data.sampling import TextTable
 from paceline.data.scales.one_column import line_loss, table_loss
 from paceline.data.scales.scaling import signed_logs
 from paceline.errors import UsageError
@@ -123,7 +120,7 @@ NO_OPTIONS: Final = ReadOptions()
 """All columns are guessed."""
 
 
-def guess_columns(path: str, sample: Sample, options: ReadOptions = NO_OPTIONS, weight: str = "") -> Guesses:
+def guess_columns(path: str, sample: TextTable, options: ReadOptions = NO_OPTIONS, weight: str = "") -> Guesses:
     """Guess the kinds of the columns of `sample` that `options` do not name.
 
     `weight` is the name of the column of the examples' weights, if any. `path` names the files in messages. Raises
@@ -165,7 +162,7 @@ def guess_columns(path: str, sample: Sample, options: ReadOptions = NO_OPTIONS, 
     return Guesses(columns, tuple(guesses), len(sample.rows))
 
 
-def _check_commas(path: str, sample: Sample, names: Sequence[str]) -> None:
+def _check_commas(path: str, sample: TextTable, names: Sequence[str]) -> None:
     """Raise UsageError for numbers with commas, decimal ones or of thousands, or with signs: they would be text."""
     for name in names:
         cells = [cell.strip() for cell in sample.column(name) if not is_missing(cell)]
@@ -180,13 +177,13 @@ def _check_commas(path: str, sample: Sample, names: Sequence[str]) -> None:
                 )
 
 
-def _without_copies(sample: Sample) -> Sample:
+def _without_copies(sample: TextTable) -> TextTable:
     """Leave out rows that are copies of others, unless most are: else no column of theirs would identify rows."""
     rows = list(dict.fromkeys(map(tuple, sample.rows)))
-    return sample if 2 * len(rows) < len(sample.rows) else Sample(sample.names, sample.types, list(map(list, rows)))
+    return sample if 2 * len(rows) < len(sample.rows) else TextTable(sample.names, sample.types, list(map(list, rows)))
 
 
-def describe_named(sample: Sample, columns: Columns) -> Guesses:
+def describe_named(sample: TextTable, columns: Columns) -> Guesses:
     """The same of columns that were named; the words that labels are are found too."""
     if not columns.classes:
         columns = replace(columns, classes=sample.classes(columns.label))
@@ -205,7 +202,7 @@ def judge_column(name: str, cells: Sequence[str], counts: Mapping[str, int], typ
     """The kind of a column other than the label, and the reason.
 
     `name` is empty where the header has none; `cells` in the order of the rows; `counts` of those that are not empty;
-    `type` as :class:`Sample` has it.
+    `type` as :class:`TextTable` has it.
     """
     if type == "nested":
         return "left out", "holds structures"
@@ -335,93 +332,3 @@ def _are_codes(values: Sequence[int]) -> bool:
         found += len(set(part))
         expected += possible * -math.expm1(-len(part) / possible)
     return found < 0.5 * expected
-
-
-def find_json_columns(
-    path: str, objects: Sequence[Mapping[str, Any]], options: ReadOptions = NO_OPTIONS, weight: str = ""
-) -> Columns:
-    """The columns of JSON lines whose label, and weight, have these names; raise UsageError if there is no such field.
-
-    Without a label in `options` it is the field of the first usual name, in any case. Numbers of fields that hold
-    identifiers or codes are categories, unless `options` name them.
-    """
-    label = options.label
-    refused = [each for each in options.given if each in ("--text", "--ignore", "--header")]
-    if refused:
-        raise UsageError(f"{path} has JSON lines, and {refused[0]} is for csv and parquet: leave it out")
-    values = _values_by_field(objects)
-    names = list(values)
-    found = usual_label(names) if label is None else label if label in names else None
-    shown = shown_names(names) or "none"
-    if found is None:
-        what = f"no field '{label}'" if label is not None else f"no field named {', '.join(LABEL_NAMES)}"
-        raise UsageError(f"{path} has {what} in the rows looked at, so say with --label which it is: it has {shown}")
-    for name in (weight, *options.categorical, *options.numeric):
-        if name not in ("", *names):
-            raise UsageError(f"{path} has no field '{name}' in the rows looked at: it has {shown}")
-    given = options.kinds(path, names, found)
-    codes = tuple(
-        name
-        for name in names
-        if name not in (found, weight)
-        and (given[name] == "categorical" if name in given else _are_numbers_codes(name, values[name]))
-    )
-    return Columns(found, codes, weight=weight, is_open=True, classes=find_classes(json_cells(objects, found)))
-
-
-def _values_by_field(objects: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the values of every field of JSON, without those in lists, in one walk."""
-    values: dict[str, list[Any]] = {}
-    for each in objects:
-        for name, value, in_list in walk_fields(each):
-            found = values.setdefault(name, [])
-            if not in_list:
-                found.append(value)
-    return values
-
-
-def _are_numbers_codes(name: str, values: Sequence[Any]) -> bool:
-    """Return whether the values of a field of JSON are identifiers or codes, by the rules for columns."""
-    if not values or not all(_is_whole(value) for value in values):
-        return False
-    cells = list(map(json_text, values))
-    kind, reason = judge_column(name, cells, Counter(cells))
-    return kind == "left out" or "codes" in reason or "digits" in reason
-
-
-def _is_whole(value: Any) -> bool:
-    return (isinstance(value, int) and not isinstance(value, bool)) or (isinstance(value, float) and value.is_integer())
-
-
-def _describe_kinds(found: Mapping[str, int]) -> tuple[str, str]:
-    """What a field of JSON is taken for, and how, by how many of its values are what."""
-    if not found:
-        return "left out", ""
-    if len(found) == 1:
-        (kind,) = found
-        return ("categorical", IN_LISTS) if kind == IN_LISTS else (kind, "")
-    names = {"numeric": "as numbers", "categorical": "as categories", IN_LISTS: "in lists, as categories"}
-    kind = "numeric and categorical" if "numeric" in found else "categorical"
-    return kind, ", ".join(f"{found[each]:,} {text}" for each, text in names.items() if each in found)
-
-
-def describe_json(objects: Sequence[Mapping[str, Any]], columns: Columns) -> Guesses:
-    """What the fields of JSON lines are taken for."""
-    counts: dict[str, Counter[str]] = {}
-    kinds: dict[str, Counter[str]] = {}
-    for each in objects:
-        for name, value, in_list in walk_fields(each):
-            counts.setdefault(name, Counter())[json_text(value)] += value is not None
-            if value is not None:
-                is_number = isinstance(value, int | float) and not isinstance(value, bool)
-                as_category = in_list or not is_number or name in columns.categorical
-                kind = "numeric" if not as_category else IN_LISTS if in_list else "categorical"
-                kinds.setdefault(name, Counter())[kind] += 1
-    guesses = []
-    for name, found in counts.items():
-        kind, reason = _describe_kinds(kinds.get(name, Counter()))
-        if name in (columns.label, columns.weight):
-            kind, reason = ("label" if name == columns.label else "weight"), ""
-        examples = tuple(text for text, count in found.items() if count)[:NUM_EXAMPLES]
-        guesses.append(Guess(name, kind, reason, sum(count > 0 for count in found.values()), examples))
-    return Guesses(columns, tuple(guesses), len(objects))

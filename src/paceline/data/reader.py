@@ -1,4 +1,4 @@
-"""What every format's reader offers to the dataset, and the readers that wait there, each with an open file."""
+"""Interface and settings of readers, and the readers that stay open for the next shard."""
 
 from __future__ import annotations
 
@@ -8,25 +8,45 @@ from typing import Protocol
 
 from paceline.data.bad_lines import BadLine
 from paceline.data.batch import Batch
+from paceline.data.columns import Columns
 from paceline.data.streams import FileStatus
+from paceline.errors import DataError
 
 Report = Callable[[int, Sequence[BadLine]], None]
-"""Takes a number of bad lines and descriptions of the first of them."""
+"""Receives the number of malformed lines, and descriptions of the first ones."""
 
 BLOCK_BYTES = 1 << 20
-"""So much text is read and parsed at a time."""
+"""The size of a block of text, which is read and parsed in one step."""
 
 _MAX_IDLE = 4
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadSettings:
+    """Settings of the reader of one file."""
+
+    shard_bytes: int
+    num_bytes: int
+    """The size of the file."""
+    columns: Columns | None = None
+    needs_label: bool = True
+    """Whether a row without a label is malformed; otherwise its label is NaN."""
+
+
+class OtherFormatError(DataError):
+    """A file has another format than the reader's: none of its first lines is valid."""
+
+
 class ShardReader(Protocol):
-    """Reads shards of one file; it keeps its place, so rising shard numbers cost nothing twice."""
+    """Reads shards of one file. It keeps its position, so shards in ascending order are read without a search."""
 
     num_shards: int | None
-    """None as long as it is unknown."""
+    """None while it is unknown."""
 
     def blocks(self, shard: int, report: Report) -> Iterator[Batch]:
-        """The shard's rows in batches of the reader's own size, labels as the file has them; none behind the end."""
+        """Yield the shard's rows in batches of the reader's own size, with the labels of the file; none after the
+        last shard.
+        """
 
     def close(self) -> None:
         """Close the file."""
@@ -41,17 +61,17 @@ class OpenFile:
 
 
 class IdleFiles:
-    """Files that stay open until they are read further, the last few of them."""
+    """The files that were read last; they stay open."""
 
     def __init__(self) -> None:
         self._idle: dict[int, OpenFile] = {}
 
     def take(self, file: int) -> OpenFile | None:
-        """The file of this number, if it is there; it is the caller's."""
+        """Remove and return the file with this number, if it is open. The caller owns it."""
         return self._idle.pop(file, None)
 
     def give_back(self, file: int, opened: OpenFile) -> None:
-        """Keep a file open, in place of another one of that number, or of the one that has waited longest."""
+        """Keep a file open. Close an older reader of this file, or the file that is idle for the longest time."""
         older = self.take(file)
         if older is not None:
             older.reader.close()
@@ -60,6 +80,6 @@ class IdleFiles:
             self._idle.pop(next(iter(self._idle))).reader.close()
 
     def close(self) -> None:
-        """Close them all."""
+        """Close all files."""
         while self._idle:
             self._idle.popitem()[1].reader.close()

@@ -14,16 +14,14 @@ import numpy.typing as npt
 
 from paceline.data.bad_lines import NUM_KEPT, BadLine, shorten
 from paceline.data.batch import Batch
-from paceline.data.columns import Columns
 from paceline.data.dialect import BYTE_ORDER_MARK
-from paceline.data.formats import detect_format, is_unlabelled_criteo
-from paceline.data.reader import BLOCK_BYTES, Report
+from paceline.data.reader import BLOCK_BYTES, OtherFormatError, ReadSettings, Report
 from paceline.data.streams import text_size
 from paceline.data.window import MAX_LINE_BYTES, TextWindow
 from paceline.errors import DataError
 from paceline.kernels.text.codes import MISSING_LABEL
 
-_SCRATCH_BYTES = 128
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)
@@ -128,107 +126,7 @@ class Parsed:
 Parse = Callable[[npt.NDArray[np.uint8], int, int], Parsed]
 
 
-def criteo_parser(*, has_label: bool = True) -> Parse:
-    """A function that parses ``text[start:stop]`` as Criteo rows, as many as it made room for; without labels NaN."""
-    from paceline.kernels.text import lines as kernels
-    from paceline.kernels.text.criteo import CRITEO_FEATURES, criteo_tables
-
-    tables = criteo_tables()
-
-    def parse(text: npt.NDArray[np.uint8], start: int, stop: int) -> Parsed:
-        capacity = (stop - start) // 128 + 16
-        labels = np.empty(capacity, np.float32)
-        keys = np.empty(capacity * CRITEO_FEATURES, np.uint64)
-        bad_at, bad_why, counts = _result_arrays(kernels.NUM_COUNTS)
-        kernels.parse_criteo(text, start, stop, int(has_label), *tables, labels, keys, bad_at, bad_why, counts)
-        rows, num_bad, position, pairs, _ = counts.tolist()
-        indptr = np.arange(0, pairs + 1, CRITEO_FEATURES, dtype=np.int64)
-        batch = Batch(labels[:rows], indptr, keys[:pairs])
-        return Parsed(batch, position, num_bad, _first_bad(bad_at, bad_why, num_bad))
-
-    return parse
-
-
-def libsvm_parser(*, needs_label: bool = True) -> Parse:
-    """A function that parses ``text[start:stop]`` as LIBSVM rows, as many as it made room for.
-
-    Unless it `needs_label` rows may have none, which is then NaN.
-    """
-    from paceline.kernels.text import lines as kernels
-    from paceline.kernels.text.values import powers_of_ten
-
-    powers = powers_of_ten()
-
-    def parse(text: npt.NDArray[np.uint8], start: int, stop: int) -> Parsed:
-        row_capacity, pair_capacity = (stop - start) // 16 + 16, (stop - start) // 4 + 1  # a pair has 4 bytes
-        labels, indptr = np.empty(row_capacity, np.float32), np.empty(row_capacity + 1, np.int64)
-        keys, values = np.empty(pair_capacity, np.uint64), np.empty(pair_capacity, np.float32)
-        bad_at, bad_why, counts = _result_arrays(kernels.NUM_COUNTS)
-        kernels.parse_libsvm(
-            *(text, start, stop, int(needs_label), powers),
-            *(labels, indptr, keys, values, bad_at, bad_why, counts),
-        )
-        rows, num_bad, position, pairs, all_ones = counts.tolist()
-        batch = Batch(labels[:rows], indptr[: rows + 1], keys[:pairs], None if all_ones else values[:pairs])
-        return Parsed(batch, position, num_bad, _first_bad(bad_at, bad_why, num_bad))
-
-    return parse
-
-
-def vw_parser(*, needs_label: bool, is_ffm: bool = False) -> Parse:
-    """A function that parses ``text[start:stop]`` as lines of Vowpal Wabbit, or of libffm; labels may be missing (NaN)
-    if allowed.
-    """
-    from paceline.kernels.text import vw as kernels
-    from paceline.kernels.text.values import powers_of_ten
-
-    powers = powers_of_ten()
-
-    def parse(text: npt.NDArray[np.uint8], start: int, stop: int) -> Parsed:
-        arrays = _SparseArrays((stop - start) // 2 + 1)
-        bad_at, bad_why, counts = _result_arrays(kernels.NUM_VW_COUNTS)
-        kernels.parse_vw(
-            *(text, start, stop, int(is_ffm), int(needs_label), powers, *arrays.all, bad_at, bad_why, counts)
-        )
-        rows, num_bad, position, pairs, all_ones, unweighted = counts.tolist()
-        batch = arrays.batch(rows, pairs, all_ones=bool(all_ones), is_weighted=not unweighted)
-        return Parsed(batch, position, num_bad, _first_bad(bad_at, bad_why, num_bad))
-
-    return parse
-
-
-def json_parser(columns: Columns, *, needs_label: bool) -> Parse:
-    """A function that parses ``text[start:stop]`` as JSON lines; labels may be missing (NaN) if allowed."""
-    from paceline.kernels.hashing import name_seed
-    from paceline.kernels.text import json_lines as kernels
-    from paceline.kernels.text.lines import NUM_COUNTS
-    from paceline.kernels.text.values import powers_of_ten
-
-    powers = powers_of_ten()
-    label, weight = np.uint64(name_seed(columns.label)), np.uint64(name_seed(columns.weight) if columns.weight else 0)
-    as_text, classes = (
-        np.array([name_seed(name) for name in names], np.uint64) for names in (columns.categorical, columns.classes)
-    )
-    scratch = np.empty(0, np.uint8)
-
-    def parse(text: npt.NDArray[np.uint8], start: int, stop: int) -> Parsed:
-        nonlocal scratch
-        if len(scratch) < len(text) + _SCRATCH_BYTES:
-            scratch = np.empty(len(text) + _SCRATCH_BYTES, np.uint8)
-        arrays = _SparseArrays((stop - start) // 2 + 1)
-        bad_at, bad_why, counts = _result_arrays(NUM_COUNTS)
-        kernels.parse_json_lines(
-            *(text, start, stop, int(needs_label), label, weight, as_text, powers, classes, scratch),
-            *(*arrays.all, bad_at, bad_why, counts),
-        )
-        rows, num_bad, position, pairs, all_ones = counts.tolist()
-        batch = arrays.batch(rows, pairs, all_ones=bool(all_ones), is_weighted=bool(columns.weight))
-        return Parsed(batch, position, num_bad, _first_bad(bad_at, bad_why, num_bad))
-
-    return parse
-
-
-class _SparseArrays:
+class SparseArrays:
     """Room for rows and pairs, in the order in which kernels take it."""
 
     def __init__(self, capacity: int) -> None:
@@ -247,48 +145,27 @@ class _SparseArrays:
         return Batch(self._labels[:rows].copy(), indptr, self._keys[:pairs].copy(), values, weights, fields)
 
 
-def parser_of(path: str, format: str, columns: Columns | None, *, needs_label: bool) -> Parse:
-    """The parser of a file of a line format; `columns` are those of JSON lines."""
-    if format == "criteo":
-        return criteo_parser(has_label=needs_label or not is_unlabelled_criteo(path))
-    if format in ("vw", "libffm"):
-        return vw_parser(needs_label=needs_label, is_ffm=format == "libffm")
-    if format == "jsonl":
-        assert columns is not None
-        return json_parser(columns, needs_label=needs_label)
-    return libsvm_parser(needs_label=needs_label)
-
-
-def _result_arrays(
-    num_counts: int,
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def result_arrays(num_counts: int) -> tuple[Ints, Ints, Ints]:
+    """Return the arrays for places and codes of the first bad lines, and for counts."""
     return np.empty(NUM_KEPT, np.int64), np.empty(NUM_KEPT, np.int64), np.empty(num_counts, np.int64)
 
 
-def _first_bad(bad_at: npt.NDArray[np.int64], bad_why: npt.NDArray[np.int64], num_bad: int) -> list[tuple[int, int]]:
+def first_bad(bad_at: Ints, bad_why: Ints, num_bad: int) -> list[tuple[int, int]]:
+    """Return the places and codes of the first bad lines."""
     return list(zip(bad_at[:num_bad].tolist(), bad_why[:num_bad].tolist(), strict=True))
 
 
 class TextReader:
-    """Shards of a file of one of :data:`TEXT_FORMATS`."""
+    """Shards of a file with one example per line."""
 
-    def __init__(
-        self,
-        path: str,
-        format: str,
-        shard_bytes: int,
-        num_bytes: int,
-        columns: Columns | None = None,
-        *,
-        needs_label: bool = True,
-    ) -> None:
+    def __init__(self, path: str, format: str, parse: Parse, settings: ReadSettings) -> None:
         self._path = path
         self._format = format
-        self._shard_bytes = shard_bytes
+        self._shard_bytes = settings.shard_bytes
         self._lines = LineReader(path)
-        self._parse = parser_of(path, format, columns, needs_label=needs_label)
-        size = text_size(path, num_bytes)
-        self.num_shards = None if size is None else -(-size // shard_bytes)
+        self._parse = parse
+        size = text_size(path, settings.num_bytes)
+        self.num_shards = None if size is None else -(-size // self._shard_bytes)
 
     def close(self) -> None:
         """Close the file."""
@@ -329,12 +206,6 @@ class TextReader:
         line = bytes(block.buffer[at : block.buffer.find(b"\n", at)][:1000])
         return BadLine(self._path, block.base + at, None, shorten(line), REASONS[why])
 
-    def _other_format(self, block: Block) -> DataError:
+    def _other_format(self, block: Block) -> OtherFormatError:
         first = bytes(block.buffer[block.start : block.stop][:1000]).partition(b"\n")[0]
-        message = f"{self._path} does not look like {self._format}: its first line is '{shorten(first)}'"
-        try:
-            found = detect_format(self._path)
-        except DataError:
-            found = self._format
-        hint = "" if found == self._format else f"; it looks like {found}: say --format {found}"
-        return DataError(message + hint)
+        return OtherFormatError(f"{self._path} does not look like {self._format}: its first line is '{shorten(first)}'")

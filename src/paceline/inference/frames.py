@@ -21,8 +21,8 @@ from typing_extensions import override
 
 from paceline.data import Batch, Columns
 from paceline.data.columns import Converter, are_whole, find_double, import_arrow, is_list
-from paceline.data.feature_names import CRITEO_NAMES
-from paceline.data.text import criteo_parser, json_parser
+from paceline.data.formats.criteo import CRITEO_NAMES, criteo_parser
+from paceline.data.formats.json_lines import json_parser
 from paceline.errors import UsageError, printable
 from paceline.kernels.text.codes import REASONS
 

@@ -11,15 +11,13 @@ from pathlib import Path
 import numpy as np
 
 from paceline.data import (
-    COLUMN_FORMATS,
+    FORMATS,
     Batch,
     Columns,
     Dataset,
-    column_names,
     detect_format,
     find_label,
     have_same_features,
-    is_unlabelled_criteo,
     open_dataset,
     source_format,
 )
@@ -90,10 +88,10 @@ class Predictor:
                     "format"
                 )
         columns = self.columns
-        if columns is None and found in COLUMN_FORMATS:
+        if columns is None and FORMATS[found].has_columns:
             columns = self._guess_columns(str(paths[0]), found)
         if header != "auto":
-            if columns is None or found != "csv":
+            if columns is None or "--header" not in FORMATS[found].column_options:
                 raise UsageError(f"--header {header}: data of format {found} has no header: leave the option out")
             check_header(header)
             columns = replace(columns, header=header)
@@ -129,7 +127,7 @@ class Predictor:
 
     def _format_of(self, path: str | Path) -> str:
         try:
-            if self.format == "criteo" and is_unlabelled_criteo(str(path)):
+            if self.format in FORMATS and FORMATS[self.format].matches_unlabelled(str(path)):
                 return self.format
             return detect_format(path)
         except DataError:
@@ -140,7 +138,7 @@ class Predictor:
 
         A numeric column has one feature; its key is the hash of its name.
         """
-        names = column_names(path, format)
+        names = FORMATS[format].column_names(path)
         label = find_label(path, names)
         keys = np.array([name_seed(name) for name in names], np.uint64)
         is_numeric = self.stores[0].read_records(keys)[1]

@@ -8,10 +8,9 @@ import time
 from collections.abc import Callable
 
 from paceline.data import (
-    COLUMN_FORMATS,
+    FORMATS,
     Columns,
     Dataset,
-    column_names,
     detect_format,
     have_same_features,
     source_format,
@@ -145,8 +144,8 @@ def _names_no_others(options: TrainOptions, known: Columns) -> bool:
         return False
     path = str(options.data[0])
     format = options.format or detect_format(path)
-    is_table = format in COLUMN_FORMATS
-    names = column_names(path, format, known.names, known.header) if is_table else known.names + options.reading.names
+    found = FORMATS[format].column_names(path, known.names, known.header)
+    names = found or known.names + options.reading.names
     return options.reading.fit(path, known, names)
 
 

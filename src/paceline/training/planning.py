@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from paceline.data import KEYED_FORMATS, BadLines, open_dataset
+from paceline.data import FORMATS, BadLines, open_dataset
 from paceline.data.batch import Batch
 from paceline.data.example_sampling import ExampleSample, sample_examples
 from paceline.data.key_scaling import KeyScaling, read_key_scaling
@@ -100,9 +100,11 @@ def _sample(options: TrainOptions, examples: ExampleSample | None) -> tuple[Exam
 
 def _find_scaling(options: TrainOptions, sample: ExampleSample, format: str) -> KeyScaling | None:
     """Return how values are changed of formats without columns."""
-    if format not in KEYED_FORMATS or options.numeric_scale == "none":
+    if not FORMATS[format].is_keyed or options.numeric_scale == "none":
         return None
-    return choose_key_scaling(sample, options.numeric_scale, absent_is_zero=format != "jsonl", model=options.model)
+    return choose_key_scaling(
+        sample, options.numeric_scale, absent_is_zero=FORMATS[format].absent_is_zero, model=options.model
+    )
 
 
 def plan_on_sample(options: TrainOptions, sample: ExampleSample, scaling: KeyScaling | None) -> TrainingPlan:

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from paceline.data import Dataset, describe_not_binary, sample_labels
+from paceline.data import FORMATS, Dataset, describe_not_binary
 from paceline.data.labels import CLICKS
 from paceline.errors import ModelError
 from paceline.launch.kernels import prepare_kernels
@@ -127,7 +127,7 @@ def _find_warnings(predictor: Predictor, dataset: Dataset, evaluation: Evaluatio
         return
     if issubclass(predictor.model.evaluation, ClickEvaluation):
         classes = dataset.columns.classes if dataset.columns is not None else ()
-        found = sample_labels(dataset.files, dataset.format, dataset.columns)
+        found = FORMATS[dataset.format].sample_labels(dataset.files, dataset.columns)
         odd = describe_not_binary(found, dataset.labels, classes)
         if odd is not None:
             consequence = "those above 0 for positive" if dataset.labels == CLICKS else "all for negative"

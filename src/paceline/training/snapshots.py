@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.data import Columns, Dataset
-from paceline.data.files_in_use import stat_source
+from paceline.data import FORMATS, Columns, Dataset
 from paceline.errors import DataError, PacelineError, UsageError
 from paceline.models.base import SparseModel
 from paceline.models.registry import describe_settings, read_model_settings
@@ -126,7 +125,7 @@ def describe_training(dataset: Dataset, plan: TrainingPlan, consistency: str) ->
 
 def describe_files(paths: Sequence[str | Path], format: str) -> list[list[Any]]:
     """Return by what files of a format are known again: their names and sizes."""
-    return [[os.path.basename(path), stat_source(path, format).num_bytes] for path in paths]
+    return [[os.path.basename(path), FORMATS[format].stat(str(path)).num_bytes] for path in paths]
 
 
 def _with_weights(account: JobAccount) -> JobAccount:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.data import Batch, detect_format, open_dataset, sample_labels
+from paceline.data import FORMATS, Batch, detect_format, open_dataset
 from paceline.errors import DataError
 
 sparse = pytest.importorskip("scipy.sparse")
@@ -64,7 +64,7 @@ def test_arrays_are_examples(tmp_path: Path, write: Any) -> None:
             found = Batch.concatenate([batch for shard in shards for batch in dataset.read(0, shard, 7)])
         for name in ("labels", "indptr", "keys", "values"):
             np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
-    assert sample_labels([str(path)], "numpy") == {0: 150, 1: 150}
+    assert FORMATS["numpy"].sample_labels([str(path)], None) == {0: 150, 1: 150}
 
 
 def test_labels_may_be_missing_for_predictions(tmp_path: Path) -> None:

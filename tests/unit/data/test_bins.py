@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from paceline.data import Batch, Columns, Scale, check_numeric_scale, fit_scale, open_dataset
-from paceline.data.feature_names import find_feature_names
+from paceline.data.formats import FORMATS
 from paceline.data.scales.bins import ColumnBins, Doubles, bin_key, bin_names, bins_of, log_edges, quantile_edges
 from paceline.errors import UsageError
 from paceline.inference.frames import ColumnReader
@@ -135,7 +135,7 @@ def test_readers_and_frames_make_the_same_bins(tmp_path: Path) -> None:
         for name in ("x.csv", "x.parquet", "x.out"):
             with open_dataset(tmp_path / name, columns=columns, cache_dir=tmp_path / "cache") as dataset:
                 found.append(Batch.concatenate(list(dataset.batches(1000))))
-                names = find_feature_names(dataset.files, dataset.format, columns, found[-1].keys)
+                names = FORMATS[dataset.format].find_names(dataset.files, columns, found[-1].keys)
             assert sum(text.startswith("size=") for text in names.values()) == len(columns.scales[0].edges) + 1
         frame = {name: table[name] for name in ("site", "size", "time")}
         found.append(Batch.concatenate(list(ColumnReader(columns, from_text=False, is_known=None).batches(frame))))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.data import FORMATS, BadLine, detect_format, open_dataset, sample_labels
+from paceline.data import FORMATS, BadLine, detect_format, open_dataset
 from paceline.errors import DataError, UsageError
 
 CRITEO = b"1\t" + b"\t".join([b"5"] * 13 + [b"05db9164"] * 26) + b"\n"
@@ -76,7 +76,7 @@ def test_rows_longer_than_what_is_looked_at_first(tmp_path: Path, name: str) -> 
     pairs = b" ".join(b"%d:1" % i for i in range(120_000))
     path = write(tmp_path / name, b"".join(b"%d %s\n" % (i % 2, pairs) for i in range(7)))
     assert detect_format(path) == "libsvm"
-    assert set(sample_labels([str(path)], "libsvm")) <= {0.0, 1.0}
+    assert set(FORMATS["libsvm"].sample_labels([str(path)], None)) <= {0.0, 1.0}
     with open_dataset(path) as dataset:
         assert sum(batch.num_examples for batch in dataset.batches(1)) == 7
 
@@ -118,7 +118,7 @@ def test_another_format_than_said(tmp_path: Path) -> None:
     for count in (1, 20):
         text = failure(write(tmp_path / "x", CRITEO * count), "libsvm")
         assert text.startswith("X does not look like libsvm: its first line is '1\\t5\\t5")
-        assert text.endswith("'; it looks like criteo: say --format criteo")
+        assert text.endswith("'; it looks like criteo: pass --format criteo")
     text = failure(write(tmp_path / "y.gz", b"once upon a time\n" * 20), "criteo").replace("y.gz", "")
     assert text == "X does not look like criteo: its first line is 'once upon a time'"
     mostly_bad = write(tmp_path / "z", LIBSVM + b"once upon a time\n" * 20)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.data import Columns, Sample, describe_named, guess_columns, open_dataset, sample_rows
+from paceline.data import Columns, TextTable, describe_named, guess_columns, open_dataset
+from paceline.data.formats.csv_format import Csv
 from paceline.data.guessing import ReadOptions, judge_column
 from paceline.data.labels import CLICKS
 from paceline.errors import UsageError
@@ -86,7 +87,7 @@ def test_what_parquet_says_counts() -> None:
 def test_the_label_alone_is_enough(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_text("id,won,site,age\n" + "".join(f"{10**19 + i},{i % 2},s{i % 9},{i * i % 97}\n" for i in range(600)))
-    sample = sample_rows([str(path)], "csv", ["won"])
+    sample = Csv().sample_table([str(path)], ["won"])
     for label in ("won", "1", "-3"):
         found = guess_columns("x.csv", sample, ReadOptions(label=label))
         assert found.columns == Columns("won", ("site",), ("age",))
@@ -110,7 +111,7 @@ def test_nothing_to_learn_from(tmp_path: Path) -> None:
 
 
 def test_columns_that_were_named_are_described_too() -> None:
-    sample = Sample(("y", "a", "b"), ("", "", ""), [["1", "x", "2"], ["0", "", "3"]])
+    sample = TextTable(("y", "a", "b"), ("", "", ""), [["1", "x", "2"], ["0", "", "3"]])
     found = describe_named(sample, Columns("y", numeric=("b",)))
     assert [(each.name, each.kind, each.num_distinct) for each in found.guesses] == [
         ("y", "label", 2),

@@ -28,7 +28,7 @@ ROWS = "site,price,outcome\n" + "a,1.5,won\nb,2,lost\n" * 20
     [
         (ROWS.encode("utf-16"), "is text in UTF-16, by its byte-order mark.*iconv -f UTF-16 -t UTF-8"),
         (ROWS.encode("utf-32"), "is text in UTF-32"),
-        (b'{\n"a": 1\n}\n{\n"a": 2\n}\n', "looks like JSON whose objects do not end in the line"),
+        (b'{\n"a": 1\n}\n{\n"a": 2\n}\n', "looks like JSON with objects of several lines"),
         (b"a,a,click\n1,2,0\n3,4,1\n", "more than one column 'a' in its header: rename all but one"),
         (
             b"site,label\n" + b"".join(b"a,name %d\n" % at for at in range(200)),

@@ -12,7 +12,8 @@ import pyarrow.parquet
 import pytest
 
 from paceline.data import Columns, open_dataset
-from paceline.data.feature_names import find_feature_names, read_feature_names, write_feature_names
+from paceline.data.feature_names import read_feature_names, write_feature_names
+from paceline.data.formats import FORMATS
 from paceline.errors import ModelError
 from paceline.models.features.interactions import Interactions
 from paceline.training.files.feature_names import name_features
@@ -42,18 +43,18 @@ def test_columns(tmp_path: Path, format: str) -> None:
     else:
         pyarrow.parquet.write_table(table, path)
     keys = keys_of(path, format, COLUMNS)
-    names = find_feature_names([str(path)], format, COLUMNS, keys)
+    names = FORMATS[format].find_names([str(path)], COLUMNS, keys)
     assert sorted(names) == keys.tolist()
     expected = {f"site={each}" for each in ROWS["site"]} | {f"text={each}" for each in ROWS["text"]} | {"age"}
     assert set(names.values()) == expected
-    assert find_feature_names([str(path)], format, COLUMNS, keys[:2]) == {key: names[key] for key in keys[:2].tolist()}
+    assert FORMATS[format].find_names([str(path)], COLUMNS, keys[:2]) == {key: names[key] for key in keys[:2].tolist()}
 
 
 def test_elements_of_lists(tmp_path: Path) -> None:
     path, columns = tmp_path / "x.parquet", Columns("click", ("tags",))
     pyarrow.parquet.write_table(pyarrow.table({"click": [1, 0], "tags": [["a", "b"], ["b", None]]}), path)
     keys = keys_of(path, "parquet", columns)
-    assert set(find_feature_names([str(path)], "parquet", columns, keys).values()) == {"tags=a", "tags=b"}
+    assert set(FORMATS["parquet"].find_names([str(path)], columns, keys).values()) == {"tags=a", "tags=b"}
 
 
 def test_crosses_of_rows_without_pairs(tmp_path: Path) -> None:
@@ -73,7 +74,7 @@ def test_criteo(tmp_path: Path) -> None:
     path = tmp_path / "data.tsv.gz"
     path.write_bytes(gzip.compress("\n".join(lines).encode()))
     keys = keys_of(path, "criteo", None)
-    names = find_feature_names([str(path)], "criteo", None, keys)
+    names = FORMATS["criteo"].find_names([str(path)], None, keys)
     assert sorted(names) == keys.tolist()
     assert {"I1=", "I1=0", "I1=-7", "I13=2", "C1=3f", "C26="} <= set(names.values())
     inside = [name for name in names.values() if name.startswith("I4=") and ".." in name]

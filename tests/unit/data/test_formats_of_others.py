@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from paceline.data import Batch, Columns, detect_format, open_dataset
 from paceline.data.dialect import BLANKS, guess_dialect, mark_blanks, parse_rows, read_dialect
-from paceline.data.feature_names import find_feature_names
+from paceline.data.formats import FORMATS
+from paceline.data.formats.vw import vw_parser
 from paceline.data.guessing import ReadOptions
-from paceline.data.sampling import sample_namespaces
-from paceline.data.text import vw_parser
 from paceline.errors import DataError, UsageError
 from paceline.kernels.hashing import field_of, hash_bytes, name_seed
 from paceline.kernels.text import lines as kernels
@@ -83,9 +82,9 @@ def test_libffm_has_the_features_of_vowpal_wabbit_by_fields(tmp_path: Path) -> N
     for name in ("labels", "indptr", "keys", "values", "fields"):
         np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
     path = str(tmp_path / "x.ffm")
-    assert sample_namespaces([path], "libffm") == ("0", "user")
+    assert FORMATS["libffm"].sample_fields([path]) == ("0", "user")
     assert look_at([path]).fields == ("0", "user")
-    assert [*find_feature_names([path], "libffm", None, one.keys).values()] == ["0^3", "user^17", "user^4"]
+    assert [*FORMATS["libffm"].find_names([path], None, one.keys).values()] == ["0^3", "user^17", "user^4"]
     (tmp_path / "unlabelled").write_text("0:3:1 user:17:0.5\n")
     found = read(tmp_path / "unlabelled", needs_labels=False)
     assert np.isnan(found.labels).all()
@@ -202,7 +201,7 @@ def test_rows_of_a_file_with_blanks_and_a_tab_between_cells(tmp_path: Path) -> N
     assert look.columns is not None
     assert len(look.columns.names) == 6
     assert look.columns.categorical == ("c5",)
-    names = find_feature_names([str(path)], "csv", look.columns, read(path, look.columns).keys)
+    names = FORMATS["csv"].find_names([str(path)], look.columns, read(path, look.columns).keys)
     assert {"c5=chevrolet 'malibu' 0", "c5=chevrolet 'malibu' 2"} <= {*names.values()}
 
 
@@ -246,7 +245,7 @@ def test_a_column_of_messages_is_guessed_as_text(tmp_path: Path) -> None:
     found = read(tmp_path / "x.csv", look.columns)
     expected = [hash_bytes(word.encode(), name_seed("text")) for word in WORDS[0][:2]]
     assert found.keys[: found.indptr[1]].tolist() == expected
-    names = find_feature_names([str(tmp_path / "x.csv")], "csv", look.columns, found.keys)
+    names = FORMATS["csv"].find_names([str(tmp_path / "x.csv")], look.columns, found.keys)
     assert {*names.values()} == {f"text={word}" for words in WORDS for word in words}
 
 

@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from paceline.data import Batch, Columns, open_dataset
-from paceline.data.formats import is_unlabelled_criteo
+from paceline.data.formats import FORMATS
 from paceline.errors import UsageError
 
 CRITEO = "".join("\t".join([str(i % 2), *[str(i)] * 13, *[f"{i:08x}"] * 26]) + "\n" for i in range(50))
@@ -41,7 +41,7 @@ def test_the_features_are_the_same(
     path.write_text(text)
     labelled = read(path, format, columns, needs_labels=False)
     assert labelled.labels.tolist() == [0, 1] * 25
-    assert not is_unlabelled_criteo(str(path))
+    assert not FORMATS["criteo"].matches_unlabelled(str(path))
     path.write_text(without_first(text, separator))
     found = read(path, format, columns, needs_labels=False)
     assert np.isnan(found.labels).all()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.data import Sample, fit_scale, guess_columns
+from paceline.data import TextTable, fit_scale, guess_columns
 from paceline.data.scales.one_column import line_loss, table_loss
 
 RNG = np.random.default_rng(0)
@@ -71,5 +71,5 @@ def test_counts_that_the_label_follows_evenly_are_numbers() -> None:
     counts, odd = RNG.poisson(4, 5000), RNG.normal(0, 1.5, 40)
     for labels, kind in ((clicks(counts - 4.0), "numeric"), (clicks(odd[counts]), "categorical")):
         rows = [[f"{label:g}", str(count)] for label, count in zip(labels, counts, strict=True)]
-        guesses = guess_columns("x.csv", Sample(("label", "visits"), ("", ""), rows))
+        guesses = guess_columns("x.csv", TextTable(("label", "visits"), ("", ""), rows))
         assert guesses.guesses[1].kind == kind

@@ -74,7 +74,7 @@ def test_a_file_that_changes_while_it_is_read_is_told(bucket: str, after: bytes)
         shards = iter(range(dataset.num_shards(0) or 0))
         list(dataset.read(0, next(shards), 100))
         store(url, after)
-        with pytest.raises(DataError, match=r"memory://bucket/x.svm has .* while it was in use"):
+        with pytest.raises(DataError, match=r"memory://bucket/x.svm (has changed|was written to)"):
             list(dataset.read(0, next(shards), 100))
 
 

@@ -16,11 +16,17 @@ from hypothesis import strategies as st
 from tests.reference.json_lines import json_line
 from tests.reference.text import vw_line
 
-from paceline.data import Batch, Columns, detect_format, guessing, open_dataset
-from paceline.data.feature_names import find_feature_names
-from paceline.data.guessing import describe_json, find_json_columns
-from paceline.data.sampling import sample_labels, sample_objects, walk_fields
-from paceline.data.text import Parse, json_parser, vw_parser
+from paceline.data import Batch, Columns, detect_format, open_dataset
+from paceline.data.formats import FORMATS, json_lines
+from paceline.data.formats.json_lines import (
+    describe_json,
+    find_json_columns,
+    json_parser,
+    sample_objects,
+    walk_fields,
+)
+from paceline.data.formats.vw import vw_parser
+from paceline.data.text import Parse
 from paceline.errors import DataError, UsageError
 from paceline.kernels.hashing import field_of, hash_bytes, name_seed
 from paceline.kernels.text.codes import (
@@ -308,7 +314,7 @@ def test_files_are_told_read_and_cut_into_shards(tmp_path: Path, format: str, te
     whole = read_all(path)
     assert whole.labels.tolist() == [0, 1] * 250
     columns = open_dataset(path).columns
-    assert sample_labels([str(path)], format, columns) == {0: 250, 1: 250}
+    assert FORMATS[format].sample_labels([str(path)], columns) == {0: 250, 1: 250}
     for shard_bytes in (1, 37, 1000, 10**6):
         with open_dataset(path, shard_bytes=shard_bytes) as dataset:
             parts = [batch for shard in range(dataset.num_shards(0) or 0) for batch in dataset.read(0, shard, 7)]
@@ -340,7 +346,7 @@ def test_names_of_features(tmp_path: Path) -> None:
         path.write_bytes(text)
         with open_dataset(path) as dataset:
             keys = np.unique(next(dataset.batches(500)).keys)
-            names = find_feature_names(dataset.files, dataset.format, dataset.columns, keys)
+            names = FORMATS[dataset.format].find_names(dataset.files, dataset.columns, keys)
         assert expected <= set(names.values())
         assert len(names) == len(keys)
 
@@ -371,12 +377,14 @@ def test_identifiers_and_codes_are_no_numbers(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_text('{"a": 1}\n' * 5)
-    with pytest.raises(UsageError, match=r"no field named label, click, clicked, target, y in the rows .*has a"):
+    with pytest.raises(
+        UsageError, match=r"no field named label, click, clicked, target, y in the sampled rows: its fields are a"
+    ):
         open_dataset(path)
     with pytest.raises(UsageError, match="leave --numeric out"):
         open_dataset(path, "jsonl", Columns("a", numeric=("b",)))
     path.write_text('[{"a": 1}]\n')
-    with pytest.raises(DataError, match="looks like an array of JSON: write one object per line"):
+    with pytest.raises(DataError, match="looks like a JSON array"):
         open_dataset(path)
 
 
@@ -397,7 +405,7 @@ def test_one_walk_finds_the_columns_of_json(
         num_walks += 1
         return walk(row)
 
-    monkeypatch.setattr(guessing, "walk_fields", count_walks)
+    monkeypatch.setattr(json_lines, "walk_fields", count_walks)
     objects = [
         {"label": row % 2, "code": 100_000 + row, **{f"w{row}-{at}": 1 for at in range(20)}} for row in range(200)
     ]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import paceline
-from paceline.data.feature_names import CRITEO_NAMES
+from paceline.data.formats.criteo import CRITEO_NAMES
 from paceline.errors import DataError, ModelError, UsageError
 
 from .conftest import CRITEO_FIELDS, write_model

@@ -43,10 +43,10 @@ def test_parquet_that_is_not_whole(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for length in (len(whole) // 2, 9):
         path.write_bytes(whole[:length])
-        with pytest.raises(DataError, match="is no whole parquet file: it does not end as one does"):
+        with pytest.raises(DataError, match="is not a complete parquet file"):
             describe(path)
     path.write_bytes(whole[:-60] + b"x" * 40 + whole[-20:])
-    with pytest.raises(DataError, match="is a damaged parquet file: what it says of its columns cannot be read"):
+    with pytest.raises(DataError, match="is a damaged parquet file"):
         describe(path)
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from paceline.data import Batch, Columns, Dataset, describe_converted, detect_format, open_dataset, open_spec
 from paceline.data.binary.blocks import TRAILER, BlockFile
-from paceline.data.feature_names import find_feature_names
+from paceline.data.formats import FORMATS
 from paceline.data.guessing import ReadOptions
 from paceline.errors import DataError, UsageError
 from paceline.models.ffm import FieldAwareMachine
@@ -269,18 +269,18 @@ def test_a_footer_that_was_made_up_is_refused(out: Path, change: dict[str, Any],
 def test_names_of_features_are_kept_on_request(source: Path, out: Path) -> None:
     batch = read_all(open_dataset(out))
     keys = np.unique(batch.keys)
-    assert find_feature_names([str(out)], "paceline", None, keys) == {}
+    assert FORMATS["paceline"].find_names([str(out)], None, keys) == {}
     options = TrainOptions(data=[str(out)], feature_names=True)
     with pytest.raises(UsageError, match="has no names of features: convert its sources with --feature-names"):
         settle_files(options)
     convert(source, out, COLUMNS, feature_names=True)
-    expected = find_feature_names([str(source)], "csv", COLUMNS, keys)
+    expected = FORMATS["csv"].find_names([str(source)], COLUMNS, keys)
     assert len(expected) == len(keys)
-    assert find_feature_names([str(out)], "paceline", None, keys) == expected
+    assert FORMATS["paceline"].find_names([str(out)], None, keys) == expected
     settle_files(options)
     out.write_bytes(out.read_bytes().replace(b"site=s3", b"site=s4"))
     with pytest.raises(DataError, match="the names of its features are damaged"):
-        find_feature_names([str(out)], "paceline", None, keys)
+        FORMATS["paceline"].find_names([str(out)], None, keys)
 
 
 def test_it_is_described_as_its_sources_were(source: Path, out: Path) -> None:
@@ -300,7 +300,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence(source: Path, out: Path, tmp
     other.write_text(SOURCES["libsvm"])
     convert(other, tmp_path / "svm")
     for files in ([out, tmp_path / "svm"], [tmp_path / "svm", out]):
-        told = r"{1} was converted from {3}, and {0} from {2}: all must be of one format"
+        told = r"{1} was converted from {3}, and {0} from {2}: all must have one format"
         names = [*map(str, files), *(describe_converted(str(file)).description.format for file in files)]
         with pytest.raises(DataError, match=told.format(*names)):
             open_dataset(files)

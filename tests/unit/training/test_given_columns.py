@@ -10,7 +10,8 @@ import pytest
 
 from paceline.data import Columns, open_dataset
 from paceline.data.dialect import guess_dialect
-from paceline.data.guessing import ReadOptions, find_json_columns
+from paceline.data.formats.json_lines import find_json_columns
+from paceline.data.guessing import ReadOptions
 from paceline.errors import DataError, UsageError
 from paceline.training.files.bad_data import BadData, describe_bad_lines
 from paceline.training.files.data_files import DataLook, look_at

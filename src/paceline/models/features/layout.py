@@ -10,8 +10,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data import Batch, Columns
-from paceline.data.feature_names import CRITEO_NAMES
+from paceline.data import FORMATS, Batch, Columns
 from paceline.errors import DataError, UsageError
 from paceline.kernels.hashing import field_of, name_seed
 
@@ -53,7 +52,8 @@ class RowLayout:
             return cls(categorical=(*columns.categorical, *columns.text), numeric=columns.numeric)
         if fields:
             return cls(categorical=tuple(fields), is_open=True)
-        return cls(categorical=CRITEO_NAMES) if format == "criteo" else None
+        fixed = FORMATS[format].fixed_columns if format in FORMATS else ()
+        return cls(categorical=fixed) if fixed else None
 
     def __len__(self) -> int:
         """Return the number of columns."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.data import BadLines, Dataset, line_number
+from paceline.data import FORMATS, BadLines, Dataset, line_number
 from paceline.data.streams.standard_input import name_for_people
 from paceline.errors import DataError
 from paceline.kernels.text.codes import MISSING_LABEL, REASONS
@@ -37,8 +37,9 @@ class BadData:
         return f"{skipped} skipped (--strict stops at the first):{listed}"
 
     def check(self, num_good: int | None, limit: float, format: str | None) -> None:
-        """Raise DataError if a larger share than `limit` is malformed; lines of vw may have no label."""
-        if not num_good or self.count <= _FEW or (format == "vw" and self.are_unlabelled):
+        """Raise DataError if a larger share than `limit` is malformed; in some formats lines may lack a label."""
+        may_lack_labels = format is not None and FORMATS[format].may_lack_labels
+        if not num_good or self.count <= _FEW or (may_lack_labels and self.are_unlabelled):
             return
         share = self.count / (self.count + num_good)
         if share > limit:

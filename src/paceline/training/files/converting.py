@@ -14,6 +14,7 @@ import numpy as np
 
 from paceline.data import (
     CONVERTED,
+    FORMATS,
     KEPT_SCALES,
     Columns,
     Dataset,
@@ -25,7 +26,6 @@ from paceline.data import (
     open_dataset,
 )
 from paceline.data.batch import cut_by_bytes
-from paceline.data.feature_names import find_feature_names
 from paceline.data.guessing import NO_OPTIONS, ReadOptions
 from paceline.errors import DataError, UsageError
 from paceline.launch.kernels import prepare_kernels
@@ -118,7 +118,7 @@ def convert_data(
             names = None
             if feature_names:
                 keys = _distinct_keys(dataset)
-                names = find_feature_names(dataset.files, dataset.format, dataset.columns, keys)
+                names = FORMATS[dataset.format].find_names(dataset.files, dataset.columns, keys)
             found = find_bad_lines(dataset)
             described = _describe(look, dataset, scales)
         writer.finish(described, names)

@@ -11,36 +11,35 @@ from pathlib import Path
 import numpy as np
 
 from paceline.data import (
-    COLUMN_FORMATS,
     CONVERTED,
+    FORMATS,
     Columns,
     ConvertedFile,
     Dataset,
     Guesses,
-    Sample,
     Scale,
+    TextTable,
     check_numeric_scale,
     count_labels,
     describe_converted,
     describe_named,
     describe_not_binary,
     detect_format,
+    find_format,
     fit_numbers,
     fit_scale,
     guess_columns,
     have_same_features,
     merge_guesses,
     open_dataset,
-    sample_labels,
-    sample_objects,
-    sample_rows,
     source_format,
 )
 from paceline.data.dialect import is_number
 from paceline.data.example_sampling import ExampleSample, sample_examples
-from paceline.data.guessing import NO_OPTIONS, ReadOptions, describe_json, find_json_columns
+from paceline.data.formats.json_lines import describe_json, find_json_columns, json_cells, sample_objects, walk_fields
+from paceline.data.formats.table_format import TableFormat
+from paceline.data.guessing import NO_OPTIONS, ReadOptions
 from paceline.data.labels import CLICKS, MOST_CLASSES, describe_no_numbers, find_label_words, read_as
-from paceline.data.sampling import json_cells, sample_namespaces, walk_fields
 from paceline.data.streams import is_packed, stat_file
 from paceline.errors import DataError, ModelError, UsageError
 from paceline.kernels.hashing import name_seed
@@ -73,7 +72,7 @@ class DataLook:
     """What the columns of csv and parquet files were taken for."""
     guessed: bool
     """Whether the columns were guessed."""
-    sample: Sample | None = None
+    sample: TextTable | None = None
     """Rows of csv and parquet files, as text."""
     label_words: tuple[str, ...] = ()
     """The words that labels are written as instead of numbers."""
@@ -89,7 +88,7 @@ class DataLook:
     @property
     def header_news(self) -> str | None:
         """A line that the csv files have no header; None if they have one, or are of another format."""
-        if self.format != "csv" or self.sample is None or self.sample.has_header:
+        if self.sample is None or self.sample.has_header:
             return None
         last = self.sample.names[-1]
         return (
@@ -122,35 +121,36 @@ def look_at(
     check_numeric_scale(numeric_scale)
     first = str(data[0])
     format = format or detect_format(first)
-    if numeric_scale not in _ANY_FORMAT and source_format(first, format) == "criteo":
+    kind = find_format(format)
+    if numeric_scale not in _ANY_FORMAT and not FORMATS[source_format(first, format)].has_numbers:
         raise UsageError(
-            f"--numeric-scale {numeric_scale} is for numbers, and criteo has none, for its integers are cut into "
-            "categories: leave it out"
+            f"--numeric-scale {numeric_scale} applies to numbers, and {source_format(first, format)} has none, because "
+            "its integers are categories: leave it out"
         )
     if format == CONVERTED:
         return _look_at_converted([str(file) for file in data], columns, reading, numeric_scale, weight)
     if format == "jsonl":
         return _look_at_json([str(file) for file in data], columns, reading, weight)
-    if format not in COLUMN_FORMATS:
+    if not isinstance(kind, TableFormat):
         given = [*reading.given, *(["--weight"] if weight is not None else [])]
         if given and columns is None:
             raise UsageError(
                 f"{format} has no columns to choose: leave {given[0]} out, or pass --format csv, parquet or jsonl"
             )
         with open_dataset(data, format, columns) as dataset:
-            fields = sample_namespaces(dataset.files, format) if format in ("vw", "libffm") else ()
-            labels = sample_labels(dataset.files, format)
-            if not labels and format == "vw":
+            fields = kind.sample_fields(dataset.files)
+            labels = kind.sample_labels(dataset.files, None)
+            if not labels and kind.may_lack_labels:
                 raise DataError(f"{first} has no label in the lines looked at: begin each line with one, '1 | a b'")
             return DataLook(format, None, labels, None, False, fields=fields)
-    if format == "parquet" and reading.header != "auto":
-        raise UsageError(f"--header {reading.header}: {first} is parquet, which has no header: leave the option out")
+    if reading.header != "auto" and "--header" not in kind.column_options:
+        raise UsageError(f"--header {reading.header}: {first} is {format}, which has no header: leave the option out")
     if columns is not None:
         open_dataset(data, format, columns).close()
         wanted: Sequence[str] = columns.names
     else:
         wanted = [name for name in (*reading.names, weight) if name and not is_number(name)]  # a number is a place
-    sample = sample_rows([str(file) for file in data], format, wanted, columns.header if columns else reading.header)
+    sample = kind.sample_table([str(file) for file in data], wanted, columns.header if columns else reading.header)
     if columns is None:
         guesses = guess_columns(first, sample, reading, weight or "")
     else:
@@ -176,7 +176,7 @@ def _look_at_json(files: Sequence[str], columns: Columns | None, reading: ReadOp
     _check_numbers(files[0], found, *(json_cells(objects, name) for name in (found.label, found.weight)))
     with open_dataset(files, "jsonl", found) as dataset:
         guesses = describe_json(objects, found)
-        labels = sample_labels(dataset.files, "jsonl", found)
+        labels = FORMATS["jsonl"].sample_labels(dataset.files, found)
         texts = (
             value
             for each in objects
@@ -225,7 +225,7 @@ def _look_at_converted(
         taken = dataclasses.replace(taken, scales=tuple(scales[name] for name in taken.numeric if name in scales))
     open_dataset(files, CONVERTED, taken).close()
     fields = tuple(dict.fromkeys(name for file in known for name in file.description.fields))
-    labels = sample_labels(files, CONVERTED)
+    labels = FORMATS[CONVERTED].sample_labels(files, taken)
     return DataLook(CONVERTED, taken, labels, merge_guesses(known), False, known=known, fields=fields)
 
 
@@ -371,8 +371,8 @@ def format_of_evaluation(files: Sequence[str | Path], format: str) -> str:
         found = detect_format(files[0])
     except DataError:
         return format
-    is_other = CONVERTED in (found, format) or {found, format} in ({*COLUMN_FORMATS}, {"libsvm", "numpy"})
-    return found if is_other else format
+    sources = [name if name == CONVERTED else FORMATS[name].source_of(str(files[0])) for name in (found, format)]
+    return found if CONVERTED in sources or have_same_features(*sources) else format
 
 
 def _check_names(options: TrainOptions, look: DataLook) -> None:

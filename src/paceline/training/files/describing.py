@@ -11,11 +11,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from paceline.data import KEYED_FORMATS, Batch, Columns, Dataset, describe_not_binary, open_dataset
+from paceline.data import FORMATS, Batch, Columns, Dataset, describe_not_binary, open_dataset
 from paceline.data.bad_lines import shorten
 from paceline.data.dialect import is_number
 from paceline.data.example_sampling import sample_examples
-from paceline.data.feature_names import find_feature_names
 from paceline.data.guessing import NO_OPTIONS, ReadOptions
 from paceline.data.labels import CLICKS, clicks_where, describe_label_words, describe_one_label, resolve_positive
 from paceline.data.sampling import spread
@@ -76,7 +75,7 @@ def describe_data(
             "bent_features": _describe_bent(look, dataset, numeric_scale),
             "first_row": {
                 "label": float(first.labels[0]),
-                "is_scaled": dataset.source_format not in KEYED_FORMATS or numeric_scale == "none",
+                "is_scaled": not FORMATS[dataset.source_format].is_keyed or numeric_scale == "none",
                 "features": _describe_row(look, dataset, first),
             },
         }
@@ -123,7 +122,7 @@ def _read_spread(dataset: Dataset) -> tuple[Batch | None, int]:
     first, num_good = None, 0
     for file in spread(len(dataset.files), _SHARDS):
         there = dataset.num_shards(file) or 1  # unknown where the file is packed: then its beginning
-        if dataset.source_format == "csv":  # whose rows are found by reading all before them
+        if FORMATS[dataset.format].scans_to_enter:
             there = min(there, _MOST_BEFORE // _SHARD_BYTES)
         for shard in spread(there, max(_SHARDS // len(dataset.files), 1)):
             with contextlib.closing(dataset.read(file, shard, _ROWS)) as batches:  # type: ignore[type-var]  # a generator
@@ -172,12 +171,12 @@ def _describe_columns(look: DataLook) -> list[dict[str, Any]]:
 
 def _describe_bent(look: DataLook, dataset: Dataset, numeric_scale: str) -> list[dict[str, Any]]:
     """Say which features of formats without columns a training puts on logarithms or cuts into bins."""
-    if dataset.source_format not in KEYED_FORMATS or numeric_scale == "none":
+    if not FORMATS[dataset.source_format].is_keyed or numeric_scale == "none":
         return []
     sample = sample_examples(dataset)
-    scaling = choose_key_scaling(sample, numeric_scale, absent_is_zero=dataset.source_format != "jsonl")
+    scaling = choose_key_scaling(sample, numeric_scale, absent_is_zero=FORMATS[dataset.source_format].absent_is_zero)
     bent = {} if scaling is None else scaling.bent()
-    names = find_feature_names(dataset.files, dataset.format, look.columns, np.array([*bent], np.uint64))
+    names = FORMATS[dataset.format].find_names(dataset.files, look.columns, np.array([*bent], np.uint64))
     return [{"name": names.get(key), "key": key, "scale": scale.describe()} for key, scale in bent.items()]
 
 
@@ -186,7 +185,7 @@ def _describe_row(look: DataLook, dataset: Dataset, batch: Batch) -> list[dict[s
     row = batch.slice(0, 1)
     values = np.ones(len(row.keys), np.float32) if row.values is None else row.values
     if look.columns is None or look.columns.is_open:
-        known = find_feature_names(dataset.files, dataset.format, look.columns, row.keys)
+        known = FORMATS[dataset.format].find_names(dataset.files, look.columns, row.keys)
         names: list[str | None] = [known.get(key) for key in row.keys.tolist()]
     else:
         numeric = {name_seed(name): name for name in look.columns.numeric}

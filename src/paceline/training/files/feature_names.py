@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.data import Columns, Dataset, open_dataset
-from paceline.data.feature_names import find_feature_names, write_feature_names
+from paceline.data import FORMATS, Columns, Dataset, open_dataset
+from paceline.data.feature_names import write_feature_names
 from paceline.data.key_scaling import KeyScaling, read_key_scaling
 from paceline.data.scales.bins import bin_names
 from paceline.errors import ModelError
@@ -45,7 +45,7 @@ def name_features(
     wanted: Keys,
     scaling: KeyScaling | None = None,
 ) -> dict[int, str]:
-    """Return the names of those of the `wanted` keys that occur in the files, as :func:`find_feature_names` does.
+    """Return the names of those of the `wanted` keys that occur in the files, as :meth:`Format.find_names` does.
 
     Bins of a `scaling` have the names of their features and of the numbers between which they lie. Where there are
     interactions the data is read once more before that.
@@ -67,9 +67,9 @@ def _find_names(
 ) -> dict[int, str]:
     """Return the names of single features, those of bins too."""
     if scaling is None or not scaling.edges:
-        return find_feature_names(files, format, columns, wanted)
+        return FORMATS[format].find_names(files, columns, wanted)
     binned = np.array([*scaling.edges], np.uint64)
-    names = find_feature_names(files, format, columns, np.union1d(np.setdiff1d(wanted, scaling.bin_keys), binned))
+    names = FORMATS[format].find_names(files, columns, np.union1d(np.setdiff1d(wanted, scaling.bin_keys), binned))
     for key, edges in scaling.edges.items():
         names |= bin_names(names.get(key, str(key)), edges, key=key)
     return {key: names[key] for key in wanted.tolist() if key in names}

@@ -1,0 +1,130 @@
+"""Interface of a data format. A format is one class in this package; :mod:`paceline.data.formats` lists them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar
+
+from typing_extensions import override
+
+from paceline.data.columns import Columns
+from paceline.data.feature_names import Keys, NameFinder
+from paceline.data.labels import count_labels
+from paceline.data.reader import ReadSettings, ShardReader
+from paceline.data.sampling import text_pieces
+from paceline.data.scales.bins import bin_names
+from paceline.data.streams import FileStatus, stat_file
+from paceline.errors import UsageError
+
+
+class Format(ABC):
+    """A data format: detection, columns, labels, names of features, reader."""
+
+    name: ClassVar[str]
+    magics: ClassVar[tuple[bytes, ...]] = ()
+    """First bytes of a file, for binary formats."""
+    is_random_access: ClassVar[bool] = False
+    """Whether the reader can start at any shard, and knows the number of shards at once."""
+    scans_to_enter: ClassVar[bool] = False
+    """Whether the reader scans all text before a shard to find the beginning of a row."""
+    samples_beginnings: ClassVar[bool] = False
+    """Whether a sample has the beginnings of shards, because these are large."""
+    has_columns: ClassVar[bool] = False
+    """Whether rows are rows of a table. A model reads all formats of tables with its columns."""
+    column_options: ClassVar[tuple[str, ...]] = ()
+    """The options of columns, such as ``--label``, that apply to the format."""
+    fixed_columns: ClassVar[tuple[str, ...]] = ()
+    """The names of the columns, if they are the same in every file."""
+    has_numbers: ClassVar[bool] = True
+    """Whether any value is a number, so that ``--numeric-scale`` has a meaning."""
+    is_keyed: ClassVar[bool] = False
+    """Whether a number is identified by its key instead of a column. A training scales these numbers by key."""
+    absent_is_zero: ClassVar[bool] = True
+    """Whether a row without a number has the number 0."""
+    has_numbered_features: ClassVar[bool] = False
+    """Whether a feature is identified by a number instead of a name."""
+    has_binary_labels: ClassVar[bool] = False
+    """Whether the reader accepts the labels 0 and 1 only."""
+    may_lack_labels: ClassVar[bool] = False
+    """Whether rows without a label are usual in training data."""
+
+    def matches(self, path: str, lines: Sequence[str]) -> bool:
+        """Return whether the first lines of a text file have this format. Raises DataError for unsupported variants."""
+        return False
+
+    def matches_unlabelled(self, path: str) -> bool:
+        """Return whether a file has this format except that its rows lack the label."""
+        return False
+
+    def source_of(self, path: str) -> str:
+        """Return the name of the format that defines the features of a file. Raises DataError."""
+        return self.name
+
+    def stat(self, path: str) -> FileStatus:
+        """Return the size and version of a file. Raises DataError."""
+        return stat_file(path)
+
+    def resolve(self, files: Sequence[str], columns: Columns | None, *, needs_label: bool) -> Columns | None:
+        """Return the columns that are read: the given ones, or guessed ones.
+
+        Raises UsageError for columns that the format or a file does not have, DataError for unsuitable files.
+        """
+        if columns is not None:
+            raise UsageError(f"{self.name} has no columns to choose: leave columns out, or pass csv or parquet")
+        return None
+
+    def column_names(self, path: str, wanted: Sequence[str] = (), header: str = "auto") -> list[str]:
+        """Return the names of the columns of a file with a table; none for other formats.
+
+        `wanted` and `header` have the same meaning as in :func:`paceline.data.dialect.guess_dialect`.
+        """
+        return []
+
+    @abstractmethod
+    def sample_labels(self, files: Sequence[str], columns: Columns | None) -> dict[float, int]:
+        """Return the labels of rows spread over the files, and the number of rows with each."""
+
+    def sample_fields(self, files: Sequence[str]) -> tuple[str, ...]:
+        """Return the namespaces, or fields, of rows spread over the files, for formats without columns."""
+        return ()
+
+    def find_names(self, files: Sequence[str], columns: Columns | None, wanted: Keys) -> dict[int, str]:
+        """Return the names of the `wanted` keys that occur in the files.
+
+        A category is called ``column=value``, and a number has the name of its column. Reads the files until all names
+        are found.
+        """
+        finder = NameFinder(wanted)
+        for name, scale in zip(columns.numeric, columns.scales, strict=False) if columns is not None else ():
+            for key, text in bin_names(name, scale.edges, scale.centre).items() if scale.edges else ():
+                finder.add(key, text)
+        self.add_names(finder, files, columns)
+        return finder.names
+
+    def add_names(self, finder: NameFinder, files: Sequence[str], columns: Columns | None) -> None:  # noqa: B027
+        """Add the names of features in the files to `finder`; none for numbered features."""
+
+    @abstractmethod
+    def open_reader(self, path: str, settings: ReadSettings) -> ShardReader:
+        """Open a file. Raises DataError, and UsageError for columns that the file does not have."""
+
+
+class LineFormat(Format):
+    """A format of text with one example per line, which begins with the label."""
+
+    def label_words(self, files: Sequence[str]) -> Iterator[str]:
+        """Yield the first words of lines spread over the files."""
+        for _, _, lines in text_pieces(files):
+            for line in lines.split(b"\n"):
+                if line.strip():
+                    yield line.split(None, 1)[0].decode("utf-8", errors="replace")
+
+    @override
+    def sample_labels(self, files: Sequence[str], columns: Columns | None) -> dict[float, int]:
+        return count_labels(self.label_words(files))
+
+
+def share_of_lines(lines: Sequence[str], test: Callable[[str], object]) -> float:
+    """Return the share of lines that pass a test."""
+    return sum(bool(test(line)) for line in lines) / max(len(lines), 1)

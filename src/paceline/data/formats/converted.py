@@ -1,0 +1,75 @@
+"""Converted data: the output of ``paceline convert``, which has the features of its sources."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Sequence
+
+from typing_extensions import override
+
+from paceline.data.binary.blocks import MAGIC
+from paceline.data.binary.converted import (
+    ConvertedFile,
+    ConvertedReader,
+    Description,
+    check_columns,
+    describe_converted,
+)
+from paceline.data.columns import Columns
+from paceline.data.feature_names import NameFinder
+from paceline.data.formats.base import Format
+from paceline.data.reader import ReadSettings, ShardReader
+from paceline.errors import DataError, UsageError
+
+CONVERTED = "paceline"
+
+
+class ConvertedData(Format):
+    """Converted data."""
+
+    name = CONVERTED
+    magics = (MAGIC,)
+    is_random_access = True
+
+    @override
+    def source_of(self, path: str) -> str:
+        return describe_converted(path).description.format
+
+    @override
+    def resolve(self, files: Sequence[str], columns: Columns | None, *, needs_label: bool) -> Columns | None:
+        first = describe_converted(files[0]).description
+        for file in files:
+            found = describe_converted(file).description
+            if found.format != first.format and not (_is_table(found) and _is_table(first)):
+                raise DataError(
+                    f"{file} was converted from {found.format}, and {files[0]} from {first.format}: all must have one "
+                    "format"
+                )
+            check_columns(file, found.columns, first.columns if columns is None else columns)
+        if columns is not None and first.columns is None:
+            raise UsageError(f"{first.format} has no columns to choose: leave columns out")
+        return columns or first.columns
+
+    @override
+    def sample_labels(self, files: Sequence[str], columns: Columns | None) -> dict[float, int]:
+        """Return the labels of all rows, and the number of rows with each."""
+        counts: Counter[float] = Counter()
+        for file in files:
+            counts.update(describe_converted(file).labels)
+        return dict(sorted(counts.items()))
+
+    @override
+    def add_names(self, finder: NameFinder, files: Sequence[str], columns: Columns | None) -> None:
+        for path in files:
+            with contextlib.closing(ConvertedFile(path)) as file:
+                for key, name in (file.names() or {}).items():
+                    finder.add(key, name)
+
+    @override
+    def open_reader(self, path: str, settings: ReadSettings) -> ShardReader:
+        return ConvertedReader(path, settings.columns, settings.shard_bytes)
+
+
+def _is_table(description: Description) -> bool:
+    return description.columns is not None and not description.columns.is_open
