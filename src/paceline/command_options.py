@@ -6,12 +6,19 @@ from dataclasses import field, fields, is_dataclass
 from typing import Any
 
 
-def option(help: str, *names: str, default: Any = None, **settings: Any) -> Any:
+def option(help: str, *names: str, default: Any = None, panel: str | None = None, **settings: Any) -> Any:
     """Return a dataclass field that is an option of a command.
 
-    Without `names` the option has the name of the field. The `settings` are those of ``typer.Option``.
+    Without `names` the option has the name of the field. The help lists it in `panel`, by default in the panel of the
+    dataclass, its class attribute ``panel``. The `settings` are those of ``typer.Option``.
     """
-    return field(default=default, metadata={"parameter": "Option", "names": names, "help": help, **settings})
+    settings = {"parameter": "Option", "names": names, "help": help, "panel": panel, **settings}
+    return field(default=default, metadata=settings)
+
+
+def in_panel(panel: str, **default: Any) -> Any:
+    """Return a dataclass field of shared options that the help lists in `panel`; `default` as for a field."""
+    return field(metadata={"panel": panel}, **default)
 
 
 def argument(help: str, *, default: Any = None, **settings: Any) -> Any:

@@ -9,6 +9,7 @@ import typer
 from paceline.version import __version__
 
 from . import bench, convert, describe, doctor, inspect, model, predict, roles, run, serve, train
+from .parameters import PanelCommand
 
 app = typer.Typer(
     name="paceline",
@@ -19,12 +20,12 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("train", no_args_is_help=True)(train.train)
+app.command("train", cls=PanelCommand, no_args_is_help=True)(train.train)
 app.command("describe", no_args_is_help=True)(describe.describe)
 app.command("convert", no_args_is_help=True)(convert.convert)
 app.command("predict", no_args_is_help=True)(predict.predict)
 app.command("inspect", no_args_is_help=True)(inspect.inspect)
-app.command("run", no_args_is_help=True, context_settings=run.CONTEXT)(run.run)
+app.command("run", cls=PanelCommand, no_args_is_help=True, context_settings=run.CONTEXT)(run.run)
 app.command("serve", no_args_is_help=True)(serve.serve)
 app.command("scheduler")(roles.scheduler)
 app.command("server")(roles.server)

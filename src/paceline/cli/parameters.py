@@ -2,25 +2,59 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from inspect import Parameter
-from typing import Annotated, Any, TypeGuard, get_type_hints
+from pathlib import Path
+from typing import Annotated, Any, Final, TypeGuard, get_args, get_type_hints
 
 import typer
+import typer.core
+from typing_extensions import override
 
 from paceline.command_options import given_values
 
+_METAVARS: Final = {
+    int | None: "N",
+    float | None: "X",
+    float: "X",
+    Path | None: "PATH",
+    str: "TEXT",
+    str | None: "TEXT",
+}
+"""Placeholders for values in the help, by type."""
+
 _hints = functools.partial(get_type_hints, include_extras=True)
+
+
+class PanelCommand(typer.core.TyperCommand):
+    """A command whose help lists the options by panel, in the order of each panel's first option."""
+
+    @override
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments and the panels. Options without a panel, such as ``--help``, are in the first one."""
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            is_argument = parameter.param_type_name == "argument"
+            panel = "Arguments" if is_argument else getattr(parameter, "rich_help_panel", None)
+            if record is not None:
+                sections.setdefault(panel or [*sections, "Options"][1], []).append(record)
+        for name, records in sections.items():
+            if records:
+                with formatter.section(name):
+                    formatter.write_dl(records)
 
 
 def expand_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Replace each parameter of a command whose type is a dataclass by one parameter per field.
 
     A field is a field of :mod:`paceline.command_options`, an ``Annotated`` parameter of Typer, or a dataclass with
-    fields of its own. The command receives the dataclasses with the values of the command line.
+    fields of its own. The command receives the dataclasses with the values of the command line. Fields without a panel
+    are in the panel of their dataclass, or of the outer one.
     """
     hints = _hints(command)
     parameters: list[Parameter] = []
@@ -43,34 +77,46 @@ def given_options(flags: Any) -> list[str]:
     return [f"--{name.replace('_', '-')}" for name in given_values(flags)]
 
 
-def _parameters(flags: type) -> Iterator[Parameter]:
+def _parameters(flags: type, outer: str | None = None) -> Iterator[Parameter]:
     hints = _hints(flags)
     for field in fields(flags):
         hint = hints[field.name]
+        panel = field.metadata.get("panel") or getattr(flags, "panel", None) or outer
         if _is_flags(hint):
-            yield from _parameters(hint)
+            yield from _parameters(hint, panel)
         else:
             default = Parameter.empty if field.default is MISSING else field.default
-            yield _parameter(field.name, _with_settings(field, hint), default)
+            yield _parameter(field.name, _with_settings(field, hint, panel), default)
 
 
 def _parameter(name: str, hint: Any, default: Any) -> Parameter:
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 
-def _with_settings(flag: Field[Any], hint: Any) -> Any:
+def _with_settings(flag: Field[Any], hint: Any, panel: str | None) -> Any:
     """Return the type of a field with its settings, in the form that Typer reads."""
-    if not flag.metadata:
-        return hint
+    if "parameter" not in flag.metadata:
+        kind, *parameters = get_args(hint)
+        return Annotated[(kind, *(_in_panel(parameter, kind, panel) for parameter in parameters))]
     settings = dict(flag.metadata)
-    kind = getattr(typer, settings.pop("parameter"))
-    return Annotated[hint, kind(*settings.pop("names"), **settings)]
+    settings.pop("panel", None)
+    parameter = getattr(typer, settings.pop("parameter"))(*settings.pop("names"), **settings)
+    return Annotated[hint, _in_panel(parameter, hint, panel)]
+
+
+def _in_panel(parameter: Any, hint: Any, panel: str | None) -> Any:
+    parameter = copy.copy(parameter)
+    parameter.rich_help_panel = panel
+    if isinstance(parameter, typer.models.OptionInfo):
+        parameter.metavar = parameter.metavar or _METAVARS.get(hint)
+    return parameter
 
 
 def _build(hint: Any, name: str, values: Mapping[str, Any]) -> Any:
     if not _is_flags(hint):
         return values[name]
-    return hint(**{name: _build(field_hint, name, values) for name, field_hint in _hints(hint).items()})
+    hints = _hints(hint)
+    return hint(**{field.name: _build(hints[field.name], field.name, values) for field in fields(hint)})
 
 
 def _is_flags(hint: Any) -> TypeGuard[type[Any]]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, cast
+from typing import TYPE_CHECKING, ClassVar, Final, Literal, cast
 
-from paceline.command_options import option
+from paceline.command_options import in_panel, option
 from paceline.errors import UsageError
 from paceline.launch.flags import FilterModuleFlags, MemoryFlags, PushFlags, TLSFlags
 
@@ -30,24 +30,26 @@ if TYPE_CHECKING:
 
 MINIBATCHES: Final = "minibatches"
 """The default solver."""
+_COMMON, _FAILURES, _TRAFFIC = "Common options", "Snapshots and failures", "Memory and traffic"  # panels of the help
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFlags:
     """The model and its hyperparameters."""
 
+    panel: ClassVar = "Models with factors or layers"
+
     model: str = option(
         "lr: logistic regression; fm, ffm: (field-aware) factorization machine; deepfm, dcn: with a network "
         "over columns (PyTorch); regression: squared loss; poisson: counts; softmax: several classes.",
         default="lr",
+        panel=_COMMON,
     )
     dim: int | None = option("fm, deepfm, dcn: factors per feature (8); ffm: factors per feature and column (4).")
-    factor_lr: float | None = option("Models with factors: learning rate of the factors; default: found by trial.")
-    factor_l1: float | None = option("Models with factors: L1 penalty of the factors; default 0.")
-    factor_l2: float | None = option("Models with factors: L2 penalty of the factors; default: found by trial.")
-    factor_min_count: int | None = option(
-        "Models with factors: occurrences that a feature needs to get factors; default: found by trial."
-    )
+    factor_lr: float | None = option("Learning rate of the factors; default: found by trial.")
+    factor_l1: float | None = option("L1 penalty of the factors; default 0.")
+    factor_l2: float | None = option("L2 penalty of the factors; default: found by trial.")
+    factor_min_count: int | None = option("Occurrences that a feature needs to get factors; default: found by trial.")
     hidden: str | None = option("deepfm, dcn: units of each hidden layer, as in 128,64; default 64,32.")
     cross_layers: int | None = option("dcn: layers that cross columns; default 2.")
     tower_lr: float | None = option("deepfm, dcn: learning rate of the layers (Adam); default: found by trial.")
@@ -62,8 +64,10 @@ class ModelFlags:
 class ReadFlags:
     """How the data is read, and its features."""
 
+    panel: ClassVar = "Data"
+
     format: options.Format = None
-    label: options.Label = None
+    label: options.Label = in_panel(_COMMON, default=None)
     positive: options.Positive = None
     columns: options.ColumnFlags
     numeric_scale: options.NumericScale = "auto"
@@ -76,18 +80,29 @@ class ReadFlags:
 class PassFlags:
     """Passes over the data."""
 
-    epochs: int | None = option("Passes over the data; default: found by trial on a sample.", min=1)
+    panel: ClassVar = "Training"
+
+    epochs: int | None = option("Passes over the data; default: found by trial on a sample.", min=1, panel=_COMMON)
     order: str | None = option("Order of the examples in all passes except the last: shuffle (default) or file.")
     validation: list[str] | None = option(
-        "File whose loss ends the training once it stops falling; the best pass's model is saved.", callback=find_data
+        "File whose loss ends the training once it stops falling; the best pass's model is saved.",
+        metavar="FILE",
+        callback=find_data,
+        panel="Early stopping",
     )
-    patience: int | None = option("Passes without progress on --validation before the end; default 2.")
-    min_delta: float | None = option("Least decrease of that loss that counts as progress; default 0.")
+    patience: int | None = option(
+        "Passes without progress on --validation before the end; default 2.", panel="Early stopping"
+    )
+    min_delta: float | None = option(
+        "Least decrease of that loss that counts as progress; default 0.", panel="Early stopping"
+    )
     expire_after: int | None = option(
         "After each pass, drop features that were not seen for this many passes (1 to 62)."
     )
     batch_size: int | None = option("Examples per minibatch of one worker; default: 8 to 256, by the data.", min=1)
-    tune: bool = option("Try a few learning rates and L1 penalties on a sample first.", "--tune", default=False)
+    tune: bool = option(
+        "Try a few learning rates and L1 penalties on a sample first.", "--tune", default=False, panel=_COMMON
+    )
 
     def parse(self, rates: RatePlan, blocks: ProximalBlocks | None) -> PassOptions:
         """Return the options of passes. Raises UsageError."""
@@ -117,15 +132,21 @@ class PassFlags:
 class OwnClusterFlags:
     """The cluster that the command starts."""
 
-    servers: int | None = option("Server processes, which hold the parameters; default 1.", min=1)
-    workers: int | None = option("Worker processes, which read the data; default: cores less servers.", min=1)
+    panel: ClassVar = "Cluster"
+
+    servers: int | None = option("Server processes, which hold the parameters; default 1.", min=1, panel=_COMMON)
+    workers: int | None = option(
+        "Worker processes, which read the data; default: cores less servers.", min=1, panel=_COMMON
+    )
     consistency: str | None = option(
         "sequential (as one process, reproducible), bounded:N or eventual; default bounded:4."
     )
     stale: str | None = option("Stale gradients: accept (default), drop:N or compensate:STRENGTH.")
-    replicas: int | None = option("Copies of every row: servers that may die without loss; default 0.", min=0)
-    pushes: PushFlags
-    memory: MemoryFlags
+    replicas: int | None = option(
+        "Copies of every row: servers that may die without loss; default 0.", min=0, panel=_FAILURES
+    )
+    pushes: PushFlags = in_panel(_FAILURES)
+    memory: MemoryFlags = in_panel(_TRAFFIC)
 
     def parse(self, *, heartbeat_timeout_s: float, default_consistency: str) -> ClusterSettings:
         """Return the settings of the cluster. Raises UsageError."""
@@ -149,8 +170,12 @@ class OwnClusterFlags:
 class UpdateFlags:
     """The update rule and the schedule of its learning rate."""
 
+    panel: ClassVar = "Training"
+
     update: str = option("ftrl, sgd, momentum, adagrad, rmsprop, adam or adamw.", default="ftrl")
-    lr: float | None = option("Learning rate (FTRL: alpha); default: by the data (FTRL), or by --update.")
+    lr: float | None = option(
+        "Learning rate (FTRL: alpha); default: by the data (FTRL), or by --update.", panel=_COMMON
+    )
     beta: float | None = option("FTRL's beta; default 1.")
     l1: float | None = option("FTRL's L1 penalty; default 1.")
     l2: float | None = option("L2 penalty (weight decay for rules other than ftrl).")
@@ -187,24 +212,24 @@ class UpdateFlags:
 class SolverFlags:
     """The solver and its settings."""
 
+    panel: ClassVar = "Exact solver (--solver proximal-blocks)"
+
     solver: str = option(
         "minibatches, or proximal-blocks: logistic regression to the optimum of its loss with --l1 and --l2, by "
         "blocks of columns (delayed block proximal gradient); holds the data in workers' memory.",
         default=MINIBATCHES,
     )
-    max_delay: int | None = option("proximal-blocks: blocks in flight when the next one starts; default 0.", min=0)
-    block_ratio: float | None = option("proximal-blocks: blocks per value of an average row; default 4.")
-    tolerance: float | None = option(
-        "proximal-blocks: relative change of the objective that ends the training; default 1e-9."
-    )
-    plot: Path | None = option(
-        "proximal-blocks: file (SVG) for a plot of the objective and the active columns by pass."
-    )
+    max_delay: int | None = option("Blocks in flight when the next one starts; default 0.", min=0)
+    block_ratio: float | None = option("Blocks per value of an average row; default 4.")
+    tolerance: float | None = option("Relative change of the objective that ends the training; default 1e-9.")
+    plot: Path | None = option("File (SVG) for a plot of the objective and the active columns by pass.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightFlags:
     """The weights of examples."""
+
+    panel: ClassVar = "Weights of examples"
 
     weight: options.Weight = None
     class_weight: str | None = option(
@@ -227,6 +252,8 @@ class WeightFlags:
 class FilterFlags:
     """Filters for pushes and pulls."""
 
+    panel: ClassVar = _TRAFFIC
+
     filters: str | None = option(
         "Filters of pushes and pulls, such as key-caching,quantize:8,compress; MODULE:CLASS is your own filter; "
         "none. Default: key-caching for servers on other machines."
@@ -245,9 +272,13 @@ class FilterFlags:
 class SaveFlags:
     """The files to write, and the initial model."""
 
-    save: Path | None = option("Directory to save the model in.")
-    feature_names: bool = option("Save the names of features with the model.", "--feature-names", default=False)
-    cache: Path | None = option("Directory to keep parsed data in, for later passes and later runs.")
+    panel: ClassVar = _FAILURES
+
+    save: Path | None = option("Directory to save the model in.", panel=_COMMON)
+    feature_names: bool = option(
+        "Save the names of features with the model.", "--feature-names", default=False, panel="Output"
+    )
+    cache: Path | None = option("Directory to keep parsed data in, for later passes and later runs.", panel=_TRAFFIC)
     snapshot_every: str | None = option(
         "Interval between snapshots of the cluster: 30s, 5m, 1h, or a number of examples."
     )
@@ -256,7 +287,9 @@ class SaveFlags:
     )
     snapshots: int | None = option("Snapshots to keep; default 3.", min=1)
     resume: Path | None = option("Continue from the newest complete snapshot in this directory, with the same data.")
-    init_from: Path | None = option("Train this model further: a directory of --save or of snapshots.")
+    init_from: Path | None = option(
+        "Train this model further: a directory of --save or of snapshots.", panel="Training"
+    )
     auto_resume: bool = option(
         "If more servers die than replicas, continue from the newest snapshot.", "--auto-resume", default=False
     )
@@ -286,10 +319,12 @@ class SaveFlags:
 class OutputFlags:
     """Malformed lines, and the output of the command."""
 
+    panel: ClassVar = "Output"
+
     max_malformed: float = option(
-        "Fraction of malformed lines beyond which the training fails, if more than 10.", default=0.05
+        "Fraction of malformed lines beyond which the training fails, if more than 10.", default=0.05, panel="Data"
     )
-    strict: options.Strict = False
+    strict: options.Strict = in_panel("Data", default=False)
     json: options.Json = False
     quiet: options.Quiet = False
     progressive: bool = option(
@@ -301,8 +336,10 @@ class OutputFlags:
 class ConnectionFlags:
     """The connections to the cluster's processes."""
 
+    panel: ClassVar = "Cluster"
+
     heartbeat_timeout: float | None = option(
-        "Seconds without a heartbeat before a process is declared dead; default 10.", min=0.5
+        "Seconds without a heartbeat before a process is declared dead; default 10.", min=0.5, panel=_FAILURES
     )
     scheduler: options.Scheduler = None
     token_file: options.TokenFile = None
@@ -315,19 +352,23 @@ class TrainFlags:
 
     data: options.Data
     evaluation: list[str] | None = option(
-        "File to evaluate on after training; may be given several times.", "--eval", callback=find_data
+        "File to evaluate on after training; may be given several times.",
+        "--eval",
+        metavar="FILE",
+        callback=find_data,
+        panel=_COMMON,
     )
-    model: ModelFlags
     reading: ReadFlags
     passes: PassFlags
-    cluster: OwnClusterFlags
     update: UpdateFlags
-    solver: SolverFlags
+    model: ModelFlags
+    saving: SaveFlags
+    cluster: OwnClusterFlags
+    connection: ConnectionFlags
+    output: OutputFlags
     weights: WeightFlags
     filters: FilterFlags
-    saving: SaveFlags
-    output: OutputFlags
-    connection: ConnectionFlags
+    solver: SolverFlags
 
     def parse_model(self) -> SparseModel:
         """Return the model. Raises UsageError."""

@@ -41,6 +41,8 @@ SCHEDULES: dict[str, ScheduleKind] = {
 class PipelineFlags:
     """The given options, unchecked; None for missing ones."""
 
+    panel: ClassVar = "Pipeline and sharded"
+
     stages: int | None = option("pipeline: processes that the model's layers are cut over, one or two stages each.")
     data_parallel: int | None = option(
         "pipeline, sharded: pipelines, or groups that shard the model, side by side, each with its part of "

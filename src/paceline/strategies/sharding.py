@@ -17,6 +17,8 @@ from paceline.strategies.spec import StrategyOptions, StrategySpec
 class ShardingFlags:
     """The given options, unchecked; None for missing ones."""
 
+    panel: ClassVar = "Pipeline and sharded"
+
     shard: str | None = option(
         "sharded: modules whose parameters are gathered together: encoder.*,head (* is any one part of a "
         "name); default: blocks of lists and sequences, and other large modules."

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
 from typing import Annotated
 
+import pytest
 import typer
 
+from paceline.cli.app import app
 from paceline.cli.parameters import expand_flags, given_options
 from paceline.command_options import argument, option
 
@@ -68,3 +71,19 @@ def test_the_command_line_imports_little() -> None:
     code = "import sys, paceline.cli.app; print(sorted({'numpy', 'torch', 'paceline.protocol'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(("name", "common"), [("train", ["--eval", "--model", "--save"]), ("run", ["--strategy"])])
+def test_help_lists_common_options_first_and_each_option_in_one_panel(
+    name: str, common: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    command = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
+    help = command.get_help(command.make_context(name, [], resilient_parsing=True))
+    panels = re.split(r"\n(?=\S.*:\n)", help)
+    assert [panel.partition(":")[0] for panel in panels[1:3]] == ["Arguments", "Common options"]
+    assert set(common) <= set(re.findall(r"--[\w-]+", panels[2]))
+    options = [parameter for parameter in command.params if parameter.param_type_name == "option"]
+    assert len(re.findall(r"(?m)^  (?:-\w, )?--", "".join(panels[1:]))) == len(options) + 1
+    assert {parameter.rich_help_panel for parameter in options} == {panel.partition(":")[0] for panel in panels[2:]}
+    assert max(map(len, help.splitlines())) <= 80

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.command_options import argument, option
+from paceline.command_options import argument, in_panel, option
 from paceline.launch.flags import FilterModuleFlags, MemoryFlags, PushFlags, TLSFlags
 from paceline.strategies import STRATEGIES, StrategyFlags
+
+_COMMON, _SERVERS, _FAILURES, _MACHINES = "Common options", "Servers and traffic", "Failures", "Several machines"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,43 +20,54 @@ class RunOptions:
     arguments: list[str] | None = argument("Arguments of the script, passed unchanged.", show_default=False)
     strategy: str | None = option(
         f"{', '.join([*STRATEGIES][:-1])} or {[*STRATEGIES][-1]}; "
-        "default: hybrid with --servers, else all-reduce for several processes, else one-device."
+        "default: hybrid with --servers, else all-reduce for several processes, else one-device.",
+        panel=_COMMON,
     )
-    nproc_per_node: int | None = option("Processes (ranks) on this machine; default 1.")
+    nproc_per_node: int | None = option("Processes (ranks) on this machine; default 1.", panel=_COMMON)
     flags: StrategyFlags = StrategyFlags()
-    module: bool = option("SCRIPT is a module, as for python -m.", "-m", "--module", default=False)
-    servers: int | None = option("Parameter servers, for strategies that use them; default 1.")
+    module: bool = option("SCRIPT is a module, as for python -m.", "-m", "--module", default=False, panel=_COMMON)
+    servers: int | None = option("Parameter servers, for strategies that use them; default 1.", panel=_COMMON)
     consistency: str | None = option(
-        "Consistency of servers: sequential (default of parameter-server), bounded:N (hybrid: bounded:4) or eventual."
+        "Consistency of servers: sequential (default of parameter-server), bounded:N (hybrid: bounded:4) or eventual.",
+        panel=_COMMON,
     )
-    stale: str | None = option("Stale gradients: accept (default), drop:N or compensate:STRENGTH.")
+    stale: str | None = option("Stale gradients: accept (default), drop:N or compensate:STRENGTH.", panel=_SERVERS)
     replicas: int | None = option(
         "parameter-server, hybrid: copies of each server's data, so that as many servers may die without loss; "
-        "default 0. mirrored, central-storage: replicas in the process; default one per device."
+        "default 0. mirrored, central-storage: replicas in the process; default one per device.",
+        panel=_FAILURES,
     )
-    pushes: PushFlags = PushFlags()
-    memory: MemoryFlags = MemoryFlags()
+    pushes: PushFlags = in_panel(_FAILURES, default=PushFlags())
+    memory: MemoryFlags = in_panel(_SERVERS, default=MemoryFlags())
     heartbeat_timeout: float | None = option(
         "With servers: seconds without a heartbeat before a process is declared dead; default 30.",
         min=0.5,
+        panel=_FAILURES,
     )
     threads: int | None = option(
-        "OMP_NUM_THREADS of each rank; default: its share of the cores, unless the variable is set."
+        "OMP_NUM_THREADS of each rank; default: its share of the cores, unless the variable is set.", panel=_COMMON
     )
-    log_dir: Path | None = option("Folder for the complete output of each rank: rank0.stdout, rank0.stderr, ...")
-    nnodes: int | None = option("Machines that each run this command; default 1.")
-    node_rank: int | None = option("Number of this machine, from 0; default 0.")
-    master_addr: str | None = option("Address of node 0, where ranks meet; default 127.0.0.1 for one node.")
-    master_port: int | None = option("Port to meet at; default a free one for one node, else 29500.")
-    cluster: Path | None = option('Static cluster: file {"server": ["host:port", ...], "worker": [...]}.')
-    job: str | None = option("--cluster: the job of this process, server or worker.")
-    index: int | None = option("--cluster: number of this process within its job, from 0.")
+    log_dir: Path | None = option(
+        "Folder for the complete output of each rank: rank0.stdout, rank0.stderr, ...", panel=_COMMON
+    )
+    nnodes: int | None = option("Machines that each run this command; default 1.", panel=_MACHINES)
+    node_rank: int | None = option("Number of this machine, from 0; default 0.", panel=_MACHINES)
+    master_addr: str | None = option(
+        "Address of node 0, where ranks meet; default 127.0.0.1 for one node.", panel=_MACHINES
+    )
+    master_port: int | None = option("Port to meet at; default a free one for one node, else 29500.", panel=_MACHINES)
+    cluster: Path | None = option(
+        'Static cluster: file {"server": ["host:port", ...], "worker": [...]}.', panel=_MACHINES
+    )
+    job: str | None = option("--cluster: the job of this process, server or worker.", panel=_MACHINES)
+    index: int | None = option("--cluster: number of this process within its job, from 0.", panel=_MACHINES)
     filters: str | None = option(
         "Filters of messages between processes: gradients quantize:4, between ranks also top-k:0.01; rows of "
-        "embeddings on servers key-caching,quantize:8,zstd; or none."
+        "embeddings on servers key-caching,quantize:8,zstd; or none.",
+        panel=_SERVERS,
     )
-    pull_filters: str | None = option("Filters for rows pulled from servers; default: as --filters.")
-    filter_modules: FilterModuleFlags = FilterModuleFlags()
+    pull_filters: str | None = option("Filters for rows pulled from servers; default: as --filters.", panel=_SERVERS)
+    filter_modules: FilterModuleFlags = in_panel(_SERVERS, default=FilterModuleFlags())
     """Servers import all of them. Ranks import the modules of `filters` and `pull_filters`."""
-    tls: TLSFlags = TLSFlags()
+    tls: TLSFlags = in_panel(_MACHINES, default=TLSFlags())
     """For servers, and for connections between ranks of several machines; default: the environment's settings."""
