@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import paceline
 import paceline.torch as pt
+from paceline import PacelineError
 from paceline.data import open_dataset
-from paceline.errors import PacelineError
 from paceline.models.metrics import auc, log_loss
 
 Rows = tuple[torch.Tensor, torch.Tensor]

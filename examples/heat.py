@@ -25,9 +25,9 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline import PacelineError, UsageError
 from paceline.collectives import Grid, Group, init
 from paceline.environment import environment
-from paceline.errors import PacelineError, UsageError
 
 C = 0.2  # alpha dt / h^2; stable up to 1/4
 SHADES = " .:-=+*#%@"

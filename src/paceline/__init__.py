@@ -1,6 +1,6 @@
 """Paceline trains models on several processes, devices and machines.
 
-Importing it is quick: numba, and all that needs it, is imported when it is first used.
+Importing it is quick: numba, and everything that needs it, is imported at its first use.
 """
 
 from __future__ import annotations
@@ -8,9 +8,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from . import errors
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from .errors import *  # noqa: F403
     from .filters import KKT as KKT
     from .filters import BFloat16 as BFloat16
     from .filters import Compress as Compress
@@ -43,7 +45,8 @@ if TYPE_CHECKING:
     from .tables.initializers import *  # noqa: F403
     from .tables.rules import *  # noqa: F403
 
-_PACKAGES = {
+_PACKAGES: dict[str, tuple[str, ...]] = {
+    "errors": tuple(name for name in vars(errors) if name.endswith("Error")),
     "inference": ("LoadedModel", "load"),
     "launch": ("LocalCluster", "MemoryLimit", "connect", "local_cluster"),
     "protocol": ("Accept", "BoundedDelay", "DelayCompensate", "DropStale", "Eventual", "Sequential"),
@@ -53,19 +56,19 @@ _PACKAGE_OF = {name: package for package, names in _PACKAGES.items() for name in
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from its package when it is first asked for."""
+    """Import a public name from its package at its first use."""
     if name in _PACKAGE_OF:
         value = getattr(importlib.import_module(f".{_PACKAGE_OF[name]}", __name__), name)
     elif name == "__all__":
         value = sorted([*_PACKAGE_OF, *_settings()])
-    elif not name[:1].isupper() or (value := _settings().get(name)) is None:  # a submodule is not looked for there
+    elif not name[:1].isupper() or (value := _settings().get(name)) is None:  # not a submodule
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
     globals()[name] = value
     return value
 
 
 def _settings() -> dict[str, Any]:
-    """Return the update rules, initializers and filters, which their registries know."""
+    """Return the update rules, initializers and filters, by name, from their registries."""
     from . import filters
     from .tables import initializers, rules
 

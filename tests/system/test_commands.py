@@ -53,7 +53,10 @@ def test_bench(paceline: Commands) -> None:
 
 
 def test_importing_is_quick() -> None:
-    code = "import paceline, sys; print([name for name in ('torch', 'numba', 'rich', 'numpy') if name in sys.modules])"
+    code = (
+        "import paceline, sys; paceline.PacelineError, paceline.UsageError; "
+        "print([name for name in ('torch', 'numba', 'rich', 'numpy') if name in sys.modules])"
+    )
     times = []
     for _ in range(3):
         start = time.perf_counter()
