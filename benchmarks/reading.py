@@ -35,7 +35,7 @@ from paceline.data import ClickLogSpec, open_dataset, write_click_log
 from paceline.launch import prepare_kernels
 from paceline.protocol import BoundedDelay
 from paceline.training.driver import train_locally
-from paceline.training.files.converting import convert_data, look_at_sources
+from paceline.training.files.converting import convert_data, sample_sources
 from paceline.training.options import TrainOptions
 
 _BATCH = 256
@@ -108,7 +108,7 @@ def read(path: Path) -> float:
 
 
 def convert(text: Path, out: Path) -> float:
-    look = look_at_sources([str(text)], out, format=None)
+    look = sample_sources([str(text)], out, format=None)
     done = convert_data([str(text)], out, look)
     return done.num_examples / done.seconds
 

@@ -46,19 +46,19 @@ def convert(
     from rich.console import Console
 
     from paceline.errors import UsageError
-    from paceline.training.files.converting import convert_data, look_at_sources
+    from paceline.training.files.converting import convert_data, sample_sources
     from paceline.training.files.describing import show_columns
 
     if len(sources) < 2:
         raise UsageError(f"no file to write. Name it last: paceline convert {sources[0]} OUT")
     *data, out = sources
     reading = columns.parse(label)
-    sample = look_at_sources(data, Path(out), format=format, weight=weight, reading=reading)
+    sample = sample_sources(data, Path(out), format=format, weight=weight, reading=reading)
     console = Console(stderr=True)
-    if sample.guessed and not quiet:
+    if sample.has_guessed_columns and not quiet:
         show_columns(console, sample)
-        if sample.header_news is not None:
-            typer.echo(f"paceline: {sample.header_news}", err=True)
+        if sample.header_note is not None:
+            typer.echo(f"paceline: {sample.header_note}", err=True)
     is_shown = console.is_terminal and not quiet
     with console.status("converting ...") if is_shown else contextlib.nullcontext() as status:
 

@@ -22,6 +22,7 @@ from paceline.data.formats import (
 )
 from paceline.data.guessing import describe_named, guess_columns
 from paceline.data.labels import count_labels, describe_not_binary
+from paceline.data.sample import Sample
 from paceline.data.sampling import TextTable
 from paceline.data.scales.scaling import KEPT_SCALES, NUMERIC_SCALES, Scale, check_numeric_scale, fit_numbers, fit_scale
 from paceline.data.streams import line_number
@@ -46,6 +47,7 @@ __all__ = [
     "KEPT_SCALES",
     "LABEL_NAMES",
     "NUMERIC_SCALES",
+    "Sample",
     "Scale",
     "Spec",
     "TextTable",

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
-from paceline.data.bad_lines import BadLines
 from paceline.data.batch import Batch
 from paceline.data.dataset import Dataset, open_dataset
 from paceline.data.formats import FORMATS
 from paceline.data.reader import BLOCK_BYTES
+from paceline.data.sample import ExampleSample
 from paceline.data.streams import stat_file
 
 MAX_ROWS = 262_144
@@ -23,22 +22,6 @@ _NUM_PIECES = 256
 _NUM_BLOCKS = 64  # of a megabyte of text, or 32,768 rows, of files that are read from their beginning
 _CHUNK_ROWS = 256
 _GROUP_RUNS = 128  # 32,768 rows
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ExampleSample:
-    """Examples in the order of the files: `batch` has all, the i-th run of neighbours from row ``starts[i]`` on."""
-
-    batch: Batch
-    starts: npt.NDArray[np.int64]
-    num_examples: int
-    """How many examples the whole data set has; estimated, unless `is_whole`."""
-    is_whole: bool
-    """Whether the sample is the data set."""
-    bad_lines: BadLines | None = None
-    """What was malformed in the files that were read."""
-    num_read: int = 0
-    """How many examples were read, of which these were kept."""
 
 
 def sample_examples(dataset: Dataset, *, max_rows: int = MAX_ROWS, max_pairs: int = MAX_PAIRS) -> ExampleSample:

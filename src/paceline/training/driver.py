@@ -12,8 +12,9 @@ from typing import Any
 
 from rich.console import Console
 
-from paceline.data.example_sampling import ExampleSample
+from paceline.data import Sample
 from paceline.data.labels import describe_classes, describe_label_words
+from paceline.data.sample import ExampleSample
 from paceline.errors import ModelLostError
 from paceline.launch.fork_server import ForkServer
 from paceline.launch.local import LocalCluster
@@ -22,7 +23,7 @@ from paceline.observe import ProgressSnapshot, RateMeter, TrainingProgress
 from paceline.protocol import Consistency, Eventual, parse_consistency
 from paceline.ps import Client, messages
 from paceline.tables.memory.limit import MemoryLimit
-from paceline.training.files.data_files import DataLook, settle_files
+from paceline.training.files.data_files import settle_files
 from paceline.training.files.describing import find_warnings, show_columns
 from paceline.training.options import TrainOptions
 from paceline.training.plan import TrainingPlan
@@ -84,12 +85,12 @@ def train_locally(
 
     Further arguments are those of :meth:`LocalCluster.start`.
     """
-    options, look = settle_files(options)  # errors in the options or files are raised before anything starts
+    options, sample = settle_files(options)  # errors in the options or files are raised before anything starts
     settings = messages.ClusterSettings(
         num_servers=servers, num_workers=workers, consistency=str(Eventual() if consistency is None else consistency)
     )
     with _open_cluster(options, settings, **cluster_options) as (cluster, client):
-        return train_on(options, client, examples=look.examples, processes=cluster, warn=warn)
+        return train_on(options, client, examples=sample.examples, processes=cluster, warn=warn)
 
 
 def run_training(
@@ -112,8 +113,8 @@ def run_training(
     """
     if scheduler is None:
         options.passes.rates.check_consistency(parse_consistency(settings.consistency))
-    options, look = settle_files(options)
-    display = _Display(Console(stderr=True), options, look, quiet=quiet, progressive=progressive)
+    options, sample = settle_files(options)
+    display = _Display(Console(stderr=True), options, sample, quiet=quiet, progressive=progressive)
     display.show_files(memory_limit)
     cluster_options = {"memory_limit": memory_limit, "tls": tls, "fork_server": fork_server}
     while True:
@@ -133,7 +134,7 @@ def run_training(
                 return train_on(
                     options,
                     client,
-                    examples=look.examples,
+                    examples=sample.examples,
                     processes=cluster,
                     on_plan=display.show_plan,
                     on_news=(lambda text: None) if quiet else display.warn,
@@ -165,11 +166,11 @@ class _Display:
     """
 
     def __init__(
-        self, console: Console, options: TrainOptions, look: DataLook, *, quiet: bool, progressive: bool
+        self, console: Console, options: TrainOptions, sample: Sample, *, quiet: bool, progressive: bool
     ) -> None:
         self.console = console
         self.line = TrainingProgress(console, None, enabled=False)
-        self._options, self._look = options, look
+        self._options, self._sample = options, sample
         self._is_quiet, self._is_progressive = quiet, progressive
 
     def warn(self, text: str) -> None:
@@ -178,23 +179,23 @@ class _Display:
 
     def show_files(self, memory_limit: MemoryLimit | None) -> None:
         """Print the columns and everything unusual about the files."""
-        look, labels = self._look, self._options.model.read_labels_as
-        if look.guessed and not self._is_quiet:
-            show_columns(self.console, look)
+        sample, labels = self._sample, self._options.model.read_labels_as
+        if sample.has_guessed_columns and not self._is_quiet:
+            show_columns(self.console, sample)
         if memory_limit is not None and memory_limit.warning is not None:
             self.warn(memory_limit.warning)
         if self._is_quiet:
             return
-        if look.header_news is not None:
-            self.warn(look.header_news)
-        if look.columns is not None and look.columns.classes:
-            self.warn(describe_classes(look.columns.classes, labels))
-        if look.label_words:
-            self.warn(describe_label_words(look.label_words, labels))
+        if sample.header_note is not None:
+            self.warn(sample.header_note)
+        if sample.columns is not None and sample.columns.classes:
+            self.warn(describe_classes(sample.columns.classes, labels))
+        if sample.label_words:
+            self.warn(describe_label_words(sample.label_words, labels))
 
     def show_plan(self, client: Client, plan: TrainingPlan) -> Callable[[TrainingState], None]:
         """Print the plan; return the function that shows the progress."""
-        for text in find_warnings(self._look, self._options.model.read_labels_as):
+        for text in find_warnings(self._sample, self._options.model.read_labels_as):
             self.warn(text)
         if not self._is_quiet and plan.chosen_on and self._options.passes.blocks is None:
             self.warn(plan.sentence())

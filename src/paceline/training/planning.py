@@ -10,8 +10,9 @@ import numpy as np
 
 from paceline.data import FORMATS, BadLines, open_dataset
 from paceline.data.batch import Batch
-from paceline.data.example_sampling import ExampleSample, sample_examples
+from paceline.data.example_sampling import sample_examples
 from paceline.data.key_scaling import KeyScaling, read_key_scaling
+from paceline.data.sample import ExampleSample
 from paceline.errors import UsageError
 from paceline.models.base import Optimism, SparseModel
 from paceline.models.clicks import ClickProbabilityModel
@@ -62,7 +63,7 @@ def plan_training(
 ) -> TrainingPlan:
     """Look at the data, and choose what the options leave open; or go on as the snapshot of ``options.resume`` did.
 
-    `examples` are those of :class:`DataLook`; None reads some.
+    `examples` are those of :class:`paceline.data.Sample`; None reads some.
 
     Raises DataError if there is nothing to train on, ModelError if there is no snapshot.
     """

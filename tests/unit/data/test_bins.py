@@ -17,8 +17,8 @@ from paceline.inference.frames import ColumnReader
 from paceline.kernels.hashing import field_of, name_seed
 from paceline.kernels.text.criteo import integer_category
 from paceline.models.features.interactions import Interactions
-from paceline.training.files.converting import convert_data, look_at_sources
-from paceline.training.files.data_files import look_at
+from paceline.training.files.converting import convert_data, sample_sources
+from paceline.training.files.data_files import sample_data
 from paceline.training.files.describing import describe_data
 
 RANDOM = np.random.default_rng(3)
@@ -123,11 +123,11 @@ def test_readers_and_frames_make_the_same_bins(tmp_path: Path) -> None:
     convert_data(
         [str(tmp_path / "x.csv")],
         tmp_path / "x.out",
-        look_at_sources([str(tmp_path / "x.csv")], tmp_path / "x.out", format=None, columns=named),
+        sample_sources([str(tmp_path / "x.csv")], tmp_path / "x.out", format=None, columns=named),
     )
-    assert look_at([tmp_path / "x.csv"], columns=named).columns == look_at([tmp_path / "x.out"]).columns
+    assert sample_data([tmp_path / "x.csv"], columns=named).columns == sample_data([tmp_path / "x.out"]).columns
     for how in ("auto", "log-bins", "quantile:10"):
-        columns = look_at([tmp_path / "x.csv"], columns=named, numeric_scale=how).columns
+        columns = sample_data([tmp_path / "x.csv"], columns=named, numeric_scale=how).columns
         assert columns is not None
         assert columns.scales[0].edges
         assert Columns.from_fields(columns.to_fields()) == columns
@@ -151,7 +151,7 @@ def test_readers_and_frames_make_the_same_bins(tmp_path: Path) -> None:
         np.testing.assert_array_equal(batch.keys[~of_lists], found[0].keys)
         crossed = Interactions(text="site:size").of_columns("csv", columns).apply(found[0])
         assert len(crossed.keys) == len(found[0].keys) + n - n // 50
-        fitted = look_at([tmp_path / "x.out"], columns=named, numeric_scale=how).columns
+        fitted = sample_data([tmp_path / "x.out"], columns=named, numeric_scale=how).columns
         assert fitted is not None
         assert fitted.scales[0].edges == pytest.approx(columns.scales[0].edges)
     described = describe_data([str(tmp_path / "x.csv")], columns=named)

@@ -13,7 +13,7 @@ from paceline.data.formats.csv_format import Csv
 from paceline.data.guessing import ReadOptions, judge_column
 from paceline.data.labels import CLICKS
 from paceline.errors import UsageError
-from paceline.training.files.data_files import look_at
+from paceline.training.files.data_files import sample_data
 from paceline.training.files.describing import find_warnings
 
 ROWS = 4000
@@ -122,7 +122,7 @@ def test_columns_that_were_named_are_described_too() -> None:
 
 def test_a_number_as_the_label_is_a_place_and_tells_no_header(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("0.25,0,1\n" + "".join(f"{i / 7},{i % 2},{i % 3}\n" for i in range(200)))
-    look = look_at([tmp_path / "x.csv"], reading=ReadOptions(label="1"))
+    look = sample_data([tmp_path / "x.csv"], reading=ReadOptions(label="1"))
     assert look.columns is not None
     assert look.columns.label == "c2"
     assert sum(look.labels.values()) == 201
@@ -131,11 +131,11 @@ def test_a_number_as_the_label_is_a_place_and_tells_no_header(tmp_path: Path) ->
 def test_copies_of_rows_do_not_hide_what_identifies_rows(tmp_path: Path) -> None:
     rows = [f"{i % 2},{10**9 + 7919 * i},{'ab'[i % 3 == 0]},{i % 37}\n" for i in range(500)]
     (tmp_path / "x.csv").write_text("bought,user_id,site,age\n" + "".join(rows + rows[:100]))
-    look = look_at([tmp_path / "x.csv"], reading=ReadOptions(label="bought"))
+    look = sample_data([tmp_path / "x.csv"], reading=ReadOptions(label="bought"))
     assert look.columns is not None
     assert "user_id" not in look.columns.names
     (tmp_path / "few.csv").write_text("y,c,d\n" + "".join(f"{i % 2},{i % 5},{i % 3}\n" for i in range(300)))
-    few = look_at([tmp_path / "few.csv"], reading=ReadOptions(label="y"))
+    few = sample_data([tmp_path / "few.csv"], reading=ReadOptions(label="y"))
     assert few.columns is not None
     assert few.columns.names == ["y", "c", "d"]
 
@@ -150,7 +150,7 @@ def write_column(path: Path, cells: list[str]) -> Path:
 def test_numbers_with_a_mark_where_they_are_missing_are_numbers(tmp_path: Path, missing: str) -> None:
     """As in the files of UCI and of SAS: looked at, and read."""
     path = write_column(tmp_path / "x.csv", [missing if row % 5 == 0 else f"{row / 8}" for row in range(100)])
-    columns = look_at([path], reading=ReadOptions(label="y")).columns
+    columns = sample_data([path], reading=ReadOptions(label="y")).columns
     assert columns is not None
     assert columns.numeric == ("x",)
     with open_dataset([path], "csv", columns) as dataset:
@@ -170,13 +170,13 @@ def test_the_one_word_among_numbers_is_named() -> None:
 def test_signs_of_currencies_and_percent_are_refused(tmp_path: Path, cell: str) -> None:
     path = write_column(tmp_path / "x.csv", [f'"{cell}"'] * 60)
     with pytest.raises(UsageError, match="signs of currencies or percent"):
-        look_at([path], reading=ReadOptions(label="y"))
+        sample_data([path], reading=ReadOptions(label="y"))
 
 
 def test_blanks_around_names_do_not_hide_the_label(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_text("x, y\n" + "".join(f"{row / 8}, {row % 2}\n" for row in range(60)))
-    columns = look_at([path], reading=ReadOptions(label="y")).columns
+    columns = sample_data([path], reading=ReadOptions(label="y")).columns
     assert columns is not None
     assert (columns.label, columns.numeric) == ("y", ("x",))
 
@@ -185,8 +185,8 @@ def test_labels_that_are_all_alike_and_text_that_is_not_utf8_are_told(tmp_path: 
     path = tmp_path / "x.csv"
     rows = "".join(f"{'rougé' if row % 2 else 'bleu'},{row / 8},1\n" for row in range(60))
     path.write_bytes(f"colour,x,y\n{rows}".encode("latin-1"))
-    one_label, encoding = find_warnings(look_at([path], reading=ReadOptions(label="y")), CLICKS)
+    one_label, encoding = find_warnings(sample_data([path], reading=ReadOptions(label="y")), CLICKS)
     assert "all labels in the rows looked at are 1" in one_label
     assert "is not UTF-8" in encoding
     path.write_text("colour,x,y\n" + rows.replace(",1\n", ",0\n", 1))
-    assert find_warnings(look_at([path], reading=ReadOptions(label="y")), CLICKS) == []
+    assert find_warnings(sample_data([path], reading=ReadOptions(label="y")), CLICKS) == []

@@ -14,8 +14,8 @@ import pytest
 from paceline.data import Batch, Columns, Scale, check_numeric_scale, fit_scale, open_dataset, open_spec
 from paceline.errors import UsageError
 from paceline.kernels.features.scaling import MOST_DEVIATIONS, scale_columns, scale_numbers
-from paceline.training.files.converting import convert_data, look_at_sources
-from paceline.training.files.data_files import look_at
+from paceline.training.files.converting import convert_data, sample_sources
+from paceline.training.files.data_files import sample_data
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'paceline[parquet]'")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -147,12 +147,14 @@ def test_numbers_that_lie_close_together_and_far_from_0(tmp_path: Path) -> None:
             path = tmp_path / name
             if how == "standard" and name.endswith("paceline"):
                 source = [str(tmp_path / ("x.csv" if name[0] == "a" else "x.parquet"))]
-                look = look_at_sources(source, path, format=None, columns=named)
+                look = sample_sources(source, path, format=None, columns=named)
                 convert_data(source, path, look)
-            columns = look_at([path], columns=None if name.endswith("paceline") else named, numeric_scale=how).columns
+            columns = sample_data(
+                [path], columns=None if name.endswith("paceline") else named, numeric_scale=how
+            ).columns
             with open_dataset(path, columns=columns) as dataset:
                 found.append(Batch.concatenate(list(dataset.batches(500))).values)
-            assert columns == look_at([tmp_path / "x.csv"], columns=named, numeric_scale=how).columns
+            assert columns == sample_data([tmp_path / "x.csv"], columns=named, numeric_scale=how).columns
         values = np.asarray(found[0]).reshape(-1, 3)
         for other in found[1:]:
             np.testing.assert_array_equal(found[0], other)

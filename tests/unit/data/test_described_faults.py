@@ -17,7 +17,7 @@ from paceline.data.streams import standard_input
 from paceline.errors import PacelineError
 from paceline.training.files.bad_data import BadData
 from paceline.training.files.converting import convert_data
-from paceline.training.files.data_files import look_at
+from paceline.training.files.data_files import sample_data
 from paceline.training.files.describing import describe_data, show_description
 
 ROWS = "site,price,outcome\n" + "a,1.5,won\nb,2,lost\n" * 20
@@ -32,24 +32,24 @@ ROWS = "site,price,outcome\n" + "a,1.5,won\nb,2,lost\n" * 20
         (b"a,a,click\n1,2,0\n3,4,1\n", "more than one column 'a' in its header: rename all but one"),
         (
             b"site,label\n" + b"".join(b"a,name %d\n" % at for at in range(200)),
-            "labels, column 'label', are texts such as 'name 0', 'name 1', 'name 2', and expected are numbers, or",
+            "labels, column 'label', are texts such as 'name 0', 'name 1', 'name 2': expected numbers, or",
         ),
-        (b'{"click": "won", "a": 1}\n' * 3, "labels, column 'click', are text, 'won', and expected are numbers"),
+        (b'{"click": "won", "a": 1}\n' * 3, "labels, column 'click', are text, 'won': expected numbers"),
     ],
 )
 def test_files_that_are_refused(tmp_path: Path, content: bytes, expected: str) -> None:
     path = tmp_path / "x"
     path.write_bytes(content)
     with pytest.raises(PacelineError, match=expected):
-        look_at([path])
+        sample_data([path])
 
 
 def test_weights_are_numbers(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_text("site,price,click\n,1.5,1\n" + "b,2,0\n" * 20)
-    with pytest.raises(PacelineError, match="the weights, column 'site', are text, 'b', and expected are numbers"):
-        look_at([path], weight="site")
-    columns = look_at([path]).columns
+    with pytest.raises(PacelineError, match="the weights, column 'site', are text, 'b': expected numbers"):
+        sample_data([path], weight="site")
+    columns = sample_data([path]).columns
     assert columns is not None
     assert columns.describe_fault("click", is_missing=True) == "its label 'click' is missing"
 
@@ -123,7 +123,7 @@ def test_malformed_rows_are_described(tmp_path: Path, name: str) -> None:
     found = describe_data([str(path)])
     first = f"{path}, line 4: it has 2 cells where the first row has 3: ',3'"
     assert found["malformed"] == {"rows_read": 60, "count": 20, "first": first}
-    convert_data([str(path)], tmp_path / "out", look_at([path]))
+    convert_data([str(path)], tmp_path / "out", sample_data([path]))
     again = describe_data([str(tmp_path / "out")])["malformed"]
     assert again == {"rows_read": 60, "count": 20, "first": f"{path}: it has 2 cells where the first row has 3: ',3'"}
 

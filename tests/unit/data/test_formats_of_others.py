@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.data import Batch, Columns, detect_format, open_dataset
+from paceline.data import Batch, Columns, Sample, detect_format, open_dataset
 from paceline.data.dialect import BLANKS, guess_dialect, mark_blanks, parse_rows, read_dialect
 from paceline.data.formats import FORMATS
 from paceline.data.formats.vw import vw_parser
@@ -21,7 +21,7 @@ from paceline.errors import DataError, UsageError
 from paceline.kernels.hashing import field_of, hash_bytes, name_seed
 from paceline.kernels.text import lines as kernels
 from paceline.kernels.text.values import split_words
-from paceline.training.files.data_files import DataLook, look_at
+from paceline.training.files.data_files import sample_data
 
 WORDS = [("cheap", "pills", "offer"), ("meeting", "agenda", "notes")]
 
@@ -31,9 +31,9 @@ def read(path: Path, columns: Columns | None = None, *, needs_labels: bool = Tru
         return Batch.concatenate(list(dataset.batches(1000)))
 
 
-def look_at_text(path: Path, content: str, **options: object) -> DataLook:
+def look_at_text(path: Path, content: str, **options: object) -> Sample:
     path.write_text(content)
-    return look_at([path], reading=ReadOptions(**options))  # type: ignore[arg-type]
+    return sample_data([path], reading=ReadOptions(**options))  # type: ignore[arg-type]
 
 
 def plain(text: bytes) -> bytes:
@@ -67,8 +67,8 @@ def test_a_format_is_read_whatever_the_file_is_packed_or_ends_lines_with(
     second.write_bytes(written(text.encode()))
     assert detect_format(first) == detect_format(second) == format
     label = "-1" if text.startswith("  ") else None
-    columns = look_at([first], reading=ReadOptions(label=label)).columns
-    assert columns == look_at([second], reading=ReadOptions(label=label)).columns
+    columns = sample_data([first], reading=ReadOptions(label=label)).columns
+    assert columns == sample_data([second], reading=ReadOptions(label=label)).columns
     one, other = read(first, columns), read(second, columns)
     assert len(one.keys)
     np.testing.assert_array_equal(one.keys, other.keys)
@@ -83,7 +83,7 @@ def test_libffm_has_the_features_of_vowpal_wabbit_by_fields(tmp_path: Path) -> N
         np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
     path = str(tmp_path / "x.ffm")
     assert FORMATS["libffm"].sample_fields([path]) == ("0", "user")
-    assert look_at([path]).fields == ("0", "user")
+    assert sample_data([path]).fields == ("0", "user")
     assert [*FORMATS["libffm"].find_names([path], None, one.keys).values()] == ["0^3", "user^17", "user^4"]
     (tmp_path / "unlabelled").write_text("0:3:1 user:17:0.5\n")
     found = read(tmp_path / "unlabelled", needs_labels=False)
@@ -118,8 +118,8 @@ def test_lines_of_vowpal_wabbit_without_labels_are_skipped(tmp_path: Path) -> No
         assert sum(batch.num_examples for batch in dataset.batches(100)) == 10
         assert dataset.bad_lines.count == 20
     path.write_text("| a b\n" * 20)
-    with pytest.raises(DataError, match="has no label in the lines looked at"):
-        look_at([path])
+    with pytest.raises(DataError, match="has no label in the sampled lines"):
+        sample_data([path])
 
 
 # Headers.
@@ -135,8 +135,8 @@ def test_a_first_row_of_values_that_occur_below_is_no_header(tmp_path: Path, fir
     look = look_at_text(tmp_path / "x.csv", "".join(",".join(row) + "\n" for row in rows), label="-1")
     assert look.columns is not None
     assert look.columns.names[0] == "c4"
-    assert look.header_news is not None
-    assert "has no header: its columns are c1 to c4" in look.header_news
+    assert look.header_note is not None
+    assert "has no header: its columns are c1 to c4" in look.header_note
     assert read(tmp_path / "x.csv", look.columns).num_examples == len(rows)
 
 
@@ -160,7 +160,7 @@ def test_a_given_header_counts_and_is_remembered(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     named = look_at_text(path, "red,7,1\n" + "blue,8,0\nred,9,1\n" * 30, label="-1", header="yes")
     assert named.columns is not None
-    assert (named.columns.names, named.header_news) == (["1", "red", "7"], None)
+    assert (named.columns.names, named.header_note) == (["1", "red", "7"], None)
     text = "city,age,click\n" + "blue,8,0\nred,9,1\n" * 30
     plain_rows = look_at_text(path, text, label="-1", header="no").columns
     assert plain_rows is not None
@@ -187,7 +187,7 @@ def test_models_of_names_with_blanks_read_them_as_before(tmp_path: Path) -> None
     before = Columns.from_fields({"label": "click", "categorical": [" city"], "numeric": []})
     assert not before.trims
     assert read(tmp_path / "x.csv", before).keys[0] == hash_bytes(b" a", name_seed(" city"))
-    now = look_at([tmp_path / "x.csv"]).columns
+    now = sample_data([tmp_path / "x.csv"]).columns
     assert read(tmp_path / "x.csv", now).keys[0] == hash_bytes(b"a", name_seed("city"))
 
 
@@ -285,7 +285,7 @@ def test_text_of_parquet_has_the_features_of_csv(tmp_path: Path) -> None:
 
     (tmp_path / "x.csv").write_text(text_rows())
     parquet.write_table(csv.read_csv(tmp_path / "x.csv"), tmp_path / "x.parquet")
-    columns = look_at([tmp_path / "x.parquet"]).columns
+    columns = sample_data([tmp_path / "x.parquet"]).columns
     assert columns is not None
     assert columns.text == ("text",)
     one, other = read(tmp_path / "x.csv", columns), read(tmp_path / "x.parquet", columns)

@@ -13,8 +13,8 @@ from pyarrow import parquet
 from paceline.data import Columns, open_dataset, open_spec
 from paceline.data.guessing import ReadOptions
 from paceline.errors import PacelineError
-from paceline.training.files.converting import convert_data, look_at_sources
-from paceline.training.files.data_files import look_at
+from paceline.training.files.converting import convert_data, sample_sources
+from paceline.training.files.data_files import sample_data
 from paceline.training.files.describing import describe_data
 
 _FORMATS = ["csv", "parquet", "jsonl"]
@@ -36,7 +36,7 @@ def write_rows(path: Path, format: str, rows: list[tuple[str, float]]) -> Path:
 @pytest.mark.parametrize("format", _FORMATS)
 def test_two_words_are_0_and_1(tmp_path: Path, format: str) -> None:
     path = write_rows(tmp_path / "x", format, _ROWS)
-    look = look_at([path], reading=ReadOptions(label="class"))
+    look = sample_data([path], reading=ReadOptions(label="class"))
     assert look.columns is not None
     assert look.columns.classes == ("benign", "malignant")
     assert look.labels == {1.0: 100, 0.0: 100}
@@ -54,7 +54,7 @@ def test_two_words_are_0_and_1(tmp_path: Path, format: str) -> None:
 @pytest.mark.parametrize("format", _FORMATS)
 def test_a_third_word_that_comes_later_is_malformed(tmp_path: Path, format: str) -> None:
     path = write_rows(tmp_path / "x", format, _ROWS)
-    columns = look_at([path], reading=ReadOptions(label="class")).columns
+    columns = sample_data([path], reading=ReadOptions(label="class")).columns
     write_rows(path, format, [*_ROWS, ("unknown", 1.0), ("benign", 1.0)])
     with open_dataset(path, format, columns) as dataset:
         labels = np.concatenate([batch.labels for batch in dataset.blocks()])
@@ -65,13 +65,13 @@ def test_a_third_word_that_comes_later_is_malformed(tmp_path: Path, format: str)
 
 def test_named_columns_and_converted_data_have_classes_too(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "x.csv", "csv", _ROWS)
-    named = look_at([path], columns=Columns("class", numeric=("size",))).columns
+    named = sample_data([path], columns=Columns("class", numeric=("size",))).columns
     assert named is not None
     assert named.classes == ("benign", "malignant")
     out = tmp_path / "x.paceline"
-    look = look_at_sources([str(path)], out, format=None, reading=ReadOptions(label="class"))
+    look = sample_sources([str(path)], out, format=None, reading=ReadOptions(label="class"))
     convert_data([str(path)], out, look)
-    look = look_at([out])
+    look = sample_data([out])
     assert look.columns is not None
     assert (look.columns.classes, look.labels) == (("benign", "malignant"), {0.0: 100, 1.0: 100})
 

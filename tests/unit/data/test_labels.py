@@ -27,7 +27,7 @@ from paceline.data.labels import (
 from paceline.errors import UsageError
 from paceline.kernels.text.values import LABEL_WORDS
 from paceline.models.registry import make_model, read_model_settings
-from paceline.training.files.data_files import look_at
+from paceline.training.files.data_files import sample_data
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_no_word_is_lost_or_merged(words: list[str], form: str, tmp_path_factory
     row = "{},{}\n" if form == "csv" else '{{"city": "{}", "label": "{}"}}\n'
     lines = [row.format(at % 7, cell) for at, cell in enumerate(cells)]
     path.write_text(("city,label\n" if form == "csv" else "") + "".join(lines))
-    columns = look_at([path]).columns
+    columns = sample_data([path]).columns
     with open_dataset(path, columns=columns, labels="numbers") as dataset:
         labels = [label for batch in dataset.batches(4096) for label in batch.labels.tolist()]
         assert dataset.bad_lines.count == 0
@@ -152,7 +152,7 @@ def test_a_label_is_found_in_capitals(tmp_path: Path, name: str) -> None:
     path = tmp_path / "x.csv"
     path.write_text(f"city,{name}\n" + "".join(f"c{at % 3},{at % 2}\n" for at in range(60)))
     assert find_label("x", ["age", name]) == name
-    look = look_at([path])
+    look = sample_data([path])
     assert look.columns is not None
     assert look.columns.label.strip() == name.strip()
     assert usual_label(["Y", "label", "y"]) == "label"
@@ -188,7 +188,7 @@ def test_words_are_told_as_they_are_read() -> None:
 def test_words_of_json_lines_are_told(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"label": "Yes", "a": "no"}\n{"label": "n", "a": "t"}\n{"label": true, "a": "y"}\n')
-    assert look_at([path]).label_words == ("n", "yes")
+    assert sample_data([path]).label_words == ("n", "yes")
 
 
 def test_other_processes_read_labels_alike(tmp_path: Path) -> None:

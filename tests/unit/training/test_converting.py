@@ -24,8 +24,8 @@ from paceline.data.guessing import ReadOptions
 from paceline.errors import DataError, UsageError
 from paceline.models.ffm import FieldAwareMachine
 from paceline.models.registry import make_model
-from paceline.training.files.converting import Conversion, convert_data, look_at_sources
-from paceline.training.files.data_files import format_of_evaluation, look_at, settle_files
+from paceline.training.files.converting import Conversion, convert_data, sample_sources
+from paceline.training.files.data_files import format_of_evaluation, sample_data, settle_files
 from paceline.training.files.describing import describe_data
 from paceline.training.options import TrainOptions
 from paceline.training.planning import plan_training
@@ -61,7 +61,7 @@ SOURCES = {
 
 
 def convert(source: Path, out: Path, columns: Columns | None = None, **options: Any) -> Conversion:
-    look = look_at_sources([str(source)], out, format=None, columns=columns)
+    look = sample_sources([str(source)], out, format=None, columns=columns)
     return convert_data([str(source)], out, look, **options)
 
 
@@ -113,7 +113,7 @@ def test_it_has_the_examples_of_its_sources(tmp_path: Path, format: str) -> None
         assert_same(read_all(open_dataset(out, labels=labels)), plain)
     assert done.num_examples == plain.num_examples
     assert done.num_positives == (plain.labels > 0).sum()
-    look, look_before = look_at([out]), look_at([source], columns=columns)
+    look, look_before = sample_data([out]), sample_data([source], columns=columns)
     assert set(look.labels) == set(look_before.labels)
     assert look.columns == look_before.columns
     kept = "libsvm" if format == "numpy" else format
@@ -125,12 +125,12 @@ def test_it_has_the_examples_of_its_sources(tmp_path: Path, format: str) -> None
 
 def test_numbers_are_brought_to_the_scales_that_are_wanted(source: Path, out: Path) -> None:
     for how in ("auto", "standard", "log", "log-bins", "none"):
-        look = look_at([out], numeric_scale=how)
-        assert look.columns == look_at([source], columns=COLUMNS, numeric_scale=how).columns
+        look = sample_data([out], numeric_scale=how)
+        assert look.columns == sample_data([source], columns=COLUMNS, numeric_scale=how).columns
         assert_same(
             read_all(open_dataset(out, columns=look.columns)), read_all(open_dataset(source, columns=look.columns))
         )
-    unweighted = look_at([out]).columns
+    unweighted = sample_data([out]).columns
     assert unweighted is not None
     assert [scale.unit > 0 for scale in unweighted.scales] == [False, True]  # as the labels tell
     assert read_all(open_dataset(out, columns=unweighted.unweighted)).weights is None
@@ -308,13 +308,13 @@ def test_what_does_not_fit_is_refused_in_a_sentence(source: Path, out: Path, tmp
     with pytest.raises(DataError, match=r"svm is converted from libsvm, and .*out is converted from csv: all must be"):
         settle_files(options)
     with pytest.raises(DataError, match=r"x.csv was not written by 'paceline convert': all files of a command are of"):
-        look_at([out, source])
+        sample_data([out, source])
     with pytest.raises(DataError, match=r"other numeric columns than are wanted \(price\)"):
         open_dataset(out, columns=Columns("click", ("site",), ("age",)))
     with pytest.raises(DataError, match="without weights: convert its sources with --weight importance"):
         open_dataset(out, columns=Columns("click", ("site",), ("age", "price"), weight="importance"))
-    with pytest.raises(UsageError, match="is converted with other columns: leave --label out"):
-        look_at([out], reading=ReadOptions(label="age"))
+    with pytest.raises(UsageError, match="was converted with other columns: leave --label out"):
+        sample_data([out], reading=ReadOptions(label="age"))
     for place, told in (
         (tmp_path, "is a folder: name the file"),
         (source, "is a source too"),
@@ -355,7 +355,7 @@ def test_columns_may_stand_in_another_order(tmp_path: Path) -> None:
         numeric = tuple(column for column in order if column in "xy")
         convert(tmp_path / f"{name}.csv", tmp_path / name, Columns("click", categorical, numeric))
     p, q = tmp_path / "p", tmp_path / "q"
-    columns = look_at([p]).columns
+    columns = sample_data([p]).columns
     whole = read_all(open_dataset(p, columns=columns))
     assert whole.keys[0] != read_all(open_dataset(q)).keys[0]
     assert_same(read_all(open_dataset(q, columns=columns)), whole)
@@ -376,7 +376,7 @@ def test_lists_stay_beside_numbers_that_are_scaled(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "x.parquet")
     source, out = tmp_path / "x.parquet", tmp_path / "out"
     convert(source, out)
-    columns = look_at([source]).columns
+    columns = sample_data([source]).columns
     assert columns is not None
     assert columns.scales
     assert_same(read_all(open_dataset(out, columns=columns)), read_all(open_dataset(source, columns=columns)))

@@ -8,22 +8,22 @@ from typing import Any
 
 import pytest
 
-from paceline.data import Columns, open_dataset
+from paceline.data import Columns, Sample, open_dataset
 from paceline.data.dialect import guess_dialect
 from paceline.data.formats.json_lines import find_json_columns
 from paceline.data.guessing import ReadOptions
 from paceline.errors import DataError, UsageError
 from paceline.training.files.bad_data import BadData, describe_bad_lines
-from paceline.training.files.data_files import DataLook, look_at
+from paceline.training.files.data_files import sample_data
 from paceline.training.snapshots import Resumption
 
 ROWS = "1,Rome,20,3.5\n0,Oslo,30,2.5\n" * 40
 OBJECTS = [{"click": k % 2, "user": k, "age": 20 + k} for k in range(80)]
 
 
-def look(path: Path, text: str, weight: str | None = None, **options: Any) -> DataLook:
+def look(path: Path, text: str, weight: str | None = None, **options: Any) -> Sample:
     path.write_text(text)
-    return look_at([path], numeric_scale="none", weight=weight, reading=ReadOptions(**options))
+    return sample_data([path], numeric_scale="none", weight=weight, reading=ReadOptions(**options))
 
 
 @pytest.mark.parametrize("kind", ["categorical", "ignore", "weight"])
@@ -31,7 +31,7 @@ def test_any_given_name_shows_that_the_first_row_is_a_header(tmp_path: Path, kin
     text = "click,city,size,3\n" + "click,city,1,3\n0,Oslo,2,2\n" * 40  # more than half of the words occur below
     given: dict[str, Any] = {"weight": "size"} if kind == "weight" else {kind: ("size",)}
     found = look(tmp_path / "x.csv", text, label="0", **given)
-    assert (found.columns is not None, found.header_news) == (True, None)
+    assert (found.columns is not None, found.header_note) == (True, None)
     assert found.columns.label == "click"  # type: ignore[union-attr]
 
 
@@ -40,13 +40,13 @@ def test_names_that_look_like_places_are_names_if_the_header_has_them(tmp_path: 
     assert dialect is not None
     assert dialect.names == ("c3", "c1", "c2")
     found = look(tmp_path / "x.csv", "c3,c1,c2\n" + "7,1,5.5\n8,0,6.5\n" * 40, label="c1", header="yes")
-    assert ({*found.labels}, found.header_news) == ({0.0, 1.0}, None)
-    assert look(tmp_path / "x.csv", ROWS, label="c1").header_news is not None
+    assert ({*found.labels}, found.header_note) == ({0.0, 1.0}, None)
+    assert look(tmp_path / "x.csv", ROWS, label="c1").header_note is not None
 
 
 def test_parquet_has_no_option_for_a_header(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--header no: .*x\.parquet is parquet, which has no header"):
-        look_at([tmp_path / "x.parquet"], "parquet", reading=ReadOptions(label="a", header="no"))
+        sample_data([tmp_path / "x.parquet"], "parquet", reading=ReadOptions(label="a", header="no"))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from paceline.data.scales.candidates import candidate_scales, explain_features
 from paceline.data.scales.numeric_features import NumericFeature, find_numeric_features
 from paceline.models.fm import FactorModel
 from paceline.models.registry import make_model
-from paceline.training.files.data_files import look_at, settle_files
+from paceline.training.files.data_files import sample_data, settle_files
 from paceline.training.files.describing import describe_data
 from paceline.training.files.numeric_scales import choose_key_scaling, scale_columns
 from paceline.training.options import TrainOptions
@@ -122,7 +122,7 @@ def test_equal_numbers_are_cut_into_equal_bins_in_every_format(tmp_path: Path) -
     vw = write(tmp_path / "x.vw", [f"{label or -1} |n a:{a} b:{b}" for label, (a, b) in zip(y, rows, strict=True)])
     objects = [{"label": label, "n": {"a": float(a), "b": float(b)}} for label, (a, b) in zip(y, rows, strict=True)]
     jsonl = write(tmp_path / "x.jsonl", list(map(json.dumps, objects)))
-    columns = look_at([csv]).columns
+    columns = sample_data([csv]).columns
     assert columns is not None
     assert [len(scale.edges) > 6 for scale in columns.scales] == [True, False]
     for path, name in ((vw, "n^a"), (jsonl, "n.a")):

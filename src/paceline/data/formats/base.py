@@ -10,12 +10,14 @@ from typing_extensions import override
 
 from paceline.data.columns import Columns
 from paceline.data.feature_names import Keys, NameFinder
+from paceline.data.guessing import NO_OPTIONS, ReadOptions
 from paceline.data.labels import count_labels
 from paceline.data.reader import ReadSettings, ShardReader
+from paceline.data.sample import Sample
 from paceline.data.sampling import text_pieces
 from paceline.data.scales.bins import bin_names
-from paceline.data.streams import FileStatus, stat_file
-from paceline.errors import UsageError
+from paceline.data.streams import FileStatus, full_path, stat_file
+from paceline.errors import DataError, UsageError
 
 
 class Format(ABC):
@@ -84,6 +86,31 @@ class Format(ABC):
     @abstractmethod
     def sample_labels(self, files: Sequence[str], columns: Columns | None) -> dict[float, int]:
         """Return the labels of rows spread over the files, and the number of rows with each."""
+
+    def sample(
+        self,
+        files: Sequence[str],
+        columns: Columns | None,
+        options: ReadOptions = NO_OPTIONS,
+        weight: str | None = None,
+    ) -> Sample:
+        """Return a sample of the files.
+
+        `columns` are the columns to read; None guesses those that `options` do not name. `weight` is the name of the
+        column with the examples' weights. Raises DataError for unsuitable files, and UsageError for unsuitable options.
+        """
+        given = [*options.given, *(["--weight"] if weight is not None else [])]
+        if given and columns is None:
+            raise UsageError(
+                f"{self.name} has no columns to choose: leave {given[0]} out, or pass --format csv, parquet or jsonl"
+            )
+        for file in files:
+            self.stat(full_path(file))
+        self.resolve(files, columns, needs_label=True)
+        labels = self.sample_labels(files, None)
+        if not labels and self.may_lack_labels:
+            raise DataError(f"{files[0]} has no label in the sampled lines: begin each line with one, '1 | a b'")
+        return Sample(files=tuple(files), format=self.name, labels=labels, fields=self.sample_fields(files))
 
     def sample_fields(self, files: Sequence[str]) -> tuple[str, ...]:
         """Return the namespaces, or fields, of rows spread over the files, for formats without columns."""

@@ -15,11 +15,14 @@ from paceline.data.binary.converted import (
     Description,
     check_columns,
     describe_converted,
+    merge_guesses,
 )
 from paceline.data.columns import Columns
 from paceline.data.feature_names import NameFinder
 from paceline.data.formats.base import Format
+from paceline.data.guessing import NO_OPTIONS, ReadOptions
 from paceline.data.reader import ReadSettings, ShardReader
+from paceline.data.sample import Sample
 from paceline.errors import DataError, UsageError
 
 CONVERTED = "paceline"
@@ -50,6 +53,36 @@ class ConvertedData(Format):
         if columns is not None and first.columns is None:
             raise UsageError(f"{first.format} has no columns to choose: leave columns out")
         return columns or first.columns
+
+    @override
+    def sample(
+        self,
+        files: Sequence[str],
+        columns: Columns | None,
+        options: ReadOptions = NO_OPTIONS,
+        weight: str | None = None,
+    ) -> Sample:
+        """Return the stored properties of converted files."""
+        converted = tuple(map(describe_converted, files))
+        first = converted[0].description
+        stored = first.columns
+        names = [guess.name for guess in first.guesses]
+        if options.given and (stored is None or not options.fit(files[0], stored, names or stored.names)):
+            raise UsageError(
+                f"{files[0]} was converted with other columns: leave {', '.join(options.given)} out, or convert its "
+                "sources again"
+            )
+        if weight is not None and (stored is None or weight != stored.weight):
+            raise UsageError(f"{files[0]} was converted without --weight {weight}: convert its sources with it")
+        return Sample(
+            files=tuple(files),
+            format=self.name,
+            labels=self.sample_labels(files, None),
+            columns=self.resolve(files, columns, needs_label=True),
+            guesses=merge_guesses(converted),
+            fields=tuple(dict.fromkeys(name for file in converted for name in file.description.fields)),
+            converted=converted,
+        )
 
     @override
     def sample_labels(self, files: Sequence[str], columns: Columns | None) -> dict[float, int]:

@@ -17,8 +17,9 @@ from paceline.data.dialect import LABEL_NAMES
 from paceline.data.feature_names import NameFinder, decoded, encoded, text_lines
 from paceline.data.formats.base import Format, share_of_lines
 from paceline.data.guessing import IN_LISTS, NO_OPTIONS, NUM_EXAMPLES, ReadOptions, judge_column
-from paceline.data.labels import count_labels, find_classes
+from paceline.data.labels import count_labels, find_classes, find_label_words
 from paceline.data.reader import ReadSettings, ShardReader
+from paceline.data.sample import Sample, check_numbers
 from paceline.data.sampling import json_text, text_pieces
 from paceline.data.text import Parse, Parsed, SparseArrays, TextReader, first_bad, result_arrays
 from paceline.errors import UsageError
@@ -47,6 +48,42 @@ class JsonLines(Format):
         if columns.numeric:
             raise UsageError("all numbers of JSON lines are numeric: leave --numeric out")
         return replace(columns, is_open=True)
+
+    @override
+    def sample(
+        self,
+        files: Sequence[str],
+        columns: Columns | None,
+        options: ReadOptions = NO_OPTIONS,
+        weight: str | None = None,
+    ) -> Sample:
+        objects = sample_objects(files)
+        guessed = ReadOptions(label=columns.label) if columns else options
+        found = find_json_columns(files[0], objects, guessed, weight or "")
+        if columns is not None:
+            found = replace(columns, is_open=True, classes=columns.classes or found.classes)
+        cells = json_cells(objects, found.label)
+        check_numbers(files[0], found, cells, json_cells(objects, found.weight))
+        for file in files:
+            self.stat(file)
+        self.resolve(files, found, needs_label=True)
+        texts = (
+            value
+            for item in objects
+            for name, value, _ in walk_fields(item)
+            if name == found.label and isinstance(value, str)
+        )
+        names = dict.fromkeys(name for item in objects for name in item)
+        return Sample(
+            files=tuple(files),
+            format=self.name,
+            labels=count_labels(cells, found.classes),
+            columns=found,
+            guesses=describe_json(objects, found),
+            has_guessed_columns=columns is None,
+            label_words=() if found.classes else find_label_words(texts),
+            fields=tuple(name for name in names if name not in (found.label, found.weight)),
+        )
 
     @override
     def sample_labels(self, files: Sequence[str], columns: Columns | None) -> dict[float, int]:

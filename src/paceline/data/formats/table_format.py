@@ -9,11 +9,14 @@ from typing import ClassVar
 from typing_extensions import override
 
 from paceline.data.columns import Columns
+from paceline.data.dialect import is_number
 from paceline.data.feature_names import NameFinder, decoded, encoded
 from paceline.data.formats.base import Format
-from paceline.data.guessing import guess_columns
-from paceline.data.labels import count_labels
+from paceline.data.guessing import NO_OPTIONS, ReadOptions, describe_named, guess_columns
+from paceline.data.labels import count_labels, find_label_words
+from paceline.data.sample import Sample, check_numbers
 from paceline.data.sampling import TextTable
+from paceline.errors import UsageError
 from paceline.kernels.hashing import name_seed
 from paceline.kernels.text.values import split_words
 
@@ -43,6 +46,41 @@ class TableFormat(Format):
             names = self.column_names(file, columns.names, columns.header)
             columns.check_in(file, names, needs_label=needs_label)
         return columns
+
+    @override
+    def sample(
+        self,
+        files: Sequence[str],
+        columns: Columns | None,
+        options: ReadOptions = NO_OPTIONS,
+        weight: str | None = None,
+    ) -> Sample:
+        if options.header != "auto" and "--header" not in self.column_options:
+            raise UsageError(
+                f"--header {options.header}: {files[0]} is {self.name}, which has no header: leave the option out"
+            )
+        if columns is None:
+            wanted = [name for name in (*options.names, weight) if name and not is_number(name)]  # a number is a place
+            table = self.sample_table(files, wanted, options.header)
+            guesses = guess_columns(files[0], table, options, weight or "")
+        else:
+            self.resolve(files, columns, needs_label=True)
+            table = self.sample_table(files, columns.names, columns.header)
+            guesses = describe_named(table, columns)
+        found = guesses.columns
+        cells = table.column(found.label)
+        self.resolve(files, found, needs_label=True)
+        check_numbers(files[0], found, cells, table.column(found.weight) if found.weight else ())
+        return Sample(
+            files=tuple(files),
+            format=self.name,
+            labels=count_labels(cells, found.classes),
+            columns=found,
+            guesses=guesses,
+            has_guessed_columns=columns is None,
+            label_words=() if found.classes else find_label_words(cells),
+            table=table,
+        )
 
     @override
     def sample_labels(self, files: Sequence[str], columns: Columns | None) -> dict[float, int]:

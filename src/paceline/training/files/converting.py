@@ -20,6 +20,7 @@ from paceline.data import (
     Dataset,
     DataWriter,
     Description,
+    Sample,
     Scale,
     describe_converted,
     detect_format,
@@ -31,7 +32,8 @@ from paceline.errors import DataError, UsageError
 from paceline.launch.kernels import prepare_kernels
 from paceline.storage.durable_io import replacing, sync_directory
 from paceline.training.files.bad_data import BadData, find_bad_lines, no_line_left
-from paceline.training.files.data_files import DataLook, look_at
+from paceline.training.files.data_files import sample_data
+from paceline.training.files.numeric_scales import fit_scales
 
 _BLOCK_BYTES = 1 << 18
 _BLOCK_ROWS = 256
@@ -69,7 +71,7 @@ class Conversion:
         return f"{text}\npaceline: {self.bad_lines.sentence(self.num_examples)}" if self.bad_lines.count else text
 
 
-def look_at_sources(
+def sample_sources(
     sources: Sequence[str],
     out: Path,
     *,
@@ -77,19 +79,19 @@ def look_at_sources(
     columns: Columns | None = None,
     weight: str | None = None,
     reading: ReadOptions = NO_OPTIONS,
-) -> DataLook:
+) -> Sample:
     """Look at files before they are converted to `out`. Raises what is wrong with them, or with that place."""
     _check_place(sources, out)
-    look = look_at(sources, format, columns, "none", weight, reading)
-    if look.format == CONVERTED:
+    sample = sample_data(sources, format, columns, "none", weight, reading)
+    if sample.format == CONVERTED:
         raise UsageError(f"{sources[0]} is converted already: name the files that it was made from")
-    return look
+    return sample
 
 
 def convert_data(
     sources: Sequence[str],
     out: Path,
-    look: DataLook,
+    sample: Sample,
     *,
     strict: bool = False,
     feature_names: bool = False,
@@ -98,15 +100,15 @@ def convert_data(
 ) -> Conversion:
     """Write the examples of the sources to `out`, which is there whole or not at all.
 
-    `look` is what :func:`look_at_sources` returned; every `report_s` seconds `on_progress` is told how many
+    `sample` is what :func:`sample_sources` returned; every `report_s` seconds `on_progress` is told how many
     examples are written. Raises DataError for what is wrong with the sources, and where `out` cannot be written.
     """
     prepare_kernels()
     start = time.perf_counter()
     with _written(out) as aside, contextlib.closing(DataWriter(aside)) as writer:
-        scales = _find_scales(look)
-        columns = look.columns and dataclasses.replace(look.columns, scales=_centring(scales))
-        with open_dataset(sources, look.format, columns, strict=strict, labels="numbers") as dataset:
+        scales = _find_scales(sample)
+        columns = sample.columns and dataclasses.replace(sample.columns, scales=_centring(scales))
+        with open_dataset(sources, sample.format, columns, strict=strict, labels="numbers") as dataset:
             told = start
             for block in cut_by_bytes(dataset.blocks(), _BLOCK_BYTES, _BLOCK_ROWS):
                 writer.append(block)
@@ -120,17 +122,17 @@ def convert_data(
                 keys = _distinct_keys(dataset)
                 names = FORMATS[dataset.format].find_names(dataset.files, dataset.columns, keys)
             found = find_bad_lines(dataset)
-            described = _describe(look, dataset, scales)
+            described = _describe(sample, dataset, scales)
         writer.finish(described, names)
     seconds = time.perf_counter() - start
     return Conversion(writer.num_examples, writer.num_positives, out.stat().st_size, seconds, found)
 
 
-def _find_scales(look: DataLook) -> dict[str, tuple[Scale, ...]]:
+def _find_scales(sample: Sample) -> dict[str, tuple[Scale, ...]]:
     """Return the scales of csv and parquet files' numeric columns by how they are found."""
-    if look.sample is None or look.columns is None:
+    if sample.table is None or sample.columns is None:
         return {}
-    return {how: look.fit_scales(how)[0] for how in KEPT_SCALES}
+    return {how: fit_scales(sample, how)[0] for how in KEPT_SCALES}
 
 
 def _centring(scales: Mapping[str, Sequence[Scale]]) -> tuple[Scale, ...]:
@@ -139,17 +141,17 @@ def _centring(scales: Mapping[str, Sequence[Scale]]) -> tuple[Scale, ...]:
     return found if any(scale.centre for scale in found) else ()
 
 
-def _describe(look: DataLook, dataset: Dataset, scales: Mapping[str, tuple[Scale, ...]]) -> Description:
+def _describe(sample: Sample, dataset: Dataset, scales: Mapping[str, tuple[Scale, ...]]) -> Description:
     return Description(
         format=dataset.source_format,
-        columns=look.columns,
+        columns=sample.columns,
         scales=scales,
-        guesses=() if look.guesses is None else look.guesses.guesses,
-        num_guessed_rows=0 if look.guesses is None else look.guesses.num_rows,
+        guesses=() if sample.guesses is None else sample.guesses.guesses,
+        num_guessed_rows=0 if sample.guesses is None else sample.guesses.num_rows,
         sources=dataset.files,
         num_bad=dataset.bad_lines.count,
         bad=dataset.bad_lines.first,
-        fields=look.fields,
+        fields=sample.fields,
     )
 
 

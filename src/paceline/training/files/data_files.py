@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,41 +13,26 @@ from paceline.data import (
     CONVERTED,
     FORMATS,
     Columns,
-    ConvertedFile,
     Dataset,
-    Guesses,
-    Scale,
-    TextTable,
+    Sample,
     check_numeric_scale,
-    count_labels,
-    describe_converted,
-    describe_named,
     describe_not_binary,
     detect_format,
     find_format,
-    fit_numbers,
-    fit_scale,
-    guess_columns,
     have_same_features,
-    merge_guesses,
     open_dataset,
     source_format,
 )
-from paceline.data.dialect import is_number
-from paceline.data.example_sampling import ExampleSample, sample_examples
-from paceline.data.formats.json_lines import describe_json, find_json_columns, json_cells, sample_objects, walk_fields
-from paceline.data.formats.table_format import TableFormat
 from paceline.data.guessing import NO_OPTIONS, ReadOptions
-from paceline.data.labels import CLICKS, MOST_CLASSES, describe_no_numbers, find_label_words, read_as
+from paceline.data.labels import CLICKS, read_as
 from paceline.data.streams import is_packed, stat_file
 from paceline.errors import DataError, ModelError, UsageError
-from paceline.kernels.hashing import name_seed
 from paceline.models.base import SparseModel
 from paceline.models.clicks import for_classes
 from paceline.models.update import rule_of
 from paceline.ps import FTRL
 from paceline.storage.model_directory import prepare_directory
-from paceline.training.files.numeric_scales import choose_column_scales
+from paceline.training.files.numeric_scales import add_scales
 from paceline.training.initial_model import continue_from
 from paceline.training.options import TrainOptions
 from paceline.training.plan import TrainingPlan
@@ -60,202 +44,44 @@ _ANY_FORMAT = ("auto", "none")  # scales that suit formats without columns too
 _CACHE_SPARE = 4  # a temporary cache is made where there is this many times the data's size of free disk
 
 
-@dataclass(frozen=True)
-class DataLook:
-    """What a look at data files has shown, before anything is read."""
-
-    format: str
-    columns: Columns | None
-    labels: dict[float, int]
-    """The labels in the rows looked at, and how often each was seen."""
-    guesses: Guesses | None
-    """What the columns of csv and parquet files were taken for."""
-    guessed: bool
-    """Whether the columns were guessed."""
-    sample: TextTable | None = None
-    """Rows of csv and parquet files, as text."""
-    label_words: tuple[str, ...] = ()
-    """The words that labels are written as instead of numbers."""
-    known: tuple[ConvertedFile, ...] = ()
-    """Of converted files, what they say."""
-    fields: tuple[str, ...] = ()
-    """Of vw and JSON lines, the namespaces and what rows hold, in the rows looked at."""
-    files: tuple[str, ...] = ()
-    """Of csv and parquet files, where they are."""
-    examples: ExampleSample | None = None
-    """The sample that scales of csv and parquet files were chosen on; None if none was read."""
-
-    @property
-    def header_news(self) -> str | None:
-        """A line that the csv files have no header; None if they have one, or are of another format."""
-        if self.sample is None or self.sample.has_header:
-            return None
-        last = self.sample.names[-1]
-        return (
-            f"{self.files[0]} has no header: its columns are c1 to {last} (--header yes reads names from its first row)"
-        )
-
-    def fit_scales(self, how: str) -> tuple[tuple[Scale, ...], ExampleSample | None]:
-        """Return the scale of each numeric column of csv and parquet files; `how` as in :func:`fit_scale`.
-
-        ``auto`` tries scales of all columns together too, on the examples that are returned.
-        """
-        assert self.sample is not None
-        assert self.columns is not None
-        if how == "auto" and self.columns.numeric:
-            usual, _ = self.fit_scales("standard")
-            return choose_column_scales(self.files, self.format, dataclasses.replace(self.columns, scales=usual))
-        known = self.sample.labels(self.columns.label)
-        return tuple(fit_scale(self.sample.column(name), how, known) for name in self.columns.numeric), None
-
-
-def look_at(
+def sample_data(
     data: Sequence[str | Path],
     format: str | None = None,
     columns: Columns | None = None,
     numeric_scale: str = "auto",
     weight: str | None = None,
     reading: ReadOptions = NO_OPTIONS,
-) -> DataLook:
-    """Look at files; arguments as :class:`TrainOptions` has them. Raises what is wrong with the files."""
+) -> Sample:
+    """Return a sample of data files, whose columns have scales. See :class:`TrainOptions` for the arguments.
+
+    Raises DataError for unsuitable files, and UsageError for unsuitable options.
+    """
     check_numeric_scale(numeric_scale)
-    first = str(data[0])
-    format = format or detect_format(first)
-    kind = find_format(format)
-    if numeric_scale not in _ANY_FORMAT and not FORMATS[source_format(first, format)].has_numbers:
+    files = list(map(str, data))
+    kind = find_format(format or detect_format(files[0]))
+    source = kind.source_of(files[0])
+    if numeric_scale not in _ANY_FORMAT and not FORMATS[source].has_numbers:
         raise UsageError(
-            f"--numeric-scale {numeric_scale} applies to numbers, and {source_format(first, format)} has none, because "
-            "its integers are categories: leave it out"
+            f"--numeric-scale {numeric_scale} applies to numbers, and {source} has none, because its integers are "
+            "categories: leave it out"
         )
-    if format == CONVERTED:
-        return _look_at_converted([str(file) for file in data], columns, reading, numeric_scale, weight)
-    if format == "jsonl":
-        return _look_at_json([str(file) for file in data], columns, reading, weight)
-    if not isinstance(kind, TableFormat):
-        given = [*reading.given, *(["--weight"] if weight is not None else [])]
-        if given and columns is None:
-            raise UsageError(
-                f"{format} has no columns to choose: leave {given[0]} out, or pass --format csv, parquet or jsonl"
-            )
-        with open_dataset(data, format, columns) as dataset:
-            fields = kind.sample_fields(dataset.files)
-            labels = kind.sample_labels(dataset.files, None)
-            if not labels and kind.may_lack_labels:
-                raise DataError(f"{first} has no label in the lines looked at: begin each line with one, '1 | a b'")
-            return DataLook(format, None, labels, None, False, fields=fields)
-    if reading.header != "auto" and "--header" not in kind.column_options:
-        raise UsageError(f"--header {reading.header}: {first} is {format}, which has no header: leave the option out")
-    if columns is not None:
-        open_dataset(data, format, columns).close()
-        wanted: Sequence[str] = columns.names
-    else:
-        wanted = [name for name in (*reading.names, weight) if name and not is_number(name)]  # a number is a place
-    sample = kind.sample_table([str(file) for file in data], wanted, columns.header if columns else reading.header)
-    if columns is None:
-        guesses = guess_columns(first, sample, reading, weight or "")
-    else:
-        guesses = describe_named(sample, columns)
-    taken = guesses.columns
-    labels = count_labels(sample.column(taken.label), taken.classes)
-    words = () if taken.classes else find_label_words(sample.column(taken.label))
-    files = tuple(map(str, data))
-    look = DataLook(format, taken, labels, guesses, columns is None, sample, words, files=files)
-    open_dataset(data, format, taken).close()
-    _check_numbers(first, taken, sample.column(taken.label), sample.column(taken.weight) if taken.weight else [])
-    if numeric_scale != "none" and not taken.scales:
-        scales, examples = look.fit_scales(numeric_scale)
-        look = dataclasses.replace(look, columns=dataclasses.replace(taken, scales=scales), examples=examples)
-    return look
+    sample = add_scales(kind.sample(files, columns, reading, weight), numeric_scale)
+    open_dataset(files, sample.format, sample.columns).close()
+    return sample
 
 
-def _look_at_json(files: Sequence[str], columns: Columns | None, reading: ReadOptions, weight: str | None) -> DataLook:
-    objects = sample_objects(files)
-    found = find_json_columns(files[0], objects, ReadOptions(label=columns.label) if columns else reading, weight or "")
-    if columns is not None:
-        found = dataclasses.replace(columns, is_open=True, classes=columns.classes or found.classes)
-    _check_numbers(files[0], found, *(json_cells(objects, name) for name in (found.label, found.weight)))
-    with open_dataset(files, "jsonl", found) as dataset:
-        guesses = describe_json(objects, found)
-        labels = FORMATS["jsonl"].sample_labels(dataset.files, found)
-        texts = (
-            value
-            for each in objects
-            for name, value, _ in walk_fields(each)
-            if name == found.label and isinstance(value, str)
-        )
-        known = (found.label, found.weight)
-        fields = tuple(dict.fromkeys(name for each in objects for name in each if name not in known))
-        words = () if found.classes else find_label_words(texts)
-        return DataLook("jsonl", found, labels, guesses, columns is None, label_words=words, fields=fields)
+def settle_files(options: TrainOptions) -> tuple[TrainOptions, Sample]:
+    """Return the options completed with format, columns and model, and the sample of the files.
 
-
-def _check_numbers(path: str, columns: Columns, labels: Sequence[str], weights: Sequence[str]) -> None:
-    """Raise DataError where the column of the labels, or of the weights, holds nothing but texts."""
-    texts = None if columns.classes else describe_no_numbers(labels)
-    if texts is not None:
-        raise DataError(
-            f"{path}: the labels, column '{columns.label}', are {texts}, and expected are numbers, or from 2 to "
-            f"{MOST_CLASSES} words: say which column it is with --label"
-        )
-    texts = describe_no_numbers(weights)
-    if texts is not None:
-        raise DataError(
-            f"{path}: the weights, column '{columns.weight}', are {texts}, and expected are numbers from 0 up"
-        )
-
-
-def _look_at_converted(
-    files: Sequence[str], columns: Columns | None, reading: ReadOptions, numeric_scale: str, weight: str | None
-) -> DataLook:
-    known = tuple(map(describe_converted, files))
-    first = known[0].description
-    stored = first.columns
-    names = [each.name for each in first.guesses]
-    if reading.given and (stored is None or not reading.fit(files[0], stored, names or stored.names)):
-        given = ", ".join(reading.given)
-        raise UsageError(f"{files[0]} is converted with other columns: leave {given} out, or convert its sources again")
-    if weight is not None and (stored is None or weight != stored.weight):
-        raise UsageError(f"{files[0]} is converted, without --weight {weight}: convert the sources with it")
-    taken = stored if columns is None else columns
-    if taken is not None and stored is not None and stored.numeric and not taken.scales and numeric_scale != "none":
-        found = first.scales.get(numeric_scale)
-        if found is None:
-            found = _fit_converted(files, stored, first.centres, numeric_scale)
-        scales = dict(zip(stored.numeric, found, strict=True))
-        taken = dataclasses.replace(taken, scales=tuple(scales[name] for name in taken.numeric if name in scales))
-    open_dataset(files, CONVERTED, taken).close()
-    fields = tuple(dict.fromkeys(name for file in known for name in file.description.fields))
-    labels = FORMATS[CONVERTED].sample_labels(files, taken)
-    return DataLook(CONVERTED, taken, labels, merge_guesses(known), False, known=known, fields=fields)
-
-
-def _fit_converted(
-    files: Sequence[str], stored: Columns, centres: Sequence[float], numeric_scale: str
-) -> tuple[Scale, ...]:
-    """Return scales that converted data does not keep, by some of its examples."""
-    centring = tuple(Scale(0.0, 0.0, 0.0, centre) for centre in centres or (0.0,) * len(stored.numeric))
-    with open_dataset(files, CONVERTED, dataclasses.replace(stored, scales=centring), labels="numbers") as dataset:
-        batch = sample_examples(dataset).batch
-    assert batch.values is not None
-    of_columns = (
-        batch.values[batch.keys == np.uint64(name_seed(name))].astype(np.float64) + scale.centre
-        for name, scale in zip(stored.numeric, centring, strict=True)
-    )
-    return tuple(fit_numbers(numbers, numeric_scale) for numbers in of_columns)
-
-
-def settle_files(options: TrainOptions) -> tuple[TrainOptions, DataLook]:
-    """Return the options with format and columns settled, and what a look at the files has shown.
-
-    Raises what is wrong with the files and with the place for the model.
+    Raises DataError, UsageError and ModelError for unsuitable files, options and destinations.
     """
     options = continue_from(options)
-    look = look_at(
+    sample = sample_data(
         *(options.data, options.format, options.columns, options.numeric_scale, options.weights.column),
         reading=options.reading,
     )
-    _check_names(options, look)
-    classes = look.columns.classes if look.columns is not None else ()
+    _check_names(options, sample)
+    classes = sample.classes
     options = dataclasses.replace(options, model=for_classes(options.model, classes))
     model = options.model
     if classes and not model.has_classes:
@@ -264,30 +90,30 @@ def settle_files(options: TrainOptions) -> tuple[TrainOptions, DataLook]:
             "--model lr (two classes) or softmax (several)"
         )
     if model.labels == "clicks":
-        _check_clicks(options, look.labels, classes)
+        _check_clicks(options, sample.labels, classes)
     elif options.init_from is not None:
         pass  # it has begun
     else:
-        labels, counts = (np.array([*found]) for found in (look.labels.keys(), look.labels.values()))
+        labels, counts = (np.array([*found]) for found in (sample.labels.keys(), sample.labels.values()))
         model = model.starting_from(np.repeat(labels, counts.astype(np.int64)).astype(np.float32))
     if options.init_from is None:
-        model = model.of_columns(source_format(options.data[0], look.format), look.columns, look.fields)
+        model = model.of_columns(source_format(options.data[0], sample.format), sample.columns, sample.fields)
     weights = options.weights
     if weights.classes == BALANCED:
-        weights = dataclasses.replace(weights, classes=balance(_as_model_sees(look.labels, model)))
-    _check_class_weights(weights.classes, _as_model_sees(look.labels, model), model)
+        weights = dataclasses.replace(weights, classes=balance(_as_model_sees(sample.labels, model)))
+    _check_class_weights(weights.classes, _as_model_sees(sample.labels, model), model)
     options.passes.rates.check(rule_of(options.update, FTRL().alpha, L1))
-    _check_formats(options, look.format)
+    _check_formats(options, sample.format)
     stopping = options.passes.stopping
     validation = () if stopping is None else stopping.validation
     for files in (options.evaluation, validation):
         if files:
-            format = format_of_evaluation(files, look.format)
-            open_dataset(files, format, look.columns and look.columns.unweighted).close()
+            format = format_of_evaluation(files, sample.format)
+            open_dataset(files, format, sample.columns and sample.columns.unweighted).close()
     _check_place(options.save)
-    settled = dataclasses.replace(options, model=model, format=look.format, columns=look.columns, weights=weights)
+    settled = dataclasses.replace(options, model=model, format=sample.format, columns=sample.columns, weights=weights)
     weighting_of(settled)
-    return settled, look
+    return settled, sample
 
 
 def _check_clicks(options: TrainOptions, labels: Mapping[float, int], classes: Sequence[str]) -> None:
@@ -324,7 +150,7 @@ def is_weighted(options: TrainOptions) -> bool:
 def _check_class_weights(
     classes: Mapping[str, float] | str | None, labels: Mapping[float, int], model: SparseModel
 ) -> None:
-    """Raise UsageError for weights of labels that neither the rows looked at nor the model have."""
+    """Raise UsageError for weights of labels that neither the sampled rows nor the model have."""
     if classes is None or isinstance(classes, str) or not model.has_classes:
         return
     of_model = (0.0, 1.0) if model.labels == "clicks" else getattr(model, "classes", ())
@@ -375,8 +201,8 @@ def format_of_evaluation(files: Sequence[str | Path], format: str) -> str:
     return found if CONVERTED in sources or have_same_features(*sources) else format
 
 
-def _check_names(options: TrainOptions, look: DataLook) -> None:
-    for path, file in zip(options.data, look.known, strict=False):  # none of other formats
+def _check_names(options: TrainOptions, sample: Sample) -> None:
+    for path, file in zip(options.data, sample.converted, strict=False):  # none of other formats
         if options.feature_names and file.description.format != "libsvm" and not file.has_names:
             raise UsageError(
                 f"{path} has no names of features: convert its sources with --feature-names, or leave that out here"

@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from paceline.data import FORMATS, Batch, Columns, Dataset, describe_not_binary, open_dataset
+from paceline.data import FORMATS, Batch, Columns, Dataset, Sample, describe_not_binary, open_dataset
 from paceline.data.bad_lines import shorten
 from paceline.data.dialect import is_number
 from paceline.data.example_sampling import sample_examples
@@ -24,7 +24,7 @@ from paceline.errors import DataError, printable
 from paceline.kernels.hashing import field_of, name_seed
 from paceline.launch.kernels import prepare_kernels
 from paceline.training.files.bad_data import BadData, find_bad_lines
-from paceline.training.files.data_files import DataLook, look_at
+from paceline.training.files.data_files import sample_data
 from paceline.training.files.numeric_scales import choose_key_scaling
 
 _MOST_COLUMNS, _MOST_LABELS = 40, 10
@@ -45,47 +45,47 @@ def describe_data(
 
     Arguments as :class:`TrainOptions` and models of clicks have them. Raises what is wrong with the files.
     """
-    look = look_at(data, format, columns, numeric_scale, reading=reading)
+    sample = sample_data(data, format, columns, numeric_scale, reading=reading)
     prepare_kernels()
-    classes = look.columns.classes if look.columns is not None else ()
+    classes = sample.classes
     labels = clicks_where(resolve_positive(positive, classes))
-    with open_dataset(data, look.format, look.columns, _SHARD_BYTES, labels=labels) as dataset:
+    with open_dataset(data, sample.format, sample.columns, _SHARD_BYTES, labels=labels) as dataset:
         first, num_good = _read_spread(dataset)
-        bad = _find_bad(look, dataset)
+        bad = _find_bad(sample, dataset)
         if first is None:
             raise DataError(f"{data[0]} has no row that can be read" + (f": {bad.first[0]}" if bad.first else ""))
         return {
-            "format": look.format,
+            "format": sample.format,
             "files": list(data),
-            "converted": _describe_converted(look),
+            "converted": _describe_converted(sample),
             "bytes": sum(stat_file(file).num_bytes for file in dataset.files),
-            "rows_looked_at": sum(look.labels.values()) if look.guesses is None else look.guesses.num_rows,
+            "rows_looked_at": sum(sample.labels.values()) if sample.guesses is None else sample.guesses.num_rows,
             "malformed": {
                 "rows_read": num_good + bad.count,
                 "count": bad.count,
                 "first": bad.first[0] if bad.first else None,
             },
-            "labels": _name_labels(look),
+            "labels": _name_labels(sample),
             "positive": _positive_of(positive, classes),
             "classes": list(classes),
-            "label_words": list(look.label_words),
-            "header": look.header_news,
-            "warning": _warning(look, labels, classes),
-            "columns": _describe_columns(look),
-            "bent_features": _describe_bent(look, dataset, numeric_scale),
+            "label_words": list(sample.label_words),
+            "header": sample.header_note,
+            "warning": _warning(sample, labels, classes),
+            "columns": _describe_columns(sample),
+            "bent_features": _describe_bent(sample, dataset, numeric_scale),
             "first_row": {
                 "label": float(first.labels[0]),
                 "is_scaled": not FORMATS[dataset.source_format].is_keyed or numeric_scale == "none",
-                "features": _describe_row(look, dataset, first),
+                "features": _describe_row(sample, dataset, first),
             },
         }
 
 
-def _name_labels(look: DataLook) -> dict[str, int]:
+def _name_labels(sample: Sample) -> dict[str, int]:
     """Return how many of the rows looked at have each label, at most 100 of them."""
-    classes = look.columns.classes if look.columns is not None else ()
-    labels = sorted(look.labels)[:100]
-    return {classes[int(label)] if classes else f"{label:g}": look.labels[label] for label in labels}
+    classes = sample.classes
+    labels = sorted(sample.labels)[:100]
+    return {classes[int(label)] if classes else f"{label:g}": sample.labels[label] for label in labels}
 
 
 def _positive_of(positive: float | str | None, classes: Sequence[str]) -> float | str | None:
@@ -95,12 +95,12 @@ def _positive_of(positive: float | str | None, classes: Sequence[str]) -> float 
     return classes[1] if positive is None and len(classes) == 2 else positive
 
 
-def find_warnings(look: DataLook, labels: str) -> list[str]:
+def find_warnings(sample: Sample, labels: str) -> list[str]:
     """Return what people should know of the data although it can be trained on; `labels` say how they are read."""
-    classes = look.columns.classes if look.columns is not None else ()
-    one_label = describe_one_label(look.labels, labels, classes)
+    classes = sample.classes
+    one_label = describe_one_label(sample.labels, labels, classes)
     found = [] if one_label is None else [one_label]
-    texts = () if look.sample is None else (cell for row in (look.sample.names, *look.sample.rows) for cell in row)
+    texts = () if sample.table is None else (cell for row in (sample.table.names, *sample.table.rows) for cell in row)
     odd = next((text for text in texts if "\ufffd" in str(text)), None)
     if odd is not None:
         found.append(
@@ -110,11 +110,11 @@ def find_warnings(look: DataLook, labels: str) -> list[str]:
     return found
 
 
-def _warning(look: DataLook, labels: str, classes: Sequence[str]) -> str | None:
-    odd = describe_not_binary(look.labels, labels, classes)
+def _warning(sample: Sample, labels: str, classes: Sequence[str]) -> str | None:
+    odd = describe_not_binary(sample.labels, labels, classes)
     if odd is not None:
         return odd if labels != CLICKS else f"{odd}: --positive says which one is positive"
-    return "; ".join(find_warnings(look, labels)) or None
+    return "; ".join(find_warnings(sample, labels)) or None
 
 
 def _read_spread(dataset: Dataset) -> tuple[Batch | None, int]:
@@ -131,31 +131,31 @@ def _read_spread(dataset: Dataset) -> tuple[Batch | None, int]:
     return first, num_good
 
 
-def _find_bad(look: DataLook, dataset: Dataset) -> BadData:
+def _find_bad(sample: Sample, dataset: Dataset) -> BadData:
     """Return what was malformed in the rows read; of converted data what was left out of it too."""
     found = find_bad_lines(dataset)
-    for file in look.known:
+    for file in sample.converted:
         left_out = file.description
         first = [f"{line.file}: {line.reason}: '{line.text}'" for line in left_out.bad]
         found = BadData(found.count + left_out.num_bad, [*found.first, *first])
     return found
 
 
-def _describe_converted(look: DataLook) -> dict[str, Any] | None:
-    if not look.known:
+def _describe_converted(sample: Sample) -> dict[str, Any] | None:
+    if not sample.converted:
         return None
     return {
-        "format": look.known[0].description.format,
-        "examples": sum(file.num_examples for file in look.known),
-        "positives": sum(file.num_positives for file in look.known),
-        "sources": [source for file in look.known for source in file.description.sources],
+        "format": sample.converted[0].description.format,
+        "examples": sum(file.num_examples for file in sample.converted),
+        "positives": sum(file.num_positives for file in sample.converted),
+        "sources": [source for file in sample.converted for source in file.description.sources],
     }
 
 
-def _describe_columns(look: DataLook) -> list[dict[str, Any]]:
-    if look.guesses is None or look.columns is None:
+def _describe_columns(sample: Sample) -> list[dict[str, Any]]:
+    if sample.guesses is None or sample.columns is None:
         return []
-    scales = dict(zip(look.columns.numeric, look.columns.scales, strict=False))  # there may be none
+    scales = dict(zip(sample.columns.numeric, sample.columns.scales, strict=False))  # there may be none
     return [
         {
             "name": guess.name,
@@ -165,39 +165,39 @@ def _describe_columns(look: DataLook) -> list[dict[str, Any]]:
             "distinct": guess.num_distinct,
             "examples": list(guess.examples),
         }
-        for guess in look.guesses.guesses
+        for guess in sample.guesses.guesses
     ]
 
 
-def _describe_bent(look: DataLook, dataset: Dataset, numeric_scale: str) -> list[dict[str, Any]]:
+def _describe_bent(sample: Sample, dataset: Dataset, numeric_scale: str) -> list[dict[str, Any]]:
     """Say which features of formats without columns a training puts on logarithms or cuts into bins."""
     if not FORMATS[dataset.source_format].is_keyed or numeric_scale == "none":
         return []
-    sample = sample_examples(dataset)
-    scaling = choose_key_scaling(sample, numeric_scale, absent_is_zero=FORMATS[dataset.source_format].absent_is_zero)
+    examples = sample_examples(dataset)
+    scaling = choose_key_scaling(examples, numeric_scale, absent_is_zero=FORMATS[dataset.source_format].absent_is_zero)
     bent = {} if scaling is None else scaling.bent()
-    names = FORMATS[dataset.format].find_names(dataset.files, look.columns, np.array([*bent], np.uint64))
+    names = FORMATS[dataset.format].find_names(dataset.files, sample.columns, np.array([*bent], np.uint64))
     return [{"name": names.get(key), "key": key, "scale": scale.describe()} for key, scale in bent.items()]
 
 
-def _describe_row(look: DataLook, dataset: Dataset, batch: Batch) -> list[dict[str, Any]]:
+def _describe_row(sample: Sample, dataset: Dataset, batch: Batch) -> list[dict[str, Any]]:
     """The features of the first row: column, or in formats without columns the name that is known, key and value."""
     row = batch.slice(0, 1)
     values = np.ones(len(row.keys), np.float32) if row.values is None else row.values
-    if look.columns is None or look.columns.is_open:
-        known = FORMATS[dataset.format].find_names(dataset.files, look.columns, row.keys)
+    if sample.columns is None or sample.columns.is_open:
+        known = FORMATS[dataset.format].find_names(dataset.files, sample.columns, row.keys)
         names: list[str | None] = [known.get(key) for key in row.keys.tolist()]
     else:
-        numeric = {name_seed(name): name for name in look.columns.numeric}
-        types = {} if look.sample is None else dict(zip(look.sample.names, look.sample.types, strict=True))
-        single = [name for name in look.columns.categorical if types.get(name) != "list"]
-        for name, scale in zip(look.columns.numeric, look.columns.scales, strict=False):
+        numeric = {name_seed(name): name for name in sample.columns.numeric}
+        types = {} if sample.table is None else dict(zip(sample.table.names, sample.table.types, strict=True))
+        single = [name for name in sample.columns.categorical if types.get(name) != "list"]
+        for name, scale in zip(sample.columns.numeric, sample.columns.scales, strict=False):
             numeric |= bin_names(name, scale.edges, scale.centre) if scale.edges else {}
         if row.fields is None:
             names = [*single, *(numeric.get(key) for key in row.keys[len(single) :].tolist())]
         else:
-            texts = look.columns.text
-            columns = {field_of(name): name for name in (*look.columns.categorical, *look.columns.numeric, *texts)}
+            texts = sample.columns.text
+            columns = {field_of(name): name for name in (*sample.columns.categorical, *sample.columns.numeric, *texts)}
             pairs = zip(row.keys.tolist(), row.fields.tolist(), strict=True)
             names = [numeric.get(key) or columns.get(field) for key, field in pairs]
     return [
@@ -260,10 +260,10 @@ def _converted_from(converted: dict[str, Any] | None) -> str:
     )
 
 
-def show_columns(console: Console, look: DataLook) -> None:
+def show_columns(console: Console, sample: Sample) -> None:
     """Print what columns were taken for, before a training: the first of them."""
-    columns = _describe_columns(look)
-    rows = f"{look.guesses.num_rows:,} rows" if look.guesses is not None else "rows"
+    columns = _describe_columns(sample)
+    rows = f"{sample.guesses.num_rows:,} rows" if sample.guesses is not None else "rows"
     console.print(
         f"columns, by {rows} (--categorical, --numeric, --text and --ignore change them):",
         highlight=False,
@@ -272,7 +272,7 @@ def show_columns(console: Console, look: DataLook) -> None:
     _show_table(console, columns[:_MOST_COLUMNS])
     if len(columns) > _MOST_COLUMNS:
         console.print(f"... and {len(columns) - _MOST_COLUMNS} more ('paceline describe' shows all)")
-    labels = [f"{label}: {count:,}" for label, count in _name_labels(look).items()]
+    labels = [f"{label}: {count:,}" for label, count in _name_labels(sample).items()]
     shown = ", ".join(labels[:_MOST_LABELS]) + ", ..." * (len(labels) > _MOST_LABELS)
     console.print(f"labels: {shown}", highlight=False, markup=False, soft_wrap=True)
 

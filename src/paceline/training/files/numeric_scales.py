@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paceline.data import Columns, Scale, fit_numbers, open_dataset
-from paceline.data.example_sampling import ExampleSample, sample_examples
+from paceline.data import Columns, Sample, Scale, fit_numbers, fit_scale, open_dataset
+from paceline.data.example_sampling import sample_examples
 from paceline.data.key_scaling import KeyScaling, find_key_scaling, scaling_of_columns, with_scales
 from paceline.data.labels import NUMBERS, read_as
+from paceline.data.sample import ExampleSample
 from paceline.data.scales.candidates import candidate_scales, explain_features, known_labels
 from paceline.data.scales.numeric_features import find_numeric_features, numbers_of
 from paceline.data.scales.rescaling import ColumnRescaling
@@ -21,22 +22,60 @@ from paceline.models.fm import FactorModel
 from paceline.training.tuning import best_scaling, is_worse_for_factors
 
 
-def choose_column_scales(
-    files: Sequence[str], format: str, columns: Columns
-) -> tuple[tuple[Scale, ...], ExampleSample]:
-    """Return the scales that suit numeric columns of csv and parquet files, and the sample that they suit.
+def add_scales(sample: Sample, how: str) -> Sample:
+    """Return the sample with scales of its numeric columns, unless it has some; `how` as for :func:`fit_scale`."""
+    columns = sample.columns
+    if how == "none" or columns is None or columns.scales or not columns.numeric:
+        return sample
+    if sample.converted:
+        return dataclasses.replace(sample, columns=dataclasses.replace(columns, scales=_stored_scales(sample, how)))
+    scales, examples = fit_scales(sample, how)
+    return dataclasses.replace(sample, columns=dataclasses.replace(columns, scales=scales), examples=examples)
 
-    `columns` have standard scales. The sample is for :func:`scale_columns`.
+
+def fit_scales(sample: Sample, how: str) -> tuple[tuple[Scale, ...], ExampleSample | None]:
+    """Return the scale of each numeric column of csv and parquet files.
+
+    ``auto`` tries scales of all columns together, on the examples that are returned for :func:`scale_columns`.
     """
-    prepare_kernels()
-    centring = dataclasses.replace(columns, scales=tuple(scale.centring for scale in columns.scales))
-    with open_dataset(files, format, centring, labels=NUMBERS) as dataset:
-        sample = sample_examples(dataset)
-    return choose_scales(sample, centring), sample
+    assert sample.table is not None
+    assert sample.columns is not None
+    if how == "auto" and sample.columns.numeric:
+        usual, _ = fit_scales(sample, "standard")
+        columns = dataclasses.replace(sample.columns, scales=tuple(scale.centring for scale in usual))
+        prepare_kernels()
+        examples = _sample_numbers(sample.files, sample.format, columns)
+        return choose_scales(examples, columns), examples
+    labels = sample.table.labels(sample.columns.label)
+    return tuple(fit_scale(sample.table.column(name), how, labels) for name in sample.columns.numeric), None
+
+
+def _stored_scales(sample: Sample, how: str) -> tuple[Scale, ...]:
+    """Return the scales that converted files store, or fit them on a sample of the examples."""
+    first = sample.converted[0].description
+    assert first.columns is not None
+    assert sample.columns is not None
+    names = first.columns.numeric
+    scales = first.scales.get(how)
+    if scales is None:
+        centring = tuple(Scale(0.0, 0.0, 0.0, centre) for centre in first.centres or (0.0,) * len(names))
+        columns = dataclasses.replace(first.columns, scales=centring)
+        batch = _sample_numbers(sample.files, sample.format, columns).batch
+        assert batch.values is not None
+        numbers = (batch.values[batch.keys == np.uint64(name_seed(name))].astype(np.float64) for name in names)
+        scales = tuple(fit_numbers(column + scale.centre, how) for column, scale in zip(numbers, centring, strict=True))
+    by_name = dict(zip(names, scales, strict=True))
+    return tuple(by_name[name] for name in sample.columns.numeric if name in by_name)
+
+
+def _sample_numbers(files: Sequence[str], format: str, columns: Columns) -> ExampleSample:
+    """Return a sample of the examples, with numbers and labels as in the files, less the centres of `columns`."""
+    with open_dataset(files, format, columns, labels=NUMBERS) as dataset:
+        return sample_examples(dataset)
 
 
 def scale_columns(sample: ExampleSample, columns: Columns, labels: str) -> ExampleSample:
-    """Return the sample of :func:`choose_column_scales` as `columns` with the chosen scales, and `labels`, read it."""
+    """Return the sample of :func:`fit_scales` as `columns` with the chosen scales, and `labels`, read it."""
     batch = sample.batch.copy()
     read_as(labels, batch.labels)
     ColumnRescaling(columns.numeric, [scale.centre for scale in columns.scales], columns.scales).apply(batch)

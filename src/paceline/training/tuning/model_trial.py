@@ -21,7 +21,8 @@ from typing import Final
 import numpy as np
 
 from paceline.data.batch import Batch
-from paceline.data.example_sampling import ExampleSample, thin
+from paceline.data.example_sampling import thin
+from paceline.data.sample import ExampleSample
 from paceline.environment import num_cores
 from paceline.models.base import KeyScratch, Optimism, SparseModel
 from paceline.models.deep.base import DeepModel

@@ -13,8 +13,9 @@ from typing import Final
 
 import numpy as np
 
-from paceline.data.example_sampling import ExampleSample, thin
+from paceline.data.example_sampling import thin
 from paceline.data.key_scaling import KeyScaling
+from paceline.data.sample import ExampleSample
 from paceline.environment import num_cores
 from paceline.models.fm import FactorModel
 from paceline.models.logistic import SparseLogisticRegression
