@@ -18,6 +18,7 @@ import time
 import numpy as np
 
 import paceline
+from paceline.protocol import Role
 from paceline.ps import Client, messages
 
 KEYS = 10_000
@@ -59,12 +60,12 @@ class Puller(threading.Thread):
             raise SystemExit(f"the reader failed: {self.error}") from self.error
 
 
-def wait_whole(client: Client, puller: Puller, servers: int, killed: int | None) -> messages.ClusterMap:
+def wait_whole(client: Client, puller: Puller, servers: int, killed: int | None) -> messages.View:
     """Return the first map without the killed process in which every bucket has its replica."""
     while True:
         puller.check()
-        found: messages.ClusterMap = client.link.call(messages.GetMap(), messages.ClusterMap)
-        members = found.of_role("server")
+        found: messages.View = client.link.get_view()
+        members = found.of_role(Role.SERVER)
         is_whole = all(len(group.members) == 2 and group.filling is None for group in found.groups)
         pids = [member.process.pid for member in members if member.process is not None]
         if is_whole and len(members) == servers and killed not in pids:
@@ -87,7 +88,7 @@ def main() -> None:
         puller.start()
         pid: int | None = None
         for _ in range(options.kills):
-            members = wait_whole(watcher, puller, servers, pid).of_role("server")
+            members = wait_whole(watcher, puller, servers, pid).of_role(Role.SERVER)
             time.sleep(0.2)
             pid = chance.choice([member.process.pid for member in members if member.process is not None])
             killed = time.monotonic()

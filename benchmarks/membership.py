@@ -12,6 +12,7 @@ import asyncio
 import time
 from functools import partial
 
+from paceline.protocol import Role
 from paceline.ps import Scheduler, messages
 from paceline.ps.fail_stop import end_process
 from paceline.ps.messages import CALL, NOTICE, RESULT
@@ -33,7 +34,7 @@ class Node(Handler):
         """Connect and register."""
         name = f"{self.role}-{self.rank}"
         peer = await transport.open(self, scheduler, Hello(role=self.role, name=name))
-        message = messages.Register(node=name, role=self.role, rank=self.rank)
+        message = messages.Register(node=name, role=Role(self.role), rank=self.rank)
         peer.send(*frame_parts(CALL, request=1, meta=messages.encode(message)))
         return peer
 
@@ -44,8 +45,8 @@ class Node(Handler):
         elif header.kind == NOTICE:
             notice = messages.decode_notice(meta)
             self.maps += 1
-            if isinstance(notice, messages.PrepareMap):
-                prepared = messages.Prepared(term=notice.map.term, epoch=notice.map.epoch)
+            if isinstance(notice, messages.PrepareView):
+                prepared = messages.Prepared(notice.view.term, notice.view.epoch)
                 peer.send(*frame_parts(NOTICE, meta=messages.encode(prepared)))
 
 

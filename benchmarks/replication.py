@@ -105,7 +105,7 @@ def work(client: Client, seconds: float, servers: int | None = None) -> tuple[fl
 
 def is_settled(client: Client, servers: int) -> bool:
     """Return whether so many servers lead buckets, and nothing moves."""
-    cluster = client.link.cluster
+    cluster = client.link.view
     assert cluster is not None
     leaders = {group.members[0] for group in cluster.groups}
     return len(leaders) == servers and all(group.filling is None for group in cluster.groups)
@@ -115,7 +115,7 @@ def join() -> None:
     """Print what a join costs."""
     with paceline.local_cluster(servers=2) as cluster, cluster.connect(observer=True) as client:
         fill(open_rows(client))
-        before: messages.ClusterMap = client.link.call(messages.GetMap(), messages.ClusterMap)
+        before: messages.View = client.link.get_view()
         rate, _ = work(client, 3.0)
         server = subprocess.Popen(
             [sys.executable, "-m", "paceline", "server", "--join", "--scheduler", cluster.scheduler.split("//")[-1]],
@@ -127,12 +127,9 @@ def join() -> None:
         began = time.perf_counter()
         during, longest = work(client, 60.0, servers=3)
         took = time.perf_counter() - began
-        after: messages.ClusterMap = client.link.call(messages.GetMap(), messages.ClusterMap)
-        were = {group.members[0]: int.from_bytes(group.buckets, "little") for group in before.groups}
-        stay = sum(
-            (were.get(group.members[0], 0) & int.from_bytes(group.buckets, "little")).bit_count()
-            for group in after.groups
-        )
+        after: messages.View = client.link.get_view()
+        were = {group.members[0]: group.buckets for group in before.groups}
+        stay = sum((were.get(group.members[0], 0) & group.buckets).bit_count() for group in after.groups)
         print(
             f"a third server joins {ROWS:,} rows of dim {DIM}: {512 - stay} of 512 buckets moved in {took:.1f} s; "
             f"rounds of a push and a pull of 2,000 keys: {rate:.0f}/s before, {during:.0f}/s meanwhile, the longest "

@@ -17,9 +17,9 @@ import time
 from collections.abc import Iterator
 from typing import Any, Final, NoReturn
 
+from paceline.protocol.membership import ProcessIdentity
 from paceline.ps import Scheduler, Server, make_node_name
 from paceline.ps.fail_stop import end_process
-from paceline.ps.messages import ProcessIdentity
 from paceline.ps.scheduler.processes import own_process
 from paceline.transport import SocketTransport, new_event_loop
 from simulator.network import VirtualNetwork

@@ -24,7 +24,7 @@ from paceline.protocol.client import (
 )
 from paceline.protocol.membership import Role
 from paceline.protocol.scheduler import View
-from paceline.protocol.scheduler.events import Expel
+from paceline.protocol.scheduler.messages import Expelled
 from paceline.protocol.server import events
 from simulator.oracle import Value
 from simulator.protocol.connections import MessageEnd
@@ -164,7 +164,7 @@ class SimulatedClient(SimulatedNode):
 
     @override
     def receive_from_peer(self, connection: MessageEnd, message: Any) -> None:
-        if isinstance(message, Expel):
+        if isinstance(message, Expelled):
             self.kill()
             return
         server = connection.hello[2]

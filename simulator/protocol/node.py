@@ -8,7 +8,7 @@ from typing import Any, Final
 from typing_extensions import override
 
 from paceline.protocol.membership import Member, Role
-from paceline.protocol.scheduler import HEARTBEATS_PER_TIMEOUT, KnownViews, Returned, View, events
+from paceline.protocol.scheduler import HEARTBEATS_PER_TIMEOUT, KnownViews, View, events, messages
 from simulator.network import VirtualNetwork
 from simulator.oracle import Oracle
 from simulator.protocol.connections import MessageEnd, MessageProcess
@@ -40,7 +40,7 @@ class SimulatedNode(MessageProcess):
         self.role: Role = role
         self.is_extra = is_extra
         self.member: Member | None = None
-        self.views: KnownViews[View] = KnownViews()
+        self.views = KnownViews()
         self.scheduler: MessageEnd | None = None
         self.is_leaving = False
         self.jobs = JobRequests(self.send_to_scheduler, lambda: self.own_now_s)
@@ -123,15 +123,15 @@ class SimulatedNode(MessageProcess):
 
     # The scheduler.
 
-    @property
-    def scheduler_end(self) -> MessageEnd | None:
-        """The scheduler's end of the connection."""
-        return None if self.scheduler is None else self.scheduler.other
-
     def send_to_scheduler(self, message: Any) -> None:
         """Send a message to the scheduler; it is lost if there is no connection."""
         if self.scheduler is not None:
             self.scheduler.send(message)
+
+    def report(self, message: events.MemberMessage) -> None:
+        """Send a message about this member; it is lost if there is no connection."""
+        if self.scheduler is not None:
+            self.scheduler.send(events.Received(self.scheduler.other, message))
 
     def _connect(self) -> None:
         self.connect(SCHEDULER, ("node", 0, 0))
@@ -139,23 +139,23 @@ class SimulatedNode(MessageProcess):
     def _introduce(self, scheduler: MessageEnd) -> None:
         """Register, or rejoin with all that a new scheduler has to know."""
         if self.member is None:
-            name, peer = self.name, scheduler.other
-            scheduler.send(events.MemberRegistering(peer, name, self.role, address=name, is_extra=self.is_extra))
+            name = self.name
+            self.report(messages.Register(node=name, role=self.role, address=name, is_extra=self.is_extra))
             return
         newest, former = self.views.newest, self.views.former
         assert newest is not None
         job = self.jobs.disconnected()
-        returned = Returned(
-            scheduler.other, self.member, self._cluster_name, newest, self.views.promised, self.views.is_committed,
-            self.is_leaving, job=job.number if job else 0, has_posted=job is not None and job.posted is not None,
-            has_worked=job is not None and job.has_worked, former=former.members if former else (), knowledge=job,
+        rejoin = messages.Rejoin(
+            member=self.member, cluster=self._cluster_name, view=newest, promised=self.views.promised,
+            has_committed=self.views.is_committed, is_leaving=self.is_leaving, job=job,
+            former=former.members if former else (),
         )  # fmt: skip
-        scheduler.send(events.MemberRejoining(returned))
+        self.report(rejoin)
         self.attached(scheduler)
 
     def _beat(self) -> None:
         if self.member is not None:
-            self.send_to_scheduler(events.HeartbeatReceived(self.scheduler_end, self.unreachable()))
+            self.report(messages.Heartbeat(unreachable=self.unreachable()))
         self.later(self._heartbeat_s, self._beat)
 
     def _receive_from_scheduler(self, scheduler: MessageEnd, message: Any) -> None:
@@ -172,10 +172,10 @@ class SimulatedNode(MessageProcess):
                 self.take(view)
             case events.Prepare(_, view):
                 if self.views.prepare(view):
-                    scheduler.send(events.ViewPrepared(scheduler.other, view.term, view.epoch))
+                    self.report(messages.Prepared(view.term, view.epoch))
             case events.RequestPromise(_, term):
                 if self.views.promise(term):
-                    scheduler.send(events.TermPromised(scheduler.other, term))
+                    self.report(messages.Promised(term))
             case events.Expel() | events.Reject() | events.ReleaseServer():  # this incarnation may not come back
                 self.kill()
 

@@ -11,8 +11,9 @@ from paceline.errors import PeerError
 from paceline.protocol.jobs import JobCore, JobRecord, Remembered
 from paceline.protocol.jobs.messages import Answer, JobNews, ReceivedRequest
 from paceline.protocol.membership import Member, Role
-from paceline.protocol.scheduler import Phase, Returned, SchedulerCore, View, events
+from paceline.protocol.scheduler import Phase, SchedulerCore, View, events
 from paceline.protocol.scheduler.line import SchedulerEnd
+from paceline.protocol.scheduler.messages import Leave, Rejoin
 from simulator.protocol.connections import MessageEnd, MessageProcess
 from simulator.protocol.messages import EndWork, JobMessage, Reply, Welcomed
 from simulator.protocol.node import SCHEDULER, Surroundings
@@ -67,12 +68,13 @@ class SimulatedScheduler(MessageProcess):
         if isinstance(message, JobMessage):
             self._serve(connection, message)
             return
-        if isinstance(message, events.MemberRejoining):
+        kind = type(message.message)
+        if kind is Rejoin:
             self._foreign.add(connection)
         self._feed(message)
-        if isinstance(message, events.MemberRejoining):
+        if kind is Rejoin:
             self._look_for_ended()
-        elif isinstance(message, events.MemberLeaving):
+        elif kind is Leave:
             connection.send(events.Expel(connection, "it has left"))
 
     @override
@@ -171,11 +173,11 @@ class SimulatedScheduler(MessageProcess):
             session.answer(request, content)
         self._send_news([session], self.jobs.record())
 
-    def _take_over(self, returned: Iterable[Returned], dead: Collection[Member]) -> None:
+    def _take_over(self, returned: Iterable[tuple[Any, Rejoin]], dead: Collection[Member]) -> None:
         remembered = []
-        for each in returned:
-            session = self._sessions[each.member.incarnation] = _Session(each.peer, is_foreign=True)
-            remembered.append(Remembered(session, each.member, each.knowledge))  # type: ignore[arg-type]
+        for peer, rejoin in returned:
+            session = self._sessions[rejoin.member.incarnation] = _Session(peer, is_foreign=True)
+            remembered.append(Remembered(session, rejoin.member, rejoin.job))
         self.jobs.restore(remembered, dead, self.own_now_s, term=self.core.term)
         self._answer(())
 

@@ -8,12 +8,12 @@ from typing import Any
 from typing_extensions import override
 
 from paceline.protocol import replication
-from paceline.protocol.buckets import buckets_in
+from paceline.protocol.buckets import buckets_in, to_bytes
 from paceline.protocol.membership import Role
 from paceline.protocol.reachability import Silence
 from paceline.protocol.replication import AGGREGATE
 from paceline.protocol.scheduler import View
-from paceline.protocol.scheduler.events import BucketsFilled, Expel, ServerDraining
+from paceline.protocol.scheduler.messages import Drain, Expelled, Filled
 from paceline.protocol.server import Route, ServerCore, Timing, events
 from paceline.protocol.server.waiting import KEPT
 from simulator.oracle import Data, Violation
@@ -32,7 +32,7 @@ class SimulatedServer(SimulatedNode):
         self.core = ServerCore(settings.consistency, replicas=settings.replicas, min_replicas=settings.min_replicas)
         self.table = ToyTable(name)
         self._silence = Silence()
-        self._reports: dict[int, BucketsFilled] = {}
+        self._reports: dict[int, Filled] = {}
 
     # Connections.
 
@@ -109,12 +109,12 @@ class SimulatedServer(SimulatedNode):
     @override
     def attached(self, scheduler: MessageEnd) -> None:
         for report in self._reports.values():
-            self.send_to_scheduler(report)
+            self.report(report)
 
     def leave(self) -> None:
         """Request to be drained."""
         self.is_leaving = True
-        self.send_to_scheduler(ServerDraining(self.scheduler_end))
+        self.report(Drain())
 
     @override
     def view_changed(self, view: View) -> None:
@@ -165,8 +165,8 @@ class SimulatedServer(SimulatedNode):
                 case replication.Links(targets):
                     self.links.want_only(targets)
                 case replication.ReportFilled(version, target, buckets):
-                    self._reports[target] = BucketsFilled(version, target, buckets)
-                    self.send_to_scheduler(self._reports[target])
+                    self._reports[target] = Filled(version, target, to_bytes(buckets))
+                    self.report(self._reports[target])
                 case events.SendClocks(target):
                     clocks = events.ClocksReceived(self.core.known_clocks())
                     self.links.send(target, lambda _: clocks, version=self.core.version)  # noqa: B023
@@ -176,7 +176,7 @@ class SimulatedServer(SimulatedNode):
                     self._answer(frame, instruction)
                 case events.TellExpelled(EventFrame() as frame):
                     self.oracle.refused(frame.event.worker, self.name)
-                    frame.connection.send(Expel(frame.connection, "it is no member"))
+                    frame.connection.send(Expelled(reason="it is no member"))
                 case events.Serve(EventFrame() as frame):
                     self._serve(frame)
                 case events.DropKept(worker, iteration):

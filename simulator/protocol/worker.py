@@ -14,7 +14,7 @@ from paceline.protocol.jobs import ALL_DONE, NOTHING_NOW, Job, JobAccount, JobSp
 from paceline.protocol.jobs import messages as jobs
 from paceline.protocol.membership import Role
 from paceline.protocol.scheduler import View
-from paceline.protocol.scheduler.events import MemberLeaving
+from paceline.protocol.scheduler.messages import Leave
 from simulator.oracle import Value
 from simulator.protocol.client import SimulatedClient
 from simulator.protocol.connections import MessageEnd
@@ -85,7 +85,7 @@ class SimulatedWorker(SimulatedClient):
     @override
     def attached(self, scheduler: MessageEnd) -> None:
         if self._has_ended:
-            self.send_to_scheduler(MemberLeaving(scheduler.other))
+            self.report(Leave())
 
     def leave(self) -> None:
         """Leave after the current shard."""
@@ -160,7 +160,7 @@ class SimulatedWorker(SimulatedClient):
         if self.is_leaving:
             yield jobs.JobStatus(job=self._job)  # all messages before it have come then
             self._has_ended = True
-            self.send_to_scheduler(MemberLeaving(self.scheduler_end))
+            self.report(Leave())
 
     def _report_done(self) -> None:
         first = self._unsafe[0].iteration if self._unsafe else self.finished_clock

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from paceline.protocol import ChainGroup, Member, Role
 from paceline.protocol.buckets import to_bytes
 from paceline.protocol.jobs import DoneShards, JobMemory, JobRecord, JobSpec, Lease
 from paceline.ps import SGD, Scheduler, Zeros, messages
@@ -31,16 +32,16 @@ def spec_of(name: str, lr: float = 1.0) -> messages.TableSpec:
     return messages.TableSpec(name=name, kind="sparse", update=to_fields(SGD(lr=lr)), initializer=to_fields(Zeros()))
 
 
-class Member:
+class Honest:
     """One that is honest: it prepares what it is told to, lives, and gets what it asks for."""
 
-    def __init__(self, line: Line, role: str, rank: int) -> None:
+    def __init__(self, line: Line, role: Role, rank: int) -> None:
         self._line = line
         self._request = 0
         self._welcome: messages.Welcome | None = None
         self._results: dict[int, bytes] = {}
-        endpoint = Endpoint(Address.parse(f"memory://{role}-{rank}"))
-        register = messages.Register(node=f"honest-{role}-{rank}", role=role, endpoint=endpoint, rank=rank)
+        endpoint = Endpoint(Address.parse(f"memory://{role.value}-{rank}"))
+        register = messages.Register(node=f"honest-{role.value}-{rank}", role=role, address=endpoint, rank=rank)
         self._send(CALL, register, 1)
 
     def hear(self) -> None:
@@ -50,8 +51,8 @@ class Member:
                 self._results[header.request] = meta
             elif header.kind == NOTICE:
                 notice = _decode_notice(meta)
-                if isinstance(notice, messages.PrepareMap):
-                    self._send(NOTICE, messages.Prepared(term=notice.map.term, epoch=notice.map.epoch))
+                if isinstance(notice, messages.PrepareView):
+                    self._send(NOTICE, messages.Prepared(notice.view.term, notice.view.epoch))
                 elif isinstance(notice, messages.Expelled):
                     raise FoundError(f"an honest member was expelled: {notice.reason}")
             else:
@@ -98,7 +99,7 @@ class SchedulerEpisode(Episode):
             fail=self.failures.append,
         )
         self.listener: Listener = await self.transport.serve(self.scheduler, Hello(role="scheduler"))
-        self.members: list[Member] = []
+        self.members: list[Honest] = []
         self.attackers: list[Attacker] = []
         if not self.replaces:
             await self._form()
@@ -115,8 +116,8 @@ class SchedulerEpisode(Episode):
     async def _form(self) -> None:
         self.scheduler.core.membership._next_incarnation = HONEST
         target = self.listener.endpoint
-        for role, rank in (("server", 0), ("server", 1), ("worker", 0)):
-            self.members.append(Member(Line(self.transport, target, Hello(role=role, rank=rank)), role, rank))
+        for role, rank in ((Role.SERVER, 0), (Role.SERVER, 1), (Role.WORKER, 0)):
+            self.members.append(Honest(Line(self.transport, target, Hello(role=role.value, rank=rank)), role, rank))
         for _ in range(6):
             await asyncio.sleep(0.01)  # the worker is flushed
             for member in self.members:
@@ -158,8 +159,8 @@ class SchedulerEpisode(Episode):
         role = role or random.choice(("worker", "server", "observer"))
         place = random.choice(("memory://x", "tcp://127.0.0.1:1", "unix://@x"))
         return messages.Register(
-            node=f"{role}-{random.randrange(20)}", role=role, endpoint=Endpoint(Address.parse(place)),
-            rank=random.choice((None, None, random.randrange(3, 9))), extra=extra or role == "server",
+            node=f"{role}-{random.randrange(20)}", role=Role(role), address=Endpoint(Address.parse(place)),
+            rank=random.choice((None, None, random.randrange(3, 9))), is_extra=extra or role == "server",
             process=random.choice((None, own_process())),
         )  # fmt: skip
 
@@ -170,11 +171,11 @@ class SchedulerEpisode(Episode):
         random = self.random
         role, rank = random.choice(("worker", "server", "server")), random.randrange(2)
         settings = self.scheduler.settings
-        group = messages.GroupInfo((OTHERS + 1, OTHERS + 2), None, to_bytes((1 << 512) - 1))
+        group = ChainGroup((OTHERS + 1, OTHERS + 2), None, to_bytes((1 << 512) - 1))
         members = tuple(
-            messages.MemberInfo(
-                node=f"server-{rank}", role="server", rank=rank, incarnation=OTHERS + 1 + rank,
-                endpoint=Endpoint(Address.parse("memory://y")), process=own_process(),
+            Member(
+                node=f"server-{rank}", role=Role.SERVER, rank=rank, incarnation=OTHERS + 1 + rank,
+                address=Endpoint(Address.parse("memory://y")), process=own_process(),
             )
             for rank in range(2)
         )  # fmt: skip
@@ -187,15 +188,18 @@ class SchedulerEpisode(Episode):
         )  # fmt: skip
         known = messages.KnownTable(number=3, declared=spec_of("t"), spec=spec_of("t", 0.5))
         return messages.Rejoin(
-            node=f"{role}-{rank}", role=role, rank=rank, incarnation=OTHERS + rank + (1 if role == "server" else 4),
-            endpoint=Endpoint(Address.parse("memory://y")),
-            settings=settings,
-            cluster=messages.ClusterMap(
+            member=Member(
+                node=f"{role}-{rank}", role=Role(role), rank=rank,
+                incarnation=OTHERS + rank + (1 if role == "server" else 4),
+                address=Endpoint(Address.parse("memory://y")), process=own_process(),
+            ),
+            cluster=settings.cluster,
+            knowledge=messages.Knowledge(settings=settings, tables=(known,)),
+            view=messages.View(
                 epoch=3, term=random.choice((0, 0, 1)), members=members, version=2, groups=(group,),
                 last_incarnation=OTHERS + 5,
             ),
-            is_leaving=random.random() < 0.2, process=own_process(), tables=(known,),
-            job=random.choice((None, job)),
+            is_leaving=random.random() < 0.2, job=random.choice((None, job)),
         )  # fmt: skip
 
     def job(self) -> tuple[messages.PostJob, bytes]:
@@ -213,14 +217,14 @@ class SchedulerEpisode(Episode):
         number = random.choice((1, 2, self.scheduler.jobs.core.last_number))
         return random.choice(
             (
-                lambda: messages.GetMap(), lambda: messages.GetSettings(), lambda: messages.Leave(),
+                lambda: messages.GetView(), lambda: messages.GetSettings(), lambda: messages.Leave(),
                 lambda: messages.Heartbeat(progress={"job": 1.0, "x": 2.0}, unreachable=(OTHERS + 1,)),
                 lambda: messages.DeclareTable(spec=spec_of(f"t{random.randrange(5)}")),
                 lambda: messages.NoteUpdate(table="t1", update=to_fields(SGD(lr=0.5))),
                 lambda: messages.ListTables(), lambda: messages.GetJob(after=random.choice((0, number))),
                 lambda: messages.Drain(), lambda: messages.Prepared(term=1, epoch=random.randrange(9)),
                 lambda: messages.Promised(term=random.randrange(9)),
-                lambda: messages.Filled(version=1, target=OTHERS + 1, buckets=to_bytes(7)),
+                lambda: messages.Filled(1, OTHERS + 1, to_bytes(7)),
                 lambda: messages.JobStatus(job=number), lambda: messages.TakeReports(job=number),
                 lambda: messages.GetAccount(job=number), lambda: messages.HasOtherPoster(),
                 lambda: messages.FileEnded(job=number, file=random.randrange(2), num_shards=3),
@@ -245,7 +249,7 @@ class SchedulerEpisode(Episode):
         )()  # fmt: skip
 
     def ending(self) -> Any:
-        return messages.EndCluster() if self.random.random() < 0.02 else messages.GetMap()
+        return messages.EndCluster() if self.random.random() < 0.02 else messages.GetView()
 
 
 _NOTICES = (messages.Heartbeat, messages.Drain, messages.Prepared, messages.Promised, messages.Filled)

@@ -10,7 +10,18 @@ import numpy as np
 import numpy.typing as npt
 from tests.reference import kernels as reference
 
-from paceline.protocol import Accept, BoundedDelay, Consistency, DelayCompensate, Eventual, Sequential, StalePolicy
+from paceline.protocol import (
+    Accept,
+    BoundedDelay,
+    ChainGroup,
+    Consistency,
+    DelayCompensate,
+    Eventual,
+    Member,
+    Role,
+    Sequential,
+    StalePolicy,
+)
 from paceline.protocol.buckets import bucket_set, to_bytes
 from paceline.ps import SGD, Adagrad, Adam, Server, UpdateRule, Zeros, messages
 from paceline.ps.messages import (
@@ -245,11 +256,10 @@ class ServerEpisode(Episode):
         members = [self._member("server", number, number - 1) for number in (SERVER, NEIGHBOUR)]
         members += [self._member("worker", number, number) for number in workers]
         groups = [
-            messages.GroupInfo(chain, filling, to_bytes(bucket_set(buckets)))
-            for (chain, filling), buckets in chains.items()
+            ChainGroup(chain, filling, to_bytes(bucket_set(buckets))) for (chain, filling), buckets in chains.items()
         ]
         self.server.members_changed(
-            messages.ClusterMap(
+            messages.View(
                 epoch=self.version,
                 term=1,
                 version=self.version,
@@ -259,11 +269,9 @@ class ServerEpisode(Episode):
             )
         )
 
-    def _member(self, role: str, incarnation: int, rank: int) -> messages.MemberInfo:
+    def _member(self, role: str, incarnation: int, rank: int) -> Member:
         endpoint = self.listeners[rank].endpoint if role == "server" else None
-        return messages.MemberInfo(
-            node=f"{role}-{rank}", role=role, rank=rank, incarnation=incarnation, endpoint=endpoint
-        )
+        return Member(node=f"{role}-{rank}", role=Role(role), rank=rank, incarnation=incarnation, address=endpoint)
 
     async def _turn(self) -> None:
         for _ in range(20):

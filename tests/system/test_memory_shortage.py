@@ -39,7 +39,7 @@ def keys_of(number: int) -> Keys:
 def wait_whole(client: Client, without: int) -> None:
     """Wait until every bucket is on two servers again, and the process `without` is not one of them."""
     for _ in range(600):
-        found: messages.ClusterMap = client.link.call(messages.GetMap(), messages.ClusterMap)
+        found: messages.View = client.link.get_view()
         is_whole = all(len(group.members) == 2 and group.filling is None for group in found.groups)
         if is_whole and not psutil.pid_exists(without):
             return

@@ -21,7 +21,7 @@ import msgspec
 from paceline.closing import Closing
 from paceline.errors import PacelineError, PeerError
 from paceline.filters.modules import import_filter_modules
-from paceline.protocol import Accept, Consistency, Eventual, StalePolicy, parse_consistency
+from paceline.protocol import Accept, Consistency, Eventual, Role, StalePolicy, parse_consistency
 from paceline.ps import Client, SchedulerLink, make_node_name, messages
 from paceline.tables.memory.limit import MemoryLimit as MemoryLimit
 from paceline.temporary import TemporaryFolder
@@ -202,7 +202,7 @@ class LocalCluster(Closing):
     def wait_workers(self, client: Client, count: int, timeout_s: float = _START_S) -> None:
         """Wait until `count` workers have joined. Raises PeerError if one ends before."""
         deadline = time.monotonic() + timeout_s
-        while len(client.link.call(messages.GetMap(), messages.ClusterMap).of_role("worker")) < count:
+        while len(client.link.get_view().of_role(Role.WORKER)) < count:
             self._check_started("worker")
             if time.monotonic() > deadline:
                 raise PeerError(f"the workers did not start within {timeout_s:g} s")
@@ -331,7 +331,7 @@ def wait_cluster(
         lambda: SchedulerLink(transport, scheduler, observer, timeout_s=_START_S, reconnect_s=0.0), patience_s, check
     )
     try:
-        while ready and not link.call(messages.GetMap(), messages.ClusterMap).ready:
+        while ready and not link.get_view().is_ready:
             check()
             if time.monotonic() > deadline:
                 raise PeerError(f"the servers did not start within {patience_s:g} s")

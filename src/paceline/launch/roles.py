@@ -16,6 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from paceline.errors import AddressError, ConnectionLostError, DeadlineError, PacelineError, PeerError
+from paceline.protocol import Role
 from paceline.ps import Scheduler, SchedulerLink, Server, make_node_name, messages
 from paceline.ps.fail_stop import Fail, end_process, watch_loop, watch_threads
 from paceline.ps.pulse import Pulse
@@ -175,7 +176,7 @@ def run_server(
                 raise failure[0]
 
         def handle_notice(notice: msgspec.Struct) -> None:
-            if isinstance(notice, messages.ClusterMap):
+            if isinstance(notice, messages.View):
                 if server is not None:
                     loop.call_soon_threadsafe(server.members_changed, notice)
             elif isinstance(notice, messages.Ended):
@@ -225,7 +226,7 @@ def run_server(
             listener = await transport.serve(server, hello, address=address)
             try:
                 register = messages.Register(
-                    node=node, role="server", endpoint=listener.endpoint, rank=rank, extra=extra
+                    node=node, role=Role.SERVER, address=listener.endpoint, rank=rank, is_extra=extra
                 )
                 # Until this server is a member of a cluster that has all its servers.
                 welcome = await unless_stopped(link, stop, partial(link.register, register, timeout_s=math.inf))
@@ -244,7 +245,7 @@ def run_server(
                 listener.set_hello(joined)
                 pulse.patience_s = _PATIENCE * welcome.heartbeat_s
                 server.joined(joined, welcome.heartbeat_s)
-                server.members_changed(welcome.cluster)
+                server.members_changed(welcome.view)
                 if on_ready is not None:
                     on_ready(welcome.rank, listener.endpoint)
                 await stop.wait()

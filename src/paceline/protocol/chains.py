@@ -16,8 +16,11 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+from msgspec import Struct
+
 from paceline.errors import UsageError
-from paceline.protocol.buckets import buckets_in
+from paceline.protocol.bounds import BucketMask, Number
+from paceline.protocol.buckets import Buckets, buckets_in, to_bytes
 from paceline.protocol.placement import NUM_BUCKETS, place
 from paceline.protocol.transitions import OUTSIDE, StateTable, Transition
 
@@ -33,13 +36,27 @@ class Chain:
     """The server behind the tail that is being filled, if any; never a member."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChainGroup:
-    """Buckets (a mask) whose chains are equal; see :class:`Chain`. So do chains travel."""
+class ChainGroup(Struct, frozen=True, array_like=True):
+    """Buckets with equal chains (:class:`Chain`), the form in which chains are sent. See :func:`chain_group`."""
 
-    members: tuple[int, ...]
-    filling: int | None
-    buckets: int
+    members: tuple[Number, ...]
+    filling: Number | None
+    mask: BucketMask
+
+    def __post_init__(self) -> None:
+        chain = in_chain(self.members, self.filling)
+        if len(set(chain)) != len(chain):
+            raise UsageError(f"a chain of servers {chain} has one of them twice")
+
+    @property
+    def buckets(self) -> Buckets:
+        """The buckets as a set."""
+        return int.from_bytes(self.mask, "little")
+
+
+def chain_group(members: tuple[int, ...], filling: int | None, buckets: Buckets) -> ChainGroup:
+    """Return the group of these buckets."""
+    return ChainGroup(members, filling, to_bytes(buckets))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +134,7 @@ def groups_of(chains: Iterable[Chain]) -> tuple[ChainGroup, ...]:
         key = chain.members, chain.filling
         masks[key] = masks.get(key, 0) | bit
         bit <<= 1
-    return tuple(ChainGroup(members, filling, buckets) for (members, filling), buckets in masks.items())
+    return tuple(chain_group(members, filling, buckets) for (members, filling), buckets in masks.items())
 
 
 def chains_of(groups: Iterable[ChainGroup]) -> tuple[Chain, ...]:

@@ -11,11 +11,15 @@ and worker management); incarnations as in SWIM (Das, Gupta, Motivala 2002).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Final
+from typing import Annotated, Any, Final, Generic
+
+from msgspec import Meta, Struct
+from msgspec.structs import replace
+from typing_extensions import TypeVar
 
 from paceline.errors import UsageError
+from paceline.protocol.bounds import Number, Rank
 
 INCARNATION_RANGE: Final = 1 << 20
 """More incarnations than one scheduler gives."""
@@ -29,18 +33,34 @@ class Role(Enum):
     OBSERVER = "observer"
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
-    """One live node: a process, under a name that no other process ever has."""
+Address = TypeVar("Address", default=Any)
+"""The type of members' addresses, which the protocol only passes on. The product has the transport's Endpoint."""
+
+
+class ProcessIdentity(Struct, frozen=True, array_like=True):
+    """Identity of one process among all that ever ran."""
+
+    host: str
+    """The boot of the machine, and the namespace of the process ids."""
+    pid: Annotated[int, Meta(ge=0, le=2**31 - 1)]
+    started: int
+    """Start time, in the units of the host's kernel."""
+
+
+class Member(Struct, Generic[Address], frozen=True):
+    """One live node: a process with a unique name."""
 
     node: str
     role: Role
-    rank: int
-    incarnation: int
-    address: object = None
-    """Where it listens; the protocol passes it on and never looks inside."""
-    process: object = None
-    """Which process of which host it is; passed on too."""
+    rank: Rank
+    incarnation: Number
+    address: Address | None = None
+    """The address of its listener. Every server has one."""
+    process: ProcessIdentity | None = None
+
+    def __post_init__(self) -> None:
+        if self.role is Role.SERVER and self.address is None:
+            raise UsageError(f"server {self.rank} ({self.node}) has no address: every server has one")
 
 
 class Membership:
@@ -147,8 +167,8 @@ class Membership:
         now_s: float,
         *,
         rank: int | None = None,
-        address: object = None,
-        process: object = None,
+        address: Any = None,
+        process: ProcessIdentity | None = None,
     ) -> Member:
         """Take in a node; return the member that it is now. One that is a member already stays the same.
 

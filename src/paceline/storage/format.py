@@ -15,8 +15,9 @@ import msgspec
 from msgspec import Meta
 
 from paceline.errors import UsageError
+from paceline.protocol.bounds import Natural
 from paceline.protocol.jobs import JobAccount
-from paceline.tables.bounds import Bucket, Natural, Sha256, Words
+from paceline.tables.bounds import Bucket, Sha256, Words
 from paceline.tables.spec import TableSpec
 from paceline.version import __version__
 

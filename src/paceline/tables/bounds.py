@@ -1,7 +1,4 @@
-"""Bounds of the fields of messages and manifests. They are part of the types, so that decoding checks them.
-
-Conditions on several fields are in ``__post_init__`` of the structs.
-"""
+"""Bounds of the fields of tables' messages and of manifests, as :mod:`paceline.protocol.bounds`."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ from typing import Annotated, Final, TypeAlias
 from msgspec import Meta
 
 from paceline.protocol import NUM_BUCKETS
-from paceline.protocol.buckets import NUM_BYTES
 
 MAX_CLOCK: Final = 2**32 - 3
 """The last iteration: clocks have 32 bits in a frame's header, and every iteration has a successor."""
@@ -23,20 +19,9 @@ MAX_PASSES: Final = 62
 """The longest span of passes over the data that can be recorded: marks of passes repeat after 63."""
 MAX_PASS: Final = 1 << 24
 """The last pass over the data: it is stored with rows as float32, which is exact up to here."""
-MAX_RANK: Final = 65535
-"""The last rank of a server or worker."""
-_MAX_NUMBER: Final = 1 << 62
-"""Upper bound for numbers from peers that are incremented later."""
 
-Natural: TypeAlias = Annotated[int, Meta(ge=0)]
 Word: TypeAlias = Annotated[int, Meta(ge=0)]
 """A hash of 64 bits."""
-Term: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 42)]
-"""Leaves room below 2⁶² for the numbers of a term's jobs."""
-Number: TypeAlias = Annotated[int, Meta(ge=0, le=_MAX_NUMBER)]
-"""An incarnation, or the number of a view, a job or a lease."""
-Rank: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_RANK)]
-Version: TypeAlias = Annotated[int, Meta(ge=0, le=2**31)]
 Clock: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_CLOCK)]
 TableNumber: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_TABLES)]
 Words: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_WORDS)]
@@ -44,9 +29,6 @@ Bucket: TypeAlias = Annotated[int, Meta(ge=0, le=NUM_BUCKETS - 1)]
 PassNumber: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_PASS)]
 """0 means no pass."""
 NumPasses: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_PASSES)]
-BucketMask: TypeAlias = Annotated[bytes, Meta(min_length=NUM_BYTES, max_length=NUM_BYTES)]
-"""A set of buckets (:func:`paceline.protocol.buckets.to_bytes`)."""
-Role: TypeAlias = Annotated[str, Meta(pattern=r"^(server|worker|observer)\Z")]
 Operation: TypeAlias = Annotated[str, Meta(pattern=r"^(push|write|erase)\Z")]
 NonFinitePolicy: TypeAlias = Annotated[str, Meta(pattern=r"^(refuse|count)\Z")]
 Sha256: TypeAlias = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]

@@ -19,7 +19,7 @@ from paceline.errors import LostRowsError, PacelineError, UsageError
 from paceline.models.base import BIAS_KEY, open_tables
 from paceline.models.proximal.rules import ProximalBlocks
 from paceline.models.proximal.solver import BlockPass, SolveTask
-from paceline.protocol import Sequential
+from paceline.protocol import Role, Sequential
 from paceline.ps import Client, read_records, write_records
 from paceline.tables.rules.proximal import ProximalNewton
 from paceline.tables.types import Floats, Keys
@@ -102,8 +102,8 @@ class BlockTraining:
         if not 0 < positives < examples:
             what = f"all {examples:,} labels are {int(positives > 0)}" if examples else "there are no examples"
             self._warn(f"{what}: there is no best intercept, and it stays as it is")
-        cluster, settings = self._client.link.cluster, self._client.settings
-        ranks = [] if cluster is None else [member.rank for member in cluster.of_role("worker")]
+        cluster, settings = self._client.link.view, self._client.settings
+        ranks = [] if cluster is None else [member.rank for member in cluster.of_role(Role.WORKER)]
         num_places = max(settings.num_workers, *(rank + 1 for rank in ranks), 1)
         task = SolveTask(
             table=table,

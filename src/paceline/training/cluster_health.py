@@ -9,7 +9,7 @@ from collections.abc import Callable
 from paceline.errors import PeerError
 from paceline.launch.local import LocalCluster
 from paceline.launch.supervisor import describe_status
-from paceline.protocol import NUM_BUCKETS
+from paceline.protocol import NUM_BUCKETS, Role
 from paceline.protocol.jobs import JobState
 from paceline.ps import Client
 
@@ -63,10 +63,10 @@ class ClusterHealth:
             dead = self._processes.dead_children("server") + self._processes.dead_children("scheduler")
             if dead:
                 return f"{dead[0][0]} {describe_status(dead[0][1])}"
-        cluster = self._client.link.cluster
+        cluster = self._client.link.view
         if cluster is None or not cluster.num_lost:
             return None
-        missing = sorted(set(self._first_servers) - {member.rank for member in cluster.of_role("server")})
+        missing = sorted(set(self._first_servers) - {member.rank for member in cluster.of_role(Role.SERVER)})
         return f"server {missing[0]} is gone" if missing else f"{cluster.num_lost} of {NUM_BUCKETS} buckets are gone"
 
     def check_workers(self, state: JobState) -> None:

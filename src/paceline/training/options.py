@@ -18,8 +18,8 @@ from paceline.models.base import SparseModel
 from paceline.models.proximal.rules import ProximalBlocks
 from paceline.models.registry import make_model
 from paceline.models.update import RuleChoice, suited_ftrl
+from paceline.protocol import Member, Role
 from paceline.ps import UpdateRule
-from paceline.ps.messages import MemberInfo
 from paceline.tables.bounds import MAX_PASSES
 from paceline.training.schedules import RatePlan
 
@@ -51,13 +51,13 @@ BETWEEN_MACHINES: Final = "key-caching"
 """Filters that change no bit, and are the quickest at 100 Mbit/s (docs/explanation/benchmarks.md)."""
 
 
-def are_on_several_machines(members: Sequence[MemberInfo]) -> bool:
+def are_on_several_machines(members: Sequence[Member]) -> bool:
     """Return whether a worker and a server of a cluster run on different machines, as far as they have told."""
-    machines: dict[str, set[str]] = {"server": set(), "worker": set()}
+    machines: dict[Role, set[str]] = {role: set() for role in Role}
     for member in members:
         if member.process is not None:
             machines[member.role].add(member.process.host.partition("/")[0])  # without the namespace
-    return bool(machines["server"] and machines["worker"]) and len(set.union(*machines.values())) > 1
+    return bool(machines[Role.SERVER] and machines[Role.WORKER]) and len(set.union(*machines.values())) > 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class TrafficFilters:
         parse_filters(self.pushed or "")
         parse_filters(self.pulled or "")
 
-    def suited_to(self, members: Sequence[MemberInfo]) -> TrafficFilters:
+    def suited_to(self, members: Sequence[Member]) -> TrafficFilters:
         """Return these, or where nothing is said those that suit the machines of a cluster."""
         if self.pushed is not None or not are_on_several_machines(members):
             return self

@@ -155,7 +155,7 @@ class Training:
 
     def _choose_filters(self) -> None:
         options = self._options
-        cluster: messages.ClusterMap = self._client.link.call(messages.GetMap(), messages.ClusterMap)
+        cluster: messages.View = self._client.link.get_view()
         filters = options.filters.suited_to(cluster.members)
         if filters is not options.filters:
             self._options = dataclasses.replace(options, filters=filters)

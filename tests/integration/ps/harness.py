@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pytest
 
 from paceline.errors import PacelineError
-from paceline.protocol import Accept, Consistency, Eventual, StalePolicy
+from paceline.protocol import Accept, Consistency, Eventual, Role, StalePolicy
 from paceline.ps import Client, Scheduler, SchedulerLink, Server, make_node_name, messages
 from paceline.ps.client.table import TableClient
 from paceline.ps.fail_stop import watch_loop
@@ -59,7 +59,7 @@ class ServerNode:
         self._serving.callback(lambda: served.call(self.server.close))
         self._stack.callback(self.link.close)
         self.registration = messages.Register(
-            node=node, role="server", endpoint=self.served.endpoint, rank=rank, extra=extra
+            node=node, role=Role.SERVER, address=self.served.endpoint, rank=rank, is_extra=extra
         )
 
     def join(self) -> ServerNode:
@@ -68,7 +68,7 @@ class ServerNode:
         name = self.registration.node
         hello = Hello(role="server", rank=welcome.rank, incarnation=welcome.incarnation, name=name)
         self.call(lambda: self.server.joined(hello, welcome.heartbeat_s))
-        self.call(lambda: self.server.members_changed(welcome.cluster))
+        self.call(lambda: self.server.members_changed(welcome.view))
         return self
 
     @property
@@ -108,7 +108,7 @@ class ServerNode:
         self._closing = served.loop.create_task(served.listener.close())
 
     def _heard(self, notice: msgspec.Struct) -> None:
-        if isinstance(notice, messages.ClusterMap) and self.served is not None:
+        if isinstance(notice, messages.View) and self.served is not None:
             self.served.loop.call_soon_threadsafe(self.server.members_changed, notice)
         elif isinstance(notice, messages.Expelled):
             self.expelled = self.expelled or notice.reason
@@ -186,7 +186,7 @@ class Cluster:
         node = name or make_node_name(role)
         link = SchedulerLink(self.transport, self.scheduler_address, Hello(role=role, name=node), timeout_s=PATIENCE_S)
         self._clients.callback(link.close)
-        link.register(messages.Register(node=node, role=role, rank=rank))
+        link.register(messages.Register(node=node, role=Role(role), rank=rank))
         return link
 
     def raw(self, server: int = 0, **extra: Any) -> Channel:

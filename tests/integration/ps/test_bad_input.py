@@ -22,7 +22,7 @@ from paceline.errors import (
     TableMismatchError,
     UsageError,
 )
-from paceline.protocol import Sequential
+from paceline.protocol import Role, Sequential
 from paceline.protocol.jobs import Job, JobSpec
 from paceline.ps import SGD, Adagrad, Adam, Client, Constant, messages
 from paceline.ps.messages import CALL, NOTICE, PULL, PUSH, PUSH_PULL, RANGE, TICKS
@@ -261,7 +261,7 @@ def malformed(sparse: int, dense: int) -> list[tuple[int, dict[str, Any], type[P
         (NOTICE, {}, ProtocolError, "no frame of kind 26"),
         (CALL, {"meta": b"\xc1"}, ProtocolError, "a control message that cannot be read"),
         (CALL, {"meta": b""}, ProtocolError, "a control message that cannot be read"),
-        (CALL, {"meta": messages.encode(messages.GetMap())}, ProtocolError, "cannot be read: Invalid value 'GetMap'"),
+        (CALL, {"meta": messages.encode(messages.GetView())}, ProtocolError, "cannot be read: Invalid value 'GetView'"),
     ]
 
 
@@ -353,7 +353,12 @@ def test_malformed_requests_to_the_scheduler(caplog: pytest.LogCaptureFixture) -
             (PUSH, b"", ProtocolError, "the scheduler knows no frame of kind 16"),
             (CALL, b"\xc1", ProtocolError, "a control message that cannot be read"),
             (CALL, messages.encode(messages.Retire()), ProtocolError, "cannot be read: Invalid value 'Retire'"),
-            (CALL, messages.encode(messages.Register(node="x", role="boss")), UsageError, "role 'boss': expected one"),
+            (
+                CALL,
+                msgspec.msgpack.encode({"type": "Register", "node": "x", "role": "boss"}),
+                ProtocolError,
+                "Invalid enum value 'boss'",
+            ),
             (CALL, messages.encode(messages.TakeLease(job=1, wait=False)), PeerError, "there is no job 1"),
             (CALL, messages.encode(messages.JobStatus(job=1)), PeerError, "there is no job 1"),
         ]:
@@ -364,10 +369,10 @@ def test_malformed_requests_to_the_scheduler(caplog: pytest.LogCaptureFixture) -
         for request in (messages.TakeLease(job=number, wait=True), messages.LeaseDone(job=number, lease=1)):
             with pytest.raises(PeerError, match="not a worker of the cluster"):
                 call(channel, request)
-        call(channel, messages.Register(node="x", role="observer"))
+        call(channel, messages.Register(node="x", role=Role.OBSERVER))
         assert channel.receive_frame(10).header.kind == NOTICE  # what is known of the job that it has posted
         with pytest.raises(ProtocolError, match="node 'y' asked twice"):
-            call(channel, messages.Register(node="y", role="observer"))
+            call(channel, messages.Register(node="y", role=Role.OBSERVER))
         channel.close()
         assert not caplog.records
         assert client.tables() == []
@@ -473,7 +478,7 @@ def test_a_node_that_registers_again_is_the_same_member() -> None:
         assert former.state.welcome is not None
         assert newer.state.welcome is not None
         assert former.state.welcome.incarnation == newer.state.welcome.incarnation
-        workers = newer.call(messages.GetMap(), messages.ClusterMap).of_role("worker")
+        workers = newer.get_view().of_role(Role.WORKER)
         assert [worker.node for worker in workers] == ["node-a"]
 
 

@@ -23,7 +23,7 @@ def member(cluster: Cluster, rank: int, *, is_well: bool) -> SchedulerLink:
     node = make_node_name("worker")
     hello = Hello(role="worker", name=node)
     link = SchedulerLink(cluster.transport, cluster.scheduler_address, hello, is_well=lambda: is_well)
-    link.register(messages.Register(node=node, role="worker", rank=rank))
+    link.register(messages.Register(node=node, role=Role.WORKER, rank=rank))
     return link
 
 

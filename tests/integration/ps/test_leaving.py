@@ -12,7 +12,7 @@ from msgspec import structs
 
 from paceline.errors import UsageError
 from paceline.protocol import ALL, BoundedDelay, Consistency, Sequential
-from paceline.ps import SGD, Client, messages
+from paceline.ps import SGD, Client
 from paceline.ps.messages import PUSH
 
 from .harness import Cluster, ServerNode, wait_until
@@ -113,7 +113,7 @@ def test_a_server_in_no_chain_forgets_the_workers_and_learns_of_them_anew(
         stays, goes = cluster.nodes
         known = {node: node.call(partial(clocks_of, node)) for node in cluster.nodes}
         assert known[goes] == known[stays]
-        now = first.link.call(messages.GetMap(), messages.ClusterMap)
+        now = first.link.get_view()
         me = stays.server.replicator.incarnation
 
         def change(version: int, filling: int | None) -> None:

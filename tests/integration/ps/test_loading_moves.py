@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from paceline.errors import ConnectionLostError, PeerError, StaleEpochError
-from paceline.protocol.buckets import buckets_in, from_bytes
+from paceline.protocol.buckets import buckets_in
 from paceline.ps import SGD, Adagrad, Client, DenseTable, SparseTable, Uniform
 from paceline.ps.client.snapshot_loading import load_snapshot
 from paceline.ps.client.snapshots import SnapshotTaker
@@ -101,7 +101,7 @@ def check_all_copies(cluster: Cluster, client: Client) -> None:
         return found
 
     for group in cluster_map(client).groups:
-        for bucket in buckets_in(from_bytes(group.buckets)):
+        for bucket in buckets_in(group.buckets):
             found = [copies(nodes[member], bucket) for member in group.members]
             assert all(other == found[0] for other in found), (bucket, group.members)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from paceline.errors import DeadlineError, UsageError
-from paceline.protocol import BoundedDelay, Consistency, Eventual, Sequential
+from paceline.protocol import BoundedDelay, Consistency, Eventual, Role, Sequential
 from paceline.ps import SGD, Client, messages
 
 from .harness import PATIENCE_S, Cluster, ServerNode, wait_until
@@ -21,7 +21,7 @@ ONES = -np.ones((300, 1), np.float32)
 def lose_a_server(cluster: Cluster, client: Client) -> None:
     """Let a server die, and all that live and this client know it."""
     cluster.nodes[1].stop()
-    wait_until(lambda: len(cluster_map(client).of_role("server")) == 1)
+    wait_until(lambda: len(cluster_map(client).of_role(Role.SERVER)) == 1)
 
 
 def num_held(client: Client) -> int:
@@ -47,7 +47,7 @@ def test_a_push_waits_until_there_is_a_replica_again(consistency: Consistency) -
         late.wait()
         assert is_whole(observer, 2, 1)
         cluster.nodes[0].stop()  # what was acknowledged is on the other one
-        wait_until(lambda: len(cluster_map(observer).of_role("server")) == 1)
+        wait_until(lambda: len(cluster_map(observer).of_role(Role.SERVER)) == 1)
         assert (observer.sparse_table("w", update=SGD(lr=1.0)).pull(KEYS) == 2).all()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
+from paceline.protocol import Role
 from paceline.ps import SchedulerLink, messages
 from paceline.ps.pulse import Pulse
 from paceline.transport import Hello
@@ -50,7 +51,7 @@ def test_a_member_whose_loop_hangs_is_declared_dead() -> None:
             cluster.transport, cluster.scheduler_address, hello, on_notice=heard, is_well=is_well.is_set
         )
         try:
-            link.register(messages.Register(node="hung", role="worker"))
+            link.register(messages.Register(node="hung", role=Role.WORKER))
             cluster.served.call(lambda: None)
             assert not expelled
             is_well.clear()

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from paceline.errors import ConnectionLostError, UsageError
-from paceline.protocol import BoundedDelay, Consistency, Eventual, Sequential
-from paceline.protocol.buckets import from_bytes
+from paceline.protocol import BoundedDelay, Consistency, Eventual, Role, Sequential
 from paceline.ps import SGD, Adagrad, Client, messages
 from paceline.tables.bucket_arrays import buckets_of_keys
 
@@ -47,15 +46,15 @@ def values(client: Client, kind: str) -> np.ndarray[tuple[int, ...], np.dtype[np
     return client.dense_table("dense", size=300, update=SGD(lr=1.0)).pull()
 
 
-def cluster_map(client: Client) -> messages.ClusterMap:
-    found: messages.ClusterMap = client.link.call(messages.GetMap(), messages.ClusterMap)
+def cluster_map(client: Client) -> messages.View:
+    found: messages.View = client.link.get_view()
     return found
 
 
 def is_whole(client: Client, servers: int, replicas: int) -> bool:
     found = cluster_map(client)
     full = all(len(group.members) == 1 + replicas and group.filling is None for group in found.groups)
-    return full and len(found.of_role("server")) == servers
+    return full and len(found.of_role(Role.SERVER)) == servers
 
 
 @pytest.mark.parametrize("kind", ["sparse", "dense"])
@@ -116,10 +115,7 @@ def test_a_join_moves_what_it_must_and_no_more() -> None:
         cluster.nodes.append(ServerNode(cluster, None, stack, extra=True).join())
         wait_until(lambda: is_whole(client, 3, 0) and len(cluster_map(client).groups) == 3)
         after = {group.members: group.buckets for group in cluster_map(client).groups}
-        moved = 512 - sum(
-            (int.from_bytes(before[members], "little") & int.from_bytes(after[members], "little")).bit_count()
-            for members in before
-        )
+        moved = 512 - sum((before[members] & after[members]).bit_count() for members in before)
         assert moved <= 1.2 * 512 / 3
         count(client, "sparse")
         assert (values(client, "sparse") == 2 * ITERATIONS).all()
@@ -167,7 +163,7 @@ def drain(cluster: Cluster, node: ServerNode, client: Client) -> None:
 
 def leads(client: Client, rank: int) -> bool:
     found = cluster_map(client)
-    ranks = {member.incarnation: member.rank for member in found.of_role("server")}
+    ranks = {member.incarnation: member.rank for member in found.of_role(Role.SERVER)}
     return any(ranks[group.members[0]] == rank for group in found.groups)
 
 
@@ -231,14 +227,14 @@ def test_a_read_that_waits_is_refused_when_its_buckets_go() -> None:
         one, other = first.groups
         node = next(node for node in cluster.nodes if node.server.replicator.incarnation == one.members[0])
 
-        def change(version: int, *members: int) -> messages.ClusterMap:
+        def change(version: int, *members: int) -> messages.View:
             groups = (msgspec.structs.replace(one, members=members), other)
-            new: messages.ClusterMap = msgspec.structs.replace(first, version=version, groups=groups)
+            new: messages.View = msgspec.structs.replace(first, version=version, groups=groups)
             node.call(lambda: node.server.members_changed(new))
             return new
 
         table = client.sparse_table("sparse", update=SGD(lr=1.0))
-        keys = np.array([key for key in KEYS if buckets_of_keys(np.array([key])) & from_bytes(one.buckets)])
+        keys = np.array([key for key in KEYS if buckets_of_keys(np.array([key])) & one.buckets])
         client.follower.take(change(2, *one.members, *other.members))  # of which the other one does not hear
         table.push(keys, -np.ones((len(keys), 1), np.float32), tick=True)
         read = table.pull_async(keys)

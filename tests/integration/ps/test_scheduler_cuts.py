@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from paceline.errors import ConnectionLostError
-from paceline.protocol import Sequential
+from paceline.protocol import Role, Sequential
 from paceline.protocol.jobs import ALL_DONE, Job, JobSpec, JobState, Lease
 from paceline.ps import SGD, SchedulerLink, messages
 from paceline.ps.messages import NOTICE
@@ -44,7 +44,7 @@ def test_all_connections_break_and_nothing_has_happened(replicas: int) -> None:
         clients = cluster.connect_all()
         tables = [client.sparse_table("w", update=SGD(lr=1.0)) for client in clients]
         keys, ones = np.arange(200, dtype=np.uint64), np.ones(200, np.float32)
-        before = clients[0].link.call(messages.GetMap(), messages.ClusterMap)
+        before = clients[0].link.get_view()
         for step in range(20):
             if step % 5 == 2:
                 wait_until(lambda: cluster.served.call(lambda: len(cluster.scheduler.sessions.connected)) >= 5)
@@ -55,7 +55,7 @@ def test_all_connections_break_and_nothing_has_happened(replicas: int) -> None:
                 assert (table.pull(keys) == -2 * (step + 1)).all()
         links = links_of(cluster, *(client.link for client in clients))
         wait_until(lambda: all(link.reconnections >= 1 and link.line.is_connected for link in links))
-        after = clients[0].link.call(messages.GetMap(), messages.ClusterMap)
+        after = clients[0].link.get_view()
         assert (after.members, after.version, after.groups) == (before.members, before.version, before.groups)
 
 
@@ -67,7 +67,7 @@ def test_a_line_that_breaks_before_anybody_is_a_member_is_made_again(cluster: Cl
         cut_all(cluster)
         assert link.call(messages.GetSettings(), messages.Settings).replicas == 0
         cut_all(cluster)
-        registering = messages.Register(node="newcomer", role="observer")
+        registering = messages.Register(node="newcomer", role=Role.OBSERVER)
         assert link.register(registering).incarnation > 0
         assert link.reconnections == 0  # it was no member
     finally:
@@ -161,7 +161,7 @@ def test_each_shard_is_done_once_however_often_lines_break(cluster: Cluster) -> 
 def test_what_was_asked_before_the_cut_is_answered_behind_it(cluster: Cluster) -> None:
     seeker, poster = cluster.link(), cluster.link(role="observer")
     seeking = seeker.start(messages.GetJob(after=0), Job)
-    seeker.call(messages.GetMap())
+    seeker.call(messages.GetView())
     cut_all(cluster)
     wait_until(lambda: seeker.reconnections == 1 and poster.reconnections == 1)
     number = poster.call(
@@ -187,8 +187,8 @@ def test_a_server_whose_line_is_broken_for_long_is_waited_for() -> None:
         link.transport = connect
         wait_until(lambda: incarnation not in cluster.scheduler.core.suspects.silent)
         assert (table.push_pull(keys, ones) == -3).all()
-        found = client.link.call(messages.GetMap(), messages.ClusterMap)
-        assert (len(found.of_role("server")), found.num_lost) == (3, 0)
+        found = client.link.get_view()
+        assert (len(found.of_role(Role.SERVER)), found.num_lost) == (3, 0)
         assert not cluster.nodes[1].expelled
 
 
@@ -203,7 +203,7 @@ def test_a_farewell_is_heard_though_the_scheduler_is_writing() -> None:
         def write() -> None:
             begun.set()
             time.sleep(0.2)
-            peer.send(*frame_parts(NOTICE, meta=messages.encode(messages.CommitMap(term=0, epoch=0))))
+            peer.send(*frame_parts(NOTICE, meta=messages.encode(messages.CommitView(term=0, epoch=0))))
 
         cluster.served.loop.call_soon_threadsafe(write)
         assert begun.wait(PATIENCE_S)

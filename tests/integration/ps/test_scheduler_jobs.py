@@ -47,7 +47,7 @@ def state(poster: SchedulerLink, job: int) -> JobState:
 def rest(worker: SchedulerLink, after: int) -> None:
     """Ask for the next job, as a worker that is through does, and do not wait for it."""
     worker.start(messages.GetJob(after=after), Job)
-    worker.call(messages.GetMap())  # by its answer the scheduler has heard
+    worker.call(messages.GetView())  # by its answer the scheduler has heard
 
 
 def test_a_job_from_end_to_end(cluster: Cluster, poster: SchedulerLink) -> None:
@@ -117,7 +117,7 @@ def test_whoever_waits_hears_that_all_is_done(cluster: Cluster, poster: Schedule
     number = post(poster, 1)
     lease = take(works, number)
     answer = waits.start(messages.TakeLease(job=number, wait=True), Lease)
-    waits.call(messages.GetMap())
+    waits.call(messages.GetView())
     done(works, number, lease)
     assert answer().lease == ALL_DONE
 
@@ -210,11 +210,11 @@ def test_heartbeats_carry_progress(cluster: Cluster, poster: SchedulerLink) -> N
         worker.tell(messages.Heartbeat(progress={"job": number, "examples": 5.0}))
         worker.tell(messages.Heartbeat(progress={"job": number, "examples": 7.0}))
         worker.tell(messages.Heartbeat(progress={"job": number + 1, "examples": 1000.0}))
-        worker.call(messages.GetMap())
+        worker.call(messages.GetView())
     assert state(poster, number).progress == {"examples": 14.0}
     done(workers[0], number, take(workers[0], number), examples=8.0)
     workers[0].tell(messages.Heartbeat(progress={"job": number, "examples": 9.0}))
-    workers[0].call(messages.GetMap())
+    workers[0].call(messages.GetView())
     assert state(poster, number).progress == {"examples": 16.0}
     cluster.lose(workers[0])
     wait_until(lambda: state(poster, number).num_workers == 1)
@@ -227,9 +227,9 @@ def test_another_job_ends_the_one_before(cluster: Cluster, poster: SchedulerLink
     first = post(poster, 1)
     lease = take(works, first)
     waiting = waits.start(messages.TakeLease(job=first, wait=True), Lease)
-    waits.call(messages.GetMap())
+    waits.call(messages.GetView())
     resting = rests.start(messages.GetJob(after=first), Job)
-    rests.call(messages.GetMap())
+    rests.call(messages.GetView())
     second = post(poster, 1)
     assert second == first + 1
     assert waiting().lease == ALL_DONE
@@ -256,7 +256,7 @@ def test_the_end_of_the_cluster(cluster: Cluster, poster: SchedulerLink) -> None
     seeking = seeks.start(messages.GetJob(after=number), Job)
     waiting = waits.start(messages.TakeLease(job=number, wait=True), Lease)
     for link in (seeks, waits):
-        link.call(messages.GetMap())
+        link.call(messages.GetView())
     poster.call(messages.EndCluster())
     assert seeking().number == -1
     assert waiting().lease == ALL_DONE

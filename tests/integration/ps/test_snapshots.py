@@ -20,7 +20,7 @@ from paceline.ps import SGD, Adagrad, Client, DenseTable, SparseTable, Uniform
 from paceline.ps.client import snapshots
 from paceline.ps.client.snapshot_loading import load_snapshot
 from paceline.ps.client.snapshots import SnapshotTaker
-from paceline.ps.messages import ClusterMap, GetMap
+from paceline.ps.messages import View
 from paceline.ps.messages.snapshots import DropSnapshot
 from paceline.ps.server import snapshots as server_snapshots
 from paceline.storage import parts
@@ -462,7 +462,7 @@ def test_passes_in_which_rows_were_seen_are_kept_and_told_to_new_servers(tmp_pat
         return table
 
     def is_whole(client: Client) -> bool:
-        found: ClusterMap = client.link.call(GetMap(), ClusterMap)
+        found: View = client.link.get_view()
         return all(len(group.members) == 2 and group.filling is None for group in found.groups)
 
     with Cluster(servers=2, replicas=1) as cluster, ExitStack() as stack:

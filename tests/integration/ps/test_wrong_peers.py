@@ -124,11 +124,11 @@ JOB: dict[str, Any] = {"type": "PostJob", "description": b"", "files": [1], "epo
 @pytest.mark.parametrize(
     "message",
     [
-        {**REGISTER, "endpoint": {"tcp": {**ADDRESS, "host": "x" * 300}}},
-        {**REGISTER, "endpoint": {"tcp": {**ADDRESS, "host": "a..b"}}},
-        {**REGISTER, "endpoint": {"tcp": {**ADDRESS, "host": "a\0b"}}},
-        {**REGISTER, "endpoint": {"tcp": {**ADDRESS, "port": 1 << 40}}},
-        {**REGISTER, "endpoint": {"tcp": {**ADDRESS, "scheme": "smtp"}}},
+        {**REGISTER, "address": {"tcp": {**ADDRESS, "host": "x" * 300}}},
+        {**REGISTER, "address": {"tcp": {**ADDRESS, "host": "a..b"}}},
+        {**REGISTER, "address": {"tcp": {**ADDRESS, "host": "a\0b"}}},
+        {**REGISTER, "address": {"tcp": {**ADDRESS, "port": 1 << 40}}},
+        {**REGISTER, "address": {"tcp": {**ADDRESS, "scheme": "smtp"}}},
         {**REGISTER, "process": [own_host(), 1 << 40, 1]},
         {**REGISTER, "rank": 1 << 40},
         {**JOB, "files": [1 << 50]},

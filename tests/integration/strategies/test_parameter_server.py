@@ -24,8 +24,7 @@ import paceline  # noqa: E402
 from paceline.collectives import Group  # noqa: E402
 from paceline.errors import ConnectionLostError, PeerError, UsageError  # noqa: E402
 from paceline.launch.local import LocalCluster  # noqa: E402
-from paceline.protocol import BoundedDelay, Consistency, Eventual, Sequential  # noqa: E402
-from paceline.ps import messages  # noqa: E402
+from paceline.protocol import BoundedDelay, Consistency, Eventual, Role, Sequential  # noqa: E402
 from paceline.testing import run_ranks  # noqa: E402
 from paceline.torch.strategies.base import Strategy  # noqa: E402
 from paceline.torch.strategies.ranks import Ranks  # noqa: E402
@@ -404,8 +403,8 @@ def test_a_program_may_say_what_servers_it_needs(cluster: LocalCluster) -> None:
             ParameterServer(**options)
         assert said in str(caught.value)
     with cluster.connect(observer=True) as observer:
-        members = observer.link.call(messages.GetMap(), messages.ClusterMap)
-    assert members.of_role("worker") == ()  # who was refused has left
+        members = observer.link.get_view()
+    assert members.of_role(Role.WORKER) == ()  # who was refused has left
 
 
 @pytest.mark.parametrize("cluster", [(MEAN, 1)], indirect=True)

@@ -17,6 +17,7 @@ import psutil
 from tests.warm.processes import WarmProcess
 
 from paceline.errors import PacelineError
+from paceline.protocol import Role
 from paceline.ps import Client, messages
 from paceline.transport import SocketTransport, make_token
 
@@ -241,9 +242,9 @@ class Cluster:
 
     # What the cluster says of itself.
 
-    def map(self) -> messages.ClusterMap:
+    def map(self) -> messages.View:
         """Return the newest map that has come."""
-        found = self.observer.link.cluster
+        found = self.observer.link.view
         assert found is not None
         return found
 
@@ -251,9 +252,9 @@ class Cluster:
         """Return the servers on the map that live, by incarnation."""
         nodes = {(self.address(node.host), node.port): node for node in self.of_role("server")}
         found = {}
-        for member in self.map().of_role("server"):
-            assert member.endpoint is not None
-            node = nodes.get((member.endpoint.tcp.host, member.endpoint.tcp.port))
+        for member in self.map().of_role(Role.SERVER):
+            assert member.address is not None
+            node = nodes.get((member.address.tcp.host, member.address.tcp.port))
             if node is not None:
                 found[member.incarnation] = node
         return found
@@ -273,7 +274,7 @@ class Cluster:
         groups = self.map().groups
         staying = [[node for node in holders if not node.doomed] for holders in self.holders()]
         enough = all(len(nodes) > self.settings.replicas for nodes in staying)
-        known = len(self.members()) == len(self.map().of_role("server"))
+        known = len(self.members()) == len(self.map().of_role(Role.SERVER))
         return (
             bool(groups) and enough and known and all(group.filling is None for group in groups) and self._is_newest()
         )
@@ -281,7 +282,7 @@ class Cluster:
     def _is_newest(self) -> bool:
         """Whether the scheduler has no newer map than the one that has come: it may just be back."""
         try:
-            found = self.observer.link.call(messages.GetMap(), messages.ClusterMap, timeout_s=2.0)
+            found = self.observer.link.get_view(timeout_s=2.0)
         except PacelineError:
             return False
         return bool((found.term, found.version) == (self.map().term, self.map().version))

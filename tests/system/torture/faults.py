@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 
 import psutil
 
+from paceline.protocol import Role
+
 from .cluster import HEARTBEAT_TIMEOUT_S, Cluster, Node
 from .network import CUT, Way
 
@@ -239,7 +241,7 @@ class Faults:
         """Whether servers enough live after these deaths for a scheduler to take over, if it knows of none of them."""
         if not self.cluster.settings.is_apart:
             return True
-        num_known = len(self.cluster.map().of_role("server"))
+        num_known = len(self.cluster.map().of_role(Role.SERVER))
         num_alive = len([node for node in self.cluster.members().values() if node not in victims])
         return num_alive >= max(num_known // 2 + 1, self.cluster.settings.replicas + 1)
 

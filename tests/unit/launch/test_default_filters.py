@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from paceline.ps.messages import MemberInfo, ProcessIdentity
+from paceline.protocol.membership import Member, ProcessIdentity, Role
 from paceline.training.options import BETWEEN_MACHINES, TrafficFilters
 from paceline.transport import Address, Endpoint
 
 HERE = Endpoint(tcp=Address.parse("127.0.0.1:7"))
 
 
-def member(role: str, machine: str | None, rank: int = 0) -> MemberInfo:
+def member(role: str, machine: str | None, rank: int = 0) -> Member:
     process = None if machine is None else ProcessIdentity(machine, 7, 1)
     endpoint = HERE if role == "server" else None
-    return MemberInfo(node=f"{role}{rank}", role=role, rank=rank, incarnation=1, endpoint=endpoint, process=process)
+    return Member(node=f"{role}{rank}", role=Role(role), rank=rank, incarnation=1, address=endpoint, process=process)
 
 
 def test_keys_are_filtered_between_machines() -> None:

@@ -13,6 +13,7 @@ import pytest
 from paceline.launch import supervisor
 from paceline.launch.local import LocalCluster, Share
 from paceline.launch.run.servers import RunServers
+from paceline.protocol import Role
 from paceline.ps import Client, messages
 from paceline.transport import SocketTransport
 
@@ -83,15 +84,13 @@ def test_a_server_that_cannot_start_is_tried_again_after_a_pause(
 def test_a_death_is_said_by_whoever_asks(servers: RunServers, capsys: pytest.CaptureFixture[str]) -> None:
     """The link's thread, which has to send heartbeats, may not be held up by standard error."""
     with servers, Client.connect(SocketTransport(_TOKEN), servers.scheduler, observer=True) as client:
-        cluster = client.link.cluster
+        cluster = client.link.view
         assert cluster is not None
-        before = {each.incarnation for each in cluster.of_role("server")}
+        before = {each.incarnation for each in cluster.of_role(Role.SERVER)}
         os.kill(servers.cluster.pids("server")[0], signal.SIGTERM)
 
         def is_replaced() -> bool:
-            now = {
-                each.incarnation for each in client.link.call(messages.GetMap(), messages.ClusterMap).of_role("server")
-            }
+            now = {each.incarnation for each in client.link.get_view().of_role(Role.SERVER)}
             return len(now) == 2 and bool(now - before)
 
         wait_until(is_replaced)

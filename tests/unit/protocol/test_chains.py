@@ -12,7 +12,6 @@ from paceline.protocol import (
     ALL,
     NUM_BUCKETS,
     Chain,
-    ChainGroup,
     Planner,
     buckets,
     buckets_in,
@@ -20,7 +19,7 @@ from paceline.protocol import (
     groups_of,
     place,
 )
-from paceline.protocol.chains import BucketsLost, Changed
+from paceline.protocol.chains import BucketsLost, Changed, chain_group
 
 
 def started(num_servers: int, num_buckets: int = 8, replicas: int = 0) -> tuple[Planner, dict[int, int]]:
@@ -325,7 +324,7 @@ def test_groups_are_the_chains(chains: list[Chain]) -> None:
 @pytest.mark.parametrize("masks", [(0b11, 0b10), (0b1, 0b100)])
 def test_groups_that_are_no_map(masks: tuple[int, int]) -> None:
     with pytest.raises(UsageError, match="each bucket from 0 on in one group"):
-        chains_of([ChainGroup((1,), None, mask) for mask in masks])
+        chains_of([chain_group((1,), None, mask) for mask in masks])
 
 
 MACHINE_BUCKETS = 12

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.protocol.chains import ChainGroup
+from paceline.protocol.chains import ChainGroup, chain_group
 from paceline.protocol.iterations import Iterations, Sum, Takeover
 from paceline.protocol.replication import (
     AGGREGATE,
@@ -21,7 +21,7 @@ ALL = 0b11
 
 def server(*members: int, me: int = A, first_clock: int = 0) -> tuple[Replication, Iterations]:
     replication = Replication(me)
-    replication.handle(Change(1, (ChainGroup(members or (A,), None, ALL),)))
+    replication.handle(Change(1, (chain_group(members or (A,), None, ALL),)))
     iterations = Iterations(replication, first_clock)
     assert iterations.lead(1, replication.primary, ()) == []
     return replication, iterations
@@ -83,7 +83,7 @@ def test_after_a_takeover_all_send_again_before_anything_is_completed_or_read() 
     push = Forwarded("sum", C, AGGREGATE, 1, 1, 0b01)  # of iteration 0, one bucket has come
     replication.handle(push)
     assert iterations.complete(0, (1, 2)) == []
-    change(replication, 2, ChainGroup((A,), None, ALL))
+    change(replication, 2, chain_group((A,), None, ALL))
     assert iterations.lead(2, ALL, (1, 2)) == []
     assert iterations.awaited == {1, 2}
     assert iterations.durable == 0
@@ -101,7 +101,7 @@ def test_after_a_takeover_all_send_again_before_anything_is_completed_or_read() 
 
 def test_a_takeover_does_not_wait_for_who_leaves_or_was_earlier() -> None:
     replication, iterations = server(C, A)
-    change(replication, 2, ChainGroup((A,), None, ALL))
+    change(replication, 2, chain_group((A,), None, ALL))
     iterations.synced(1, 2)
     iterations.lead(2, ALL, (1, 2))
     assert iterations.awaited == {2}
@@ -114,7 +114,7 @@ def test_one_who_sent_again_counts_though_the_gate_saw_no_tick() -> None:
     # the iterations that are not complete; what workers pushed for them was dropped.
     replication, iterations = server(C, A, first_clock=5)
     assert iterations.durable == 5
-    change(replication, 2, ChainGroup((A,), None, ALL))
+    change(replication, 2, chain_group((A,), None, ALL))
     iterations.lead(2, ALL, (1, 2))
     admit(iterations, 1, 0, 4, ALL)
     admit(iterations, 1, 1, 5, ALL)
@@ -126,11 +126,11 @@ def test_one_who_sent_again_counts_though_the_gate_saw_no_tick() -> None:
 def test_two_sums_of_one_iteration_are_both_waited_for() -> None:
     # Found by thought: the first acknowledgement was taken for both.
     replication, iterations = server(A, B)
-    change(replication, 2, ChainGroup((A, B), None, 0b01), ChainGroup((C, A), None, 0b10))
+    change(replication, 2, chain_group((A, B), None, 0b01), chain_group((C, A), None, 0b10))
     iterations.lead(2, 0b01, (1,))
     admit(iterations, 1, 0, 0, 0b01)
     push_sums(replication, iterations, iterations.complete(0, (1,)))
-    change(replication, 3, ChainGroup((A, B), None, ALL))
+    change(replication, 3, chain_group((A, B), None, ALL))
     iterations.lead(3, ALL, (1,))
     admit(iterations, 1, 0, 0, 0b10)
     push_sums(replication, iterations, iterations.synced(1, 3))
@@ -144,7 +144,7 @@ def test_an_inherited_sum_is_waited_for() -> None:
     replication, iterations = server(C, A, B)
     replication.handle(Forwarded("sum", C, AGGREGATE, 1, 1, ALL))
     iterations.complete(0, (1,))
-    change(replication, 2, ChainGroup((A, B), None, ALL))
+    change(replication, 2, chain_group((A, B), None, ALL))
     iterations.lead(2, ALL, (1,))
     iterations.synced(1, 2)
     assert iterations.durable == 0
@@ -158,7 +158,7 @@ def test_who_joins_again_begins_behind_what_any_bucket_has_complete() -> None:
     replication, iterations = server(C, A)
     replication.handle(Forwarded("sum", C, AGGREGATE, 4, 1, 0b01))
     assert iterations.first_clock == 0  # another one leads
-    change(replication, 2, ChainGroup((A,), None, ALL))
+    change(replication, 2, chain_group((A,), None, ALL))
     assert iterations.first_clock == 4
 
 
@@ -167,7 +167,7 @@ def filled_behind(*workers: int) -> tuple[Replication, Iterations]:
     replication, iterations = server()
     assert not iterations.may_report(ALL)  # there is nobody to report
     admit(iterations, 1, 0, 0, ALL)
-    change(replication, 2, ChainGroup((A,), B, ALL))
+    change(replication, 2, chain_group((A,), B, ALL))
     iterations.lead(2, ALL, workers)
     return replication, iterations
 
@@ -186,7 +186,7 @@ def test_a_fill_is_reported_when_workers_keep_what_is_here_alone() -> None:
     admit(iterations, 1, 1, 2, ALL)
     assert iterations.may_report(ALL)
     # It stays so while somebody is behind it; a worker that comes keeps from the beginning.
-    change(replication, 3, ChainGroup((A,), C, 0b01), ChainGroup((B,), None, 0b10))
+    change(replication, 3, chain_group((A,), C, 0b01), chain_group((B,), None, 0b10))
     iterations.lead(3, 0b01, (1, 2, 3))
     assert iterations.may_report(0b01)
 
@@ -260,20 +260,20 @@ def test_workers_say_again_that_they_keep_when_nobody_was_behind_or_a_map_was_mi
     replication, iterations = filled_behind()
     push_sums(replication, iterations, iterations.complete(0, (1,)))
     assert iterations.may_report(ALL)
-    change(replication, 4, ChainGroup((A,), B, ALL))
+    change(replication, 4, chain_group((A,), B, ALL))
     iterations.lead(4, ALL, (1,))
     assert not iterations.may_report(ALL)
     iterations.synced(1, 4)
     assert iterations.may_report(ALL)
     for version, filling in ((5, None), (6, B)):
-        change(replication, version, ChainGroup((A,), filling, ALL))
+        change(replication, version, chain_group((A,), filling, ALL))
         iterations.lead(version, ALL, (1,))
         assert not iterations.may_report(ALL)
 
 
 def test_of_what_another_one_leads_a_fill_is_reported_at_once() -> None:
     replication, iterations = server(C, A)
-    change(replication, 2, ChainGroup((C, A), B, ALL))
+    change(replication, 2, chain_group((C, A), B, ALL))
     iterations.lead(2, 0, (1,))
     assert iterations.may_report(ALL)
 
@@ -306,20 +306,20 @@ def test_a_takeover_alone() -> None:
 def test_what_a_short_chain_completes_is_safe_when_it_is_long_enough_again() -> None:
     replication = Replication(A, min_replicas=1)
     iterations = Iterations(replication)
-    change(replication, 1, ChainGroup((A, B), None, ALL))
+    change(replication, 1, chain_group((A, B), None, ALL))
     iterations.lead(1, ALL, ())
     push_sums(replication, iterations, iterations.complete(0, (1,)))
     replication.handle(Acknowledged(B, 1))
     iterations.acknowledged(0)
     assert iterations.durable == 1
-    change(replication, 2, ChainGroup((A,), C, ALL))
+    change(replication, 2, chain_group((A,), C, ALL))
     iterations.lead(2, ALL, (1,))
     iterations.synced(1, 2)
     push_sums(replication, iterations, iterations.complete(1, (1,)))
     assert iterations.durable == 1
     assert not iterations.may_read(2)
     assert iterations.may_report(ALL)  # or the chain would never be longer
-    change(replication, 3, ChainGroup((A, C), None, ALL))
+    change(replication, 3, chain_group((A, C), None, ALL))
     iterations.lead(3, ALL, (1,))
     assert iterations.durable == 2
     assert iterations.may_read(2)
@@ -329,18 +329,18 @@ def test_of_a_short_chain_that_is_gained_nothing_is_safe_yet() -> None:
     """The primary before may have completed iterations that its workers still keep."""
     replication = Replication(A, min_replicas=1)
     iterations = Iterations(replication)
-    change(replication, 1, ChainGroup((A, B), None, 0b01), ChainGroup((C, A), None, 0b10))
+    change(replication, 1, chain_group((A, B), None, 0b01), chain_group((C, A), None, 0b10))
     iterations.lead(1, 0b01, ())
     push_sums(replication, iterations, iterations.complete(0, (1,)))
     replication.handle(Acknowledged(B, 1))
     iterations.acknowledged(0)
     assert iterations.durable == 1
-    change(replication, 2, ChainGroup((A, B), None, 0b01), ChainGroup((A,), B, 0b10))
+    change(replication, 2, chain_group((A, B), None, 0b01), chain_group((A,), B, 0b10))
     iterations.lead(2, ALL, (1,))
     push_sums(replication, iterations, iterations.synced(1, 2))
     assert iterations.durable == 0
     assert not iterations.may_read(1)
-    change(replication, 3, ChainGroup((A, B), None, ALL))
+    change(replication, 3, chain_group((A, B), None, ALL))
     iterations.lead(3, ALL, (1,))
     assert iterations.durable == 1
     assert iterations.may_read(1)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from msgspec.structs import replace
 
 from paceline.errors import UsageError
 from paceline.protocol import Member, Membership, Role
+from paceline.protocol.membership import ProcessIdentity
 
 
 def nodes_of(membership: Membership) -> list[str]:
@@ -25,8 +26,8 @@ def overdue_at(membership: Membership, now_s: float) -> list[str]:
 def test_a_node_becomes_the_member_that_it_asked_to_be() -> None:
     assert not Membership(1).ready
     membership = Membership(1)
-    member = membership.register("s", Role.SERVER, 0.0, address=("host", 1), process="7 of host")
-    assert member == Member("s", Role.SERVER, 0, 1, ("host", 1), "7 of host")
+    member = membership.register("s", Role.SERVER, 0.0, address=("host", 1), process=ProcessIdentity("host", 7, 1))
+    assert member == Member("s", Role.SERVER, 0, 1, ("host", 1), ProcessIdentity("host", 7, 1))
     assert membership.ready
     assert membership.members == (member,)
     assert membership.find(1) is member
@@ -37,7 +38,7 @@ def test_a_node_becomes_the_member_that_it_asked_to_be() -> None:
 def test_ranks_are_the_smallest_free_of_the_role() -> None:
     membership = Membership(0)
     for node, role in (("s", Role.SERVER), ("a", Role.WORKER), ("b", Role.WORKER), ("c", Role.WORKER)):
-        membership.register(node, role, 0.0)
+        membership.register(node, role, 0.0, address=node)
     assert [(m.node, m.rank) for m in membership.members] == [("s", 0), ("a", 0), ("b", 1), ("c", 2)]
     membership.remove(3)
     d = membership.register("d", Role.WORKER, 0.0)
@@ -48,8 +49,8 @@ def test_ranks_are_the_smallest_free_of_the_role() -> None:
 def test_members_are_ordered_by_role_and_then_by_rank() -> None:
     membership = Membership(0)
     for node, role, rank in (("o", Role.OBSERVER, None), ("b", Role.WORKER, 4), ("a", Role.WORKER, 1)):
-        membership.register(node, role, 0.0, rank=rank)
-    membership.register("s", Role.SERVER, 0.0)
+        membership.register(node, role, 0.0, rank=rank, address=node)
+    membership.register("s", Role.SERVER, 0.0, address="s")
     assert nodes_of(membership) == ["s", "a", "b", "o"]
 
 
@@ -61,7 +62,7 @@ def test_a_rank_that_was_asked_for_is_given_or_refused() -> None:
             membership.register(node, Role.WORKER, 0.0, rank=rank)
         assert membership.named(node) is None
     assert membership.last_incarnation == 1  # what was refused has changed nothing
-    assert membership.register("d", Role.SERVER, 0.0, rank=3).rank == 3  # ranks are of a role
+    assert membership.register("d", Role.SERVER, 0.0, rank=3, address="d").rank == 3  # ranks are of a role
 
 
 def test_one_that_registers_again_stays_who_it_is_and_was_heard() -> None:
@@ -111,7 +112,7 @@ def test_the_dead_stay_dead() -> None:
 def test_rebuild_goes_on_with_those_that_live_and_reuses_nothing() -> None:
     former = Membership(1)
     for node, role in (("s", Role.SERVER), ("a", Role.WORKER), ("b", Role.WORKER)):
-        former.register(node, role, 0.0)
+        former.register(node, role, 0.0, address=node)
     living = [member for member in former.members if member.node != "b"]
     membership = Membership.rebuild(living, 100, expected_servers=1, now_s=50.0, heartbeat_timeout_s=5.0)
     membership.validate()
@@ -190,7 +191,7 @@ class MembershipMachine(RuleBasedStateMachine):
         taken, known = self.ranks(role), self.members.get(node)
         if known is None and rank is not None and (rank < 0 or rank in taken):
             with pytest.raises(UsageError):
-                self.membership.register(node, role, self.now_s, rank=rank)
+                self.membership.register(node, role, self.now_s, rank=rank, address=self.now_s)
             return
         member = self.membership.register(node, role, self.now_s, rank=rank, address=self.now_s)
         if known is None:

@@ -15,6 +15,7 @@ PURE = {
     "heapq",
     "itertools",
     "math",
+    "msgspec",
     "types",
     "typing",
     "typing_extensions",
@@ -24,7 +25,7 @@ PURE = {
 def test_all_is_sorted_complete_and_true() -> None:
     assert protocol.__all__ == sorted(protocol.__all__)
     assert all(hasattr(protocol, name) for name in protocol.__all__)  # some are imported when they are first used
-    own = {"TYPE_CHECKING", "import_on_demand", "vector"}
+    own = {"TYPE_CHECKING", "import_on_demand", "bounds", "vector"}
     public = {name for name in vars(protocol) if not name.startswith("_")} - own
     assert set(protocol.__all__) == public
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import UsageError
 from paceline.protocol import ChainGroup, Reachability, Silence
+from paceline.protocol.chains import chain_group
 from paceline.protocol.reachability import Unreachable
 
 PATIENCE_S = 5.0
@@ -116,7 +117,7 @@ def test_who_was_stopped_has_time_to_answer() -> None:
 def test_nobody_goes_that_is_the_last_to_have_a_bucket(
     complaints: dict[int, tuple[int, ...]], chains: list[tuple[int, ...]], goes: int | None
 ) -> None:
-    groups = tuple(ChainGroup(members, None, 1 << bucket) for bucket, members in enumerate(chains))
+    groups = tuple(chain_group(members, None, 1 << bucket) for bucket, members in enumerate(chains))
     decided = run(complaints, groups=groups)
     assert (None if decided is None else decided.server) == goes
 
@@ -124,7 +125,7 @@ def test_nobody_goes_that_is_the_last_to_have_a_bucket(
 def test_who_is_silent_and_not_declared_dead_yet_has_no_bucket() -> None:
     """1 and 2 have each its buckets with 3; 3 dies while 1 and 2 are at odds: either alone has them, and stays."""
     rule = Reachability(PATIENCE_S)
-    groups = (ChainGroup((1, 3), None, 0b01), ChainGroup((3, 2), None, 0b10))
+    groups = (chain_group((1, 3), None, 0b01), chain_group((3, 2), None, 0b10))
     for beat in range(12):
         for server, others in ((1, (2,) if beat >= 4 else ()), (2, ()), (3, ())):
             if server != 3 or beat < 7:
@@ -139,7 +140,7 @@ def test_two_that_fall_silent_together_are_both_the_last() -> None:
     for beat in range(6):
         for server in (1, 2):
             rule.heard(server, (2,) if server == 1 else (), beat * BEAT_S)
-    groups = (ChainGroup((1, 2), None, 1),)
+    groups = (chain_group((1, 2), None, 1),)
     assert rule.decide((1, 2), groups, 5.0 + PATIENCE_S / 2) == Unreachable(2, (1,))
     assert rule.decide((1, 2), groups, 5.1 + PATIENCE_S / 2) is None  # who knows which of the two is dead
 
@@ -163,7 +164,7 @@ def test_any_complaints(complaints: dict[int, set[int]], chains: list[list[int]]
         for server in living:
             rule.heard(server, complaints.get(server, set()), beat * BEAT_S)
     while True:
-        groups = [ChainGroup(tuple(s for s in chain if s in living), None, 1) for chain in chains]
+        groups = [chain_group(tuple(s for s in chain if s in living), None, 1) for chain in chains]
         pairs = {frozenset((a, b)) for a in living for b in complaints.get(a, set()) & living if a != b}
         against = Counter(server for pair in pairs for server in pair)
         last = {group.members[0] for group in groups if len(group.members) == 1}

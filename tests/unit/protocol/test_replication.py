@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from paceline.protocol.chains import ChainGroup
+from paceline.protocol.chains import chain_group
 from paceline.protocol.replication import (
     AGGREGATE,
     Acknowledge,
@@ -37,7 +37,7 @@ A, B, C = 1, 2, 3
 
 
 def change(version: int, *groups: tuple[tuple[int, ...], int | None, int]) -> Change:
-    return Change(version, tuple(ChainGroup(*group) for group in groups))
+    return Change(version, tuple(chain_group(*group) for group in groups))
 
 
 def server(me: int, *groups: tuple[tuple[int, ...], int | None, int], version: int = 1) -> Replication:

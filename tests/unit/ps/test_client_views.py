@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from paceline.errors import ConnectionLostError, DeadlineError, NonFiniteError, PacelineError, StaleEpochError
+from paceline.protocol import ChainGroup, Member, Role
 from paceline.protocol.buckets import ALL, bucket_set, to_bytes
 from paceline.protocol.client import ClientCore
 from paceline.ps import SGD, Client, Ticket, messages
@@ -152,7 +153,7 @@ class World:
         """Return a worker's client."""
         follower = MapFollower()
         follower.take(self.first)
-        welcome = messages.Welcome(rank=3, incarnation=70, heartbeat_s=1.0, settings=self.settings, cluster=self.first)
+        welcome = messages.Welcome(rank=3, incarnation=70, heartbeat_s=1.0, settings=self.settings, view=self.first)
         core = ClientCore(is_worker=True, is_sequential=self.settings.consistency == "sequential")
         hello = Hello(role="worker", rank=3, incarnation=70)
         options = {"timeout_s": timeout_s, "reconnect_s": reconnect_s}
@@ -163,28 +164,28 @@ class World:
         client.join()
         return client
 
-    def map(self, version: int, leads: Mapping[int, int], filling: int | None = None) -> messages.ClusterMap:
+    def map(self, version: int, leads: Mapping[int, int], filling: int | None = None) -> messages.View:
         """Return a map in which each server leads some buckets; who is not named is dead."""
         named = 0
         groups = []
         for incarnation, buckets in leads.items():
             named |= buckets
             if buckets:
-                groups.append(messages.GroupInfo((incarnation,), filling, to_bytes(buckets)))
+                groups.append(ChainGroup((incarnation,), filling, to_bytes(buckets)))
             self.servers[incarnation].leads = buckets
         if ALL & ~named:
-            groups.append(messages.GroupInfo((), None, to_bytes(ALL & ~named)))
+            groups.append(ChainGroup((), None, to_bytes(ALL & ~named)))
         members = tuple(
-            messages.MemberInfo(
+            Member(
                 node=f"s{incarnation}",
-                role="server",
+                role=Role.SERVER,
                 rank=incarnation - 11,
                 incarnation=incarnation,
-                endpoint=self.servers[incarnation].served.endpoint,
+                address=self.servers[incarnation].served.endpoint,
             )
             for incarnation in (*leads, *(() if filling is None else (filling,)))
         )
-        return messages.ClusterMap(epoch=version, members=members, version=version, groups=tuple(groups))
+        return messages.View(epoch=version, members=members, version=version, groups=tuple(groups))
 
     def publish(self, client: Client, version: int, leads: Mapping[int, int], filling: int | None = None) -> None:
         """Let the client have a newer map."""

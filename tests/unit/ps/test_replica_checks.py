@@ -8,7 +8,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from paceline.kernels.sparse import digest_records
-from paceline.protocol import ALL, ChainGroup, Eventual, ServerCore, bucket_set
+from paceline.protocol import ALL, Eventual, ServerCore, bucket_set
+from paceline.protocol.chains import chain_group
 from paceline.protocol.replication import Change, Forwarded, LinkUp, PushReceived, Replication
 from paceline.protocol.server.events import ViewChanged
 from paceline.ps.server.replica_checks import BucketOrders, ReplicaChecks
@@ -71,7 +72,7 @@ def test_another_order_is_another_number() -> None:
 
 def test_a_bucket_is_compared_where_one_server_has_what_the_other_had() -> None:
     first, second = Replication(1), Replication(2)
-    groups = (ChainGroup((1, 2), None, ALL),)
+    groups = (chain_group((1, 2), None, ALL),)
     for each in (first, second):
         each.handle(Change(1, groups))
     assert first.checkable(2) == 0  # there is no connection to it
@@ -90,19 +91,19 @@ def test_a_bucket_is_compared_where_one_server_has_what_the_other_had() -> None:
 def test_a_server_that_still_hands_up_what_it_has_more_is_not_compared() -> None:
     first, second = Replication(1), Replication(2)
     for each in (first, second):
-        each.handle(Change(1, (ChainGroup((2, 1), None, ALL),)))
+        each.handle(Change(1, (chain_group((2, 1), None, ALL),)))
     second.handle(PushReceived("a", 9, 4, 1, 1 << 5))
     for each in (first, second):
-        each.handle(Change(2, (ChainGroup((1, 2), None, ALL),)))
+        each.handle(Change(2, (chain_group((1, 2), None, ALL),)))
     assert not second.is_comparable(1, 2, 5)
     assert second.is_comparable(1, 2, 6)
 
 
 def test_a_server_being_filled_is_not_compared() -> None:
     first, second = Replication(1), Replication(2)
-    first.handle(Change(1, (ChainGroup((1,), None, ALL),)))
+    first.handle(Change(1, (chain_group((1,), None, ALL),)))
     for each in (first, second):
-        each.handle(Change(2, (ChainGroup((1,), 2, ALL),)))
+        each.handle(Change(2, (chain_group((1,), 2, ALL),)))
     first.handle(LinkUp(2))
     assert first.checkable(2) == 0
     assert not second.is_comparable(1, 2, 5)
@@ -111,7 +112,7 @@ def test_a_server_being_filled_is_not_compared() -> None:
 def test_a_round_takes_a_minute_or_its_share_of_the_time() -> None:
     core = ServerCore(Eventual())
     core.joined(1)
-    core.handle(ViewChanged(1, 1, (ChainGroup((1, 2), None, ALL),), frozenset({1, 2}), frozenset(), 2))
+    core.handle(ViewChanged(1, 1, (chain_group((1, 2), None, ALL),), frozenset({1, 2}), frozenset(), 2))
     checks = ReplicaChecks(ServerTables(0))
     assert checks.next(core, [2]) is None
     assert 0 < checks.pause_s(None) <= 10

@@ -18,6 +18,7 @@ from paceline.closing import Closing
 from paceline.errors import PacelineError, PeerError
 from paceline.launch.local import LocalCluster, Share
 from paceline.launch.supervisor import describe_status
+from paceline.protocol import Role
 from paceline.ps import SchedulerLink, make_node_name, messages
 from paceline.ps.client.routes import MapWatch
 from paceline.tables.memory.limit import MemoryLimit
@@ -72,7 +73,7 @@ class RunServers(Closing):
         """Create it without processes; use :meth:`start` instead."""
         self._num_workers = workers
         self._share = share
-        self._map: messages.ClusterMap | None = None
+        self._view: messages.View | None = None
         self._seen: set[int] = set()  # ranks of the workers that have joined so far
         self._expelled: dict[str, float] = {}  # servers declared dead: the time until which they may live
         self._stopped: set[str] = set()  # names of the servers that were killed for that reason
@@ -166,28 +167,28 @@ class RunServers(Closing):
             Hello(role="observer", name=node),
             on_notice=self._handle_notice,
             on_lost=self._handle_loss,
-            on_map=self._take_map,
+            on_view=self._take_view,
         )
         try:
-            link.register(messages.Register(node=node, role="observer"))
+            link.register(messages.Register(node=node, role=Role.OBSERVER))
         except BaseException:
             link.close()
             raise
         return link
 
-    def _take_map(self, cluster: messages.ClusterMap) -> None:
+    def _take_view(self, view: messages.View) -> None:
         with self._changed:
-            before = self._map
-            if before is not None and cluster.epoch < before.epoch:
-                return  # the reply to the registration, after a newer map
-            self._map = cluster
-            self._watch.take(cluster)
+            before = self._view
+            if before is not None and view.epoch < before.epoch:
+                return  # the reply to the registration, after a newer view
+            self._view = view
+            self._watch.take(view)
             self._seen |= self.connected
-            servers = cluster.of_role("server")
-            left = set() if before is None else {member.node for member in before.of_role("server")}
+            servers = view.of_role(Role.SERVER)
+            left = set() if before is None else {member.node for member in before.of_role(Role.SERVER)}
             left -= {member.node for member in servers}
             self._expelled.update(dict.fromkeys(left, time.monotonic() + _LEAVING_S))
-            self._news.take_servers((member.incarnation for member in servers), is_lost=cluster.num_lost > 0)
+            self._news.take_servers((member.incarnation for member in servers), is_lost=view.num_lost > 0)
             self._changed.notify_all()
 
     def _handle_notice(self, notice: msgspec.Struct) -> None:
@@ -241,7 +242,7 @@ class RunServers(Closing):
     @property
     def connected(self) -> set[int]:
         """Ranks of the connected workers."""
-        return set() if self._map is None else {member.rank for member in self._map.of_role("worker")}
+        return set() if self._view is None else {member.rank for member in self._view.of_role(Role.WORKER)}
 
     @property
     def _have_all_come(self) -> bool:

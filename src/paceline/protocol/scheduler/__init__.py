@@ -5,13 +5,21 @@ from typing import TYPE_CHECKING
 from paceline.on_demand import import_on_demand
 
 if TYPE_CHECKING:
-    from paceline.protocol.scheduler import events
+    from paceline.protocol.scheduler import events, messages
     from paceline.protocol.scheduler.core import HEARTBEATS_PER_TIMEOUT, SchedulerCore
-    from paceline.protocol.scheduler.evidence import Evidence, Returned
+    from paceline.protocol.scheduler.evidence import Evidence
     from paceline.protocol.scheduler.members import MEMBER
     from paceline.protocol.scheduler.phases import PHASE, Phase
     from paceline.protocol.scheduler.recovery import Recovery
-    from paceline.protocol.scheduler.views import KnownViews, Proposal, View, gaining, may_commit, may_take_over
+    from paceline.protocol.scheduler.views import (
+        KnownViews,
+        Proposal,
+        View,
+        ViewChange,
+        gaining,
+        may_commit,
+        may_take_over,
+    )
 
 __all__ = [
     "Evidence",
@@ -22,27 +30,26 @@ __all__ = [
     "Phase",
     "Proposal",
     "Recovery",
-    "Returned",
     "SchedulerCore",
     "View",
+    "ViewChange",
     "events",
     "gaining",
     "may_commit",
     "may_take_over",
+    "messages",
 ]
 
 __getattr__ = import_on_demand(
     __name__,
     {
         ".events": (),
+        ".messages": (),
         ".core": (
             "HEARTBEATS_PER_TIMEOUT",
             "SchedulerCore",
         ),
-        ".evidence": (
-            "Evidence",
-            "Returned",
-        ),
+        ".evidence": ("Evidence",),
         ".members": ("MEMBER",),
         ".phases": (
             "PHASE",
@@ -53,6 +60,7 @@ __getattr__ = import_on_demand(
             "KnownViews",
             "Proposal",
             "View",
+            "ViewChange",
             "gaining",
             "may_commit",
             "may_take_over",

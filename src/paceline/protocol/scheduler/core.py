@@ -16,17 +16,19 @@ Revisited (Liskov and Cowling 2012).
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Final
+
+from msgspec.structs import replace
 
 from paceline.protocol.chains import Planner
 from paceline.protocol.membership import Member, Membership, Role
 from paceline.protocol.placement import NUM_BUCKETS
 from paceline.protocol.scheduler import events
 from paceline.protocol.scheduler.departures import Suspects
-from paceline.protocol.scheduler.events import Event, Instruction
+from paceline.protocol.scheduler.events import Event, Instruction, Received
 from paceline.protocol.scheduler.leading import Leader
 from paceline.protocol.scheduler.members import Newcomers
+from paceline.protocol.scheduler.messages import Drain, Leave, Promised, Register, Rejoin
 from paceline.protocol.scheduler.next_view import NextView
 from paceline.protocol.scheduler.phases import Phase
 from paceline.protocol.scheduler.publication import Publication
@@ -101,7 +103,12 @@ class SchedulerCore:
     def newest(self) -> View:
         """The committed view with the members of now."""
         members = (*self.membership.of(Role.SERVER), *self.membership.of(Role.WORKER))
-        return replace(self.committed, members=members, last_incarnation=self.membership.last_incarnation)
+        return replace(
+            self.committed,
+            members=members,
+            last_incarnation=self.membership.last_incarnation,
+            num_waiting=self.newcomers.num_servers,
+        )
 
     @property
     def is_established(self) -> bool:
@@ -112,11 +119,6 @@ class SchedulerCore:
     def newcomers(self) -> Newcomers:
         """The processes that have registered and wait until there is a cluster."""
         return self._leader.newcomers
-
-    @property
-    def num_waiting_servers(self) -> int:
-        """How many of the servers that the cluster begins with have come, while it is forming."""
-        return self.newcomers.num_servers
 
     @property
     def awaited(self) -> tuple[Member, ...]:
@@ -147,10 +149,10 @@ class SchedulerCore:
         match self.phase, event:
             case Phase.SUPERSEDED, _:
                 return []
-            case Phase.LEADING, events.MemberRejoining(returned) if returned.cluster != self.cluster:
-                return [events.Foreign(returned.peer)]
-            case Phase.LEADING, events.MemberRejoining(returned) if (term := returned.highest_term) > self.term:
-                self.phase = self.phase.after("MemberRejoining")
+            case Phase.LEADING, Received(peer, Rejoin(cluster=cluster)) if cluster != self.cluster:
+                return [events.Foreign(peer)]
+            case Phase.LEADING, Received(_, Rejoin(highest_term=term)) if term > self.term:
+                self.phase = self.phase.after("Rejoin")
                 return [events.Superseded(term)]
             case Phase.LEADING, _:
                 return self._leader.handle(event, self._now_s)
@@ -172,21 +174,21 @@ class SchedulerCore:
         """Take an event before there is a cluster."""
         newcomers, recovery = self.newcomers, self._recovery
         match event:
-            case events.MemberRegistering():
-                newcomers.add(event)
-            case events.MemberRejoining(returned):
+            case Received(peer, Register() as registration):
+                newcomers.add(peer, registration)
+            case Received(peer, Rejoin() as rejoin):
                 if self.phase is Phase.FORMING:
-                    self.phase = self.phase.after("MemberRejoining")
-                recovery.add(returned, self._now_s)
+                    self.phase = self.phase.after("Rejoin")
+                recovery.add(peer, rejoin, self._now_s)
             case events.Disconnected(peer):
                 newcomers.forget(peer)
                 recovery.forget(peer)
-            case events.MemberLeaving(peer):
+            case Received(peer, Leave()):
                 newcomers.forget(peer)
                 return recovery.leave(peer)
-            case events.ServerDraining(peer):
+            case Received(peer, Drain()):
                 recovery.drain(peer)
-            case events.TermPromised(peer, term):
+            case Received(peer, Promised(term)):
                 recovery.promise(peer, term)
             case events.ProcessEnded(incarnation):
                 recovery.ended(incarnation)

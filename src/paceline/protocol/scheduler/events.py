@@ -6,213 +6,140 @@ A *peer* is a connection, as the runtime knows it: the core compares peers and g
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final, Generic, TypeAlias, TypeVar
+
+from msgspec import Struct
 
 from paceline.protocol.chains import BucketsLost as BucketsLost
-from paceline.protocol.membership import Member, Role
-from paceline.protocol.scheduler.evidence import Returned
+from paceline.protocol.membership import Member
+from paceline.protocol.scheduler.messages import Drain, Filled, Heartbeat, Leave, Prepared, Promised, Register, Rejoin
 from paceline.protocol.scheduler.views import View
 
 PROCESS_ENDED: Final = "its process ended"
 """Why somebody was removed whose process has ended, and that is certain."""
 
+MemberMessage: TypeAlias = Register | Rejoin | Heartbeat | Leave | Drain | Filled | Prepared | Promised
+"""A message of a process that the core handles."""
+Message = TypeVar("Message", bound=MemberMessage)
+
 # Events.
 
 
-@dataclass(frozen=True, slots=True)
-class MemberRegistering:
-    """A process wants to be a member: of this rank, if one is given. Answered by Admit or Reject, maybe later."""
+class Received(Struct, Generic[Message], frozen=True):
+    """A message of a process."""
 
     peer: object
-    node: str
-    role: Role
-    rank: int | None = None
-    address: object = None
-    process: object = None
-    is_extra: bool = False
-    """Whether it is a server that joins a cluster which has all its servers: no cluster begins with it."""
+    message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class MemberRejoining:
-    """A member comes (again), and says what it knows. Answered by Admit, Expel or Foreign, maybe later."""
-
-    returned: Returned
-
-
-@dataclass(frozen=True, slots=True)
-class HeartbeatReceived:
-    """A member says that it lives; a server also which servers it does not reach."""
-
-    peer: object
-    unreachable: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Disconnected:
+class Disconnected(Struct, frozen=True):
     """A connection broke. That is no death: the member comes again."""
 
     peer: object
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessEnded:
+class ProcessEnded(Struct, frozen=True):
     """The process of this incarnation has ended, and that is certain: the kernel of its host says so."""
 
     incarnation: int
 
 
-@dataclass(frozen=True, slots=True)
-class Doubted:
+class Doubted(Struct, frozen=True):
     """The process of this incarnation has probably ended: its host is there and nobody listens at its address."""
 
     incarnation: int
 
 
-@dataclass(frozen=True, slots=True)
-class MemberLeaving:
-    """A member goes in good order."""
-
-    peer: object
-
-
-@dataclass(frozen=True, slots=True)
-class ServerDraining:
-    """A server wants to leave when its buckets are elsewhere. Answered by ReleaseServer, then."""
-
-    peer: object
-
-
-@dataclass(frozen=True, slots=True)
-class BucketsFilled:
-    """Of the view of this version: the server `target` has all of these buckets now."""
-
-    version: int
-    target: int
-    buckets: int
-
-
-@dataclass(frozen=True, slots=True)
-class ViewPrepared:
-    """A server has the view of this order, see :attr:`View.order`."""
-
-    peer: object
-    term: int
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class TermPromised:
-    """A server prepares nothing of a lower term than this one from now on."""
-
-    peer: object
-    term: int
-
-
-@dataclass(frozen=True, slots=True)
-class Flush:
+class Flush(Struct, frozen=True):
     """Publish what has waited for more to be published with it."""
 
 
-@dataclass(frozen=True, slots=True)
-class TimePassed:
+class TimePassed(Struct, frozen=True):
     """Time went on."""
 
 
 # Instructions.
 
 
-@dataclass(frozen=True, slots=True)
-class Admit:
+class Admit(Struct, frozen=True):
     """Tell the process that it is this member, and the committed view."""
 
     peer: object
     member: Member
 
 
-@dataclass(frozen=True, slots=True)
-class Reject:
+class Reject(Struct, frozen=True):
     """Tell the process that it is not taken in; `reason` is a sentence for its user."""
 
     peer: object
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Foreign:
+class Foreign(Struct, frozen=True):
     """Tell the member that this scheduler has another cluster now: its own may come back, and it waits for that."""
 
     peer: object
 
 
-@dataclass(frozen=True, slots=True)
-class Expel:
+class Expel(Struct, frozen=True):
     """Tell the member that it is none any more: it stops. `reason` follows on "declared dead"."""
 
     peer: object
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Removed:
+class Removed(Struct, frozen=True):
     """This one is no member any more; `reason` is None if that was its own wish, else it is dead."""
 
     member: Member
     reason: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class TakenOver:
+class TakenOver(Struct, frozen=True):
     """This scheduler has taken the place of another: these members are back, with what they know."""
 
-    returned: tuple[Returned, ...]
+    returned: tuple[tuple[object, Rejoin], ...]
+    """Their connections and messages."""
     dead: tuple[Member, ...]
     """The members that are not."""
 
     def without(self, member: Member) -> TakenOver:
         """Return the same with one member more that is dead."""
-        returned = tuple(each for each in self.returned if each.member.incarnation != member.incarnation)
+        returned = tuple(each for each in self.returned if each[1].member.incarnation != member.incarnation)
         return TakenOver(returned, (*self.dead, member))
 
 
-@dataclass(frozen=True, slots=True)
-class RequestPromise:
-    """Ask these servers to prepare nothing of a lower term than this one; answered by TermPromised."""
+class RequestPromise(Struct, frozen=True):
+    """Ask these servers to prepare nothing of a lower term than this one; answered by Promised."""
 
     peers: tuple[object, ...]
     term: int
 
 
-@dataclass(frozen=True, slots=True)
-class Prepare:
-    """Send this view to these servers, to be kept and answered by ViewPrepared, not to be acted on."""
+class Prepare(Struct, frozen=True):
+    """Send this view to these servers, to be kept and answered by Prepared, not to be acted on."""
 
     peers: tuple[object, ...]
     view: View
 
 
-@dataclass(frozen=True, slots=True)
-class Publish:
+class Publish(Struct, frozen=True):
     """Send this view to all members, to be acted on."""
 
     view: View
 
 
-@dataclass(frozen=True, slots=True)
-class FlushSoon:
+class FlushSoon(Struct, frozen=True):
     """There is something to publish that need not be published at once: Flush in a moment."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReleaseServer:
+class ReleaseServer(Struct, frozen=True):
     """Tell the server that wants to leave that it may."""
 
     peer: object
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
+class Note(Struct, frozen=True):
     """Tell whoever runs the cluster."""
 
     text: str
@@ -225,17 +152,13 @@ def waits_for(servers: Iterable[Member], aim: str, advice: str | None = None) ->
     return Note(f"waits for {names}: too few of the servers that have buckets are heard {aim}. {advice}")
 
 
-@dataclass(frozen=True, slots=True)
-class Superseded:
+class Superseded(Struct, frozen=True):
     """Another scheduler has taken over the cluster, in this term: end."""
 
     term: int
 
 
-Event: TypeAlias = (
-    MemberRegistering | MemberRejoining | HeartbeatReceived | Disconnected | ProcessEnded | Doubted | MemberLeaving
-    | ServerDraining | BucketsFilled | ViewPrepared | TermPromised | Flush | TimePassed
-)  # fmt: skip
+Event: TypeAlias = Received[MemberMessage] | Disconnected | ProcessEnded | Doubted | Flush | TimePassed
 Instruction: TypeAlias = (
     Admit | Reject | Foreign | Expel | Removed | TakenOver | RequestPromise | Prepare | Publish | FlushSoon
     | ReleaseServer | BucketsLost | Note | Superseded

@@ -6,52 +6,21 @@ once enough of its servers are back (see :mod:`paceline.protocol.scheduler.views
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping
+
+from msgspec.structs import replace
 
 from paceline.protocol.membership import Member, Role
+from paceline.protocol.scheduler.messages import Rejoin
 from paceline.protocol.scheduler.views import View, may_take_over
 
 
-@dataclass(frozen=True, slots=True)
-class Returned:
-    """A member that has come to the new scheduler, and what it knows."""
-
-    peer: object
-    """The connection that it came by."""
-    member: Member
-    cluster: str
-    """Which cluster it is a member of."""
-    view: View
-    """The newest that it has seen."""
-    promised: int = 0
-    """The term of which it has promised that it prepares nothing lower."""
-    has_committed: bool = True
-    """Whether it knows that this view is committed."""
-    is_leaving: bool = False
-    """Whether it is a server that waits for its release."""
-    job: int = 0
-    """The number of the latest job that it knows of."""
-    has_posted: bool = False
-    """Whether it has posted that job."""
-    has_worked: bool = False
-    """Whether it is a worker that was given shards of that job."""
-    former: tuple[Member, ...] = ()
-    """The servers of the view that it acts on, if it does not know that the newest is committed."""
-    knowledge: object = None
-    """What else it knows, for the runtime."""
-
-    @property
-    def highest_term(self) -> int:
-        """The highest of which it knows."""
-        return max(self.view.term, self.promised)
-
-
 class Evidence:
-    """What the members of one cluster know together that have come back. `ended` are incarnations that have ended."""
+    """The knowledge of the members of one cluster that are back, by connection. `ended` are ended incarnations."""
 
-    def __init__(self, returned: Iterable[Returned]) -> None:
-        self.returned = tuple(returned)
+    def __init__(self, by_peer: Mapping[object, Rejoin]) -> None:
+        self.by_peer = dict(by_peer)
+        self.returned = tuple(by_peer.values())
         newest = _newest(each.view for each in self.returned)
         whole = _newest(each.view for each in self.returned if not each.view.is_partial)
         self.latest = newest if newest is whole else _with_workers(newest, whole)
@@ -69,7 +38,7 @@ class Evidence:
         is_committed = any(each.has_committed and each.view.order == view.order for each in self.returned)
         return [view.voters] if is_committed else [view.voters, view.former_voters]
 
-    def is_member(self, returned: Returned) -> bool:
+    def is_member(self, returned: Rejoin) -> bool:
         """Whether one that is back is still a member: not if the newest view says that it is gone."""
         return returned.member.role is Role.OBSERVER or not self.latest.excludes(returned.member.incarnation)
 
@@ -113,8 +82,8 @@ class Evidence:
 
         Where all workers have ended nobody else knows of it: its poster may be on its way.
         """
-        number = max((each.job for each in self.returned), default=0)
-        has_poster = any(each.has_posted and each.job == number for each in self.returned)
+        number = max((each.job_number for each in self.returned), default=0)
+        has_poster = any(each.has_posted and each.job_number == number for each in self.returned)
         if not number:
             workers = {each.incarnation for each in self.latest.members if each.role is Role.WORKER}
             has_poster = not workers or not workers.isdisjoint(self._back())

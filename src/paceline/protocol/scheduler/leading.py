@@ -8,9 +8,9 @@ from paceline.errors import UsageError
 from paceline.protocol.chains import Planner
 from paceline.protocol.membership import INCARNATION_RANGE, Member, Membership, Role
 from paceline.protocol.scheduler import events
-from paceline.protocol.scheduler.events import Event, Instruction
-from paceline.protocol.scheduler.evidence import Returned
+from paceline.protocol.scheduler.events import Event, Instruction, Received
 from paceline.protocol.scheduler.members import MemberPeers, Newcomers
+from paceline.protocol.scheduler.messages import Drain, Filled, Heartbeat, Leave, Prepared, Register, Rejoin
 from paceline.protocol.scheduler.next_view import NextView
 from paceline.protocol.scheduler.publication import Committed, Proposed
 from paceline.protocol.scheduler.recovery import Succession
@@ -40,8 +40,8 @@ class Leader:
     def form(self, now_s: float) -> list[Instruction]:
         """Begin a new cluster, of the newcomers."""
         self._now_s, self._has_changed, self.publication.is_established = now_s, True, True
-        for registration in self.newcomers.take():
-            self._register(registration)
+        for peer, registration in self.newcomers.take():
+            self._register(peer, registration)
         return self._settle()
 
     def take_over(self, succession: Succession, now_s: float) -> list[Instruction]:
@@ -61,19 +61,20 @@ class Leader:
             self.membership.doubt(each.incarnation)
         self.next.take_over(succession, self.membership)
         back = []
-        for one in succession.evidence.returned:
+        for peer, rejoin in succession.evidence.by_peer.items():
             member = None
-            if succession.goes_on(one):
-                member = self.membership.find(one.member.incarnation) or self.membership.readmit(one.member, now_s)
+            if succession.goes_on(rejoin):
+                member = self.membership.find(rejoin.member.incarnation)
+                member = member or self.membership.readmit(rejoin.member, now_s)
             if member is None:
-                self._out.append(_send_away(one))
+                self._out.append(_send_away(peer, rejoin))
             else:
-                back.append(one)
-                self._connect(one.peer, member)
-        for event in self.newcomers.take_nodes({member.node for member in self.membership.members}):
-            member = self.membership.named(event.node)
+                back.append((peer, rejoin))
+                self._connect(peer, member)
+        for peer, registration in self.newcomers.take_nodes({member.node for member in self.membership.members}):
+            member = self.membership.named(registration.node)
             assert member is not None
-            self._connect(event.peer, member)
+            self._connect(peer, member)
         dead = tuple(member for member in latest.members if self.membership.find(member.incarnation) is None)
         self._taken_over = events.TakenOver(tuple(back), dead)
         return self._settle()
@@ -84,30 +85,30 @@ class Leader:
         """Take one event; return what to do, in order."""
         self._now_s = now_s
         match event:
-            case events.MemberRegistering():
-                self._register(event)
-            case events.MemberRejoining(returned):
-                self._rejoin(returned)
-            case events.HeartbeatReceived(peer, unreachable):
+            case Received(peer, Register() as registration):
+                self._register(peer, registration)
+            case Received(peer, Rejoin() as rejoin):
+                self._rejoin(peer, rejoin)
+            case Received(peer, Heartbeat(unreachable=unreachable)):
                 self._heartbeat(peer, unreachable)
             case events.Disconnected(peer):
                 self.newcomers.forget(peer)
                 self.peers.disconnect(peer)
             case events.ProcessEnded(incarnation):
                 self._ended(incarnation, events.PROCESS_ENDED)
-            case events.MemberLeaving(peer):
+            case Received(peer, Leave()):
                 self.newcomers.forget(peer)
                 self._ended(self.peers.incarnation_of(peer), None)  # its process ends, and can be asked for nothing
             case events.Doubted(incarnation):
                 if self.membership.doubt(incarnation):
                     self.next.suspects.doubt(incarnation, _PROBABLY_ENDED)
                 self._look_for_silent()
-            case events.ServerDraining(peer):
+            case Received(peer, Drain()):
                 self._drain(self.peers.incarnation_of(peer))
-            case events.BucketsFilled(version, target, buckets):
-                if self.next.filled(version, target, buckets):
+            case Received(_, Filled() as filled):
+                if self.next.filled(filled.version, filled.target, filled.buckets):
                     self._plan()
-            case events.ViewPrepared(peer, term, epoch):
+            case Received(peer, Prepared(term, epoch)):
                 self._has_changed |= self.publication.prepared(self.peers.incarnation_of(peer) or 0, term, epoch)
             case events.Flush():
                 self._is_flushing, self._has_changed = False, True
@@ -117,25 +118,30 @@ class Leader:
                     self._plan()
                 self._look_for_silent()
                 self._has_changed |= self.membership.expire_unknown(now_s)
-            case events.TermPromised():
+            case _:  # a promise
                 pass
         return self._settle()
 
-    def _register(self, event: events.MemberRegistering) -> None:
+    def _register(self, peer: object, registration: Register) -> None:
         if not self.publication.is_established:
-            self.newcomers.add(event)
+            self.newcomers.add(peer, registration)
             return
-        is_known = self.membership.named(event.node) is not None
+        is_known = self.membership.named(registration.node) is not None
         try:
-            if event.role is Role.SERVER and not (event.is_extra or is_known):
+            if registration.role is Role.SERVER and not (registration.is_extra or is_known):
                 _check_room(self.membership, self.next.planner)
             member = self.membership.register(
-                event.node, event.role, self._now_s, rank=event.rank, address=event.address, process=event.process
+                registration.node,
+                registration.role,
+                self._now_s,
+                rank=registration.rank,
+                address=registration.address,
+                process=registration.process,
             )
         except UsageError as error:
-            self._out.append(events.Reject(event.peer, str(error)))
+            self._out.append(events.Reject(peer, str(error)))
             return
-        self._connect(event.peer, member)
+        self._connect(peer, member)
         self._heard(member.incarnation)
         if member.role is Role.WORKER and not is_known:
             self._flush_soon()
@@ -159,7 +165,7 @@ class Leader:
         if proposal is not None and member.incarnation in proposal.audience:
             self._out.append(events.Prepare((peer,), proposal.view))
 
-    def _rejoin(self, returned: Returned) -> None:
+    def _rejoin(self, peer: object, returned: Rejoin) -> None:
         incarnation = returned.member.incarnation
         member = self.membership.find(incarnation)
         if member is None:
@@ -169,10 +175,10 @@ class Leader:
             if is_new or returned.member.role is Role.OBSERVER:
                 member = self.membership.readmit(returned.member, self._now_s)
             if member is None:
-                self._out.append(_send_away(returned))
+                self._out.append(_send_away(peer, returned))
                 return
             self._flush_soon()
-        self._connect(returned.peer, member)
+        self._connect(peer, member)
         self._heard(incarnation)
         if returned.is_leaving:
             self._drain(incarnation)
@@ -277,8 +283,8 @@ class Leader:
                 self._out += [events.ReleaseServer(peer) for peer in self.peers.of([server])]
             self._remove(server, reason)
         self._out += self.next.notes(self.next.suspects.silent, self.membership)
-        for registration in self.newcomers.take():
-            self._register(registration)
+        for peer, registration in self.newcomers.take():
+            self._register(peer, registration)
         self._has_changed = True  # what has changed meanwhile has waited
 
     def _settle(self) -> list[Instruction]:
@@ -320,8 +326,8 @@ def _check_room(membership: Membership, planner: Planner) -> None:
         )
 
 
-def _send_away(returned: Returned) -> Instruction:
+def _send_away(peer: object, returned: Rejoin) -> Instruction:
     """Tell one that was removed that it was: a server that wanted to leave may."""
     if returned.is_leaving and returned.member.role is Role.SERVER:
-        return events.ReleaseServer(returned.peer)
-    return events.Expel(returned.peer, "it was not heard from in time")
+        return events.ReleaseServer(peer)
+    return events.Expel(peer, "it was not heard from in time")

@@ -6,32 +6,32 @@ from collections.abc import Iterable, KeysView
 from typing import Final
 
 from paceline.protocol.membership import Role
-from paceline.protocol.scheduler.events import MemberRegistering
+from paceline.protocol.scheduler.messages import Register
 from paceline.protocol.transitions import OUTSIDE, StateTable, Transition
 
 MEMBER: Final = StateTable(
     "an incarnation of a node",
     ("live", "silent", "gone"),
     (
-        Transition(OUTSIDE, "MemberRegistering", OUTSIDE, "Reject", when="rank taken or negative"),
+        Transition(OUTSIDE, "Register", OUTSIDE, "Reject", when="rank taken or negative"),
         Transition(OUTSIDE, "form", OUTSIDE, "Reject", when="the same"),
         Transition(OUTSIDE, "publish", OUTSIDE, "Reject", when="the same"),
-        Transition(OUTSIDE, "MemberRegistering", "live"),
+        Transition(OUTSIDE, "Register", "live"),
         Transition(OUTSIDE, "form", "live", when="it has registered before"),
         Transition(OUTSIDE, "publish", "live", when="it has registered while members were awaited"),
-        Transition(OUTSIDE, "MemberRejoining", "live", when="no view tells of it, and it has not worked"),
+        Transition(OUTSIDE, "Rejoin", "live", when="no view tells of it, and it has not worked"),
         Transition(OUTSIDE, "take over", "live", when="it is back"),
         Transition(OUTSIDE, "take over", "silent", when="an absent server"),
         Transition(OUTSIDE, "take over", "gone", when="absent"),
         Transition(OUTSIDE, "take over", "gone", "Expel", when="back, but not in the newest view"),
-        Transition(OUTSIDE, "MemberRejoining", "gone", "Expel", when="not in the newest view"),
-        Transition(OUTSIDE, "MemberLeaving", "gone", "Expel", when="while members are awaited"),
+        Transition(OUTSIDE, "Rejoin", "gone", "Expel", when="not in the newest view"),
+        Transition(OUTSIDE, "Leave", "gone", "Expel", when="while members are awaited"),
         Transition(OUTSIDE, "give up", "gone", "Expel"),
         Transition(OUTSIDE, "take over", "gone", "ReleaseServer", when="not in the newest view, and was draining"),
-        Transition(OUTSIDE, "MemberRejoining", "gone", "ReleaseServer", when="the same"),
-        Transition("live", "MemberRegistering", "live"),
-        Transition("live", "MemberRejoining", "live"),
-        Transition("live", "HeartbeatReceived", "live"),
+        Transition(OUTSIDE, "Rejoin", "gone", "ReleaseServer", when="the same"),
+        Transition("live", "Register", "live"),
+        Transition("live", "Rejoin", "live"),
+        Transition("live", "Heartbeat", "live"),
         Transition("live", "welcome", "live", "Admit", when="it is in the committed view"),
         Transition("live", "publish", "live", "ReleaseServer", when="all servers drain"),
         Transition("live", "TimePassed", "silent", when="an overdue server"),
@@ -45,10 +45,10 @@ MEMBER: Final = StateTable(
         Transition("live", "Doubted", "gone", when="not connected"),
         Transition("live", "ProcessEnded", "gone", when="not connected"),
         Transition("live", "publish", "gone", when="not connected"),
-        Transition("live", "MemberLeaving", "gone"),
-        Transition("silent", "MemberRegistering", "live"),
-        Transition("silent", "MemberRejoining", "live"),
-        Transition("silent", "HeartbeatReceived", "live"),
+        Transition("live", "Leave", "gone"),
+        Transition("silent", "Register", "live"),
+        Transition("silent", "Rejoin", "live"),
+        Transition("silent", "Heartbeat", "live"),
         Transition("silent", "welcome", "silent", "Admit", when="it is in the committed view"),
         Transition("silent", "publish", "silent", "ReleaseServer", when="all servers drain"),
         Transition("silent", "ProcessEnded", "gone", "Expel"),
@@ -56,12 +56,12 @@ MEMBER: Final = StateTable(
         Transition("silent", "publish", "gone", "ReleaseServer", when="it drains, and no chain needs it"),
         Transition("silent", "ProcessEnded", "gone", when="not connected"),
         Transition("silent", "publish", "gone", when="not connected"),
-        Transition("silent", "MemberLeaving", "gone"),
+        Transition("silent", "Leave", "gone"),
         Transition("gone", "take over", "silent", when="no view that is known tells that it is gone"),
-        Transition("gone", "HeartbeatReceived", "gone", "Expel"),
-        Transition("gone", "MemberRejoining", "gone", "Expel"),
-        Transition("gone", "MemberRejoining", "gone", "ReleaseServer", when="it was draining"),
-        Transition("gone", "MemberRejoining", "live", when="an observer"),
+        Transition("gone", "Heartbeat", "gone", "Expel"),
+        Transition("gone", "Rejoin", "gone", "Expel"),
+        Transition("gone", "Rejoin", "gone", "ReleaseServer", when="it was draining"),
+        Transition("gone", "Rejoin", "live", when="an observer"),
     ),
 )
 """What becomes of those that register or come back; the instructions are those to themselves.
@@ -75,38 +75,38 @@ class Newcomers:
     """The processes that have registered and wait until there is a cluster."""
 
     def __init__(self) -> None:
-        self._waiting: dict[object, MemberRegistering] = {}  # by connection
+        self._waiting: dict[object, Register] = {}  # by connection
 
     @property
     def nodes(self) -> set[str]:
         """Their names."""
-        return {each.node for each in self._waiting.values()}
+        return {registration.node for registration in self._waiting.values()}
 
     @property
     def num_servers(self) -> int:
         """How many of the servers that the cluster begins with have come."""
         return sum(each.role is Role.SERVER and not each.is_extra for each in self._waiting.values())
 
-    def add(self, registration: MemberRegistering) -> None:
+    def add(self, peer: object, registration: Register) -> None:
         """Note a process that registers; the newest connection of a node counts."""
         self._waiting = {peer: each for peer, each in self._waiting.items() if each.node != registration.node}
-        self._waiting[registration.peer] = registration
+        self._waiting[peer] = registration
 
     def forget(self, peer: object) -> None:
         """Forget one whose connection broke, or that goes."""
         self._waiting.pop(peer, None)
 
-    def take(self) -> list[MemberRegistering]:
+    def take(self) -> list[tuple[object, Register]]:
         """Return all, those first that ask for a rank, last the servers that no cluster begins with; forget them."""
-        taken, self._waiting = self._waiting, {}
-        return sorted(taken.values(), key=lambda each: (each.is_extra, each.rank is None))
+        waiting, self._waiting = self._waiting, {}
+        return sorted(waiting.items(), key=lambda item: (item[1].is_extra, item[1].rank is None))
 
-    def take_nodes(self, nodes: Iterable[str]) -> list[MemberRegistering]:
+    def take_nodes(self, nodes: Iterable[str]) -> list[tuple[object, Register]]:
         """Return those of these names; forget them."""
-        taken = [each for each in self._waiting.values() if each.node in nodes]
-        for each in taken:
-            del self._waiting[each.peer]
-        return taken
+        found = [(peer, each) for peer, each in self._waiting.items() if each.node in nodes]
+        for peer, _ in found:
+            del self._waiting[peer]
+        return found
 
 
 class MemberPeers:

@@ -30,12 +30,12 @@ PHASE: Final = StateTable(
     (
         Transition(OUTSIDE, "start", "forming"),
         Transition(OUTSIDE, "start", "recovering", when="it replaces another one"),
-        Transition("forming", "MemberRejoining", "recovering"),
+        Transition("forming", "Rejoin", "recovering"),
         Transition("forming", "form", "leading", when="the servers are there that it begins with"),
         Transition("recovering", "form", "leading", when="the same, and no server of another cluster came in time"),
         Transition("recovering", "give up", "forming", when="nobody has come, or all servers that had buckets ended"),
         Transition("recovering", "take over", "leading", "TakenOver", when="a quorum is back"),
-        Transition("leading", "MemberRejoining", "superseded", "Superseded", when="of a later term"),
+        Transition("leading", "Rejoin", "superseded", "Superseded", when="of a later term"),
     ),
 )
 """What becomes of a scheduler. In lower case: what any event may bring about."""

@@ -6,8 +6,10 @@ A scheduler's core holds one :class:`Publication` and offers it, after every cha
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, TypeAlias
+
+from msgspec.structs import replace
 
 from paceline.protocol.chains import VERSION_GAP
 from paceline.protocol.scheduler.views import Proposal, View, may_commit

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeAlias
+
+from msgspec.structs import replace
 
 from paceline.protocol.membership import Member, Role
 from paceline.protocol.scheduler import events
-from paceline.protocol.scheduler.evidence import Evidence, Returned
+from paceline.protocol.scheduler.evidence import Evidence
+from paceline.protocol.scheduler.messages import Rejoin
 from paceline.protocol.scheduler.publication import term_after
 
 
@@ -37,7 +40,7 @@ class Succession:
         """Its name."""
         return self.evidence.returned[0].cluster
 
-    def goes_on(self, returned: Returned) -> bool:
+    def goes_on(self, returned: Rejoin) -> bool:
         """Whether one that is back still is a member."""
         return returned.member.incarnation not in self.ended and self.evidence.is_member(returned)
 
@@ -80,7 +83,7 @@ class Recovery:
         self._salt = salt
         self._replaces = replaces
         self._accepts_minority = accepts_minority
-        self._returned: dict[object, Returned] = {}  # by connection
+        self._returned: dict[object, Rejoin] = {}  # by connection
         self._cluster = ""  # the one that is to be taken over
         self._ended: set[int] = set()
         self._doubted: set[int] = set()
@@ -99,15 +102,15 @@ class Recovery:
         has_servers = any(each.member.role is Role.SERVER for each in self._returned.values())
         return now_s >= self._deadline_s and not has_servers
 
-    def add(self, returned: Returned, now_s: float) -> None:
+    def add(self, peer: object, returned: Rejoin, now_s: float) -> None:
         """Note a member that is back; its newest connection counts."""
         if not self._returned:
             self._deadline_s = now_s + self._timeout_s
         name = returned.cluster, returned.member.incarnation
-        for peer, known in list(self._returned.items()):
+        for former, known in list(self._returned.items()):
             if (known.cluster, known.member.incarnation) == name:
-                del self._returned[peer]
-        self._returned[returned.peer] = returned
+                del self._returned[former]
+        self._returned[peer] = returned
 
     def forget(self, peer: object) -> None:
         """Note that a connection broke."""
@@ -150,16 +153,16 @@ class Recovery:
     def evidence(self) -> Evidence:
         """What the members of that cluster know."""
         cluster = self.cluster
-        return Evidence([each for each in self._returned.values() if each.cluster == cluster])
+        return Evidence({peer: each for peer, each in self._returned.items() if each.cluster == cluster})
 
     def others(self) -> list[events.Foreign]:
         """Send away the members of other clusters."""
         cluster = self.cluster
-        return [events.Foreign(each.peer) for each in self._returned.values() if each.cluster != cluster]
+        return [events.Foreign(peer) for peer, each in self._returned.items() if each.cluster != cluster]
 
     def send_all_away(self) -> list[events.Foreign]:
         """Send away all members: this scheduler begins a cluster of its own."""
-        return [events.Foreign(each.peer) for each in self._returned.values()]
+        return [events.Foreign(peer) for peer in self._returned]
 
     def awaited(self) -> tuple[Member, ...]:
         """The members that are not back: whether they have ended is worth knowing."""
@@ -201,7 +204,7 @@ class Recovery:
         """Ask those servers that have not been asked to prepare nothing of a former scheduler any more."""
         if evidence.highest_term > self._term:
             self._term, self._asked = term_after(evidence.highest_term, self._salt), set()
-        servers = [each.peer for each in evidence.returned if each.member.role is Role.SERVER]
+        servers = [peer for peer, each in evidence.by_peer.items() if each.member.role is Role.SERVER]
         peers = tuple(peer for peer in servers if peer not in self._asked)
         self._asked.update(peers)
         return [events.RequestPromise(peers, self._term)] if peers else []
@@ -220,7 +223,7 @@ class Recovery:
         """Send away the members of a cluster whose servers have all ended; the next one is new."""
         return [
             events.Note("all servers of the former cluster have ended: its members are sent away"),
-            *(events.Expel(each.peer, "the servers of its cluster are gone") for each in evidence.returned),
+            *(events.Expel(peer, "the servers of its cluster are gone") for peer in evidence.by_peer),
             *self.others(),
             Abandoned(),
         ]

@@ -24,32 +24,52 @@ need only intersect one another: Howard, Malkhi and Spiegelman 2016 "Flexible Pa
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field, replace
-from typing import Generic, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Generic
 
-from paceline.protocol.chains import ChainGroup
-from paceline.protocol.membership import Member, Role
+from msgspec import Struct
+from msgspec.structs import replace
+
+from paceline.errors import ProtocolError, UsageError
+from paceline.protocol.bounds import Natural, Number, Term, Version
+from paceline.protocol.buckets import count
+from paceline.protocol.chains import ChainGroup, lost_buckets
+from paceline.protocol.membership import Address, Member, Role
 
 
-@dataclass(frozen=True, slots=True)
-class View:
-    """Who is in the cluster, and where its buckets are."""
+def _check_groups(groups: Iterable[ChainGroup]) -> None:
+    """Raise UsageError unless each bucket from 0 on is in exactly one group."""
+    union = num_named = 0
+    for group in groups:
+        union |= group.buckets
+        num_named += count(group.buckets)
+    if union != (1 << num_named) - 1:
+        raise UsageError(f"a view's chains name {num_named} buckets, and not each from 0 to {num_named - 1} once")
 
-    term: int = 0
+
+class View(Struct, Generic[Address], frozen=True, tag=True):
+    """The members of the cluster, and the chains of its buckets. A notice of the scheduler: this view is committed."""
+
+    term: Term = 0
     """The scheduler that published it; each that takes over has a higher one."""
-    epoch: int = 0
+    epoch: Number = 0
     """The number of the view; it rises with every change."""
-    version: int = 0
+    version: Version = 0
     """The number of the chains; it rises when they change. 0: there are none yet."""
-    members: tuple[Member, ...] = ()
-    """Servers and workers, each by rank."""
+    members: tuple[Member[Address], ...] = ()
+    """Servers and workers."""
     groups: tuple[ChainGroup, ...] = ()
-    last_incarnation: int = 0
-    """Whoever has an incarnation up to this one, and is no member, is gone."""
+    last_incarnation: Number = 0
+    """A process with an incarnation up to this one, and not among the members, is removed."""
     is_partial: bool = False
     """Whether the workers were left out."""
-    former_voters: tuple[int, ...] = ()
+    former_voters: tuple[Number, ...] = ()
     """The voters of the view that it was to follow when it was published or prepared."""
+    num_waiting: Natural = 0
+    """The number of servers that have registered, while the cluster is forming."""
+
+    def __post_init__(self) -> None:
+        _check_groups(self.groups)
 
     @property
     def order(self) -> tuple[int, int]:
@@ -71,6 +91,25 @@ class View:
         """The servers that are asked before this view is followed by another: those that have some bucket."""
         return frozenset(server for group in self.groups for server in group.members)
 
+    @property
+    def num_buckets(self) -> int:
+        """The number of buckets that have chains, lost ones included."""
+        return sum(count(group.buckets) for group in self.groups)
+
+    @property
+    def num_lost(self) -> int:
+        """The number of buckets that were lost with all their servers."""
+        return count(lost_buckets(self.groups))
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all servers that the cluster begins with have registered."""
+        return self.version > 0
+
+    def of_role(self, role: Role) -> tuple[Member[Address], ...]:
+        """Return the members of a role, by rank."""
+        return tuple(sorted((member for member in self.members if member.role is role), key=lambda each: each.rank))
+
     def same_servers(self, other: View) -> bool:
         """Whether the servers and their chains are the same."""
         return self.groups == other.groups and self.servers == other.servers
@@ -91,39 +130,76 @@ class View:
         return all(member.incarnation != incarnation for member in self.members)
 
 
-class Ordered(Protocol):
-    """A view, in whatever form."""
+class ViewChange(Struct, Generic[Address], frozen=True, kw_only=True, tag=True):
+    """The difference of a view from the view of epoch `base`, which the receiver has. A notice, as View."""
 
-    @property
-    def term(self) -> int:
-        """See :attr:`View.term`."""
+    base: Number
+    epoch: Number
+    term: Term
+    version: Version
+    last_incarnation: Number
+    joined: tuple[Member[Address], ...] = ()
+    removed: tuple[Number, ...] = ()
+    groups: tuple[ChainGroup, ...] | None = None
+    """None: as before."""
+    former_voters: tuple[Number, ...] = ()
 
-    @property
-    def order(self) -> tuple[int, int]:
-        """See :attr:`View.order`."""
+    def __post_init__(self) -> None:
+        _check_groups(self.groups or ())
+
+    @classmethod
+    def between(cls, base: View, view: View) -> ViewChange:
+        """Return the difference of a view from another one."""
+        before, after = set(base.members), set(view.members)
+        return ViewChange(
+            base=base.epoch,
+            term=view.term,
+            epoch=view.epoch,
+            version=view.version,
+            last_incarnation=view.last_incarnation,
+            joined=tuple([member for member in view.members if member not in before]),
+            removed=tuple([member.incarnation for member in base.members if member not in after]),
+            groups=None if view.groups == base.groups else view.groups,
+            former_voters=view.former_voters,
+        )
+
+    def apply(self, base: View[Address]) -> View[Address]:
+        """Return the view that results from `base`. Raises ProtocolError if the change is of another view."""
+        if base.epoch != self.base:
+            raise ProtocolError(
+                f"the scheduler has sent the change from view {self.base}, and this process has view {base.epoch}"
+            )
+        removed = set(self.removed)
+        return replace(
+            base,
+            term=self.term,
+            epoch=self.epoch,
+            version=self.version,
+            last_incarnation=self.last_incarnation,
+            members=(*(member for member in base.members if member.incarnation not in removed), *self.joined),
+            groups=base.groups if self.groups is None else self.groups,
+            former_voters=self.former_voters,
+        )
 
 
-V = TypeVar("V", bound=Ordered)
-
-
-class KnownViews(Generic[V]):
+class KnownViews:
     """The views that one member knows: what it acts on, and what it keeps for the scheduler that comes next."""
 
     def __init__(self) -> None:
-        self.committed: V | None = None
+        self.committed: View | None = None
         """What it acts on; None before the first."""
-        self.prepared: V | None = None
+        self.prepared: View | None = None
         """The newest that it was sent to be prepared."""
         self.promised = 0
         """It prepares nothing of a lower term than this one."""
 
     @property
-    def newest(self) -> V | None:
+    def newest(self) -> View | None:
         """The newest of all: what a new scheduler has to hear of."""
         known = [view for view in (self.committed, self.prepared) if view is not None]
         return max(known, key=lambda view: view.order, default=None)
 
-    def prepare(self, view: V) -> bool:
+    def prepare(self, view: View) -> bool:
         """Keep a view that may be committed; return whether it is to be answered by Prepared.
 
         It is not if its scheduler was superseded: a later one's view is known here, or one was promised.
@@ -141,7 +217,7 @@ class KnownViews(Generic[V]):
         return self.committed is not None and self.committed is self.newest
 
     @property
-    def former(self) -> V | None:
+    def former(self) -> View | None:
         """What it acts on, if the newest of all is not known to be committed."""
         return None if self.is_committed else self.committed
 
@@ -150,7 +226,7 @@ class KnownViews(Generic[V]):
         self.promised = max(self.promised, term)
         return self.promised == term
 
-    def commit(self, view: V) -> bool:
+    def commit(self, view: View) -> bool:
         """Take a committed view; return whether it is newer than the one before."""
         if self.committed is not None and view.order <= self.committed.order:
             return False

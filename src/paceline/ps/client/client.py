@@ -15,7 +15,7 @@ import numpy as np
 
 from paceline.errors import PeerError, UsageError
 from paceline.filters.base import Filter
-from paceline.protocol import Consistency, Sequential, parse_consistency
+from paceline.protocol import Consistency, Role, Sequential, parse_consistency
 from paceline.protocol.client import ClientCore
 from paceline.ps import messages
 from paceline.ps.client.dense_table import DenseTable
@@ -95,12 +95,12 @@ class Client:
             reconnect_s=scheduler_reconnect_s,
             on_notice=heard,
             on_lost=follower.watch.fail,
-            on_map=follower.take,
+            on_view=follower.take,
             on_beat=follower.look,
         )
         with contextlib.ExitStack() as undo:
             undo.callback(link.close)
-            welcome = link.register(messages.Register(node=hello.name, role=role, rank=rank), timeout_s=timeout_s)
+            welcome = link.register(messages.Register(node=hello.name, role=Role(role), rank=rank), timeout_s=timeout_s)
             is_sequential = isinstance(parse_consistency(welcome.settings.consistency), Sequential)
             core = ClientCore(is_worker=not observer, is_sequential=is_sequential)
             hello = Hello(

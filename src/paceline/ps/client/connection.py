@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from paceline.errors import AddressError, ConnectionLostError, PacelineError, PeerError, StaleEpochError, UsageError
+from paceline.protocol import Member
 from paceline.protocol.client import ClientCore, Request, RequestKind, Resync, Transmit
 from paceline.ps import messages
 from paceline.ps.client.buffer_pool import Copies
@@ -64,12 +65,12 @@ class ServerConnection:
         core: ClientCore,
         watch: MapWatch,
         copies: Copies,
-        server: messages.MemberInfo,
+        server: Member,
         *,
         timeout_s: float,
         reconnect_s: float,
     ) -> None:
-        assert isinstance(server.endpoint, Endpoint)
+        assert isinstance(server.address, Endpoint)
         self.rank = server.rank
         self.session = core.sessions[server.incarnation]
         self.patience_s = timeout_s
@@ -78,14 +79,14 @@ class ServerConnection:
         """Why there will be no connection any more."""
         self.core = core
         self._transport = transport
-        self._target = server.endpoint
+        self._target = server.address
         self.hello = hello
         self._timeout_s = timeout_s
         self._reconnect_s = reconnect_s
         self._watch = watch
         self._copies = copies
         self._gone = (0, 0)
-        self.channel: Channel = NoChannel(server.endpoint.tcp)
+        self.channel: Channel = NoChannel(server.address.tcp)
 
     def connect(self, timeout_s: float) -> None:
         """Connect, and send what the core says; raises what :meth:`Transport.connect` does."""

@@ -11,7 +11,7 @@ import threading
 from paceline.errors import PacelineError
 from paceline.ps.client.routes import MapWatch
 from paceline.ps.client.servers import Servers
-from paceline.ps.messages import ClusterMap
+from paceline.ps.messages import View
 
 
 class MapFollower:
@@ -24,7 +24,7 @@ class MapFollower:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def take(self, cluster: ClusterMap) -> None:
+    def take(self, cluster: View) -> None:
         """Take a map."""
         if not self.watch.take(cluster) or self.servers is None:
             return

@@ -13,13 +13,13 @@ import numpy.typing as npt
 from paceline.errors import PeerError
 from paceline.kernels.dedup import split
 from paceline.protocol import NUM_BUCKETS
+from paceline.protocol.bounds import Natural
 from paceline.protocol.buckets import bucket_set
 from paceline.ps import messages
 from paceline.ps.client.table import TableClient
 from paceline.ps.messages import TableSpec
 from paceline.storage.format import ModelManifest
 from paceline.storage.model_directory import SavedModel, read_model, save_model
-from paceline.tables.bounds import Natural
 from paceline.tables.bucket_arrays import buckets_of_keys, dense_buckets
 from paceline.tables.types import Floats, Keys
 

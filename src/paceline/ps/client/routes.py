@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.errors import ConnectionLostError, DeadlineError, PacelineError, ProtocolError
-from paceline.protocol import NUM_BUCKETS
+from paceline.protocol import NUM_BUCKETS, Member, Role
 from paceline.protocol.buckets import Buckets, count
 from paceline.protocol.chains import ChainGroup, leads_of
-from paceline.ps.messages import ClusterMap, MemberInfo
+from paceline.ps.messages import View
 from paceline.tables.bucket_arrays import to_flags
 
 CLUSTER_ENDED: Final = (
@@ -34,7 +34,7 @@ class Routes:
 
     version: int
     groups: tuple[ChainGroup, ...]
-    servers: tuple[MemberInfo, ...]
+    servers: tuple[Member, ...]
     leads: tuple[Buckets, ...]
     """What each of `servers` leads; 0 for those that come last."""
     owners: npt.NDArray[np.int32]
@@ -72,12 +72,10 @@ class Routes:
         )
 
 
-def make_routes(
-    cluster: ClusterMap, before: Routes | None = None, known: Mapping[int, MemberInfo] | None = None
-) -> Routes:
+def make_routes(cluster: View, before: Routes | None = None, known: Mapping[int, Member] | None = None) -> Routes:
     """Return the routes of a map that has chains; `before` and `known` (by incarnation) tell who had what is lost."""
-    members = {**(known or {}), **{m.incarnation: m for m in cluster.members if m.role == "server"}}
-    groups = cluster.chain_groups()
+    members = {**(known or {}), **{m.incarnation: m for m in cluster.members if m.role is Role.SERVER}}
+    groups = cluster.groups
     led, lost = leads_of(groups)
     if not members.keys() >= led.keys():
         raise ProtocolError(f"map {cluster.version} of the cluster has servers in chains that are no members of it")
@@ -91,7 +89,7 @@ def make_routes(
     return Routes(cluster.version, groups, tuple(servers), leads, owners, lost, lost_with, has_ended)
 
 
-def _lost_with(lost: Buckets, before: Routes | None, members: Mapping[int, MemberInfo]) -> tuple[int, ...]:
+def _lost_with(lost: Buckets, before: Routes | None, members: Mapping[int, Member]) -> tuple[int, ...]:
     if not lost or before is None:
         return ()
     ranks = set(before.lost_with)
@@ -108,14 +106,14 @@ class MapWatch:
         self.is_unsettled = False
         """Whether the client has to look: there are newer routes, or a server has refused a request."""
         self.newest: Routes | None = None
-        self._known: dict[int, MemberInfo] = {}
+        self._known: dict[int, Member] = {}
         self._changed = threading.Condition()
         self._error: PacelineError | None = None
 
-    def take(self, cluster: ClusterMap) -> bool:
+    def take(self, cluster: View) -> bool:
         """Take a map; return whether its chains are newer than those known."""
         with self._changed:
-            self._known.update({m.incarnation: m for m in cluster.members if m.role == "server"})
+            self._known.update({m.incarnation: m for m in cluster.members if m.role is Role.SERVER})
             if not cluster.groups or (self.newest is not None and cluster.version <= self.newest.version):
                 return False
             self.newest = make_routes(cluster, self.newest, self._known)
@@ -175,5 +173,5 @@ class MapWatch:
 
 def no_routes() -> Routes:
     """Return what there is before the first map."""
-    nobody: Sequence[MemberInfo] = ()
+    nobody: Sequence[Member] = ()
     return Routes(0, (), tuple(nobody), (), np.zeros(NUM_BUCKETS, np.int32), 0, ())

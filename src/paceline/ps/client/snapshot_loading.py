@@ -15,7 +15,6 @@ from paceline.ps.client.client import Client
 from paceline.ps.client.connection import ServerConnection
 from paceline.ps.client.records import write_records
 from paceline.ps.client.snapshots import shares_of
-from paceline.ps.messages import ClusterMap, GetMap
 from paceline.ps.messages.snapshots import GetLoadState, LoadParts, LoadState
 from paceline.storage.format import StoredTable
 from paceline.storage.snapshot_directory import Snapshot, read_buckets
@@ -79,7 +78,7 @@ class SnapshotLoading:
 
     def load(self) -> bool:
         """Load all tables; return False if they have to be loaded again, since servers came or went."""
-        cluster = self._map()
+        cluster = self._client.link.get_view()
         if any(group.filling is not None for group in cluster.groups):
             return False
         try:
@@ -90,7 +89,7 @@ class SnapshotLoading:
                     self._deadline = time.monotonic() + self._timeout_s
         except StaleEpochError:
             return False
-        return self._map().version == cluster.version
+        return self._client.link.get_view().version == cluster.version
 
     def pause(self, awaited: str) -> None:
         """Wait a moment. Raises PeerError if there was time enough for something to get through."""
@@ -101,10 +100,6 @@ class SnapshotLoading:
                 f"({awaited}); see to the servers, and resume again"
             )
         time.sleep(_POLL_S)
-
-    def _map(self) -> ClusterMap:
-        found: ClusterMap = self._client.link.call(GetMap(), ClusterMap)
-        return found
 
     def _load_table(self, table: StoredTable, version: int) -> None:
         client = self._client

@@ -13,6 +13,7 @@ from paceline.errors import UsageError
 from paceline.filters.chance import seed_of
 from paceline.kernels.dedup import put_rows, split, take_keys, take_rows
 from paceline.protocol import NUM_BUCKETS
+from paceline.protocol.bounds import Natural
 from paceline.protocol.client import Request
 from paceline.ps import messages
 from paceline.ps.client.connection import ServerConnection
@@ -20,7 +21,7 @@ from paceline.ps.client.filtered import FilteredSender, TableFilters
 from paceline.ps.client.table import Table
 from paceline.ps.client.ticket import Ticket
 from paceline.ps.messages import EXACT, PULL, PUSH, PUSH_PULL, TICK, TICKS
-from paceline.tables.bounds import MAX_PASS, MAX_PASSES, Natural
+from paceline.tables.bounds import MAX_PASS, MAX_PASSES
 from paceline.tables.bucket_arrays import buckets_of_keys
 from paceline.tables.settings import whole_number
 from paceline.tables.types import Floats, Keys

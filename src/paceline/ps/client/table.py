@@ -14,12 +14,12 @@ from paceline.filters.base import Filter
 from paceline.kernels.dedup import dedup, scratch_size, sum_rows
 from paceline.kernels.sparse import largest
 from paceline.protocol import Consistency
+from paceline.protocol.bounds import Natural
 from paceline.ps import messages
 from paceline.ps.client.filtered import TableFilters
 from paceline.ps.client.servers import Servers
 from paceline.ps.messages import TableSpec
 from paceline.ps.scheduler.link import SchedulerLink
-from paceline.tables.bounds import Natural
 from paceline.tables.part import not_finite
 from paceline.tables.rules import RULES, UpdateRule
 from paceline.tables.settings import from_fields, to_fields

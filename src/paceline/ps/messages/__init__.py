@@ -23,6 +23,25 @@ from paceline.protocol.jobs.messages import (
     TakeLease,
     TakeReports,
 )
+from paceline.protocol.scheduler.messages import (
+    CommitView,
+    Drain,
+    Elsewhere,
+    Ended,
+    Expelled,
+    Filled,
+    GetView,
+    Heartbeat,
+    Leave,
+    Prepared,
+    PrepareView,
+    Promise,
+    Promised,
+    Register,
+    Rejoin,
+    Welcome,
+)
+from paceline.protocol.scheduler.views import View, ViewChange
 from paceline.ps.messages import snapshots
 from paceline.ps.messages.between_servers import (
     CheckInfo,
@@ -32,35 +51,15 @@ from paceline.ps.messages.between_servers import (
     StateInfo,
 )
 from paceline.ps.messages.cluster import (
-    ClusterMap,
     ClusterSettings,
-    CommitMap,
     DeclareTable,
-    Drain,
-    Elsewhere,
     EndCluster,
-    Ended,
-    Expelled,
-    Filled,
-    GetMap,
     GetSettings,
-    GroupInfo,
-    Heartbeat,
+    Knowledge,
     KnownTable,
-    Leave,
     ListTables,
-    MapChange,
-    MemberInfo,
     NoteUpdate,
-    Prepared,
-    PrepareMap,
-    ProcessIdentity,
-    Promise,
-    Promised,
-    Register,
-    Rejoin,
     Settings,
-    Welcome,
 )
 from paceline.ps.messages.kinds import (
     ACK,
@@ -109,7 +108,7 @@ from paceline.ps.messages.servers import (
     WriteRecords,
 )
 from paceline.tables.spec import TableSpec
-from paceline.transport import reader
+from paceline.transport import Endpoint, reader
 
 __all__ = [
     "ACK",
@@ -120,9 +119,8 @@ __all__ = [
     "CheckFilters",
     "CheckInfo",
     "ClocksInfo",
-    "ClusterMap",
     "ClusterSettings",
-    "CommitMap",
+    "CommitView",
     "CreateTable",
     "DROPPED",
     "DeclareTable",
@@ -147,10 +145,9 @@ __all__ = [
     "FromScheduler",
     "GetAccount",
     "GetJob",
-    "GetMap",
+    "GetView",
     "GetSettings",
     "GetStatistics",
-    "GroupInfo",
     "HasOtherPoster",
     "Heartbeat",
     "JobFailed",
@@ -158,11 +155,11 @@ __all__ = [
     "JobStatus",
     "JoinClock",
     "KnownTable",
+    "Knowledge",
     "LeaseDone",
     "Leave",
     "ListTables",
-    "MapChange",
-    "MemberInfo",
+    "ViewChange",
     "NOTICE",
     "NoteUpdate",
     "PING",
@@ -172,9 +169,8 @@ __all__ = [
     "PUSH_PULL",
     "PieceInfo",
     "PostJob",
-    "PrepareMap",
+    "PrepareView",
     "Prepared",
-    "ProcessIdentity",
     "Promise",
     "Promised",
     "RANGE",
@@ -202,6 +198,7 @@ __all__ = [
     "ToServer",
     "UNKNOWN_KEYS",
     "VALUES",
+    "View",
     "Welcome",
     "WriteRecords",
     "decode_check",
@@ -216,15 +213,17 @@ __all__ = [
 ]
 
 ToScheduler = (
-    GetMap | GetSettings | Register | Rejoin | Heartbeat | Leave | DeclareTable | NoteUpdate | ListTables | PostJob
-    | GetJob | TakeLease | LeaseDone | FileEnded | Report | JobFailed | JobStatus | TakeReports
-    | HasOtherPoster | EndCluster | GetAccount | Filled | Drain | Prepared | Promised
+    GetView | GetSettings | Register[Endpoint] | Rejoin[Endpoint, Knowledge] | Heartbeat | Leave | DeclareTable
+    | NoteUpdate | ListTables | PostJob | GetJob | TakeLease | LeaseDone | FileEnded | Report | JobFailed | JobStatus
+    | TakeReports | HasOtherPoster | EndCluster | GetAccount | Filled | Drain | Prepared | Promised
 )  # fmt: skip
 ToServer = (
     CheckFilters | CreateTable | JoinClock | Retire | ReadBucket | WriteRecords | SetUpdate | Erase | GetStatistics
     | BeginPass | EraseUnseen | snapshots.ToServer
 )  # fmt: skip
-FromScheduler = ClusterMap | MapChange | Promise | PrepareMap | CommitMap | Ended | Expelled | JobNews
+FromScheduler = (
+    View[Endpoint] | ViewChange[Endpoint] | Promise | PrepareView[Endpoint] | CommitView | Ended | Expelled | JobNews
+)  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_scheduler = reader(ToScheduler, "a control message")

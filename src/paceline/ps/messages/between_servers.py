@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from paceline.errors import UsageError
-from paceline.tables.bounds import Bucket, BucketMask, Clock, Natural, Operation, PassNumber, TableNumber, Word
+from paceline.protocol.bounds import BucketMask, Natural
+from paceline.tables.bounds import Bucket, Clock, Operation, PassNumber, TableNumber, Word
 from paceline.tables.spec import TableSpec
 
 

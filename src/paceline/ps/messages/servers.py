@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 
-from paceline.tables.bounds import Bucket, Clock, Natural, NumPasses, PassNumber, TableNumber
+from paceline.protocol.bounds import Natural
+from paceline.tables.bounds import Bucket, Clock, NumPasses, PassNumber, TableNumber
 from paceline.tables.spec import TableSpec
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import msgspec
 
 from paceline.errors import UsageError
+from paceline.protocol.bounds import BucketMask, Natural, Version
 from paceline.storage.format import Directory, FolderName, StoredPart
-from paceline.tables.bounds import BucketMask, Clock, Natural, TableNumber, Version
+from paceline.tables.bounds import Clock, TableNumber
 
 
 class TakeSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -55,10 +55,10 @@ class Jobs:
         return self.core.concerns(session)
 
     def restore(
-        self, rejoins: Iterable[tuple[ProcessSession, Member, messages.Rejoin]], dead: Iterable[Member], *, term: int
+        self, rejoins: Iterable[tuple[ProcessSession, messages.Rejoin]], dead: Iterable[Member], *, term: int
     ) -> None:
         """Take over what the members know of the latest job in this term; `dead` are those that did not come back."""
-        remembered = [Remembered(session, member, rejoin.job) for session, member, rejoin in rejoins]
+        remembered = [Remembered(session, rejoin.member, rejoin.job) for session, rejoin in rejoins]
         self.core.restore(remembered, list(dead), time.monotonic(), term=term)
 
     def end(self) -> None:

@@ -28,21 +28,22 @@ from paceline.errors import (
     VersionError,
 )
 from paceline.protocol.scheduler.line import SentMessage
+from paceline.protocol.scheduler.member_state import MemberState
 from paceline.ps import messages
 from paceline.ps.forked import own
-from paceline.ps.messages import NOTICE, ClusterMap, KnownTable
+from paceline.ps.messages import NOTICE, KnownTable, View
 from paceline.ps.scheduler.calls import CallLine
-from paceline.ps.scheduler.member_state import VIEWS, MemberState
 from paceline.ps.scheduler.memory import Memory
 from paceline.ps.scheduler.outgoing import Answer, Content
 from paceline.ps.scheduler.processes import own_process
 from paceline.ps.scheduler.reconnection import Reconnection
-from paceline.transport import Address, Hello, Transport, read_meta
+from paceline.transport import Address, Endpoint, Hello, Transport, read_meta
 
 _CONNECT_S = 10.0
 _FAREWELL_S = 1.0  # how long the scheduler has to take a farewell
 _Result = TypeVar("_Result")
-_WELCOME: Any = messages.Welcome | messages.Elsewhere
+_WELCOME: Any = messages.Welcome[Endpoint, messages.Settings]
+_ANSWER: Any = _WELCOME | messages.Elsewhere
 
 
 @dataclass(slots=True)
@@ -52,8 +53,8 @@ class LinkHooks:
     on_notice: Callable[[msgspec.Struct], None] = lambda notice: None
     on_lost: Callable[[PacelineError], None] = lambda reason: None
     """No scheduler came in time; called once."""
-    on_map: Callable[[ClusterMap], None] = lambda cluster: None
-    """Called with every map of the cluster."""
+    on_view: Callable[[View], None] = lambda view: None
+    """Called with every view of the cluster."""
     tables: Callable[[], Sequence[KnownTable]] | None = None
     """What tables a server holds; without it those count that the process has declared."""
     unreachable: Callable[[], tuple[int, ...]] = lambda: ()
@@ -70,8 +71,8 @@ class SchedulerLink:
     A process that loses the connection without :meth:`close` tries for `reconnect_s` to reach a scheduler at the same
     address. What a member has asked is answered once; before it registers, what it has asked is asked again. In the
     link's thread `tables` says what tables a server holds, `unreachable` which other servers it cannot reach, and
-    `is_well` whether it may give signs of life. If no scheduler comes, `on_lost` is called there, once. `on_map` is
-    called with every map of the cluster, there or where one registers; `on_beat` at every heartbeat.
+    `is_well` whether it may give signs of life. If no scheduler comes, `on_lost` is called there, once. `on_view` is
+    called with every view of the cluster, there or where one registers; `on_beat` at every heartbeat.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class SchedulerLink:
         reconnect_s: float = 60.0,
         on_notice: Callable[[msgspec.Struct], None] | None = None,
         on_lost: Callable[[PacelineError], None] | None = None,
-        on_map: Callable[[ClusterMap], None] | None = None,
+        on_view: Callable[[View], None] | None = None,
         tables: Callable[[], Sequence[KnownTable]] | None = None,
         unreachable: Callable[[], tuple[int, ...]] = lambda: (),
         is_well: Callable[[], bool] = lambda: True,
@@ -96,7 +97,7 @@ class SchedulerLink:
         self.hooks = LinkHooks(
             on_notice or (lambda notice: None),
             on_lost or (lambda reason: None),
-            on_map or (lambda cluster: None),
+            on_view or (lambda view: None),
             tables,
             unreachable,
             is_well,
@@ -176,10 +177,10 @@ class SchedulerLink:
         self.state.registration = message
         waits_s = self._timeout_s if timeout_s is None else timeout_s
         try:
-            welcome: messages.Welcome = self.call(message, messages.Welcome, timeout_s=waits_s)
+            welcome: messages.Welcome = self.call(message, _WELCOME, timeout_s=waits_s)
         except DeadlineError:
             self.state.registration = None
-            found: ClusterMap = self.call(messages.GetMap(), ClusterMap)
+            found = self.get_view()
             raise DeadlineError(
                 f"{found.num_waiting} servers have joined within {waits_s:g} s, and the scheduler expects more: start "
                 "them with 'paceline server', or start the scheduler with fewer --servers"
@@ -188,6 +189,11 @@ class SchedulerLink:
             self.state.registration = None
             raise
         return welcome
+
+    def get_view(self, timeout_s: float | None = None) -> View:
+        """Return the members of now, and the committed chains."""
+        view: View = self.call(messages.GetView(), View[Endpoint], timeout_s=timeout_s)
+        return view
 
     def disown(self) -> None:
         """Leave everything to the parent of this process, which has been forked."""
@@ -211,9 +217,9 @@ class SchedulerLink:
             self.thread.join(10.0)
 
     @property
-    def cluster(self) -> ClusterMap | None:
-        """The newest map; None before one has come."""
-        return self.state.maps.committed
+    def view(self) -> View | None:
+        """The newest view; None before the first."""
+        return self.state.views.committed
 
     # The link's thread.
 
@@ -273,10 +279,10 @@ class SchedulerLink:
         if frame.header.kind == NOTICE:
             self._take_notice(messages.decode_notice(frame.meta))
         elif call is not None:
-            if isinstance(call.struct, messages.Register):  # changes of the map may follow at once
-                welcome = read_meta(frame.meta, messages.Welcome, "a welcome")
+            if isinstance(call.struct, messages.Register):  # changes of the view may follow at once
+                welcome = read_meta(frame.meta, _WELCOME, "a welcome")
                 self._memory.joined(welcome.incarnation)
-                self._take_map(self.state.welcomed(welcome))
+                self._take_view(self.state.welcomed(welcome))
             self._memory.answered(call.struct, frame.meta)
             assert call.answer is not None
             call.answer.set_result((frame.meta, frame.body))
@@ -285,17 +291,17 @@ class SchedulerLink:
         if isinstance(notice, messages.JobNews):
             self._memory.merge_news(notice.record)
             return
-        cluster, answer = self.state.take(notice)
-        self._take_map(cluster)
+        view, answer = self.state.take(notice)
+        self._take_view(view)
         if answer is not None:
             self.line.say_once(answer)
-        if not isinstance(notice, VIEWS):
+        if isinstance(notice, messages.Ended | messages.Expelled):
             self.hooks.on_notice(notice)
 
-    def _take_map(self, cluster: ClusterMap | None) -> None:
-        if cluster is not None:
-            self.hooks.on_map(cluster)
-            self.hooks.on_notice(cluster)
+    def _take_view(self, view: View | None) -> None:
+        if view is not None:
+            self.hooks.on_view(view)
+            self.hooks.on_notice(view)
 
     # When the connection is lost.
 
@@ -346,10 +352,10 @@ class SchedulerLink:
         finally:
             # Not among what is asked again: should this connection break too, the scheduler is told anew.
             self.line.take(rejoining.number)
-        welcome = read_meta(answer.result()[0], _WELCOME, "a welcome")
+        welcome = read_meta(answer.result()[0], _ANSWER, "a welcome")
         if isinstance(welcome, messages.Elsewhere):
             return False
-        self._take_map(self.state.welcomed(welcome))
+        self._take_view(self.state.welcomed(welcome))
         self.line.send_again(welcome.received)
         self.reconnections += 1
         self._reconnection.resumed()
@@ -357,7 +363,9 @@ class SchedulerLink:
 
     def _rejoin(self) -> messages.Rejoin:
         tables = self._memory.tables() if self.hooks.tables is None else self.hooks.tables()
-        return self.state.rejoin(tables, self._memory.job())
+        assert self.state.welcome is not None
+        knowledge = messages.Knowledge(settings=self.state.welcome.settings, tables=tuple(tables))
+        return self.state.rejoin(knowledge, self._memory.job())
 
     def _fail(self, error: PacelineError) -> None:
         is_closing, lost = self.is_closing, self.line.fail(error)

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import psutil
 
+from paceline.protocol.membership import ProcessIdentity
 from paceline.ps.fail_stop import Fail, watch_task
-from paceline.ps.messages import ProcessIdentity
 from paceline.transport import Endpoint, host_identity
 from paceline.transport.addresses import namespace
 from paceline.transport.backoff import Backoff

@@ -19,14 +19,14 @@ from typing import Any
 import msgspec
 
 from paceline.errors import PacelineError, PeerError, ProtocolError, UsageError
-from paceline.protocol import Member, Role
-from paceline.protocol.buckets import from_bytes
-from paceline.protocol.scheduler import Phase, Returned, SchedulerCore, View, events
+from paceline.protocol import NUM_BUCKETS, Member, Role
+from paceline.protocol.scheduler import Phase, SchedulerCore, View, events
+from paceline.protocol.scheduler.events import Received
+from paceline.protocol.scheduler.sent_views import SentViews
 from paceline.ps import messages
 from paceline.ps.fail_stop import Fail, must_succeed
 from paceline.ps.messages import CALL, NOTICE
 from paceline.ps.scheduler.jobs import Jobs
-from paceline.ps.scheduler.maps import SentViews, map_of, member_of, role_of, view_of
 from paceline.ps.scheduler.notes import Notes
 from paceline.ps.scheduler.processes import ProcessWatch
 from paceline.ps.scheduler.sessions import PendingCall, ProcessSession, Sessions, notify_all
@@ -112,38 +112,21 @@ class Scheduler(Handler):
     def _take(self, peer: Peer, header: Header, request: Any, body: memoryview) -> None:
         match request:
             case messages.Register():
-                role = role_of(request.role)
                 if self.sessions.has_asked(peer):
                     raise ProtocolError(f"node {request.node!r} asked twice to join on one connection")
                 self.sessions.ask(peer, header.request)
-                self._feed(
-                    events.MemberRegistering(
-                        peer,
-                        request.node,
-                        role,
-                        request.rank,
-                        request.endpoint,
-                        request.process,
-                        is_extra=request.extra,
-                    )
-                )
+                self._feed(Received(peer, request))
             case messages.Rejoin():
                 self._rejoin(peer, header, request)
-            case messages.Heartbeat(unreachable=unreachable, progress=progress):
-                self._feed(events.HeartbeatReceived(peer, unreachable))
+            case messages.Heartbeat(progress=progress):
+                self._feed(Received(peer, request))
                 if progress:
                     self.jobs.note_progress(self.sessions.connected[peer], progress, self.core.membership)
             case messages.Leave():
-                self._feed(events.MemberLeaving(peer))
+                self._feed(Received(peer, request))
                 peer.close()  # which the other end waits for
-            case messages.Drain():
-                self._feed(events.ServerDraining(peer))
-            case messages.Filled(version=version, target=target, buckets=buckets):
-                self._feed(events.BucketsFilled(version, target, from_bytes(buckets)))
-            case messages.Prepared(term=term, epoch=epoch):
-                self._feed(events.ViewPrepared(peer, term, epoch))
-            case messages.Promised(term=term):
-                self._feed(events.TermPromised(peer, term))
+            case messages.Drain() | messages.Filled() | messages.Prepared() | messages.Promised():
+                self._feed(Received(peer, request))
             case _ if self._must_wait(request):
                 self._held.append((peer, header, request, bytes(body)))
             case _:
@@ -162,8 +145,8 @@ class Scheduler(Handler):
 
     def _serve(self, call: PendingCall, request: Any, body: memoryview) -> None:
         match request:
-            case messages.GetMap():
-                call.answer(map_of(self.core.newest, num_waiting=self.core.num_waiting_servers))
+            case messages.GetView():
+                call.answer(self.core.newest)
             case messages.GetSettings():
                 call.answer(self.settings)
             case messages.DeclareTable(spec=spec):
@@ -208,34 +191,21 @@ class Scheduler(Handler):
 
     # The core.
 
-    def _rejoin(self, peer: Peer, header: Header, request: messages.Rejoin) -> None:
-        role = role_of(request.role)
-        if self.core.phase is not Phase.LEADING and not self.notes.has_settings(request.settings, self.settings):
+    def _rejoin(self, peer: Peer, header: Header, request: messages.Rejoin[Endpoint, messages.Knowledge]) -> None:
+        knowledge = request.knowledge
+        if knowledge is None:
+            raise ProtocolError(f"{request.member.node} has rejoined without its settings")
+        if request.view.num_buckets not in (0, NUM_BUCKETS):
+            raise ProtocolError(f"a view with chains of {request.view.num_buckets} buckets: expected {NUM_BUCKETS}")
+        if self.core.phase is not Phase.LEADING and not self.notes.has_settings(knowledge.settings, self.settings):
             peer.send(*frame_parts(messages.RESULT, request=header.request, meta=messages.encode(messages.Elsewhere())))
             return
         self.sessions.ask(peer, header.request)
         self.sessions.connected[peer].end.is_foreign = True
-        job = request.job
-        member = Member(request.node, role, request.rank, request.incarnation, request.endpoint, request.process)
-        returned = Returned(
-            peer,
-            member,
-            request.settings.cluster,
-            view_of(request.cluster),
-            request.promised,
-            request.has_committed,
-            is_leaving=request.is_leaving,
-            job=0 if job is None else job.number,
-            has_posted=job is not None and job.posted is not None,
-            has_worked=job is not None and job.has_worked,
-            former=tuple([member_of(info) for info in request.former]),
-            knowledge=request,
-        )
-        self._feed(events.MemberRejoining(returned))
+        self._feed(Received(peer, request))
         for each in self.core.awaited:
             endpoint, process = each.address, each.process
             assert endpoint is None or isinstance(endpoint, Endpoint)
-            assert process is None or isinstance(process, messages.ProcessIdentity)
             # It may be found at once that one has ended, and that the cluster can be taken over without it.
             if self.core.phase is Phase.RECOVERING or each.incarnation in self.core.newest.incarnations:
                 self._processes.watch(each.incarnation, process, endpoint, connected=False)
@@ -302,7 +272,7 @@ class Scheduler(Handler):
             incarnation=member.incarnation,
             heartbeat_s=self.core.heartbeat_s,
             settings=self.settings,
-            cluster=self._views.welcome(peer, member.role, self.core.committed),
+            view=self._views.welcome(peer, member.role, self.core.committed),
             received=session.end.welcome_number,
         )
         self.sessions.answer_asked(peer, welcome)
@@ -312,7 +282,6 @@ class Scheduler(Handler):
         if record is not None and (member.role is Role.WORKER or self.jobs.concerns(session)):
             session.notify(messages.encode(record))
         assert member.address is None or isinstance(member.address, Endpoint)
-        assert member.process is None or isinstance(member.process, messages.ProcessIdentity)
         self._processes.watch(member.incarnation, member.process, member.address, connected=True)
 
     def _removed(self, removed: events.Removed) -> None:
@@ -327,13 +296,14 @@ class Scheduler(Handler):
         """Take over what the members know together."""
         self.settings = msgspec.structs.replace(self.settings, cluster=self.core.cluster)
         rejoins = []
-        for returned in taken.returned:
-            rejoin = returned.knowledge
-            assert isinstance(rejoin, messages.Rejoin)
-            session = self.sessions.take_over(returned.peer, returned.member.incarnation)
-            rejoins.append((session, returned.member, rejoin))
-        for _, _, rejoin in sorted(rejoins, key=lambda each: each[2].role != "server"):  # servers know the tables best
-            self._tables.restore(rejoin.tables)
+        for peer, rejoin in taken.returned:
+            session = self.sessions.take_over(peer, rejoin.member.incarnation)
+            rejoins.append((session, rejoin))
+        for _, rejoin in sorted(
+            rejoins, key=lambda each: each[1].member.role is not Role.SERVER
+        ):  # they know the tables best
+            assert rejoin.knowledge is not None
+            self._tables.restore(rejoin.knowledge.tables)
         self.jobs.restore(rejoins, taken.dead, term=self.core.term)
         self._tell_news_soon()
         for member in taken.dead:

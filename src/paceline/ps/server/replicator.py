@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from paceline.errors import PeerError
-from paceline.protocol import ServerCore, replication
+from paceline.protocol import Role, ServerCore, replication
 from paceline.protocol.buckets import Buckets, from_bytes, to_bytes
 from paceline.protocol.server import Clocks, events
 from paceline.ps import messages
@@ -59,12 +59,12 @@ class Replicator:
         """This server's."""
         return self.hello.incarnation
 
-    def map_changed(self, cluster: messages.ClusterMap) -> None:
+    def map_changed(self, cluster: messages.View) -> None:
         """Take note of where the servers are."""
         self._endpoints = {
-            member.incarnation: member.endpoint
+            member.incarnation: member.address
             for member in cluster.members
-            if member.role == "server" and member.endpoint is not None
+            if member.role is Role.SERVER and member.address is not None
         }
         self.rounds.targets = tuple(self._endpoints)
 

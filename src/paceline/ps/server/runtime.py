@@ -241,7 +241,7 @@ class Runtime:
         self._fills.send_soon()
 
     def _report(self, report: replication.ReportFilled) -> None:
-        self._on_filled(messages.Filled(version=report.version, target=report.target, buckets=to_bytes(report.buckets)))
+        self._on_filled(messages.Filled(report.version, report.target, to_bytes(report.buckets)))
 
     # Links to the servers behind.
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing_extensions import override
 
 from paceline.errors import NonFiniteError, PacelineError, ProtocolError
-from paceline.protocol import ServerCore, parse_consistency, parse_stale_policy
+from paceline.protocol import Role, ServerCore, parse_consistency, parse_stale_policy
 from paceline.protocol.server import Timing, TimingClass, events
 from paceline.protocol.server.waiting import KEPT
 from paceline.ps import messages
@@ -221,7 +221,7 @@ class Server(Handler):
         return timing is _NOW
 
     @must_succeed
-    def members_changed(self, cluster: messages.ClusterMap) -> None:
+    def members_changed(self, cluster: messages.View) -> None:
         """Take the scheduler's new map: workers that are on it no more have left or are dead; chains may be others."""
         if cluster.epoch >= self.core.epoch:
             self.replicator.map_changed(cluster)
@@ -230,9 +230,9 @@ class Server(Handler):
             events.ViewChanged(
                 epoch=cluster.epoch,
                 version=cluster.version,
-                groups=cluster.chain_groups(),
+                groups=cluster.groups,
                 members=frozenset(member.incarnation for member in cluster.members),
-                workers=frozenset(member.incarnation for member in cluster.members if member.role == "worker"),
+                workers=frozenset(member.incarnation for member in cluster.members if member.role is Role.WORKER),
                 last_incarnation=cluster.last_incarnation,
             )
         )

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from paceline.errors import UsageError
-from paceline.protocol import ChainGroup
+from paceline.protocol.chains import chain_group
 from paceline.protocol.client import (
     AskToJoin,
     ClientCore,
@@ -38,8 +38,8 @@ class Runtime:
     def view(self, version: int, leads: dict[int, int], lost: int = 0) -> None:
         """Take a view, and connect to all that are new in it; `sent` begins anew."""
         self.sent = {server: [] for server in leads}
-        groups = [ChainGroup((server,), self.behind, buckets) for server, buckets in leads.items()]
-        groups += [ChainGroup((), None, lost)] if lost else []
+        groups = [chain_group((server,), self.behind, buckets) for server, buckets in leads.items()]
+        groups += [chain_group((), None, lost)] if lost else []
         self.execute(self.core.change(version, tuple(groups), LOST))
 
     def execute(self, instructions: Iterable[Instruction]) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from paceline.protocol import Role
-from paceline.protocol.scheduler import Phase, events
+from paceline.protocol.scheduler import Phase, events, messages
+from paceline.protocol.scheduler.events import Received
 
-from .toys import HEARTBEAT_S, TIMEOUT_S, Scheduler, chains, holders, observer, server, started, worker
+from .toys import HEARTBEAT_S, TIMEOUT_S, Scheduler, chains, filled, holders, observer, server, started, worker
 
 ALL = 0b1111_1111
 
@@ -18,7 +19,7 @@ ALL = 0b1111_1111
 def test_a_cluster_forms_when_all_its_servers_are_there() -> None:
     scheduler = Scheduler(num_servers=2)
     w, a = scheduler.register(worker("w")), scheduler.register(server("a"))
-    assert (scheduler.core.phase, scheduler.core.num_waiting_servers) == (Phase.FORMING, 1)
+    assert (scheduler.core.phase, scheduler.core.newest.num_waiting) == (Phase.FORMING, 1)
     assert scheduler.said == []
     b = scheduler.register(server("b"))
     assert [each.node for each in scheduler.view.members] == ["a", "b", "w"]
@@ -94,7 +95,7 @@ def test_the_place_of_a_server_that_is_gone_is_free() -> None:
 def test_extra_servers_do_not_count_while_a_cluster_forms() -> None:
     scheduler = Scheduler(num_servers=1)
     extra = scheduler.register(server("x"), is_extra=True)
-    assert (scheduler.core.phase, scheduler.core.num_waiting_servers) == (Phase.FORMING, 0)
+    assert (scheduler.core.phase, scheduler.core.newest.num_waiting) == (Phase.FORMING, 0)
     assert extra.member is None
 
 
@@ -112,7 +113,7 @@ def test_one_that_goes_while_the_cluster_forms_is_forgotten() -> None:
     assert a.wire is not None
     a.wire.cut()
     scheduler.leave(scheduler.register(server("b")))
-    assert scheduler.core.num_waiting_servers == 0
+    assert scheduler.core.newest.num_waiting == 0
     scheduler.register(server("c"))
     assert scheduler.core.phase is Phase.FORMING
     scheduler.register(a)
@@ -126,10 +127,10 @@ def test_one_that_registers_again_while_the_cluster_forms_is_one() -> None:
     former = a.wire
     a.wire = None  # it gave up that connection, and the scheduler has not seen it break
     scheduler.register(a)
-    assert scheduler.core.num_waiting_servers == 1
+    assert scheduler.core.newest.num_waiting == 1
     assert former is not None
     former.cut()
-    assert scheduler.core.num_waiting_servers == 1
+    assert scheduler.core.newest.num_waiting == 1
     scheduler.register(server("b"))
     assert scheduler.member(a) is not None
 
@@ -230,7 +231,7 @@ def test_the_newest_connection_of_a_member_counts() -> None:
     former, w.wire = w.wire, None
     assert former is not None
     scheduler.rejoin(w)
-    former.to_scheduler.append(events.MemberLeaving(former))  # what still comes on the former one is of nobody
+    former.to_scheduler.append(Received(former, messages.Leave()))  # what still comes on the former one is of nobody
     scheduler.settle()
     former.cut()
     assert w.wire is not None
@@ -283,7 +284,7 @@ def test_servers_that_leave_at_once_leave_the_others_a_view() -> None:
     assert len(scheduler.view.voters) == 5
     for node in leaving:
         node.prepares = False
-        node.send(events.MemberLeaving)
+        node.send(messages.Leave())
     scheduler.settle()
     assert set(scheduler.view.servers) == {stays.incarnation}
 
@@ -320,7 +321,7 @@ def test_one_that_was_removed_and_still_speaks_is_expelled() -> None:
     scheduler, _, (w,) = started(1, 1)
     assert w.wire is not None
     scheduler.feed(events.ProcessEnded(w.incarnation))
-    assert scheduler.feed(events.HeartbeatReceived(w.wire)) == [events.Expel(w.wire, "it was silent too long")]
+    assert scheduler.feed(Received(w.wire, messages.Heartbeat())) == [events.Expel(w.wire, "it was silent too long")]
 
 
 def test_a_silent_server_goes_where_others_have_what_it_has() -> None:
@@ -398,7 +399,7 @@ def test_a_server_that_is_heard_again_keeps_what_it_has_though_another_was_fille
     a.prepares = False
     b.is_silent = True
     scheduler.pass_time(TIMEOUT_S + HEARTBEAT_S)
-    scheduler.feed(events.BucketsFilled(scheduler.view.version, c.incarnation, 0b0001))
+    scheduler.feed(filled(scheduler.view.version, c.incarnation, 0b0001))
     a.prepares = True
     scheduler.wake(b)
     scheduler.rejoin(a)

@@ -8,16 +8,17 @@ known: then the cluster must come to rest.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from random import Random
 
 import pytest
 
 from paceline.protocol import Role, buckets_in
-from paceline.protocol.scheduler import Phase, View, events, gaining
+from paceline.protocol.buckets import to_bytes
+from paceline.protocol.scheduler import Phase, View, events, gaining, messages
+from paceline.protocol.scheduler.events import Received
 from paceline.protocol.scheduler.views import commit_quorum
 
-from .toys import HEARTBEAT_S, Node, Scheduler, Wire, chains
+from .toys import HEARTBEAT_S, Node, Scheduler, chains
 
 NUM_BUCKETS = 6
 MAX_NODES = 14
@@ -70,10 +71,9 @@ class Run:
 
     def connect(self, node: Node) -> None:
         """Let a node come to the newest scheduler."""
-        wire = self.scheduler.connect(node)
+        self.scheduler.connect(node)
         is_member = node.member is not None
-        event: events.Event = events.MemberRejoining(node.returned(wire)) if is_member else node.registration(wire)
-        wire.to_scheduler.append(event)
+        node.send(node.returned() if is_member else node.registration())
 
     @property
     def alive(self) -> list[Node]:
@@ -172,13 +172,13 @@ class Run:
         scheduler.now_s += HEARTBEAT_S
         for wire in list(scheduler.wires):
             if wire.is_welcomed and not wire.node.is_silent and self.random.random() < 0.9:
-                wire.to_scheduler.append(events.HeartbeatReceived(wire))
+                wire.to_scheduler.append(Received(wire, messages.Heartbeat()))
         scheduler.feed(events.TimePassed())
 
     def beat(self) -> None:
         members = self.members()
         if members:
-            self.random.choice(members).send(events.HeartbeatReceived)
+            self.random.choice(members).send(messages.Heartbeat())
 
     def fill(self) -> None:
         """The member before a server that is being filled reports that this one has some of its buckets."""
@@ -193,13 +193,8 @@ class Run:
                 target, buckets = self.random.choice(fills)
                 if self.random.random() < 0.5:
                     buckets = 1 << self.random.choice(list(buckets_in(buckets)))
-                version = view.version
-                node.send(partial(self.filled, version, target, buckets))
+                node.send(messages.Filled(view.version, target, to_bytes(buckets)))
                 return
-
-    @staticmethod
-    def filled(version: int, target: int, buckets: int, _: Wire) -> events.Event:
-        return events.BucketsFilled(version, target, buckets)
 
     def cut(self) -> None:
         wires = [wire for scheduler in self.schedulers for wire in scheduler.wires]
@@ -230,7 +225,7 @@ class Run:
         if len(staying) > 2:
             node = self.random.choice(staying)
             node.is_leaving = True
-            node.send(events.ServerDraining if node.role is Role.SERVER else events.MemberLeaving)
+            node.send(messages.Drain() if node.role is Role.SERVER else messages.Leave())
 
     def kill(self) -> None:
         """A process ends. Of two schedulers only the newest hears of it, to which it would have come."""
@@ -296,7 +291,7 @@ class Run:
             view = node.views.committed
             for each in view.groups if view is not None else ():
                 if each.filling is not None and each.members[-1:] == (node.incarnation,) and node.wire is not None:
-                    self.scheduler.feed(events.BucketsFilled(self.scheduler.view.version, each.filling, each.buckets))
+                    node.send(messages.Filled(self.scheduler.view.version, each.filling, to_bytes(each.buckets)))
         self.scheduler.settle()
 
     def check_rest(self) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from paceline.protocol import Role
-from paceline.protocol.scheduler import Phase, events
+from paceline.protocol.scheduler import Phase, events, messages
+from paceline.protocol.scheduler.events import Received
 
-from .toys import HEARTBEAT_S, TIMEOUT_S, Node, Scheduler, chains, holders, observer, server, started, worker
+from .toys import HEARTBEAT_S, TIMEOUT_S, Node, Scheduler, chains, filled, holders, observer, server, started, worker
 
 ALL = 0b1111_1111
 
@@ -56,7 +57,7 @@ def test_it_takes_over_when_all_members_are_back() -> None:
     assert scheduler.view.members == former.view.members
     assert chains(scheduler.view) == chains(former.view)
     taken = scheduler.last(events.TakenOver)
-    assert {each.member for each in taken.returned} == {a.member, b.member, w.member}
+    assert {rejoin.member for _, rejoin in taken.returned} == {a.member, b.member, w.member}
     assert taken.dead == ()
     for node in (a, b, w):
         assert node.views.committed is not None
@@ -471,7 +472,7 @@ def test_members_that_never_heard_their_welcome_register_again() -> None:
     former = Scheduler(num_servers=2, replicas=1)
     a, b = former.register(server("a")), server("b")
     wire = former.connect(b)
-    former.feed(events.MemberRegistering(wire, "b", Role.SERVER, None, "b"))
+    former.feed(Received(wire, messages.Register(node="b", role=Role.SERVER, address="b")))
     deliver_only(former, a)
     assert a.member is not None
     assert b.member is None
@@ -603,7 +604,7 @@ def test_servers_that_were_released_do_not_take_over_without_those_that_stayed()
     """They have not heard of the view by which they go, and what they have is out of date."""
     former, (a, b, c), _ = started(3, num_buckets=16)
     former.drain(a, b)
-    former.feed(events.BucketsFilled(former.view.version, c.incarnation, 0xFFFF))
+    former.feed(filled(former.view.version, c.incarnation, 0xFFFF))
     deliver_only(former, c)
     assert former.view.servers.keys() > {c.incarnation}  # more of the voters have to know of it
     assert a.wire is not None
@@ -676,9 +677,9 @@ def test_a_scheduler_that_was_superseded_forms_no_other_cluster() -> None:
     scheduler.register(server("new"))
     scheduler.pass_time(2 * TIMEOUT_S)
     scheduler.said = []
-    returned = a.returned(scheduler.connect(a))
+    wire, returned = scheduler.connect(a), a.returned()
     later = replace(returned.view, term=scheduler.core.term + 1)
-    assert scheduler.feed(events.MemberRejoining(replace(returned, view=later))) == [events.Superseded(later.term)]
+    assert scheduler.feed(Received(wire, replace(returned, view=later))) == [events.Superseded(later.term)]
     assert scheduler.core.phase is Phase.SUPERSEDED
 
 
@@ -806,7 +807,7 @@ def test_a_server_that_ends_while_the_first_view_is_prepared_is_dead() -> None:
     scheduler.rejoin(a, b)
     assert scheduler.view.servers.keys() == {a.incarnation, b.incarnation}
     taken = scheduler.last(events.TakenOver)
-    assert {each.member for each in taken.returned} == {a.member, b.member}
+    assert {rejoin.member for _, rejoin in taken.returned} == {a.member, b.member}
     assert taken.dead == (c.member,)
     assert scheduler.all(events.Removed) == []  # nobody was told that it was a member
 

@@ -31,7 +31,7 @@ class Offers:
         if groups != self.last:
             self.last, self.version = groups, self.version + 1
         servers = {each for one in groups for each in (*one.members, one.filling) if each is not None}
-        members = [Member(f"s{each}", Role.SERVER, each, each) for each in sorted(servers)]
+        members = [Member(f"s{each}", Role.SERVER, each, each, f"s{each}") for each in sorted(servers)]
         members += [Member(f"w{each}", Role.WORKER, each, each) for each in workers]
         wanted = View(version=self.version, members=tuple(members), groups=groups, last_incarnation=50)
         return self.publication.offer(wanted, released=released, ended=ended)

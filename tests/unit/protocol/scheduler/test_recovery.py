@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from paceline.protocol import Member, Role
-from paceline.protocol.scheduler import Evidence, Recovery, Returned, View, events
+from paceline.protocol.jobs import JobMemory, JobRecord, JobSpec
+from paceline.protocol.scheduler import Evidence, Recovery, View, events, messages
 from paceline.protocol.scheduler.recovery import Abandoned, Succession
 
 from .toys import group
@@ -20,7 +21,7 @@ NOBODY: tuple[int, ...] = ()
 def member(name: str) -> Member:
     """The member s1, w2 or o3: a server, worker or observer, by its incarnation."""
     roles = {"s": Role.SERVER, "w": Role.WORKER, "o": Role.OBSERVER}
-    return Member(name, roles[name[0]], int(name[1:]), int(name[1:]))
+    return Member(name, roles[name[0]], int(name[1:]), int(name[1:]), name)
 
 
 def view(epoch: int, *names: str, term: int = 1, voters: tuple[int, ...] | None = None) -> View:
@@ -28,6 +29,11 @@ def view(epoch: int, *names: str, term: int = 1, voters: tuple[int, ...] | None 
     members = tuple([member(name) for name in names])
     servers = tuple([each.incarnation for each in members if each.role is Role.SERVER]) if voters is None else voters
     return View(term, epoch, 1, members, (group(*servers),) if servers else (), last_incarnation=50)
+
+
+def job(number: int, *, is_poster: bool = False) -> JobMemory:
+    spec = JobSpec(description=b"", files=(), epochs=1, assignment="first-come")
+    return JobMemory(record=JobRecord(number=number), posted=spec if is_poster else None)
 
 
 @dataclass
@@ -44,10 +50,11 @@ class Coming:
     def back(self, name: str, seen: View, *, cluster: str = "ours", **options: Any) -> int:
         """Let a member come; return its connection."""
         self.num_peers += 1
-        self.recovery.add(Returned(self.num_peers, member(name), cluster, seen, **options), 0.0)
+        rejoin = messages.Rejoin(member=member(name), cluster=cluster, view=seen, **options)
+        self.recovery.add(self.num_peers, rejoin, 0.0)
         return self.num_peers
 
-    def names(self, returned: Iterable[Returned]) -> list[str]:
+    def names(self, returned: Iterable[messages.Rejoin]) -> list[str]:
         return [each.member.node for each in returned]
 
 
@@ -136,11 +143,11 @@ def test_members_in_no_view_are_excluded_only_if_they_could_be_in_it() -> None:
 def test_it_waits_for_whoever_has_posted_the_latest_job() -> None:
     coming = Coming()
     seen = view(1, "w1")
-    coming.back("w1", seen, job=2)
+    coming.back("w1", seen, job=job(2))
     assert not coming.evidence.is_complete(NOBODY)
-    coming.back("o7", seen, job=1, has_posted=True)
+    coming.back("o7", seen, job=job(1, is_poster=True))
     assert not coming.evidence.is_complete(NOBODY)
-    poster = coming.back("o8", seen, job=2, has_posted=True)
+    poster = coming.back("o8", seen, job=job(2, is_poster=True))
     assert coming.evidence.is_complete(NOBODY)
     coming.recovery.forget(poster)
     assert not coming.evidence.is_complete(NOBODY)
@@ -152,7 +159,7 @@ def test_it_waits_for_a_poster_where_all_workers_have_ended() -> None:
     seen = view(1, "s1", "w2")
     coming.back("s1", seen)
     assert not coming.evidence.is_complete({2})
-    coming.back("o7", seen, job=1, has_posted=True)
+    coming.back("o7", seen, job=job(1, is_poster=True))
     assert coming.evidence.is_complete({2})
 
 
@@ -203,7 +210,7 @@ def test_of_clusters_without_servers_the_one_with_more_members_counts() -> None:
         coming.back(name, view(1, "w2", "w3"))
     assert coming.names(coming.evidence.returned) == ["w2", "w3"]
     assert Coming().recovery.others() == []
-    assert Evidence([]).latest == View()
+    assert Evidence({}).latest == View()
 
 
 def test_that_a_server_drains_is_not_forgotten() -> None:

@@ -11,4 +11,4 @@ def test_all_is_sorted_and_complete() -> None:
     content = vars(scheduler).items()
     public = {name for name, value in content if name[0] != "_" and not isinstance(value, ModuleType)}
     public -= {"TYPE_CHECKING", "import_on_demand"}
-    assert set(scheduler.__all__) == public | {"events"}
+    assert set(scheduler.__all__) == public | {"events", "messages"}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 
 import pytest
+from msgspec.structs import replace
 
 from paceline.protocol import ChainGroup, Member, Role
 from paceline.protocol.scheduler import KnownViews, Proposal, View, gaining, may_commit, may_take_over
@@ -15,7 +15,8 @@ from .toys import group
 
 
 def member(incarnation: int, role: Role = Role.SERVER) -> Member:
-    return Member(f"{role.value}{incarnation}", role, incarnation, incarnation)
+    name = f"{role.value}{incarnation}"
+    return Member(name, role, incarnation, incarnation, name)
 
 
 def view(*groups: ChainGroup, servers: tuple[int, ...] = (), workers: tuple[int, ...] = (), epoch: int = 1) -> View:
@@ -174,7 +175,7 @@ def test_those_that_go_do_not_count_for_a_proposal() -> None:
 
 
 def test_a_member_acts_on_what_is_committed_and_keeps_what_is_prepared() -> None:
-    known: KnownViews[View] = KnownViews()
+    known: KnownViews = KnownViews()
     first, second, third = (view(group(1), epoch=epoch) for epoch in (1, 2, 3))
     assert KnownViews().newest is None
     assert known.commit(first)
@@ -188,7 +189,7 @@ def test_a_member_acts_on_what_is_committed_and_keeps_what_is_prepared() -> None
 
 
 def test_a_member_prepares_nothing_of_a_scheduler_that_was_superseded() -> None:
-    known: KnownViews[View] = KnownViews()
+    known: KnownViews = KnownViews()
     known.commit(view(group(1), epoch=5))
     later = replace(view(group(1), epoch=3), term=2)
     assert known.prepare(later)
@@ -196,13 +197,13 @@ def test_a_member_prepares_nothing_of_a_scheduler_that_was_superseded() -> None:
     assert known.newest is later
     assert known.commit(view(group(1), epoch=9))  # it was committed, before the later one
     assert known.newest is later
-    other: KnownViews[View] = KnownViews()
+    other: KnownViews = KnownViews()
     other.commit(later)
     assert not other.commit(view(group(1), epoch=9))
 
 
 def test_a_member_keeps_its_promise() -> None:
-    known: KnownViews[View] = KnownViews()
+    known: KnownViews = KnownViews()
     assert known.promise(3)
     assert known.promise(3)  # again, as the first answer may be lost
     assert not known.promise(2)
@@ -212,7 +213,7 @@ def test_a_member_keeps_its_promise() -> None:
 
 
 def test_a_later_view_is_not_given_up_for_an_earlier_one() -> None:
-    known: KnownViews[View] = KnownViews()
+    known: KnownViews = KnownViews()
     known.prepare(view(group(2), epoch=3))
     known.prepare(view(group(1), epoch=2))
     assert known.prepared == view(group(2), epoch=3)

@@ -10,7 +10,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from paceline.protocol import ChainGroup, Member, Role
-from paceline.protocol.scheduler import KnownViews, Phase, Returned, SchedulerCore, View, events
+from paceline.protocol.buckets import to_bytes
+from paceline.protocol.chains import chain_group
+from paceline.protocol.jobs import JobMemory, JobRecord
+from paceline.protocol.scheduler import KnownViews, Phase, SchedulerCore, View, events, messages
+from paceline.protocol.scheduler.events import MemberMessage, Received
 
 TIMEOUT_S = 10.0
 HEARTBEAT_S = 1.0
@@ -59,7 +63,7 @@ class Node:
         self.wire: Wire | None = None
         self.member: Member | None = None
         self.cluster = ""
-        self.views: KnownViews[View] = KnownViews()
+        self.views = KnownViews()
         self.is_leaving = False
         self.is_extra = False
         self.rank: int | None = None
@@ -81,27 +85,28 @@ class Node:
         assert self.member is not None
         return self.member.incarnation
 
-    def send(self, make: Callable[[Wire], events.Event]) -> None:
+    def send(self, message: MemberMessage) -> None:
         assert self.wire is not None
-        self.wire.to_scheduler.append(make(self.wire))
+        self.wire.to_scheduler.append(Received(self.wire, message))
 
-    def registration(self, wire: Wire) -> events.MemberRegistering:
+    def registration(self) -> messages.Register:
         """What it says to a scheduler before it is a member."""
-        return events.MemberRegistering(wire, self.name, self.role, self.rank, self.name, is_extra=self.is_extra)
+        return messages.Register(
+            node=self.name, role=self.role, rank=self.rank, address=self.name, is_extra=self.is_extra
+        )
 
-    def returned(self, wire: Wire) -> Returned:
+    def returned(self) -> messages.Rejoin:
         """What it says of itself to a scheduler that it comes to."""
         assert self.member is not None
         assert self.views.newest is not None
-        return Returned(
-            wire,
-            self.member,
-            self.cluster,
-            self.views.newest,
-            self.views.promised,
-            self.views.is_committed,
+        return messages.Rejoin(
+            member=self.member,
+            cluster=self.cluster,
+            view=self.views.newest,
+            promised=self.views.promised,
+            has_committed=self.views.is_committed,
             is_leaving=self.is_leaving,
-            has_worked=self.has_worked,
+            job=JobMemory(record=JobRecord(number=0), working=True, last_lease=0) if self.has_worked else None,
             former=() if self.views.former is None else self.views.former.members,
         )
 
@@ -112,11 +117,11 @@ class Node:
     def asked_to_prepare(self, wire: Wire, view: View) -> None:
         if self.prepares and self.views.prepare(view):
             self.has_prepared.add(view.order)
-            wire.to_scheduler.append(events.ViewPrepared(wire, view.term, view.epoch))
+            wire.to_scheduler.append(Received(wire, messages.Prepared(view.term, view.epoch)))
 
     def asked_to_promise(self, wire: Wire, term: int) -> None:
         if self.views.promise(term):
-            wire.to_scheduler.append(events.TermPromised(wire, term))
+            wire.to_scheduler.append(Received(wire, messages.Promised(term)))
 
     def ended(self, wire: Wire, fate: object) -> None:
         self.is_alive, self.fate = False, fate
@@ -220,7 +225,7 @@ class Scheduler:
         for node in nodes:
             node.is_silent = False
             if node.wire is not None:
-                self.feed(events.HeartbeatReceived(node.wire))
+                self.feed(Received(node.wire, messages.Heartbeat()))
         self.settle()
 
     def connect(self, node: Node) -> Wire:
@@ -233,16 +238,16 @@ class Scheduler:
 
     def register(self, node: Node, rank: int | None = None, *, is_extra: bool = False) -> Node:
         node.rank, node.is_extra = rank, is_extra
-        wire = self.connect(node)
-        wire.to_scheduler.append(node.registration(wire))
+        self.connect(node)
+        node.send(node.registration())
         self.settle()
         return node
 
     def rejoin(self, *nodes: Node) -> None:
         """Have nodes come, of this cluster or another one."""
         for node in nodes:
-            wire = self.connect(node)
-            wire.to_scheduler.append(events.MemberRejoining(node.returned(wire)))
+            self.connect(node)
+            node.send(node.returned())
             self.settle()
 
     def tell(self, *told: events.Event) -> None:
@@ -263,13 +268,13 @@ class Scheduler:
         self.settle()
 
     def leave(self, node: Node) -> None:
-        node.send(events.MemberLeaving)
+        node.send(messages.Leave())
         self.settle()
 
     def drain(self, *nodes: Node) -> None:
         for node in nodes:
             node.is_leaving = True
-            node.send(events.ServerDraining)
+            node.send(messages.Drain())
             self.settle()
 
     def fill(self, target: Node | int, buckets: int | None = None, *, version: int | None = None) -> None:
@@ -277,7 +282,7 @@ class Scheduler:
         server = target if isinstance(target, int) else target.incarnation
         mask = sum(each.buckets for each in self.view.groups if each.filling == server)
         version = self.view.version if version is None else version
-        self.tell(events.BucketsFilled(version, server, mask if buckets is None else buckets))
+        self.tell(filled(version, server, mask if buckets is None else buckets))
 
     def fill_all(self) -> None:
         """Let all fills end, one after the other."""
@@ -294,7 +299,8 @@ class Scheduler:
             self.now_s += HEARTBEAT_S
             for wire in list(self.wires):
                 if wire.is_open and not wire.node.is_silent:
-                    self.feed(events.HeartbeatReceived(wire, (unreachable or {}).get(wire.node.name, ())))
+                    heartbeat = messages.Heartbeat(unreachable=(unreachable or {}).get(wire.node.name, ()))
+                    self.feed(Received(wire, heartbeat))
             self.feed(events.TimePassed())
             self.settle()
 
@@ -340,4 +346,9 @@ def holders(view: View, node: Node) -> int:
 
 
 def group(*members: int, filling: int | None = None, buckets: int = 1) -> ChainGroup:
-    return ChainGroup(members, filling, buckets)
+    return chain_group(members, filling, buckets)
+
+
+def filled(version: int, target: int, buckets: int) -> events.Event:
+    """The report of a server, on any connection, that the one behind it has these buckets."""
+    return Received(None, messages.Filled(version, target, to_bytes(buckets)))

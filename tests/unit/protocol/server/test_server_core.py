@@ -9,7 +9,7 @@ import pytest
 
 from paceline.errors import ProtocolError
 from paceline.protocol import BoundedDelay, Consistency, Eventual, Sequential, ServerCore
-from paceline.protocol.chains import ChainGroup
+from paceline.protocol.chains import chain_group
 from paceline.protocol.replication import (
     CALLS,
     Acknowledge,
@@ -61,7 +61,7 @@ def view(
 ) -> ViewChanged:  # fmt: skip
     """A view in which the buckets are dealt to these chains in equal parts."""
     width = 4 // len(chains)
-    groups = tuple(ChainGroup(chain, filling, (1 << width) - 1 << width * place) for place, chain in enumerate(chains))
+    groups = tuple(chain_group(chain, filling, (1 << width) - 1 << width * place) for place, chain in enumerate(chains))
     servers = frozenset(server for chain in chains for server in chain) | ({filling} - {None})
     named = frozenset(workers)
     epoch = version if epoch is None else epoch

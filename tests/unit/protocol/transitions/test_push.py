@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from paceline.protocol import ChainGroup
+from paceline.protocol.chains import chain_group
 from paceline.protocol.replication import (
     AGGREGATE,
     PUSH,
@@ -105,7 +105,7 @@ class Run:
                 servers.insert(self.random.randrange(2), ME)
             is_filled = len(servers) > 1 and self.random.random() < 0.4
             members, filling = (servers[:-1], servers[-1]) if is_filled else (servers, None)
-            groups.append(ChainGroup(tuple(members), filling, 1 << bucket))
+            groups.append(chain_group(tuple(members), filling, 1 << bucket))
             if version > self.replication.version:
                 self.chains[bucket] = servers
         return Change(version, tuple(groups))
@@ -152,11 +152,11 @@ class Run:
 def rare(run: Run) -> None:
     """What chance seldom finds: of a push that is left some buckets come again, and nobody is behind in the others."""
     steady = (((ME, 2), None, 0b1), ((ME,), 3, 0b10), ((4, ME, 2), None, 0b1000), ((4, ME), 3, 0b10000))
-    run.feed(Change(1, tuple(ChainGroup(*each) for each in (*steady, ((ME,), None, 0b100)))))
+    run.feed(Change(1, tuple(chain_group(*each) for each in (*steady, ((ME,), None, 0b100)))))
     for sequence, buckets in enumerate([0b101, 0b101, 0b11, 0b11, 0b111]):
         run.feed(PushReceived(sequence, 9, sequence, 1, buckets))
     run.feed(Forwarded(5, 4, 9, 5, 1, 0b11000))
-    run.feed(Change(2, tuple(ChainGroup(*each) for each in (*steady, ((4,), None, 0b100)))))
+    run.feed(Change(2, tuple(chain_group(*each) for each in (*steady, ((4,), None, 0b100)))))
     run.feed(PushReceived("0 again", 9, 0, 2, 0b1))
     run.feed(Forwarded("1 again", 2, 9, 1, 2, 0b1))
     run.feed(Forwarded("2 again", 2, 9, 2, 2, 0b1))
@@ -179,7 +179,7 @@ def rare(run: Run) -> None:
 
 def half_again(run: Run) -> None:
     """Of a push that is left the buckets come again that have a replica; in the others it is too short of them."""
-    chains = tuple(ChainGroup(*each) for each in (((ME, 2), None, 0b1), ((ME,), None, 0b10)))
+    chains = tuple(chain_group(*each) for each in (((ME, 2), None, 0b1), ((ME,), None, 0b10)))
     run.feed(Change(1, chains))
     run.feed(PushReceived("whole", 9, 0, 1, 0b11))
     run.feed(Change(2, chains))

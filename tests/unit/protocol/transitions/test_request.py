@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from types import SimpleNamespace
 
-from paceline.protocol import ChainGroup
+from paceline.protocol.chains import chain_group
 from paceline.protocol.client import REQUEST, ClientCore, Discard, Request, RequestKind, ServerSession, Transmit
 from paceline.protocol.transitions import OUTSIDE
 
@@ -81,7 +81,7 @@ class Run:
         behind = self.random.choice([(), (8,), (9,)])
         leaders = [first or self.random.choice([*SERVERS, 1, None]) for _ in range(2)]
         chains = [() if leader is None else (leader, *behind) for leader in leaders]
-        out = self.core.change(version, tuple(ChainGroup(chain, None, 1 << b) for b, chain in enumerate(chains)))
+        out = self.core.change(version, tuple(chain_group(chain, None, 1 << b) for b, chain in enumerate(chains)))
         for each in out:
             if isinstance(each, Transmit):
                 each.request.payload = SimpleNamespace(buckets=sum(buckets for _, buckets in each.pieces))

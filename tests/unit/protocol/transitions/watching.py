@@ -19,7 +19,7 @@ class Watch:
         """Note what an event (or the name of a call) did to a thing, and the instruction that told of it."""
         if before != after or instruction is not None:
             told = "" if instruction is None else type(instruction).__name__
-            name = event if isinstance(event, str) else type(event).__name__
+            name = event if isinstance(event, str) else type(getattr(event, "message", event)).__name__
             self._seen.add((before[0], name, after[0], told))
 
     @property

@@ -207,22 +207,11 @@ def test_when_the_cluster_ends_there_is_no_job_for_anybody() -> None:
     assert second.get_job() == [-1]
 
 
-def rejoin(asker: Asker, job: JobMemory | None) -> tuple[ProcessSession, Member, messages.Rejoin]:
+def rejoin(asker: Asker, job: JobMemory | None) -> tuple[ProcessSession, messages.Rejoin]:
     member = asker.member or Member("poster", Role.OBSERVER, 0, 99)
-    return (
-        asker.session,
-        member,
-        messages.Rejoin(
-            node=member.node,
-            role=member.role.value,
-            rank=member.rank,
-            incarnation=member.incarnation,
-            endpoint=None,
-            settings=SETTINGS,
-            cluster=messages.ClusterMap(epoch=1, members=()),
-            job=job,
-        ),
-    )
+    view = messages.View(epoch=1)
+    knowledge = messages.Knowledge(settings=SETTINGS)
+    return asker.session, messages.Rejoin(member=member, cluster="", view=view, job=job, knowledge=knowledge)
 
 
 def test_a_new_scheduler_goes_on_with_the_job_that_the_nodes_know() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 
-from paceline.ps.messages import ProcessIdentity
+from paceline.protocol.membership import ProcessIdentity
 from paceline.ps.scheduler.processes import ProcessWatch, own_host, own_process
 from paceline.ps.scheduler.processes import begin_of as started
 from paceline.transport import Address, Endpoint

@@ -5,35 +5,34 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import ProtocolError
-from paceline.ps import messages
-from paceline.ps.messages import ClusterMap, MapChange
-from paceline.ps.scheduler.member_state import MemberState
+from paceline.protocol.scheduler import View, ViewChange, messages
+from paceline.protocol.scheduler.member_state import MemberState
 
 
-def view(epoch: int, term: int = 1) -> ClusterMap:
-    return ClusterMap(term=term, epoch=epoch, members=(), version=0, groups=(), last_incarnation=0)
+def view(epoch: int, term: int = 1) -> View:
+    return View(term=term, epoch=epoch)
 
 
 def test_a_view_that_is_prepared_is_answered_and_acted_on_when_it_is_committed() -> None:
     state = MemberState()
     first, second = view(1), view(2)
     assert state.take(first) == (first, None)
-    assert state.take(messages.PrepareMap(map=second)) == (None, messages.Prepared(term=1, epoch=2))
-    assert state.maps.committed is first
-    assert state.take(messages.CommitMap(term=1, epoch=1)) == (None, None)  # it has that one
-    assert state.take(messages.CommitMap(term=1, epoch=2)) == (second, None)
+    assert state.take(messages.PrepareView(second)) == (None, messages.Prepared(1, 2))
+    assert state.views.committed is first
+    assert state.take(messages.CommitView(1, 1)) == (None, None)  # it has that one
+    assert state.take(messages.CommitView(1, 2)) == (second, None)
     assert state.take(first) == (None, None)  # an old one
 
 
 def test_nothing_of_a_term_below_a_promise_is_prepared() -> None:
     state = MemberState()
     state.take(view(1))
-    assert state.take(messages.Promise(term=3)) == (None, messages.Promised(term=3))
-    assert state.take(messages.PrepareMap(map=view(2, term=2))) == (None, None)
+    assert state.take(messages.Promise(3)) == (None, messages.Promised(3))
+    assert state.take(messages.PrepareView(view(2, term=2))) == (None, None)
 
 
 def test_a_change_of_a_view_that_has_not_come_is_an_error() -> None:
-    change = MapChange(base=1, term=1, epoch=2, version=0, last_incarnation=0, joined=(), gone=(), groups=None)
+    change = ViewChange(base=1, term=1, epoch=2, version=0, last_incarnation=0)
     with pytest.raises(ProtocolError, match="has not sent"):
         MemberState().take(change)
 

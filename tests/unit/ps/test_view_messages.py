@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,10 +12,10 @@ from hypothesis import strategies as st
 
 from paceline.errors import ProtocolError
 from paceline.protocol import NUM_BUCKETS, ChainGroup, Member, Role
-from paceline.protocol.scheduler import View
+from paceline.protocol.chains import chain_group
+from paceline.protocol.membership import ProcessIdentity
+from paceline.protocol.scheduler import View, ViewChange
 from paceline.ps import messages
-from paceline.ps.messages import ClusterMap, MapChange, ProcessIdentity
-from paceline.ps.scheduler.maps import change_of, map_of, member_of, view_of
 from paceline.transport import Address, Endpoint
 
 seeds = st.integers(0, 2**32)
@@ -39,7 +40,7 @@ def some_groups(random: Random, servers: list[int]) -> tuple[ChainGroup, ...]:
         others = [each for each in servers if each not in chain]
         filling = random.choice(others) if others and chain and random.random() < 0.3 else None
         masks[chain, filling] = masks.get((chain, filling), 0) | 1 << bucket
-    return tuple(ChainGroup(members, filling, mask) for (members, filling), mask in masks.items())
+    return tuple(chain_group(members, filling, mask) for (members, filling), mask in masks.items())
 
 
 def some_view(random: Random, members: list[Member] | None = None) -> View:
@@ -56,33 +57,31 @@ def some_view(random: Random, members: list[Member] | None = None) -> View:
     )
 
 
-def travelled(cluster: ClusterMap) -> ClusterMap:
-    return msgspec.msgpack.decode(messages.encode(cluster), type=ClusterMap)
+def received(view: View) -> View:
+    return msgspec.msgpack.decode(messages.encode(view), type=View[Endpoint])
 
 
 @given(seed=seeds, is_partial=st.booleans())
 def test_a_view_travels_whole(seed: int, is_partial: bool) -> None:
     view = some_view(Random(seed))
     view = view.without_workers() if is_partial else view
-    assert view_of(travelled(map_of(view, num_waiting=3))) == view
+    assert received(view) == view
 
 
 @given(seed=seeds)
-def test_a_change_applied_to_the_map_before_is_the_map_after(seed: int) -> None:
+def test_a_change_applied_to_the_view_before_is_the_view_after(seed: int) -> None:
     random = Random(seed)
     base = some_view(random)
-    kept = [each for each in base.members if random.random() < 0.7]
-    after = some_view(random, [*kept, *some_members(random, first=100)])
-    change = msgspec.msgpack.decode(messages.encode(change_of(base, after)), type=MapChange)
-    cluster = change.apply(travelled(map_of(base)))
-    view = view_of(cluster)
+    retained = [each for each in base.members if random.random() < 0.7]
+    after = some_view(random, [*retained, *some_members(random, first=100)])
+    change = msgspec.msgpack.decode(messages.encode(ViewChange.between(base, after)), type=ViewChange[Endpoint])
+    view = change.apply(received(base))
     assert sorted(view.members, key=lambda each: each.incarnation) == sorted(
         after.members, key=lambda each: each.incarnation
     )
-    whole = map_of(after)
-    assert msgspec.structs.replace(cluster, members=()) == msgspec.structs.replace(whole, members=())
+    assert msgspec.structs.replace(view, members=()) == msgspec.structs.replace(after, members=())
     assert {each.incarnation for each in change.joined} == {each.incarnation for each in after.members} - {
-        each.incarnation for each in kept
+        each.incarnation for each in retained
     }
 
 
@@ -90,19 +89,29 @@ def test_chains_that_stay_do_not_travel_again() -> None:
     base = some_view(Random(1))
     after = some_view(Random(2), list(base.members))
     same = View(base.term, base.epoch + 1, base.version, base.members, base.groups)
-    assert change_of(base, same).groups is None
-    assert change_of(base, after).groups == map_of(after).groups
-    assert (change_of(base, base).joined, change_of(base, base).gone) == ((), ())
+    assert ViewChange.between(base, same).groups is None
+    assert ViewChange.between(base, after).groups == after.groups
+    unchanged = ViewChange.between(base, base)
+    assert (unchanged.joined, unchanged.removed) == ((), ())
 
 
-def test_a_change_of_another_map_is_refused() -> None:
+def test_a_change_of_another_view_is_refused() -> None:
     base, other = View(epoch=4), View(epoch=5)
-    with pytest.raises(ProtocolError, match="since map 4, and 5 is here"):
-        change_of(base, View(epoch=6)).apply(map_of(other))
+    with pytest.raises(ProtocolError, match=r"view 4.*view 5"):
+        ViewChange.between(base, View(epoch=6)).apply(other)
 
 
-@pytest.mark.parametrize("role", list(Role))
-def test_a_member_is_who_it_was(role: Role) -> None:
-    member = Member("name", role, 3, 9, Endpoint(Address.parse("tcp://10.0.0.1:5")), ProcessIdentity("host", 1, 2))
-    info = map_of(View(members=(member,))).members[0]
-    assert member_of(info) == member
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"epoch": -1},
+        {"groups": [((1,), None, b"\5" + b"\0" * 63)]},
+        {"groups": [((1, 1), None, b"\0" * 64)]},
+        {"groups": [((1,), None, b"\0" * 63)]},
+        {"members": [{"node": "s", "role": "server", "rank": 0, "incarnation": 1}]},
+        {"members": [{"node": "w", "role": "boss", "rank": 0, "incarnation": 1}]},
+    ],
+)
+def test_bounds_of_views_are_checked(fields: dict[str, Any]) -> None:
+    with pytest.raises(ProtocolError, match="cannot be read"):
+        messages.decode_notice(msgspec.msgpack.encode({"type": "View", **fields}))

@@ -1,0 +1,27 @@
+"""Bounds of the fields of messages, as types: decoding checks them.
+
+Conditions on several fields are in `__post_init__` of the structs.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, TypeAlias
+
+from msgspec import Meta
+
+from paceline.protocol.buckets import NUM_BYTES
+
+MAX_RANK: Final = 65535
+"""The last rank of a server or worker."""
+_MAX_NUMBER: Final = 1 << 62
+"""Upper bound for numbers from peers that are incremented later."""
+
+Natural: TypeAlias = Annotated[int, Meta(ge=0)]
+Term: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 42)]
+"""Leaves room below 2⁶² for the numbers of a term's jobs."""
+Number: TypeAlias = Annotated[int, Meta(ge=0, le=_MAX_NUMBER)]
+"""An incarnation, or the number of a view, a job or a lease."""
+Rank: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_RANK)]
+Version: TypeAlias = Annotated[int, Meta(ge=0, le=2**31)]
+BucketMask: TypeAlias = Annotated[bytes, Meta(min_length=NUM_BYTES, max_length=NUM_BYTES)]
+"""A set of buckets (:func:`paceline.protocol.buckets.to_bytes`)."""

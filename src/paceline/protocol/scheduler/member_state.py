@@ -1,0 +1,114 @@
+"""A process's membership and its views, as a pure state machine."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from paceline.errors import ProtocolError
+from paceline.protocol.jobs import JobMemory
+from paceline.protocol.membership import Member, Role
+from paceline.protocol.placement import NUM_BUCKETS
+from paceline.protocol.scheduler.messages import (
+    CommitView,
+    Ended,
+    Expelled,
+    Prepared,
+    PrepareView,
+    Promise,
+    Promised,
+    Register,
+    Rejoin,
+    Welcome,
+)
+from paceline.protocol.scheduler.views import KnownViews, View, ViewChange
+
+_FIRST_HEARTBEAT_S: Final = 0.1  # until the welcome states the interval; short enough for the shortest timeout
+
+
+class MemberState:
+    """One process's membership, from its registration on."""
+
+    def __init__(self, num_buckets: int = NUM_BUCKETS) -> None:
+        self.registration: Register | None = None
+        self.welcome: Welcome | None = None
+        """The newest answer to the registration; None before it is a member."""
+        self.heartbeat_s = _FIRST_HEARTBEAT_S
+        self.views = KnownViews()
+        self.is_leaving = False
+        """Whether it has requested its release."""
+        self.is_released = False
+        self.is_over = False
+        """Whether the membership has ended, by release or expulsion."""
+        self._num_buckets = num_buckets
+
+    def welcomed(self, welcome: Welcome) -> View | None:
+        """Take a welcome; return its view if that is new."""
+        view = self._commit(welcome.view)
+        self.welcome, self.heartbeat_s = welcome, welcome.heartbeat_s
+        return view
+
+    def take(self, notice: object) -> tuple[View | None, Prepared | Promised | None]:
+        """Take a notice; return the new view to act on, and the answer."""
+        match notice:
+            case View() | ViewChange():
+                return self._commit(self._whole(notice)), None
+            case PrepareView(view):
+                whole = self._whole(view)
+                is_stored = self.views.prepare(whole)
+                return None, Prepared(whole.term, whole.epoch) if is_stored else None
+            case Promise(term):
+                return None, Promised(term) if self.views.promise(term) else None
+            case CommitView(term, epoch):
+                prepared = self.views.prepared
+                if prepared is not None and prepared.order == (term, epoch):
+                    return self._commit(prepared), None
+            case Ended():
+                self.is_released = self.is_over = True
+            case Expelled():
+                self.is_over = True
+        return None, None
+
+    def rejoin(self, knowledge: Any, job: JobMemory | None) -> Rejoin:
+        """Return the message to a scheduler that may not know this member."""
+        registration, welcome, newest = self.registration, self.welcome, self.views.newest
+        assert registration is not None
+        assert welcome is not None
+        assert newest is not None
+        member = Member(
+            registration.node,
+            registration.role,
+            welcome.rank,
+            welcome.incarnation,
+            registration.address,
+            registration.process,
+        )
+        return Rejoin(
+            member=member,
+            cluster=welcome.settings.cluster,
+            view=newest,
+            promised=self.views.promised,
+            has_committed=self.views.is_committed,
+            former=() if self.views.former is None else self.views.former.of_role(Role.SERVER),
+            is_leaving=self.is_leaving,
+            job=job,
+            knowledge=knowledge,
+        )
+
+    def _commit(self, view: View) -> View | None:
+        self._check(view)
+        return view if self.views.commit(view) else None
+
+    def _whole(self, view: View | ViewChange) -> View:
+        if isinstance(view, ViewChange):
+            base = self.views.committed
+            if base is None:
+                raise ProtocolError("the scheduler has sent the change of a view that it has not sent")
+            view = view.apply(base)
+        self._check(view)
+        return view
+
+    def _check(self, view: View) -> None:
+        if view.num_buckets not in (0, self._num_buckets):
+            raise ProtocolError(
+                f"the scheduler has sent chains of {view.num_buckets} buckets: expected {self._num_buckets}"
+            )

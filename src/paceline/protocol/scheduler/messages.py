@@ -1,0 +1,178 @@
+"""Messages between members and their scheduler: registration, heartbeats, views, the end.
+
+The same structs are the events of :class:`~paceline.protocol.scheduler.SchedulerCore`, the frames on the wire and the
+messages of the simulator. Views (:class:`~paceline.protocol.scheduler.View`) are messages too.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Generic
+
+from msgspec import Meta, Struct
+from typing_extensions import TypeVar
+
+from paceline.protocol.bounds import MAX_RANK, BucketMask, Natural, Number, Term, Version
+from paceline.protocol.buckets import Buckets, from_bytes
+from paceline.protocol.jobs import JobMemory
+from paceline.protocol.membership import Address, Member, ProcessIdentity, Role
+from paceline.protocol.scheduler.views import View, ViewChange
+
+SettingsType = TypeVar("SettingsType", default=Any)
+"""The type of a cluster's settings, which the protocol only passes on."""
+KnowledgeType = TypeVar("KnowledgeType", default=Any)
+"""The type of a member's further knowledge, which the protocol only passes on."""
+
+# From members.
+
+
+class Register(Struct, Generic[Address], frozen=True, kw_only=True, tag=True):
+    """A process joins the cluster; answered by Welcome, maybe later, or an error."""
+
+    node: str
+    role: Role
+    address: Address | None = None
+    rank: Annotated[int, Meta(le=MAX_RANK)] | None = None
+    """The wanted rank; None: any."""
+    is_extra: bool = False
+    """Whether a server joins a cluster that has all its servers."""
+    process: ProcessIdentity | None = None
+
+
+class Rejoin(Struct, Generic[Address, KnowledgeType], frozen=True, kw_only=True, tag=True):
+    """A member comes back, with its knowledge for a scheduler that may have none. Answered by Welcome or Elsewhere.
+
+    An error if this member was declared dead.
+    """
+
+    member: Member[Address]
+    cluster: str
+    """The name of its cluster."""
+    view: View[Address]
+    """The newest view that it has received, committed or prepared."""
+    promised: Term = 0
+    """It has promised to prepare no view of a lower term."""
+    has_committed: bool = True
+    """Whether it knows that this view is committed."""
+    former: tuple[Member[Address], ...] = ()
+    """If not, the servers of the view that it acts on."""
+    is_leaving: bool = False
+    """Whether it is a server that waits for its release."""
+    job: JobMemory | None = None
+    knowledge: KnowledgeType | None = None
+
+    @property
+    def highest_term(self) -> int:
+        """The highest term that it knows."""
+        return max(self.view.term, self.promised)
+
+    @property
+    def job_number(self) -> int:
+        """The number of the latest job that it knows; 0 without one."""
+        return 0 if self.job is None else self.job.number
+
+    @property
+    def has_posted(self) -> bool:
+        """Whether it has posted that job."""
+        return self.job is not None and self.job.posted is not None
+
+    @property
+    def has_worked(self) -> bool:
+        """Whether it is a worker that had shards of that job."""
+        return self.job is not None and self.job.has_worked
+
+
+class Heartbeat(Struct, frozen=True, kw_only=True, tag=True):
+    """NOTICE: a sign of life."""
+
+    progress: dict[str, float] = {}
+    """A worker's counters."""
+    unreachable: tuple[Number, ...] = ()
+    """The servers, by incarnation, that were silent towards this server for half of the timeout."""
+
+
+class Leave(Struct, frozen=True, kw_only=True, tag=True):
+    """NOTICE: the process leaves in good order."""
+
+
+class Drain(Struct, frozen=True, kw_only=True, tag=True):
+    """NOTICE of a server: it leaves once its buckets are on other servers, and receives Ended then."""
+
+
+class Filled(Struct, frozen=True, tag=True):
+    """NOTICE of a server: in the view of this version, the server `target` behind it has all these buckets now."""
+
+    version: Version
+    target: Natural
+    mask: BucketMask
+
+    @property
+    def buckets(self) -> Buckets:
+        """The buckets as a set."""
+        return from_bytes(self.mask)
+
+
+class Prepared(Struct, frozen=True, tag=True):
+    """NOTICE of a server: it has the view of this order (:attr:`View.order`)."""
+
+    term: Term
+    epoch: Number
+
+
+class Promised(Struct, frozen=True, tag=True):
+    """NOTICE of a server: it prepares no view of a lower term from now on."""
+
+    term: Term
+
+
+class GetView(Struct, frozen=True, kw_only=True, tag=True):
+    """Request the members of now. Answered by View."""
+
+
+# From the scheduler.
+
+
+class Welcome(Struct, Generic[Address, SettingsType], frozen=True, kw_only=True, tag=True):
+    """The process is this member of this cluster."""
+
+    rank: int
+    incarnation: int
+    heartbeat_s: float
+    settings: SettingsType
+    view: View[Address]
+    received: int = -1
+    """The number of the last message of this member that the scheduler has; -1 if it knows of none."""
+
+
+class Elsewhere(Struct, frozen=True, kw_only=True, tag=True):
+    """Answer to Rejoin: another cluster is at this address now. The member's own may come back."""
+
+
+class Promise(Struct, frozen=True, tag=True):
+    """NOTICE to a server: prepare no view of a lower term from now on. Answered by Promised."""
+
+    term: Term
+
+
+class PrepareView(Struct, Generic[Address], frozen=True, tag=True):
+    """NOTICE to a server: store this view and do not act on it yet. Answered by Prepared."""
+
+    view: View[Address] | ViewChange[Address]
+
+
+class CommitView(Struct, frozen=True, tag=True):
+    """NOTICE to a server: act on the view of this order, which was prepared on this connection."""
+
+    term: Term
+    epoch: Number
+
+
+class Ended(Struct, frozen=True, kw_only=True, tag=True):
+    """NOTICE: end in good order."""
+
+    reason: str = ""
+
+
+class Expelled(Struct, frozen=True, kw_only=True, tag=True):
+    """NOTICE: the member was declared dead."""
+
+    reason: str
