@@ -131,7 +131,7 @@ class SimulatedNode(MessageProcess):
     def report(self, message: events.MemberMessage) -> None:
         """Send a message about this member; it is lost if there is no connection."""
         if self.scheduler is not None:
-            self.scheduler.send(events.Received(self.scheduler.other, message))
+            self.scheduler.send(events.MessageReceived(self.scheduler.other, message))
 
     def _connect(self) -> None:
         self.connect(SCHEDULER, ("node", 0, 0))

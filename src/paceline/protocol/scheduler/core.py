@@ -25,7 +25,7 @@ from paceline.protocol.membership import Member, Membership, Role
 from paceline.protocol.placement import NUM_BUCKETS
 from paceline.protocol.scheduler import events
 from paceline.protocol.scheduler.departures import Suspects
-from paceline.protocol.scheduler.events import Event, Instruction, Received
+from paceline.protocol.scheduler.events import Event, Instruction, MessageReceived
 from paceline.protocol.scheduler.leading import Leader
 from paceline.protocol.scheduler.members import Newcomers
 from paceline.protocol.scheduler.messages import Drain, Leave, Promised, Register, Rejoin
@@ -149,9 +149,9 @@ class SchedulerCore:
         match self.phase, event:
             case Phase.SUPERSEDED, _:
                 return []
-            case Phase.LEADING, Received(peer, Rejoin(cluster=cluster)) if cluster != self.cluster:
+            case Phase.LEADING, MessageReceived(peer, Rejoin(cluster=cluster)) if cluster != self.cluster:
                 return [events.Foreign(peer)]
-            case Phase.LEADING, Received(_, Rejoin(highest_term=term)) if term > self.term:
+            case Phase.LEADING, MessageReceived(_, Rejoin(highest_term=term)) if term > self.term:
                 self.phase = self.phase.after("Rejoin")
                 return [events.Superseded(term)]
             case Phase.LEADING, _:
@@ -174,21 +174,21 @@ class SchedulerCore:
         """Take an event before there is a cluster."""
         newcomers, recovery = self.newcomers, self._recovery
         match event:
-            case Received(peer, Register() as registration):
+            case MessageReceived(peer, Register() as registration):
                 newcomers.add(peer, registration)
-            case Received(peer, Rejoin() as rejoin):
+            case MessageReceived(peer, Rejoin() as rejoin):
                 if self.phase is Phase.FORMING:
                     self.phase = self.phase.after("Rejoin")
                 recovery.add(peer, rejoin, self._now_s)
             case events.Disconnected(peer):
                 newcomers.forget(peer)
                 recovery.forget(peer)
-            case Received(peer, Leave()):
+            case MessageReceived(peer, Leave()):
                 newcomers.forget(peer)
                 return recovery.leave(peer)
-            case Received(peer, Drain()):
+            case MessageReceived(peer, Drain()):
                 recovery.drain(peer)
-            case Received(peer, Promised(term)):
+            case MessageReceived(peer, Promised(term)):
                 recovery.promise(peer, term)
             case events.ProcessEnded(incarnation):
                 recovery.ended(incarnation)

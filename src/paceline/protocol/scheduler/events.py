@@ -25,7 +25,7 @@ Message = TypeVar("Message", bound=MemberMessage)
 # Events.
 
 
-class Received(Struct, Generic[Message], frozen=True):
+class MessageReceived(Struct, Generic[Message], frozen=True):
     """A message of a process."""
 
     peer: object
@@ -158,7 +158,7 @@ class Superseded(Struct, frozen=True):
     term: int
 
 
-Event: TypeAlias = Received[MemberMessage] | Disconnected | ProcessEnded | Doubted | Flush | TimePassed
+Event: TypeAlias = MessageReceived[MemberMessage] | Disconnected | ProcessEnded | Doubted | Flush | TimePassed
 Instruction: TypeAlias = (
     Admit | Reject | Foreign | Expel | Removed | TakenOver | RequestPromise | Prepare | Publish | FlushSoon
     | ReleaseServer | BucketsLost | Note | Superseded

@@ -8,7 +8,7 @@ from paceline.errors import UsageError
 from paceline.protocol.chains import Planner
 from paceline.protocol.membership import INCARNATION_RANGE, Member, Membership, Role
 from paceline.protocol.scheduler import events
-from paceline.protocol.scheduler.events import Event, Instruction, Received
+from paceline.protocol.scheduler.events import Event, Instruction, MessageReceived
 from paceline.protocol.scheduler.members import MemberPeers, Newcomers
 from paceline.protocol.scheduler.messages import Drain, Filled, Heartbeat, Leave, Prepared, Register, Rejoin
 from paceline.protocol.scheduler.next_view import NextView
@@ -85,30 +85,30 @@ class Leader:
         """Take one event; return what to do, in order."""
         self._now_s = now_s
         match event:
-            case Received(peer, Register() as registration):
+            case MessageReceived(peer, Register() as registration):
                 self._register(peer, registration)
-            case Received(peer, Rejoin() as rejoin):
+            case MessageReceived(peer, Rejoin() as rejoin):
                 self._rejoin(peer, rejoin)
-            case Received(peer, Heartbeat(unreachable=unreachable)):
+            case MessageReceived(peer, Heartbeat(unreachable=unreachable)):
                 self._heartbeat(peer, unreachable)
             case events.Disconnected(peer):
                 self.newcomers.forget(peer)
                 self.peers.disconnect(peer)
             case events.ProcessEnded(incarnation):
                 self._ended(incarnation, events.PROCESS_ENDED)
-            case Received(peer, Leave()):
+            case MessageReceived(peer, Leave()):
                 self.newcomers.forget(peer)
                 self._ended(self.peers.incarnation_of(peer), None)  # its process ends, and can be asked for nothing
             case events.Doubted(incarnation):
                 if self.membership.doubt(incarnation):
                     self.next.suspects.doubt(incarnation, _PROBABLY_ENDED)
                 self._look_for_silent()
-            case Received(peer, Drain()):
+            case MessageReceived(peer, Drain()):
                 self._drain(self.peers.incarnation_of(peer))
-            case Received(_, Filled() as filled):
+            case MessageReceived(_, Filled() as filled):
                 if self.next.filled(filled.version, filled.target, filled.buckets):
                     self._plan()
-            case Received(peer, Prepared(term, epoch)):
+            case MessageReceived(peer, Prepared(term, epoch)):
                 self._has_changed |= self.publication.prepared(self.peers.incarnation_of(peer) or 0, term, epoch)
             case events.Flush():
                 self._is_flushing, self._has_changed = False, True

@@ -21,7 +21,7 @@ import msgspec
 from paceline.errors import PacelineError, PeerError, ProtocolError, UsageError
 from paceline.protocol import NUM_BUCKETS, Member, Role
 from paceline.protocol.scheduler import Phase, SchedulerCore, View, events
-from paceline.protocol.scheduler.events import Received
+from paceline.protocol.scheduler.events import MessageReceived
 from paceline.protocol.scheduler.sent_views import SentViews
 from paceline.ps import messages
 from paceline.ps.fail_stop import Fail, must_succeed
@@ -115,18 +115,18 @@ class Scheduler(Handler):
                 if self.sessions.has_asked(peer):
                     raise ProtocolError(f"node {request.node!r} asked twice to join on one connection")
                 self.sessions.ask(peer, header.request)
-                self._feed(Received(peer, request))
+                self._feed(MessageReceived(peer, request))
             case messages.Rejoin():
                 self._rejoin(peer, header, request)
             case messages.Heartbeat(progress=progress):
-                self._feed(Received(peer, request))
+                self._feed(MessageReceived(peer, request))
                 if progress:
                     self.jobs.note_progress(self.sessions.connected[peer], progress, self.core.membership)
             case messages.Leave():
-                self._feed(Received(peer, request))
+                self._feed(MessageReceived(peer, request))
                 peer.close()  # which the other end waits for
             case messages.Drain() | messages.Filled() | messages.Prepared() | messages.Promised():
-                self._feed(Received(peer, request))
+                self._feed(MessageReceived(peer, request))
             case _ if self._must_wait(request):
                 self._held.append((peer, header, request, bytes(body)))
             case _:
@@ -202,7 +202,7 @@ class Scheduler(Handler):
             return
         self.sessions.ask(peer, header.request)
         self.sessions.connected[peer].end.is_foreign = True
-        self._feed(Received(peer, request))
+        self._feed(MessageReceived(peer, request))
         for each in self.core.awaited:
             endpoint, process = each.address, each.process
             assert endpoint is None or isinstance(endpoint, Endpoint)

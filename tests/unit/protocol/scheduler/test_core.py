@@ -6,7 +6,7 @@ import pytest
 
 from paceline.protocol import Role
 from paceline.protocol.scheduler import Phase, events, messages
-from paceline.protocol.scheduler.events import Received
+from paceline.protocol.scheduler.events import MessageReceived
 
 from .toys import HEARTBEAT_S, TIMEOUT_S, Scheduler, chains, filled, holders, observer, server, started, worker
 
@@ -231,7 +231,9 @@ def test_the_newest_connection_of_a_member_counts() -> None:
     former, w.wire = w.wire, None
     assert former is not None
     scheduler.rejoin(w)
-    former.to_scheduler.append(Received(former, messages.Leave()))  # what still comes on the former one is of nobody
+    former.to_scheduler.append(
+        MessageReceived(former, messages.Leave())
+    )  # what still comes on the former one is of nobody
     scheduler.settle()
     former.cut()
     assert w.wire is not None
@@ -321,7 +323,9 @@ def test_one_that_was_removed_and_still_speaks_is_expelled() -> None:
     scheduler, _, (w,) = started(1, 1)
     assert w.wire is not None
     scheduler.feed(events.ProcessEnded(w.incarnation))
-    assert scheduler.feed(Received(w.wire, messages.Heartbeat())) == [events.Expel(w.wire, "it was silent too long")]
+    assert scheduler.feed(MessageReceived(w.wire, messages.Heartbeat())) == [
+        events.Expel(w.wire, "it was silent too long")
+    ]
 
 
 def test_a_silent_server_goes_where_others_have_what_it_has() -> None:

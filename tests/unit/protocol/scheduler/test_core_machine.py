@@ -15,7 +15,7 @@ import pytest
 from paceline.protocol import Role, buckets_in
 from paceline.protocol.buckets import to_bytes
 from paceline.protocol.scheduler import Phase, View, events, gaining, messages
-from paceline.protocol.scheduler.events import Received
+from paceline.protocol.scheduler.events import MessageReceived
 from paceline.protocol.scheduler.views import commit_quorum
 
 from .toys import HEARTBEAT_S, Node, Scheduler, chains
@@ -172,7 +172,7 @@ class Run:
         scheduler.now_s += HEARTBEAT_S
         for wire in list(scheduler.wires):
             if wire.is_welcomed and not wire.node.is_silent and self.random.random() < 0.9:
-                wire.to_scheduler.append(Received(wire, messages.Heartbeat()))
+                wire.to_scheduler.append(MessageReceived(wire, messages.Heartbeat()))
         scheduler.feed(events.TimePassed())
 
     def beat(self) -> None:

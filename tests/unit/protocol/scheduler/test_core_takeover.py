@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from paceline.protocol import Role
 from paceline.protocol.scheduler import Phase, events, messages
-from paceline.protocol.scheduler.events import Received
+from paceline.protocol.scheduler.events import MessageReceived
 
 from .toys import HEARTBEAT_S, TIMEOUT_S, Node, Scheduler, chains, filled, holders, observer, server, started, worker
 
@@ -472,7 +472,7 @@ def test_members_that_never_heard_their_welcome_register_again() -> None:
     former = Scheduler(num_servers=2, replicas=1)
     a, b = former.register(server("a")), server("b")
     wire = former.connect(b)
-    former.feed(Received(wire, messages.Register(node="b", role=Role.SERVER, address="b")))
+    former.feed(MessageReceived(wire, messages.Register(node="b", role=Role.SERVER, address="b")))
     deliver_only(former, a)
     assert a.member is not None
     assert b.member is None
@@ -679,7 +679,7 @@ def test_a_scheduler_that_was_superseded_forms_no_other_cluster() -> None:
     scheduler.said = []
     wire, returned = scheduler.connect(a), a.returned()
     later = replace(returned.view, term=scheduler.core.term + 1)
-    assert scheduler.feed(Received(wire, replace(returned, view=later))) == [events.Superseded(later.term)]
+    assert scheduler.feed(MessageReceived(wire, replace(returned, view=later))) == [events.Superseded(later.term)]
     assert scheduler.core.phase is Phase.SUPERSEDED
 
 

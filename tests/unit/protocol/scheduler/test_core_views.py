@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.protocol.scheduler import events, messages
-from paceline.protocol.scheduler.events import Received
+from paceline.protocol.scheduler.events import MessageReceived
 
 from .toys import HEARTBEAT_S, TIMEOUT_S, Node, Scheduler, chains, holders, server, started, worker
 
@@ -41,7 +41,7 @@ def test_a_view_is_committed_when_a_quorum_of_the_servers_has_it() -> None:
     for number, node in enumerate(others):
         assert scheduler.view is view, number
         assert node.wire is not None
-        scheduler.tell(Received(node.wire, messages.Prepared(prepare.view.term, prepare.view.epoch)))
+        scheduler.tell(MessageReceived(node.wire, messages.Prepared(prepare.view.term, prepare.view.epoch)))
         if scheduler.view is not view:
             break
     assert 1 <= number < 2
@@ -99,10 +99,10 @@ def test_a_proposal_is_replaced_when_servers_change() -> None:
     assert second.version >= first.version
     for node in (a, b):
         assert node.wire is not None
-        scheduler.tell(Received(node.wire, messages.Prepared(first.term, first.epoch)))
+        scheduler.tell(MessageReceived(node.wire, messages.Prepared(first.term, first.epoch)))
     assert scheduler.view is view
     assert a.wire is not None
-    scheduler.tell(Received(a.wire, messages.Prepared(second.term, second.epoch)))
+    scheduler.tell(MessageReceived(a.wire, messages.Prepared(second.term, second.epoch)))
     assert scheduler.view is second
     assert scheduler.view.servers.keys() == {a.incarnation, b.incarnation, x.incarnation}
 
@@ -121,7 +121,7 @@ def test_a_proposal_is_kept_when_only_workers_come_and_go() -> None:
     assert v.member is None
     a.prepares = True
     assert a.wire is not None
-    scheduler.tell(Received(a.wire, messages.Prepared(view.term, view.epoch)))
+    scheduler.tell(MessageReceived(a.wire, messages.Prepared(view.term, view.epoch)))
     assert published(scheduler)[0] == view.order
     # What has waited comes at once: the next view has all of it.
     assert [each.node for each in scheduler.view.members] == ["s0", "v"]
@@ -139,7 +139,7 @@ def test_a_proposal_of_which_nothing_is_left_is_dropped() -> None:
     b.prepares = True
     scheduler.wake(b)
     assert a.wire is not None
-    scheduler.tell(Received(a.wire, messages.Prepared(dropped.term, dropped.epoch)))
+    scheduler.tell(MessageReceived(a.wire, messages.Prepared(dropped.term, dropped.epoch)))
     assert scheduler.view is view
     # Somebody may have it: what comes next is newer.
     scheduler.register(worker("w"))

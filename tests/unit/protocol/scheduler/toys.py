@@ -14,7 +14,7 @@ from paceline.protocol.buckets import to_bytes
 from paceline.protocol.chains import chain_group
 from paceline.protocol.jobs import JobMemory, JobRecord
 from paceline.protocol.scheduler import KnownViews, Phase, SchedulerCore, View, events, messages
-from paceline.protocol.scheduler.events import MemberMessage, Received
+from paceline.protocol.scheduler.events import MemberMessage, MessageReceived
 
 TIMEOUT_S = 10.0
 HEARTBEAT_S = 1.0
@@ -87,7 +87,7 @@ class Node:
 
     def send(self, message: MemberMessage) -> None:
         assert self.wire is not None
-        self.wire.to_scheduler.append(Received(self.wire, message))
+        self.wire.to_scheduler.append(MessageReceived(self.wire, message))
 
     def registration(self) -> messages.Register:
         """What it says to a scheduler before it is a member."""
@@ -117,11 +117,11 @@ class Node:
     def asked_to_prepare(self, wire: Wire, view: View) -> None:
         if self.prepares and self.views.prepare(view):
             self.has_prepared.add(view.order)
-            wire.to_scheduler.append(Received(wire, messages.Prepared(view.term, view.epoch)))
+            wire.to_scheduler.append(MessageReceived(wire, messages.Prepared(view.term, view.epoch)))
 
     def asked_to_promise(self, wire: Wire, term: int) -> None:
         if self.views.promise(term):
-            wire.to_scheduler.append(Received(wire, messages.Promised(term)))
+            wire.to_scheduler.append(MessageReceived(wire, messages.Promised(term)))
 
     def ended(self, wire: Wire, fate: object) -> None:
         self.is_alive, self.fate = False, fate
@@ -225,7 +225,7 @@ class Scheduler:
         for node in nodes:
             node.is_silent = False
             if node.wire is not None:
-                self.feed(Received(node.wire, messages.Heartbeat()))
+                self.feed(MessageReceived(node.wire, messages.Heartbeat()))
         self.settle()
 
     def connect(self, node: Node) -> Wire:
@@ -300,7 +300,7 @@ class Scheduler:
             for wire in list(self.wires):
                 if wire.is_open and not wire.node.is_silent:
                     heartbeat = messages.Heartbeat(unreachable=(unreachable or {}).get(wire.node.name, ()))
-                    self.feed(Received(wire, heartbeat))
+                    self.feed(MessageReceived(wire, heartbeat))
             self.feed(events.TimePassed())
             self.settle()
 
@@ -351,4 +351,4 @@ def group(*members: int, filling: int | None = None, buckets: int = 1) -> ChainG
 
 def filled(version: int, target: int, buckets: int) -> events.Event:
     """The report of a server, on any connection, that the one behind it has these buckets."""
-    return Received(None, messages.Filled(version, target, to_bytes(buckets)))
+    return MessageReceived(None, messages.Filled(version, target, to_bytes(buckets)))

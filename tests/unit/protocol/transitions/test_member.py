@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from paceline.protocol import Member, Role
 from paceline.protocol.scheduler import MEMBER, Phase, events, messages
-from paceline.protocol.scheduler.events import Received
+from paceline.protocol.scheduler.events import MessageReceived
 from paceline.protocol.transitions import OUTSIDE
 
 from ..scheduler.toys import HEARTBEAT_S, TIMEOUT_S, Node, Scheduler, Wire  # noqa: TID252
@@ -106,7 +106,7 @@ class Watched(Scheduler):
         if former != (OUTSIDE,):
             return cause
         match cause:
-            case Received(_, messages.Register(node=node) | messages.Rejoin(member=Member(node))) if (
+            case MessageReceived(_, messages.Register(node=node) | messages.Rejoin(member=Member(node))) if (
                 node == member.node
             ):
                 return cause
@@ -129,7 +129,7 @@ class Run:
         node.is_silent = is_silent
         self.nodes.append(node)
         node.rank, node.is_extra = rank, role is Role.SERVER and self.scheduler.core.is_established
-        self.scheduler.feed(Received(self.scheduler.connect(node), node.registration()))
+        self.scheduler.feed(MessageReceived(self.scheduler.connect(node), node.registration()))
 
     def some(self, *, connected: bool | None = None) -> list[Node]:
         living = [each for each in self.nodes if each.is_alive]
@@ -207,11 +207,11 @@ class Run:
         if node.role is Role.SERVER and self.random.random() < 0.8:
             wire = node.wire
             node.is_leaving, node.is_silent = True, self.random.random() < 0.3
-            self.scheduler.feed(Received(wire, messages.Drain()))
+            self.scheduler.feed(MessageReceived(wire, messages.Drain()))
             if self.random.random() < 0.5:  # it does not hear its release
                 wire.cut()
         else:
-            self.scheduler.feed(Received(node.wire, messages.Leave()))
+            self.scheduler.feed(MessageReceived(node.wire, messages.Leave()))
             node.is_alive = False
             node.wire.cut()
 
