@@ -11,12 +11,12 @@ from typing_extensions import override
 from paceline.errors import StaleEpochError
 from paceline.protocol.buckets import bucket_set
 from paceline.protocol.client import (
-    AskToJoin,
     ClientCore,
     Connect,
     Disconnect,
     Instruction,
     Request,
+    RequestJoin,
     RequestKind,
     Resync,
     ServerSession,
@@ -39,7 +39,7 @@ class _Payload:
 
     buckets: int
     values: tuple[Value, ...] = ()
-    join: AskToJoin | None = None
+    join: RequestJoin | None = None
 
 
 class SimulatedClient(SimulatedNode):
@@ -75,7 +75,7 @@ class SimulatedClient(SimulatedNode):
                         self._transmit(request)
                 case Resync():
                     self._resync(instruction)
-                case AskToJoin(server):
+                case RequestJoin(server):
                     self._start(self.core.sessions[server], RequestKind.CALL, _Payload(0, join=instruction))
                 case Connect(server):
                     self.links.want(server)
@@ -175,7 +175,7 @@ class SimulatedClient(SimulatedNode):
                 if session is not None and request is not None:
                     session.refused(request)
                 self.take(view)
-            case events.TellJoined(_, clock):
+            case events.ConfirmJoin(_, clock):
                 if session is not None and request is not None:
                     session.answered(request)
                     join: Any = request.payload.join  # type: ignore[union-attr]

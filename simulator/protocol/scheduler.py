@@ -134,7 +134,7 @@ class SimulatedScheduler(MessageProcess):
                 self.world.note(f"{member.node} ({member.incarnation}) is removed: {reason}")
                 session = self._sessions.pop(member.incarnation, None)
                 is_lost = reason is not None
-                self._answer(self.jobs.removed(member, session, is_lost=is_lost, now_s=self.own_now_s))
+                self._answer(self.jobs.removed(member, session, is_lost=is_lost, time_s=self.own_now_s))
             case events.TakenOver(returned, dead):
                 self._take_over(returned, dead)
             case events.Publish(view):

@@ -15,7 +15,7 @@ from paceline.protocol.replication import AGGREGATE
 from paceline.protocol.scheduler import View
 from paceline.protocol.scheduler.messages import Drain, Expelled, Filled
 from paceline.protocol.server import Route, ServerCore, Timing, events
-from paceline.protocol.server.waiting import KEPT
+from paceline.protocol.server.waiting import POSTPONED
 from simulator.oracle import Data, Violation
 from simulator.protocol.connections import MessageEnd
 from simulator.protocol.messages import TIMING, Check, EventFrame, Part, Ping, Pong, Push, Reply
@@ -59,7 +59,7 @@ class SimulatedServer(SimulatedNode):
             case Ping():
                 connection.send(Pong())
             case Pong():
-                self._silence.heard(connection.hello[2])
+                self._silence.received(connection.hello[2])
             case _:
                 self._handle(message)
 
@@ -67,15 +67,15 @@ class SimulatedServer(SimulatedNode):
         """Take a frame of a worker or a server, now or at its time."""
         sender = frame.connection.hello[1]
         timing = self.core.time(TIMING[type(frame.event)], sender, frame.version)
-        if timing in KEPT:
+        if timing in POSTPONED:
             self.core.postpone(timing, sender, frame)
         elif timing is Timing.STALE:
             self._answer(frame, self.views.committed)
-        elif timing is Timing.NOW and isinstance(frame.event, Check):
+        elif timing is Timing.IMMEDIATE and isinstance(frame.event, Check):
             self._compare(sender, frame)
-        elif timing is Timing.NOW and isinstance(frame.event, Push):
+        elif timing is Timing.IMMEDIATE and isinstance(frame.event, Push):
             self._push(frame)
-        elif timing is Timing.NOW:
+        elif timing is Timing.IMMEDIATE:
             self._handle(frame.event)
             if isinstance(frame.event, events.WorkerTicked | events.WorkerRetired):
                 self._answer(frame)
@@ -89,9 +89,9 @@ class SimulatedServer(SimulatedNode):
                 self._obey([events.Stale(frame)])
                 return
             case Route.EXPELLED:
-                self._obey([events.TellExpelled(frame)])
+                self._obey([events.RejectExpelled(frame)])
                 return
-            case Route.KEEP:
+            case Route.BUFFER:
                 ((worker, values),) = frame.payload
                 self.network.fired["duplicate"] += bool(push.buckets & ~verdict.fresh)
                 self.table.keep(worker, push.iteration, values, verdict.fresh)
@@ -172,16 +172,16 @@ class SimulatedServer(SimulatedNode):
                     self.links.send(target, lambda _: clocks, version=self.core.version)  # noqa: B023
                 case events.ResumeRequest(EventFrame() as frame):
                     resumed.append(frame)
-                case events.TellJoined(EventFrame() as frame):
+                case events.ConfirmJoin(EventFrame() as frame):
                     self._answer(frame, instruction)
-                case events.TellExpelled(EventFrame() as frame):
+                case events.RejectExpelled(EventFrame() as frame):
                     self.oracle.refused(frame.event.worker, self.name)
                     frame.connection.send(Expelled(reason="it is no member"))
                 case events.Serve(EventFrame() as frame):
                     self._serve(frame)
-                case events.DropKept(worker, iteration):
+                case events.DropBuffered(worker, iteration):
                     self.table.drop_kept(worker, iteration)
-                case events.ForgetKept():
+                case events.DropAllBuffered():
                     self.table.keep_only(0)
                 case events.SumUp(iteration, workers, buckets):
                     instruction.payload = self.table.take_sum(iteration, workers, buckets)
@@ -226,7 +226,7 @@ class SimulatedServer(SimulatedNode):
 
     @override
     def unreachable(self) -> tuple[int, ...]:
-        found = self._silence.look(self.links)
+        found = self._silence.poll(self.links)
         core = self.core
         for target, link in self.links.there():
             link.send(Ping())

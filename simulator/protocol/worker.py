@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from paceline.protocol.buckets import bucket_set
 from paceline.protocol.client import Request, ServerSession
-from paceline.protocol.jobs import ALL_DONE, NOTHING_NOW, Job, JobAccount, JobSpec, JobState, Key, Lease, TakenReport
+from paceline.protocol.jobs import ALL_DONE, NONE_FREE, Job, JobAccount, JobSpec, JobState, Key, Lease, TakenReport
 from paceline.protocol.jobs import messages as jobs
 from paceline.protocol.membership import Role
 from paceline.protocol.scheduler import View
@@ -120,7 +120,7 @@ class SimulatedWorker(SimulatedClient):
                 return
             if lease.lease == ALL_DONE:
                 break
-            must_wait = lease.lease == NOTHING_NOW
+            must_wait = lease.lease == NONE_FREE
             if must_wait:
                 yield from self._rest()
             else:

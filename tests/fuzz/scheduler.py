@@ -182,7 +182,7 @@ class SchedulerEpisode(Episode):
         lease = Lease(lease=3, epoch=0, file=1, shard=1)
         done = DoneShards(epoch=0, file=0, shards=b"\5", first=random.choice((0, 3)))
         job = JobMemory(
-            record=JobRecord(number=1, num_workers=2, done=(done,), ended={1: 4}, settled={7: {"examples": 4.0}}),
+            record=JobRecord(number=1, num_workers=2, done=(done,), ended={1: 4}, done_counters={7: {"examples": 4.0}}),
             working=role == "worker", leases=(lease,), last_lease=4, progress={"job": 1.0, "examples": 3.0},
             posted=random.choice((None, self.job()[0].spec)), taken=((7, 1),),
         )  # fmt: skip

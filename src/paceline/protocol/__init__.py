@@ -1,13 +1,12 @@
 """The rules of Paceline as pure state machines: typed events in, typed instructions out.
 
-Nothing here does I/O, reads a clock or draws a random number; the runtimes (``paceline.ps``,
-``paceline.data``) and the simulator feed the machines and carry out what they say. The machines and values
-are exported here. Events and instructions are spoken of within their module: ``clocks.Leave`` is a worker's,
-``membership.Leave`` a node's.
+The machines do no I/O, read no clock and draw no random numbers. The runtimes (``paceline.ps``, ``paceline.data``)
+and the simulator pass events to the machines and carry out the instructions. This package exports the machines and
+the values; events and instructions are used by the name of their module, such as ``clocks.Join``.
 
-What only servers and schedulers need is imported when it is first used.
+Modules for servers and schedulers only are imported on first use.
 
-The rules, with diagrams and what they do not promise, are in ``docs/explanation/protocol.md``.
+``docs/explanation/protocol.md`` describes the rules, with diagrams and limits.
 """
 
 from typing import TYPE_CHECKING

@@ -1,12 +1,12 @@
-"""Which servers hold a bucket, and in what order: the scheduler's planner of chains.
+"""The scheduler's planner of chains: the servers of each bucket, and their order.
 
-For every bucket the planner keeps a :class:`Chain`: the servers that have all its data, the primary first, and at
-most one server behind them that is being filled. The scheduler's runtime feeds a :class:`Planner` who lives and what
-was filled, and publishes the chains when they have changed. A server is known by its incarnation: one that comes back
-is another one, with nothing in it. Its rank is only what :func:`~paceline.protocol.placement.place` hashes.
+The planner has a :class:`Chain` for every bucket: the servers with all its data, the primary first, and at most one
+server that is being filled, at the end. The scheduler reports live servers and finished fills to its :class:`Planner`,
+and publishes the chains when they change. Incarnations identify servers, so a server that restarts is a new server
+without data. Its rank is only the input of :func:`~paceline.protocol.placement.place`.
 
 Source: van Renesse and Schneider 2004 "Chain Replication for Supporting High Throughput and Availability" (a server
-that fails leaves its chain, a new one is appended behind the tail); Lin et al. 2008 "PacificA: Replication in
+that fails leaves its chain, a new one is appended after the tail); Lin et al. 2008 "PacificA: Replication in
 Log-Based Distributed Storage Systems" (one configuration manager with a version, apart from the data).
 """
 
@@ -30,10 +30,10 @@ class Chain:
     """The servers of one bucket, by incarnation. Without members its data is lost."""
 
     members: tuple[int, ...]
-    """Those that have all its data: the primary, then the replicas in order."""
+    """The servers with all its data: the primary, then the replicas in order."""
 
     filling: int | None = None
-    """The server behind the tail that is being filled, if any; never a member."""
+    """The server after the tail that is being filled, if any; never a member."""
 
 
 class ChainGroup(Struct, frozen=True, array_like=True):
@@ -46,7 +46,7 @@ class ChainGroup(Struct, frozen=True, array_like=True):
     def __post_init__(self) -> None:
         chain = in_chain(self.members, self.filling)
         if len(set(chain)) != len(chain):
-            raise UsageError(f"a chain of servers {chain} has one of them twice")
+            raise UsageError(f"a chain of servers {chain} has a duplicate")
 
     @property
     def buckets(self) -> Buckets:
@@ -55,20 +55,20 @@ class ChainGroup(Struct, frozen=True, array_like=True):
 
 
 def chain_group(members: tuple[int, ...], filling: int | None, buckets: Buckets) -> ChainGroup:
-    """Return the group of these buckets."""
+    """Return the group of `buckets`."""
     return ChainGroup(members, filling, to_bytes(buckets))
 
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """Send everybody the new chains, which have this version."""
+    """Publish the new chains, which have this version."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True)
 class BucketsLost:
-    """The last server with these buckets (a mask) has ended: their data is gone, for good."""
+    """The last server with these buckets (a mask) has ended: their data is lost."""
 
     buckets: int
 
@@ -102,12 +102,12 @@ SERVER: Final = StateTable(
 
 
 def in_chain(members: tuple[int, ...], filling: int | None) -> tuple[int, ...]:
-    """All servers of a chain, in its order: the one that is being filled is behind the tail."""
+    """Return all servers of a chain in order; the server that is being filled comes last."""
     return members if filling is None else (*members, filling)
 
 
 def leads_of(groups: Iterable[ChainGroup]) -> tuple[dict[int, int], int]:
-    """The buckets that each server in a chain leads (most lead none, or some), and those that nobody has."""
+    """Return the buckets that each server in a chain leads (0 for replicas only), and the lost buckets."""
     leads: dict[int, int] = {}
     lost = 0
     for group in groups:
@@ -121,13 +121,13 @@ def leads_of(groups: Iterable[ChainGroup]) -> tuple[dict[int, int], int]:
 
 
 VERSION_GAP: Final = 1000
-"""How much a restarted scheduler adds to the newest version that is known: only the dead may have known a later one."""
+"""Added by a restarted scheduler to the newest known version. Later versions may have reached only dead processes."""
 
 _LOST: Final = Chain(())
 
 
 def groups_of(chains: Iterable[Chain]) -> tuple[ChainGroup, ...]:
-    """The chains of buckets 0, 1, … in groups of equal ones, in order of their first buckets."""
+    """Group the chains of buckets 0, 1, … by equality, in the order of the first buckets."""
     masks: dict[tuple[tuple[int, ...], int | None], int] = {}
     bit = 1
     for chain in chains:
@@ -138,10 +138,10 @@ def groups_of(chains: Iterable[Chain]) -> tuple[ChainGroup, ...]:
 
 
 def chains_of(groups: Iterable[ChainGroup]) -> tuple[Chain, ...]:
-    """The chains of buckets 0, 1, … that :func:`groups_of` put into groups; equal ones are one object.
+    """Return the chains of buckets 0, 1, … from the groups of :func:`groups_of`; equal chains are one object.
 
     Raises:
-        UsageError: a bucket is in two groups, or one below the highest is in none.
+        UsageError: a bucket is in two groups, or a bucket below the highest is in none.
     """
     chains: dict[int, Chain] = {}
     num_named = 0
@@ -151,29 +151,30 @@ def chains_of(groups: Iterable[ChainGroup]) -> tuple[Chain, ...]:
         chains.update(dict.fromkeys(buckets_in(group.buckets), chain))
     if num_named != len(chains) or (chains and max(chains) + 1 != num_named):
         raise UsageError(
-            f"Groups of chains name {num_named} buckets, {len(chains)} of them distinct, up to number "
+            f"Groups of chains name {num_named} buckets, {len(chains)} distinct ones, up to number "
             f"{max(chains, default=-1)}: expected each bucket from 0 on in one group."
         )
     return tuple(chains[bucket] for bucket in range(num_named))
 
 
 def has_followers(groups: Iterable[ChainGroup]) -> bool:
-    """Whether any server is behind a primary, as a member or being filled."""
+    """Return whether any primary has a successor, as a member or being filled."""
     return any(group.filling is not None or len(group.members) > 1 for group in groups)
 
 
 def lost_buckets(groups: Iterable[ChainGroup]) -> int:
-    """The buckets that nobody has."""
+    """Return the buckets without any member."""
     return sum(group.buckets for group in groups if not group.members)
 
 
 class Planner:
-    """The chains of all buckets, and the version that rises when any of them changes.
+    """The chains of all buckets, and the version that rises when a chain changes.
 
-    Arguments: `num_buckets`; `replicas`, how many servers hold a bucket besides its primary, if there are so many.
+    Arguments: `num_buckets`; `replicas`, the number of replicas per bucket, if enough servers exist.
 
-    A primary is always a server that had the bucket when tables were empty, or was filled since. A change moves what
-    placement says and no more. A bucket is lost only when all its members died; one that is filling does not count.
+    A primary always had the bucket when tables were empty, or has been filled since. A change moves only the buckets
+    that placement requires. A bucket is lost only when all its members died; a server that is being filled does not
+    count.
     """
 
     def __init__(self, num_buckets: int = NUM_BUCKETS, replicas: int = 0) -> None:
@@ -184,7 +185,7 @@ class Planner:
         self._living: frozenset[int] = frozenset()
         self._silent: frozenset[int] = frozenset()
         self._wanted_of: dict[int, int] = {}  # the servers, incarnation → rank, that `_wanted` was made for
-        self._wanted: tuple[Chain, ...] = ()  # what placement says; empty if nobody is left to hold anything
+        self._wanted: tuple[Chain, ...] = ()  # by placement; empty if no server remains
 
     @classmethod
     def rebuild(
@@ -196,18 +197,18 @@ class Planner:
         leaving: Collection[int] = (),
         silent: Collection[int] = (),
     ) -> tuple[Planner, list[Instruction]]:
-        """Go on after a restart of the scheduler, from the newest view that any node knows and the servers that live.
+        """Restore the planner after a restart of the scheduler, from the newest known view and the live servers.
 
-        The chains get the next version, changed or not, since a newer one may have gone to nodes that are dead. A
-        fill that was under way goes on; its server reports again what it was filled with. Who is not among
-        ``servers`` is dead: wait for those in the view before.
+        The chains always get a new version, because the lost scheduler may have sent a newer one to dead processes. A
+        running fill continues; its server reports the filled buckets again. Servers that are not in ``servers`` count
+        as dead, so wait for the servers of the last view before.
 
         Raises:
-            UsageError: the groups are empty or no map, the version is below 1, or two servers have one rank.
+            UsageError: the groups are empty or invalid, the version is below 1, or two servers have the same rank.
         """
         chains = chains_of(groups)
         if not chains or version < 1:
-            raise UsageError("There is no map of chains to go on from: make a new planner and start it.")
+            raise UsageError("No chains to restore: make a new planner and start it.")
         self = cls(len(chains), replicas)
         self._chains = list(chains)
         self._version = version
@@ -219,7 +220,7 @@ class Planner:
 
     @property
     def version(self) -> int:
-        """The number of the current chains; 0 before the first placement."""
+        """The version of the chains; 0 before the first placement."""
         return self._version
 
     @property
@@ -229,36 +230,36 @@ class Planner:
 
     @property
     def groups(self) -> tuple[ChainGroup, ...]:
-        """The chains in groups of equal ones."""
+        """The chains, grouped by equality."""
         return groups_of(self._chains)
 
     @property
     def is_stable(self) -> bool:
-        """Whether buckets were placed, nobody is being filled, and all that is not lost is where it is wanted."""
+        """Whether all buckets are placed as wanted, except lost ones, and no fill is running."""
         if any(chain.filling is not None for chain in self._chains):
             return False
-        pairs = zip(self._chains, self._wanted, strict=False)  # nothing is wanted while everybody leaves
+        pairs = zip(self._chains, self._wanted, strict=False)  # `_wanted` is empty while all servers leave
         return self._version > 0 and all(chain in (wanted, _LOST) for chain, wanted in pairs)
 
     @property
     def lost(self) -> int:
-        """The buckets whose data is gone."""
+        """The buckets whose data is lost."""
         return lost_buckets(self.groups)
 
     def member_of(self, server: int) -> int:
-        """The buckets of whose chain a server is a member."""
+        """Return the buckets with this server as a member."""
         return sum(group.buckets for group in self.groups if server in group.members)
 
     def start(self, servers: Mapping[int, int]) -> None:
-        """Place all buckets on these servers (incarnation → rank): their tables are empty, nobody needs filling.
+        """Place all buckets on these servers (incarnation → rank), whose tables are empty.
 
         Raises:
-            UsageError: it was started before, there is no server, or two have one rank.
+            UsageError: the planner was started before, `servers` is empty, or two servers have the same rank.
         """
         if self._version:
-            raise UsageError("The buckets are placed already: a planner is started once.")
+            raise UsageError("The buckets are already placed: start a planner only once.")
         if not servers:
-            raise UsageError("No servers: there is nowhere to place the buckets. Start at least one server.")
+            raise UsageError("No servers to place the buckets on. Start at least one server.")
         self._want(servers)
         self._living = frozenset(servers)
         self._chains = list(self._wanted)
@@ -267,41 +268,41 @@ class Planner:
     def servers_changed(
         self, servers: Mapping[int, int], leaving: Collection[int] = (), silent: Collection[int] = ()
     ) -> list[Instruction]:
-        """Take who lives now (incarnation → rank); return what to do, a Changed at most once and last.
+        """Set the live servers (incarnation → rank); return the instructions, with at most one Changed at the end.
 
-        Those that are leaving live, and shall hold nothing as soon as others do. Those that are silent may live: they
-        stay in chains of which nobody else is left. Before the start nothing changes.
+        Leaving servers are alive, but lose their buckets as soon as other servers have these. Silent servers may be
+        alive: they stay in chains without other members. Does nothing before the start.
 
         Raises:
-            UsageError: two servers have one rank; nothing has changed.
+            UsageError: two servers have the same rank; nothing is changed.
         """
         if not self._version:
             return []
         self._want({server: rank for server, rank in servers.items() if server not in leaving and server not in silent})
         self._living = frozenset(servers)
         self._silent = frozenset(silent)
-        return self._settle(range(self._num_buckets))
+        return self._update_chains(range(self._num_buckets))
 
     def filled(self, server: int, buckets: int) -> list[Instruction]:
-        """Take the word that a server has all of these buckets now; return what to do.
+        """Record that `server` has all `buckets`; return the instructions.
 
-        A bucket that it is not being filled with (any more) is left aside.
+        Buckets that the server is not being filled with are ignored.
         """
         news = self._append(server, buckets)
-        return self._settle(news, changed=bool(news))
+        return self._update_chains(news, changed=bool(news))
 
     def restore(self, groups: Iterable[ChainGroup], filled: Iterable[tuple[int, int]] = ()) -> None:
-        """Go back to these chains: what was planned since is not to be, but for the fills that have ended.
+        """Return to these chains and undo later plans, except finished fills.
 
-        `filled` are servers and the buckets that each was filled with. Who lives now is said next. The version does
-        not go back, as it may be known.
+        `filled` are the fills since then: servers and their buckets. Call :meth:`servers_changed` next. The version
+        does not decrease, because other processes may have it.
         """
         self._chains = list(chains_of(groups))
         news = [self._append(server, buckets) for server, buckets in filled]
         self._version += any(news)
 
     def _append(self, server: int, buckets: int) -> list[int]:
-        """Have a server that is filled be the tail; return the buckets where it was being filled."""
+        """Append a filled server to its chains; return the buckets that it was being filled with."""
         news = []
         for bucket in buckets_in(buckets & (1 << len(self._chains)) - 1):
             chain = self._chains[bucket]
@@ -311,7 +312,7 @@ class Planner:
         return news
 
     def _want(self, servers: Mapping[int, int]) -> None:
-        """Compute the chains that are wanted of these servers, unless they are the same as before."""
+        """Compute the wanted chains if the servers have changed."""
         if servers == self._wanted_of:
             return
         by_rank = {rank: server for server, rank in servers.items()}
@@ -321,8 +322,8 @@ class Planner:
             wanted = tuple(Chain(tuple([by_rank[rank] for rank in chain])) for chain in chains)
         self._wanted_of, self._wanted = dict(servers), wanted
 
-    def _settle(self, buckets: Iterable[int], changed: bool = False) -> list[Instruction]:
-        """Bring the chains of some buckets as near to what is wanted as may be without a fill."""
+    def _update_chains(self, buckets: Iterable[int], changed: bool = False) -> list[Instruction]:
+        """Move the chains of some buckets as near to the wanted chains as possible without a fill."""
         lost = 0
         for bucket in buckets:
             before = self._chains[bucket]
@@ -340,21 +341,21 @@ class Planner:
         return instructions
 
     def _next_chain(self, bucket: int, chain: Chain) -> Chain:
-        # Rule 1: a dead server leaves its chain at once; without a member there is nobody to fill from.
+        # Rule 1: a dead server leaves its chain immediately; without members the bucket is lost.
         living = tuple([server for server in chain.members if server in self._living])
         if not living:
             return _LOST
-        # Rule 4: so does a silent one, unless all are silent that have the bucket: nothing is gained without it.
+        # Rule 4: a silent server leaves too, unless all members are silent: without it the bucket would be lost.
         members = tuple([server for server in living if server not in self._silent]) or living
         filling = chain.filling if chain.filling in self._living - self._silent else None
         if not self._wanted:
-            return Chain(members, filling)  # everybody leaves: there is nowhere to go
-        # Rule 2: when all that are wanted are members, the chain is what placement says, and others drop out.
+            return Chain(members, filling)  # all servers leave
+        # Rule 2: when all wanted servers are members, the chain is as wanted, and other members drop out.
         wanted = self._wanted[bucket]
         missing = [server for server in wanted.members if server not in members]
         if not missing:
             return wanted
-        # Rule 3: until then members stay as they are, and those that are missing are filled one by one.
+        # Rule 3: until then the members stay, and the missing servers are filled one by one.
         return Chain(members, filling if filling in missing else missing[0])
 
     def validate(self) -> None:
@@ -365,5 +366,5 @@ class Planner:
             servers = in_chain(chain.members, chain.filling)
             assert len(set(servers)) == len(servers), "a server twice in one chain"
             assert self._living.issuperset(servers), "a dead server in a chain"
-            assert chain.members or chain.filling is None, "a server is filled from nowhere"
+            assert chain.members or chain.filling is None, "a fill without a source"
             assert chain == self._next_chain(bucket, chain), "a rule was not applied"

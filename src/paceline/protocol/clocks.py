@@ -1,9 +1,8 @@
-"""The vector clock of one server, and the gate that it keeps.
+"""The gate of one server: it decides from the vector clock which iterations workers may begin.
 
-A server holds one :class:`Gate`. The runtime feeds it what workers say (they joined, they finished an
-iteration, they want to begin one) and does as the instructions bid: answer a held request, aggregate an
-iteration. There is no central round trip per iteration: each server's gate decides alone, from the same
-ticks.
+A server holds one :class:`Gate`. Events are joins of workers, finished iterations and requests to begin one;
+instructions answer a held request or aggregate an iteration. Iterations need no central round trip: each server's
+gate decides alone, from the same ticks.
 
 Source: OSDI'14 "Scaling Distributed Machine Learning with the Parameter Server", sections 3.4 (flexible
 consistency) and 4.1 (vector clocks).
@@ -23,10 +22,10 @@ from paceline.protocol.vector import VectorClock as VectorClock
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """A worker arrives. It starts at the minimum clock, or at ``clock`` if that is higher.
+    """A worker joins. It starts at the minimum clock, or at ``clock`` if that is higher.
 
-    A member that joins again (a retry, or agreement on the highest clock among several servers) keeps its
-    place; its clock is raised to ``clock``, and it does not thereby tick the iterations that it skips.
+    If a member joins again (a retry, or agreement on the highest clock among several servers), its clock is raised
+    to ``clock``; this does not tick the iterations that it skips.
     """
 
     worker: int
@@ -35,14 +34,14 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Depart:
-    """A worker left or is dead: nobody waits for it from now on, and its held requests are forgotten."""
+    """A worker left or died: the gate does not wait for it any longer and drops its held requests."""
 
     worker: int
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """A worker has no more work: it stays a member, and nobody waits for it."""
+    """A worker has no more work: it stays a member, but the gate does not wait for it."""
 
     worker: int
 
@@ -56,15 +55,15 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """A worker has now finished ``clock`` iterations. If its clock does not rise, the tick is a duplicate."""
+    """A worker has finished ``clock`` iterations. If its clock does not rise, the tick is a duplicate."""
 
     worker: int
     clock: int
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """A request of a worker that wants to begin iteration ``clock``; ``ticket`` comes back in an Unblock."""
+class BeginIteration:
+    """A worker's request to begin iteration ``clock``; the Unblock returns ``ticket``."""
 
     worker: int
     clock: int
@@ -73,7 +72,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Tell the worker that it stands at ``clock``: that is the next iteration it begins."""
+    """Notify the worker of its clock: the next iteration that it begins."""
 
     worker: int
     clock: int
@@ -81,10 +80,10 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Complete:
-    """Sequential only: aggregate what ``workers`` pushed in ``iteration``, in this order; apply it once.
+    """Sequential only: aggregate the pushes of ``workers`` in ``iteration``, in this order, and apply the sum once.
 
-    ``workers`` are those who ticked the iteration. Pushes of anybody else for it are dropped: their sender
-    died or finished before it was through.
+    ``workers`` ticked the iteration. Pushes of other workers for it are dropped, because these workers died or retired
+    before they finished it.
     """
 
     iteration: int
@@ -93,12 +92,12 @@ class Complete:
 
 @dataclass(frozen=True, slots=True)
 class Unblock:
-    """The request that was asked with this ticket may now be served."""
+    """Serve the request with this ticket."""
 
     ticket: object
 
 
-Event: TypeAlias = Join | Depart | Finish | Resume | Tick | Ask
+Event: TypeAlias = Join | Depart | Finish | Resume | Tick | BeginIteration
 Instruction: TypeAlias = Joined | Complete | Unblock
 
 WORKER: Final = StateTable(
@@ -119,12 +118,11 @@ WORKER: Final = StateTable(
 
 
 class Gate:
-    """Who may begin which iteration, at one server.
+    """Decides which worker may begin which iteration, at one server.
 
-    ``expected_workers`` distinct workers must have joined once before the clock can move on from
-    ``first_clock`` (more than 0 for a server that starts in mid-run or from a save). A worker id is one
-    incarnation of a worker; a runtime that reuses ids (ranks) drops the buffered pushes of an unfinished
-    iteration itself at the Depart.
+    ``expected_workers`` distinct workers must have joined once before the minimum can rise above ``first_clock`` (more
+    than 0 for a server that starts in mid-run or from a snapshot). A worker id is one incarnation of a worker. A
+    runtime that reuses ids (ranks) must drop the buffered pushes of an unfinished iteration at the Depart.
 
     Raises:
         UsageError: ``expected_workers`` or ``first_clock`` is negative.
@@ -139,8 +137,8 @@ class Gate:
         self._tau = consistency.tau
         self._aggregates = isinstance(consistency, Sequential)
         self._vector = VectorClock(expected_workers, first_clock)
-        self._held: dict[int, list[Ask]] = {}  # clock → requests, in order of arrival
-        self._ticked: dict[int, set[int]] = {}  # iteration not complete yet → who ticked it
+        self._held: dict[int, list[BeginIteration]] = {}  # clock → requests, in order of arrival
+        self._ticked: dict[int, set[int]] = {}  # incomplete iteration → the workers that ticked it
         self._seen_minimum = first_clock  # up to here, iterations are complete and requests released
 
     @property
@@ -150,12 +148,12 @@ class Gate:
 
     @property
     def num_missing(self) -> int:
-        """How many expected workers never joined yet; while any is missing the clock stands still."""
+        """The number of expected workers that have not joined yet; until then the minimum does not rise."""
         return self._vector.num_missing
 
     @property
     def num_held(self) -> int:
-        """How many requests are waiting."""
+        """The number of held requests."""
         return sum(map(len, self._held.values()))
 
     @property
@@ -164,18 +162,18 @@ class Gate:
         return self._vector.clocks
 
     def is_open(self, clock: int) -> bool:
-        """Whether iteration ``clock`` may begin now. O(1)."""
+        """Whether iteration ``clock`` may begin. O(1)."""
         # Rule 1: a worker may begin iteration t once every live worker has finished iteration t - tau - 1.
         return self._tau is None or self._vector.minimum >= clock - self._tau
 
     def lagging(self, clock: int) -> tuple[int, ...]:
-        """The workers that one who asks for iteration ``clock`` waits for; see also :attr:`num_missing`."""
+        """Return the workers that a request for iteration ``clock`` waits for; see also :attr:`num_missing`."""
         return () if self._tau is None else self._vector.lagging(clock - self._tau)
 
     def handle(self, event: Event) -> list[Instruction]:
-        """Take one event; return what to do, in order."""
+        """Apply one event; return the instructions, in order."""
         match event:
-            case Ask(clock=clock, ticket=ticket):
+            case BeginIteration(clock=clock, ticket=ticket):
                 if self.is_open(clock):
                     return [Unblock(ticket)]
                 self._held.setdefault(clock, []).append(event)
@@ -183,19 +181,19 @@ class Gate:
             case Tick(worker, clock):
                 before = self._vector.clocks.get(worker, clock)
                 if self._vector.tick(worker, clock) and self._aggregates:
-                    # What is complete is closed: a finished worker that ticks late adds nothing to it.
+                    # A complete iteration is closed: a late tick of a finished worker does not add to it.
                     for iteration in range(max(before, self._seen_minimum), clock):
                         self._ticked.setdefault(iteration, set()).add(worker)
                 return self._advance()
             case Join(worker, clock):
                 return [Joined(worker, self._vector.join(worker, clock)), *self._advance()]
             case Depart(worker):
-                # Rule 2: who leaves stops counting at once, and its own requests are forgotten.
+                # Rule 2: a worker that leaves stops counting immediately, and its requests are dropped.
                 self._vector.leave(worker)
                 self._forget_requests(worker)
                 return self._advance()
             case Finish(worker):
-                # Rule 3: who has no more work stops counting, but stays a member and may still be answered.
+                # Rule 3: a worker without work stops counting, but stays a member and may still be answered.
                 self._vector.finish(worker)
                 return self._advance()
             case Resume(worker):
@@ -208,19 +206,19 @@ class Gate:
             return []
         instructions: list[Instruction] = []
         if self._aggregates:
-            # Rule 4: iterations complete in order, each once, and before anything that they make possible.
+            # Rule 4: iterations complete in order, each once, and before the requests that they release.
             for iteration in range(self._seen_minimum, minimum):
                 workers = tuple(sorted(self._ticked.pop(iteration, ())))
                 instructions.append(Complete(iteration, workers))
         self._seen_minimum = minimum
-        # Rule 5: a held request is released by the very event that opens its gate, older iterations first.
+        # Rule 5: the event that opens the gate for a held request releases it, older iterations first.
         for clock in sorted(c for c in self._held if self.is_open(c)):
-            instructions += [Unblock(ask.ticket) for ask in self._held.pop(clock)]
+            instructions += [Unblock(request.ticket) for request in self._held.pop(clock)]
         return instructions
 
     def _forget_requests(self, worker: int) -> None:
         for clock in list(self._held):
-            kept = [ask for ask in self._held[clock] if ask.worker != worker]
+            kept = [request for request in self._held[clock] if request.worker != worker]
             if kept:
                 self._held[clock] = kept
             else:
@@ -229,7 +227,7 @@ class Gate:
     def validate(self) -> None:
         """Assert the invariants."""
         self._vector.validate()
-        assert self._seen_minimum == self._vector.minimum, "the minimum moved and nobody was told"
+        assert self._seen_minimum == self._vector.minimum, "the minimum moved without instructions"
         assert not any(self.is_open(clock) for clock in self._held), "a request is held at an open gate"
         assert all(self._held.values())
         assert all(iteration >= self._seen_minimum for iteration in self._ticked)

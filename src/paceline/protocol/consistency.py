@@ -1,8 +1,7 @@
-"""How far workers may run apart, and what happens to gradients that come late.
+"""Settings: how far workers may run apart, and the policy for stale gradients.
 
-These are values, not machines: :mod:`paceline.protocol.clocks` enforces the consistency, the servers apply
-the policy. Each is also its own text, spelled as the command line spells it, so that
-``parse_consistency(str(c)) == c`` and ``parse_stale_policy(str(p)) == p``.
+:mod:`paceline.protocol.clocks` enforces the consistency; the servers apply the policy. ``str()`` gives the spelling
+of the command line, so that ``parse_consistency(str(c)) == c`` and ``parse_stale_policy(str(p)) == p``.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from paceline.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sequential:
-    """Every worker sees all updates of the iteration before; the run equals one process on the joined batch.
+    """Every worker sees all updates of the previous iteration; the run equals one process on the joined batch.
 
     The gradients of one iteration are aggregated in rank order and applied once. Source: OSDI'14 "Scaling
     Distributed Machine Learning with the Parameter Server", section 3.4 (bulk synchronous, Valiant 1990).
@@ -26,7 +25,7 @@ class Sequential:
     """
 
     aggregate: Literal["sum", "mean"] = "sum"
-    """How the workers' gradients of one iteration become one."""
+    """How the workers' gradients of one iteration are combined."""
 
     def __post_init__(self) -> None:
         if self.aggregate not in ("sum", "mean"):
@@ -34,7 +33,7 @@ class Sequential:
 
     @property
     def tau(self) -> int | None:
-        """The delay allowed, in iterations: none."""
+        """The maximum delay in iterations: 0."""
         return 0
 
     def __str__(self) -> str:
@@ -43,7 +42,7 @@ class Sequential:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundedDelay:
-    """A worker runs at most ``tau`` iterations ahead of what every live worker has finished.
+    """A worker runs at most ``tau`` iterations ahead of the slowest live worker.
 
     Updates are applied on arrival. Source: OSDI'14, section 3.4; Ho et al. 2013 "More Effective Distributed
     ML via a Stale Synchronous Parallel Parameter Server".
@@ -53,7 +52,7 @@ class BoundedDelay:
     """
 
     tau: int
-    """The delay allowed, in iterations; 0 keeps step as :class:`Sequential` does, but applies on arrival."""
+    """The maximum delay in iterations; 0 waits as :class:`Sequential` does, but applies updates on arrival."""
 
     def __post_init__(self) -> None:
         _check_count("BoundedDelay", "tau", self.tau)
@@ -64,11 +63,11 @@ class BoundedDelay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eventual:
-    """Nobody waits for anybody; updates are applied on arrival. Source: OSDI'14, section 3.4."""
+    """Workers never wait for each other; updates are applied on arrival. Source: OSDI'14, section 3.4."""
 
     @property
     def tau(self) -> int | None:
-        """The delay allowed: None, which stands for infinity."""
+        """The maximum delay: None, for infinity."""
         return None
 
     def __str__(self) -> str:
@@ -80,7 +79,7 @@ Consistency: TypeAlias = Sequential | BoundedDelay | Eventual
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accept:
-    """A stale gradient is applied as any other."""
+    """Apply stale gradients unchanged."""
 
     def __str__(self) -> str:
         return "accept"
@@ -88,7 +87,7 @@ class Accept:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropStale:
-    """A gradient whose observed staleness exceeds ``beyond`` is dropped (Ringmaster ASGD, 2025).
+    """Drop gradients whose observed staleness exceeds ``beyond`` (Ringmaster ASGD, 2025).
 
     Raises:
         UsageError: ``beyond`` is not a non-negative integer.
@@ -106,17 +105,17 @@ class DropStale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DelayCompensate:
-    """A stale gradient is corrected to first order for the way the weights went meanwhile.
+    """Correct stale gradients to first order for the change of the weights since they were computed.
 
-    DC-ASGD, Zheng et al. 2017 "Asynchronous Stochastic Gradient Descent with Delay Compensation"; the
-    arithmetic lives with the update rules.
+    Source: DC-ASGD, Zheng et al. 2017 "Asynchronous Stochastic Gradient Descent with Delay Compensation". The update
+    rules implement the arithmetic.
 
     Raises:
-        UsageError: ``strength`` is negative, infinite or no number.
+        UsageError: ``strength`` is negative, infinite or NaN.
     """
 
     strength: float = 0.04
-    """The paper's lambda, the weight of the correction; 0.04 is what it uses for CIFAR-10."""
+    """The weight of the correction: the paper's lambda, which is 0.04 for CIFAR-10."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.strength) and self.strength >= 0):
@@ -130,10 +129,10 @@ StalePolicy: TypeAlias = Accept | DropStale | DelayCompensate
 
 
 def parse_consistency(text: str) -> Consistency:
-    """Read ``sequential``, ``sequential:mean``, ``bounded:4`` or ``eventual``.
+    """Parse ``sequential``, ``sequential:mean``, ``bounded:4`` or ``eventual``.
 
     Raises:
-        UsageError: ``text`` is none of them; the message says which part is wrong.
+        UsageError: ``text`` has none of these forms.
     """
     name, colon, argument = text.strip().partition(":")
     if name == "sequential" and not colon:
@@ -147,16 +146,16 @@ def parse_consistency(text: str) -> Consistency:
     if name == "eventual" and not colon:
         return Eventual()
     raise UsageError(
-        f"Consistency {text!r} is not known: expected 'sequential', 'sequential:mean', 'bounded:N' with N "
+        f"Unknown consistency {text!r}: expected 'sequential', 'sequential:mean', 'bounded:N' with N "
         "iterations of delay (such as bounded:4), or 'eventual'."
     )
 
 
 def parse_stale_policy(text: str) -> StalePolicy:
-    """Read ``accept``, ``drop:8``, ``compensate`` or ``compensate:0.04``.
+    """Parse ``accept``, ``drop:8``, ``compensate`` or ``compensate:0.04``.
 
     Raises:
-        UsageError: ``text`` is none of them; the message says which part is wrong.
+        UsageError: ``text`` has none of these forms.
     """
     name, colon, argument = text.strip().partition(":")
     if name == "accept" and not colon:
@@ -168,21 +167,21 @@ def parse_stale_policy(text: str) -> StalePolicy:
     if name == "compensate":
         try:
             return DelayCompensate(strength=float(argument))
-        except ValueError:  # not a number, or one that DelayCompensate refuses: the sentence below covers both
+        except ValueError:  # not a number, or out of DelayCompensate's range: the message below covers both
             pass
     raise UsageError(
-        f"Policy for stale gradients {text!r} is not known: expected 'accept', 'drop:N' with N the largest "
+        f"Unknown policy for stale gradients {text!r}: expected 'accept', 'drop:N' with N the largest "
         "staleness in iterations (such as drop:8), or 'compensate:X' with X a finite number, at least 0 "
         "(such as compensate:0.04)."
     )
 
 
 def check_stale_policy(consistency: Consistency, stale: StalePolicy) -> None:
-    """Raise UsageError for a policy that has nothing to do under this consistency."""
+    """Raise UsageError for a stale policy under sequential consistency, where gradients are never stale."""
     if isinstance(consistency, Sequential) and not isinstance(stale, Accept):
         raise UsageError(
-            f"stale-gradient policy {stale} has nothing to do under sequential consistency, where no gradient is "
-            "stale: leave it out, or choose bounded or eventual"
+            f"the stale-gradient policy {stale} has no effect under sequential consistency, because gradients are "
+            "never stale: leave it out, or choose bounded or eventual"
         )
 
 

@@ -1,9 +1,9 @@
-"""Which push is new: the filter that makes delivery exactly once, however often a push is sent.
+"""The duplicate filter: each push is applied exactly once, even if it is sent several times.
 
-A server holds one :class:`Delivery` and asks it before it applies a push. The sender numbers its pushes; each
-bucket remembers, per incarnation of a sender, the number of the last push applied. The filter of a bucket
-travels with the bucket's data, so a push that is sent again after a move is still known. Sets of buckets are
-masks, see :mod:`paceline.protocol.buckets`.
+A server checks each push with its :class:`Delivery` before it applies the push. The sender numbers its pushes; each
+bucket stores, per incarnation of a sender, the number of the last push applied. A bucket's filter moves with the
+bucket's data, so a push that is repeated after a move is still recognized. Sets of buckets are masks, see
+:mod:`paceline.protocol.buckets`.
 
 Source: OSDI'14 "Scaling Distributed Machine Learning with the Parameter Server", sections 4.1 (vector clocks,
 one per key range) and 4.3 (consistent migration).
@@ -18,26 +18,26 @@ from paceline.errors import StaleEpochError, UsageError
 from paceline.protocol.buckets import ALL, buckets_in
 
 _MANY: Final = 64
-"""Whenever there are so many more sets, they are made disjoint."""
+"""After this many additional sets, the sets are made disjoint."""
 _NOTHING: Final[dict[int, int]] = {}
 
 
 class Delivery:
     """The filter of the buckets that one server holds.
 
-    What it relies on: sequence numbers are at least 0; those of one incarnation reach *each bucket* in rising
-    order, apart from repeats (a client has the acknowledgement of a bucket before it sends that bucket a
-    later push, or sends them on one ordered connection); an incarnation is never reused. Gaps are legal.
+    Preconditions: sequence numbers are at least 0. The pushes of one incarnation reach each bucket in ascending order,
+    apart from repeats: a client waits for a bucket's acknowledgement before it sends a later push to that bucket, or
+    sends both on one ordered connection. An incarnation is never reused. Gaps are legal.
 
-    Incarnations that are gone are kept, some 200 bytes for each set of buckets that they pushed to last: what the
-    servers behind have of their pushes may still be on its way along a chain.
+    Incarnations of dead processes are retained, because their pushes may still be in flight along a chain. Each costs
+    about 200 bytes for each set of buckets in its last pushes.
     """
 
     def __init__(self, buckets: int = ALL) -> None:
         self._buckets = buckets
-        # Incarnation → sets of buckets, and the last push that they have seen, in rising order. Of a bucket that is in
-        # several sets the last one counts; one in none has seen nothing. No set is empty, and there is one at least.
-        # Sets are made disjoint when there are many: to do so with every push would take as long as there are sets.
+        # Incarnation → set of buckets → its last push, in ascending order. If a bucket is in several sets, the last one
+        # counts; a bucket in no set has had no push. No set and no inner dictionary is empty. The sets are made
+        # disjoint only when there are many, because that takes time proportional to their number.
         self._seen: dict[int, dict[int, int]] = {}
 
     @property
@@ -46,13 +46,13 @@ class Delivery:
         return self._buckets
 
     def admit(self, incarnation: int, sequence: int, buckets: int | None = None) -> int:
-        """The buckets, of those given, for which a push is new; it is remembered as applied. 0: a duplicate.
+        """Record a push as applied; return the given buckets for which it is new. 0: a duplicate.
 
-        ``buckets=None`` means all buckets of this server. The push counts as delivered to all buckets given,
-        those included in which it has no key. O(1), on the average, if it is newer than what any has seen.
+        ``buckets=None`` means all buckets of this server. The push counts as delivered to all given buckets, also to
+        buckets without any of its keys. O(1) on average if the push is newer than all earlier ones.
 
         Raises:
-            StaleEpochError: a bucket given is not held here; nothing is remembered.
+            StaleEpochError: this server does not hold one of the buckets; nothing is recorded.
         """
         held = self._buckets
         if buckets is None or buckets == held:
@@ -67,10 +67,10 @@ class Delivery:
         return new
 
     def missing(self, incarnation: int, sequence: int, buckets: int | None = None) -> int:
-        """The same answer as :meth:`admit`'s, and nothing is remembered.
+        """Return the result of :meth:`admit` without recording the push.
 
         Raises:
-            StaleEpochError: a bucket given is not held here.
+            StaleEpochError: this server does not hold one of the buckets.
         """
         if buckets is None:
             buckets = self._buckets
@@ -78,7 +78,7 @@ class Delivery:
         if alien:
             raise StaleEpochError(
                 f"Push {sequence} of incarnation {incarnation} names bucket {next(buckets_in(alien))}, which this "
-                "server does not hold; nothing was applied. Fetch the current map and send the push again."
+                "server does not hold; nothing was applied. Fetch the current view and send the push again."
             )
         # Rule 1: a push is new to a bucket if its number exceeds the last one applied there.
         for seen, last in reversed(self._seen.get(incarnation, _NOTHING).items()):
@@ -88,12 +88,12 @@ class Delivery:
         return buckets
 
     def _newest(self, incarnation: int) -> int:
-        """The number of the last push that any bucket has seen; -1 if there was none."""
+        """Return the number of the incarnation's last push to any bucket; -1 without a push."""
         seen = self._seen.get(incarnation)
         return -1 if seen is None else next(reversed(seen.values()))
 
     def _remember(self, incarnation: int, sequence: int, new: int) -> None:
-        """Raise the last push of buckets, all of which have seen less."""
+        """Set the last push of buckets; the earlier pushes of all these buckets have lower numbers."""
         if self._newest(incarnation) > sequence:
             runs = [(last, left) for last, part in self._runs(incarnation) if (left := part & ~new)]
             self._seen[incarnation] = {part: last for last, part in sorted([*runs, (sequence, new)])}
@@ -105,7 +105,7 @@ class Delivery:
             self._seen[incarnation] = {part: last for last, part in reversed(list(self._runs(incarnation)))}
 
     def _runs(self, incarnation: int) -> Iterator[tuple[int, int]]:
-        """Yield (last sequence, the buckets that have seen it), disjoint, the highest sequence first."""
+        """Yield (last sequence, its buckets) with disjoint buckets, the highest sequence first."""
         later = 0
         for seen, last in reversed(self._seen[incarnation].items()):
             if left := seen & ~later:
@@ -113,19 +113,17 @@ class Delivery:
                 later |= seen
 
     def last(self, incarnation: int, bucket: int) -> int | None:
-        """The number of the last push of this incarnation applied to the bucket; None if there was none."""
+        """Return the number of this incarnation's last push to the bucket; None without a push."""
         for seen, last in reversed(self._seen.get(incarnation, _NOTHING).items()):
             if seen >> bucket & 1:
                 return last
         return None
 
     def export(self, buckets: int) -> tuple[tuple[int, int, int], ...]:
-        """The filter of some buckets, to travel with their data: (incarnation, last sequence, its buckets).
-
-        The buckets stay until they are released.
+        """Return the filter of some buckets, to send with their data: (incarnation, last sequence, its buckets).
 
         Raises:
-            UsageError: a bucket is not held here.
+            UsageError: this server does not hold one of the buckets.
         """
         self._check_held(buckets)
         return tuple(
@@ -136,28 +134,28 @@ class Delivery:
         )
 
     def adopt(self, buckets: int, state: Iterable[tuple[int, int, int]]) -> None:
-        """Take over buckets with the filter that their former server exported (empty for new buckets).
+        """Add buckets with the filter that their former server exported (empty for new buckets).
 
-        What ``state`` says of other buckets is left aside; of two numbers for one bucket the higher holds.
+        Other buckets in ``state`` are ignored; of two numbers for one bucket the higher counts.
 
         Raises:
-            UsageError: a bucket is held here already; nothing has changed.
+            UsageError: this server already holds one of the buckets; nothing is changed.
         """
         twice = buckets & self._buckets
         if twice:
             raise UsageError(
-                f"Bucket {next(buckets_in(twice))} is held here already; adopting it again would lose its filter."
+                f"This server already holds bucket {next(buckets_in(twice))}; adopting it again would lose its filter."
             )
         self._buckets |= buckets
-        # Rule 2: a bucket's filter is what came with it, whatever this server's other buckets have seen.
+        # Rule 2: a bucket's filter comes with the bucket and does not depend on this server's other buckets.
         for incarnation, last, seen in state:
             self.admit(incarnation, last, seen & buckets)
 
     def release(self, buckets: int) -> None:
-        """Drop buckets and what they have seen.
+        """Drop buckets and their filters.
 
         Raises:
-            UsageError: a bucket is not held here; nothing has changed.
+            UsageError: this server does not hold one of the buckets; nothing is changed.
         """
         self._check_held(buckets)
         self._buckets &= ~buckets
@@ -171,7 +169,7 @@ class Delivery:
     def _check_held(self, buckets: int) -> None:
         alien = buckets & ~self._buckets
         if alien:
-            raise UsageError(f"Bucket {next(buckets_in(alien))} is not held here; it cannot be exported or released.")
+            raise UsageError(f"Bucket {next(buckets_in(alien))} is not on this server: cannot export or release it.")
 
     def validate(self) -> None:
         """Assert the invariants."""
@@ -182,4 +180,4 @@ class Delivery:
             assert lasts == sorted(lasts), "sets are out of order"
             for part in seen:
                 assert part > 0, "an empty set"
-                assert not part & ~self._buckets, "a set of buckets that are not held"
+                assert not part & ~self._buckets, "a set with buckets of other servers"

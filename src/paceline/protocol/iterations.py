@@ -1,21 +1,20 @@
-"""Sequential consistency on one server of a chain: which pushes an iteration consists of, when its sum goes out, and
-which reads must wait.
+"""Sequential consistency on one server of a chain: the pushes of an iteration, their sum, and the reads that wait.
 
-A server holds one :class:`Iterations` beside its :class:`~paceline.protocol.clocks.Gate` and its
-:class:`~paceline.protocol.replication.Replication`. The pushes of an iteration are kept until the gate says that it is
-complete; then their sum is one push in the name of AGGREGATE down the chain, so a bucket's filter says how many of its
-iterations are complete, wherever the bucket goes. Reads of the next iteration wait until the chain has the sum.
+A server holds one :class:`Iterations`, one :class:`~paceline.protocol.clocks.Gate` and one
+:class:`~paceline.protocol.replication.Replication`. It buffers the pushes of an iteration until the gate completes the
+iteration. Then it pushes their sum down the chain with the incarnation AGGREGATE. So a bucket's duplicate filter has
+the number of its complete iterations, also after a move. Reads of the next iteration wait until the chain has the sum.
 
-A server that becomes primary of more buckets (a *takeover*) does not know what the one before it had in memory. Workers
-keep their pushes until they are safe, and send them again; each says `Synced` behind the last. Until all have, nothing
-is completed or read. Under bounded delay too nothing may be read until then, for a worker's tick may have come before
-the pushes that it stands for: there a server holds :class:`OnArrival` instead.
+A *takeover* begins when a server becomes primary of more buckets. It lacks the buffered pushes of the former primary.
+Workers retain their pushes until they are stable; they resend them, followed by `Synced`. The server completes and
+reads nothing until all workers have done so. Under bounded delay reads wait too, because a worker's tick may arrive
+before its resent pushes; a server then holds :class:`OnArrival` instead.
 
-While a chain is shorter than the cluster's `min_replicas` asks for, what it completes counts as in the chain, but not
-as safe: reads of the next iteration wait, and workers keep their pushes, until it is long enough again.
+While a chain is shorter than `min_replicas` requires, its iterations are complete but not durable: reads of the next
+iteration wait, and workers retain their pushes, until the chain is long enough.
 
-Workers keep pushes only while some server is behind a primary. So the first server that is filled behind this one is
-reported to have a bucket only when all that is here alone is kept: until then nobody else may come to lead the bucket.
+Workers retain pushes only while a primary has successors. So the fill of the first successor is reported only when the
+workers retain all pushes that only this server has. Until then no other server may become primary of the bucket.
 
 Source: OSDI'14 "Scaling Distributed Machine Learning with the Parameter Server", section 4.3 (replication after
 aggregation).
@@ -31,14 +30,14 @@ from paceline.protocol.delivery import Delivery
 from paceline.protocol.replication import AGGREGATE, Replication
 
 _KEPT_ITERATIONS: Final = 4096
-"""How far a primary may be behind the servers that take over from it."""
+"""The maximum number of iterations by which a successor may be ahead of its primary."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """Push what `workers` pushed in `iteration`, summed in this order, in the name of AGGREGATE, for these buckets.
+    """Push the sum of the pushes of `workers` in `iteration`, in this order, with the incarnation AGGREGATE.
 
-    Its sequence is the iteration plus one; tell :meth:`Iterations.acknowledged` when the chain has it.
+    Its sequence is the iteration plus one. Call :meth:`Iterations.acknowledged` when the chain has it.
     """
 
     iteration: int
@@ -47,48 +46,48 @@ class Sum:
 
 
 class Takeover:
-    """The workers that a server waits for since it became primary of more buckets."""
+    """The workers that a server waits for after it became primary of more buckets."""
 
     def __init__(self) -> None:
         self._led = 0
-        self._synced: dict[int, int] = {}  # worker → version up to which it has sent again what it kept
-        self._awaited: set[int] = set()
+        self._synced: dict[int, int] = {}  # worker → view version of its last resync
+        self._pending_workers: set[int] = set()
 
     @property
-    def awaited(self) -> frozenset[int]:
-        """The workers that have not sent again what they kept; empty if there is no takeover."""
-        return frozenset(self._awaited)
+    def pending_workers(self) -> frozenset[int]:
+        """The workers that have not resent their retained pushes; empty without a takeover."""
+        return frozenset(self._pending_workers)
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody is waited for: whatever was acknowledged or ticked before is here."""
-        return not self._awaited
+        """Whether this server has all pushes that were acknowledged or ticked before."""
+        return not self._pending_workers
 
     def lead(self, version: int, buckets: int, workers: Collection[int]) -> None:
-        """Note which buckets this server leads from `version` on, and what workers there are.
+        """Record the buckets that this server leads in the view of `version`, and the workers of this view.
 
-        Those are all who are members of the cluster as of the map of this version, not only those that this server's
-        gate knows: one that it does not know yet may have pushed to the primary before.
+        `workers` are all members of the cluster. A worker that has not joined this server's gate may have pushed to the
+        former primary.
         """
         gained = buckets & ~self._led
         self._led = buckets
-        if gained or self._awaited:
-            self._awaited = {worker for worker in workers if self._synced.get(worker, -1) < version}
+        if gained or self._pending_workers:
+            self._pending_workers = {worker for worker in workers if self._synced.get(worker, -1) < version}
 
     def synced(self, worker: int, version: int, current: int) -> None:
-        """Note that a worker has sent again what it kept, by the map of `version`; this server's is `current`."""
+        """Record that a worker has resent its retained pushes in view `version`; this server's view is `current`."""
         self._synced[worker] = max(version, self._synced.get(worker, -1))
         if version >= current:
-            self._awaited.discard(worker)
+            self._pending_workers.discard(worker)
 
     def left(self, worker: int) -> None:
-        """Note that a worker is gone."""
+        """Record that a worker left or died."""
         self._synced.pop(worker, None)
-        self._awaited.discard(worker)
+        self._pending_workers.discard(worker)
 
 
 class OnArrival:
-    """What takes the place of :class:`Iterations` where pushes are applied as they come: a takeover, and no more."""
+    """The counterpart of :class:`Iterations` if pushes are applied on arrival: only the takeover."""
 
     first_clock = 0
 
@@ -98,72 +97,73 @@ class OnArrival:
         self._takeover = Takeover()
 
     @property
-    def awaited(self) -> frozenset[int]:
-        """The workers that a takeover waits for; empty if there is none."""
-        return self._takeover.awaited
+    def pending_workers(self) -> frozenset[int]:
+        """The workers that a takeover waits for."""
+        return self._takeover.pending_workers
 
     def may_read(self, clock: int) -> bool:
-        """Whether values of iteration `clock` may be read, as far as it depends on this: its gate must be open too."""
+        """Whether values of iteration `clock` may be read; the gate must be open too."""
         return self._is_eventual or self._takeover.is_over
 
     def may_report(self, buckets: int) -> bool:
-        """Whether the scheduler may be told that the server behind this one has these buckets."""
+        """Whether the fill of a successor with these buckets may be reported to the scheduler."""
         return True
 
-    def lead(self, version: int, buckets: int, workers: Collection[int], behind: Collection[int] = ()) -> list[Sum]:
-        """Note which buckets this server leads from `version` on, and what workers there are: see :class:`Takeover`."""
+    def lead(self, version: int, buckets: int, workers: Collection[int], followers: Collection[int] = ()) -> list[Sum]:
+        """Record the buckets that this server leads in view `version`: see :meth:`Takeover.lead`."""
         self._takeover.lead(version, buckets, workers)
         return []
 
     def synced(self, worker: int, version: int) -> list[Sum]:
-        """Note that a worker has sent again what it kept, by the map of `version`."""
+        """Record that a worker has resent its retained pushes in view `version`."""
         self._takeover.synced(worker, version, self._replication.version)
         return []
 
     def left(self, worker: int) -> list[Sum]:
-        """Note that a worker is gone."""
+        """Record that a worker left or died."""
         self._takeover.left(worker)
         return []
 
 
 class Iterations:
-    """The iterations of one server that are not complete, or not safe.
+    """The iterations of one server that are incomplete or not durable.
 
-    `first_clock` is the minimum at which the server's gate began.
+    `first_clock` is the initial minimum of the server's gate.
     """
 
     def __init__(self, replication: Replication, first_clock: int = 0) -> None:
         self._replication = replication
         self._takeover = Takeover()
-        self._parts = Delivery(0)  # the pushes that are in memory; never exported: they are no part of a bucket
-        self._pushed: dict[int, set[int]] = {}  # iteration → living workers with a push in memory
-        self._complete: dict[int, tuple[int, ...]] = {}  # iteration → who ticked it here, in order
+        self._parts = Delivery(0)  # the filter of the buffered pushes; not a part of any bucket, so never exported
+        self._pushed: dict[int, set[int]] = {}  # iteration → living workers with a buffered push
+        self._complete: dict[int, tuple[int, ...]] = {}  # iteration → workers that ticked it here, in order
         self._next = first_clock  # the first iteration that the gate has not completed
-        self._unsafe: dict[int, int] = {}  # iteration → how many of its sums the chain does not have
-        self._safe = 0  # all below this were in the chains when these had replicas enough last
+        self._unsafe: dict[int, int] = {}  # iteration → number of its sums that the chain lacks
+        self._safe = 0  # the durable iterations when the chains last had enough replicas
         self._version = 0
-        self._careless: set[int] = set()  # workers that may not have heard that somebody is behind this server
-        self._unkept: int | None = None  # when all have: iterations below this may be in nobody's memory but this one
-        self._bequeathed = 0  # iterations below this may have pushes in memory of workers that ticked them and are gone
+        self._unaware: set[int] = set()  # workers that may not have a view with this server's successor
+        # Once all workers have: possibly only this server has pushes of iterations below this one.
+        self._unretained_below: int | None = None
+        self._orphaned_below = 0  # pushes below this iteration may be of workers that ticked it and then left
 
     def follow(self, former: Iterations) -> None:
-        """Begin where another server is: the sums of `former` that are on their way are acknowledged here."""
+        """Take over the sums of `former` that are in flight: they are acknowledged here."""
         self._unsafe = former._unsafe
 
     @property
-    def awaited(self) -> frozenset[int]:
-        """The workers that a takeover waits for; empty if there is none."""
-        return self._takeover.awaited
+    def pending_workers(self) -> frozenset[int]:
+        """The workers that a takeover waits for."""
+        return self._takeover.pending_workers
 
     @property
     def durable(self) -> int:
-        """All iterations below this one are complete and a chain with replicas enough has them; 0 during a takeover."""
+        """All iterations below this one are complete, in a chain with enough replicas; 0 during a takeover."""
         in_chain = self._in_chain
         return min(in_chain, self._safe) if self._replication.place.short else in_chain
 
     @property
     def _in_chain(self) -> int:
-        """The same, however short the chain."""
+        """As :attr:`durable`, for chains of any length."""
         if not self._takeover.is_over:
             return 0
         durable = min(self._unsafe, default=self._next)
@@ -172,48 +172,48 @@ class Iterations:
 
     @property
     def first_clock(self) -> int:
-        """Where a worker that joins the gate (again) has to begin at least.
+        """The lowest iteration at which a worker may join or rejoin the gate.
 
-        A bucket may have iterations complete that this server's gate has not: another primary's gate had, at a time
-        when this worker did not count there. What it pushed for them would be dropped.
+        A bucket may have iterations that this server's gate has not completed: the former primary's gate completed
+        them without this worker. The worker's pushes for them would be dropped.
         """
         return self._replication.num_complete
 
     def may_read(self, clock: int) -> bool:
-        """Whether values of iteration `clock` may be read, as far as it depends on this: its gate must be open too."""
+        """Whether values of iteration `clock` may be read; the gate must be open too."""
         if not self._takeover.is_over:
             return False
         if self.durable >= clock:
             return True
-        # Rule 7: a chain is short until a fill is reported, and that may have to wait for iterations: they go on.
-        return self._unkept is not None and clock < self._unkept and self._in_chain >= clock
+        # Rule 7: a chain is short until a fill is reported. The report may wait for iterations, so these continue.
+        return self._unretained_below is not None and clock < self._unretained_below and self._in_chain >= clock
 
     def may_report(self, buckets: int) -> bool:
-        """Whether the scheduler may be told that the server behind this one has these buckets.
+        """Whether the fill of a successor with these buckets may be reported to the scheduler.
 
-        It may come to lead them at once then, and what was pushed to them here has to come again.
+        After the report the successor may become primary, and the workers must resend the pushes buffered here.
         """
         if not buckets & self._replication.primary:
             return True
-        # Rule 5: what was pushed before its sender knew that it had to keep it is in the chain first.
-        return self._unkept is not None and self._in_chain >= self._unkept
+        # Rule 5: first the chain has all pushes that their senders did not retain.
+        return self._unretained_below is not None and self._in_chain >= self._unretained_below
 
     def missing(self, worker: int, sequence: int, iteration: int, buckets: int) -> int:
-        """Return those of `buckets` (all led here) for which a worker's push is new.
+        """Return the buckets for which a worker's push is new; this server leads all `buckets`.
 
-        A repeat for an iteration that its bucket has complete is not new.
+        A push for an iteration that its bucket has completed is not new.
         """
-        # Rule 1: a part of a complete iteration was in its sum, or came too late to be.
+        # Rule 1: a push of a complete iteration is either part of its sum or too late.
         left = self._replication.delivery.missing(AGGREGATE, iteration + 1, buckets)
         return self._parts.missing(worker, sequence, left)
 
     def admit(self, worker: int, sequence: int, iteration: int, buckets: int) -> None:
-        """Count a push that is :meth:`missing` in `buckets` as kept in memory."""
+        """Record that a push that is :meth:`missing` in `buckets` is buffered."""
         self._parts.admit(worker, sequence, buckets)
         self._pushed.setdefault(iteration, set()).add(worker)
 
     def complete(self, iteration: int, workers: tuple[int, ...]) -> list[Sum]:
-        """Note that the gate has completed an iteration; they come in order. Return the sums that are to go out."""
+        """Record that the gate has completed the next iteration; return the sums to push."""
         self._next = iteration + 1
         self._complete[iteration] = workers
         if len(self._complete) > _KEPT_ITERATIONS:
@@ -223,89 +223,92 @@ class Iterations:
         return sums
 
     def acknowledged(self, iteration: int) -> None:
-        """Note that the whole chain has a sum of an iteration; for each Sum it comes once."""
+        """Record that the whole chain has a sum of an iteration; call it once for each Sum."""
         self._unsafe[iteration] -= 1
         if not self._unsafe[iteration]:
             del self._unsafe[iteration]
         self._note_safe()
 
-    def lead(self, version: int, buckets: int, workers: Collection[int], behind: Collection[int] = ()) -> list[Sum]:
-        """Note which buckets this server leads from `version` on, and what workers there are: see :class:`Takeover`.
+    def lead(self, version: int, buckets: int, workers: Collection[int], followers: Collection[int] = ()) -> list[Sum]:
+        """Record the buckets that this server leads in view `version`: see :meth:`Takeover.lead`.
 
-        A takeover also waits for the servers `behind` to be ready (:class:`~paceline.protocol.replication.Lead`).
-        Returns the sums that are to go out, if nobody has to be waited for. Tell it of every new map.
+        Call this for each view. A takeover also waits until the `followers` are ready, see
+        :class:`~paceline.protocol.replication.Lead`. Returns the sums to push if there is nothing to wait for.
         """
         follows, self._version = version == self._version + 1, version
-        if not self._replication.has_successors or not follows:  # workers may have seen a map by which none keeps
-            self._careless, self._unkept = set(workers), None
-        elif self._unkept is None:
-            self._careless = set(workers)
-        self._look_at_workers()
+        if not self._replication.has_successors or not follows:  # workers may have had a view without retention
+            self._unaware, self._unretained_below = set(workers), None
+        elif self._unretained_below is None:
+            self._unaware = set(workers)
+        self._check_retention()
         before = self._parts.buckets
         if before & ~buckets:
             self._parts.release(before & ~buckets)
         if buckets & ~before:
             self._parts.adopt(buckets & ~before, ())
-        if buckets & ~before & self._replication.place.short:  # what the one before had withheld is not known here
+        if buckets & ~before & self._replication.place.short:  # the former primary's withheld iterations are unknown
             self._safe = 0
         self._note_safe()
         was_over = self._takeover.is_over
-        # Rule 2: what was on its way to the primary before comes again, before anything here is completed or read.
-        self._takeover.lead(version, buckets, {*workers, *behind})
-        return self._settle() if buckets & ~before or not was_over else []
+        # Rule 2: pushes in flight to the former primary come again before anything is completed or read here.
+        self._takeover.lead(version, buckets, {*workers, *followers})
+        return self._complete_known() if buckets & ~before or not was_over else []
 
     def synced(self, worker: int, version: int) -> list[Sum]:
-        """Note that a worker has sent again what it kept, by the map of `version`. Return the sums to go out."""
+        """Record that a worker has resent its retained pushes in view `version`; return the sums to push."""
         was_over = self._takeover.is_over
         self._takeover.synced(worker, version, self._replication.version)
         if version >= self._replication.version:
-            self._careless.discard(worker)
-            self._look_at_workers()
-        return [] if was_over else self._settle()
+            self._unaware.discard(worker)
+            self._check_retention()
+        return [] if was_over else self._complete_known()
 
     def _note_safe(self) -> None:
         if not self._replication.place.short:
             self._safe = max(self._safe, self._in_chain)
 
     def forget(self, worker: int, clock: int) -> None:
-        """Note that a worker finishes, or leaves, at `clock`: what it pushed for iterations from then on is dropped."""
+        """Drop a worker's pushes for iterations from `clock` on: it retires or leaves there."""
         for iteration in [iteration for iteration in self._pushed if iteration >= clock]:
             self._pushed[iteration].discard(worker)
             if not self._pushed[iteration]:
                 del self._pushed[iteration]
-        if self._unkept is not None:  # nobody may ever complete what was dropped: it is not waited for
-            self._unkept = min(self._unkept, self._end_of_parts())
+        if self._unretained_below is not None:  # the dropped pushes may never be completed
+            self._unretained_below = min(self._unretained_below, self._end_of_parts())
 
     def left(self, worker: int) -> list[Sum]:
-        """Note that a worker is gone: what it pushed counts where it ticked. Return the sums to go out."""
+        """Record that a worker left or died; return the sums to push.
+
+        Its pushes count in the iterations that it ticked.
+        """
         was_over = self._takeover.is_over
         for iteration, workers in self._pushed.items():
             if worker in workers:
                 workers.discard(worker)
-                self._bequeathed = max(self._bequeathed, iteration + 1)
+                self._orphaned_below = max(self._orphaned_below, iteration + 1)
         self._takeover.left(worker)
-        self._careless.discard(worker)
-        self._look_at_workers()
-        return [] if was_over else self._settle()
+        self._unaware.discard(worker)
+        self._check_retention()
+        return [] if was_over else self._complete_known()
 
-    def _look_at_workers(self) -> None:
-        if self._unkept is None and not self._careless and self._replication.has_successors:
-            self._unkept = self._end_of_parts()
+    def _check_retention(self) -> None:
+        if self._unretained_below is None and not self._unaware and self._replication.has_successors:
+            self._unretained_below = self._end_of_parts()
 
     def _end_of_parts(self) -> int:
-        """Return the iteration from which on no push is in memory."""
-        return max([self._next, self._bequeathed, *(iteration + 1 for iteration in self._pushed)])
+        """Return the first iteration without any buffered push."""
+        return max([self._next, self._orphaned_below, *(iteration + 1 for iteration in self._pushed)])
 
-    def _settle(self) -> list[Sum]:
+    def _complete_known(self) -> list[Sum]:
         if not self._takeover.is_over:
             return []
-        # Rule 3: after a takeover all that some bucket lacks is completed, in the order of the iterations.
+        # Rule 3: after a takeover the iterations that any bucket lacks are completed in order.
         known = sorted({*self._complete, *self._pushed})
-        return [each for iteration in known if iteration < self._next for each in self._sum(iteration)]
+        return [item for iteration in known if iteration < self._next for item in self._sum(iteration)]
 
     def _sum(self, iteration: int) -> list[Sum]:
-        # Rule 4: a part counts if its sender ticked the iteration. Of one who lives and has a part of an iteration that
-        # is complete that is sure, though this server's gate may have learned of it when it stood higher already.
+        # Rule 4: a push counts if its sender ticked the iteration. A live worker with a push in a complete iteration
+        # has ticked it, even if this server's gate learned of the worker at a later clock.
         workers = tuple(sorted({*self._complete.get(iteration, ()), *self._pushed.pop(iteration, ())}))
         buckets = self._replication.delivery.missing(AGGREGATE, iteration + 1, self._replication.primary)
         if not buckets:

@@ -1,9 +1,8 @@
-"""Which server holds which bucket.
+"""Placement of buckets on servers by rendezvous (highest random weight) hashing.
 
-Everybody computes the map alone from the list of servers and gets the same one; it is never sent. Rendezvous
-(highest random weight) hashing: each bucket ranks all servers by a hash of (bucket, server) and lives at the
-first; its replicas are the next. So a join takes buckets for the newcomer only, and when a server goes, each
-of its buckets falls to its own next in rank, which is where its first replica is.
+The placement depends only on the list of servers. Each bucket ranks all servers by a hash of (bucket, server): the
+first is the primary, the next ones are the replicas. So a join moves buckets only to the new server. If a server
+leaves, each of its buckets moves to the next server in the bucket's ranking, which has the first replica.
 
 Source: Thaler and Ravishankar 1998 "Using name-based mappings to increase hit rates"; chains as in OSDI'14
 "Scaling Distributed Machine Learning with the Parameter Server", section 4.3; mixing by splitmix64 (Steele,
@@ -19,14 +18,14 @@ from typing import Final
 from paceline.errors import UsageError
 
 NUM_BUCKETS: Final = 512
-"""How many buckets a table is cut into, unless said otherwise: some ten for each of fifty servers."""
+"""Default number of buckets of a table: about ten for each of fifty servers."""
 
 _MASK: Final = 0xFFFF_FFFF_FFFF_FFFF
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One bucket goes from one server to another."""
+    """A move of one bucket from server `source` to server `target`."""
 
     bucket: int
     source: int
@@ -35,18 +34,18 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The map of buckets to servers; make one with :func:`place`."""
+    """A mapping of buckets to servers; :func:`place` computes it."""
 
     chains: tuple[tuple[int, ...], ...]
     """For each bucket its servers: the primary, then the replicas in order."""
 
     @property
     def num_buckets(self) -> int:
-        """How many buckets there are."""
+        """The number of buckets."""
         return len(self.chains)
 
     def primary(self, bucket: int) -> int:
-        """The server that holds the bucket."""
+        """The primary of the bucket."""
         return self.chains[bucket][0]
 
     def owned(self, server: int) -> tuple[int, ...]:
@@ -54,15 +53,15 @@ class Placement:
         return tuple(bucket for bucket, chain in enumerate(self.chains) if chain[0] == server)
 
     def moves(self, other: Placement) -> tuple[Move, ...]:
-        """What must move to get from this map to the other one, by bucket; primaries only.
+        """Return the moves of primaries from this placement to the other one, by bucket.
 
         Raises:
-            UsageError: the other map has another number of buckets.
+            UsageError: the placements have different numbers of buckets.
         """
         if self.num_buckets != other.num_buckets:
             raise UsageError(
-                f"Maps of {self.num_buckets} and {other.num_buckets} buckets cannot be compared: the number "
-                "of buckets is fixed when a table is made."
+                f"Placements of {self.num_buckets} and {other.num_buckets} buckets cannot be compared: the number "
+                "of buckets is fixed when a table is created."
             )
         pairs = enumerate(zip(self.chains, other.chains, strict=True))
         return tuple(Move(bucket, old[0], new[0]) for bucket, (old, new) in pairs if old[0] != new[0])
@@ -76,18 +75,18 @@ class Placement:
 
 
 def place(num_buckets: int, servers: Sequence[int], replicas: int = 0, salt: int = 0) -> Placement:
-    """Map buckets 0..num_buckets-1 to servers, in chains of ``1 + replicas`` (or of all servers, if fewer).
+    """Place buckets 0..num_buckets-1 on servers, in chains of ``1 + replicas`` (or of all servers, if fewer).
 
-    Deterministic on every machine, and independent of the order of ``servers``. ``salt`` (any integer, taken
-    modulo 2^64) gives another map of the same servers. Takes about a microsecond per bucket and server.
+    The result is the same on every machine and for every order of ``servers``. ``salt`` (any integer, modulo 2^64)
+    gives another placement on the same servers. Takes about a microsecond per bucket and server.
 
     Raises:
-        UsageError: there is no server, one is named twice, or a number is out of range.
+        UsageError: ``servers`` is empty or has a duplicate, or a number is out of range.
     """
     if not servers:
-        raise UsageError("No servers: there is nowhere to place the buckets. Start at least one server.")
+        raise UsageError("No servers to place the buckets on. Start at least one server.")
     if len(set(servers)) != len(servers):
-        raise UsageError(f"Servers {list(servers)} name one twice: expected distinct ids.")
+        raise UsageError(f"Servers {list(servers)} have a duplicate: expected distinct ids.")
     if num_buckets < 1 or replicas < 0:
         raise UsageError(f"place(num_buckets={num_buckets}, replicas={replicas}): expected at least 1 and 0.")
     seeds = [(_mix(_mix(salt) ^ _mix(server + 1)), server) for server in sorted(servers)]

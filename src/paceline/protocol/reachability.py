@@ -1,15 +1,15 @@
-"""Servers that live and cannot reach each other: a cable between two of them is cut, and the scheduler hears both.
+"""Live servers that cannot reach each other, although the scheduler reaches both.
 
-Nobody dies of that, but what one of them forwards to the other is never acknowledged, and workers would wait for ever.
-So servers watch their links (:class:`Silence`), name in their heartbeats whom they do not reach, and the scheduler
-decides (:class:`Reachability`) which one goes, by the membership's ``Expel``.
+Both processes are alive, but forwarded pushes between them are never acknowledged, and workers would wait forever.
+So each server watches its links (:class:`Silence`) and lists unreachable servers in its heartbeats. The scheduler
+decides with :class:`Reachability` which server to expel.
 
-To expel a server that lives is safe for the same reason as to take a silent one for dead: the map's next version leaves
-it out, every message about tables is compared with the version of its receiver's map, and an acknowledgement is that of
-the whole chain. So whatever it still takes, before it hears that it was declared dead, is acknowledged to nobody.
+Expelling a live server is as safe as declaring a silent server dead. The next view excludes it, every message about
+tables is checked against the receiver's view, and an acknowledgement needs the whole chain. So pushes that it accepts
+before it receives its expulsion are never acknowledged.
 
-Source: what several say of one another is put together before anybody goes, as in Suresh et al. 2018 "Stable and
-Consistent Membership at Scale with Rapid"; here one scheduler decides.
+Source: as in Suresh et al. 2018 "Stable and Consistent Membership at Scale with Rapid", the reports of several servers
+are combined before one is removed; here one scheduler decides.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ from paceline.protocol.chains import ChainGroup
 
 
 class Silence:
-    """Who has not been heard, as one server sees those that it is linked to.
+    """One server's links without incoming messages.
 
-    It counts looks, not seconds: a process that was stopped, or busy, has looked once meanwhile, and accuses nobody of
-    its own sleep. ``num_looks`` silent ones in a row make a server unreachable.
+    It counts polls, not seconds: a process that was stopped or busy polls only once during that time, so it does not
+    accuse other servers of its own pause. A server is unreachable after ``num_polls`` consecutive silent polls.
     """
 
-    def __init__(self, num_looks: int = 5) -> None:
-        self._num_looks = num_looks
-        self._silent: dict[int, int] = {}  # target → looks at which nothing had come since the one before
+    def __init__(self, num_polls: int = 5) -> None:
+        self._num_polls = num_polls
+        self._silent: dict[int, int] = {}  # target → consecutive polls without a message since the previous poll
 
-    def heard(self, target: int) -> None:
-        """Note a sign of life on the link to a server."""
+    def received(self, target: int) -> None:
+        """Record a message on the link to a server."""
         self._silent.pop(target, None)
 
-    def look(self, targets: Iterable[int]) -> tuple[int, ...]:
-        """Look once at these links, forget all others; return which servers are unreachable, in ascending order."""
+    def poll(self, targets: Iterable[int]) -> tuple[int, ...]:
+        """Poll these links and drop all other links; return the unreachable servers, ascending."""
         self._silent = {target: self._silent.get(target, -1) + 1 for target in targets}
-        return tuple(sorted(target for target, silent in self._silent.items() if silent >= self._num_looks))
+        return tuple(sorted(target for target, silent in self._silent.items() if silent >= self._num_polls))
 
 
 @dataclass(frozen=True, slots=True)
 class Unreachable:
-    """Expel this server: it lives, and so do the `others`, and it and they do not reach each other."""
+    """Expel this server: it and the live `peers` cannot reach each other."""
 
     server: int
-    others: tuple[int, ...]
+    peers: tuple[int, ...]
 
 
 class Reachability:
-    """The complaints of servers about one another; the scheduler holds it. Servers are known by their incarnations.
+    """The scheduler's record of unreachable pairs of servers, which are identified by incarnation.
 
-    ``patience_s`` is how long two servers must be at odds, both heard by the scheduler all the time, before one goes.
+    A server is expelled after a pair was disconnected for ``patience_s``, with heartbeats of both servers throughout.
 
     Raises:
         UsageError: the patience is not positive.
@@ -64,68 +64,71 @@ class Reachability:
         if not patience_s > 0:
             raise UsageError(f"Reachability(patience_s={patience_s}): expected more than 0.")
         self._patience_s = patience_s
-        self._complaints: dict[int, dict[int, float]] = {}  # server → whom it does not reach → since when
-        self._since_s: dict[int, float] = {}  # since when a server was heard without a pause
+        self._complaints: dict[int, dict[int, float]] = {}  # server → unreachable server → since when
+        self._since_s: dict[int, float] = {}  # start of a server's uninterrupted heartbeats
         self._last_s: dict[int, float] = {}
 
-    def heard(self, server: int, unreachable: Collection[int], now_s: float) -> None:
-        """Take a heartbeat: these are all that the server does not reach now."""
-        if now_s - self._last_s.get(server, -float("inf")) > self._patience_s:
-            self._since_s[server] = now_s
-        self._last_s[server] = now_s
+    def record_heartbeat(self, server: int, unreachable: Collection[int], time_s: float) -> None:
+        """Record a heartbeat with all servers that are unreachable for its sender."""
+        if self._silence_s(server, time_s) > self._patience_s:
+            self._since_s[server] = time_s
+        self._last_s[server] = time_s
         former = self._complaints.get(server, {})
-        self._complaints[server] = {other: former.get(other, now_s) for other in unreachable if other != server}
+        self._complaints[server] = {other: former.get(other, time_s) for other in unreachable if other != server}
 
-    def decide(self, living: Collection[int], groups: Iterable[ChainGroup], now_s: float) -> Unreachable | None:
-        """Return which server has to go, if any: one at a time, so that the chains without it are looked at next.
+    def decide(self, living: Collection[int], groups: Iterable[ChainGroup], time_s: float) -> Unreachable | None:
+        """Return the server to expel, if any. Only one at a time: the next decision uses the chains without it.
 
-        `living` are the members, all others are forgotten; `groups` the chains as they are.
+        `living` are the members; records of other servers are dropped. `groups` are the current chains.
         """
         for known in (self._complaints, self._since_s, self._last_s):
-            for gone in known.keys() - set(living):
-                del known[gone]
-        at_odds = self._at_odds(now_s)
-        due = {server for pair, since_s in at_odds.items() if now_s - since_s >= self._patience_s for server in pair}
+            for dead in known.keys() - set(living):
+                del known[dead]
+        at_odds = self._at_odds(time_s)
+        due = {server for pair, since_s in at_odds.items() if time_s - since_s >= self._patience_s for server in pair}
         if not due:
             return None
-        # Rule 2: nobody goes that is the last to have a bucket: to wait for the cable is better than to lose it.
-        expendable = due - self._last_to_have(groups, now_s)
+        # Rule 2: the last server with a bucket is never expelled: waiting for the network is better than data loss.
+        expendable = due - self._last_to_have(groups, time_s)
         if not expendable:
             return None
-        # Rule 1: who is at odds with most goes: its own cable is cut.
+        # Rule 1: expel the server in most pairs: its own link is probably cut.
         num_pairs = Counter(server for pair in at_odds for server in pair)
-        # Rule 3: of those that are alike the younger one goes: it has less.
-        server = max(expendable, key=lambda each: (num_pairs[each], each))
-        return Unreachable(server, tuple(sorted(sum(pair) - server for pair in at_odds if server in pair)))
+        # Rule 3: of several such servers expel the youngest: it has the least data.
+        expelled = max(expendable, key=lambda server: (num_pairs[server], server))
+        return Unreachable(expelled, tuple(sorted(sum(pair) - expelled for pair in at_odds if expelled in pair)))
 
     @property
     def in_doubt(self) -> frozenset[int]:
-        """The servers that complain of others, or that others complain of: any of them may be the one that goes."""
+        """The servers in any reported pair: each may be expelled."""
         pairs = ((server, other) for server, complaints in self._complaints.items() for other in complaints)
         return frozenset(end for pair in pairs for end in pair)
 
-    def _last_to_have(self, groups: Iterable[ChainGroup], now_s: float) -> set[int]:
-        """Return the servers without which some bucket would be lost, or might be.
+    def _last_to_have(self, groups: Iterable[ChainGroup], time_s: float) -> set[int]:
+        """Return the servers without which a bucket would or might be lost.
 
-        A member that was not heard lately may be dead already, though nobody has declared it so: it counts for nothing.
+        A member without a recent heartbeat may already be dead, so it does not count as a copy.
         """
         silent_s = self._patience_s / 2
         last: set[int] = set()
         for group in groups:
-            there = {each for each in group.members if now_s - self._last_s.get(each, -float("inf")) <= silent_s}
-            last.update(member for member in group.members if not there - {member})
+            alive = {member for member in group.members if self._silence_s(member, time_s) <= silent_s}
+            last.update(member for member in group.members if not alive - {member})
         return last
 
-    def _at_odds(self, now_s: float) -> dict[tuple[int, int], float]:
-        """Return the pairs of which one does not reach the other, and since when.
+    def _silence_s(self, server: int, time_s: float) -> float:
+        return time_s - self._last_s.get(server, -float("inf"))
 
-        Rule 4: only what is said of and by servers that the scheduler hears counts, and only since it hears both. Of
-        one that is silent here too the heartbeats tell all; one that was stopped has yet to answer the others.
+    def _at_odds(self, time_s: float) -> dict[tuple[int, int], float]:
+        """Return the pairs in which one server does not reach the other, and since when.
+
+        Rule 4: a pair counts only while both servers send heartbeats, from the later of their first ones. The heartbeat
+        timeout covers silent servers; a server that was stopped has not yet answered its peers.
         """
         pairs: dict[tuple[int, int], float] = {}
         for server, complaints in self._complaints.items():
             for other, since_s in complaints.items():
-                if all(now_s - self._last_s.get(end, -float("inf")) <= self._patience_s for end in (server, other)):
+                if all(self._silence_s(end, time_s) <= self._patience_s for end in (server, other)):
                     pair = min(server, other), max(server, other)
                     since_s = max(since_s, self._since_s[server], self._since_s[other])
                     pairs[pair] = min(since_s, pairs.get(pair, since_s))

@@ -1,8 +1,8 @@
-"""Transition tables: what may become of one thing in the hands of a machine, as data.
+"""Transition tables: the states of one kind of object in a machine, as data.
 
-A machine that decides about one kind of thing (a worker, a shard, a push) has a :class:`StateTable` of it beside it.
-``docs/diagrams.py`` draws the diagrams of the protocol's page from the tables. Tests drive each machine at random and
-check that it takes every transition of its table and no other.
+A machine for one kind of object (a worker, a shard, a push) has a :class:`StateTable`. ``docs/diagrams.py`` draws the
+diagrams of the protocol's page from the tables. Tests drive each machine at random and check that it makes exactly
+the transitions of its table.
 """
 
 from __future__ import annotations
@@ -11,37 +11,36 @@ from dataclasses import dataclass
 from typing import Final
 
 OUTSIDE: Final = "[*]"
-"""The state of what the machine does not know yet, or does not know any more."""
+"""The state of an object before the machine has it, and after the machine has dropped it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """One row of a table: by `event` a thing in state `source` comes to be in `target`.
+    """One row of a table: `event` moves an object from state `source` to state `target`.
 
-    A row whose `source` is its `target` is of an event that changes something within the state, or is answered. An
-    event that does nothing to the thing has no row.
+    If both are the same, the event changes data within the state, or is answered. An event without effect has no row.
     """
 
     source: str
     event: str
-    """The name of the event's class, or of what is called where the machine has calls for events."""
+    """The name of the event's class, or of the machine's method."""
     target: str
     instruction: str = ""
-    """The name of the instruction that tells of this thing; empty if there is none."""
+    """The name of the resulting instruction; empty without one."""
     when: str = ""
-    """What decides where there are several rows for one event: words for the reader, which no test checks."""
+    """The condition, if one event has several rows. Only readers use it; no test checks it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateTable:
-    """All that may become of one `thing`: its states, besides OUTSIDE, and the ways between them."""
+    """The states of one `thing`, without OUTSIDE, and the transitions between them."""
 
     thing: str
     states: tuple[str, ...]
     transitions: tuple[Transition, ...]
 
     def target(self, source: str, event: str) -> str:
-        """Return what becomes of a thing in this state by an event that has one row there."""
+        """Return the next state, for an event with one row in this state."""
         (row,) = [row for row in self.transitions if (row.source, row.event) == (source, event)]
         return row.target
 
@@ -53,13 +52,13 @@ class StateTable:
             arrows.setdefault((row.source, row.target, row.instruction), []).append(event)
         lines = ["stateDiagram-v2"]
         for (source, target, instruction), events in arrows.items():
-            told = f" / {instruction}" if instruction else ""
-            lines.append(f"    {source} --> {target}: {', '.join(events)}{told}")
+            effect = f" / {instruction}" if instruction else ""
+            lines.append(f"    {source} --> {target}: {', '.join(events)}{effect}")
         return "\n".join(lines)
 
     def validate(self) -> None:
         """Assert the invariants."""
         rows = {(row.source, row.event, row.target, row.instruction) for row in self.transitions}
-        assert len(rows) == len(self.transitions), "a row twice"
+        assert len(rows) == len(self.transitions), "a duplicate row"
         named = {state for row in self.transitions for state in (row.source, row.target)}
         assert named - {OUTSIDE} == set(self.states), "a state without a row, or a row of no state"

@@ -1,6 +1,4 @@
-"""The vector clock: who has finished how many iterations, and the minimum that the gate looks at.
-
-Used by :mod:`paceline.protocol.clocks` alone, which exports it.
+"""The vector clock: the number of finished iterations of each worker, and their minimum.
 
 Source: Lamport 1978 and Mattern 1988 for the clock; OSDI'14 "Scaling Distributed Machine Learning with the
 Parameter Server", section 4.1, for its use.
@@ -13,11 +11,10 @@ from types import MappingProxyType
 
 
 class VectorClock:
-    """Worker id → number of finished iterations, with the minimum over those that count.
+    """Worker id → number of finished iterations, with the minimum over the counted workers.
 
-    ``num_expected`` workers that never joined yet count as standing at ``first_clock``, so that the first to
-    arrive do not run off. With nobody left to count, the minimum is the highest clock that anybody reached.
-    The minimum never falls.
+    ``num_expected`` workers that have not joined yet count with clock ``first_clock``, so that the first workers wait
+    for them. If no worker counts, the minimum is the highest clock so far. The minimum never decreases.
     """
 
     def __init__(self, num_expected: int = 0, first_clock: int = 0) -> None:
@@ -37,7 +34,7 @@ class VectorClock:
 
     @property
     def num_missing(self) -> int:
-        """How many of the expected workers never joined yet."""
+        """The number of expected workers that have not joined yet."""
         return self._num_missing
 
     @property
@@ -46,11 +43,11 @@ class VectorClock:
         return MappingProxyType(self._clocks)
 
     def counts(self, worker: int) -> bool:
-        """Whether others wait for this worker."""
+        """Whether the other workers wait for this worker."""
         return worker in self._clocks and worker not in self._finished
 
     def join(self, worker: int, clock: int = 0) -> int:
-        """Add a worker, or raise the clock of a member; return where it stands."""
+        """Add a worker, or raise the clock of a member; return its clock."""
         if worker in self._clocks:
             self.tick(worker, clock)
             return self._clocks[worker]
@@ -79,7 +76,7 @@ class VectorClock:
             self._remove(self._clocks[worker])
 
     def resume(self, worker: int) -> int | None:
-        """Count a finished member again; return where it now stands, None if it had not finished."""
+        """Count a finished member again; return its clock, None if it had not finished."""
         if worker not in self._finished:
             return None
         self._finished.remove(worker)
@@ -88,7 +85,7 @@ class VectorClock:
         return start
 
     def tick(self, worker: int, clock: int) -> bool:
-        """Raise a member's clock; False if it is no member or would not rise. O(1) for a rise by one."""
+        """Raise a member's clock; return False for other workers and if it would not rise. O(1) for a rise by one."""
         before = self._clocks.get(worker)
         if before is None or clock <= before:
             return False
@@ -102,7 +99,7 @@ class VectorClock:
         return True
 
     def lagging(self, below: int) -> tuple[int, ...]:
-        """The counted workers whose clock is below this one, ascending. O(workers)."""
+        """Return the counted workers with a clock below `below`, ascending. O(workers)."""
         return tuple(sorted(w for w, c in self._clocks.items() if c < below and w not in self._finished))
 
     def _add(self, clock: int) -> None:
@@ -116,8 +113,8 @@ class VectorClock:
             return
         del self._tally[clock]
         if clock == self._minimum:
-            # A worker that leaves the minimum by a tick of one is itself the next minimum: the common case is
-            # O(1). Only a leave, a finish or a jump looks through the distinct clocks.
+            # A worker that leaves the minimum by a tick of one is itself the next minimum, so the common case is
+            # O(1). Only a leave, a finish or a jump searches the distinct clocks.
             self._minimum = clock + 1 if clock + 1 in self._tally else min(self._tally, default=self._highest)
 
     def validate(self) -> None:

@@ -71,7 +71,7 @@ class ClusterHealth:
 
     def check_workers(self, state: JobState) -> None:
         """Say if a job waits for workers. Raises PeerError if those of this machine have all died."""
-        self._check_awaited(state.awaited)
+        self._check_awaited(state.busy_ranks)
         if self._processes is not None:
             if not self._processes.pids("worker"):
                 raise PeerError("all workers have died: nobody is left to train")

@@ -359,8 +359,8 @@ def test_malformed_requests_to_the_scheduler(caplog: pytest.LogCaptureFixture) -
                 ProtocolError,
                 "Invalid enum value 'boss'",
             ),
-            (CALL, messages.encode(messages.TakeLease(job=1, wait=False)), PeerError, "there is no job 1"),
-            (CALL, messages.encode(messages.JobStatus(job=1)), PeerError, "there is no job 1"),
+            (CALL, messages.encode(messages.TakeLease(job=1, wait=False)), PeerError, "job 1"),
+            (CALL, messages.encode(messages.JobStatus(job=1)), PeerError, "job 1"),
         ]:
             with pytest.raises(error, match=message):
                 ask(channel, kind, meta=meta)
@@ -461,9 +461,9 @@ def test_the_scheduler_is_gone() -> None:
 def test_a_rank_that_is_taken() -> None:
     with Cluster(workers=2) as cluster:
         first = cluster.connect(rank=1)
-        with pytest.raises(UsageError, match="asked to be worker 1, but that rank is held by node"):
+        with pytest.raises(UsageError, match=r"worker 1.*node"):
             cluster.connect(rank=1)
-        with pytest.raises(UsageError, match="that rank is negative"):
+        with pytest.raises(UsageError, match="rank is negative"):
             cluster.connect(rank=-1)
         assert cluster.connect().rank == 0
         first.close()
@@ -485,7 +485,7 @@ def test_a_node_that_registers_again_is_the_same_member() -> None:
 def test_no_policy_for_stale_gradients_where_none_is_stale() -> None:
     settings = messages.ClusterSettings(consistency="sequential")
     settings.check()
-    with pytest.raises(UsageError, match="policy drop:3 has nothing to do under sequential consistency"):
+    with pytest.raises(UsageError, match=r"policy drop:3 .* sequential"):
         msgspec.structs.replace(settings, stale="drop:3").check()
 
 

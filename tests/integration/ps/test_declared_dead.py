@@ -85,7 +85,7 @@ def test_who_is_declared_dead_changes_nothing_any_more() -> None:
         table = dead.sparse_table("t", update=SGD(lr=1.0))
         living.sparse_table("t", update=SGD(lr=1.0)).push(keys, ones).wait()
         cluster.served.call(lambda: cluster.scheduler.process_ended(dead.incarnation))
-        wait_until(lambda: cluster.nodes[0].server.core.workers.is_gone(dead.incarnation))
+        wait_until(lambda: cluster.nodes[0].server.core.workers.is_excluded(dead.incarnation))
         calls: list[tuple[msgspec.Struct, tuple[np.ndarray[tuple[int, ...], np.dtype[Any]], ...]]] = [
             (messages.WriteRecords(table=table.number, rows=1), (keys_of(1), floats(77.0))),
             (messages.Erase(table=table.number), (keys_of(2),)),

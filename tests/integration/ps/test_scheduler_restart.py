@@ -14,7 +14,7 @@ import pytest
 
 from paceline.errors import AddressError, ConnectionLostError, PeerError
 from paceline.protocol import BoundedDelay, Eventual, Member, Role
-from paceline.protocol.jobs import ALL_DONE, NOTHING_NOW, Job, JobSpec, JobState, Key, Lease, TakenReport
+from paceline.protocol.jobs import ALL_DONE, NONE_FREE, Job, JobSpec, JobState, Key, Lease, TakenReport
 from paceline.protocol.scheduler import Phase
 from paceline.ps import SGD, Scheduler, SchedulerLink, make_node_name, messages
 from paceline.ps.scheduler.jobs import Jobs
@@ -257,7 +257,7 @@ def test_a_lease_of_which_nobody_heard_is_given_again(cluster: Restartable, post
     cluster.replace()
     cluster.wait_back()
     assert take(worker, job).shard == 0
-    assert take(worker, job).lease == NOTHING_NOW
+    assert take(worker, job).lease == NONE_FREE
 
 
 def test_who_does_not_come_back_is_dead(cluster: Restartable, poster: SchedulerLink) -> None:

@@ -180,7 +180,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
         ("train good.tsv --format tsv", 2, "format 'tsv' is unknown: choose one of criteo"),
         ("train good.tsv --consistency sometimes", 2, "expected 'sequential'"),
         ("train good.tsv --stale drop", 2, "expected 'accept'"),
-        ("train good.tsv --stale drop:2 --consistency sequential", 2, "has nothing to do under sequential"),
+        ("train good.tsv --stale drop:2 --consistency sequential", 2, "no effect under sequential"),
         ("train good.tsv --update newton", 2, "expected one of ftrl, sgd"),
         (
             "train good.tsv --update momentum --l1 1",

@@ -7,7 +7,7 @@ import pytest
 from paceline.errors import UsageError
 from paceline.protocol import BoundedDelay, Consistency, Eventual, Gate, Sequential, VectorClock
 from paceline.protocol.clocks import (
-    Ask,
+    BeginIteration,
     Complete,
     Depart,
     Event,
@@ -39,10 +39,10 @@ def gate_of(consistency: Consistency, num_workers: int) -> Gate:
 def test_sequential_completes_then_releases() -> None:
     gate = gate_of(Sequential(), 2)
     assert feed(gate, Tick(0, 1)) == []
-    assert feed(gate, Ask(0, 1, "a")) == []
+    assert feed(gate, BeginIteration(0, 1, "a")) == []
     assert gate.lagging(1) == (1,)
     assert feed(gate, Tick(1, 1)) == [Complete(0, (0, 1)), Unblock("a")]
-    assert feed(gate, Ask(1, 1, "b")) == [Unblock("b")]
+    assert feed(gate, BeginIteration(1, 1, "b")) == [Unblock("b")]
 
 
 def test_bounded_delay_allows_tau_iterations() -> None:
@@ -50,19 +50,19 @@ def test_bounded_delay_allows_tau_iterations() -> None:
     feed(gate, *(Tick(0, clock) for clock in (1, 2, 3)))
     assert gate.is_open(2)
     assert not gate.is_open(3)
-    feed(gate, Ask(0, 3, "far"))
+    feed(gate, BeginIteration(0, 3, "far"))
     assert feed(gate, Tick(1, 1)) == [Unblock("far")]
 
 
 def test_eventual_never_holds() -> None:
     gate = Gate(Eventual(), 3)
-    assert feed(gate, Join(0), Ask(0, 10**9, "t")) == [Unblock("t")]
+    assert feed(gate, Join(0), BeginIteration(0, 10**9, "t")) == [Unblock("t")]
     assert gate.lagging(10**9) == ()
 
 
 def test_nobody_moves_on_before_the_expected_workers_are_there() -> None:
     gate = Gate(Sequential(), 2)
-    assert feed(gate, Join(0), Tick(0, 1), Ask(0, 1, "a")) == []
+    assert feed(gate, Join(0), Tick(0, 1), BeginIteration(0, 1, "a")) == []
     assert gate.num_missing == 1
     assert gate.lagging(1) == ()
     assert feed(gate, Join(1)) == [Joined(1, 0)]
@@ -85,7 +85,7 @@ def test_an_expected_worker_counts_as_one_however_often_it_joins() -> None:
 
 def test_one_who_leaves_stops_counting_at_once() -> None:
     gate = gate_of(Sequential(), 3)
-    feed(gate, Tick(0, 1), Tick(1, 1), Ask(0, 1, "a"))
+    feed(gate, Tick(0, 1), Tick(1, 1), BeginIteration(0, 1, "a"))
     assert feed(gate, Depart(2)) == [Complete(0, (0, 1)), Unblock("a")]
 
 
@@ -142,7 +142,7 @@ def test_duplicates_and_strangers_are_ignored() -> None:
 
 def test_the_requests_of_one_who_leaves_are_forgotten() -> None:
     gate = gate_of(Sequential(), 2)
-    feed(gate, Tick(0, 1), Ask(0, 1, "gone"), Ask(1, 1, "kept"), Ask(0, 2, "gone too"))
+    feed(gate, Tick(0, 1), BeginIteration(0, 1, "gone"), BeginIteration(1, 1, "kept"), BeginIteration(0, 2, "gone too"))
     assert gate.num_held == 3
     assert feed(gate, Depart(0)) == []
     assert feed(gate, Tick(1, 1)) == [Complete(0, (0, 1)), Unblock("kept")]

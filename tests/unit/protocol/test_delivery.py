@@ -104,11 +104,11 @@ def test_a_server_without_buckets_admits_nothing() -> None:
 def test_moves_that_cannot_be() -> None:
     delivery = Delivery(0b1)
     delivery.admit(1, 5)
-    with pytest.raises(UsageError, match="Bucket 0 is held here already"):
+    with pytest.raises(UsageError, match="bucket 0"):
         delivery.adopt(0b11, ())
-    with pytest.raises(UsageError, match="Bucket 1 is not held here"):
+    with pytest.raises(UsageError, match="Bucket 1"):
         delivery.release(0b11)
-    with pytest.raises(UsageError, match="Bucket 1 is not held here"):
+    with pytest.raises(UsageError, match="Bucket 1"):
         delivery.export(0b11)
     assert delivery.buckets == 0b1
     assert delivery.last(1, 0) == 5

@@ -7,7 +7,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from paceline.protocol import BoundedDelay, Consistency, Eventual, Gate, Sequential
-from paceline.protocol.clocks import Ask, Complete, Depart, Event, Finish, Join, Joined, Resume, Tick, Unblock
+from paceline.protocol.clocks import (
+    BeginIteration,
+    Complete,
+    Depart,
+    Event,
+    Finish,
+    Join,
+    Joined,
+    Resume,
+    Tick,
+    Unblock,
+)
 
 workers = st.integers(0, 4)
 consistencies: st.SearchStrategy[Consistency] = st.one_of(
@@ -116,7 +127,7 @@ class GateMachine(RuleBasedStateMachine):
         clock = self.clocks.get(worker, 0) + ahead
         self.held[self.next_ticket] = worker, clock
         self.next_ticket += 1
-        assert self.apply(Ask(worker, clock, self.next_ticket - 1)) == []
+        assert self.apply(BeginIteration(worker, clock, self.next_ticket - 1)) == []
 
     @invariant()
     def agrees_with_the_model(self) -> None:

@@ -85,7 +85,7 @@ def test_after_a_takeover_all_send_again_before_anything_is_completed_or_read() 
     assert iterations.complete(0, (1, 2)) == []
     change(replication, 2, chain_group((A,), None, ALL))
     assert iterations.lead(2, ALL, (1, 2)) == []
-    assert iterations.awaited == {1, 2}
+    assert iterations.pending_workers == {1, 2}
     assert iterations.durable == 0
     assert not iterations.may_read(0)
     assert iterations.complete(1, (1, 2)) == []
@@ -104,7 +104,7 @@ def test_a_takeover_does_not_wait_for_who_leaves_or_was_earlier() -> None:
     change(replication, 2, chain_group((A,), None, ALL))
     iterations.synced(1, 2)
     iterations.lead(2, ALL, (1, 2))
-    assert iterations.awaited == {2}
+    assert iterations.pending_workers == {2}
     iterations.left(2)
     assert iterations.may_read(0)
 
@@ -292,10 +292,10 @@ def test_a_takeover_alone() -> None:
     takeover.lead(1, 0b01, ())
     assert takeover.is_over
     takeover.lead(2, 0b11, (7, 8))
-    assert takeover.awaited == {7, 8}
+    assert takeover.pending_workers == {7, 8}
     takeover.synced(7, 2, 2)
     takeover.lead(3, 0b11, (7, 8))  # it goes on, and all have to say so by the newer map
-    assert takeover.awaited == {7, 8}
+    assert takeover.pending_workers == {7, 8}
     takeover.synced(7, 3, 3)
     takeover.left(8)
     assert takeover.is_over
@@ -350,12 +350,12 @@ def test_a_takeover_counts_only_what_is_said_by_its_own_map() -> None:
     takeover = Takeover()
     takeover.lead(5, 0b1, {7, 8})
     takeover.synced(7, 4, 5)  # said before it had heard of this map: what it kept then went elsewhere
-    assert takeover.awaited == {7, 8}
+    assert takeover.pending_workers == {7, 8}
     takeover.synced(7, 5, 5)
     takeover.synced(8, 6, 5)
-    assert takeover.awaited == frozenset()
+    assert takeover.pending_workers == frozenset()
     takeover.lead(6, 0b11, {7, 8})
-    assert takeover.awaited == {7}
+    assert takeover.pending_workers == {7}
     takeover.synced(7, 5, 6)
     takeover.left(7)
     assert takeover.is_over

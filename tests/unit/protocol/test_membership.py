@@ -57,7 +57,7 @@ def test_members_are_ordered_by_role_and_then_by_rank() -> None:
 def test_a_rank_that_was_asked_for_is_given_or_refused() -> None:
     membership = Membership(0)
     assert membership.register("a", Role.WORKER, 0.0, rank=3).rank == 3
-    for node, rank, why in (("b", 3, "held by node 'a'"), ("c", -1, "negative")):
+    for node, rank, why in (("b", 3, "node 'a'"), ("c", -1, "negative")):
         with pytest.raises(UsageError, match=why):
             membership.register(node, Role.WORKER, 0.0, rank=rank)
         assert membership.named(node) is None
@@ -78,13 +78,13 @@ def test_who_is_silent_for_longer_than_the_time_out_is_overdue_until_it_is_heard
     membership = Membership(0, heartbeat_timeout_s=10.0)
     a = membership.register("a", Role.WORKER, 0.0)
     membership.register("b", Role.WORKER, 0.0)
-    assert membership.heard(a.incarnation, 8.0)
-    assert membership.heard(a.incarnation, 5.0)  # a word that comes late takes nothing back
+    assert membership.record_heartbeat(a.incarnation, 8.0)
+    assert membership.record_heartbeat(a.incarnation, 5.0)  # a word that comes late takes nothing back
     assert overdue_at(membership, 10.0) == []
     assert overdue_at(membership, 10.5) == ["b"]
     assert overdue_at(membership, 18.5) == ["a", "b"]
     assert nodes_of(membership) == ["a", "b"]  # to be overdue is no death
-    assert membership.heard(2, 18.5)
+    assert membership.record_heartbeat(2, 18.5)
     assert overdue_at(membership, 18.5) == ["a"]
 
 
@@ -94,7 +94,7 @@ def test_a_doubted_member_is_overdue_at_once_until_it_is_heard() -> None:
     membership.doubt(a.incarnation)
     membership.doubt(7)  # nobody
     assert overdue_at(membership, 0.0) == ["a"]
-    assert membership.heard(a.incarnation, 0.0)
+    assert membership.record_heartbeat(a.incarnation, 0.0)
     assert overdue_at(membership, 0.0) == []
 
 
@@ -103,7 +103,7 @@ def test_the_dead_stay_dead() -> None:
     a = membership.register("a", Role.WORKER, 0.0)
     assert membership.remove(a.incarnation) is a
     assert membership.remove(a.incarnation) is None
-    assert not membership.heard(a.incarnation, 1.0)
+    assert not membership.record_heartbeat(a.incarnation, 1.0)
     assert membership.members == ()
     again = membership.register("a", Role.WORKER, 1.0)
     assert (again.rank, again.incarnation) == (0, 2)
@@ -114,11 +114,11 @@ def test_rebuild_goes_on_with_those_that_live_and_reuses_nothing() -> None:
     for node, role in (("s", Role.SERVER), ("a", Role.WORKER), ("b", Role.WORKER)):
         former.register(node, role, 0.0, address=node)
     living = [member for member in former.members if member.node != "b"]
-    membership = Membership.rebuild(living, 100, expected_servers=1, now_s=50.0, heartbeat_timeout_s=5.0)
+    membership = Membership.rebuild(living, 100, expected_servers=1, time_s=50.0, heartbeat_timeout_s=5.0)
     membership.validate()
     assert membership.ready
     assert membership.members == tuple(living)
-    assert not membership.heard(3, 51.0)
+    assert not membership.record_heartbeat(3, 51.0)
     assert overdue_at(membership, 55.0) == []
     assert overdue_at(membership, 55.5) == ["s", "a"]
     assert membership.last_incarnation == 99  # so b is known to be gone
@@ -137,14 +137,14 @@ def test_of_two_that_claim_one_place_the_later_one_is_taken(
     claims: list[tuple[str, int, int]], kept: list[int]
 ) -> None:
     members = [Member(node, Role.WORKER, rank, incarnation) for node, rank, incarnation in claims]
-    membership = Membership.rebuild(members, 1, expected_servers=0, now_s=0.0)
+    membership = Membership.rebuild(members, 1, expected_servers=0, time_s=0.0)
     membership.validate()
     assert [member.incarnation for member in membership.members] == kept
     assert membership.last_incarnation == 4  # also above what the next was to be
 
 
 def test_one_of_whom_no_view_tells_is_taken_in_again_unless_its_place_is_taken() -> None:
-    membership = Membership.rebuild([], 100, expected_servers=0, now_s=0.0, heartbeat_timeout_s=5.0)
+    membership = Membership.rebuild([], 100, expected_servers=0, time_s=0.0, heartbeat_timeout_s=5.0)
     late = Member("a", Role.WORKER, 0, 7, "here")
     assert membership.readmit(late, 1.0) is late
     assert membership.find(7) is late
@@ -204,7 +204,7 @@ class MembershipMachine(RuleBasedStateMachine):
     @rule(node=nodes, before_s=st.sampled_from([0.0, 3.0]))
     def heard(self, node: str, before_s: float) -> None:
         if node in self.members:
-            assert self.membership.heard(self.members[node].incarnation, self.now_s - before_s)
+            assert self.membership.record_heartbeat(self.members[node].incarnation, self.now_s - before_s)
             self.heard_s[node] = max(self.now_s - before_s, self.heard_s[node])
 
     @rule(node=nodes)
@@ -226,7 +226,7 @@ class MembershipMachine(RuleBasedStateMachine):
         if self.gone:
             incarnation = data.draw(st.sampled_from(self.gone)).incarnation
             if how == "heard":
-                assert not self.membership.heard(incarnation, self.now_s)
+                assert not self.membership.record_heartbeat(incarnation, self.now_s)
             elif how == "doubted":
                 self.membership.doubt(incarnation)
             else:
@@ -260,7 +260,7 @@ class MembershipMachine(RuleBasedStateMachine):
                 self.members[member.node] = member
         self.last += by
         self.membership = Membership.rebuild(
-            claims, self.last + 1, expected_servers=2, now_s=self.now_s, heartbeat_timeout_s=TIMEOUT_S
+            claims, self.last + 1, expected_servers=2, time_s=self.now_s, heartbeat_timeout_s=TIMEOUT_S
         )
         self.heard_s = dict.fromkeys(self.members, self.now_s)
 

@@ -71,7 +71,7 @@ def test_salt_gives_another_map() -> None:
 
 @pytest.mark.parametrize(
     ("num_buckets", "servers", "replicas", "match"),
-    [(8, [], 0, "No servers"), (8, [1, 1], 0, "twice"), (0, [1], 0, "expected"), (8, [1], -1, "expected")],
+    [(8, [], 0, "No servers"), (8, [1, 1], 0, "duplicate"), (0, [1], 0, "expected"), (8, [1], -1, "expected")],
 )
 def test_illegal_arguments(num_buckets: int, servers: list[int], replicas: int, match: str) -> None:
     with pytest.raises(UsageError, match=match):

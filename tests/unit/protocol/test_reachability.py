@@ -28,7 +28,7 @@ def run(
     rule = Reachability(PATIENCE_S)
     for beat in range(beats):
         for server in servers:
-            rule.heard(server, complaints.get(server, ()), beat * BEAT_S)
+            rule.record_heartbeat(server, complaints.get(server, ()), beat * BEAT_S)
             rule.validate()
     return rule.decide(servers, groups, (beats - 1) * BEAT_S)
 
@@ -56,8 +56,8 @@ def test_who_goes(complaints: dict[int, tuple[int, ...]], goes: Unreachable | No
 def test_with_the_expelled_its_complaints_vanish_and_the_rest_is_looked_at_again() -> None:
     rule = Reachability(PATIENCE_S)
     for beat in range(6):
-        for server, others in ((1, ()), (2, (1, 3, 5)), (3, ()), (4, (5,)), (5, (2,))):
-            rule.heard(server, others, beat * BEAT_S)
+        for server, peers in ((1, ()), (2, (1, 3, 5)), (3, ()), (4, (5,)), (5, (2,))):
+            rule.record_heartbeat(server, peers, beat * BEAT_S)
     assert rule.in_doubt == {1, 2, 3, 4, 5}
     assert rule.decide((1, 2, 3, 4, 5), (), 5.0) == Unreachable(2, (1, 3, 5))
     assert rule.in_doubt >= {4, 5}
@@ -69,10 +69,10 @@ def test_with_the_expelled_its_complaints_vanish_and_the_rest_is_looked_at_again
 def test_a_complaint_that_is_not_repeated_is_gone_and_begins_anew() -> None:
     rule = Reachability(PATIENCE_S)
     for beat in range(10):
-        rule.heard(1, () if beat == 4 else (2,), beat * BEAT_S)
-        rule.heard(2, (), beat * BEAT_S)
+        rule.record_heartbeat(1, () if beat == 4 else (2,), beat * BEAT_S)
+        rule.record_heartbeat(2, (), beat * BEAT_S)
         assert rule.decide((1, 2), (), beat * BEAT_S) is None
-    rule.heard(2, (), 10.0)
+    rule.record_heartbeat(2, (), 10.0)
     assert rule.decide((1, 2), (), 10.0) == Unreachable(2, (1,))
 
 
@@ -80,23 +80,23 @@ def test_of_those_that_the_scheduler_does_not_hear_heartbeats_tell() -> None:
     """Servers 1 and 2 are cut off from 3 and from the scheduler: it is not 3 that goes, which complains of both."""
     rule = Reachability(PATIENCE_S)
     for beat in range(30):
-        rule.heard(3, (1, 2) if beat > 4 else (), beat * BEAT_S)
+        rule.record_heartbeat(3, (1, 2) if beat > 4 else (), beat * BEAT_S)
         if beat < 2:
-            rule.heard(1, (), beat * BEAT_S)
-            rule.heard(2, (), beat * BEAT_S)
+            rule.record_heartbeat(1, (), beat * BEAT_S)
+            rule.record_heartbeat(2, (), beat * BEAT_S)
         assert rule.decide((1, 2, 3), (), beat * BEAT_S) is None
 
 
 def test_who_was_stopped_has_time_to_answer() -> None:
     rule = Reachability(PATIENCE_S)
     for beat in range(30):
-        rule.heard(1, (2,) if 5 <= beat < 14 else (), beat * BEAT_S)
+        rule.record_heartbeat(1, (2,) if 5 <= beat < 14 else (), beat * BEAT_S)
         if not 1 <= beat <= 10:
-            rule.heard(2, (), beat * BEAT_S)
+            rule.record_heartbeat(2, (), beat * BEAT_S)
         assert rule.decide((1, 2), (), beat * BEAT_S) is None, beat
     for beat in range(30, 36):
-        rule.heard(1, (2,), beat * BEAT_S)
-        rule.heard(2, (), beat * BEAT_S)
+        rule.record_heartbeat(1, (2,), beat * BEAT_S)
+        rule.record_heartbeat(2, (), beat * BEAT_S)
     assert rule.decide((1, 2), (), 35.0) == Unreachable(2, (1,))
 
 
@@ -107,7 +107,7 @@ def test_who_was_stopped_has_time_to_answer() -> None:
         ({1: (2,)}, [(2,), (1,)], None),  # they wait for their cable
         ({1: (2,), 3: (4,)}, [(2, 4), (1, 3)], 4),
         ({1: (2,), 3: (4,)}, [(4,), (1, 3)], 3),
-        ({1: (2, 3)}, [(1,)], 3),  # it has most against it, and may not go: so the others do, one by one
+        ({1: (2, 3)}, [(1,)], 3),  # it has most against it, and may not go: so the peers do, one by one
         ({1: (2, 3)}, [(1,), (2, 3)], 3),
         ({1: (2, 3)}, [(1,), (2,), (3,)], None),
         ({1: (2, 3), 4: (5,)}, [(1,), (4, 5)], 5),  # what these two may do does not hang on those
@@ -127,11 +127,11 @@ def test_who_is_silent_and_not_declared_dead_yet_has_no_bucket() -> None:
     rule = Reachability(PATIENCE_S)
     groups = (chain_group((1, 3), None, 0b01), chain_group((3, 2), None, 0b10))
     for beat in range(12):
-        for server, others in ((1, (2,) if beat >= 4 else ()), (2, ()), (3, ())):
+        for server, peers in ((1, (2,) if beat >= 4 else ()), (2, ()), (3, ())):
             if server != 3 or beat < 7:
-                rule.heard(server, others, beat * BEAT_S)
+                rule.record_heartbeat(server, peers, beat * BEAT_S)
         assert rule.decide((1, 2, 3), groups, beat * BEAT_S) is None, beat
-    rule.heard(3, (), 11.0)
+    rule.record_heartbeat(3, (), 11.0)
     assert rule.decide((1, 2, 3), groups, 11.0) == Unreachable(2, (1,))
 
 
@@ -139,7 +139,7 @@ def test_two_that_fall_silent_together_are_both_the_last() -> None:
     rule = Reachability(PATIENCE_S)
     for beat in range(6):
         for server in (1, 2):
-            rule.heard(server, (2,) if server == 1 else (), beat * BEAT_S)
+            rule.record_heartbeat(server, (2,) if server == 1 else (), beat * BEAT_S)
     groups = (chain_group((1, 2), None, 1),)
     assert rule.decide((1, 2), groups, 5.0 + PATIENCE_S / 2) == Unreachable(2, (1,))
     assert rule.decide((1, 2), groups, 5.1 + PATIENCE_S / 2) is None  # who knows which of the two is dead
@@ -162,7 +162,7 @@ def test_any_complaints(complaints: dict[int, set[int]], chains: list[list[int]]
     rule, living = Reachability(PATIENCE_S), set(range(1, 7))
     for beat in range(6):
         for server in living:
-            rule.heard(server, complaints.get(server, set()), beat * BEAT_S)
+            rule.record_heartbeat(server, complaints.get(server, set()), beat * BEAT_S)
     while True:
         groups = [chain_group(tuple(s for s in chain if s in living), None, 1) for chain in chains]
         pairs = {frozenset((a, b)) for a in living for b in complaints.get(a, set()) & living if a != b}
@@ -176,7 +176,7 @@ def test_any_complaints(complaints: dict[int, set[int]], chains: list[list[int]]
             return
         assert decided.server not in last
         assert against[decided.server] == max(count for server, count in against.items() if server not in last)
-        assert set(decided.others) == {other for pair in pairs if decided.server in pair for other in pair} - {
+        assert set(decided.peers) == {other for pair in pairs if decided.server in pair for other in pair} - {
             decided.server
         }
         living.remove(decided.server)
@@ -185,13 +185,13 @@ def test_any_complaints(complaints: dict[int, set[int]], chains: list[list[int]]
 
 def test_silence_is_counted_in_looks() -> None:
     silence = Silence(3)
-    assert [silence.look((7,)) for _ in range(5)] == [(), (), (), (7,), (7,)]  # the first look only begins
-    silence.heard(7)
-    assert [silence.look((7, 4)) for _ in range(4)] == [(), (), (), (4, 7)]
-    silence.heard(4)
-    assert silence.look((7, 4)) == (7,)
-    assert silence.look((4,)) == ()  # not linked any more: forgotten
-    assert [silence.look((7,)) for _ in range(4)] == [(), (), (), (7,)]
+    assert [silence.poll((7,)) for _ in range(5)] == [(), (), (), (7,), (7,)]  # the first look only begins
+    silence.received(7)
+    assert [silence.poll((7, 4)) for _ in range(4)] == [(), (), (), (4, 7)]
+    silence.received(4)
+    assert silence.poll((7, 4)) == (7,)
+    assert silence.poll((4,)) == ()  # not linked any more: forgotten
+    assert [silence.poll((7,)) for _ in range(4)] == [(), (), (), (7,)]
 
 
 @given(st.lists(st.sampled_from(["look", "heard"]), max_size=40))
@@ -199,8 +199,8 @@ def test_silent_are_those_not_heard_between_looks(events: list[str]) -> None:
     silence, run_of_looks = Silence(), 0
     for event in events:
         if event == "heard":
-            silence.heard(1)
+            silence.received(1)
             run_of_looks = 0
         else:
             run_of_looks += 1
-            assert (silence.look((1,)) == (1,)) == (run_of_looks > 5)
+            assert (silence.poll((1,)) == (1,)) == (run_of_looks > 5)

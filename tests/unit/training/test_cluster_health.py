@@ -23,7 +23,7 @@ def test_that_a_job_waits_for_workers_is_said_once() -> None:
     patient = ClusterHealth(client, None, said.append, patience_s=60.0)
     for awaited in ((), (1,), (1,), (0, 1)):
         for each in (health, patient):
-            each.check_workers(state(num_workers=2, awaited=awaited))
+            each.check_workers(state(num_workers=2, busy_ranks=awaited))
     assert said == [
         f"{who} still at the job before: this one waits until that ends" for who in ("worker 1", "workers 0, 1")
     ]

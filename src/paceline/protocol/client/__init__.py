@@ -1,12 +1,20 @@
 """The client's protocol as one pure state machine, :class:`ClientCore`."""
 
 from paceline.protocol.client.core import ClientCore
-from paceline.protocol.client.instructions import AskToJoin, Connect, Discard, Disconnect, Instruction, Resync, Transmit
+from paceline.protocol.client.instructions import (
+    Connect,
+    Discard,
+    Disconnect,
+    Instruction,
+    RequestJoin,
+    Resync,
+    Transmit,
+)
 from paceline.protocol.client.requests import REQUEST, Payload, Request, RequestKind
 from paceline.protocol.client.session import ServerSession
 
 __all__ = [
-    "AskToJoin",
+    "RequestJoin",
     "ClientCore",
     "Connect",
     "Disconnect",

@@ -1,11 +1,11 @@
-"""The client's protocol: what a worker or an observer sends to servers, sends again, and retains; its iterations.
+"""The client's protocol: the requests of a worker or observer, retries, retained pushes and iterations.
 
-A client holds one :class:`ClientCore`, and so does each simulated worker. Its runtime feeds it the answers and the
-refusals of servers, what becomes of connections, and views, and does as the instructions bid. Payloads are tokens.
+A client holds one :class:`ClientCore`, and so does each simulated worker. Events are the servers' answers and
+rejections, changes of connections, and views. Payloads are tokens.
 
-A client knows one view at a time and cuts its requests by it. A request that a server refuses as of an old view waits
-until the newer one is here; then everything that is unanswered goes out again, in order, and behind it a *resync* says
-to each server that this was all, and where the worker's clock is.
+A client has one view at a time and splits its requests by it. A request that a server rejects because of an old view
+waits for the newer view. Then the client resends all unanswered requests in order, followed by a *resync* to each
+server with the worker's clock.
 
 Source: as :mod:`paceline.protocol.replication`; the clocks as in Ho et al. 2013 "More Effective Distributed ML via a
 Stale Synchronous Parallel Parameter Server".
@@ -20,11 +20,11 @@ from paceline.errors import UsageError
 from paceline.protocol.buckets import Buckets
 from paceline.protocol.chains import ChainGroup, has_followers, leads_of
 from paceline.protocol.client.instructions import (
-    AskToJoin,
     Connect,
     Discard,
     Disconnect,
     Instruction,
+    RequestJoin,
     Resync,
     Transmit,
 )
@@ -36,73 +36,73 @@ from paceline.protocol.client.session import ServerSession
 class ClientCore:
     """One client's state.
 
-    Arguments: `is_worker`, whether it may take part in iterations (an observer may not); `is_sequential`, whether
-    pushes are applied when their iteration is complete, so that an answered one may be lost with its server.
+    Arguments: `is_worker`, whether it may take part in iterations (observers may not); `is_sequential`, whether pushes
+    are applied when their iteration completes, so that an answered push may be lost with its server.
     """
 
     def __init__(self, *, is_worker: bool, is_sequential: bool) -> None:
         self.is_worker = is_worker
         self.version = 0
-        """The view that requests are cut by; 0 before the first."""
+        """The version of the view; 0 before the first."""
         self.sessions: dict[int, ServerSession] = {}
-        """By server: those of all servers in the view's chains."""
+        """The sessions of all servers in the view's chains."""
         self.lost: Buckets = 0
         """The buckets that no server has."""
         self.clock = 0
-        """The worker's current iteration: how many it has finished."""
+        """The worker's current iteration: the number of finished ones."""
         self.sequence = 0
         """The number of the last push."""
         self.takes_part = False
         """Whether servers wait for this worker's ticks."""
         self.failures: list[Request] = []
-        """Requests that failed and whose failure nobody was told."""
+        """Failed requests with unreported errors."""
         self._is_sequential = is_sequential
         self._has_followers = False
         self._round = 0
         self._join_clock = 0
-        self._joined: dict[int, int] | None = None  # server → the iteration that it names in this round
+        self._joined: dict[int, int] | None = None  # server → its iteration in this round
 
     # Requests.
 
     def report(self, request: Request) -> None:
-        """Take note that somebody is told of a request's failure: nobody else is."""
+        """Record that the caller receives a request's error."""
         request.is_reported = True
         if request in self.failures:
             self.failures.remove(request)
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether anything is unanswered or unstable, or failed and nobody was told."""
-        return bool(self.failures) or any(each.in_flight or each.retained for each in self.sessions.values())
+        """Whether a request is unanswered, unstable, or failed with an unreported error."""
+        return bool(self.failures) or any(session.in_flight or session.retained for session in self.sessions.values())
 
     def unstable(self) -> ServerSession | None:
-        """A server that does not say yet that the iterations which this worker has finished are stable; None: all do.
+        """Return a server with a retained push of a finished iteration, else None.
 
-        A read of the current iteration there is answered when they are.
+        The server answers a read of the current iteration once the finished iterations are stable.
         """
         for session in self.sessions.values():
-            if any(each.clock < self.clock for each in session.retained):
+            if any(push.clock < self.clock for push in session.retained):
                 return session
         return None
 
     # Views and connections.
 
     def connected(self, server: int) -> list[Instruction]:
-        """Take note of a new connection to a server; return what to send on it."""
+        """Record a new connection to a server; return the messages to send."""
         session = self.sessions[server]
         session.is_connected = True
         requests = list(session.unanswered())
         out: list[Instruction] = [Transmit(request) for request in requests if request.kind is not RequestKind.CALL]
-        # A server that has answered the call to join counts this worker: it is not told otherwise.
-        if session.says_clock and server not in (self._joined or ()):
+        # A server that has answered the call to join counts this worker: a resync would contradict that.
+        if session.sends_clock and server not in (self._joined or ()):
             out.append(self._resync(session))
-        # Of a worker's words the last counts: a call to join comes behind a resync that says that it takes no part.
+        # The last message counts, so a call to join comes after a resync without `takes_part`.
         return out + [Transmit(request) for request in requests if request.kind is RequestKind.CALL]
 
     def change(self, version: int, groups: tuple[ChainGroup, ...], loss: Exception | None = None) -> list[Instruction]:
-        """Take a newer view; return what to do, in order. An older one is ignored.
+        """Apply a newer view; return the instructions, in order. Older views are ignored.
 
-        Requests for buckets that no server has any more fail by `loss`.
+        Requests for lost buckets fail with the error `loss`.
         """
         if version <= self.version:
             return []
@@ -119,11 +119,11 @@ class ClientCore:
         out += [Disconnect(session) for server, session in before.items() if server not in self.sessions]
         out += [Connect(server) for server in self.sessions if server not in before]
         if self._joined is not None:
-            out += self._ask_all()
+            out += self._request_join()
         return out
 
     def _enter(self, groups: tuple[ChainGroup, ...]) -> None:
-        """Have one session for each server of these chains."""
+        """Make one session for each server of the new chains."""
         before, self.sessions = self.sessions, {}
         leads, self.lost = leads_of(groups)
         for server, led in leads.items():
@@ -138,21 +138,24 @@ class ClientCore:
             request.complete_if_replaced(self.failures)
 
     def _retain(self, before: dict[int, ServerSession]) -> Iterator[Instruction]:
-        """Retain from now on what the view and the worker's part in iterations ask for; release the rest."""
+        """Set which sessions retain pushes; discard the other retained pushes."""
         retains = self.takes_part and self._is_sequential and self._has_followers
         for session in {**before, **self.sessions}.values():
             session.retains = retains and session.server in self.sessions
-            staying = [each for each in session.retained if session.retains and each.held != 0]
-            yield from (Discard(each) for each in session.retained if not session.retains or each.held == 0)
-            session.retained = deque(staying)
+            retained, session.retained = session.retained, deque()
+            for push in retained:
+                if session.retains and push.held != 0:
+                    session.retained.append(push)
+                else:
+                    yield Discard(push)
 
     # Iterations.
 
     def check_takes_part(self) -> None:
         """Raise UsageError unless this client takes part in iterations."""
         if not self.takes_part:
-            what = "this worker has retired: call join() first" if self.is_worker else "an observer cannot tick"
-            raise UsageError(f"{what}; it takes no part in the iterations")
+            problem = "this worker has retired: call join() first" if self.is_worker else "an observer cannot tick"
+            raise UsageError(f"{problem}; it does not take part in the iterations")
 
     def tick(self) -> None:
         """End the worker's iteration."""
@@ -164,48 +167,48 @@ class ClientCore:
         return self.sequence
 
     def join(self) -> list[Instruction]:
-        """Begin to take part in iterations (again), with what servers say to be the current one."""
+        """Join or rejoin the iterations at the servers' current one."""
         self._join_clock, self._joined = self.clock, {}
-        return self._ask_all()
+        return self._request_join()
 
     @property
     def is_joining(self) -> bool:
-        """Whether servers are being asked."""
+        """Whether calls to join are in flight."""
         return self._joined is not None
 
     def joined(self, server: int, round_: int, clock: int) -> list[Instruction]:
-        """Take a server's answer: servers may differ for a moment, and the latest iteration counts."""
+        """Record a server's answer. Servers may differ for a moment, so the latest iteration counts."""
         if self._joined is None or round_ != self._round:
-            return []  # the view has changed meanwhile, and every server was told that this worker takes no part
+            return []  # a view change since then has sent a resync without `takes_part` to every server
         self._joined[server] = clock
         if self._joined.keys() < self.sessions.keys():
             return []
         highest = max(self._joined.values())
         if highest != self._join_clock or min(self._joined.values()) < highest:
             self._join_clock = highest
-            return self._ask_all()
+            return self._request_join()
         self.clock, self._joined = highest, None
         self.takes_part = True
-        # A server that has not seen this view yet would wait for this worker when it does.
+        # Without a resync, a server with an older view would wait for this worker after its view change.
         return [*self._retain({}), *self._resync_all()]
 
     def stop_joining(self) -> None:
-        """Ask no longer."""
+        """Stop joining."""
         self._joined = None
 
     def retire(self) -> list[Instruction]:
-        """Take part no longer: pushes are applied at once from now on. Calls have to tell the servers."""
+        """Leave the iterations: later pushes are applied on arrival. The caller must notify the servers."""
         self.takes_part = False
         return list(self._retain({}))
 
-    def _ask_all(self) -> list[Instruction]:
+    def _request_join(self) -> list[Instruction]:
         self._join_clock = max([self._join_clock, *(self._joined or {}).values()])
         self._round, self._joined = self._round + 1, {}
-        return [AskToJoin(server, self._round, self._join_clock) for server in self.sessions]
+        return [RequestJoin(server, self._round, self._join_clock) for server in self.sessions]
 
     def _resync_all(self) -> Iterator[Instruction]:
         for session in self.sessions.values() if self.is_worker else ():
-            session.says_clock = True
+            session.sends_clock = True
             if session.is_connected:
                 yield self._resync(session)
 

@@ -1,4 +1,4 @@
-"""What a :class:`~paceline.protocol.client.core.ClientCore` bids its runtime to do."""
+"""The instructions of a :class:`~paceline.protocol.client.core.ClientCore`."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class Connect:
 
 @dataclass(frozen=True, slots=True)
 class Disconnect:
-    """Close the connection to a server that is in no chain any more; its session has only calls, which fail."""
+    """Close the connection to a server that has left all chains; its session has only calls, which fail."""
 
     session: ServerSession
 
 
 @dataclass(frozen=True, slots=True)
 class Transmit:
-    """Send a request, by the current view.
+    """Send a request in the current view.
 
-    One that was made in the place of others has no payload yet: it is made of these `pieces`, each the buckets to take
-    of another request's payload, and then started. One without pieces is sent again as it was.
+    A request without `pieces` is sent again unchanged. A replacement has no payload yet: assemble it from `pieces`,
+    each a request and the buckets to take from its payload, and then start it.
     """
 
     request: Request
@@ -38,14 +38,14 @@ class Transmit:
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """A retained push is needed no more: its memory may be used again."""
+    """Free the memory of a retained push."""
 
     request: Request
 
 
 @dataclass(frozen=True, slots=True)
 class Resync:
-    """Tell a server, behind all that was sent: by the view of this version that was all; so far is the worker."""
+    """Send a server the worker's clock, after all resent requests of this view."""
 
     server: int
     version: int
@@ -54,10 +54,10 @@ class Resync:
 
 
 @dataclass(frozen=True, slots=True)
-class AskToJoin:
-    """Ask a server from which iteration this worker takes part, from `clock` on if it may; by a call.
+class RequestJoin:
+    """Send a call to join the iterations at `clock` or later.
 
-    The answer goes to :meth:`ClientCore.joined`.
+    Pass the answer to :meth:`ClientCore.joined`.
     """
 
     server: int
@@ -65,4 +65,4 @@ class AskToJoin:
     clock: int
 
 
-Instruction: TypeAlias = Connect | Disconnect | Transmit | Discard | Resync | AskToJoin
+Instruction: TypeAlias = Connect | Disconnect | Transmit | Discard | Resync | RequestJoin

@@ -1,10 +1,9 @@
-"""What takes the place of unanswered requests at a view change: the same pushes and pulls, for who leads their buckets.
+"""Replacement of unanswered requests at a view change: the same pushes and pulls, for the new primaries.
 
-Everything goes out again in the order in which it was made; servers tell a push that comes twice by its number, so to
-send too much is never wrong, but to send a later push of a bucket before an earlier one would be. Of one push there is
-one request for each server, whatever its parts before: of two frames of one number a server would take the second for
-a repetition. A push that also reads becomes a push and a pull behind it, since it may have ended the iteration, and the
-worker's clock is said apart.
+Requests are resent in their original order. Servers detect duplicate pushes by number, so resending too much is safe,
+but a later push to a bucket must not overtake an earlier one. The parts of one push for the same server are merged
+into one request, because the server would take a second frame with the same number for a duplicate. A push that also
+reads becomes a push and a pull after it: the push may have ended the iteration, and the resync sends the clock.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from paceline.protocol.client.session import ServerSession
 
 @dataclass(eq=False, slots=True)
 class _Push:
-    """All that is unanswered or unstable of one push."""
+    """The unanswered and unstable parts of one push."""
 
     unanswered: list[Request] = field(default_factory=list)
     retained: list[tuple[ServerSession, Request]] = field(default_factory=list)
@@ -29,10 +28,10 @@ class _Push:
 def replace(
     given_up: Iterable[Request], before: Iterable[ServerSession], after: Mapping[int, ServerSession], follows: bool
 ) -> Iterator[Transmit]:
-    """Yield what is sent in the place of the requests given up, and of the pushes that `before` retain.
+    """Yield the replacements of abandoned requests and of the pushes retained in the sessions `before`.
 
-    `after` are the sessions of the new view by server, by whose `leads` requests are cut; `follows` says that no view
-    lies between. Retained pushes stay with their servers as far as those still lead the buckets.
+    `after` are the sessions of the new view by server; their `leads` determine the split. `follows` means that no view
+    was missed. Retained pushes stay with servers that still lead their buckets.
     """
     pushes: dict[int, _Push] = {}
     pulls: list[Request] = []
@@ -45,12 +44,12 @@ def replace(
             pushes.setdefault(request.sequence, _Push()).unanswered.append(request)
         if request.kind in READS:
             pulls.append(request)
-    # A pull bears the number of the last push before it.
+    # A pull has the number of the last push before it.
     ordered: list[tuple[int, int, _Push | Request]] = [(sequence, 0, push) for sequence, push in pushes.items()]
     ordered += [(pull.sequence, 1, pull) for pull in pulls]
-    ordered.sort(key=lambda each: each[:2])
-    for _, _, each in ordered:
-        yield from _push_again(each, after, follows) if isinstance(each, _Push) else _pull_again(each, after)
+    ordered.sort(key=lambda entry: entry[:2])
+    for _, _, item in ordered:
+        yield from _push_again(item, after, follows) if isinstance(item, _Push) else _pull_again(item, after)
 
 
 def _push_again(push: _Push, after: Mapping[int, ServerSession], follows: bool) -> Iterator[Transmit]:
@@ -59,7 +58,7 @@ def _push_again(push: _Push, after: Mapping[int, ServerSession], follows: bool) 
         assert request.payload is not None
         wanted |= request.payload.buckets
     for session, request in push.retained:
-        # What its server still leads it still has; unless there was a view between in which it did not.
+        # The server still has the buckets that it still leads, unless it lost them in a missed view.
         wanted |= request.held_buckets & ~(_leads(session, after) if follows else 0)
     sent = 0
     for session in after.values():

@@ -1,9 +1,9 @@
-"""One request of a client to one server, from the moment it is made until nothing can need it any more.
+"""One request of a client to one server, from its creation until it can no longer be resent.
 
-A pull is done when it is answered. A push under sequential consistency is answered when the primary has it, before the
-servers behind it have: while any server could take over from the primary, the client *retains* the push until its
-iteration is stable. At a view change the requests that are not answered are *replaced*: others are made in their place,
-for the servers that lead their buckets now, and a replaced request is done when all of those are.
+A pull is done when it is answered. Under sequential consistency a push is answered when the primary has it, before the
+replicas have it. So if a replica exists, the client *retains* the push until its iteration is stable. At a view change
+unanswered requests are *replaced* by new requests to the new primaries; a replaced request is done when all its
+replacements are done.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ REQUEST: Final = StateTable(
     ("waiting", "blocked", "replaced", "retained"),
     (
         Transition(OUTSIDE, "start", "waiting"),
-        Transition(OUTSIDE, "start", "blocked", when="its server awaits the next view"),
+        Transition(OUTSIDE, "start", "blocked", when="its server waits for the next view"),
         Transition("waiting", "connected", "waiting", "Transmit"),
         Transition("waiting", "refused", "blocked"),
         Transition("waiting", "answered", OUTSIDE),
@@ -38,19 +38,19 @@ REQUEST: Final = StateTable(
         Transition("retained", "change", OUTSIDE, "Discard", when="no server could lead next"),
     ),
 )
-"""What becomes of a push or a pull. What is made in the place of a replaced one is another request."""
+"""The states of a push or a pull. Its replacement is another request."""
 
 
 class RequestKind(Enum):
-    """What a request asks for."""
+    """The kind of a request."""
 
     PUSH = "push"
     PULL = "pull"
     PUSH_PULL = "push_pull"
     TICK = "tick"
-    """The end of the worker's iteration. A view change makes it needless: the clock is said apart (Resync)."""
+    """The end of the worker's iteration. At a view change a Resync replaces it."""
     CALL = "call"
-    """A control message to one server, whatever the view."""
+    """A control message to one server, independent of the view."""
 
 
 PUSHES: Final = (RequestKind.PUSH, RequestKind.PUSH_PULL)
@@ -59,7 +59,7 @@ _WITH_BODY: Final = (RequestKind.PULL, RequestKind.PUSH_PULL, RequestKind.CALL)
 
 
 class Payload(Protocol):
-    """What a request carries, opaque but for the buckets that it is about. They are needed only at view changes."""
+    """The payload of a request, opaque except for its buckets, which are needed only at view changes."""
 
     @property
     def buckets(self) -> Buckets:
@@ -67,9 +67,9 @@ class Payload(Protocol):
 
 
 class Request:
-    """One frame's worth; a user's push or pull is one of these for each server. :meth:`Session.request` makes it.
+    """One frame; a user's push or pull has one for each server. :meth:`ServerSession.request` makes it.
 
-    `sequence` is the number of the push, or, of a pull, of the last push before it.
+    `sequence` is the number of the push; a pull has the number of the last push before it.
     """
 
     __slots__ = (
@@ -99,39 +99,39 @@ class Request:
         """Whether its answer may have a body."""
         self.is_done = False
         self.is_reported = False
-        """Whether somebody was told of its failure, or waits and will be."""
+        """Whether the caller received its error, or waits for the request and will receive it."""
         self.error: Exception | None = None
         self.flags = 0
-        """Those of all its answers."""
+        """The flags of all its answers."""
         self.replacements: list[Request] | None = None
-        """What a view change has made in its place."""
+        """Its replacements since a view change."""
         self.parents: list[Request] | None = None
-        """The requests in whose place it was made."""
+        """The requests that it replaces."""
         self.held: Buckets | None = None
-        """Of a retained push: what its server still has of it; None: all."""
+        """For a retained push: the buckets that its server still has; None: all."""
 
     @property
     def held_buckets(self) -> Buckets:
-        """The buckets of a retained push that its server has."""
+        """The buckets of a retained push that its server still has."""
         assert self.payload is not None
         return self.payload.buckets if self.held is None else self.payload.buckets & self.held
 
     def complete_if_replaced(self, failures: list[Request]) -> None:
-        """Be done once all that was made in its place is; an error that nobody waits for goes to `failures`."""
+        """Complete this request if all its replacements are done; add an unreported error to `failures`."""
         assert self.replacements is not None
         if self.is_done:
             return
-        for each in self.replacements:
-            if not each.is_done:
+        for replacement in self.replacements:
+            if not replacement.is_done:
                 return
-            self.flags |= each.flags
-            self.error = self.error or each.error
+            self.flags |= replacement.flags
+            self.error = self.error or replacement.error
         self.is_done = True
         if self.error is not None and self.parents is None and not self.is_reported:
             failures.append(self)
         self.complete_parents(failures)
 
     def complete_parents(self, failures: list[Request]) -> None:
-        """Let those be done that waited only for this one."""
+        """Complete the replaced requests whose last replacement this is."""
         for parent in self.parents or ():
             parent.complete_if_replaced(failures)

@@ -1,7 +1,7 @@
-"""A client's requests to one server: what is in flight, blocked or retained, and what goes out again.
+"""A client's requests to one server: in flight, blocked or retained.
 
-A request stays in flight until it is answered, so after a cut it is sent again. When the server refuses one as of an
-old view, or is in the newest view no more, the session *awaits a view*: its data requests are blocked until
+A request stays in flight until it is answered, so it is resent after a reconnection. When the server rejects a request
+because of an old view, or has left the newest view, the session *awaits a view*: its data requests are blocked until
 :meth:`ClientCore.change` replaces them.
 """
 
@@ -21,24 +21,24 @@ class ServerSession:
     def __init__(self, server: int, failures: list[Request]) -> None:
         self.server = server
         self.leads: Buckets = 0
-        """The buckets that the server leads by the current view."""
+        """The buckets that the server leads in the current view."""
         self.in_flight: dict[int, Request] = {}
-        """By number: what is not answered, the blocked requests included."""
+        """The unanswered requests by number, including blocked ones."""
         self.num_bodies = 0
-        """How many answers under way may have a body."""
+        """The number of due answers that may have a body."""
         self.is_connected = False
         self.awaits_view = False
         """Whether data requests are blocked."""
         self.has_departed = False
-        """Whether the server is in the newest view no more."""
+        """Whether the server has left the newest view."""
         self.retains = False
         """Whether answered pushes are retained until their iteration is stable."""
         self.retained: deque[Request] = deque()
-        """Pushes that are answered and not stable, in order."""
+        """Answered pushes that are not stable, in order."""
         self.stable_clock = 0
         """Iterations below it are stable at this server."""
-        self.says_clock = False
-        """Whether the server was told of the worker's clock by this view: it is told again after a cut."""
+        self.sends_clock = False
+        """Whether the server was sent the worker's clock in this view; it is resent after a reconnection."""
         self._blocked: set[int] = set()
         self._due = DueAnswers()
         self._failures = failures
@@ -52,9 +52,9 @@ class ServerSession:
         return Request(self.server, self._last_number, kind, clock, sequence, payload, ends_iteration)
 
     def start(self, request: Request) -> bool:
-        """Take a request in flight; return False if it is blocked: then nothing is transmitted.
+        """Put a request in flight; return False if it is blocked, so that it must not be transmitted.
 
-        While there is no connection it waits for :meth:`ClientCore.connected`.
+        Without a connection it waits for :meth:`ClientCore.connected`.
         """
         self.in_flight[request.number] = request
         if request.has_body:
@@ -65,10 +65,10 @@ class ServerSession:
         return True
 
     def answered(self, request: Request) -> bool:
-        """Take the answer to a request; return whether it is retained: then its payload has to stay."""
+        """Record the answer to a request; return whether the request and its payload are retained."""
         request.is_done = True
         del self.in_flight[request.number]
-        self._due.heard(request.number)
+        self._due.received(request.number)
         if request.has_body:
             self.num_bodies -= 1
         if request.parents is not None:
@@ -79,7 +79,7 @@ class ServerSession:
         return False
 
     def stabilize(self, clock: int) -> list[Request]:
-        """Take note that iterations below `clock` are stable at this server; return the pushes that this releases."""
+        """Record that iterations below `clock` are stable at this server; return the released pushes."""
         released: list[Request] = []
         if clock > self.stable_clock:
             self.stable_clock = clock
@@ -88,61 +88,62 @@ class ServerSession:
         return released
 
     def refused(self, request: Request) -> None:
-        """Take note that the server has a newer view: block the request until that is here."""
-        self.heard(request)
+        """Record a rejection because of an old view: block the request until the newer view arrives."""
+        self.received(request)
         self._blocked.add(request.number)
         self.awaits_view = True
 
     def failed(self, request: Request, error: Exception) -> None:
-        """Take note that a request failed, or that nothing of it could be sent."""
+        """Record that a request failed or could not be sent."""
         request.error = error
         if not request.is_reported and request.parents is None:
             self._failures.append(request)
-        self.heard(request)
+        self.received(request)
         self._finish(request)
 
     def withdraw(self, request: Request) -> None:
-        """Forget a request that could not be sent; its caller knows why."""
+        """Drop a request that could not be sent; its caller has the error."""
         self._finish(request)
 
     def repeat_from(self, request: Request) -> list[Request]:
-        """Return what goes out again over the same connection, in order: a request, and all behind it.
+        """Return the requests to resend on the same connection, in order: `request` and all later ones.
 
-        The server has taken none of them, and has said so of the first. It answers the others as often as they go out.
+        The server accepted no such request and has answered the first. It answers each later one as often as it is
+        sent.
         """
-        behind = dropwhile(lambda each: each is not request, self.unanswered())
-        repeated = [each for each in behind if each.kind is not RequestKind.CALL]
-        for each in repeated[1:]:
-            self._due.sent_again(each.number)
+        later = dropwhile(lambda unanswered: unanswered is not request, self.unanswered())
+        repeated = [unanswered for unanswered in later if unanswered.kind is not RequestKind.CALL]
+        for unanswered in repeated[1:]:
+            self._due.sent_again(unanswered.number)
         return repeated
 
-    def heard(self, request: Request) -> None:
-        """Take note of an answer to a request that is in flight and stays so."""
-        self._due.heard(request.number)
+    def received(self, request: Request) -> None:
+        """Record an answer to a request that stays in flight."""
+        self._due.received(request.number)
 
     def orphan_answered(self, number: int) -> bool:
-        """Take an answer that no request waits for any more; return False if none was due either."""
-        if not self._due.orphan_heard(number):
+        """Record an answer to an abandoned request; return False if none was due."""
+        if not self._due.orphan_received(number):
             return False
         self.num_bodies -= 1
         return True
 
     def disconnected(self) -> None:
-        """Take note that the connection is no more."""
+        """Record that the connection is closed."""
         self.is_connected = False
         self.num_bodies -= self._due.disconnected()
 
     def departed(self) -> list[Request]:
-        """Take note that the server is in the newest view no more; return the calls, which are to fail."""
+        """Record that the server has left the newest view; return the calls, which must fail."""
         self.awaits_view = self.has_departed = True
         return [request for request in self.in_flight.values() if request.kind is RequestKind.CALL]
 
     def unanswered(self) -> list[Request]:
-        """What goes out again when the connection was made anew, in order."""
+        """Return the requests to resend after a reconnection, in order."""
         return [request for number, request in self.in_flight.items() if number not in self._blocked]
 
     def give_up_data(self) -> list[Request]:
-        """Give up all requests but calls, for the next view; return those to replace, in order. Ticks are done."""
+        """Abandon all requests except calls; return the requests to replace, in order. Ticks count as done."""
         given_up = []
         for number, request in list(self.in_flight.items()):
             if request.kind is RequestKind.CALL:
@@ -157,7 +158,7 @@ class ServerSession:
                 given_up.append(request)
         self._blocked.clear()
         self.awaits_view = False
-        self.stable_clock = 0  # it was so for the buckets that the server led
+        self.stable_clock = 0  # that applied to the buckets of the former view
         return given_up
 
     def _finish(self, request: Request) -> None:

@@ -1,6 +1,6 @@
 """Jobs: work that workers lease in small shards, as pure state machines.
 
-The scheduler's :class:`JobCore` has a :class:`JobLedger` of the latest job. Members store records of it
+The scheduler's :class:`JobCore` has a :class:`JobLedger` of the latest job. Members store records of the job
 (:class:`MemberLedger`), from which a new scheduler restores the ledger.
 """
 
@@ -11,7 +11,7 @@ from paceline.protocol.jobs.member import MemberLedger
 from paceline.protocol.jobs.records import (
     ALL_DONE,
     MAX_SHARDS,
-    NOTHING_NOW,
+    NONE_FREE,
     Counters,
     DoneShards,
     Job,
@@ -47,7 +47,7 @@ __all__ = [
     "Lease",
     "MAX_SHARDS",
     "MemberLedger",
-    "NOTHING_NOW",
+    "NONE_FREE",
     "Remembered",
     "SHARD",
     "ShardAccount",

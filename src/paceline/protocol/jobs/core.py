@@ -34,9 +34,9 @@ class JobCore:
         self._busy: dict[int, int] = {}  # worker → its job, until it requests the next
         self._has_ended = False
 
-    def handle(self, received: ReceivedRequest, membership: Membership, now_s: float) -> list[Answer]:
+    def handle(self, received: ReceivedRequest, membership: Membership, time_s: float) -> list[Answer]:
         """Apply a request; return answers to this process and others. Raises PeerError."""
-        return [*self._answer(received, membership, now_s), *self._answers()]
+        return [*self._answer(received, membership, time_s), *self._answers()]
 
     def _answers(self) -> list[Answer]:
         return [] if self.ledger is None else [*self.ledger.take_answers(), *self._give(self.ledger)]
@@ -62,7 +62,7 @@ class JobCore:
         members = (membership.find(worker) for worker, at in self._busy.items() if at != job.number)
         return tuple(sorted(member.rank for member in members if member is not None))
 
-    def _answer(self, received: ReceivedRequest, membership: Membership, now_s: float) -> list[Answer]:
+    def _answer(self, received: ReceivedRequest, membership: Membership, time_s: float) -> list[Answer]:
         call = received.call
         if self.ledger is not None and received.peer is self._poster:
             self.ledger.report_received()
@@ -70,17 +70,17 @@ class JobCore:
             case messages.PostJob():
                 return self._post(received, received.request, membership)
             case messages.GetJob(after=after):
-                return self._get(received, after, membership, now_s)
+                return self._get(received, after, membership, time_s)
             case messages.TakeLease(job=number, wait=wait):
                 job = self._unless_over(number)
                 if job is None:
                     return [Answer(call, Lease(lease=ALL_DONE))]
-                job.take_lease(call, _worker(received, membership).rank, wait=wait, now_s=now_s)
+                job.take_lease(call, _worker(received, membership).rank, wait=wait, time_s=time_s)
                 return []
             case messages.JobStatus(job=number):
                 job = self._current(number)
-                state = job.state(len(membership.of(Role.WORKER)), now_s)
-                return [Answer(call, replace(state, awaited=self._at_another(job, membership)))]
+                state = job.state(len(membership.of(Role.WORKER)), time_s)
+                return [Answer(call, replace(state, busy_ranks=self._at_another(job, membership)))]
             case messages.GetAccount(job=number):
                 return [Answer(call, self._current(number).account())]
             case messages.TakeReports(job=number):
@@ -124,19 +124,19 @@ class JobCore:
         self._poster = received.peer
         return answers
 
-    def _get(self, received: ReceivedRequest, after: int, membership: Membership, now_s: float) -> list[Answer]:
+    def _get(self, received: ReceivedRequest, after: int, membership: Membership, time_s: float) -> list[Answer]:
         if self._has_ended:
             return [Answer(received.call, Job(number=-1))]
         worker = _worker(received, membership)
         if self.ledger is not None and self.ledger.number <= after:
-            self.ledger.rests(worker.rank, now_s)
+            self.ledger.rests(worker.rank, time_s)
         self._busy.pop(received.incarnation, None)
         self._idle[received.peer] = received, after
         return []
 
     def _current(self, number: int) -> JobLedger:
         if self.ledger is None or self.ledger.number != number:
-            raise PeerError(f"there is no job {number}, or it is over")
+            raise PeerError(f"job {number} does not exist or is over")
         return self.ledger
 
     def _unless_over(self, number: int) -> JobLedger | None:
@@ -144,11 +144,11 @@ class JobCore:
         is_over = number <= self.last_number and (self.ledger is None or number != self.ledger.number)
         return None if is_over else self._current(number)
 
-    def removed(self, member: Member, peer: object, *, is_lost: bool, now_s: float) -> list[Answer]:
+    def removed(self, member: Member, peer: object, *, is_lost: bool, time_s: float) -> list[Answer]:
         """Record that a member died or left; return answers to other processes."""
         self._busy.pop(member.incarnation, None)
         if self.ledger is not None and member.role is Role.WORKER:
-            self.ledger.removed(member, is_lost=is_lost, now_s=now_s)
+            self.ledger.removed(member, is_lost=is_lost, time_s=time_s)
         return self.forget(peer)
 
     def forget(self, peer: object) -> list[Answer]:
@@ -164,36 +164,41 @@ class JobCore:
         return None if self.ledger is None else self.ledger.take_news()
 
     def record(self) -> JobRecord | None:
-        """Return all facts so far, for members that connect or reconnect; None if there is no job."""
+        """Return all facts so far, for members that connect or reconnect; None without a job."""
         return None if self.ledger is None else self.ledger.record()
 
     def concerns(self, peer: object) -> bool:
         """Whether a process has posted the latest job."""
         return peer is self._poster
 
-    def restore(self, remembered: Collection[Remembered], dead: Collection[Member], now_s: float, *, term: int) -> None:
+    def restore(
+        self, remembered: Collection[Remembered], dead: Collection[Member], time_s: float, *, term: int
+    ) -> None:
         """Restore the latest job from the members' records. `dead` are the members that did not reconnect.
 
-        Possibly no member that reconnected knows the latest job. So that its number is not used again, numbers start
-        above those of earlier terms; `term` is this scheduler's.
+        The members that reconnected may all lack the latest job. Its number must not be used again, so numbers start
+        above the numbers of earlier terms; `term` is this scheduler's.
         """
-        memories = [each.memory for each in remembered if each.memory is not None]
+        memories = [known.memory for known in remembered if known.memory is not None]
         facts = JobFacts(max((memory.number for memory in memories), default=0))
         for memory in memories:
             if memory.number == facts.number:
                 facts.merge(memory.record)
         self.last_number = max(facts.number, term << _TERM_SHIFT)
-        workers = [each for each in remembered if each.member.role is Role.WORKER]
-        for each in workers:
-            if each.memory is not None and each.memory.is_busy:
-                self._busy[each.member.incarnation] = each.memory.number if each.memory.working else 0
+        workers = [known for known in remembered if known.member.role is Role.WORKER]
+        for worker in workers:
+            if worker.memory is not None and worker.memory.is_busy:
+                self._busy[worker.member.incarnation] = worker.memory.number if worker.memory.working else 0
         lost = [member for member in dead if member.role is Role.WORKER]
-        num_workers = max([self._num_workers, *(each.member.rank + 1 for each in workers), *(m.rank + 1 for m in lost)])
-        for each in remembered:
-            known = each.memory
-            if known is not None and known.number == facts.number and known.posted is not None:
-                self.ledger = JobLedger.restore(facts, known, workers, dead=lost, num_workers=num_workers, now_s=now_s)
-                self._poster = each.peer
+        ranks = [member.rank for member in (*(worker.member for worker in workers), *lost)]
+        num_workers = max(self._num_workers, max(ranks, default=-1) + 1)
+        for known in remembered:
+            posted = known.memory
+            if posted is not None and posted.number == facts.number and posted.posted is not None:
+                self.ledger = JobLedger.restore(
+                    facts, posted, workers, dead=lost, num_workers=num_workers, time_s=time_s
+                )
+                self._poster = known.peer
                 return
 
     def end(self) -> list[Answer]:

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from paceline.protocol.jobs import shards
 from paceline.protocol.jobs.messages import Answer
-from paceline.protocol.jobs.records import ALL_DONE, NOTHING_NOW, Key, Lease
+from paceline.protocol.jobs.records import ALL_DONE, NONE_FREE, Key, Lease
 from paceline.protocol.jobs.shards import Shards
 
 
@@ -17,7 +17,7 @@ class Leases:
     no worker runs its first iterations alone, and the result does not depend on their speed.
     """
 
-    def __init__(self, pool: Shards, awaited: Collection[int]) -> None:
+    def __init__(self, pool: Shards, absent: Collection[int]) -> None:
         self.pool = pool
         self.started_s: float | None = None
         """When the first shard was leased."""
@@ -25,7 +25,7 @@ class Leases:
         """When the last worker finished."""
         self.at_work: set[int] = set()
         """The workers that have requested a shard and not finished the job."""
-        self._awaited = set(awaited)
+        self._absent = set(absent)
         self._early: dict[int, tuple[object, bool]] = {}  # requests before all awaited workers came
         self._granted: dict[int, Lease] = {}  # leases of workers without a pending call
         self._calls: dict[int, object] = {}  # workers that wait for a shard
@@ -37,13 +37,13 @@ class Leases:
         answers, self._answers = self._answers, []
         return answers
 
-    def take(self, call: object, rank: int, *, wait: bool, now_s: float) -> None:
+    def take(self, call: object, rank: int, *, wait: bool, time_s: float) -> None:
         """Answer a worker's request for a shard; with `wait`, as soon as one is free."""
-        if self._awaited and not self._is_closed:
+        if self._absent and not self._is_closed:
             self._early[rank] = call, wait
-            self._worker_arrived(rank, now_s)
+            self._worker_arrived(rank, time_s)
             return
-        self.started_s = now_s if self.started_s is None else self.started_s
+        self.started_s = time_s if self.started_s is None else self.started_s
         self._calls[rank] = call
         if self._is_closed:
             self._send(rank, Lease(lease=ALL_DONE))
@@ -54,7 +54,7 @@ class Leases:
         elif rank not in self.pool.waiting:
             self._handle(shards.ShardWanted(rank))
         if not wait and rank in self._calls:
-            self._send(rank, Lease(lease=NOTHING_NOW))
+            self._send(rank, Lease(lease=NONE_FREE))
 
     def done(self, rank: int, lease: int) -> Key | None:
         """Record a finished shard and return it; None if the worker does not hold this lease."""
@@ -66,15 +66,15 @@ class Leases:
         """Record the number of shards of a file that was read to its end."""
         self._handle(shards.ShardCountFound(file, num_shards))
 
-    def left(self, rank: int, now_s: float) -> bool:
+    def left(self, rank: int, time_s: float) -> bool:
         """Free the leases of a worker that died or left; return whether it had any."""
         held = self.pool.holds(rank)
         self._calls.pop(rank, None)
         self._granted.pop(rank, None)
         self._handle(shards.WorkerLost(rank))
         self._early.pop(rank, None)
-        self._worker_arrived(rank, now_s)
-        self.rests(rank, now_s)
+        self._worker_arrived(rank, time_s)
+        self.rests(rank, time_s)
         return held
 
     @property
@@ -86,7 +86,7 @@ class Leases:
         """Give an absent worker's stride to the others until it comes."""
         self._handle(shards.WorkerLost(rank))
 
-    def rests(self, rank: int, now_s: float) -> None:
+    def rests(self, rank: int, time_s: float) -> None:
         """Record that a worker has finished the job."""
         self.at_work.discard(rank)
         if self.ended_s is not None or self.at_work:
@@ -94,29 +94,29 @@ class Leases:
         done, total = self.pool.progress()
         # The last worker may die before it receives Exhausted.
         if self._is_exhausted or (self.started_s is not None and done == total):
-            self.ended_s = now_s
+            self.ended_s = time_s
 
     def resume(self, at_work: Collection[int], started_s: float | None) -> None:
         """Continue a job under a new scheduler: its start time and the workers that have it."""
         self.at_work = set(at_work)
         if started_s is not None:
-            self._awaited, self.started_s = set(), started_s
+            self._absent, self.started_s = set(), started_s
 
     def close(self) -> None:
         """Lease no more shards: the job failed, another follows, or the cluster ends."""
         self._is_closed = True
         self._calls.update((rank, call) for rank, (call, _) in self._early.items())
-        self._awaited, self._early = set(), {}
+        self._absent, self._early = set(), {}
         for rank in list(self._calls):
             self._send(rank, Lease(lease=ALL_DONE))
 
-    def _worker_arrived(self, rank: int, now_s: float) -> None:
+    def _worker_arrived(self, rank: int, time_s: float) -> None:
         """Record that a worker came or left. When none is awaited, answer all in the order of ranks."""
-        self._awaited.discard(rank)
-        if not self._awaited:
+        self._absent.discard(rank)
+        if not self._absent:
             early, self._early = self._early, {}
             for early_rank, (call, wait) in sorted(early.items()):
-                self.take(call, early_rank, wait=wait, now_s=now_s)
+                self.take(call, early_rank, wait=wait, time_s=time_s)
 
     def _handle(self, event: shards.Event) -> None:
         for instruction in self.pool.handle(event):
@@ -140,4 +140,4 @@ class Leases:
         """Assert the invariants."""
         self.pool.validate()
         assert not self._granted.keys() & self._calls.keys(), "a worker waits for a shard that was granted to it"
-        assert not (self._early and not self._awaited), "workers wait although all have come"
+        assert not (self._early and not self._absent), "workers wait although all have come"

@@ -40,7 +40,7 @@ class Remembered:
 
 
 class JobLedger:
-    """One job. `number` identifies it; `ranks` are those of the live workers.
+    """One job. `number` identifies it; `ranks` are the ranks of the live workers.
 
     The shards of a strided job are divided among `num_workers` workers.
     """
@@ -92,7 +92,7 @@ class JobLedger:
         *,
         dead: Collection[Member],
         num_workers: int,
-        now_s: float,
+        time_s: float,
     ) -> JobLedger:
         """Restore the ledger of an earlier scheduler.
 
@@ -103,9 +103,9 @@ class JobLedger:
         assert spec is not None
         self = cls(facts.number, spec, facts.num_workers or num_workers)
         at_work = {
-            each.member.rank: each.memory
-            for each in workers
-            if each.memory is not None and each.memory.number == self.number and each.memory.working
+            worker.member.rank: worker.memory
+            for worker in workers
+            if worker.memory is not None and worker.memory.number == self.number and worker.memory.working
         }
         held = [
             shards.Granted(rank, lease.lease, *lease.key) for rank, memory in at_work.items() for lease in memory.leases
@@ -114,18 +114,18 @@ class JobLedger:
         done = [*shards_in(record.done), *shards_in(spec.done)]
         files = [facts.ended.get(file, size) for file, size in enumerate(spec.files)]
         last_lease = max((memory.last_lease for memory in at_work.values()), default=-1)
-        self._leases = self._begin([each.member.rank for each in workers], files, done, held, last_lease)
+        self._leases = self._begin([worker.member.rank for worker in workers], files, done, held, last_lease)
         # Without shards, workers that finished the job do not request one again.
-        has_begun = bool(done or held or posters.seconds) or self._leases.pool.progress() == (0, 0)
-        self._leases.resume(at_work, now_s - posters.seconds if has_begun else None)
+        has_started = bool(done or held or posters.seconds) or self._leases.pool.progress() == (0, 0)
+        self._leases.resume(at_work, time_s - posters.seconds if has_started else None)
         self._lost, self.failed = facts.lost, facts.failed
         self.results.restore(record, posters.taken)
         self._news.merge(record)
-        for each in workers:
-            if each.memory is not None and each.memory.number == self.number:
-                self.results.note_progress(each.member.incarnation, each.memory.progress)
+        for worker in workers:
+            if worker.memory is not None and worker.memory.number == self.number:
+                self.results.note_progress(worker.member.incarnation, worker.memory.progress)
         for member in dead:
-            self.removed(member, is_lost=True, now_s=now_s)
+            self.removed(member, is_lost=True, time_s=time_s)
         if self.failed is not None:
             self.close()
         return self
@@ -134,9 +134,9 @@ class JobLedger:
         """Return the answers to requests for shards since the last call."""
         return self._leases.take_answers()
 
-    def take_lease(self, call: object, rank: int, *, wait: bool, now_s: float) -> None:
+    def take_lease(self, call: object, rank: int, *, wait: bool, time_s: float) -> None:
         """Answer a worker's request for a shard; with `wait`, as soon as one is free."""
-        self._leases.take(call, rank, wait=wait, now_s=now_s)
+        self._leases.take(call, rank, wait=wait, time_s=time_s)
 
     def lease_done(self, worker: Member, request: LeaseDone) -> None:
         """Record a shard that a worker finished."""
@@ -155,30 +155,30 @@ class JobLedger:
         """Record that the poster has its last report, because it has sent another request."""
         found = self.results.report_received()
         if found is not None:
-            self._note_done(found.later, found.incarnation, found.settled)
+            self._note_done(found.later, found.incarnation, found.done_counters)
 
     def _note_done(self, keys: Collection[Key], incarnation: int, counters: Counters) -> None:
         """Add finished shards, and the worker's counters then, to the news for members."""
         for key in keys:
             self._news.add_done(key)
-        self._news.settle(incarnation, counters)
+        self._news.add_counters(incarnation, counters)
         self._has_news = True
 
     def take_report(self) -> tuple[TakenReport, object] | None:
         """Return the next report and its body."""
         return self.results.take_report()
 
-    def removed(self, worker: Member, *, is_lost: bool, now_s: float) -> None:
+    def removed(self, worker: Member, *, is_lost: bool, time_s: float) -> None:
         """Free the leases of a worker that died or left. Its unfinished shards are read again and count once."""
         if is_lost:
             self._lost += 1
             self._has_news = True
-        if self._leases.left(worker.rank, now_s) or is_lost:
+        if self._leases.left(worker.rank, time_s) or is_lost:
             self.results.forget_undone(worker.incarnation)
 
-    def rests(self, rank: int, now_s: float) -> None:
+    def rests(self, rank: int, time_s: float) -> None:
         """Record that a worker has finished this job, because it requested the next."""
-        self._leases.rests(rank, now_s)
+        self._leases.rests(rank, time_s)
 
     @property
     def has_free(self) -> bool:
@@ -208,7 +208,7 @@ class JobLedger:
     def record(self) -> JobRecord:
         """Return all facts that members have received, for a member that may have missed some.
 
-        It needs all of them: counters belong to the finished shards up to then.
+        Counters belong to the finished shards up to then, so a part of the facts would not fit them.
         """
         return self._facts.export()
 
@@ -217,11 +217,11 @@ class JobLedger:
         pool = self._leases.pool
         return JobAccount(files=pool.sizes, done=done_shards(pool.done()), progress=self.results.progress_of_done())
 
-    def state(self, num_workers: int, now_s: float) -> JobState:
+    def state(self, num_workers: int, time_s: float) -> JobState:
         """Return the job's progress; `num_workers` workers are alive."""
         done, total = self._leases.pool.progress()
         started_s, ended_s = self._leases.started_s, self._leases.ended_s
-        until_s = now_s if ended_s is None else ended_s
+        until_s = time_s if ended_s is None else ended_s
         return JobState(
             done=done,
             total=total,

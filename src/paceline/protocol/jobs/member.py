@@ -39,11 +39,11 @@ class MemberLedger:
         self._progress: Counters = {}
         self._reports: dict[int, tuple[messages.Report, Any]] = {}  # with their bodies
         self._reported: set[Key] = set()  # the shards of reports
-        self._unknown: dict[int, messages.LeaseDone] = {}  # lease → its LeaseDone, until the poster knows
+        self._unknown: dict[int, messages.LeaseDone] = {}  # lease → its LeaseDone, until the poster has the report
         self._num_reports = 0
         self._posted: JobSpec | None = None
         self._seconds = 0.0
-        self._heard_s: float | None = None  # time of the last status of a running job
+        self._answer_s: float | None = None  # time of the last status of a running job
         self._taken: set[tuple[int, int]] = set()
 
     def counted(self, counters: Counters) -> None:
@@ -83,9 +83,9 @@ class MemberLedger:
         del self._leases[request.lease]
         if request.job == self._facts.number:
             self._facts.add_done(lease.key)
-            self._facts.settle(self.incarnation, request.progress)
+            self._facts.add_counters(self.incarnation, request.progress)
 
-    def answered(self, request: messages.JobRequest, answer: Any, now_s: float) -> None:
+    def answered(self, request: messages.JobRequest, answer: Any, time_s: float) -> None:
         """Record the answer to a request."""
         facts = self._facts
         match request, answer:
@@ -102,17 +102,17 @@ class MemberLedger:
             case messages.PostJob(spec=spec), int():
                 self._begin(answer)
                 self._posted, self._taken = spec, set()
-                self._seconds, self._heard_s = 0.0, None
+                self._seconds, self._answer_s = 0.0, None
             case messages.JobStatus(job=job), JobState() if job == facts.number:
                 facts.lost = max(facts.lost, answer.lost_workers)
                 self._seconds = answer.seconds
-                self._heard_s = now_s if answer.seconds and not answer.finished else None
+                self._answer_s = time_s if answer.seconds and not answer.finished else None
             case messages.TakeReports(job=job), TakenReport() if job == facts.number:
                 self._taken.add((answer.incarnation, answer.number))
                 for key in answer.done:
                     facts.add_done(key)
                 if answer.done:
-                    facts.settle(answer.incarnation, answer.settled)
+                    facts.add_counters(answer.incarnation, answer.done_counters)
 
     def merge_news(self, news: JobRecord) -> None:
         """Merge the scheduler's news."""
@@ -120,20 +120,20 @@ class MemberLedger:
         if news.number == self._facts.number:
             self._facts.merge(news)
 
-    def memory(self, now_s: float) -> JobMemory | None:
+    def memory(self, time_s: float) -> JobMemory | None:
         """Return the record of the latest job for a new scheduler; None without a job."""
         if not self._facts.number:
             return None
-        is_mine = self._working == self._facts.number
+        is_own = self._working == self._facts.number
         return JobMemory(
             record=self._facts.export(),
-            working=is_mine,
+            working=is_own,
             is_busy=self._is_busy,
-            leases=tuple(self._leases.values()) if is_mine else (),
-            last_lease=self._last_lease if is_mine else -1,
-            progress=self._progress if is_mine else {},
+            leases=tuple(self._leases.values()) if is_own else (),
+            last_lease=self._last_lease if is_own else -1,
+            progress=self._progress if is_own else {},
             posted=self._posted,
-            seconds=self._seconds + (0.0 if self._heard_s is None else now_s - self._heard_s),
+            seconds=self._seconds + (0.0 if self._answer_s is None else time_s - self._answer_s),
             taken=tuple(sorted(self._taken)),
         )
 
@@ -142,7 +142,7 @@ class MemberLedger:
         return [*self._reports.values(), *((done, ()) for done in self._unknown.values())]
 
     def _begin(self, number: int) -> None:
-        """Replace the record by that of a later job."""
+        """Start the record of a later job."""
         if number > self._facts.number:
             self._facts = JobFacts(number)
             self._posted = None

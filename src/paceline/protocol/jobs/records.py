@@ -21,20 +21,20 @@ Counters: TypeAlias = dict[str, float]
 MAX_SHARDS: Final = 1 << 26
 """Limit of a job: the shards of all files in all epochs, plus one per file and epoch."""
 
-NOTHING_NOW: Final = -1
+NONE_FREE: Final = -1
 ALL_DONE: Final = -2
 
 _MAX_NUMBER: Final = 1 << 62
 
 
-def _check(what: str, number: int, highest: int, lowest: int = 0) -> None:
+def _check(name: str, number: int, highest: int, lowest: int = 0) -> None:
     if not lowest <= number <= highest:
-        raise UsageError(f"{what} {number}: expected {lowest} to {highest}")
+        raise UsageError(f"{name} {number}: expected {lowest} to {highest}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """A shard for a worker to read. The number may be NOTHING_NOW (request again with `wait`) or ALL_DONE."""
+    """A shard for a worker to read. The number may be NONE_FREE (request again with `wait`) or ALL_DONE."""
 
     lease: int
     epoch: int = 0
@@ -83,11 +83,11 @@ def _done_shards(epoch: int, file: int, mask: int) -> DoneShards:
 
 def shards_in(done: Iterable[DoneShards]) -> Iterator[Key]:
     """Yield the finished shards of records."""
-    for each in done:
-        for index, byte in enumerate(each.shards):
+    for part in done:
+        for index, byte in enumerate(part.shards):
             for bit in range(8) if byte else ():
                 if byte >> bit & 1:
-                    yield each.epoch, each.file, each.first + 8 * index + bit
+                    yield part.epoch, part.file, part.first + 8 * index + bit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +127,7 @@ class JobRecord:
     done: tuple[DoneShards, ...] = ()
     ended: dict[int, int] = field(default_factory=dict)
     """The numbers of shards of files that were read to their end, by file."""
-    settled: dict[int, Counters] = field(default_factory=dict)
+    done_counters: dict[int, Counters] = field(default_factory=dict)
     """The counters of each worker, by incarnation, after its last finished shard."""
     lost: int = 0
     """The number of workers that died."""
@@ -154,7 +154,7 @@ class JobFacts:
         self.number = number
         self.num_workers = 0
         self.ended: dict[int, int] = {}
-        self.settled: dict[int, Counters] = {}
+        self.done_counters: dict[int, Counters] = {}
         self.lost = 0
         self.failed: tuple[str, str] | None = None
         self._done: dict[tuple[int, int], int] = {}  # epoch, file → a set of shards as a mask
@@ -164,9 +164,9 @@ class JobFacts:
         epoch, file, shard = key
         self._done[epoch, file] = self._done.get((epoch, file), 0) | 1 << shard
 
-    def settle(self, incarnation: int, counters: Mapping[str, float]) -> None:
+    def add_counters(self, incarnation: int, counters: Mapping[str, float]) -> None:
         """Record a worker's counters after a shard."""
-        self.settled[incarnation] = later(self.settled.get(incarnation, {}), counters)
+        self.done_counters[incarnation] = later(self.done_counters.get(incarnation, {}), counters)
 
     def merge(self, record: JobRecord) -> None:
         """Merge a record."""
@@ -174,11 +174,11 @@ class JobFacts:
         self.lost = max(self.lost, record.lost)
         self.failed = self.failed or record.failed
         self.ended.update(record.ended)
-        for each in record.done:
-            at = each.epoch, each.file
-            self._done[at] = self._done.get(at, 0) | int.from_bytes(each.shards, "little") << each.first
-        for incarnation, counters in record.settled.items():
-            self.settle(incarnation, counters)
+        for part in record.done:
+            at = part.epoch, part.file
+            self._done[at] = self._done.get(at, 0) | int.from_bytes(part.shards, "little") << part.first
+        for incarnation, counters in record.done_counters.items():
+            self.add_counters(incarnation, counters)
 
     def export(self) -> JobRecord:
         """Return the facts as a record."""
@@ -187,7 +187,7 @@ class JobFacts:
             num_workers=self.num_workers,
             done=tuple(_done_shards(epoch, file, mask) for (epoch, file), mask in self._done.items()),
             ended=dict(self.ended),
-            settled={incarnation: dict(counters) for incarnation, counters in self.settled.items()},
+            done_counters={incarnation: dict(counters) for incarnation, counters in self.done_counters.items()},
             lost=self.lost,
             failed=self.failed,
         )
@@ -201,7 +201,7 @@ class JobMemory:
     working: bool = False
     """Whether this member is a worker with the job."""
     is_busy: bool = False
-    """Whether this member is a worker that was given a job, this or one before, and has not asked for the next."""
+    """Whether this member is a worker that has received this or an earlier job and has not requested the next."""
     leases: tuple[Lease, ...] = ()
     """This worker's open leases."""
     last_lease: int = -1
@@ -210,7 +210,7 @@ class JobMemory:
     posted: JobSpec | None = None
     """The job itself, if this member has posted it."""
     seconds: float = 0.0
-    """Time since the job's start, as its poster knows it."""
+    """Time since the job's start, by its poster's clock."""
     taken: tuple[tuple[int, int], ...] = ()
     """The poster's reports: the worker's incarnation and the report's number."""
 
@@ -253,7 +253,7 @@ class JobState:
     num_workers: int
     lost_workers: int
     num_reports: int
-    awaited: tuple[int, ...] = ()
+    busy_ranks: tuple[int, ...] = ()
     """The ranks of workers with an earlier job; this job starts when they finish it."""
 
 
@@ -277,5 +277,5 @@ class TakenReport:
     number: int
     done: tuple[Key, ...] = ()
     """The shards that this report completes; its receiver records them."""
-    settled: Counters = field(default_factory=dict)
-    """The worker's counters after the last of these shards."""
+    done_counters: Counters = field(default_factory=dict)
+    """The worker's counters after the last shard in `done`."""

@@ -8,25 +8,25 @@ from dataclasses import dataclass, field
 from paceline.protocol.jobs.messages import Report
 from paceline.protocol.jobs.records import Counters, JobRecord, Key, TakenReport, later
 
-_BEFORE = -1  # in place of an incarnation: what was done before this job, as a snapshot has it
+_BEFORE = -1  # in place of an incarnation: the counters of the snapshot that this job continues
 
 
 @dataclass(slots=True)
-class KeptReport:
+class StoredReport:
     """A report, the shards that it completes for the poster, and the worker's counters then."""
 
     incarnation: int
     report: Report
     body: object
     done: list[Key] = field(default_factory=list)
-    settled: Counters = field(default_factory=dict)
-    num_told: int = 0
-    """The number of these shards that were sent with the report."""
+    done_counters: Counters = field(default_factory=dict)
+    num_sent: int = 0
+    """The number of completed shards that were sent with the report."""
 
     @property
     def later(self) -> list[Key]:
         """The shards that were finished after the report was taken."""
-        return self.done[self.num_told :]
+        return self.done[self.num_sent :]
 
 
 class Results:
@@ -39,19 +39,19 @@ class Results:
 
     def __init__(self, number: int, progress: Counters) -> None:
         self._number = number
-        self._now: dict[int, Counters] = {_BEFORE: progress} if progress else {}
+        self._current: dict[int, Counters] = {_BEFORE: progress} if progress else {}
         self._of_done: dict[int, Counters] = {_BEFORE: progress}  # over the finished shards
-        self._reports: deque[KeptReport] = deque()
-        self._held: dict[tuple[int, Key], list[KeptReport]] = {}  # reports of unfinished shards
-        self._unknown: dict[int, KeptReport] = {}  # the last report of each worker that completes a shard
-        self._taken: KeptReport | None = None  # the last report sent, until the poster confirms it
+        self._reports: deque[StoredReport] = deque()
+        self._held: dict[tuple[int, Key], list[StoredReport]] = {}  # reports of unfinished shards
+        self._unknown: dict[int, StoredReport] = {}  # the last report of each worker that completes a shard
+        self._taken: StoredReport | None = None  # the last report sent, until the poster confirms it
         self._seen: set[tuple[int, int]] = set()  # reports: incarnation, number
 
     def restore(self, record: JobRecord, taken: tuple[tuple[int, int], ...]) -> None:
         """Restore the members' facts and the poster's reports."""
         self._seen.update(taken)
-        self._of_done.update(record.settled)
-        self._now.update((incarnation, dict(counters)) for incarnation, counters in record.settled.items())
+        self._of_done.update(record.done_counters)
+        self._current.update((incarnation, dict(counters)) for incarnation, counters in record.done_counters.items())
 
     @property
     def num_reports(self) -> int:
@@ -61,20 +61,20 @@ class Results:
     def note_progress(self, incarnation: int, counters: Counters) -> None:
         """Record a worker's current counters."""
         if counters.get("job") == self._number:
-            self._now[incarnation] = later(self._now.get(incarnation, {}), counters)
+            self._current[incarnation] = later(self._current.get(incarnation, {}), counters)
 
     def shard_done(self, incarnation: int, key: Key, counters: Counters) -> bool:
         """Record a finished shard; return whether members may know it before the poster has its report."""
         self._of_done[incarnation] = later(self._of_done.get(incarnation, {}), counters)
-        findings = self._held.pop((incarnation, key), [])
-        self._reports.extend(findings)
-        if findings:
-            self._unknown[incarnation] = findings[-1]
+        completed = self._held.pop((incarnation, key), [])
+        self._reports.extend(completed)
+        if completed:
+            self._unknown[incarnation] = completed[-1]
         last = self._unknown.get(incarnation)
         if last is None:
             return True
         last.done.append(key)
-        last.settled = counters
+        last.done_counters = counters
         return False
 
     def add_report(self, incarnation: int, report: Report, body: object) -> None:
@@ -83,44 +83,44 @@ class Results:
             if (incarnation, report.number) in self._seen:
                 return  # sent again, because its worker had no acknowledgement
             self._seen.add((incarnation, report.number))
-        finding = KeptReport(incarnation, report, body)
+        stored = StoredReport(incarnation, report, body)
         if report.shard is None:
-            self._reports.append(finding)
+            self._reports.append(stored)
         else:
-            self._held.setdefault((incarnation, report.shard), []).append(finding)
+            self._held.setdefault((incarnation, report.shard), []).append(stored)
 
     def take_report(self) -> tuple[TakenReport, object] | None:
         """Return the next report and its body."""
         if not self._reports:
             return None
-        finding = self._taken = self._reports.popleft()
-        finding.num_told = len(finding.done)
+        stored = self._taken = self._reports.popleft()
+        stored.num_sent = len(stored.done)
         report = TakenReport(
-            fields=finding.report.fields,
-            incarnation=finding.incarnation,
-            number=finding.report.number,
-            done=tuple(finding.done),
-            settled=finding.settled,
+            fields=stored.report.fields,
+            incarnation=stored.incarnation,
+            number=stored.report.number,
+            done=tuple(stored.done),
+            done_counters=stored.done_counters,
         )
-        return report, finding.body
+        return report, stored.body
 
-    def report_received(self) -> KeptReport | None:
+    def report_received(self) -> StoredReport | None:
         """Record that the poster has its last report; return it if that completes further shards."""
-        finding, self._taken = self._taken, None
-        if finding is None:
+        stored, self._taken = self._taken, None
+        if stored is None:
             return None
-        if self._unknown.get(finding.incarnation) is finding:
-            del self._unknown[finding.incarnation]
-        return finding if finding.later else None
+        if self._unknown.get(stored.incarnation) is stored:
+            del self._unknown[stored.incarnation]
+        return stored if stored.later else None
 
     def forget_undone(self, incarnation: int) -> None:
         """Drop a worker's reports and counters of unfinished shards: other workers will read these."""
-        self._held = {at: findings for at, findings in self._held.items() if at[0] != incarnation}
-        self._now[incarnation] = self._of_done.get(incarnation, {})
+        self._held = {at: completed for at, completed in self._held.items() if at[0] != incarnation}
+        self._current[incarnation] = self._of_done.get(incarnation, {})
 
     def progress(self) -> Counters:
         """The sum of all workers' counters."""
-        return _sum(self._now)
+        return _sum(self._current)
 
     def progress_of_done(self) -> Counters:
         """The sum of all workers' counters over the finished shards."""

@@ -11,7 +11,7 @@ scheduler); leases as in MapReduce (Dean and Ghemawat, OSDI'04, section 3.3).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
@@ -161,16 +161,14 @@ class Shards:
         done: Iterable[tuple[int, int, int]] = (),
         held: Iterable[Granted] = (),
         last_lease: int = -1,
-        num_leases: Mapping[tuple[int, int, int], int] | None = None,
     ) -> Shards:
         """Restore the pool after the death of the scheduler, from the records of the members.
 
         Args:
             files, epochs, assignment, num_workers: as of the former pool; `files` with the ends found since.
-            done: the shards, as (epoch, file, shard), that any member knows as done; repetitions are allowed.
+            done: the finished shards in the members' records, as (epoch, file, shard); repetitions are allowed.
             held: the leases of live workers. Of two for one shard, the later counts.
-            last_lease: the highest number of a lease that any member knows, done or not.
-            num_leases: the known numbers of leases of shards; otherwise 1.
+            last_lease: the highest lease number in the members' records, done or not.
 
         Other leased shards are free again: without a live holder, a lease was never done. New lease numbers are far
         above all earlier ones, so that a late message is about a lease in `held` or about none.
@@ -180,16 +178,12 @@ class Shards:
         for key in done:
             if self._states.exists(key):
                 self._states.set(key, DONE)
-        for lease in sorted(held, key=lambda each: each.lease, reverse=True):
+        for lease in sorted(held, key=lambda grant: grant.lease, reverse=True):
             highest = max(highest, lease.lease)
             key = (lease.epoch, lease.file, lease.shard)
             if self._states.exists(key) and self._states.of(key) == FREE:
                 self._states.set(key, OPEN)
                 self._open[lease.lease] = lease.worker, key
-        for key, times in (num_leases or {}).items():
-            again = times - 1 if self._states.exists(key) and self._states.of(key) != FREE else times
-            if again > 0:
-                self._leased_again[key] = again
         self._next_lease = highest + _LEASE_GAP
         return self
 
@@ -272,7 +266,7 @@ class Shards:
             key = heapq.heappop(self._returned)
             self._leased_again[key] = self._leased_again.get(key, 0) + 1
             return key
-        # Rule 2: then the earliest epoch with a shard for this worker; its own shards come before those of lost
+        # Rule 2: then the earliest epoch with a shard for this worker; its own shards come before the shards of lost
         # workers. Shards of live workers are never taken.
         own = worker if self._strided else 0
         best: tuple[int, bool, Key, int] | None = None

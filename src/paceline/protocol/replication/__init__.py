@@ -1,4 +1,4 @@
-"""Chains of servers: what goes down them, what may be acknowledged, who fills whom."""
+"""Chain replication: forwarded pushes, acknowledgements and fills, as a pure state machine."""
 
 from paceline.protocol.replication.core import Replication
 from paceline.protocol.replication.events import (

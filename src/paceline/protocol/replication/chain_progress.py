@@ -1,6 +1,6 @@
-"""What of pushes is on its way down one server's chains: forwarded, withheld, and sent on again after a change.
+"""The pushes in flight in one server's chains: forwarded, withheld, and forwarded again after a view change.
 
-A part of :class:`~paceline.protocol.replication.core.Replication`, which has the rules that the numbers are of.
+A part of :class:`~paceline.protocol.replication.core.Replication`, which has the other numbered rules.
 """
 
 from __future__ import annotations
@@ -24,69 +24,68 @@ from paceline.protocol.replication.place import Place
 
 
 class ChainProgress:
-    """The pushes of one server that others, or its map, keep from being acknowledged.
+    """The pushes of one server that cannot be acknowledged yet.
 
-    `fills` are those of the same server; `numbers` gives the numbers by which forwards are acknowledged.
+    `fills` are the server's fills; `numbers` yields numbers that identify forwards in acknowledgements.
     """
 
     def __init__(self, fills: Fills, numbers: Iterator[int]) -> None:
         self._fills = fills
         self._place = Place()
         self._pending = PendingPushes(numbers)
-        self._withheld: dict[PendingPush, None] = {}  # pushes that the chain has, and that it is too short for
-        self._overtaken = 0  # buckets in which a server ahead may lack what is pending here from older maps
+        self._withheld: dict[PendingPush, None] = {}  # pushes that the whole chain has, but it is too short
+        self._overtaken = 0  # buckets in which an upstream server may lack pending pushes of older views
 
     @property
     def num_pending(self) -> int:
-        """How many pushes wait for the servers behind."""
+        """The number of pushes that wait for successors."""
         return len(self._pending)
 
     @property
     def waiting(self) -> set[object]:
-        """The tokens of pushes that wait: for the servers behind, or for replicas enough."""
+        """The tokens of pushes that wait for successors or for enough replicas."""
         return {push.token for push in self._pending} | {push.token for push in self._withheld}
 
     def forwarded(self, incarnation: int, sequence: int) -> list[tuple[object, Buckets]]:
-        """Return the tokens of a push that servers behind do not all have, each with its buckets, the last first."""
+        """Return the tokens of a push that a successor may lack, with their buckets, the newest first."""
         return [(push.token, push.buckets) for push in reversed(self._pending.of(incarnation, sequence))]
 
     @property
     def inherited(self) -> int | None:
-        """The first sum that came from a primary before this one, and that the servers behind do not all have yet.
+        """The number (iteration plus one) of a former primary's first sum that a successor may lack.
 
-        None if there is none in the buckets that this server leads now. It is the number of the push: the iteration
-        plus one.
+        None without such a sum in the buckets that this server leads.
         """
-        mine = self._place.primary
-        sums = (push for push in self._pending if push.incarnation == AGGREGATE and not push.is_ours)
-        return min((push.sequence for push in sums if push.buckets & mine), default=None)
+        primary = self._place.primary
+        sums = (push for push in self._pending if push.incarnation == AGGREGATE and not push.is_own)
+        return min((push.sequence for push in sums if push.buckets & primary), default=None)
 
     def left(self) -> Buckets:
-        """Return the buckets of pushes that came by an older map."""
+        """Return the buckets of pushes from older views."""
         return self._pending.left()
 
     def ahead_of_primary(self) -> int:
-        """Return the buckets of which this server has pushes that the primary may lack: they are being handed up."""
+        """Return the buckets with pushes that the primary may lack: they are being handed up."""
         return self._pending.left() & self._overtaken if self._overtaken else 0
 
     def give_up(self, token: object) -> None:
-        """Withhold the answer to this push no longer: its sender was told that its time is over."""
+        """Drop a withheld push: its sender has received a timeout."""
         self._withheld = {push: None for push in self._withheld if push.token is not token}
 
     # Pushes.
 
     def take(self, push: PendingPush, fresh: Buckets) -> list[Instruction]:
-        """Take a push, which is new here to the buckets `fresh`; return what to do."""
-        # Rule 2: what is new here is applied, and all of it goes on: the servers behind ask their own filters.
-        # It goes on first, so that they work at the same time.
+        """Accept a push that is new in the buckets `fresh`; return the instructions."""
+        # Rule 2: the new part is applied, and the whole push is forwarded: successors have their own filters.
+        # It is forwarded first, so that they work at the same time.
         instructions: list[Instruction] = []
         if fresh != push.buckets:
             known = self._pending.of(push.incarnation, push.sequence)
             instructions += self._replace([former for former in known if former.is_left], push)
         instructions += self._forward(push)
         applied = [Apply(push.token, fresh)] if fresh else []
-        if not push.waiting and not push.is_ours:
-            # So does the answer to the server before: nothing is taken here before the push is applied.
+        if not push.waiting and not push.is_own:
+            # So is the acknowledgement to the predecessor: this server applies the push before its next message.
             return [*instructions, Acknowledge(push.token), *applied]
         instructions += applied
         if not push.waiting:
@@ -95,11 +94,11 @@ class ChainProgress:
         return instructions
 
     def _replace(self, known: list[PendingPush], push: PendingPush) -> list[Instruction]:
-        """Let a push that came again take over the buckets from what is under way of it since an older map.
+        """Move the buckets of a repeated push from its pending parts of older views to the new push.
 
-        It is sent on once more: to wait for the former one instead would be to wait for other buckets too, and servers
-        could come to wait for one another in a circle. What is to be handed up stays: the server ahead that sent it
-        again hands it up too, but nobody knows in which order the two come.
+        The new push is forwarded again. If it waited for the former parts instead, it would wait for other buckets too,
+        and servers could wait for each other in a circle. Parts that are handed up stay: the upstream server that
+        repeated the push hands it up too, but the order of the two is unknown.
         """
         taken = push.buckets & ~self._overtaken
         instructions: list[Instruction] = []
@@ -107,8 +106,8 @@ class ChainProgress:
             if not former.buckets & taken:
                 continue
             self._pending.give_away(former, taken)
-            if former.is_ours and not push.is_ours and not former.is_sum:
-                former.end = RefusePush  # its client has no part in what was handed up, and asks again
+            if former.is_own and not push.is_own and not former.is_sum:
+                former.end = RefusePush  # the push was handed up without its client, which must retry
             elif not former.buckets and not former.is_sum:
                 former.end = Forget
             if not former.waiting:
@@ -116,39 +115,39 @@ class ChainProgress:
         return instructions
 
     def acknowledged(self, target: int, number: int) -> list[Instruction]:
-        """Take the answer of a server behind; return what to do."""
-        # Rule 4: acknowledged is what all servers behind have acknowledged.
+        """Record an acknowledgement of a successor; return the instructions."""
+        # Rule 4: a push is acknowledged when all successors have acknowledged it.
         push = self._pending.acknowledged(target, number)
         return [] if push is None else self._end(push)
 
     def _end(self, push: PendingPush) -> list[Instruction]:
-        """Forget a push, with what is to be told to its sender."""
+        """Remove a push; return the answer to its sender."""
         self._pending.remove(push)
-        # Rule 10: a chain with too few replicas acknowledges nothing to a client.
-        if push.is_ours and push.end is Acknowledge and not push.is_sum and push.buckets & self._place.short:
+        # Rule 10: a chain with too few replicas acknowledges no client's push.
+        if push.is_own and push.end is Acknowledge and not push.is_sum and push.buckets & self._place.short:
             self._withheld[push] = None
             return [Withhold(push.token)]
         return [push.end(push.token)]
 
     def _forward(self, push: PendingPush) -> Iterator[Forward]:
         place = self._place
-        for target in {**place.behind, **place.leaders} if push.is_left else place.behind:
-            # Rule 3: of what a server is being filled with it gets a push only once it has the bucket.
-            wanted = place.behind.get(target, 0) & ~self._fills.unsent(target)
+        for target in {**place.successors, **place.leaders} if push.is_left else place.successors:
+            # Rule 3: a server that is being filled receives pushes to a bucket only after the bucket.
+            wanted = place.successors.get(target, 0) & ~self._fills.unsent(target)
             if push.is_left:
-                # Rule 8: where a server has got ahead of this one, the primary gets what may not have come to that one,
-                # and hands it down the chain: a server behind that has it would be ahead of the primary, unknowingly.
+                # Rule 8: if a server has moved upstream of this one, it may lack the push. So the primary receives it
+                # and forwards it down the chain; otherwise a successor with the push would be ahead of the primary.
                 wanted = wanted & ~self._overtaken | place.leaders.get(target, 0) & self._overtaken
             buckets = push.buckets & wanted
             if buckets:
                 yield self._pending.forward(push, target, buckets)
 
     def send_again(self, target: int) -> list[Instruction]:
-        """Return what to do where all that is on its way to a server may be lost."""
+        """Forward again all pushes in flight to a server, because they may be lost."""
         return self._forward_again([push for push in self._pending if target in push.waiting])
 
     def _forward_again(self, pushes: Iterable[PendingPush]) -> list[Instruction]:
-        """Forward pushes under new numbers, in their order; acknowledge those that nobody is left to wait for."""
+        """Forward pushes under new numbers, in order; end the pushes that need no acknowledgement any longer."""
         instructions: list[Instruction] = []
         for push in in_order(pushes):
             self._pending.forget_forwards(push)
@@ -157,28 +156,28 @@ class ChainProgress:
                 instructions += self._end(push)
         return instructions
 
-    # Maps.
+    # Views.
 
     def change(self, place: Place, *, follows: bool) -> None:
-        """Take the place by a newer map; `follows`: no map was missed. Then comes :meth:`after_change`."""
+        """Set the place in a newer view, which `follows` if no view was missed. Call :meth:`after_change` next."""
         before, pending = self._place, 0
         for push in self._pending:
             pending |= push.buckets
-        for other, buckets in place.ahead.items():
-            self._overtaken |= buckets & ~before.ahead.get(other, 0) if follows else buckets
+        for other, buckets in place.upstream.items():
+            self._overtaken |= buckets & ~before.upstream.get(other, 0) if follows else buckets
         self._overtaken &= pending & place.members & ~place.primary
         self._place = place
 
     def after_change(self) -> list[Instruction]:
-        """Return what becomes of the pushes after a change of the map: first of those that were withheld."""
+        """Return the instructions for all pushes after a view change, first for withheld ones."""
         instructions = self._withheld_after_change()
-        # Rule 7: after a change all that the servers behind may lack goes to them again, from every server of a chain:
-        # the one that it came from may be dead, and its sender too. But who is behind has changed: the server that it
-        # came from learns nothing by it and sends it again, and if this server does not lead all of it any more, its
-        # sender repeats it to who leads now.
+        # Rule 7: after a view change every server of a chain forwards again the pushes that its successors may lack,
+        # because their predecessor and their client may be dead. The successors have changed, so the predecessor gets
+        # no acknowledgement and forwards the push again. If this server no longer leads all buckets of the push, the
+        # client resends it to the new primary.
         for push in self._pending:
             push.is_left = True
-            if not push.is_ours:
+            if not push.is_own:
                 push.end = Forget
             elif push.incarnation != AGGREGATE and push.buckets & ~self._place.primary:
                 push.end = RefusePush
@@ -190,7 +189,7 @@ class ChainProgress:
         instructions: list[Instruction] = []
         for push in list(self._withheld):
             if push.buckets & ~self._place.primary:
-                push.end = RefusePush  # who leads its buckets now knows it, and acknowledges it to who sends it again
+                push.end = RefusePush  # the new primary has it, and acknowledges it when the client retries
             elif push.buckets & self._place.short:
                 continue
             del self._withheld[push]
@@ -198,20 +197,20 @@ class ChainProgress:
         return instructions
 
     def _merge(self, parts: Iterable[PendingPush]) -> list[Instruction]:
-        """Keep of one push each bucket once, if its sender does not wait for it."""
+        """Remove duplicate buckets from the parts of one push, except from parts that await an acknowledgement."""
         instructions: list[Instruction] = []
-        kept = 0
+        covered = 0
         for push in sorted(parts, key=lambda push: push.end is not Acknowledge):
             if push.end is not Acknowledge:
-                push.buckets &= ~kept
+                push.buckets &= ~covered
                 if not push.buckets:
                     instructions += self._end(push)
-            kept |= push.buckets
+            covered |= push.buckets
         return instructions
 
     def validate(self) -> None:
         """Assert the invariants."""
         self._pending.validate()
         for push in self._withheld:
-            assert push.buckets & self._place.short, "an answer is withheld for nothing"
-            assert push.is_ours, "an answer to a server is withheld"
+            assert push.buckets & self._place.short, "an answer is withheld without a shortage"
+            assert push.is_own, "an answer to a server is withheld"

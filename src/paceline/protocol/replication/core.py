@@ -1,18 +1,17 @@
-"""One server's part in replication: its place in every bucket's chain, what it forwards, what it may acknowledge.
+"""One server's part in chain replication: its place in every chain, forwarded pushes and acknowledgements.
 
-A server holds one :class:`Replication`. Its runtime feeds it the scheduler's maps, the pushes of clients, those that
-the servers before it in a chain forward, and what becomes of its links; it does as the instructions bid. Payloads never
-come here: a *token* stands for each, and the runtime keeps what belongs to it until it is told to acknowledge, refuse
-or forget it.
+A server holds one :class:`Replication`. Events are the scheduler's views, pushes from clients, pushes forwarded by
+predecessors, and changes of links. A *token* stands for each payload. The runtime stores the payload until an
+instruction acknowledges, refuses or forgets the token.
 
-What is promised: a push is acknowledged when every member of its buckets' chains has it; each applies it once, however
-often and along whatever way it comes; a server that is no member of a chain any more takes part in nothing that can be
-acknowledged, since the version of every message is compared with its map. With `min_replicas` a primary *withholds* its
-acknowledgement while a chain is shorter: the push is applied and on every server of the chain, and the client hears of
-it when the chain is long enough again.
+Guarantees: a push is acknowledged when every member of its buckets' chains has it. Each member applies it once, even
+if it arrives several times and by several ways. A server that has left a chain cannot contribute to an
+acknowledgement, because the version of every message is checked. With `min_replicas` a primary *withholds* the
+acknowledgement while a chain is shorter: every server of the chain has applied the push, and the client receives the
+acknowledgement when the chain is long enough.
 
-Source: van Renesse and Schneider 2004 "Chain Replication for Supporting High Throughput and Availability"; the map and
-its versions as in PacificA (Lin et al. 2008); OSDI'14 "Scaling Distributed Machine Learning with the Parameter Server",
+Source: van Renesse and Schneider 2004 "Chain Replication for Supporting High Throughput and Availability"; views and
+versions as in PacificA (Lin et al. 2008); OSDI'14 "Scaling Distributed Machine Learning with the Parameter Server",
 section 4.3.
 """
 
@@ -52,13 +51,13 @@ from paceline.protocol.replication.place import Place
 
 
 class Replication:
-    """The chains as the server of incarnation `me` sees them.
+    """The replication state of the server with incarnation `me`.
 
-    While a chain has fewer than `min_replicas` members besides its primary, that one withholds its acknowledgements of
-    pushes to the bucket; sums of iterations (:class:`~paceline.protocol.iterations.Iterations`) excepted.
+    While a chain has fewer than `min_replicas` replicas, its primary withholds acknowledgements of pushes to the
+    bucket, but not of sums of iterations (:class:`~paceline.protocol.iterations.Iterations`).
 
-    Pushes of one incarnation must come in rising order of their numbers for each bucket, repeats aside; links must keep
-    the order of what is sent on them.
+    Preconditions: for each bucket, the pushes of one incarnation arrive in ascending order, apart from repeats. Links
+    preserve order.
     """
 
     def __init__(self, me: int, min_replicas: int = 0) -> None:
@@ -67,28 +66,28 @@ class Replication:
         self.version = 0
         """The version of the view; 0 before the first."""
         self.place = Place()
-        """Where this server is in the chains, by the map."""
-        self._up: set[int] = set()  # the servers behind to which there are connections
+        """This server's place in the chains of the view."""
+        self._up: set[int] = set()  # the connected servers
         self.delivery = Delivery(0)
-        """The duplicate filter of the buckets that are here whole."""
+        """The duplicate filter of the buckets that this server has completely."""
         numbers = count(1)
         self._fills = Fills(numbers)
         self.pushes = ChainProgress(self._fills, numbers)
-        """What is on its way down the chains."""
+        """The pushes in flight down the chains."""
 
     @property
     def primary(self) -> int:
-        """The buckets of which this server is the primary."""
+        """The buckets that this server leads."""
         return self.place.primary
 
     @property
     def held(self) -> int:
-        """The buckets whose data are here whole."""
+        """The buckets that this server has completely."""
         return self.delivery.buckets
 
     @property
     def filling(self) -> frozenset[int]:
-        """The servers that this one has to fill: see :meth:`next_fill`."""
+        """The servers that this one must send buckets to: see :meth:`next_fill`."""
         return frozenset(filter(self._fills.unsent, self._fills.targets))
 
     @property
@@ -98,60 +97,60 @@ class Replication:
 
     @property
     def has_successors(self) -> bool:
-        """Whether anything has to be forwarded: if not, a push of the right version only passes :attr:`delivery`."""
-        return bool(self.place.behind)
+        """Whether pushes must be forwarded. If not, a push of the right version only passes :attr:`delivery`."""
+        return bool(self.place.successors)
 
     def checkable(self, target: int) -> int:
-        """Return the buckets of which `target` has what this server has, behind all that was sent to it so far."""
+        """Return the buckets that are equal on `target` once it has received everything sent so far."""
         if target not in self._up:
             return 0
-        return self.place.behind.get(target, 0) & ~self._fills.wanted(target) & ~self.pushes.ahead_of_primary()
+        return self.place.successors.get(target, 0) & ~self._fills.wanted(target) & ~self.pushes.ahead_of_primary()
 
     def is_comparable(self, source: int, version: int, bucket: int) -> bool:
-        """Return whether this server has of a bucket what `source` had when it sent this by the map of `version`.
+        """Return whether a bucket here equals the bucket of `source` when it sent this in view `version`.
 
-        It may have more where it was ahead of that one: then it is still handing it up.
+        This server may be ahead of `source`: then it is still handing pushes up.
         """
-        from_it = self.place.before.get(source, 0) & self.delivery.buckets & ~self.place.filling
+        from_it = self.place.predecessors.get(source, 0) & self.delivery.buckets & ~self.place.filling
         if version != self.version or not from_it >> bucket & 1:
             return False
         return not self.pushes.left() >> bucket & 1
 
     def applied_to(self, bucket: int) -> tuple[tuple[int, int], ...]:
-        """Return the last push of each incarnation that counts as applied to a bucket."""
+        """Return the last push of each incarnation that was applied to a bucket."""
         return tuple((incarnation, last) for incarnation, last, _ in self.delivery.export(1 << bucket))
 
     @property
     def num_pending(self) -> int:
-        """How many pushes wait for the servers behind."""
+        """The number of pushes that wait for successors."""
         return self.pushes.num_pending
 
     @property
     def num_complete(self) -> int:
-        """How many iterations are complete in that bucket, of those that this server leads, that is furthest on."""
+        """The number of complete iterations in the most advanced bucket that this server leads."""
         applied = self.delivery.export(self.place.primary)
         return max((last for incarnation, last, _ in applied if incarnation == AGGREGATE), default=0)
 
     def push(self, token: object, incarnation: int, sequence: int, buckets: int) -> list[Instruction]:
-        """Accept a push of this version to `buckets`, all led here."""
+        """Accept a push of this version; this server leads all `buckets`."""
         fresh = self.delivery.admit(incarnation, sequence, buckets)
-        return self.pushes.take(PendingPush(token, incarnation, sequence, buckets, is_ours=True), fresh)
+        return self.pushes.take(PendingPush(token, incarnation, sequence, buckets, is_own=True), fresh)
 
     def handle(self, event: Event) -> list[Instruction]:
-        """Take one event; return what to do, in order."""
+        """Apply one event; return the instructions, in order."""
         match event:
             case PushReceived(token, incarnation, sequence, version, buckets):
-                # Rule 1: a message is of this server's version or it is not taken.
+                # Rule 1: a message of another version is rejected.
                 if event.version != self.version or event.buckets & ~self.place.primary:
                     return [RefusePush(token)]
                 return self.push(token, incarnation, sequence, buckets)
             case Forwarded(token, source, incarnation, sequence, version, buckets):
                 place = self.place
-                sound = (place.before.get(source, 0) | place.after.get(source, 0)) & self.delivery.buckets
+                sound = (place.predecessors.get(source, 0) | place.followers.get(source, 0)) & self.delivery.buckets
                 if event.version != self.version or event.buckets & ~sound:
                     return [Forget(token)]
                 fresh = self.delivery.admit(incarnation, sequence, buckets)
-                return self.pushes.take(PendingPush(token, incarnation, sequence, buckets, is_ours=False), fresh)
+                return self.pushes.take(PendingPush(token, incarnation, sequence, buckets, is_own=False), fresh)
             case Acknowledged(target, number):
                 return self.pushes.acknowledged(target, number)
             case Change(version, groups):
@@ -161,55 +160,56 @@ class Replication:
             case Confirmed(target, number):
                 return self._fills.reports(target, self.version) if self._fills.confirm(target, number) else []
             case LinkUp(target):
-                # Rule 6: what was on its way on the link before is lost: it is sent again.
+                # Rule 6: messages in flight on the former link are lost, so they are sent again.
                 self._up.add(target)
-                self._fills.lose(target)
+                self._fills.forget_unconfirmed(target)
                 return [*self.pushes.send_again(target), *self._ready([target])]
             case LinkDown(target):
                 self._up.discard(target)
                 return []
 
-    # Maps.
+    # Views.
 
     def _change(self, version: int, groups: tuple[ChainGroup, ...]) -> list[Instruction]:
         before, place = self.place, Place.of(self._me, groups, self._min_replicas)
         members = place.members
         instructions: list[Instruction] = []
-        follows = version == self.version + 1  # a map that was missed may have taken a bucket and given it again
+        follows = version == self.version + 1  # a missed view may have moved a bucket away and back
         self.version = version
-        whole = self.delivery.buckets
-        kept = whole & members | whole & place.filling & before.filling
-        if whole & ~kept:
-            self.delivery.release(whole & ~kept)
-            instructions.append(Drop(whole & ~kept))
-        if members & ~kept:
-            # Rule 5: only the first map makes members of servers that have nothing: there is nothing to have yet.
-            self.delivery.adopt(members & ~kept, ())
-            instructions.append(Hold(members & ~kept))
+        held = self.delivery.buckets
+        retained = held & members | held & place.filling & before.filling
+        if held & ~retained:
+            self.delivery.release(held & ~retained)
+            instructions.append(Drop(held & ~retained))
+        if members & ~retained:
+            # Rule 5: only the first view has members without data, because all buckets are still empty.
+            self.delivery.adopt(members & ~retained, ())
+            instructions.append(Hold(members & ~retained))
         self.pushes.change(place, follows=follows)
         self.place = place
         self._fills.change(place.fills, follows=follows)
-        instructions.append(Links(frozenset({*place.behind, *place.leaders})))
-        # Lead comes behind what is forwarded again: whoever is told to lead may push at once.
+        instructions.append(Links(frozenset({*place.successors, *place.leaders})))
+        # Lead comes after the re-forwarded pushes, because the new primary may push as soon as it receives it.
         instructions += self.pushes.after_change()
         instructions += self._ready(place.leaders)
-        instructions.append(Lead(place.primary, place.primary & ~before.primary, frozenset(place.after)))
+        instructions.append(Lead(place.primary, place.primary & ~before.primary, frozenset(place.followers)))
         instructions += [report for target in place.fills for report in self._fills.reports(target, self.version)]
         return instructions
 
     def _ready(self, targets: Iterable[int]) -> list[Ready]:
-        return [Ready(each, self.version) for each in targets if each in self.place.leaders and each in self._up]
+        return [
+            Ready(target, self.version) for target in targets if target in self.place.leaders and target in self._up
+        ]
 
     # Filling.
 
     def next_fill(self, target: int) -> tuple[int, int, FilterState] | None:
-        """Return the next bucket to send whole to `target`: number, bucket and filter; None if there is none (now).
+        """Return the next complete bucket for `target`: number, bucket and filter; None if none can be sent.
 
-        They go one at a time, so that nobody waits long behind them.
-        It counts as sent: send it before anything else that goes to this server from now on. Ask again after a Change,
-        a LinkUp, a Confirmed and an Acknowledged.
+        Buckets are sent one at a time, so that they delay other messages little. The bucket counts as sent: send it
+        before any further message to this server. Call this again after a Change, LinkUp, Confirmed and Acknowledged.
         """
-        # Rule 9: nobody is filled with what the primary may lack: it would have it ahead of the primary.
+        # Rule 9: a bucket with pushes that the primary may lack is not sent: its receiver would be ahead.
         left = self._fills.unsent(target) & ~self.pushes.ahead_of_primary()
         if not left or target not in self._up or self._fills.is_sending(target):
             return None
@@ -218,7 +218,7 @@ class Replication:
 
     def _state_received(self, event: StateReceived) -> list[Instruction]:
         one = 1 << event.bucket
-        if event.version != self.version or not self.place.before.get(event.source, 0) & self.place.filling & one:
+        if event.version != self.version or not self.place.predecessors.get(event.source, 0) & self.place.filling & one:
             return [Forget(event.token)]
         if self.delivery.buckets & one:
             self.delivery.release(one)
@@ -228,6 +228,6 @@ class Replication:
     def validate(self) -> None:
         """Assert the invariants."""
         held = self.delivery.buckets
-        assert not self.place.primary & ~held, "a primary without data"
+        assert not self.place.primary & ~held, "a primary without its bucket"
         self._fills.validate()
         self.pushes.validate()

@@ -1,4 +1,4 @@
-"""What the chains of a server are told, and what they say is to be done."""
+"""The events and instructions of :class:`~paceline.protocol.replication.Replication`."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from msgspec import Struct
 from paceline.protocol.chains import ChainGroup
 
 FilterState: TypeAlias = tuple[tuple[int, int, int], ...]
-"""What :meth:`Delivery.export` gives: (incarnation, sequence, buckets)."""
+"""The result of :meth:`Delivery.export`: (incarnation, sequence, buckets)."""
 
 AGGREGATE = 0
-"""The incarnation in whose name a primary pushes the sum of an iteration; its sequence is the iteration plus one."""
+"""The incarnation of sums that a primary pushes; the sequence of a sum is its iteration plus one."""
 
 CALLS = 1 << 62
-"""Added to a client's incarnation to name the sender of its writes and erasures.
+"""Added to a client's incarnation for its writes and erasures.
 
-They are numbered apart from the client's pushes, since pushes and calls may be sent again in another order.
+They have their own numbers, because pushes and calls may be resent in another order.
 """
 
 
 class Change(Struct, frozen=True):
-    """The scheduler has published a map of chains."""
+    """The scheduler has published the chains of a view."""
 
     version: int
     groups: tuple[ChainGroup, ...]
 
 
 class PushReceived(Struct, frozen=True):
-    """A client's push (or this server's own sum of an iteration) came. Its keys lie in `buckets`."""
+    """A client's push, or this server's own sum of an iteration, with keys in `buckets`."""
 
     token: object
     incarnation: int
@@ -39,7 +39,7 @@ class PushReceived(Struct, frozen=True):
 
 
 class Forwarded(Struct, frozen=True):
-    """The server before this one in a chain has sent on a push, as its number `number`."""
+    """The server `source` has forwarded a push."""
 
     token: object
     source: int
@@ -50,14 +50,14 @@ class Forwarded(Struct, frozen=True):
 
 
 class Acknowledged(Struct, frozen=True):
-    """The server `target` and all behind it have the push that was forwarded to it as `number`."""
+    """The server `target` and all its successors have the push that was forwarded as `number`."""
 
     target: int
     number: int
 
 
 class LinkUp(Struct, frozen=True):
-    """There is a connection to `target` (again); what was sent on the one before may be lost."""
+    """A new connection to `target`; messages on the former connection may be lost."""
 
     target: int
 
@@ -69,14 +69,14 @@ class LinkDown(Struct, frozen=True):
 
 
 class Confirmed(Struct, frozen=True):
-    """The server `target` has the bucket that was sent to it whole as `number`."""
+    """The server `target` has the bucket that was sent as `number`."""
 
     target: int
     number: int
 
 
 class StateReceived(Struct, frozen=True):
-    """The server before this one has sent a bucket whole, with the filter that belongs to it."""
+    """The predecessor has sent a complete bucket with its filter."""
 
     token: object
     source: int
@@ -86,14 +86,14 @@ class StateReceived(Struct, frozen=True):
 
 
 class Apply(Struct, frozen=True):
-    """Apply that part of the push that falls into `buckets`; the rest was applied before."""
+    """Apply the part of the push in `buckets`; the other parts were applied before."""
 
     token: object
     buckets: int
 
 
 class Forward(Struct, frozen=True):
-    """Send that part of the push that falls into `buckets` to `target`, as number `number`."""
+    """Send the part of the push in `buckets` to `target`, as number `number`."""
 
     token: object
     target: int
@@ -102,70 +102,70 @@ class Forward(Struct, frozen=True):
 
 
 class Acknowledge(Struct, frozen=True):
-    """Answer whoever sent the push: this server and all behind it have it.
+    """Acknowledge the push to its sender: this server and all its successors have it.
 
-    The token is done with, but for an Apply right behind: the last server of a chain answers first.
+    Ends the token; only an Apply may follow directly, because the last server of a chain answers first.
     """
 
     token: object
 
 
 class Withhold(Struct, frozen=True):
-    """This server and all behind have this, but too few of them: the answer waits for a Change, or for `give_up`."""
+    """Do not answer yet: the whole chain has the push, but is too short. The answer waits for a Change or `give_up`."""
 
     token: object
 
 
 class RefusePush(Struct, frozen=True):
-    """Tell the client that its map is old: it takes the new one and sends the push again. The token is done with."""
+    """Reject the push because the client's view is old; the client retries with the new one. Ends the token."""
 
     token: object
 
 
 class Forget(Struct, frozen=True):
-    """Nobody awaits an answer to this any more. The token is done with."""
+    """Drop the token without an answer."""
 
     token: object
 
 
 class Load(Struct, frozen=True):
-    """Replace the bucket by the state received, and confirm it to the sender. The token is done with."""
+    """Replace the bucket by the received one, and confirm it to the sender. Ends the token."""
 
     token: object
     bucket: int
 
 
 class Drop(Struct, frozen=True):
-    """Forget all data of these buckets: they are others' now, or come anew."""
+    """Delete the data of `buckets`: other servers have them, or they will be sent again."""
 
     buckets: int
 
 
 class Hold(Struct, frozen=True):
-    """These buckets are here from their beginning: their data are the initial values."""
+    """Create these buckets with initial values."""
 
     buckets: int
 
 
 class Lead(Struct, frozen=True):
-    """This server is now the primary of `buckets` and no others; `gained` are those that it was not before."""
+    """This server is now the primary of exactly `buckets`; `gained` are the new ones."""
 
     buckets: int
     gained: int
-    behind: frozenset[int] = frozenset()
-    """The other members of these buckets' chains. Each says Ready: a takeover (of iterations) waits for that."""
+    followers: frozenset[int] = frozenset()
+    """The replicas in the chains of `buckets`. A takeover of iterations waits for a Ready from each."""
 
 
 class Links(Struct, frozen=True):
-    """Have a connection to each of these servers, and to no other."""
+    """Keep connections to exactly these servers."""
 
     targets: frozenset[int]
 
 
 class ReportFilled(Struct, frozen=True):
-    """Tell the scheduler that `target` now has all of these buckets that it was to be filled with, as of this version.
+    """Report to the scheduler that `target` has received `buckets` in this view.
 
-    The server before it says so, and not itself: from now on nothing is acknowledged here that `target` has not got.
+    The predecessor reports it, because it now acknowledges only pushes that `target` has.
     """
 
     version: int
@@ -174,9 +174,9 @@ class ReportFilled(Struct, frozen=True):
 
 
 class Ready(Struct, frozen=True):
-    """Tell `target`, which leads buckets that are here too, that it has everything.
+    """Notify the primary `target` that it has all pushes of this server as of view `version`.
 
-    Sent behind the last push that was forwarded to it: as of view `version` this server has no push that it lacks.
+    It is sent after the last push that is handed up to `target`.
     """
 
     target: int

@@ -1,4 +1,4 @@
-"""Servers that one has to fill: which buckets were sent to them whole, which they have confirmed."""
+"""Fills: the complete buckets that a server sends to new successors, and their confirmations."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _REPORT_BUCKETS: Final = 64
 
 
 class Fills:
-    """The fills of one server, by one map; `numbers` gives those by which buckets are confirmed."""
+    """The fills of one server in one view. `numbers` yields numbers that identify buckets in confirmations."""
 
     def __init__(self, numbers: Iterator[int]) -> None:
         self._numbers = numbers
-        self._wanted: dict[int, Buckets] = {}  # target → what it is being filled with
-        self._sent: dict[int, Buckets] = {}  # of these, the ones that were sent to it
-        self._confirmed: dict[int, Buckets] = {}  # of those, the ones that it has confirmed
+        self._wanted: dict[int, Buckets] = {}  # target → the buckets that it needs
+        self._sent: dict[int, Buckets] = {}
+        self._confirmed: dict[int, Buckets] = {}
         self._reported: dict[int, Buckets] = {}
-        self._states: dict[int, tuple[int, int]] = {}  # number → target, bucket that is on its way
+        self._states: dict[int, tuple[int, int]] = {}  # number → target, bucket in flight
 
     @property
     def targets(self) -> tuple[int, ...]:
@@ -28,41 +28,41 @@ class Fills:
         return tuple(self._wanted)
 
     def wanted(self, target: int) -> Buckets:
-        """Return what a server is being filled with."""
+        """Return the buckets that a server is being filled with."""
         return self._wanted.get(target, 0)
 
     def unsent(self, target: int) -> Buckets:
-        """Return what was not sent to a server yet: of these buckets it gets no push."""
+        """Return the buckets not yet sent to a server: it receives no pushes to them."""
         return self._wanted.get(target, 0) & ~self._sent.get(target, 0)
 
     def change(self, wanted: Mapping[int, Buckets], *, follows: bool) -> None:
-        """Take another map's fills; `follows`: no map was missed, so what was confirmed is there still."""
+        """Set the fills of a new view. Confirmations stay valid if it `follows`, so that no view was missed."""
         confirmed = self._confirmed if follows else {}
         self._wanted = dict(wanted)
         self._confirmed = {target: confirmed.get(target, 0) & buckets for target, buckets in wanted.items()}
         self._sent = dict(self._confirmed)
-        self._reported, self._states = {}, {}  # what is on its way is of an older version: it is not taken
+        self._reported, self._states = {}, {}  # targets reject buckets of older views
 
     def is_sending(self, target: int) -> bool:
-        """Whether a bucket is on its way to a server."""
+        """Whether a bucket is in flight to a server."""
         return any(state[0] == target for state in self._states.values())
 
     def send(self, target: int, left: Buckets) -> tuple[int, int]:
-        """Take the first bucket of `left` as sent; return its number and the bucket."""
+        """Record the first bucket of `left` as sent; return its number and the bucket."""
         bucket = (left & -left).bit_length() - 1
         self._sent[target] |= 1 << bucket
         number = next(self._numbers)
         self._states[number] = (target, bucket)
         return number, bucket
 
-    def lose(self, target: int) -> None:
-        """Have those buckets sent again to a server that it has not confirmed."""
+    def forget_unconfirmed(self, target: int) -> None:
+        """Mark the buckets that a server has not confirmed as unsent."""
         self._states = {number: state for number, state in self._states.items() if state[0] != target}
         if target in self._wanted:
             self._sent[target] = self._confirmed[target]
 
     def confirm(self, target: int, number: int) -> bool:
-        """Take a server's word that it has the bucket with a number; return whether that is news."""
+        """Record a server's confirmation of a bucket by number; return whether it is new."""
         state = self._states.pop(number, None)
         if state is None or state[0] != target:
             return False
@@ -70,7 +70,7 @@ class Fills:
         return True
 
     def to_report(self, target: int) -> Buckets:
-        """Return what a server has confirmed, if it is time to report that; else none."""
+        """Return the confirmed buckets if a report is due: all are confirmed, or many since the last one; else 0."""
         confirmed = self._confirmed[target]
         news = confirmed & ~self._reported.get(target, 0)
         if not news or (confirmed != self._wanted[target] and count(news) < _REPORT_BUCKETS):
@@ -79,7 +79,7 @@ class Fills:
         return confirmed
 
     def reports(self, target: int, version: int) -> list[Instruction]:
-        """Return the report of what a server has confirmed, as of a version, if it is time for one."""
+        """Return the report of a server's confirmed buckets if one is due."""
         filled = self.to_report(target)
         return [ReportFilled(version, target, filled)] if filled else []
 

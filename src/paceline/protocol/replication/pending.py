@@ -1,4 +1,4 @@
-"""Pushes that the servers behind one do not all have yet, and the states that a push goes through at a server."""
+"""Pending pushes, which successors have not acknowledged, and the states of a push at a server."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ PUSH: Final = StateTable(
     "a push at one server",
     ("pending", "left", "withheld", *_ENDS),
     (
-        Transition(OUTSIDE, "PushReceived", "refused", "RefusePush", when="another map or not its primary"),
-        Transition(OUTSIDE, "Forwarded", "forgotten", "Forget", when="another map or not from its chain"),
-        Transition(OUTSIDE, "PushReceived", "acknowledged", "Acknowledge", when="nobody behind"),
-        Transition(OUTSIDE, "Forwarded", "acknowledged", "Acknowledge", when="nobody behind"),
+        Transition(OUTSIDE, "PushReceived", "refused", "RefusePush", when="another view or not its primary"),
+        Transition(OUTSIDE, "Forwarded", "forgotten", "Forget", when="another view or not from its chain"),
+        Transition(OUTSIDE, "PushReceived", "acknowledged", "Acknowledge", when="no successor"),
+        Transition(OUTSIDE, "Forwarded", "acknowledged", "Acknowledge", when="no successor"),
         Transition(OUTSIDE, "PushReceived", "pending", "Forward"),
         Transition(OUTSIDE, "Forwarded", "pending", "Forward"),
-        Transition(OUTSIDE, "PushReceived", "withheld", "Withhold", when="nobody behind, too few replicas"),
+        Transition(OUTSIDE, "PushReceived", "withheld", "Withhold", when="no successor, too few replicas"),
         Transition("pending", "LinkUp", "pending", "Forward"),
         Transition("pending", "Change", "left", "Forward"),
         Transition("left", "Change", "left", "Forward"),
         Transition("left", "LinkUp", "left", "Forward"),
-        Transition("pending", "Acknowledged", "acknowledged", "Acknowledge", when="the last one behind"),
-        Transition("pending", "LinkUp", "acknowledged", "Acknowledge", when="its bucket goes anew"),
-        *(Transition("pending", "Change", end, _ENDS[end], when="nobody behind now") for end in _ENDS),
+        Transition("pending", "Acknowledged", "acknowledged", "Acknowledge", when="the last successor"),
+        Transition("pending", "LinkUp", "acknowledged", "Acknowledge", when="its bucket is filled again"),
+        *(Transition("pending", "Change", end, _ENDS[end], when="no successor remains") for end in _ENDS),
         *(
             Transition("left", event, end, _ENDS[end])
             for end in _ENDS
@@ -44,36 +44,39 @@ PUSH: Final = StateTable(
             for state, events in _WITHHOLDING.items()
             for event in events
         ),
-        Transition("withheld", "Change", "acknowledged", "Acknowledge", when="replicas enough"),
-        Transition("withheld", "Change", "refused", "RefusePush", when="led elsewhere"),
+        Transition("withheld", "Change", "acknowledged", "Acknowledge", when="enough replicas"),
+        Transition("withheld", "Change", "refused", "RefusePush", when="another server leads"),
         Transition("withheld", "give_up", OUTSIDE),
     ),
 )
 
 
 class PendingPush(Struct, eq=False):
-    """A push that the servers behind this one do not all have yet."""
+    """A push that this server's successors have not all acknowledged."""
 
     token: object
     incarnation: int
     sequence: int
     buckets: int
-    is_ours: bool
-    """Whether this server took it as the primary, from a client or as its own sum."""
+    is_own: bool
+    """Whether this server accepted it as the primary, from a client or as its own sum."""
     is_left: bool = False
-    """Whether it came by an older map."""
+    """Whether it came in an older view."""
     end: type[Acknowledge] | type[RefusePush] | type[Forget] = Acknowledge
-    """What becomes of the token when all servers behind have the push."""
+    """The final instruction for the token, when all successors have the push."""
     waiting: dict[int, tuple[int, int]] = {}  # target → number, buckets
 
     @property
     def is_sum(self) -> bool:
-        """Whether this server is the one that has summed it."""
-        return self.is_ours and self.incarnation == AGGREGATE
+        """Whether this server has computed it as the sum of an iteration."""
+        return self.is_own and self.incarnation == AGGREGATE
 
 
 def in_order(pushes: Iterable[PendingPush]) -> list[PendingPush]:
-    """Return these pushes as they came, but those of one sender by their numbers: a repeat is no later for it."""
+    """Return the pushes in order of arrival, but each sender's pushes in order of their numbers.
+
+    A repeated push may have arrived after later pushes of its sender.
+    """
     by_sender: dict[int, list[PendingPush]] = {}
     senders = []
     for push in pushes:
@@ -85,9 +88,9 @@ def in_order(pushes: Iterable[PendingPush]) -> list[PendingPush]:
 
 
 class PendingPushes:
-    """The pushes of one server that wait for servers behind it, each for those to which it was forwarded.
+    """The pushes of one server that wait for acknowledgements of the servers to which they were forwarded.
 
-    `numbers` gives the numbers by which forwards are acknowledged.
+    `numbers` yields numbers that identify forwards in acknowledgements.
     """
 
     def __init__(self, numbers: Iterator[int]) -> None:
@@ -103,15 +106,15 @@ class PendingPushes:
         return len(self._pushes)
 
     def of(self, incarnation: int, sequence: int) -> tuple[PendingPush, ...]:
-        """Return what is pending of one push, in the order in which it came."""
+        """Return the pending parts of one push, in order of arrival."""
         return tuple(self._by_push.get((incarnation, sequence), ()))
 
     def in_parts(self) -> list[tuple[PendingPush, ...]]:
-        """Return what is pending of each push of which there is more than one part."""
+        """Return the pending parts of each push with more than one part."""
         return [tuple(parts) for parts in self._by_push.values() if len(parts) > 1]
 
     def left(self) -> Buckets:
-        """Return the buckets of those that came by an older map."""
+        """Return the buckets of pushes from older views."""
         buckets = 0
         for push in self._pushes:
             if push.is_left:
@@ -119,12 +122,12 @@ class PendingPushes:
         return buckets
 
     def add(self, push: PendingPush) -> None:
-        """Let a push wait."""
+        """Add a pending push."""
         self._pushes[push] = None
         self._by_push.setdefault((push.incarnation, push.sequence), []).append(push)
 
     def remove(self, push: PendingPush) -> None:
-        """Forget a push, if it waits."""
+        """Remove a push if it is pending."""
         self.forget_forwards(push)
         if push in self._pushes:
             del self._pushes[push]
@@ -134,14 +137,14 @@ class PendingPushes:
                 del self._by_push[key]
 
     def forward(self, push: PendingPush, target: int, buckets: Buckets) -> Forward:
-        """Have a push wait for a server; return what is sent to it."""
+        """Forward a push to a server, and wait for its acknowledgement."""
         number = next(self._numbers)
         push.waiting[target] = number, buckets
         self._by_number[number] = push
         return Forward(push.token, target, number, buckets)
 
     def acknowledged(self, target: int, number: int) -> PendingPush | None:
-        """Take an answer; return the push if it waits for nobody any more."""
+        """Record an acknowledgement; return the push if it was the last one."""
         push = self._by_number.get(number)
         if push is None or push.waiting.get(target, (0, 0))[0] != number:
             return None
@@ -149,7 +152,7 @@ class PendingPushes:
         return None if push.waiting else push
 
     def give_away(self, push: PendingPush, taken: Buckets) -> None:
-        """Let a push wait in these buckets no more: they are on their way once more, under another number."""
+        """Remove these buckets from a push, because they were forwarded again under another number."""
         push.buckets &= ~taken
         for target, (number, buckets) in list(push.waiting.items()):
             if buckets & ~taken:
@@ -158,7 +161,7 @@ class PendingPushes:
                 del self._by_number[number], push.waiting[target]
 
     def forget_forwards(self, push: PendingPush) -> None:
-        """Let a push wait for nobody, though it stays here."""
+        """Drop the forwards of a push, but not the push."""
         for number, _ in push.waiting.values():
             self._by_number.pop(number, None)
         push.waiting = {}
@@ -166,9 +169,9 @@ class PendingPushes:
     def validate(self) -> None:
         """Assert the invariants."""
         for push in self._pushes:
-            assert push.waiting, "a push waits for nobody"
+            assert push.waiting, "a pending push without a forward"
             assert all(self._by_number[number] is push for number, _ in push.waiting.values())
-            assert push.buckets, "a push to no bucket is kept"
+            assert push.buckets, "a pending push without buckets"
             assert push in self._by_push[push.incarnation, push.sequence]
         assert len(self._pushes) == sum(map(len, self._by_push.values()))
         assert len(self._by_number) == sum(len(push.waiting) for push in self._pushes)

@@ -1,4 +1,4 @@
-"""A server's place in every bucket's chain, by one map."""
+"""A server's place in every bucket's chain, in one view."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from paceline.protocol.chains import ChainGroup, in_chain
 
 @dataclass(slots=True)
 class Place:
-    """Where one server is: sets of buckets, and for other servers the buckets in whose chains they are there."""
+    """One server's sets of buckets by its position, and other servers with their buckets in the server's chains."""
 
     primary: Buckets = 0
-    """Those that it leads."""
+    """The buckets that it leads."""
     members: Buckets = 0
     filling: Buckets = 0
-    """Those that it is being filled with."""
+    """The buckets that it is being filled with."""
     short: Buckets = 0
-    """Those that it leads and whose chains have too few replicas for an acknowledgement."""
+    """The buckets that it leads with too few replicas for an acknowledgement."""
     shortages: dict[int, Buckets] = field(default_factory=dict)
-    """Number of replicas → those of them that have so many."""
-    before: dict[int, Buckets] = field(default_factory=dict)
-    """The servers right before it."""
-    behind: dict[int, Buckets] = field(default_factory=dict)
-    """The servers right behind it."""
+    """The buckets of `short`, by number of replicas."""
+    predecessors: dict[int, Buckets] = field(default_factory=dict)
+    """The servers directly before it."""
+    successors: dict[int, Buckets] = field(default_factory=dict)
+    """The servers directly after it."""
     fills: dict[int, Buckets] = field(default_factory=dict)
-    """Of those, the ones that it has to fill."""
-    ahead: dict[int, Buckets] = field(default_factory=dict)
-    """The servers anywhere ahead of it."""
+    """The successors that it must fill."""
+    upstream: dict[int, Buckets] = field(default_factory=dict)
+    """All servers before it."""
     leaders: dict[int, Buckets] = field(default_factory=dict)
-    """The primaries of buckets of which it is a member."""
-    after: dict[int, Buckets] = field(default_factory=dict)
-    """The members of the chains that it leads."""
+    """The primaries of buckets in which it is a replica."""
+    followers: dict[int, Buckets] = field(default_factory=dict)
+    """The replicas in the chains that it leads."""
 
     @classmethod
     def of(cls, me: int, groups: Iterable[ChainGroup], min_replicas: int) -> Place:
@@ -52,7 +52,7 @@ class Place:
         else:
             self.members |= buckets
         for other in group.members[:at]:
-            _add(self.ahead, other, buckets)
+            _add(self.upstream, other, buckets)
         if at == 0:
             self.primary |= buckets
             num_replicas = len(group.members) - 1
@@ -60,18 +60,18 @@ class Place:
                 self.short |= buckets
                 _add(self.shortages, num_replicas, buckets)
             for other in group.members[1:]:
-                _add(self.after, other, buckets)
+                _add(self.followers, other, buckets)
         else:
             if not is_filled:
                 _add(self.leaders, chain[0], buckets)
-            _add(self.before, chain[at - 1], buckets)
+            _add(self.predecessors, chain[at - 1], buckets)
         if at + 1 < len(chain):
-            _add(self.behind, chain[at + 1], buckets)
+            _add(self.successors, chain[at + 1], buckets)
             if chain[at + 1] == group.filling:
                 _add(self.fills, chain[at + 1], buckets)
 
     def shortage(self, buckets: Buckets) -> tuple[int, int] | None:
-        """Return one of `buckets` whose chain is too short, and how many replicas it has; None if there is none."""
+        """Return one of `buckets` with a chain that is too short, and its number of replicas; else None."""
         for num_replicas, short in sorted(self.shortages.items()):
             if short & buckets:
                 return next(buckets_in(short & buckets)), num_replicas

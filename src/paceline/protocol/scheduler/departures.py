@@ -65,7 +65,7 @@ class Suspects:
 
     def report(self, server: int, unreachable: Collection[int], now_s: float) -> None:
         """Note which others a server does not reach."""
-        self._reachability.heard(server, unreachable, now_s)
+        self._reachability.record_heartbeat(server, unreachable, now_s)
 
     def forget_reports(self) -> None:
         """Forget what servers have said of one another."""
@@ -81,7 +81,7 @@ class Suspects:
         cut_off = self._reachability.decide(ranks.keys() - self._cut_off.keys(), groups, now_s)
         if cut_off is None:
             return False
-        others = " and ".join(f"server {ranks[other]}" for other in cut_off.others)
+        others = " and ".join(f"server {ranks[other]}" for other in cut_off.peers)
         reason = f"it and {others} could not reach each other for {self._timeout_s:g} s, though all of them live"
         self._cut_off[cut_off.server] = reason
         return True

@@ -53,7 +53,7 @@ class Leader:
             [*present, *absent],
             max(latest.last_incarnation + 1, self.publication.epoch * INCARNATION_RANGE),
             expected_servers=self.membership.expected_servers,
-            now_s=now_s,
+            time_s=now_s,
             heartbeat_timeout_s=self.membership.heartbeat_timeout_s,
             last_known=latest.last_incarnation,
         )
@@ -196,7 +196,7 @@ class Leader:
             self.next.suspects.report(incarnation, unreachable, self._now_s)
 
     def _heard(self, incarnation: int) -> None:
-        self.membership.heard(incarnation, self._now_s)
+        self.membership.record_heartbeat(incarnation, self._now_s)
         was_told = self.next.suspects.heard(incarnation)
         if was_told is not None:
             self._plan()

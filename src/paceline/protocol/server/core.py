@@ -1,15 +1,15 @@
-"""A parameter server's protocol: which request is handled when, what becomes of a push, when a read is answered.
+"""A parameter server's protocol: the timing of requests, the way of a push, and the answers to reads.
 
-A server holds one :class:`ServerCore`, and so does each simulated one. Its runtime feeds it the scheduler's views, what
-workers and other servers send, and what becomes of its links, and does as the instructions bid, in their order. The
-core composes the leaves: the gate (:class:`~paceline.protocol.server.workers.Workers`), replication
+A server holds one :class:`ServerCore`, and so does each simulated one. Events are the scheduler's views, messages of
+workers and other servers, and changes of links; the runtime carries out the instructions in order. The core composes
+the gate (:class:`~paceline.protocol.server.workers.Workers`), replication
 (:class:`~paceline.protocol.replication.Replication`) and iterations
-(:class:`~paceline.protocol.iterations.Iterations`); :class:`~paceline.protocol.server.progress.Progress` has how these
-act together. Parameters and gradients never come here: a token stands for each request.
+(:class:`~paceline.protocol.iterations.Iterations`); :class:`~paceline.protocol.server.progress.Progress` connects them.
+A token stands for each request; the core never sees parameters or gradients.
 
-A request is first timed (:meth:`ServerCore.time`), and kept if it is early. A push gets a verdict
-(:meth:`ServerCore.push`) and is then accepted (:meth:`ServerCore.admit`). A read that need not wait is answered at once
-(:meth:`ServerCore.is_readable`). All else goes by :meth:`ServerCore.handle`.
+A request is first timed (:meth:`ServerCore.time`), and postponed if it is early. A push gets a verdict
+(:meth:`ServerCore.push`) and is then accepted (:meth:`ServerCore.admit`). A read that does not have to wait
+(:meth:`ServerCore.is_readable`) is answered directly. Everything else goes through :meth:`ServerCore.handle`.
 
 Source: OSDI'14 "Scaling Distributed Machine Learning with the Parameter Server", section 4; views as in Viewstamped
 Replication Revisited (Liskov and Cowling 2012).
@@ -25,22 +25,22 @@ from paceline.protocol.server import events
 from paceline.protocol.server.events import Event, Instruction, Route, Timing, TimingClass, Verdict
 from paceline.protocol.server.state import ServerState
 
-_KEEP, _CHAIN, _ALONE, _STALE, _EXPELLED = Route
+_BUFFER, _CHAIN, _ALONE, _STALE, _EXPELLED = Route
 _CALLS = replication.CALLS
-_DATA, _NOW = TimingClass.DATA, Timing.NOW
+_DATA, _IMMEDIATE = TimingClass.DATA, Timing.IMMEDIATE
 _WORDS = frozenset((TimingClass.TICK, TimingClass.SYNCED, TimingClass.CALL))
 
 
 class ServerCore(ServerState):
     """One server's state.
 
-    Arguments: the cluster's `consistency`; `expected_workers`, how many must have joined before the first iteration can
-    complete; `replicas`, how many servers the cluster has behind each primary; `min_replicas`, how many of them must
-    have a push before it is acknowledged.
+    Arguments: the cluster's `consistency`; `expected_workers`, the number of workers that must join before the first
+    iteration can complete; `replicas`, the number of replicas of each bucket; `min_replicas`, the number of replicas
+    that must have a push before it is acknowledged.
     """
 
     def joined(self, me: int) -> list[Instruction]:
-        """Be the member of incarnation `me`; return what to do."""
+        """Set this server's incarnation; return the instructions."""
         self._me = me
         self.replication = replication.Replication(me, self._min_replicas)
         self.progress.become(self.replication)
@@ -50,50 +50,50 @@ class ServerCore(ServerState):
     # Requests.
 
     def time(self, kind: TimingClass, sender: int, version: int) -> Timing:
-        """Return when a request is to be handled that a process sent by the view of `version`."""
+        """Return the timing of a request that was sent in the view of `version`."""
         current = self.replication.version
         if kind is _DATA and version == current and self._me:
-            return _NOW
+            return _IMMEDIATE
         if not self._me:
             return Timing.EARLY
         if kind in _WORDS:
-            # Rule 1: nobody takes part whom no view names.
+            # Rule 1: a worker takes part only if the current view lists it.
             if self.workers.is_unnamed(sender):
                 return Timing.UNNAMED
-            # Rule 2: a server that does not know where the workers are waits for another one that does.
+            # Rule 2: a server without the workers' clocks waits until another server sends them.
             if not self.progress.has_clocks:
                 return Timing.BEFORE_CLOCKS
-        # Rule 3: of two words of a worker the one that came first is taken first.
+        # Rule 3: two messages of a worker are handled in order of arrival.
         if kind is TimingClass.CALL and self.early.has_of(sender):
             return Timing.EARLY
         if version == current or kind in (TimingClass.CALL, TimingClass.OTHER):
-            return _NOW
-        # Rule 4: sender and receiver have the same view, or the one that is behind takes the newer one first.
+            return _IMMEDIATE
+        # Rule 4: sender and receiver have the same view; otherwise the older one changes its view first.
         if version > current:
             return Timing.EARLY
         if kind is TimingClass.CHAIN:
-            return _NOW
+            return _IMMEDIATE
         return Timing.REPEATED if kind is TimingClass.SYNCED else Timing.STALE
 
     def postpone(self, timing: Timing, sender: int, token: object) -> None:
-        """Retain a request until its time comes; then there is a ResumeRequest."""
-        self.early.keep(timing, sender, token)
+        """Postpone a request until a ResumeRequest."""
+        self.early.postpone(timing, sender, token)
 
     def disconnected(self, is_of_it: Callable[[object], bool]) -> None:
-        """Forget the requests that came on a connection: nobody hears an answer."""
+        """Drop the requests of a closed connection."""
         self.early.drop(is_of_it)
         self.progress.drop(is_of_it)
 
     def withhold(self, token: object, deadline_s: float) -> None:
-        """Wait no longer than this until a push may be acknowledged: see :class:`replication.Withhold`."""
+        """Set the deadline of a withheld push: see :class:`replication.Withhold`."""
         self.progress.withhold(token, deadline_s)
 
     # Pushes.
 
     def push(self, worker: int, sequence: int, iteration: int, buckets: Buckets | None = None) -> Verdict:
-        """Judge a push and remember nothing: the caller checks its content, then calls :meth:`admit`.
+        """Return the verdict on a push without recording it. The caller checks its content, then calls :meth:`admit`.
 
-        `buckets` are those of its keys; None unless :attr:`has_copies`.
+        `buckets` are the buckets of its keys; None unless :attr:`has_copies`.
 
         Raises:
             ProtocolError: the worker cannot have begun this iteration.
@@ -102,35 +102,35 @@ class ServerCore(ServerState):
         takes_part = worker in workers.counted
         if takes_part:
             workers.check_leap(worker, iteration, self.progress.updates)
-        elif worker < 1 or worker & ~_CALLS in workers.gone:
+        elif worker < 1 or worker & ~_CALLS in workers.departed:
             return Verdict(_EXPELLED, worker, sequence, iteration)
         primary = place.primary
         counted = primary if buckets is None else buckets
         if counted & ~primary:
             return Verdict(_STALE, worker, sequence, iteration)
-        if iterations is not None and (takes_part or workers.has_begun(worker, iteration)):
+        if iterations is not None and (takes_part or workers.has_started(worker, iteration)):
             if not self._replicas:
                 counted = primary
             fresh = iterations.missing(worker, sequence, iteration, counted)
-            return Verdict(_KEEP, worker, sequence, iteration, counted, fresh, takes_part)
-        route = _CHAIN if place.behind or place.short else _ALONE
-        # A call may have been cut by another view: it counts only for the buckets of its keys.
+            return Verdict(_BUFFER, worker, sequence, iteration, counted, fresh, takes_part)
+        route = _CHAIN if place.successors or place.short else _ALONE
+        # A call may have been split by another view: it counts only for the buckets of its keys.
         if route is _ALONE and worker < _CALLS:
             counted = primary
         fresh = self.replication.delivery.missing(worker, sequence, counted)
         return Verdict(route, worker, sequence, iteration, counted, fresh, takes_part)
 
     def admit(self, verdict: Verdict, token: object = None) -> list[Instruction]:
-        """Accept the push of the last verdict and remember it; return the instructions for `token`.
+        """Accept the push of the last verdict and record it; return the instructions for `token`.
 
-        Without a token, the caller applies or keeps the push and answers it; the route is not CHAIN then. O(1) if the
-        push is newer than all others of its worker.
+        Without a token, the caller applies or buffers the push and answers it; the route is not CHAIN then. O(1) if the
+        push is newer than all earlier pushes of its worker.
         """
         route, worker, sequence, fresh = verdict.route, verdict.worker, verdict.sequence, verdict.fresh
         if route is _CHAIN:
             self.progress.replicate(self.replication.push(token, worker, sequence, verdict.buckets))
             return self._take_out()
-        if route is _KEEP:
+        if route is _BUFFER:
             assert self.progress.iterations is not None
             if fresh:
                 self.progress.iterations.admit(worker, sequence, verdict.iteration, fresh)
@@ -141,10 +141,10 @@ class ServerCore(ServerState):
     # Events.
 
     def handle(self, event: Event) -> list[Instruction]:
-        """Take one event; return what to do, in order.
+        """Apply one event; return the instructions, in order.
 
         Raises:
-            ProtocolError: a worker, or another server, says what cannot be; nothing has changed.
+            ProtocolError: a message contains impossible clocks; nothing is changed.
         """
         match event:
             case replication.Forwarded() | replication.Acknowledged():
@@ -163,8 +163,8 @@ class ServerCore(ServerState):
                 self.progress.take_clocks(known)
                 if self.progress.has_clocks:
                     self._receive(Timing.BEFORE_CLOCKS)
-            case events.Time(now_s):
-                self.progress.expire(now_s)
+            case events.Time(time_s):
+                self.progress.expire(time_s)
             case replication.LinkUp(target):
                 self._out.append(events.SendClocks(target))
                 self.progress.replicate(self.replication.handle(event))
@@ -173,7 +173,7 @@ class ServerCore(ServerState):
         return self._take_out()
 
     def tick(self, worker: int, clock: int) -> list[Instruction]:
-        """Do as :meth:`handle` does with a WorkerTicked. O(1) if it completes nothing."""
+        """Apply a WorkerTicked, as :meth:`handle` does. O(1) if it completes no iteration."""
         if worker in self.workers.counted:
             self.workers.check_leap(worker, clock - 1, self.progress.updates)
         instructions = self.workers.tick(worker, clock)
@@ -189,13 +189,15 @@ class ServerCore(ServerState):
         return out
 
     def _read(self, event: events.Read) -> None:
-        if self.workers.is_gone(event.worker):
-            self._out.append(events.TellExpelled(event.token))
+        if self.workers.is_excluded(event.worker):
+            self._out.append(events.RejectExpelled(event.token))
         elif event.buckets & ~self.replication.primary:
             self._out.append(events.Stale(event.token))
         else:
             self.reads.block(event)
-            self.progress.follow_gate(self.workers.gate.handle(clocks.Ask(event.worker, event.clock, event.token)))
+            self.progress.follow_gate(
+                self.workers.gate.handle(clocks.BeginIteration(event.worker, event.clock, event.token))
+            )
 
     # Workers.
 
@@ -206,14 +208,14 @@ class ServerCore(ServerState):
             return
         is_known = worker in self.workers.gate.clocks
         is_joining = isinstance(event, events.WorkerJoining) or (event.has_joined and not is_known)
-        if self.workers.is_gone(worker) or (is_joining and not self.workers.may_join(worker)):
-            self._out.append(events.TellExpelled(event.token))
+        if self.workers.is_excluded(worker) or (is_joining and not self.workers.may_join(worker)):
+            self._out.append(events.RejectExpelled(event.token))
             return
         self.workers.check_leap(worker, event.clock, self.progress.updates)
         if isinstance(event, events.WorkerJoining):
             clock = max(event.clock, self.progress.updates.first_clock)
             self.progress.follow_gate(self.workers.join(worker, event.rank, clock))
-            self._out.append(events.TellJoined(event.token, self.workers.gate.clocks[worker]))
+            self._out.append(events.ConfirmJoin(event.token, self.workers.gate.clocks[worker]))
             return
         if event.has_joined or is_known:
             self.progress.follow_gate(self.workers.sync(worker, event.rank, event.clock, event.counts))
@@ -228,14 +230,14 @@ class ServerCore(ServerState):
             self._view_before = view
             return
         if view.epoch < self.epoch:
-            return  # overtaken by a newer one: a newcomer that is not in it has not left
+            return  # older than the current view: a new worker that it lacks has not left
         self.epoch = view.epoch
         for worker in self.workers.excluded_by(view):
             self.progress.leave(worker)
         if view.version > self.replication.version:
             self.progress.change(view)
             place = self.replication.place
-            self.has_copies = bool(self._replicas or place.behind or place.short)
+            self.has_copies = bool(self._replicas or place.successors or place.short)
             if not self.replication.is_in_chain:
                 self.progress.forget_workers()
                 self.early.take(Timing.BEFORE_CLOCKS)

@@ -1,8 +1,7 @@
-"""What a server's core is told, and what it has its runtime do.
+"""The events and instructions of a server's core.
 
-A *token* is a request, as the runtime knows it: the core compares tokens and gives them back, and does no more.
-The instructions of :mod:`paceline.protocol.replication` that concern payloads, links and other servers are given on as
-they are.
+A *token* is the runtime's object for a request: the core only compares and returns tokens. The core passes on the
+instructions of :mod:`paceline.protocol.replication` about payloads, links and other servers unchanged.
 """
 
 from __future__ import annotations
@@ -18,51 +17,51 @@ from paceline.protocol.chains import ChainGroup
 
 
 class TimingClass(Enum):
-    """What a request is, as far as its time matters."""
+    """The class of a request with respect to timing."""
 
     DATA = "data"
-    """A push or a read: of the current view, or refused."""
+    """A push or a read; rejected if it is of an older view."""
     TICK = "tick"
-    """A worker's word for its clock: of the current view, or refused, and not before the workers' clocks are here."""
+    """A worker's clock; rejected if it is of an older view, and postponed until the server has the workers' clocks."""
     SYNCED = "synced"
-    """The same, sent again by itself when a newer view comes: one of an older view is dropped."""
+    """A worker's clock after a resync. The worker repeats it for each view, so one of an older view is dropped."""
     CALL = "call"
-    """A worker's word for whether it takes part, which belongs to no view."""
+    """A worker's message that it joins or retires; belongs to no view."""
     CHAIN = "chain"
-    """From another server: of the current view, or of an older one, which replication knows what to do with."""
+    """A message of another server; replication handles older views."""
     OTHER = "other"
-    """A request that belongs to no view, by anybody."""
+    """A request of any process that belongs to no view."""
 
 
 class Timing(Enum):
-    """When a request is to be handled."""
+    """The time at which a request is handled."""
 
-    NOW = "now"
+    IMMEDIATE = "immediate"
     EARLY = "early"
-    """When the view comes that it was sent by."""
+    """When this server receives the view that the request was sent in."""
     UNNAMED = "unnamed"
-    """When a view comes that names the worker that has sent it."""
+    """When a view contains the worker that sent it."""
     BEFORE_CLOCKS = "before clocks"
-    """When another server has told where the workers are."""
+    """When another server has sent the workers' clocks."""
     STALE = "stale"
-    """Never: it was sent by an older view, and is refused."""
+    """Never: it is of an older view and is rejected."""
     REPEATED = "repeated"
-    """Never: it comes again."""
+    """Never: the worker will send it again."""
 
 
 class Route(Enum):
     """The way of a push."""
 
-    KEEP = "keep"
-    """It is kept until its iteration is complete, and answered at once."""
+    BUFFER = "buffer"
+    """It is buffered until its iteration is complete, and answered immediately."""
     CHAIN = "chain"
     """It is applied and forwarded, and answered when all successors have it."""
     ALONE = "alone"
-    """It is applied and answered: there is one copy."""
+    """It is applied and answered; no replicas exist."""
     STALE = "stale"
     """It is rejected: the client retries with the newest view."""
     EXPELLED = "expelled"
-    """It is rejected: its worker is no member of the cluster."""
+    """It is rejected: its worker is not a member of the cluster."""
 
 
 class Verdict(Struct):
@@ -75,31 +74,31 @@ class Verdict(Struct):
     buckets: Buckets = 0
     """The buckets for which the push counts."""
     fresh: Buckets = 0
-    """Those of them for which it is new. 0: a duplicate."""
+    """The buckets for which it is new. 0: a duplicate."""
     takes_part: bool = False
-    """Whether the worker takes part in the iterations now."""
+    """Whether the worker currently takes part in the iterations."""
 
 
-class Awaited(NamedTuple):
+class WaitReasons(NamedTuple):
     """The reasons why a read waits."""
 
     ranks: list[int]
-    """Of the workers that are behind, or have to send pushes again."""
+    """The ranks of workers that are late or must resend pushes."""
     num_missing: int
-    """How many of the expected workers have not joined."""
+    """The number of expected workers that have not joined."""
     by_chain: bool
     """Whether the read waits for successors."""
 
 
 class Clocks(Struct, frozen=True):
-    """Where the workers are, as one server tells another one that is to begin there."""
+    """The workers' clocks, which one server sends to a new one."""
 
     workers: tuple[tuple[int, int, int, bool], ...]
-    """Of each its incarnation, its rank, its clock, and whether it takes part."""
+    """Each worker's incarnation, rank, clock, and whether it takes part."""
     num_missing: int
-    """How many of the expected workers have not joined yet."""
+    """The number of expected workers that have not joined yet."""
     minimum: int
-    """The iteration that all have reached."""
+    """The iteration that all workers have reached."""
 
 
 # Events.
@@ -114,12 +113,12 @@ class ViewChanged(Struct, frozen=True):
     members: frozenset[int]
     """All members, by incarnation."""
     workers: frozenset[int]
-    """Those of them that are workers."""
+    """The workers among the members."""
     last_incarnation: int
 
 
 class WorkerJoining(Struct, frozen=True):
-    """A worker wants to take part from iteration `clock` or later. Answered by TellJoined or TellExpelled."""
+    """A worker wants to take part from iteration `clock` or later. Answered by ConfirmJoin or RejectExpelled."""
 
     token: object
     worker: int
@@ -128,7 +127,7 @@ class WorkerJoining(Struct, frozen=True):
 
 
 class Synced(Struct, frozen=True):
-    """A worker has sent again what it kept, by the view of `version`, and says where it stands."""
+    """A worker has resent its retained pushes in the view of `version`, and sends its clock."""
 
     token: object
     worker: int
@@ -138,7 +137,7 @@ class Synced(Struct, frozen=True):
     has_joined: bool
     """Whether it has ever taken part."""
     counts: bool
-    """Whether it takes part now."""
+    """Whether it currently takes part."""
 
 
 class WorkerRetired(Struct, frozen=True):
@@ -155,9 +154,9 @@ class WorkerTicked(Struct, frozen=True):
 
 
 class Read(Struct, frozen=True):
-    """A read of iteration `clock` came; `buckets` are those it is of, as far as that is known.
+    """A read of iteration `clock`; `buckets` are its buckets if they are known.
 
-    Answered by Serve, by Stale, by TellExpelled, or by Late when `deadline_s` has passed.
+    Answered by Serve, Stale or RejectExpelled, or by Late after `deadline_s`.
     """
 
     token: object
@@ -168,22 +167,22 @@ class Read(Struct, frozen=True):
 
 
 class ReadyReceived(Struct, frozen=True):
-    """The server `source` says Ready."""
+    """The server `source` has sent a Ready."""
 
     source: int
     version: int
 
 
 class ClocksReceived(Struct, frozen=True):
-    """A server before this one says where the workers are."""
+    """A predecessor has sent the workers' clocks."""
 
     clocks: Clocks
 
 
 class Time(Struct, frozen=True):
-    """It is `now_s`, by the clock that deadlines are of."""
+    """The current time, by the clock of deadlines."""
 
-    now_s: float
+    time_s: float
 
 
 Event: TypeAlias = (
@@ -197,26 +196,26 @@ Event: TypeAlias = (
 
 
 class ResumeRequest(Struct, frozen=True):
-    """Handle this request now, which was kept."""
+    """Handle this postponed request."""
 
     token: object
 
 
-class TellJoined(Struct, frozen=True):
-    """Tell the worker that it takes part from iteration `clock`."""
+class ConfirmJoin(Struct, frozen=True):
+    """Notify the worker that it takes part from iteration `clock`."""
 
     token: object
     clock: int
 
 
-class TellExpelled(Struct, frozen=True):
-    """Tell the worker that it has left the cluster, or was declared dead: nothing is taken from it any more."""
+class RejectExpelled(Struct, frozen=True):
+    """Reject the request because the worker has left the cluster or was declared dead."""
 
     token: object
 
 
 class Stale(Struct, frozen=True):
-    """Tell the worker that the view has changed: it asks again by the new one."""
+    """Reject the request because the view has changed: the worker retries in the new view."""
 
     token: object
 
@@ -228,30 +227,30 @@ class Serve(Struct, frozen=True):
 
 
 class Late(Struct, frozen=True):
-    """Tell the worker that the deadline of its read, or push, has passed."""
+    """Notify the worker that the deadline of its read or push has passed."""
 
     token: object
 
 
-class DropKept(Struct, frozen=True):
-    """Drop what is kept of a worker's pushes for the iterations from `iteration` on: it does not finish them."""
+class DropBuffered(Struct, frozen=True):
+    """Drop a worker's buffered pushes from `iteration` on: it will not finish these iterations."""
 
     worker: int
     iteration: int
 
 
 class SumUp(Struct, eq=False):
-    """Sum what `workers` pushed in an iteration, in this order, and keep the sum: it is the token of what follows."""
+    """Sum the pushes of `workers` in an iteration, in this order. This object is the token of the sum."""
 
     iteration: int
     workers: tuple[int, ...]
     buckets: int
     payload: object = None
-    """The sum, which the runtime puts here."""
+    """The sum, which the runtime sets."""
 
 
 class ApplySum(Struct, frozen=True):
-    """Sum what `workers` pushed in an iteration, in this order, and apply it: there is one copy."""
+    """Sum the pushes of `workers` in an iteration, in this order, and apply the sum; no replicas exist."""
 
     iteration: int
     workers: tuple[int, ...]
@@ -265,22 +264,22 @@ class Completed(Struct, frozen=True):
 
 
 class ForgetWorker(Struct, frozen=True):
-    """Forget what is known of a worker that has taken part: it is gone, or not seen here any more."""
+    """Drop all state of a worker that has taken part: it left, or this server is in no chain."""
 
     worker: int
 
 
-class ForgetKept(Struct, frozen=True):
-    """Drop all that is kept of any worker."""
+class DropAllBuffered(Struct, frozen=True):
+    """Drop all buffered pushes."""
 
 
 class SendClocks(Struct, frozen=True):
-    """Tell the server `target` where the workers are: see :meth:`Workers.known_clocks`."""
+    """Send the workers' clocks to the server `target`: see :meth:`Workers.known_clocks`."""
 
     target: int
 
 
 Instruction: TypeAlias = (
-    ResumeRequest | TellJoined | TellExpelled | Stale | Serve | Late | DropKept | SumUp | ApplySum | Completed
-    | ForgetWorker | ForgetKept | SendClocks | replication.Instruction
+    ResumeRequest | ConfirmJoin | RejectExpelled | Stale | Serve | Late | DropBuffered | SumUp | ApplySum | Completed
+    | ForgetWorker | DropAllBuffered | SendClocks | replication.Instruction
 )  # fmt: skip

@@ -1,7 +1,7 @@
-"""How far a server is: its gate, its chains and its iterations, and how these act together.
+"""The connection of a server's gate, chains and iterations.
 
-What one of them says is fed to the others at once: a tick completes an iteration, its sum goes down the chain, and when
-the chain has it a read is answered.
+The instructions of each become events of the other two: a tick completes an iteration, its sum goes down the chain, and
+when the chain has the sum a read is answered.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paceline.protocol.server.workers import Workers
 
 
 class Progress:
-    """The machines of one server; what they say is added to `out`, in order."""
+    """The gate, chains and iterations of one server; their instructions are appended to `out`, in order."""
 
     def __init__(
         self,
@@ -32,13 +32,13 @@ class Progress:
         self.workers = Workers(consistency, expected_workers)
         self.reads = BlockedReads()
         self.has_clocks = False
-        """Whether it is known where the workers are."""
-        self._reports: dict[int, replication.ReportFilled] = {}  # by target: those that wait
-        self._withheld: dict[object, float] = {}  # pushes → until when
+        """Whether this server has the workers' clocks."""
+        self._reports: dict[int, replication.ReportFilled] = {}  # the reports that wait, by target
+        self._withheld: dict[object, float] = {}  # push → deadline
         self.become(Replication(0))
 
     def become(self, chains: Replication) -> None:
-        """Begin with these chains."""
+        """Start with these chains."""
         self.replication = chains
         self.iterations: Iterations | None = None
         self._begin_updates(0)
@@ -53,7 +53,7 @@ class Progress:
             self.updates = OnArrival(self.replication, self._consistency.tau is None)
 
     def answer(self) -> None:
-        """Answer the reads, and report the fills, that need not wait any more."""
+        """Answer the reads and report the fills that no longer wait."""
         if self.reads.has_passed_gate:
             self._out += [events.Serve(token) for token in self.reads.take_readable(self.updates.may_read)]
         if self._reports:
@@ -64,44 +64,44 @@ class Progress:
     # Workers.
 
     def follow_gate(self, instructions: Iterable[clocks.Instruction]) -> None:
-        """Do as the gate says."""
+        """Carry out the gate's instructions."""
         for instruction in instructions:
             match instruction:
                 case clocks.Complete(iteration, workers):
                     assert self.iterations is not None
                     sums = self.iterations.complete(iteration, workers)
                     self.sum_up(sums)
-                    if not sums and not self.iterations.awaited:  # else it is not applied yet
+                    if not sums and not self.iterations.pending_workers:  # else it is not applied yet
                         self._out.append(events.Completed(iteration))
                 case clocks.Unblock(token):
                     self.reads.pass_gate(token)
 
     def retire(self, worker: int) -> None:
-        """Wait for a worker no more until it joins again."""
+        """Stop waiting for a worker until it joins again."""
         if worker in self.workers.counted:
             self._drop_unfinished(worker)
             self.follow_gate(self.workers.retire(worker))
 
     def leave(self, worker: int) -> None:
-        """Wait for a worker never again, and answer nothing that it has asked."""
+        """Remove a worker that left or died, and reject its requests."""
         has_joined = worker in self.workers.ranks
         if has_joined:
             self._drop_unfinished(worker)
-        self._out += [events.TellExpelled(token) for token in self.reads.take_of(worker)]
+        self._out += [events.RejectExpelled(token) for token in self.reads.take_of(worker)]
         self.follow_gate(self.workers.leave(worker))
         self.sum_up(self.updates.left(worker))
         if has_joined:
             self._out.append(events.ForgetWorker(worker))
 
     def _drop_unfinished(self, worker: int) -> None:
-        """Drop what a worker has pushed for iterations that it does not finish."""
+        """Drop a worker's pushes for iterations that it will not finish."""
         if self.iterations is not None:
             clock = self.workers.gate.clocks[worker]
-            self._out.append(events.DropKept(worker, clock))
+            self._out.append(events.DropBuffered(worker, clock))
             self.iterations.forget(worker, clock)
 
     def take_clocks(self, known: Clocks) -> None:
-        """Begin where another server is, unless this one leads anything. Raises ProtocolError if that cannot be."""
+        """Adopt another server's clocks, unless this one is a primary. Raises ProtocolError for impossible clocks."""
         if self.replication.primary:
             return
         self.workers.check_clocks(known)
@@ -112,12 +112,12 @@ class Progress:
         self.follow_gate(self.workers.take_clocks(known))
 
     def forget_workers(self) -> None:
-        """Forget where the workers are, and what they pushed: they do not come here while this server is in no chain.
+        """Drop the workers' clocks and pushes, because this server is in no chain and receives no more of them.
 
-        When it is filled again it hears where they are by then.
+        When it is filled again it receives the clocks of that time.
         """
         self._out += [events.ForgetWorker(worker) for worker in self.workers.ranks]
-        self._out.append(events.ForgetKept())
+        self._out.append(events.DropAllBuffered())
         self.workers.begin(0, 0)
         self._begin_updates(0)
         self.has_clocks = False
@@ -125,16 +125,16 @@ class Progress:
     # Chains.
 
     def change(self, view: events.ViewChanged) -> None:
-        """Take the chains of a newer view."""
-        # First of all: a sum that nobody is left to have counts as safe, and what was read may be here no more.
+        """Apply the chains of a newer view."""
+        # Reject reads first: a sum without successors then counts as durable, and their buckets may have moved.
         self._out += [events.Stale(token) for token in self.reads.take_all()]
         self._reports = {}
         self.replicate(self.replication.handle(replication.Change(view.version, view.groups)))
-        for target in self.replication.filling:  # it may have been in no chain by a view that this server missed
+        for target in self.replication.filling:  # in a missed view it may have been in no chain
             self._out.append(events.SendClocks(target))
 
     def replicate(self, instructions: Iterable[replication.Instruction]) -> None:
-        """Do as the chains say."""
+        """Carry out the chains' instructions."""
         for instruction in instructions:
             match instruction:
                 case replication.Forward() | replication.Apply():  # first, since every push has them
@@ -149,54 +149,54 @@ class Progress:
                     self._reports[instruction.target] = instruction
                 case replication.Hold():
                     self._out.append(instruction)
-                    self.has_clocks = True  # nobody was anywhere before
-                case replication.Lead(buckets, _, behind):
+                    self.has_clocks = True  # no worker has started yet
+                case replication.Lead(buckets, _, followers):
                     self._out.append(instruction)
-                    self._lead(buckets, behind)
+                    self._lead(buckets, followers)
                 case _:
                     self._out.append(instruction)
 
-    def _lead(self, buckets: int, behind: frozenset[int]) -> None:
+    def _lead(self, buckets: int, followers: frozenset[int]) -> None:
         version = self.replication.version
         workers = self.workers.counted | self.workers.named
-        if version == 1:  # nobody led anything before
-            workers, behind = set(), frozenset()
-        self.sum_up(self.updates.lead(version, buckets, workers, behind))
+        if version == 1:  # buckets had no primary before
+            workers, followers = set(), frozenset()
+        self.sum_up(self.updates.lead(version, buckets, workers, followers))
 
     def sum_up(self, sums: Iterable[Sum]) -> None:
-        """Apply what workers pushed in complete iterations, and send it down the chains."""
-        for each in sums:
+        """Sum and apply complete iterations, and push the sums down the chains."""
+        for item in sums:
             assert self.iterations is not None
-            sequence = each.iteration + 1
-            if self.replication.has_successors or each.buckets != self.replication.primary:
-                token = events.SumUp(each.iteration, each.workers, each.buckets)
+            iteration, buckets = item.iteration, item.buckets
+            if self.replication.has_successors or buckets != self.replication.primary:
+                token = events.SumUp(iteration, item.workers, buckets)
                 self._out.append(token)
-                self.replicate(self.replication.push(token, AGGREGATE, sequence, each.buckets))
+                self.replicate(self.replication.push(token, AGGREGATE, iteration + 1, buckets))
             else:
-                self.replication.delivery.admit(AGGREGATE, sequence, each.buckets)
-                self._out.append(events.ApplySum(each.iteration, each.workers, each.buckets))
-                self.iterations.acknowledged(each.iteration)
-            self._out.append(events.Completed(each.iteration))
+                self.replication.delivery.admit(AGGREGATE, iteration + 1, buckets)
+                self._out.append(events.ApplySum(iteration, item.workers, buckets))
+                self.iterations.acknowledged(iteration)
+            self._out.append(events.Completed(iteration))
 
-    # What waits.
+    # Waiting requests.
 
     @property
     def num_waiting(self) -> int:
-        """How many reads wait, and pushes that too few replicas have."""
+        """The number of blocked reads and of pushes with too few replicas."""
         return len(self.reads) + len(self._withheld)
 
     def withhold(self, token: object, deadline_s: float) -> None:
-        """Wait no longer than this until a push may be acknowledged."""
+        """Set the deadline of a withheld push."""
         self._withheld[token] = deadline_s
 
-    def expire(self, now_s: float) -> None:
-        """Refuse what has waited until its deadline."""
-        late = self.reads.take_late(now_s)
-        late += self._give_up(lambda token: self._withheld[token] <= now_s)
+    def expire(self, time_s: float) -> None:
+        """Reject the requests whose deadline has passed."""
+        late = self.reads.take_late(time_s)
+        late += self._give_up(lambda token: self._withheld[token] <= time_s)
         self._out += [events.Late(token) for token in late]
 
     def drop(self, is_meant: Callable[[object], bool]) -> None:
-        """Answer some requests no more."""
+        """Drop some requests without an answer."""
         self.reads.drop_all(is_meant)
         self._give_up(is_meant)
 

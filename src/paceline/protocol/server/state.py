@@ -1,17 +1,17 @@
-"""The state of one server's core, as far as its runtime reads it."""
+"""The state of one server's core that its runtime reads."""
 
 from __future__ import annotations
 
 from paceline.protocol import replication
 from paceline.protocol.buckets import Buckets
 from paceline.protocol.consistency import Consistency
-from paceline.protocol.server.events import Awaited, Clocks, Instruction, ViewChanged
+from paceline.protocol.server.events import Clocks, Instruction, ViewChanged, WaitReasons
 from paceline.protocol.server.progress import Progress
 from paceline.protocol.server.waiting import EarlyRequests
 
 
 class ServerState:
-    """The parts of a server's core. A runtime reads properties and calls methods, and reaches into no part."""
+    """The parts of a server's core. A runtime uses only its properties and methods, not the parts."""
 
     def __init__(
         self, consistency: Consistency, *, expected_workers: int = 1, replicas: int = 0, min_replicas: int = 0
@@ -26,9 +26,9 @@ class ServerState:
         self.early = EarlyRequests()
         self.epoch = -1
         self.has_copies = replicas > 0
-        """Whether other servers have copies, or receive them. If not, a push counts for all buckets led here."""
+        """Whether other servers have or receive replicas. If not, a push counts for all buckets led here."""
         self._me = 0
-        self._view_before: ViewChanged | None = None  # one that came before the welcome
+        self._view_before: ViewChanged | None = None  # a view that came before the welcome
 
     @property
     def consistency(self) -> Consistency:
@@ -47,23 +47,23 @@ class ServerState:
 
     @property
     def held(self) -> Buckets:
-        """The buckets that are here whole."""
+        """The buckets that this server has completely."""
         return self.replication.held
 
     @property
     def filling(self) -> frozenset[int]:
-        """The servers that this one has to fill."""
+        """The servers that this one must send buckets to."""
         return self.replication.filling
 
     @property
     def durable(self) -> int:
-        """The number of iterations that are complete and safe; 0 unless consistency is sequential."""
+        """The number of iterations that are complete and durable; 0 unless consistency is sequential."""
         iterations = self.progress.iterations
         return 0 if iterations is None else iterations.durable
 
     @property
     def latest_clock(self) -> int:
-        """The clock of the worker that is furthest."""
+        """The highest clock of a worker."""
         return max(self.workers.gate.clocks.values(), default=0)
 
     @property
@@ -86,27 +86,27 @@ class ServerState:
         return self.replication.pushes.forwarded(worker, sequence)
 
     def shortage(self, buckets: Buckets) -> tuple[int, int] | None:
-        """Return a bucket with too few replicas to acknowledge a push, and their number; None if there is none."""
+        """Return a bucket with too few replicas to acknowledge a push, and their number; else None."""
         return self.replication.place.shortage(buckets)
 
     def is_readable(self, clock: int) -> bool:
-        """Return whether values of iteration `clock` may be read now."""
+        """Return whether values of iteration `clock` may be read."""
         return self.workers.gate.is_open(clock) and self.progress.updates.may_read(clock)
 
-    def awaited(self, clock: int) -> Awaited:
-        """Return what a read of iteration `clock` waits for."""
+    def wait_reasons(self, clock: int) -> WaitReasons:
+        """Return the reasons why a read of iteration `clock` waits."""
         gate, updates, ranks = self.workers.gate, self.progress.updates, self.workers.ranks
         late = [ranks.get(worker, worker) for worker in gate.lagging(clock)]
-        late += [ranks[worker] for worker in updates.awaited if worker in ranks]
-        return Awaited(late, gate.num_missing, not late and gate.is_open(clock) and not updates.may_read(clock))
+        late += [ranks[worker] for worker in updates.pending_workers if worker in ranks]
+        return WaitReasons(late, gate.num_missing, not late and gate.is_open(clock) and not updates.may_read(clock))
 
     def takes_part(self, worker: int) -> bool:
-        """Return whether a worker takes part in the iterations now."""
+        """Return whether a worker currently takes part in the iterations."""
         return worker in self.workers.counted
 
-    def is_gone(self, incarnation: int) -> bool:
-        """Return whether a process has left, is dead or never was a member."""
-        return self.workers.is_gone(incarnation)
+    def is_excluded(self, incarnation: int) -> bool:
+        """Return whether a process has left, died or never was a member."""
+        return self.workers.is_excluded(incarnation)
 
     def is_ahead(self, worker: int) -> bool:
         """Return whether a worker is in a later iteration than another one."""
@@ -122,7 +122,7 @@ class ServerState:
         return self.workers.known_clocks()
 
     def next_fill(self, target: int) -> tuple[int, int, replication.FilterState] | None:
-        """Return the next bucket to send whole to `target`, see :meth:`Replication.next_fill`."""
+        """Return the next bucket to send to `target`: see :meth:`Replication.next_fill`."""
         return self.replication.next_fill(target)
 
     def checkable(self, target: int) -> Buckets:
@@ -130,7 +130,7 @@ class ServerState:
         return self.replication.checkable(target)
 
     def is_comparable(self, source: int, version: int, bucket: int) -> bool:
-        """Return whether a bucket can be compared with the one of `source`, sent in the view of `version`."""
+        """Return whether a bucket can be compared with the bucket of `source`, sent in the view of `version`."""
         return self.replication.is_comparable(source, version, bucket)
 
     def applied_to(self, bucket: int) -> tuple[tuple[int, int], ...]:

@@ -211,7 +211,7 @@ class ServerConnection:
     def is_cut(self) -> bool:
         """Whether something may be lost with the connection, which is no more; from any thread."""
         session = self.session
-        if self.lost is not None or session.awaits_view or not (session.in_flight or session.says_clock):
+        if self.lost is not None or session.awaits_view or not (session.in_flight or session.sends_clock):
             return False
         return self._watch.has(session.server) and (not session.is_connected or self.channel.has_ended())
 
@@ -387,7 +387,7 @@ def go_back(connection: ServerConnection, request: Request) -> None:
     It has said so of each; all but the first word of that kind are late.
     """
     if not exchange_of(request).unfilter():
-        connection.session.heard(request)
+        connection.session.received(request)
         return
     channel = connection.channel
     for each in connection.session.repeat_from(request):

@@ -23,13 +23,13 @@ from paceline.errors import (
 )
 from paceline.protocol.buckets import Buckets
 from paceline.protocol.client import (
-    AskToJoin,
     ClientCore,
     Connect,
     Discard,
     Disconnect,
     Instruction,
     Request,
+    RequestJoin,
     RequestKind,
     Resync,
     Transmit,
@@ -75,7 +75,7 @@ class Servers:
         self.specs: dict[int, TableSpec] = {}
         """The tables that were declared here, by number."""
         self.timeout_s = timeout_s
-        self.asks: list[AskToJoin] = []
+        self.asks: list[RequestJoin] = []
         """The servers that are still to be asked to let this worker join."""
         self.cuts = CutWatch()
         self._reconnect_s = reconnect_s
@@ -191,7 +191,7 @@ class Servers:
                 case Connect(server):
                     with contextlib.suppress(AddressError, PacelineError):  # whoever waits for it tries again
                         self._by_server[server].connect(min(self.timeout_s, _CONNECT_S))
-                case AskToJoin(_, round_):
+                case RequestJoin(_, round_):
                     self.asks = [*(ask for ask in self.asks if ask.round == round_), instruction]
 
     def check_there(self, buckets: Buckets) -> None:

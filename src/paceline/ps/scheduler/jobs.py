@@ -34,7 +34,7 @@ class Jobs:
     def removed(self, removed: Removed, session: ProcessSession | None) -> None:
         """Take note that a member is gone."""
         is_lost = removed.reason is not None
-        _answer(self.core.removed(removed.member, session, is_lost=is_lost, now_s=time.monotonic()))
+        _answer(self.core.removed(removed.member, session, is_lost=is_lost, time_s=time.monotonic()))
 
     def forget(self, session: ProcessSession) -> None:
         """Take note that a process does not come back."""

@@ -121,7 +121,7 @@ class Answers:
 
     # What the core has answered.
 
-    def joined(self, instruction: events.TellJoined) -> None:
+    def joined(self, instruction: events.ConfirmJoin) -> None:
         """Tell a worker from which iteration on it takes part."""
         peer, header = _call(instruction.token)
         peer.send(*frame_parts(RESULT, request=header.request, meta=messages.encode(instruction.clock)))
@@ -133,7 +133,7 @@ class Answers:
         if token.peer.hello.role != "server":
             token.peer.send_error(token.header, self.stale())
 
-    def expel(self, instruction: events.TellExpelled) -> None:
+    def expel(self, instruction: events.RejectExpelled) -> None:
         """Tell a process that it is no member of the cluster any more."""
         token = instruction.token
         peer, header = (token.peer, token.header) if isinstance(token, ChainPush | BlockedRead) else _call(token)
@@ -155,7 +155,7 @@ class Answers:
 
     def check_member(self, peer: Peer) -> None:
         """Raise PeerError if a process has left or is dead, or never was a member."""
-        if self._core.is_gone(peer.hello.incarnation):
+        if self._core.is_excluded(peer.hello.incarnation):
             raise self.expelled(peer)
 
     def expelled(self, peer: Peer) -> PeerError:
@@ -194,7 +194,7 @@ class Answers:
     def late_read(self, read: BlockedRead) -> DeadlineError:
         """Return why a read has waited too long."""
         core = self._core
-        ranks, missing, by_chain = core.awaited(read.clock)
+        ranks, missing, by_chain = core.wait_reasons(read.clock)
         late = [f"worker {rank}" for rank in ranks]
         if by_chain:
             late.append(self.shortage(core.primary) or "the servers that replicate this one")

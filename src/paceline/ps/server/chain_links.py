@@ -55,12 +55,12 @@ class ChainLinks:
         self._timer = asyncio.get_running_loop().call_later(period_s, self.watch, period_s)
         for target, link in self._links.items():
             if link.ask():
-                self._silence.heard(target)
-        self.unreachable = self._silence.look(self._links)
+                self._silence.received(target)
+        self.unreachable = self._silence.poll(self._links)
 
     def frame_received(self, target: int, header: Header, meta: memoryview, body: memoryview) -> None:
         """Take a frame of a server."""
-        self._silence.heard(target)
+        self._silence.received(target)
         if header.kind != PONG:
             self._on_frame(target, header, meta, body)
 

@@ -15,7 +15,7 @@ from typing_extensions import override
 from paceline.errors import NonFiniteError, PacelineError, ProtocolError
 from paceline.protocol import Role, ServerCore, parse_consistency, parse_stale_policy
 from paceline.protocol.server import Timing, TimingClass, events
-from paceline.protocol.server.waiting import KEPT
+from paceline.protocol.server.waiting import POSTPONED
 from paceline.ps import messages
 from paceline.ps.fail_stop import Fail, must_succeed
 from paceline.ps.messages import (
@@ -60,7 +60,7 @@ _KINDS = {
     CALL: TimingClass.CALL,
     PING: TimingClass.OTHER,
 }
-_CALL, _NOW = TimingClass.CALL, Timing.NOW
+_CALL, _IMMEDIATE = TimingClass.CALL, Timing.IMMEDIATE
 
 
 class Server(Handler):
@@ -188,7 +188,9 @@ class Server(Handler):
             if kind is _CALL and peer.hello.role != "worker":
                 kind = TimingClass.OTHER
             timing = self.core.time(kind, peer.hello.incarnation, header.epoch)
-            if (timing is _NOW and header.clock <= MAX_CLOCK) or self._is_timely(timing, peer, header, meta, body):
+            if (timing is _IMMEDIATE and header.clock <= MAX_CLOCK) or self._is_timely(
+                timing, peer, header, meta, body
+            ):
                 handle(peer, header, meta, body)
         except PacelineError as error:
             if self._is_sure:
@@ -210,7 +212,7 @@ class Server(Handler):
 
     def _is_timely(self, timing: Timing, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> bool:
         """Return whether a frame is to be handled now; keep it if it is early. Raises StaleEpochError if it is late."""
-        if timing in KEPT:
+        if timing in POSTPONED:
             self.core.postpone(timing, peer.hello.incarnation, (peer, header, bytes(meta), bytearray(body)))
             self.pressure.note(peer, len(meta) + len(body))
             return False
@@ -218,7 +220,7 @@ class Server(Handler):
             raise ProtocolError(f"a frame of iteration {header.clock}: they go to {MAX_CLOCK}")
         if timing is Timing.STALE:
             raise self._answers.stale()
-        return timing is _NOW
+        return timing is _IMMEDIATE
 
     @must_succeed
     def members_changed(self, cluster: messages.View) -> None:

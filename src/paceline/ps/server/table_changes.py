@@ -43,12 +43,12 @@ class TableChanges:
         assert self._sums is not None
         self._sums.apply(instruction.iteration, instruction.workers, instruction.buckets)
 
-    def drop_kept(self, instruction: events.DropKept) -> None:
+    def drop_kept(self, instruction: events.DropBuffered) -> None:
         """Forget what a worker has pushed for iterations that it does not finish."""
         assert self._sums is not None
         self._sums.buffer.forget(instruction.worker, instruction.iteration)
 
-    def forget_kept(self, instruction: events.ForgetKept) -> None:
+    def forget_kept(self, instruction: events.DropAllBuffered) -> None:
         """Forget what all workers have pushed for iterations that are not complete."""
         if self._sums is not None:
             self._sums.buffer.clear()

@@ -15,7 +15,7 @@ import msgspec
 from paceline.filters import Filter, parse_filters
 from paceline.models.progressive import FirstPass
 from paceline.models.proximal.solver import SolveTask
-from paceline.protocol.jobs import NOTHING_NOW, Lease
+from paceline.protocol.jobs import NONE_FREE, Lease
 from paceline.ps import Client, SchedulerLink, messages
 from paceline.training.weighting import Weighting
 from paceline.transport import register_type
@@ -109,7 +109,7 @@ class WorkerLeases:
         self.prefetch()
         assert self._asked is not None
         lease, self._asked = self._asked(), None
-        return None if lease.lease == NOTHING_NOW else lease
+        return None if lease.lease == NONE_FREE else lease
 
     def wait_next(self) -> Lease:
         """Return the next lease when there is one; one that somebody else holds may come back."""

@@ -10,13 +10,13 @@ import pytest
 from paceline.errors import UsageError
 from paceline.protocol.chains import chain_group
 from paceline.protocol.client import (
-    AskToJoin,
     ClientCore,
     Connect,
     Discard,
     Disconnect,
     Instruction,
     Request,
+    RequestJoin,
     RequestKind,
     Resync,
     Transmit,
@@ -32,7 +32,7 @@ class Runtime:
         self.core = ClientCore(is_worker=is_worker, is_sequential=is_sequential)
         self.behind = behind
         self.sent: dict[int, list[object]] = {}
-        self.asks: list[AskToJoin] = []
+        self.asks: list[RequestJoin] = []
         self.released: list[Request] = []
 
     def view(self, version: int, leads: dict[int, int], lost: int = 0) -> None:
@@ -58,7 +58,7 @@ class Runtime:
                         session.failed(call, LOST)
                 case Resync(server):
                     self.sent.setdefault(server, []).append(instruction)
-                case AskToJoin():
+                case RequestJoin():
                     self.asks.append(instruction)
                 case Discard(request):
                     self.released.append(request)
@@ -156,7 +156,7 @@ def test_what_was_sent_twice_over_one_connection_is_answered_twice() -> None:
 
     [third], [fourth] = runtime.push(1), runtime.push(1)
     session.repeat_from(third)
-    session.heard(fourth)  # and the other answer to it is the one that counts
+    session.received(fourth)  # and the other answer to it is the one that counts
     session.answered(fourth)
     session.repeat_from(third)
     session.disconnected()
@@ -230,7 +230,7 @@ def test_only_workers_say_where_they_are(is_worker: bool) -> None:
     runtime.view(2, {1: 0b01, 2: 0b10})
     said = [Resync(server, 2, 0, False) for server in (1, 2) if is_worker]
     assert [each for sent in runtime.sent.values() for each in sent] == said
-    with pytest.raises(UsageError, match="takes no part in the iterations"):
+    with pytest.raises(UsageError, match="take part in the iterations"):
         runtime.core.check_takes_part()
 
 
@@ -239,10 +239,10 @@ def test_a_worker_joins_at_the_latest_iteration_that_a_server_names() -> None:
     runtime.view(1, {1: 0b01, 2: 0b10})
     core = runtime.core
     runtime.execute(core.join())
-    assert runtime.asks == [AskToJoin(1, 1, 0), AskToJoin(2, 1, 0)]
+    assert runtime.asks == [RequestJoin(1, 1, 0), RequestJoin(2, 1, 0)]
     runtime.execute(core.joined(1, 1, 0))
     runtime.execute(core.joined(2, 1, 7))
-    assert runtime.asks[2:] == [AskToJoin(1, 2, 7), AskToJoin(2, 2, 7)]
+    assert runtime.asks[2:] == [RequestJoin(1, 2, 7), RequestJoin(2, 2, 7)]
     runtime.execute(core.joined(1, 1, 0))  # of a round that is over
     runtime.execute(core.joined(1, 2, 7))
     assert core.is_joining
@@ -264,7 +264,7 @@ def test_a_view_that_comes_while_a_worker_joins_has_it_ask_all_again() -> None:
     runtime.execute(runtime.core.joined(1, 1, 5))
     runtime.view(2, {1: 0b01, 3: 0b10})
     assert runtime.sent[1] == [Resync(1, 2, 0, False)]
-    assert runtime.asks[2:] == [AskToJoin(1, 2, 5), AskToJoin(3, 2, 5)]
+    assert runtime.asks[2:] == [RequestJoin(1, 2, 5), RequestJoin(3, 2, 5)]
     assert runtime.core.joined(2, 1, 5) == []
     runtime.core.stop_joining()
     assert not runtime.core.is_joining

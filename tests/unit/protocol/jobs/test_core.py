@@ -45,7 +45,7 @@ def test_the_next_job_waits_for_workers_that_are_at_the_one_before() -> None:
     assert cluster.ask(first, messages.GetJob(after=1)) == []
     ((_, state),) = cluster.ask(9, messages.JobStatus(job=2))
     assert isinstance(state, JobState)
-    assert state.awaited == (1,)
+    assert state.busy_ranks == (1,)
     assert cluster.ask(second, messages.GetJob(after=1)) == [(first, Job(number=2)), (second, Job(number=2))]
 
 
@@ -57,7 +57,7 @@ def test_nobody_waits_for_a_worker_that_is_gone() -> None:
         cluster.ask(each.incarnation, messages.GetJob(after=0))
     cluster.post()
     cluster.ask(first.incarnation, messages.GetJob(after=1))
-    answers = cluster.core.removed(second, second.incarnation, is_lost=True, now_s=1.0)
+    answers = cluster.core.removed(second, second.incarnation, is_lost=True, time_s=1.0)
     assert [(each.call, each.content) for each in answers] == [(first.incarnation, Job(number=2))]
 
 
@@ -103,7 +103,7 @@ def test_who_is_gone_is_given_no_job_and_counts_nothing() -> None:
     lives, gone = cluster.workers
     cluster.post()
     cluster.membership.remove(gone.incarnation)
-    cluster.core.removed(gone, gone.incarnation, is_lost=True, now_s=1.0)
+    cluster.core.removed(gone, gone.incarnation, is_lost=True, time_s=1.0)
     with pytest.raises(PeerError, match="not a worker of the cluster"):
         cluster.ask(gone.incarnation, messages.GetJob(after=0))
     cluster.ask(gone.incarnation, messages.CountersReceived(counters={"job": 1.0, "examples": 9.0}))

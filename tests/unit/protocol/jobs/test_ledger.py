@@ -35,7 +35,7 @@ class Worker:
 
     def take(self, ledger: JobLedger) -> Lease | None:
         """Ask for a shard; return what is answered at once."""
-        ledger.take_lease(self, self.member.rank, wait=True, now_s=1.0)
+        ledger.take_lease(self, self.member.rank, wait=True, time_s=1.0)
         return self.answer(ledger)
 
     def answer(self, ledger: JobLedger) -> Lease | None:
@@ -87,7 +87,7 @@ def test_one_that_goes_before_it_has_asked_is_not_waited_for(is_dead: bool) -> N
     ledger = JobLedger(1, spec((2,), assignment="strided"), 2, [0, 1])
     first = Worker(0)
     assert first.take(ledger) is None
-    ledger.removed(Worker(1).member, is_lost=is_dead, now_s=1.0)
+    ledger.removed(Worker(1).member, is_lost=is_dead, time_s=1.0)
     assert first.answer(ledger) is not None
 
 
@@ -131,7 +131,7 @@ def test_a_report_counts_when_its_shard_is_done_and_that_is_known_when_the_repor
     assert taken_report is not None
     report, body = taken_report
     assert (report.incarnation, report.number, report.done, body) == (10, 1, ((0, 0, 0),), b"scores")
-    assert report.settled == {"job": 1.0, "examples": 5.0}
+    assert report.done_counters == {"job": 1.0, "examples": 5.0}
     assert ledger.take_news() is None
 
 
@@ -149,7 +149,7 @@ def test_shards_done_after_one_whose_report_is_not_taken_become_known_with_it() 
     assert news_of(ledger) == [others.key]
     taken_report = ledger.take_report()
     assert taken_report is not None
-    assert (taken_report[0].done, taken_report[0].settled["examples"]) == ((first.key, second.key), 7.0)
+    assert (taken_report[0].done, taken_report[0].done_counters["examples"]) == ((first.key, second.key), 7.0)
     worker.done(ledger, taken(worker, ledger), 8.0)
     assert ledger.take_news() is None, "the report may be lost on its way to the poster"
     ledger.report_received()
@@ -172,7 +172,7 @@ def test_what_is_found_and_counted_in_a_shard_that_is_not_done_does_not_count(is
     lease = taken(first, ledger)
     first.predict(ledger, 1, lease)
     ledger.results.note_progress(first.member.incarnation, {"job": 1.0, "examples": 3.0})
-    ledger.removed(first.member, is_lost=is_dead, now_s=1.0)
+    ledger.removed(first.member, is_lost=is_dead, time_s=1.0)
     state = ledger.state(1, 2.0)
     assert (state.num_reports, state.progress, state.lost_workers) == (0, {}, int(is_dead))
     assert taken(second, ledger).shard == 0
@@ -194,7 +194,7 @@ def test_what_a_dead_worker_counted_since_its_last_shard_does_not_count() -> Non
     taken(worker, ledger)
     ledger.results.note_progress(worker.member.incarnation, {"job": 1.0, "examples": 8.0})
     assert ledger.state(1, 2.0).progress == {"examples": 8.0}
-    ledger.removed(worker.member, is_lost=True, now_s=1.0)
+    ledger.removed(worker.member, is_lost=True, time_s=1.0)
     assert ledger.state(1, 2.0).progress == {"examples": 5.0}
 
 
@@ -224,7 +224,7 @@ def test_who_is_connected_again_is_told_all_that_was_news() -> None:
     worker.done(ledger, taken(worker, ledger), 9.0)
     record = ledger.record()
     assert list(shards_in(record.done)) == [(0, 0, 0), (0, 0, 1)]
-    assert record.settled == {10: {"job": 1.0, "examples": 5.0}}
+    assert record.done_counters == {10: {"job": 1.0, "examples": 5.0}}
 
 
 def test_a_failure_is_news() -> None:
@@ -248,7 +248,9 @@ def test_what_members_know_is_the_ledger_again() -> None:
     counters = {"job": 1.0, "examples": 5.0}
     memory = JobMemory(record=news, working=True, leases=(held,), last_lease=held.lease, progress=counters)
     posters = JobMemory(record=news, posted=spec((4,)), seconds=3.0)
-    again = JobLedger.restore(facts, posters, [first.remembers(memory)], dead=[second.member], num_workers=2, now_s=1.0)
+    again = JobLedger.restore(
+        facts, posters, [first.remembers(memory)], dead=[second.member], num_workers=2, time_s=1.0
+    )
     again.validate()
     state = again.state(1, 2.0)
     assert (state.done, state.total, state.lost_workers, state.progress) == (1, 4, 1, {"examples": 5.0})
@@ -273,7 +275,7 @@ def test_a_job_without_shards_ends_under_another_scheduler_too(assignment: str, 
     facts = JobFacts(1)
     facts.merge(record)
     remembered = [worker.remembers(JobMemory(record=record)) for worker in workers]
-    ledger = JobLedger.restore(facts, posters, remembered, dead=[], num_workers=2, now_s=1.0)
+    ledger = JobLedger.restore(facts, posters, remembered, dead=[], num_workers=2, time_s=1.0)
     ledger.validate()
     assert not ledger.state(2, 2.0).finished
     for worker in workers:

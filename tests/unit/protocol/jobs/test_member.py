@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.protocol.jobs import (
-    NOTHING_NOW,
+    NONE_FREE,
     DoneShards,
     Job,
     JobFacts,
@@ -40,7 +40,7 @@ def test_a_worker_remembers_what_it_holds_and_what_it_has_done() -> None:
     give_job(ledger, 3)
     for lease in range(3):
         give_lease(ledger, 3, lease, 10 + lease)
-    give_lease(ledger, 3, NOTHING_NOW, 0)
+    give_lease(ledger, 3, NONE_FREE, 0)
     ledger.sent(messages.LeaseDone(job=3, lease=1, progress={"job": 3, "examples": 7.0}))
     ledger.sent(messages.LeaseDone(job=2, lease=2))  # of a job that is over
     ledger.counted({"job": 3, "examples": 9.0})
@@ -49,7 +49,7 @@ def test_a_worker_remembers_what_it_holds_and_what_it_has_done() -> None:
     assert (memory.number, memory.working, memory.last_lease) == (3, True, 2)
     assert [(lease.lease, lease.shard) for lease in memory.leases] == [(0, 10), (2, 12)]
     assert memory.record.done == (DoneShards(epoch=0, file=0, shards=b"\1", first=11),)
-    assert memory.record.settled == {5: {"job": 3, "examples": 7.0}}
+    assert memory.record.done_counters == {5: {"job": 3, "examples": 7.0}}
     assert memory.record.ended == {4: 2}
     assert memory.progress == {"job": 3, "examples": 9.0}
     give_job(ledger, 4)
@@ -92,14 +92,14 @@ def test_a_poster_remembers_its_job_and_what_it_has_taken() -> None:
     ledger.merge_news(JobRecord(number=1, num_workers=4))
     ledger.answered(messages.PostJob(spec=spec), 1, 1.0)
     done = (DoneShards(epoch=0, file=0, shards=b"\2"),)
-    ledger.merge_news(JobRecord(number=1, num_workers=4, done=done, settled={2: {"examples": 3.0}}, lost=1))
-    report = TakenReport(fields={}, incarnation=2, number=9, done=((1, 0, 0),), settled={"examples": 4.0})
+    ledger.merge_news(JobRecord(number=1, num_workers=4, done=done, done_counters={2: {"examples": 3.0}}, lost=1))
+    report = TakenReport(fields={}, incarnation=2, number=9, done=((1, 0, 0),), done_counters={"examples": 4.0})
     ledger.answered(messages.TakeReports(job=1), report, 1.0)
     ledger.answered(messages.TakeReports(job=1), None, 1.0)
     memory = memory_of(ledger)
     assert (memory.posted, memory.taken, memory.working) == (spec, ((2, 9),), False)
     assert (memory.record.num_workers, memory.record.lost) == (4, 1)
-    assert (list(shards_in(memory.record.done)), memory.record.settled) == (
+    assert (list(shards_in(memory.record.done)), memory.record.done_counters) == (
         [(0, 0, 1), (1, 0, 0)],
         {2: {"examples": 4.0}},
     )
@@ -128,12 +128,12 @@ def test_a_poster_knows_how_long_its_job_has_run() -> None:
 
 def test_facts_merge_in_any_order_and_twice_is_as_good_as_once() -> None:
     one = JobRecord(
-        number=1, done=(DoneShards(epoch=0, file=0, shards=b"\5"),), settled={1: {"a": 5.0}}, ended={0: 3}, lost=1
+        number=1, done=(DoneShards(epoch=0, file=0, shards=b"\5"),), done_counters={1: {"a": 5.0}}, ended={0: 3}, lost=1
     )
     other = JobRecord(
         number=1,
         done=(DoneShards(epoch=0, file=0, shards=b"\1", first=1), DoneShards(epoch=1, file=0, shards=b"\1")),
-        settled={1: {"a": 4.0}, 2: {"a": 1.0}},
+        done_counters={1: {"a": 4.0}, 2: {"a": 1.0}},
     )
     for records in ((one, other), (other, one, other)):
         facts = JobFacts(1)
@@ -141,4 +141,4 @@ def test_facts_merge_in_any_order_and_twice_is_as_good_as_once() -> None:
             facts.merge(record)
         merged = facts.export()
         assert list(shards_in(merged.done)) == [(0, 0, 0), (0, 0, 1), (0, 0, 2), (1, 0, 0)]
-        assert (merged.settled, merged.ended, merged.lost) == ({1: {"a": 5.0}, 2: {"a": 1.0}}, {0: 3}, 1)
+        assert (merged.done_counters, merged.ended, merged.lost) == ({1: {"a": 5.0}, 2: {"a": 1.0}}, {0: 3}, 1)

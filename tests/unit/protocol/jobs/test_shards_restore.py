@@ -49,13 +49,6 @@ def test_what_is_known_may_overlap_and_go_past_the_end() -> None:
     assert shards.handle(ShardWanted(0)) == [Exhausted(0)]
 
 
-def test_how_often_a_shard_was_leased_is_kept_where_it_is_known() -> None:
-    num_leases = {(0, 0, 0): 2, (0, 0, 1): 1, (0, 0, 2): 1}
-    shards = Shards.restore([3], done=[(0, 0, 0), (0, 0, 1)], num_leases=num_leases)
-    shards.handle(ShardWanted(0))
-    assert [account.num_leases for account in shards.report()] == [2, 1, 2]
-
-
 class RestartMachine(RuleBasedStateMachine):
     """Workers that remember the leases they hold and every Done that they said or were told, and a pool that dies."""
 

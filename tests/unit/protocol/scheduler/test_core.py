@@ -52,7 +52,7 @@ def test_ranks_are_given_as_asked_for() -> None:
     assert len({each.incarnation for each in (a, b, c, d)}) == 4
 
 
-@pytest.mark.parametrize(("rank", "reason"), [(0, "held by node 's0'"), (-1, "negative")])
+@pytest.mark.parametrize(("rank", "reason"), [(0, "node 's0'"), (-1, "negative")])
 def test_one_that_asks_for_a_rank_that_it_cannot_have_is_refused(rank: int, reason: str) -> None:
     scheduler, _, _ = started(1)
     before = scheduler.view
