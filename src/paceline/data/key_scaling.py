@@ -282,37 +282,19 @@ def with_scales(
         for feature, scale in changed
     }
     edges = {feature.key: scale.centred_at(0.0).edges for feature, scale in changed if scale.edges}
-    has_fields = any(feature.field is not None for feature in features)
-    return _scaling_of(entries, edges, 1.0 if scaling is None else scaling.other_scale, has_fields=has_fields)
-
-
-def scaling_of_columns(
-    features: Sequence[NumericFeature], scales: Sequence[Scale], centres: Sequence[float]
-) -> KeyScaling:
-    """Return the scaling of numeric columns, from whose values `centres` were taken before."""
-    entries: dict[int, _Entry] = {}
-    for feature, scale, centre in zip(features, scales, centres, strict=True):
-        mean, deviation, unit = scale.mean, scale.deviation, scale.unit
-        if centre and unit:  # logarithms of numbers that lie close together are a line
-            mean, deviation, unit = float(feature.numbers.mean()), float(feature.numbers.std()), 0.0
-        entries[feature.key] = (mean - centre, deviation or 1.0, unit, False, 0)
-    edges = {
-        feature.key: scale.centred_at(centre).edges
-        for feature, scale, centre in zip(features, scales, centres, strict=True)
-        if scale.edges
-    }
-    return _scaling_of(entries, edges, 1.0, has_fields=False)
-
-
-def _scaling_of(
-    entries: Mapping[int, _Entry], edges: Mapping[int, tuple[float, ...]], other_scale: float, *, has_fields: bool
-) -> KeyScaling:
     keys = sorted(entries)
-    columns = list(zip(*(entries[key] for key in keys), strict=True)) or [()] * 5
-    means, scales, units = (np.array(each, np.float64) for each in columns[:3])
-    fields = np.array(columns[4], np.uint32) if has_fields else None
-    filled = np.array(columns[3], np.bool_)
-    return KeyScaling(np.array(keys, np.uint64), means, scales, other_scale, fields, units, edges, filled)
+    means, scales, units, filled, fields = zip(*(entries[key] for key in keys), strict=True)
+    has_fields = any(feature.field is not None for feature in features)
+    return KeyScaling(
+        keys=np.array(keys, np.uint64),
+        means=np.array(means, np.float64),
+        scales=np.array(scales, np.float64),
+        other_scale=1.0 if scaling is None else scaling.other_scale,
+        fields=np.array(fields, np.uint32) if has_fields else None,
+        units=np.array(units, np.float64),
+        edges=edges,
+        filled=np.array(filled, np.bool_),
+    )
 
 
 def _entries(scaling: KeyScaling) -> dict[int, _Entry]:

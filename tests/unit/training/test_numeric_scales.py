@@ -12,9 +12,11 @@ import pytest
 
 from paceline.data import Batch, Columns, Scale, open_dataset
 from paceline.data.example_sampling import sample_batch, sample_examples
-from paceline.data.key_scaling import KeyScaling, scaling_of_columns, with_scales
+from paceline.data.key_scaling import KeyScaling, with_scales
 from paceline.data.scales.candidates import candidate_scales, explain_features
+from paceline.data.scales.column_scaling import ColumnScaling
 from paceline.data.scales.numeric_features import NumericFeature, find_numeric_features
+from paceline.kernels.hashing import name_seed
 from paceline.models.fm import FactorModel
 from paceline.models.registry import make_model
 from paceline.training.files.data_files import sample_data, settle_files
@@ -81,8 +83,17 @@ def test_other_scales_are_left_as_they_were() -> None:
     assert found.edges == {1: (0.0, 2.0)}  # less the centre
     assert found.filled is not None
     assert found.filled.tolist() == [True, True, True]
-    of_columns = scaling_of_columns(features[:2], scales[:2], [2.0, 1.0])
-    assert (of_columns.means.tolist(), of_columns.edges) == ([5.0, -1.0], {1: (-1.0, 1.0)})
+
+
+def test_column_scaling_returns_scaled_rows_and_keeps_its_argument() -> None:
+    key = np.array([name_seed("a")], np.uint64)
+    batch = Batch(np.zeros(1, np.float32), np.array([0, 1]), key, np.array([3.0], np.float32))  # 5 less a centre of 2
+    scaling = ColumnScaling(["a"], [2.0], [Scale(0.0, 1.0, 8.0, 2.0)])
+    values = scaling.apply(batch).values
+    assert values is not None
+    assert values.tolist() == [0.5]
+    assert batch.values is not None
+    assert batch.values.tolist() == [3.0]
 
 
 def test_the_trial_takes_what_is_better_beyond_chance_and_else_the_usual() -> None:

@@ -26,7 +26,7 @@ from paceline.data.batch import Batch
 from paceline.data.binary.blocks import BlockFile, BlockWriter, NotBlocksError, Section, bad_line_of, is_count
 from paceline.data.columns import Columns, Guess, Guesses
 from paceline.data.reader import Report
-from paceline.data.scales.rescaling import ColumnRescaling
+from paceline.data.scales.column_scaling import ColumnScaling
 from paceline.data.scales.scaling import Scale
 from paceline.data.streams import check_local
 from paceline.errors import DataError
@@ -287,13 +287,13 @@ class ConvertedReader:
         check_columns(path, stored, columns)
         self._is_weighted = columns is None or bool(columns.weight)
         self._order = None if columns is None or stored is None else _ColumnOrder.between(stored, columns)
-        self._rescaling: ColumnRescaling | None = None
+        self._scaling: ColumnScaling | None = None
         scales = () if columns is None else columns.scales
         centres = self._file.description.centres
         if stored is not None and (scales or any(centres)):
             as_stand = (Scale(0.0, 0.0, 0.0),) * len(stored.numeric)
             by_name = dict(zip((columns or stored).numeric, scales or as_stand, strict=True))
-            self._rescaling = ColumnRescaling(
+            self._scaling = ColumnScaling(
                 stored.numeric, centres or (0.0,) * len(stored.numeric), [by_name[name] for name in stored.numeric]
             )
         self._bins = None if columns is None else columns.bins
@@ -328,8 +328,8 @@ class ConvertedReader:
         return start if start > row - self._shard_rows else row
 
     def _prepared(self, batch: Batch) -> Batch:
-        if self._rescaling is not None:
-            self._rescaling.apply(batch)
+        if self._scaling is not None:
+            self._scaling.apply_in_place(batch)
         if self._order is not None:
             batch = self._order.apply(batch)
         if self._bins is not None and batch.values is not None:

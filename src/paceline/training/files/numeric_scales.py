@@ -9,17 +9,17 @@ import numpy as np
 
 from paceline.data import Columns, Sample, Scale, fit_numbers, fit_scale, open_dataset
 from paceline.data.example_sampling import sample_examples
-from paceline.data.key_scaling import KeyScaling, find_key_scaling, scaling_of_columns, with_scales
+from paceline.data.key_scaling import KeyScaling, find_key_scaling, with_scales
 from paceline.data.labels import NUMBERS, read_as
 from paceline.data.sample import ExampleSample
 from paceline.data.scales.candidates import candidate_scales, explain_features, known_labels
+from paceline.data.scales.column_scaling import ColumnScaling
 from paceline.data.scales.numeric_features import find_numeric_features, numbers_of
-from paceline.data.scales.rescaling import ColumnRescaling
 from paceline.kernels.hashing import name_seed
 from paceline.launch.kernels import prepare_kernels
 from paceline.models.base import SparseModel
 from paceline.models.fm import FactorModel
-from paceline.training.tuning import best_scaling, is_worse_for_factors
+from paceline.training.tuning import Scaling, best_scaling, is_worse_for_factors
 
 
 def add_scales(sample: Sample, how: str) -> Sample:
@@ -78,10 +78,12 @@ def scale_columns(sample: ExampleSample, columns: Columns, labels: str) -> Examp
     """Return the sample of :func:`fit_scales` as `columns` with the chosen scales, and `labels`, read it."""
     batch = sample.batch.copy()
     read_as(labels, batch.labels)
-    ColumnRescaling(columns.numeric, [scale.centre for scale in columns.scales], columns.scales).apply(batch)
-    if columns.bins is not None and batch.values is not None:
-        batch = columns.bins.apply(batch)
-    return dataclasses.replace(sample, batch=batch)
+    return dataclasses.replace(sample, batch=_scaling_of(columns).apply_in_place(batch))
+
+
+def _scaling_of(columns: Columns) -> ColumnScaling:
+    centres = [scale.centre for scale in columns.scales]
+    return ColumnScaling(columns.numeric, centres, columns.scales, columns.bins)
 
 
 def choose_scales(sample: ExampleSample, columns: Columns) -> tuple[Scale, ...]:
@@ -97,10 +99,12 @@ def choose_scales(sample: ExampleSample, columns: Columns) -> tuple[Scale, ...]:
         dataclasses.replace(feature, numbers=feature.numbers + centre)
         for feature, centre in zip(found, centres, strict=True)
     ]
-    candidates = candidate_scales(explain_features(features))
-    scalings = [scaling_of_columns(features, scales, centres) for scales in candidates]
-    best = candidates[_best(sample, scalings)]
-    return tuple(scale.centred_at(centre) for scale, centre in zip(best, centres, strict=True))
+    candidates = [
+        tuple(scale.centred_at(centre) for scale, centre in zip(scales, centres, strict=True))
+        for scales in candidate_scales(explain_features(features))
+    ]
+    scalings = [_scaling_of(dataclasses.replace(columns, scales=scales)) for scales in candidates]
+    return candidates[_best(sample, scalings)]
 
 
 def choose_key_scaling(
@@ -130,7 +134,7 @@ def choose_key_scaling(
     return found
 
 
-def _best(sample: ExampleSample, scalings: Sequence[KeyScaling | None]) -> int:
+def _best(sample: ExampleSample, scalings: Sequence[Scaling | None]) -> int:
     """Return the place of the best scaling; of labels that are not of two classes the first, which is the usual one."""
     labels = np.unique(sample.batch.labels)
     if len(labels) != 2:

@@ -18,7 +18,7 @@ from paceline.training.tuning.choices import (
     tune,
     wants_sparsity,
 )
-from paceline.training.tuning.scale_trial import best_scaling, is_worse_for_factors, scaled_sample
+from paceline.training.tuning.scale_trial import Scaling, best_scaling, is_worse_for_factors, scaled_sample
 from paceline.training.tuning.search import FactorSearch, TunedModel, tune_linear
 from paceline.training.tuning.trial import TriedRule
 
@@ -31,6 +31,7 @@ __all__ = [
     "WIDE_L1",
     "WIDE_RATES",
     "FactorSearch",
+    "Scaling",
     "TriedRule",
     "TunedModel",
     "best_scaling",

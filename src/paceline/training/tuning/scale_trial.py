@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 
+from paceline.data.batch import Batch
 from paceline.data.example_sampling import thin
-from paceline.data.key_scaling import KeyScaling
 from paceline.data.sample import ExampleSample
 from paceline.environment import num_cores
 from paceline.models.fm import FactorModel
@@ -32,7 +32,14 @@ _CAUTION: Final = 2.0
 _RATE: Final = 0.7
 
 
-def best_scaling(sample: ExampleSample, scalings: Sequence[KeyScaling | None]) -> int:
+class Scaling(Protocol):
+    """A way to scale the numbers of examples."""
+
+    def apply(self, batch: Batch) -> Batch:
+        """Return scaled examples; `batch` stays as it is."""
+
+
+def best_scaling(sample: ExampleSample, scalings: Sequence[Scaling | None]) -> int:
     """Return the place of the scaling that suits the sample, whose labels are 0 and 1; the first is the usual one."""
     if len(scalings) < 2:
         return 0
@@ -53,7 +60,7 @@ def best_scaling(sample: ExampleSample, scalings: Sequence[KeyScaling | None]) -
 
 
 def is_worse_for_factors(
-    model: FactorModel, sample: ExampleSample, bent: KeyScaling | None, plain: KeyScaling | None
+    model: FactorModel, sample: ExampleSample, bent: Scaling | None, plain: Scaling | None
 ) -> bool:
     """Return whether a factorization machine does better by more than chance on `plain` scales than on `bent` ones.
 
@@ -69,12 +76,12 @@ def is_worse_for_factors(
     return len(losses[0].losses) == len(losses[1].losses) and losses[1].is_below(losses[0])
 
 
-def scaled_sample(sample: ExampleSample, scaling: KeyScaling | None) -> ExampleSample:
+def scaled_sample(sample: ExampleSample, scaling: Scaling | None) -> ExampleSample:
     """Return a sample with scaled values; None: as they are."""
     return sample if scaling is None else dataclasses.replace(sample, batch=scaling.apply(sample.batch))
 
 
-def _try(part: ExampleSample, scaling: KeyScaling | None, offset: float, splits: Sequence[Split]) -> HeldOutLosses:
+def _try(part: ExampleSample, scaling: Scaling | None, offset: float, splits: Sequence[Split]) -> HeldOutLosses:
     part = scaled_sample(part, scaling)
     batch_size = suggested_batch_size(part.num_examples)
     rule = FTRL(alpha=suggested_alpha(part, _RATE), l1=L1)
