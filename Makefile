@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 
-.PHONY: demo test check kernels bench gpu torture mutants thorough clean
+.PHONY: demo test check kernels bench gpu torture mutants thorough docs clean
 
 # How long `make torture` takes: clusters of the protocol simulated, clusters of the product's own code in virtual time,
 # then clusters of real processes.
@@ -22,6 +22,10 @@ demo: .venv/.demo
 test: .venv/.dev
 	-$(BIN)/python -m compileall -q src simulator tests  # or each of a thousand processes would, where no bytecode may be written
 	$(BIN)/python -m pytest -n auto --dist worksteal
+
+docs: .venv/.docs
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	@echo "open docs/_build/html/index.html"
 
 kernels: .venv/.core
 	PYTHONPATH=src $(BIN)/python -c 'from paceline.launch import prepare_kernels; prepare_kernels()'
@@ -87,6 +91,10 @@ gpu: $(if $(GPU_PYTHON),,.venv/.dev)
 	$(PIP) -e '.[bench]'
 	touch $@
 
+.venv/.docs: .venv/.core
+	$(PIP) -e '.[docs,torch,sklearn]'
+	touch $@
+
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis dist
+	rm -rf .venv docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis dist
 	find src simulator tests benchmarks examples -name __pycache__ -type d -exec rm -rf {} +

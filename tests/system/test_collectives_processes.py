@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.free_ports import free_port
 from tests.warm.processes import WarmProcess
 
 from .running import MARK, PROMPT_S, our_processes, wait_until
@@ -112,12 +113,6 @@ class Programs:
             if rank.process.poll() is None:
                 rank.process.kill()
             rank.end()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture

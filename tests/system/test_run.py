@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.free_ports import free_port
 from tests.warm.processes import RANKS
 
 from .running import MARK, PROMPT_S, Commands, Running, our_processes, wait_until
@@ -45,6 +46,8 @@ with paceline.connect(rank=int(os.environ["RANK"]), timeout_s=20) as client:
 _FAIL = """
 import os, sys
 import numpy as np
+from tests.free_ports import free_port
+
 from paceline import collectives
 group = collectives.init()
 group.all_reduce(np.ones(3, np.float32))
@@ -56,6 +59,7 @@ _FAIL_LATE = """
 import atexit, os, sys, time, traceback
 import numpy as np
 from paceline import collectives
+from tests.free_ports import free_port
 case = sys.argv[1]
 group = collectives.init()
 group.all_reduce(np.ones(3, np.float32))
@@ -88,12 +92,6 @@ except Exception:
 def script(folder: Path, text: str) -> str:
     (folder / "script.py").write_text(text)
     return "script.py"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def two_free_ports() -> int:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+from tests.free_ports import free_port
 
 from paceline.launch import supervisor
 from paceline.launch.local import LocalCluster, Share
@@ -20,13 +21,6 @@ from paceline.transport import SocketTransport
 pytestmark = pytest.mark.usefixtures("warm_clusters")
 
 _TOKEN = "a token for tests"
-
-
-def free_port() -> int:
-    """Return a port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -262,7 +262,7 @@ def test_the_example_of_the_docs_prints_what_they_say(
     example, _, rest = page.partition("```python\n")[2].partition("```")
     monkeypatch.chdir(tmp_path)
     exec(example, {})
-    assert capsys.readouterr().out == rest.partition("```\n")[2].partition("```")[0]
+    assert capsys.readouterr().out == rest.partition("```text\n")[2].partition("```")[0]
     assert (tmp_path / "cut.svg").exists()
 
 

@@ -31,7 +31,7 @@ class Strategy(Closing, ABC):
             optimizer.zero_grad()
             loss_fn(model(x), y).backward()
             optimizer.step()
-        strategy.save("model/")
+        strategy.save("checkpoint/")
 
     Abstract: a subclass distributes the model and the optimizer in :meth:`_spread`, and overrides the hooks that differ
     for it. `seed` determines how data is shuffled; pass the same one on every rank. Use it as a context manager,

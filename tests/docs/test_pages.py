@@ -1,0 +1,167 @@
+"""Code blocks of the README and the docs run as printed.
+
+Blocks of ``python`` and ``sh`` must succeed. The output of a ``console`` block must match, with any digits in place of
+its digits and any lines in place of ``...``. Each page runs in a directory of its own with the files of :mod:`.files`.
+A comment ``<!-- docs test: … -->`` before a block sets another treatment: ``file NAME`` writes it, ``run on two
+ranks``, ``together`` starts all of its lines at once, and ``not run, REASON``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sybil import Document, Example, Sybil
+from sybil.parsers.markdown import CodeBlockParser
+from tests.docs.files import PRELUDES, write_files
+from tests.free_ports import free_port
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LANGUAGES = ("python", "sh", "console", "json")
+COMMENT = re.compile(r"<!-- docs test: (.*?) -->\n\Z", re.DOTALL)
+STARTS_EMPTY = {"click_model", "pytorch_script"}
+"""Pages that create their files themselves."""
+ALWAYS = {"README.md", "tutorials"}
+"""Pages outside of these are `thorough`."""
+
+
+def treatment(example: Example) -> str:
+    """Return the text of the comment before a block, or nothing."""
+    found = COMMENT.search(example.document.text, 0, example.region.start)
+    return " ".join(found[1].split()) if found else ""
+
+
+class Page:
+    """Runs the blocks of one page in a directory."""
+
+    def __init__(self, path: Path, directory: Path) -> None:
+        self.directory = directory
+        self.name = path.relative_to(ROOT).as_posix()
+        self.prelude = PRELUDES.get(self.name, "")
+        self.namespace: dict[str, Any] = {"__name__": "__main__"}
+        self.processes: list[subprocess.Popen[str]] = []
+        self.ports = {"7337": str(free_port()), "29500": str(free_port()), "7000": str(free_port())}
+
+    def here(self, text: str) -> str:
+        """Return a command with addresses and directories of this machine."""
+        text = text.replace("10.0.0.1", "127.0.0.1").replace("10.0.0.2", "127.0.0.1").replace("0.0.0.0", "127.0.0.1")
+        text = text.replace("/data/spill", str(self.directory)).replace("examples/", f"{ROOT}/examples/")
+        text = re.sub(r"--(nproc-per-node|workers) [48]\b", r"--\1 2", text)  # two cores are enough for a test
+        for documented, port in self.ports.items():
+            text = text.replace(f":{documented}", f":{port}").replace(f"--port {documented}", f"--port {port}")
+        return text
+
+    def run(self, command: str) -> str:
+        """Run a command of the shell and return its output, of both streams. Raises AssertionError if it fails."""
+        output = self.directory / f"output{len(self.processes)}"
+        with output.open("w") as stream:
+            process = subprocess.Popen(
+                ["bash", "-c", self.here(command)],
+                cwd=self.directory,
+                env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+                stdout=stream,
+                stderr=stream,
+                text=True,
+                start_new_session=True,
+            )
+        self.processes.append(process)
+        status = process.wait(240)
+        text = output.read_text()
+        assert status == 0, f"{self.name}: `{command}` exited with {status}:\n{text}"
+        return text
+
+    def evaluate(self, example: Example) -> None:
+        """Run one block, or write it."""
+        kind, source = treatment(example), str(example.parsed)
+        language = example.region.lexemes["arguments"]
+        if kind.startswith("file "):
+            (self.directory / kind.removeprefix("file ")).write_text(self.here(source))
+        elif kind.startswith("not run, ") or language == "json":
+            return
+        elif kind == "run on two ranks":
+            (self.directory / "block.py").write_text(source)
+            self.run("paceline run --nproc-per-node 2 block.py")
+        elif kind == "together":
+            self.run(" &\n".join(source.strip().splitlines()) + " &\nwait")
+        elif language == "sh":
+            self.run(f"set -e\n{source}")
+        elif language == "console":
+            for command, expected in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", source, re.MULTILINE):
+                compare(expected, self.run(command), command)
+        else:
+            if self.prelude:
+                exec(compile(self.prelude, "prelude", "exec"), self.namespace)
+                self.prelude = ""
+            exec(compile(self.here(source), f"{self.name}:{example.line}", "exec"), self.namespace)
+
+    def close(self) -> None:
+        """End the processes that commands left in the background."""
+        for process in self.processes:
+            for number in (signal.SIGINT, signal.SIGKILL):
+                try:
+                    os.killpg(process.pid, number)
+                except ProcessLookupError:
+                    break
+
+
+def compare(expected: str, printed: str, command: str) -> None:
+    """Check that the output of a command is the documented one, apart from its digits and their number."""
+    parts = (re.sub(r"\d[\d,.]*(e-?\d+)?", "@", re.sub(r"\s+", " ", part.strip())) for part in expected.split("...\n"))
+    pattern = ".*".join(re.escape(part) for part in parts)
+    found = re.sub(r"\d[\d,.]*(e-?\d+)?", "@", re.sub(r"\s+", " ", printed.strip()))
+    assert re.fullmatch(pattern, found, re.DOTALL), f"`{command}` printed\n{printed}\nThe page shows\n{expected}"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("files")
+    write_files(directory)
+    return directory
+
+
+@pytest.fixture
+def page(
+    request: pytest.FixtureRequest, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Page]:
+    if request.param.stem not in STARTS_EMPTY:
+        shutil.copytree(files, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    page = Page(request.param, tmp_path)
+    yield page
+    page.close()
+
+
+def parameters() -> Iterator[Any]:
+    """Yield the pages that have blocks."""
+    for path in PAGES:
+        if re.search(rf"^```({'|'.join(LANGUAGES)})$", path.read_text(encoding="utf-8"), re.MULTILINE):
+            name = path.relative_to(ROOT).as_posix()
+            always = path.name in ALWAYS or path.parent.name in ALWAYS
+            yield pytest.param(path, id=name, marks=() if always else pytest.mark.thorough)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", [*parameters()], indirect=True)
+def test_blocks_run(page: Page) -> None:
+    parser = Sybil([CodeBlockParser(language, page.evaluate) for language in LANGUAGES])
+    document: Document = parser.parse(ROOT / page.name)
+    for example in document.examples():
+        example.evaluate()
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_blocks_have_a_language(path: Path) -> None:
+    fences = re.findall(r"^```(.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    opening = fences[::2]
+    assert set(opening) <= {*LANGUAGES, "text", "mermaid", "{toctree}", "{eval-rst}"}
