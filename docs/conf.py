@@ -9,7 +9,7 @@ from typing import Any
 import paceline
 
 sys.path.insert(0, str(Path(__file__).parent))
-from command_line import write_command_line
+from command_line import write_command_line  # type: ignore[import-not-found]
 
 project = "Paceline"
 author = "The authors of Paceline"

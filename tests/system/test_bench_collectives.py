@@ -10,12 +10,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.free_ports import free_port
 
 from paceline.bench.collectives import OPS
 from paceline.bench.peers import find_absent
 
 from .running import Commands, parse_json
-from .test_collectives_processes import free_port
 
 KEYS = ["op", "bytes", "ranks", "peer", "algorithm", "median_us"]
 
