@@ -1,4 +1,4 @@
-"""What a training should be like, found on a sample of its data."""
+"""Choose the settings of a training by trials on a sample of its data."""
 
 from paceline.training.tuning.choices import (
     FASTER_RATES,

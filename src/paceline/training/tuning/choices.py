@@ -1,19 +1,19 @@
-"""How long, and how fast, a logistic regression should be trained, found on a sample of its data.
+"""Choose the learning rate, penalties and passes of a logistic regression on a sample of its data.
 
-Rules are tried by training in this process (:mod:`paceline.training.tuning.trial`). What else is chosen is derived:
+Trials train in this process (:mod:`paceline.training.tuning.trial`). The choices are:
 
-- FTRL's alpha is 0.35 or 0.7 / sqrt(x), whichever does better, x being the mean over examples of the sum of squared
-  values: the number of features of an example where all values are 1. All of them move at once, so the more there are,
-  the less each may. That is the global rate of "Normalized online learning" (Ross, Mineiro, Langford, UAI 2013, NG);
-  its rates by feature are in the values, which have been brought to one scale (:mod:`paceline.data.key_scaling`).
-  Where 0.7 is clearly better, 1.4 and 2.8 are tried too: where the truth drifts, what is learned has to be forgotten.
-- A minibatch is a 64th of the examples, within 8 and 256, so that small data gives as many steps as it can.
-- L1 is 1; of small data, and where there are fewer than 20 examples for a feature, 100 and 300 are tried too: where few
-  of many features matter, nothing but a large penalty finds them. It must be better by more than chance.
-- L2 is 0; of small data, 30, 100 and 300 are tried too; where one class is rare, 100 and 300. FTRL's penalty stands
-  against the gradients of all passes, so that 30 in 30 passes is what scikit-learn calls C = 1.
-- Of more data the first rule is taken unless another is better by more than a standard error of the difference.
-- Where labels stand in runs, as in a sorted file, shards are read many at a time.
+- FTRL's alpha is the better of 0.35 / sqrt(x) and 0.7 / sqrt(x). x is the mean over examples of the sum of squared
+  values: the number of an example's features if all values are 1. All features of an example move together, so more
+  features need a smaller rate. This is the global rate of "Normalized online learning" (Ross, Mineiro, Langford, UAI
+  2013, NG); the scaled values (:mod:`paceline.data.key_scaling`) contain its rates by feature. If 0.7 is clearly
+  better, 1.4 and 2.8 are tried too: if the data drifts, the model must forget.
+- A minibatch is a 64th of the examples, between 8 and 256, so that small data gives many steps.
+- L1 is 1. For small data, and for fewer than 20 examples per feature, 100 and 300 are tried too: only a large penalty
+  finds the few relevant features among many. It must be better by more than chance.
+- L2 is 0. For small data, 30, 100 and 300 are tried too; if one class is rare, 100 and 300. FTRL's penalty is relative
+  to the gradients of all passes: 30 in 30 passes corresponds to C = 1 in scikit-learn.
+- For more data the first rule is chosen unless another one is better by more than a standard error of the difference.
+- If labels are in runs, as in a sorted file, many shards are read at a time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WIDE_RATES = (0.2, *RATES)
 LINEAR_RATES = (0.1, RATE, 1.0)
 WIDE_L1 = (0.1, L1, 3.0)
 SPARSE = ((0.7, 100.0, 0.0), (1.4, 100.0, 0.0), (1.4, 300.0, 0.0))
-"""Rates, L1 and L2 penalties where few of many features may matter."""
+"""Rates, L1 and L2 penalties for data with few relevant features among many."""
 FASTER_RATES = (1.4, 2.8)
 _L2_OF_SMALL = (0.0, 30.0, 100.0, 300.0)
 _L2_OF_RARE = (0.0, 100.0, 300.0)
@@ -46,30 +46,30 @@ _EXAMPLES_PER_FEATURE = 20
 _LEAST_PASSES = 6
 _SORTED = 0.7
 _MOST_FOLDS = 5
-_SPARSE_CAUTION = 2.0  # standard errors, where examples are few
+_SPARSE_CAUTION = 2.0  # standard errors, for few examples
 
 
 def suggested_alpha(sample: ExampleSample, rate: float = RATE) -> float:
-    """Return the alpha that suits examples like these, as FTRL has it."""
+    """Return FTRL's alpha for these examples."""
     batch = sample.batch
     squares = float(len(batch.keys)) if batch.values is None else float(np.square(batch.values, dtype=np.float64).sum())
     return rate / math.sqrt(max(squares / max(batch.num_examples, 1), 1.0))
 
 
 def suggested_batch_size(num_examples: int, least: int = 8) -> int:
-    """Return the minibatch that suits so many examples: a power of two, `least` to 256."""
+    """Return the size of a minibatch: a power of two from `least` to 256."""
     return int(2 ** np.clip(np.floor(np.log2(max(num_examples, 1) / 64)), math.log2(least), 8))
 
 
 def suggested_l2(sample: ExampleSample) -> tuple[float, ...]:
-    """Return the L2 penalties to try: none is needed of many examples of both classes."""
+    """Return the L2 penalties to try: only 0 for many examples of both classes."""
     if sample.num_examples <= SMALL:
         return _L2_OF_SMALL
     return _L2_OF_RARE if num_folds(sample.batch) == _MOST_FOLDS else (0.0,)
 
 
 def is_sorted_by_label(sample: ExampleSample) -> bool:
-    """Return whether where an example stands tells much of its label: over 0.3 of the labels' variance."""
+    """Return whether an example's position predicts its label: more than 0.3 of the labels' variance."""
     labels = sample.batch.labels.astype(np.float64)
     runs = [run for run in np.split(labels, sample.starts[1:]) if len(run) > 1]
     total = float(labels.var())
@@ -80,7 +80,7 @@ def is_sorted_by_label(sample: ExampleSample) -> bool:
 
 
 def wants_sparsity(sample: ExampleSample) -> bool:
-    """Return whether there are so many features, for so few examples, that a large L1 penalty may suit them."""
+    """Return whether a large L1 penalty may help: few examples per feature."""
     unique, _ = distinct_keys(sample.batch.keys)
     return sample.num_examples <= max(SMALL, _EXAMPLES_PER_FEATURE * len(unique))
 
@@ -95,42 +95,46 @@ def tune(
     faster: Sequence[FTRL] = (),
     is_mixed: bool,
 ) -> list[TriedRule]:
-    """Try update rules, each for at most 64 passes, in threads; return what came of `rules`, the best first.
+    """Try update rules in threads, each for at most 64 passes; return the results of `rules`, the best first.
 
-    The best of those that are `sparse` (the first of them has to do, or the others are not tried) and `faster` (tried
-    if the fastest of `rules` is best by more than chance) comes before them if it is better than they, and than the
-    base rate, by more than chance. `offset` is what the model adds to every margin. Equal arguments give equal results.
+    The `sparse` rules are tried if the first one succeeds, the `faster` rules if the fastest of `rules` is best by more
+    than chance. The best of both precedes the other results if it is better than them and than the base rate by more
+    than chance. `offset` is the model's constant part of every margin. Equal arguments give equal results.
     """
     splits = list(held_out_splits(sample.batch, is_mixed=is_mixed))
     trial = SampleTrial(sample.batch, offset, batch_size, splits)
     pool = ThreadPoolExecutor(num_cores())
     usual_losses = trial.usual_losses(rules[0])
 
-    def try_rules(doubted: Sequence[FTRL], others: Sequence[FTRL]) -> list[TriedRule]:
+    def try_rules(doubted: Sequence[FTRL], further: Sequence[FTRL]) -> list[TriedRule]:
         futures = [pool.submit(trial.run, rule, usual_losses) for rule in doubted]
-        futures += [pool.submit(trial.run, rule) for rule in others]
-        return [each.result() for each in futures]
+        futures += [pool.submit(trial.run, rule) for rule in further]
+        return [future.result() for future in futures]
 
     try:
         found = try_rules(rules, sparse[:1])
         usual = sorted(found[: len(rules)], key=_score)
         if usual_losses is None and not usual[0].losses.is_below(found[0].losses):
-            usual = sorted(usual, key=lambda each: each is not found[0])
+            usual = sorted(usual, key=lambda tried: tried is not found[0])
         bounds = (usual[0].losses, trial.base_losses())
         errors = 1.0 if usual_losses is None else _SPARSE_CAUTION
-        better = [each for each in found[len(rules) :] if all(each.losses.is_below(bound, errors) for bound in bounds)]
+
+        def is_better(tried: TriedRule) -> bool:
+            return all(tried.losses.is_below(bound, errors) for bound in bounds)
+
+        better = [*filter(is_better, found[len(rules) :])]
         further = try_rules(faster if _is_fastest_best(usual) else (), sparse[1:] if better else ())
-        better += [each for each in further if all(each.losses.is_below(bound, errors) for bound in bounds)]
+        better += filter(is_better, further)
         return sorted(better, key=_score)[:1] + usual
     finally:
-        pool.shutdown(cancel_futures=True)  # after Ctrl-C, none is begun
+        pool.shutdown(cancel_futures=True)  # start no more trials after Ctrl-C
 
 
 def _is_fastest_best(tried: Sequence[TriedRule]) -> bool:
-    """Return whether the first has the highest rate, and is better by more than chance than all of lower rates."""
+    """Return whether the first has the highest rate, and is better by more than chance than all lower rates."""
     best = tried[0]
-    others = [each for each in tried if each.rule.alpha != best.rule.alpha]
-    return all(each.rule.alpha < best.rule.alpha and best.losses.is_below(each.losses) for each in others)
+    slower = [other for other in tried if other.rule.alpha != best.rule.alpha]
+    return all(other.rule.alpha < best.rule.alpha and best.losses.is_below(other.losses) for other in slower)
 
 
 def _score(tried: TriedRule) -> float:
@@ -138,9 +142,9 @@ def _score(tried: TriedRule) -> float:
 
 
 def suits_mixing(sample: ExampleSample, tried: ExampleSample, offset: float, batch_size: int) -> bool:
-    """Return whether a trial holds out examples from everywhere: neither the rate of clicks nor the loss drifts.
+    """Return whether a trial may hold out examples from the whole sample: neither click rate nor loss drifts.
 
-    The loss is that of `tried`, examples of the sample with scaled values.
+    `tried` are examples of the sample with scaled values, for the loss.
     """
     if is_sorted_by_label(sample):
         return True
@@ -149,17 +153,17 @@ def suits_mixing(sample: ExampleSample, tried: ExampleSample, offset: float, bat
 
 
 def has_steady_loss(sample: ExampleSample, offset: float, batch_size: int) -> bool:
-    """Return whether the newest examples are predicted as well as others, tried on more than 5,000 examples."""
+    """Return whether the newest examples are predicted as well as older ones; True for up to 5,000 examples."""
     rule = FTRL(alpha=suggested_alpha(sample), l1=L1)
     return sample.num_examples <= SMALL or not has_drifting_loss(sample.batch, offset, batch_size, rule)
 
 
 def passes_for_all(passes: int, sample: ExampleSample, num_tried: int | None = None) -> int:
-    """Return the passes over all data, for those that the sample wants: fewer where there is far more of it.
+    """Return the passes over all data, given the best number of passes over the sample.
 
-    `num_tried` is the number of examples of the trial; None: all of the sample. Slow learning ends after so many
-    examples, however many passes they are; but no fewer than 6 passes, if as many were wanted, for features that are
-    rare in the sample are rare in all.
+    Learning needs a number of examples rather than of passes, so more data needs fewer passes. At least 6 passes remain
+    of more, because features that are rare in the sample are rare in all data. `num_tried` is the number of examples of
+    the trial; None: the whole sample.
     """
     needed = -(-passes * (num_tried or sample.batch.num_examples) // max(sample.num_examples, 1))
     return min(passes, max(_LEAST_PASSES, needed))

@@ -1,4 +1,4 @@
-"""A model's tables as rows of this process: what servers and one worker make up, without anything between them."""
+"""A model's tables in this process: servers and one worker without a network."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from paceline.tables.types import Floats
 
 
 class InProcessTables:
-    """The rows of a model's tables, one store for each in the order of ``model.tables``. Not safe for several threads.
+    """The rows of a model's tables: one store per table, in the order of ``model.tables``. Not thread-safe.
 
-    A minibatch is learned from by the arithmetic of workers and the update rules of servers.
+    Training uses the arithmetic of workers and the update rules of servers.
     """
 
     def __init__(self, stores: Sequence[SparseStore]) -> None:
@@ -24,7 +24,7 @@ class InProcessTables:
 
     @classmethod
     def create(cls, model: SparseModel, rule: UpdateRule) -> Self:
-        """Return tables without rows; `rule` updates those that have none of their own."""
+        """Return empty tables; `rule` updates the tables without an own rule."""
         return cls(
             [
                 SparseStore(dim=table.dim, rule=table.update or rule, initializer=table.initializer or Zeros())
@@ -33,7 +33,7 @@ class InProcessTables:
         )
 
     def pull(self, minibatch: Minibatch) -> list[Floats]:
-        """Return the rows that a minibatch needs, by table; of a table that is for training alone none to predict."""
+        """Return a minibatch's rows by table; a minibatch of predictions needs no rows of tables for training alone."""
         rows = []
         for store, keys in zip(self.stores, minibatch.keys, strict=False):
             rows.append(np.empty((len(keys), store.dim), np.float32))
@@ -41,12 +41,12 @@ class InProcessTables:
         return rows
 
     def learn(self, minibatch: Minibatch) -> float:
-        """Update the rows by the gradients of a minibatch; return its summed loss before."""
+        """Update the rows by a minibatch's gradients; return its summed loss before the update."""
         gradients, loss = minibatch.gradients(self.pull(minibatch))
         for store, keys, gradient in zip(self.stores, minibatch.gradient_keys, gradients, strict=True):
             store.push(keys, gradient)
         return loss
 
     def predict(self, minibatch: Minibatch) -> Floats:
-        """Return what the model says of each example, as :meth:`Minibatch.predict` does."""
+        """Return the prediction for each example, as :meth:`Minibatch.predict` does."""
         return minibatch.predict(self.pull(minibatch))

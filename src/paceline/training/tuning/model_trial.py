@@ -1,12 +1,11 @@
-"""Any model on a sample of the data, in this process: how good settings are after each pass.
+"""Try settings of any model on a sample of the data, in this process.
 
-A model is trained by the arithmetic of its own minibatches and the update rules of its own tables, which are rows of
-this process. What is held out is as in :mod:`paceline.training.tuning.trial`, and so are the passes.
+A trial uses the model's own minibatches and update rules. Held-out examples and passes are chosen as in
+:mod:`paceline.training.tuning.trial`.
 
-A trial of one setting takes about a second of one core, by an estimate of the model's speed, so that
-equal data gives equal choices: of models that take longer fewer examples are looked at, but 8,192, runs of neighbours
-from all over the sample, with the examples of the rarer of two classes; of small data fewer fifths are held out, but
-one.
+A trial of one setting takes about a second of one core, by an estimate of the model's speed, so that equal data gives
+equal choices. A slower model is tried on fewer examples: at least 8,192, in runs of neighbours from the whole sample,
+with the examples of the rarer of two classes. For small data fewer fifths are held out, at least one.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ _AT_ONCE = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TriedModel:
-    """Settings that were tried: after how many passes the model was good enough, and what it was like at its best."""
+    """The result of a trial: the passes until the model was good enough, and the losses of its best pass."""
 
     model: SparseModel
     rule: UpdateRule
@@ -59,9 +58,9 @@ class TriedModel:
 
 
 class ModelTrial:
-    """A part of a sample, cut into what is trained on and what is held out.
+    """A part of a sample, split into examples for training and held-out examples.
 
-    `passes`, if given, are those that the training makes: then settings are as good as they are after these.
+    With `passes`, the passes of the training, settings are judged after these passes instead of at their best.
     """
 
     def __init__(
@@ -81,13 +80,13 @@ class ModelTrial:
         affordable = int(n * seconds / (_USUAL_PASSES * seconds_of(sample.batch)))
         self.batch, self.num_represented = thin(sample, max(affordable, _LEAST_ROWS))
         self.is_whole = self.num_examples == n and sample.is_whole
-        """Whether it is all the data."""
-        each = seconds_of(self.batch)
+        """Whether the trial has all the data."""
+        pass_s = seconds_of(self.batch)
         splits = held_out_splits(self.batch, is_mixed=is_mixed)
-        num_splits = max(int(seconds / (_PASSES_OF_SMALL * each)), 1)
+        num_splits = max(int(seconds / (_PASSES_OF_SMALL * pass_s)), 1)
         self.splits = list(itertools.islice(splits, num_splits))
         self._passes = passes
-        most = int(np.clip(seconds / (each * max(len(self.splits), 1)), _USUAL_PASSES, MAX_PASSES))
+        most = int(np.clip(seconds / (pass_s * max(len(self.splits), 1)), _USUAL_PASSES, MAX_PASSES))
         self.max_passes = most if passes is None else min(passes, most)
         self._batch_size = batch_size
         counts = self.batch.weights
@@ -97,21 +96,21 @@ class ModelTrial:
 
     @property
     def num_examples(self) -> int:
-        """How many examples are looked at."""
+        """The number of examples in the trial."""
         return self.batch.num_examples
 
     def run_all(self, settings: Sequence[tuple[SparseModel, UpdateRule]]) -> list[TriedModel]:
-        """Try settings of a model, in threads."""
+        """Try settings of a model in threads."""
         if settings:
             settings[0][0].import_libraries()
         pool = ThreadPoolExecutor(num_cores())
         try:
             return list(pool.map(lambda setting: self.run(*setting), settings))
         finally:
-            pool.shutdown(cancel_futures=True)  # after Ctrl-C, none is begun
+            pool.shutdown(cancel_futures=True)  # start no more trials after Ctrl-C
 
     def run(self, model: SparseModel, rule: UpdateRule) -> TriedModel:
-        """Train, as long as the model gets better."""
+        """Train until the model stops improving."""
         learners = [_Learner(model, rule, self.batch, split, self._batch_size) for split in self.splits]
         of_constant = self._losses(model, learners).mean
         means: list[float] = []
@@ -130,7 +129,7 @@ class ModelTrial:
         return TriedModel(model=model, rule=rule, passes=passes, losses=best)
 
     def optimism(self, tried: TriedModel) -> Optimism:
-        """Return how far a model of clicks is off on what is held out, beyond how far on what it was trained on."""
+        """Return a click model's calibration error on held-out examples, beyond its error on training examples."""
         learned, held_out = [], []
         for split in self.splits:
             learner = _Learner(tried.model, tried.rule, self.batch, split, self._batch_size)
@@ -138,7 +137,7 @@ class ModelTrial:
                 learner.learn(is_first_pass=not number)
             learned.append(self._shift(learner.predict(split[0]), split[0])[0])
             held_out.append(learner.predict(split[1]))
-        shift, error = self._shift(np.concatenate(held_out), np.concatenate([each for _, each in self.splits]))
+        shift, error = self._shift(np.concatenate(held_out), np.concatenate([rows for _, rows in self.splits]))
         return Optimism(shift - float(np.mean(learned)), error)
 
     def _shift(self, predictions: Floats, rows: Positions) -> tuple[float, float]:
@@ -153,7 +152,7 @@ class ModelTrial:
 
 
 class _Learner:
-    """A model that learns from some of the examples."""
+    """A model that is trained on a part of the examples."""
 
     def __init__(
         self,
@@ -168,14 +167,14 @@ class _Learner:
         self._tables, self._scratch = InProcessTables.create(model, rule), KeyScratch()
 
     def learn(self, *, is_first_pass: bool) -> None:
-        """Make a pass."""
+        """Train for one pass."""
         n = self._trained.num_examples
         for start in range(0, n, self._batch_size):
             part = self._trained.slice(start, min(start + self._batch_size, n))
             self._tables.learn(self._model.prepare_training(part, self._scratch, is_first_pass=is_first_pass))
 
     def predict(self, rows: Positions) -> Floats:
-        """Return what the model says of examples."""
+        """Return predictions for examples."""
         found = []
         for start in range(0, len(rows), _AT_ONCE):
             minibatch = self._model.prepare(self._batch.take(rows[start : start + _AT_ONCE]), self._scratch)
@@ -184,7 +183,7 @@ class _Learner:
 
 
 def seconds_per_pass(model: SparseModel, num_examples: int, num_pairs: int, batch_size: int) -> float:
-    """Return about how long one core learns from so many examples, which have so many values in all."""
+    """Return an estimate of the seconds of one core for a pass over examples with `num_pairs` values in total."""
     num_batches = num_examples / batch_size
     if not isinstance(model, FactorModel):
         return num_pairs * 0.05e-6 * model.num_outputs + num_batches * 0.1e-3

@@ -1,14 +1,14 @@
-"""Which settings of a model suit a sample of the data: a few are tried, and then those next to the best.
+"""Search settings of a model on a sample of the data: a few start values, then the neighbours of the best.
 
-Linear models are tried with several rates and L1 penalties. Of models with factors, the weights have the rate, the
-penalty and the passes that suit a logistic regression of the same data; tried are rates and penalties of the factors,
-how often a feature must have occurred to have some, and whether weights are penalized at all: what matters in pairs
-alone has no weight of its own otherwise. Deep models' layers are tried with several rates and penalties too.
+Linear models are tried with several rates and L1 penalties. In models with factors, the weights get the rate, penalty
+and passes of a logistic regression of the same data. The search varies the rates and penalties of the factors, the
+occurrences that a feature needs for factors, and whether the weights are penalized at all: a penalty removes the weight
+of a feature that matters in pairs only. Rates and penalties of deep models' layers are tried too.
 
-A logistic regression is tried on the same examples. Where the trial has all the data, the best is taken, and features
-have factors if that is better than the logistic regression by more than the standard error. Where it has a part, in
-which features are rarer than in all, the usual settings are taken unless others are better by more than the standard
-error, and features have factors unless the logistic regression is better by more than two.
+A logistic regression is tried on the same examples. If the trial has all the data, the best settings win, and features
+get factors if these are better than the logistic regression by more than a standard error. If the trial has a part of
+the data, features are rarer than in all data. Then the usual settings win unless others are better by more than a
+standard error, and features get factors unless the logistic regression is better by more than two.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Settings = Mapping[str, Any]
 FACTORS: Final[tuple[Settings, ...]] = tuple(
     {"factor_lr": 0.1, "factor_l2": l2, "factor_min_count": 1} for l2 in (0.3, 0.1, 0.03, 0.01)
 )
-"""What factors are tried with, beside the usual settings."""
+"""Settings of factors to try, in addition to the usual ones."""
 NO_FACTORS: Final[Settings] = {"factor_min_count": MOST_COUNTED}
 _OTHER_L2 = (0.55, 1.8)
 _OTHER_RATES = (0.3, 3.0)
@@ -42,10 +42,10 @@ _TOWER_L2 = 0.1
 _OTHER_L1 = (0.1, 10.0, 100.0)
 _ROUNDS = 2
 _WIDE_ROUNDS = 5
-_LEAST_REFINED = 200  # examples: fewer cannot tell settings apart that are alike
-_LEAST_GAIN = 1e-3  # of the loss
-_CHANCE = 2.0  # standard errors: of a part, in which features are rarer than in all; and of few examples
-_WIDE = 4.0  # times as long a trial
+_LEAST_REFINED = 200  # examples: fewer cannot distinguish similar settings
+_LEAST_GAIN = 1e-3  # fraction of the loss
+_CHANCE = 2.0  # standard errors, for a part of the data (where features are rarer) and for few examples
+_WIDE = 4.0  # factor on the time of a trial
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,11 +70,11 @@ def tune_linear(
     default: TunedModel | None = None,
     given: Collection[str] = (),
 ) -> TunedModel:
-    """Return what suits a linear model, of these update rules and those next to the best of them.
+    """Return the best settings of a linear model, from these update rules and the neighbours of the best rule.
 
-    The first rule is kept unless another is better by more than a standard error, or two of up to 5,000 examples: the
-    best of many rules is better by chance. The settings of a rule that were `given` by the user, such as ``l1``, do not
-    change. With a `default`, whose rule is the first one, the search is wide.
+    The first rule is kept unless another is better by more than a standard error (two for up to 5,000 examples): the
+    best of many rules is better by chance. Settings that were `given` by the user, such as ``l1``, do not change. With
+    a `default`, whose rule is the first one, the search is wide.
     """
     is_wide = default is not None
     trial = ModelTrial(
@@ -84,9 +84,9 @@ def tune_linear(
     best = min(tried, key=_mean_loss)
     seen = set(rules)
     for _ in range(_WIDE_ROUNDS if is_wide else _ROUNDS if trial.num_examples >= _LEAST_REFINED else 0):
-        others = [rule for rule in _next_rules(best.rule, given) if len(rules) > 1 and rule not in seen]
-        seen.update(others)
-        former, best = best, min([best, *trial.run_all([(model, rule) for rule in others])], key=_mean_loss)
+        neighbours = [rule for rule in _next_rules(best.rule, given) if len(rules) > 1 and rule not in seen]
+        seen.update(neighbours)
+        former, best = best, min([best, *trial.run_all([(model, rule) for rule in neighbours])], key=_mean_loss)
         if best is former:
             break
     if not best.losses.is_below(tried[0].losses, _CHANCE if trial.num_examples <= SMALL else 1.0):
@@ -97,7 +97,7 @@ def tune_linear(
 
 
 def _next_rules(rule: UpdateRule, given: Collection[str]) -> list[UpdateRule]:
-    """Return rules next to one, which differ from it in settings that were not `given`."""
+    """Return the neighbours of a rule, which differ in one setting that was not `given`."""
     if not isinstance(rule, FTRL):
         return []
     return [
@@ -107,7 +107,7 @@ def _next_rules(rule: UpdateRule, given: Collection[str]) -> list[UpdateRule]:
 
 
 class FactorSearch:
-    """Settings of a model with factors, tried on a sample."""
+    """Search settings of a model with factors on a sample."""
 
     def __init__(
         self,
@@ -127,10 +127,10 @@ class FactorSearch:
         self._tried: dict[tuple[SparseModel, UpdateRule], TriedModel] = {}
 
     def run(self, linear: TunedModel, unpenalized: UpdateRule) -> TunedModel:
-        """Return the settings that suit the data.
+        """Return the best settings.
 
-        `linear` is what was found for a logistic regression; `unpenalized` its rule without an L1 penalty, or with the
-        one that was given. With a default, the search is wide, and the default is kept unless others are better by more
+        `linear` are the settings of a logistic regression; `unpenalized` is its rule without an L1 penalty, or with the
+        given one. With a default, the search is wide, and the default is kept unless other settings are better by more
         than a standard error.
         """
         rule = linear.rule
@@ -147,7 +147,7 @@ class FactorSearch:
             self._try([(self._settings_of(min(self._tried.values(), key=_mean_loss).model), unpenalized)])
         chosen = self._chosen(usual)
         of_linear = self._losses_of_linear(rule)
-        has_factors = of_linear is None or self._are_worth_it(chosen.losses, of_linear)
+        has_factors = of_linear is None or self._has_gain(chosen.losses, of_linear)
         found = chosen.losses if of_linear is None or has_factors else of_linear
         if self._default is not None and not found.is_below(self._losses_of(self._default)):
             return self._default
@@ -155,9 +155,9 @@ class FactorSearch:
             without = self._model.settled(NO_FACTORS)
             if without.value_of("factor_min_count") == MOST_COUNTED:
                 note = (
-                    f"factors do not help here: on held-out examples {self._model.loss_name} is "
-                    f"{chosen.losses.mean:.4f} with them and {of_linear.mean:.4f} without, so that no feature has any "
-                    "(--factor-min-count gives them some)"
+                    f"factors do not help here: {self._model.loss_name} on held-out examples is "
+                    f"{chosen.losses.mean:.4f} with factors and {of_linear.mean:.4f} without. No feature gets factors. "
+                    "Pass --factor-min-count to use them"
                 )
                 return dataclasses.replace(linear, model=without, note=note)
         optimism = self._trial.optimism(chosen) if self._trial.is_whole else linear.optimism
@@ -181,7 +181,7 @@ class FactorSearch:
         of_linear = self._losses_of_linear(found.rule) if found.note is not None else None
         return of_linear or self._try([(self._settings_of(found.model), found.rule)])[0].losses
 
-    def _are_worth_it(self, with_factors: HeldOutLosses, without: HeldOutLosses) -> bool:
+    def _has_gain(self, with_factors: HeldOutLosses, without: HeldOutLosses) -> bool:
         if self._trial.is_whole:
             return with_factors.is_below(without) and with_factors.mean < (1 - _LEAST_GAIN) * without.mean
         return not without.is_below(with_factors, _CHANCE)
@@ -196,14 +196,14 @@ class FactorSearch:
         return {name: getattr(model, name) for name in self._model.usual}
 
     def _try(self, settings: Iterable[tuple[Settings, UpdateRule]]) -> list[TriedModel]:
-        """Try what has not been tried; return what came of all."""
+        """Try new settings; return the results of all."""
         wanted = [(self._model.settled(found), rule) for found, rule in settings]
-        new = [each for each in dict.fromkeys(wanted) if each not in self._tried]
+        new = [pair for pair in dict.fromkeys(wanted) if pair not in self._tried]
         self._tried |= dict(zip(new, self._trial.run_all(new), strict=True))
-        return [self._tried[each] for each in wanted]
+        return [self._tried[pair] for pair in wanted]
 
     def _next_to(self, best: TriedModel, unpenalized: UpdateRule) -> list[tuple[Settings, UpdateRule]]:
-        """Return the settings that differ in one from the best."""
+        """Return the settings that differ from the best ones in one value."""
         found = self._settings_of(best.model)
         changes = [
             *({"factor_l2": found["factor_l2"] * factor} for factor in _OTHER_L2),

@@ -1,18 +1,18 @@
-"""A fast logistic regression on a sample of the data, in this process: how good an update rule is after each pass.
+"""Try update rules of a logistic regression on a sample of the data, in a fast loop of this process.
 
-The sample's examples are trained on in the loop that servers and workers make up otherwise, but for a part that is held
-out; after each pass the loss on that part is taken, and the passes are those after which it hardly falls any more.
+The loop does the arithmetic of servers and workers. A part of the examples is held out. After each pass the loss on the
+held-out part is measured; the chosen number of passes is the point after which the loss hardly decreases.
 
-Of up to 5,000 examples each fifth is held out in turn. Of more, an eighth is held out: the last ones where the rate or
-the loss drifts, else runs of 16 from everywhere, and up to five such eighths until they hold 500 examples of the rarer
-class. Where examples have copies, as where rare ones were multiplied, all copies of one are on the same side, or
-learning by heart would look like learning.
+Up to 5,000 examples are split into five folds, each held out in turn. Of more examples an eighth is held out: the
+newest ones if the click rate or the loss drifts, else runs of 16 from the whole sample, and up to five such eighths
+until they contain 500 examples of the rarer class. If examples have copies, as after oversampling, all copies of an
+example are on the same side; otherwise memorizing would look like learning.
 
-With few examples the lowest of many losses is low by chance. So of up to 5,000 examples, if they have fewer features
-than that, 8 passes of the first rule are usual, and others count with their loss plus half a standard error of its
-difference to the usual. More caution costs more than it saves where L2 penalties are among the others: on 26 small
-sets, public and generated (defaults.md), AUC is 0.001 higher with half an error than with one, and 0.002 than with
-three.
+With few examples the lowest of many losses is low by chance. For up to 5,000 examples with fewer features than
+examples, 8 passes of the first rule are the standard, and other results count with their loss plus half a standard
+error of the difference to the standard. More caution costs more than it saves if L2 penalties are tried: on 26 small
+data sets, public and generated (docs/explanation/defaults.md), AUC with half an error is 0.001 higher than with one
+error and 0.002 higher than with three.
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ _MAX_PAIR_VISITS = 150_000_000
 _MAX_PAIR_VISITS_OF_FOLDS = 30_000_000
 _FOLDS = 5
 _HELD_OUT = 8
-RUN = 16  # neighbours that are held out together
+RUN = 16  # neighbours on the same side of a split
 _ENOUGH_RARE = 500  # held-out examples of the rarer class
 _MOST_FOLD_PAIRS = 4 << 20
 _DRIFT = 3.0  # standard errors
-_SEPARATED = 0.01  # of that loss: labels are all but certain, and more passes make weights large, not right
-_TOLERANCE = 2e-4  # of the loss of always predicting the mean: not worth more passes
+_SEPARATED = 0.01  # fraction of the base rate's loss: labels are separated, and more passes only make weights large
+_TOLERANCE = 2e-4  # fraction of the base rate's loss that does not justify more passes
 _COPIED_SHARE = 0.05
-_ALIKE = 0.99  # rows of few categories are alike too, but their labels differ
+_EQUAL_LABELS = 0.99  # rows of few categories are equal by chance too, but their labels differ
 _LEAST_DISTINCT = 50
 
 _NONE = np.empty(0, np.float32)
 
 Positions = npt.NDArray[np.int64]
 Split: TypeAlias = tuple[Positions, Positions]
-"""What is trained on, in the order of training, and what is held out."""
+"""Examples to train on, in the order of training, and held-out examples."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldOutLosses:
-    """Losses of the held-out examples, one by one; `losses` and `weights` float64 [n], `mean` theirs."""
+    """The losses and weights of the held-out examples, float64 [n], and the weighted mean loss."""
 
     losses: Doubles
     weights: Doubles
@@ -70,55 +70,55 @@ class HeldOutLosses:
 
     @classmethod
     def of(cls, losses: Doubles, weights: Doubles) -> HeldOutLosses:
-        """Return losses with their mean."""
+        """Compute the mean."""
         return cls(losses, weights, float(np.average(losses, weights=weights)) if weights.sum() > 0 else math.inf)
 
     def is_below(self, other: HeldOutLosses, errors: float = 1.0) -> bool:
-        """Return whether the mean is below another's, on the same examples, by more than so many standard errors."""
+        """Return whether the mean is below another on the same examples by more than `errors` standard errors."""
         if not math.isfinite(other.mean):
             return math.isfinite(self.mean)
         return other.mean - self.mean > errors * self._standard_error(other)
 
     def doubted_mean(self, usual: HeldOutLosses) -> float:
-        """Return the mean with what it may be low by, by chance, if `usual` would be taken otherwise."""
+        """Return the mean plus half a standard error of its difference to `usual`, the alternative."""
         return self.mean + _CAUTION * self._standard_error(usual)
 
     def _standard_error(self, other: HeldOutLosses) -> float:
-        """Return that of the difference to another's mean, on the same examples."""
+        """Return the standard error of the difference to another mean on the same examples."""
         differences = (other.losses - self.losses) * self.weights / max(float(self.weights.mean()), 1e-30)
         return float(differences.std()) / math.sqrt(len(differences))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TriedRule:
-    """An update rule that was tried: after how many passes it was good enough, and what it was like at its best."""
+    """The result of a trial: the passes until the model was good enough, and the losses of its best pass."""
 
     rule: FTRL
     passes: int
     losses: HeldOutLosses
     score: float
-    """What it is chosen by: the mean loss, a doubted one where examples are few."""
+    """The criterion for the choice: the mean loss; for few examples :meth:`HeldOutLosses.doubted_mean`."""
     optimism: Optimism
 
 
 def is_over(means: Sequence[float]) -> bool:
-    """Return whether a trial with these losses after each pass gets no better."""
+    """Return whether a trial with these losses after each pass has stopped improving."""
     return len(means) >= 1.3 * (1 + int(np.argmin(means))) + 3
 
 
 def passes_needed(means: Sequence[float], of_constant: float) -> int:
-    """Return the passes after which the loss hardly falls, given that after each, and that of predicting the mean."""
+    """Return the passes after which the loss hardly decreases, given each pass's loss and the base rate's loss."""
     enough = max(min(means) + _TOLERANCE * of_constant, _SEPARATED * of_constant)
     return 1 + next((i for i, mean in enumerate(means) if mean <= enough), 0)
 
 
 class SampleTrial:
-    """The sample, its keys numbered, cut into what is trained on and what is held out."""
+    """The sample with numbered keys, split into examples for training and held-out examples."""
 
     def __init__(self, batch: Batch, offset: float, batch_size: int, splits: Sequence[Split]) -> None:
         unique, ids = distinct_keys(batch.keys)
         self._num_features = len(unique)
-        values, weights = (_NONE if each is None else each for each in (batch.values, batch.weights))
+        values, weights = (_NONE if array is None else array for array in (batch.values, batch.weights))
         self._arrays = (batch.indptr, ids, values, batch.labels, weights)
         self._offset, self._batch_size = offset, batch_size
         labels = batch.labels.astype(np.float64)
@@ -139,9 +139,9 @@ class SampleTrial:
         return self._losses(np.full(len(self._labels), self._offset))
 
     def usual_losses(self, rule: FTRL) -> HeldOutLosses | None:
-        """Return the losses that others have to be better than by more than chance; None where examples are enough.
+        """Return the standard losses, which a better rule must beat by more than chance; None for enough examples.
 
-        They are also enough where there are as many features: few passes suit these, and 8 are not usual.
+        With as many features as examples the result is None too: such data needs fewer than 8 passes.
         """
         if not self._num_features < len(self._all_labels) <= SMALL:
             return None
@@ -151,7 +151,7 @@ class SampleTrial:
         return self._losses(self._margins(states))
 
     def run(self, rule: FTRL, usual: HeldOutLosses | None = None, max_passes: int = MAX_PASSES) -> TriedRule:
-        """Train by a rule, as long as it gets better; judge it by doubted means if it is not the usual."""
+        """Train with a rule until it stops improving; with `usual`, judge it by doubted means."""
         states = self._fresh_states()
         scores: list[float] = []
         best: HeldOutLosses | None = None
@@ -172,13 +172,13 @@ class SampleTrial:
         return [_TrialState.fresh(self._num_features) for _ in self._splits]
 
     def _train(self, states: list[_TrialState], rule: FTRL) -> None:
-        """Make a pass over what each state is trained on."""
+        """Train each state for one pass."""
         hyper = np.array(rule.hyper)
         for state, (trained, _) in zip(states, self._splits, strict=True):
             logistic_pass(*self._arrays, trained, self._offset, self._batch_size, hyper, *state)
 
     def _optimism(self, weights: list[Floats]) -> Optimism:
-        """Return how far models are off on what is held out, beyond how far they are on what they were trained on."""
+        """Return the models' calibration error on held-out examples, beyond their error on training examples."""
         indptr, ids, values, labels, _ = self._arrays
         learned, margins = 0.0, []
         for of_one, (trained, held_out) in zip(weights, self._splits, strict=True):
@@ -203,14 +203,13 @@ class SampleTrial:
         return HeldOutLosses.of(np.logaddexp(0.0, margins) - self._labels * margins, self._weights)
 
     def _rows_of(self, positions: Positions) -> tuple[Positions, npt.NDArray[np.int32], Floats]:
-        """Return some of the examples, as CSR."""
         indptr, ids, values, _, _ = self._arrays
         chosen, pairs = pairs_of(indptr, positions)
         return chosen, ids[pairs], values[pairs] if len(values) else values
 
 
 def num_folds(batch: Batch) -> int:
-    """Return the number of parts that are held out in turn: of more than 5,000 examples by the rarer of two classes."""
+    """Return the number of parts to hold out in turn; for more than 5,000 examples by the size of the rarer class."""
     n, classes = batch.num_examples, np.unique(batch.labels, return_counts=True)[1]
     if n <= SMALL:
         return min(_FOLDS, n)
@@ -219,7 +218,7 @@ def num_folds(batch: Batch) -> int:
 
 
 def has_drifting_loss(batch: Batch, offset: float, batch_size: int, rule: FTRL) -> bool:
-    """Return whether the newest eighth is predicted worse, beyond chance, than unknown examples from before it."""
+    """Return whether the newest eighth is predicted worse than held-out older examples, beyond chance."""
     n = batch.num_examples
     older, newest = n - n // _HELD_OUT, n // _HELD_OUT
     is_held_out = np.arange(older) // RUN % _HELD_OUT == 0
@@ -232,7 +231,7 @@ def has_drifting_loss(batch: Batch, offset: float, batch_size: int, rule: FTRL) 
 
 
 def held_out_splits(batch: Batch, *, is_mixed: bool) -> Iterator[Split]:
-    """Yield positions of examples; those that are held out come from everywhere if `is_mixed`, else from the end."""
+    """Yield positions of examples; held-out ones come from the whole batch if `is_mixed`, else from its end."""
     n, random = batch.num_examples, np.random.default_rng(0)
     copies = copies_of(batch)
     groups = copies if copies is not None else np.arange(n) // (RUN if n > SMALL else 1)
@@ -253,10 +252,10 @@ def held_out_splits(batch: Batch, *, is_mixed: bool) -> Iterator[Split]:
 
 
 def copies_of(batch: Batch) -> Positions | None:
-    """Return of each example the number of those that it is a copy of; None where there are no copies to mind.
+    """Return each example's group of copies; None if copies do not matter.
 
-    There are if more than 5% of the examples have the features of others, and 99% of these their label too: of few
-    categories, in which examples are alike by chance, labels differ.
+    Copies matter if more than 5% of the examples have the same features as another example, and 99% of these also the
+    same label. With few categories examples are equal by chance, and their labels differ.
     """
     n = batch.num_examples
     mixed = (batch.keys ^ (batch.keys >> np.uint64(32))) * np.uint64(0x9E3779B97F4A7C15)
@@ -269,12 +268,12 @@ def copies_of(batch: Batch) -> Positions | None:
     if len(counts) < _LEAST_DISTINCT or is_copied.sum() < _COPIED_SHARE * n:
         return None
     positives = np.bincount(group, batch.labels > 0, len(counts))
-    alike = np.maximum(positives, counts - positives)[counts > 1].sum()
-    return group.astype(np.int64) if alike >= _ALIKE * is_copied.sum() else None
+    num_equal = np.maximum(positives, counts - positives)[counts > 1].sum()
+    return group.astype(np.int64) if num_equal >= _EQUAL_LABELS * is_copied.sum() else None
 
 
 class _TrialState(NamedTuple):
-    """A model that is tried: as :func:`logistic_pass` has it."""
+    """A model in a trial, as :func:`logistic_pass` expects it."""
 
     rows: Floats
     gradients: Floats

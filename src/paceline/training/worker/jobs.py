@@ -1,7 +1,4 @@
-"""The jobs that workers understand: train on leased shards, predict them, or solve by blocks of columns.
-
-And a worker's side of the leases of their shards, and of the counters of a job.
-"""
+"""The tasks of workers, their leases of shards, and their counters of a job."""
 
 from __future__ import annotations
 
@@ -21,26 +18,26 @@ from paceline.training.weighting import Weighting
 from paceline.transport import register_type
 
 FOREVER_S: Final = 365 * 86400.0
-"""How long a worker waits for a shard, or for a job."""
+"""A worker's timeout for a shard or a job."""
 
 
 class JobRates(msgspec.Struct, frozen=True, kw_only=True):
-    """How workers change the rates of the model's tables: the texts and numbers of a :class:`RatePlan`."""
+    """The plan for the learning rates of the model's tables: a :class:`RatePlan` as text and numbers."""
 
     schedule: str
     warmup: float
     most_passes: int
     num_examples: int
-    """Of the data, or an estimate; 0: unknown."""
+    """The examples of the data, perhaps an estimate; 0: unknown."""
 
 
 class WorkerTask(msgspec.Struct, frozen=True, kw_only=True):
     """A job for the workers of a cluster. `task` is ``train``, ``evaluate``, ``read-columns`` or ``solve-blocks``.
 
-    `model` is what :meth:`SparseModel.describe` returned, `dataset` a :meth:`Dataset.spec`, `update` the rule of those
-    tables for which the model has none of its own. `filters` and `pull_filters` (None: the same) are texts of
-    :func:`paceline.filters.parse_filters`. A worker mixes the examples of `shards_at_once` shards.
-    `solve` is of a job that solves by blocks, and follows one that reads columns.
+    `model` is a :meth:`SparseModel.describe`, `dataset` a :meth:`Dataset.spec`, `update` the rule of the tables without
+    a rule from the model. `filters` and `pull_filters` (None: the same) are texts for
+    :func:`paceline.filters.parse_filters`. A worker mixes the examples of `shards_at_once` shards. A job with `solve`
+    solves by blocks; it follows a job that reads columns.
     """
 
     task: str
@@ -52,31 +49,31 @@ class WorkerTask(msgspec.Struct, frozen=True, kw_only=True):
     weighting: Weighting = Weighting()
     shards_at_once: int = 1
     is_shuffled: bool = False
-    """Whether examples come in random order."""
+    """Whether the order of examples is random."""
     epochs: int = 1
-    """How often the whole training reads the data."""
+    """Passes over the data in the whole training."""
     reordered: tuple[int, ...] = ()
-    """Passes in the opposite order, because an earlier run began them with other options."""
+    """Passes with the opposite order, because an earlier run started them with other options."""
     filters: str = ""
     pull_filters: str | None = None
     solve: SolveTask | None = None
     rates: JobRates | None = None
-    """None: rates stay as they are."""
+    """None: constant rates."""
 
     def shuffles(self, epoch: int) -> bool:
-        """Return whether a pass, from 0 up, is shuffled."""
+        """Return whether pass `epoch`, counted from 0, is shuffled."""
         return (self.is_shuffled and epoch < self.epochs - 1) != (epoch in self.reordered)
 
     def filter_chains(self, *, exact: bool = False) -> tuple[Sequence[Filter], Sequence[Filter] | None]:
-        """Return the filters, and those of what is pulled; with `exact`, those that change nothing.
+        """Return the filters of pushes and of pulls; with `exact`, only the filters that change no value.
 
-        Raises UsageError if there are none of these names.
+        Raises UsageError for unknown filters.
         """
         texts = (self.filters, self.pull_filters)
         pushed, pulled = (
             None
             if text is None
-            else [each for each in parse_filters(text).filters if not exact or each.preserves == "exact"]
+            else [kind for kind in parse_filters(text).filters if not exact or kind.preserves == "exact"]
             for text in texts
         )
         return pushed or [], pulled
@@ -86,66 +83,66 @@ encode = msgspec.json.encode
 
 
 def decode(data: bytes) -> WorkerTask:
-    """Return the job that :data:`encode` wrote."""
+    """Return the task in the bytes of :data:`encode`."""
     return msgspec.json.decode(data, type=register_type(WorkerTask))
 
 
 class WorkerLeases:
-    """The shards of a job that a worker gets. The next one is asked for while this one is read."""
+    """A worker's leases of a job's shards. The next shard is requested while the worker reads this one."""
 
     def __init__(self, link: SchedulerLink, job: int) -> None:
         self._link = link
         self._job = job
-        self._asked: Callable[[], Lease] | None = None
+        self._requested: Callable[[], Lease] | None = None
         self._ended: set[int] = set()
 
     def prefetch(self) -> None:
-        """Ask for the next shard, without waiting for the answer."""
-        if self._asked is None:
-            self._asked = self._link.start(messages.TakeLease(job=self._job, wait=False), Lease)
+        """Request the next shard without waiting for the reply."""
+        if self._requested is None:
+            self._requested = self._link.start(messages.TakeLease(job=self._job, wait=False), Lease)
 
     def next_nowait(self) -> Lease | None:
-        """Return the next lease (its number is ALL_DONE if there is none any more), or None if there is none now."""
+        """Return the next lease, or None if no shard is free now. Its number is ALL_DONE after the last shard."""
         self.prefetch()
-        assert self._asked is not None
-        lease, self._asked = self._asked(), None
+        assert self._requested is not None
+        lease, self._requested = self._requested(), None
         return None if lease.lease == NONE_FREE else lease
 
     def wait_next(self) -> Lease:
-        """Return the next lease when there is one; one that somebody else holds may come back."""
+        """Wait for the next lease: a shard that another worker holds may return."""
         lease: Lease = self._link.call(messages.TakeLease(job=self._job, wait=True), Lease, timeout_s=FOREVER_S)
         return lease
 
     def read(self, file: int, num_shards: int | None) -> None:
-        """Report the number of a file's shards, if known; at once, or shards behind its end are leased for ever."""
+        """Report the number of a file's shards, if known. Otherwise shards after the file's end are leased forever."""
         if num_shards is not None and file not in self._ended:
             self._ended.add(file)
             self._link.tell(messages.FileEnded(job=self._job, file=file, num_shards=num_shards))
 
     def done(self, lease: Lease, progress: dict[str, float]) -> None:
-        """Report a shard, all of whose pushes are acknowledged."""
+        """Report a shard as done: all its pushes are acknowledged."""
         self._link.tell(messages.LeaseDone(job=self._job, lease=lease.lease, progress=progress))
 
 
 @dataclass
 class WorkerCounters:
-    """What a worker has done in one job; it goes to the scheduler with the heartbeats."""
+    """A worker's counters of one job, sent to the scheduler with the heartbeats."""
 
     job: int
     examples: int = 0
     weight: float = 0.0
-    """How often examples count, summed."""
+    """The sum of the examples' weights."""
     held: int = 0
-    """Examples that are kept in memory, for the solver by blocks."""
+    """Examples in memory for the block solver."""
     loss: float = 0.0
     positives: int = 0
     bad_lines: int = 0
     first_pass: FirstPass = field(default_factory=FirstPass)
     start_bytes: tuple[int, int] = (0, 0)
-    told: float = field(default_factory=time.monotonic)
+    reported_s: float = field(default_factory=time.monotonic)
 
     def as_progress(self, client: Client) -> dict[str, float]:
-        """Return them by name, as the scheduler adds them up."""
+        """Return the counters by name; the scheduler sums them over workers."""
         received, sent = client.byte_counts()
         return {
             "job": self.job,

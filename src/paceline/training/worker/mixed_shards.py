@@ -1,8 +1,7 @@
-"""Shards that a worker reads at the same time, so that each minibatch has examples from all over a file.
+"""Read several shards at the same time, so that each minibatch has examples from the whole file.
 
-Where labels stand in runs, as in a file sorted by them, minibatches of neighbours would teach first the one label and
-then the other. Here shards are taken in an order that leaps through the file, and a minibatch has a few examples of
-each of those that are open.
+In a file that is sorted by label, minibatches of neighbours would teach first one label and then the other. Here the
+order of shards leaps through the file, and a minibatch has a few examples of each open shard.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _LEAP: Final = (math.sqrt(5) - 1) / 2  # the golden section: successive leaps la
 
 
 def leaping(shard: int, num_shards: int, epoch: int) -> int:
-    """Return the shard to be read in place of this one: a permutation of all, another one in each epoch."""
+    """Return the shard to read instead of `shard`: a permutation of all shards that depends on the epoch."""
     step = max(round(num_shards * _LEAP), 1)
     while math.gcd(step, num_shards) != 1:
         step += 1
@@ -35,9 +34,10 @@ class _OpenShard:
 
 
 class MixedShards:
-    """The shards of a data set that are open; `most` of them at a time, as far as the file can be entered anywhere.
+    """The open shards of a data set, at most `most`.
 
-    A file that cannot (gzip) is read in its order once, and mixed in later epochs, if its shards are cached.
+    A file that can only be read from its beginning (gzip) is read in its order in the first epoch; later epochs mix its
+    shards if these are cached.
     """
 
     def __init__(self, dataset: Dataset, weighting: Weighting, batch_size: int, most: int) -> None:
@@ -58,14 +58,14 @@ class MixedShards:
 
     @property
     def is_first_pass(self) -> bool:
-        """Whether all that is open is read for the first time."""
-        return all(each.lease.epoch == 0 for each in self._open)
+        """Whether all open shards are read for the first time."""
+        return all(shard.lease.epoch == 0 for shard in self._open)
 
     def open(self, lease: Lease) -> None:
-        """Begin to read the shard of a lease, or one in its place."""
+        """Start to read the shard of a lease, or the shard in its place."""
         dataset, shard = self._dataset, lease.shard
         can_enter = dataset.can_enter(lease.file)
-        num_shards = lease.num_shards if can_enter or lease.epoch else 0  # as every worker has it
+        num_shards = lease.num_shards if can_enter or lease.epoch else 0  # the same on every worker
         self._in_order = not num_shards or not (can_enter or dataset.is_cached)
         if num_shards:
             shard = leaping(shard, num_shards, lease.epoch)
@@ -76,21 +76,18 @@ class MixedShards:
         self._open.append(_OpenShard(lease, batches))
 
     def next_batch(self) -> tuple[Batch | None, int, list[Lease]]:
-        """Return a few examples of each open shard, how many they stand for, and the leases of shards that have ended.
-
-        None in place of the examples if there was none.
-        """
+        """Return a few examples of each open shard (or None), the number of examples read, and the ended leases."""
         parts: list[Batch] = []
         ended: list[Lease] = []
         missing, num_read = self._batch_size, 0
         while self._open and missing > 0:
-            each = self._open.popleft()
-            part, stands_for = next(each.batches, (None, 0))
+            shard = self._open.popleft()
+            part, num_read_of_part = next(shard.batches, (None, 0))
             if part is None:
-                ended.append(each.lease)
+                ended.append(shard.lease)
             else:
                 parts.append(part)
                 missing -= part.num_examples
-                num_read += stands_for
-                self._open.append(each)
+                num_read += num_read_of_part
+                self._open.append(shard)
         return (Batch.concatenate(parts) if parts else None), num_read, ended

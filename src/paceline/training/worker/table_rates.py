@@ -1,7 +1,7 @@
-"""The rates of a training's tables, as its schedule has them change.
+"""Change the learning rates of a training's tables by its schedule.
 
-Workers change them with each minibatch, each by how far it is in its own shard; under sequential consistency the
-driver does, between passes.
+Each worker changes the rates with its minibatches, by its position in its own shard. Under sequential consistency the
+driver changes them between passes.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from paceline.training.schedules import RatePlan, parse_schedule
 from paceline.training.worker.jobs import JobRates, WorkerTask
 
 _UNPACKED = 4  # bytes of text per byte of a packed file
-_LEAST_CHANGE = 0.02  # of the rate: servers are told of no smaller one
+_LEAST_CHANGE = 0.02  # fraction of the rate: servers receive no smaller changes
 
 
 class TableRates:
-    """Changes the rates of those tables that have the training's update rule. Raises UsageError if it has no rate.
+    """Changes the rates of the model's tables that have the training's update rule.
 
-    `tables` are those of the model; `most` is how many passes the training has at most.
+    `most` is the largest number of passes. Raises UsageError if the rule has no rate.
     """
 
     def __init__(
@@ -35,15 +35,15 @@ class TableRates:
         self._share = 0.0
 
     def set_within(self, passes: float) -> None:
-        """Have servers take the rate for so many passes that are done, parts of one included."""
+        """Set the rate after a number of passes, which may be fractional."""
         self._set(self._plan.share(passes, self._most))
 
     def set_before(self, number: int) -> None:
-        """Have servers take one rate for the whole of a pass, whose number is from 1."""
+        """Set one rate for a complete pass; `number` counts from 1."""
         self._set(self._plan.share_of_pass(number, self._most))
 
     def reset(self) -> None:
-        """Have servers take the whole rate again: with it a model is saved, and may be trained further."""
+        """Set the full rate again, with which a model is saved and may be trained further."""
         self._share = 0.0
         self._set(1.0)
 
@@ -56,11 +56,10 @@ class TableRates:
 
 
 class PassProgress:
-    """How many passes over a data set are done, by how far a lease's shard is, where shards are read in their order.
+    """The number of passes done over a data set, computed from the position in a lease's shard.
 
-    `num_examples` is how many the data set has, or an estimate; 0 where that is unknown: then shards count as read to
-    their middle. Files count by their bytes. Of a packed file in its first pass the end is unknown: it is taken to hold
-    four times its bytes.
+    `num_examples` of the data set may be an estimate; if it is 0 (unknown), half of the shard counts as read. Files are
+    weighted by their bytes. A packed file in its first pass counts four times its bytes, because its size is unknown.
     """
 
     def __init__(self, dataset: Dataset, num_examples: int) -> None:
@@ -70,7 +69,7 @@ class PassProgress:
         self._num_examples = num_examples
 
     def passes(self, lease: Lease, num_read: int | None = None) -> float:
-        """Return the passes done when so many examples of the lease's shard are read (None: half of them)."""
+        """Return the passes done after `num_read` examples of the lease's shard (None: half of the shard)."""
         size = self._sizes[lease.file]
         num_shards = lease.num_shards or max(_UNPACKED * size / self._shard_bytes, 1)
         within = 0.5
@@ -81,13 +80,13 @@ class PassProgress:
 
 
 class WorkerRates:
-    """Changes rates as one worker gets on."""
+    """Changes rates by one worker's progress."""
 
     @classmethod
     def open(
         cls, job: WorkerTask, rates: JobRates, model: SparseModel, dataset: Dataset, tables: Sequence[SparseTable]
     ) -> WorkerRates:
-        """Return those of a job; `tables` are the model's."""
+        """Create the rates of a job; `tables` are the model's."""
         plan = RatePlan(schedule=parse_schedule(rates.schedule), warmup=rates.warmup)
         changed = TableRates(tables, model, from_fields(RULES, job.update), plan, rates.most_passes)
         return cls(changed, PassProgress(dataset, rates.num_examples))
@@ -97,5 +96,5 @@ class WorkerRates:
         self._progress = progress
 
     def set_within(self, lease: Lease, num_read: int | None = None) -> None:
-        """Have servers take the rate that belongs to where the worker is; arguments as PassProgress.passes has them."""
+        """Set the rate for the worker's position; arguments as for :meth:`PassProgress.passes`."""
         self._rates.set_within(self._progress.passes(lease, num_read))

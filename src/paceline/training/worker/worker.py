@@ -1,9 +1,8 @@
-"""A worker process: it takes jobs from the scheduler, shards of their data, and trains or predicts.
+"""A worker process: receive jobs and shards from the scheduler, and train or predict.
 
-The loop overlaps what it can. While a minibatch's weights are on their way, the next one is parsed and its keys
-deduped; where the consistency allows a worker to be an iteration behind itself (τ ≥ 1), the next one's weights are
-asked for as well, so that servers work while gradients are computed. Nor does it wait at the end of a shard: a shard is
-reported done when the servers have acknowledged the last push that came of it.
+The loop overlaps its work with the servers'. While a minibatch's weights are in flight, it parses the next minibatch
+and finds its distinct keys. If the consistency allows it (τ ≥ 1), it also requests the next weights before it computes
+the gradients. It does not wait at the end of a shard: it reports the shard when its last push is acknowledged.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from paceline.transport import Transport
 
 _PROGRESS_S = 0.2
 _READ_AT_ONCE = 16_384
-_EXPELLED = "this worker gave no sign of life for too long and was declared dead: start it again"
+_EXPELLED = "this worker sent no heartbeat for too long and was declared dead. Start it again"
 
 
 def run_worker(
@@ -49,28 +48,28 @@ def run_worker(
     watch: Callable[[Callable[[], None]], None] | None = None,
     on_ready: Callable[[int], None] = lambda rank: None,
 ) -> None:
-    """Work until the cluster ends.
+    """Run jobs until the cluster ends.
 
-    `watch`, if given, is called with a function that ends this process at once; `on_ready` with the rank.
+    `watch`, if given, receives a function that ends this process immediately; `on_ready` receives the rank.
     """
     if watch is not None:
         watch(lambda: os.kill(os.getpid(), signal.SIGKILL))
     expelled, ended = threading.Event(), threading.Event()
 
-    def heard(notice: msgspec.Struct) -> None:
+    def receive(notice: msgspec.Struct) -> None:
         if isinstance(notice, messages.Expelled):
             expelled.set()
-            raise PeerError(_EXPELLED)  # ends the line to the scheduler: a call may wait on it for a job
+            raise PeerError(_EXPELLED)  # closes the link to the scheduler, on which a call may wait for a job
         if isinstance(notice, messages.Ended):
             ended.set()
 
-    with Client.connect(transport, scheduler, rank=rank, timeout_s=timeout_s, on_notice=heard) as client:
+    with Client.connect(transport, scheduler, rank=rank, timeout_s=timeout_s, on_notice=receive) as client:
         on_ready(client.rank)
         worker = Worker(client, expelled)
         number = 0
         while True:
             try:
-                worker.rest()  # others may be at the end of a job, and would wait for this worker's ticks
+                worker.retire()  # otherwise workers at the end of a job wait for this worker's ticks
                 job: Job = client.link.call(messages.GetJob(after=number), Job, timeout_s=FOREVER_S)
                 if job.number < 0:
                     return
@@ -95,20 +94,20 @@ class Worker:
         self._prepared = PreparedShards()
         self._counters = WorkerCounters(0)
         self._columns: ExampleColumns | None = None
-        """What this worker holds between the two jobs of the solver by blocks."""
+        """This worker's examples between the two jobs of the block solver."""
 
     def work(self, number: int, job: jobs.WorkerTask) -> None:
-        """Do this worker's share of a job; a failure of the data is the job's, not this process's."""
+        """Do this worker's part of a job; an error of the data fails the job, not this process."""
         client = self._client
-        if number != self._counters.job:  # else shards of it have come back
+        if number != self._counters.job:  # the same job again if shards have returned
             self._counters = WorkerCounters(number, start_bytes=client.byte_counts())
             self._scratch = KeyScratch()
         counters = self._counters
         try:
             model = read_model_settings(job.model)
             tables = open_tables(client, model, from_fields(RULES, job.update))
-            for table, its in zip(tables, model.tables, strict=True):
-                table.set_filters(*job.filter_chains(exact=its.is_count))
+            for table, parameters in zip(tables, model.tables, strict=True):
+                table.set_filters(*job.filter_chains(exact=parameters.is_count))
             with open_spec(job.dataset) as dataset:
                 if job.task == "train":
                     self._train(job, model, dataset, tables, counters)
@@ -118,10 +117,10 @@ class Worker:
                     self._solve_blocks(job, counters)
                 else:
                     self._evaluate(job, model, dataset, tables, counters)
-                self.rest()
+                self.retire()
                 self._report_data(number, dataset, counters)
         except (DataError, LostRowsError, NoRoomError, UsageError) as error:
-            self._rest_after_failure()
+            self._retire_after_failure()
             self._call(messages.JobFailed(job=number, error=type(error).__name__, message=str(error)))
 
     # Training.
@@ -147,7 +146,7 @@ class Worker:
             lease = leases.next_nowait()
             if lease is None:
                 pipeline.drain()
-                self.rest()
+                self.retire()
                 lease = leases.wait_next()
             if lease.lease == ALL_DONE:
                 pipeline.drain()
@@ -161,7 +160,7 @@ class Worker:
                     rates.set_within(lease, num_before)
                 pipeline.feed(minibatch, num_read, is_first)
                 num_before += num_read
-                self._tell(counters)
+                self._report_progress(counters)
             leases.read(lease.file, dataset.ended(lease.file))
             pipeline.end_shard(lease)
 
@@ -175,12 +174,12 @@ class Worker:
         rates: WorkerRates | None,
     ) -> None:
         shards = MixedShards(dataset, job.weighting, job.batch_size, job.shards_at_once)
-        may_ask = True
+        may_lease = True
         while True:
-            while may_ask and shards.has_room:
+            while may_lease and shards.has_room:
                 lease = leases.next_nowait()
                 if lease is None or lease.lease == ALL_DONE:
-                    may_ask = False
+                    may_lease = False
                 else:
                     shards.open(lease)
                     leases.prefetch()
@@ -188,7 +187,7 @@ class Worker:
                         rates.set_within(lease)
             if not shards:
                 pipeline.drain()
-                self.rest()
+                self.retire()
                 lease = leases.wait_next()
                 if lease.lease == ALL_DONE:
                     return
@@ -196,15 +195,15 @@ class Worker:
                 shards.open(lease)
                 if rates is not None:
                     rates.set_within(lease)
-                may_ask = True
+                may_lease = True
             is_first = shards.is_first_pass
             batch, num_read, ended = shards.next_batch()
             if batch is not None:
                 minibatch = model.prepare_training(batch, self._scratch, is_first_pass=is_first)
                 pipeline.feed(minibatch, num_read, is_first)
-                self._tell(self._counters)
+                self._report_progress(self._counters)
             for lease in ended:
-                may_ask = True
+                may_lease = True
                 leases.read(lease.file, dataset.ended(lease.file))
                 pipeline.end_shard(lease)
 
@@ -218,7 +217,7 @@ class Worker:
         tables: Sequence[SparseTable],
         counters: WorkerCounters,
     ) -> None:
-        self.rest()
+        self.retire()
         leases = WorkerLeases(self._client.link, counters.job)
         while True:
             lease = leases.next_nowait() or leases.wait_next()
@@ -228,11 +227,11 @@ class Worker:
             found = []
             for batch in dataset.read(lease.file, lease.shard, max(job.batch_size, 4096)):
                 minibatch = model.prepare(batch, self._scratch)
-                asked = _ask(tables, minibatch)
-                weights = [ticket.result() for ticket in asked]
+                tickets = _pull(tables, minibatch)
+                weights = [ticket.result() for ticket in tickets]
                 found.append((minibatch.labels.copy(), minibatch.predict(weights)))
                 counters.examples += minibatch.num_examples
-                self._tell(counters)
+                self._report_progress(counters)
             self._report_predictions(counters.job, lease, found)
             leases.read(lease.file, dataset.ended(lease.file))
             leases.done(lease, counters.as_progress(self._client))
@@ -252,9 +251,9 @@ class Worker:
     def _read_columns(
         self, job: jobs.WorkerTask, model: SparseModel, dataset: Dataset, counters: WorkerCounters
     ) -> None:
-        """Read this worker's share of the examples, and hold it by column.
+        """Read this worker's part of the examples, and store it by column.
 
-        Shards are reported when there are no more: what a worker that dies has read, others read again.
+        Shards are reported after the last one: if a worker dies, the other workers read all its shards again.
         """
         leases, collector = WorkerLeases(self._client.link, counters.job), ColumnCollector()
         held: list[Lease] = []
@@ -263,8 +262,8 @@ class Worker:
         while True:
             lease = leases.next_nowait()
             if lease is None:
-                for each in held:
-                    leases.done(each, counters.as_progress(self._client))
+                for read_lease in held:
+                    leases.done(read_lease, counters.as_progress(self._client))
                 held = []
                 lease = leases.wait_next()
             if lease.lease == ALL_DONE:
@@ -278,66 +277,66 @@ class Worker:
                 counters.held += batch.num_examples
                 counters.weight += summed_weight(batch.num_examples, batch.weights)
                 counters.positives += int(np.count_nonzero(batch.labels))
-                self._tell(counters)
+                self._report_progress(counters)
             leases.read(lease.file, dataset.ended(lease.file))
             held.append(lease)
         self._columns = collector.finish()
 
     def _solve_blocks(self, job: jobs.WorkerTask, counters: WorkerCounters) -> None:
-        """Take part in the passes over blocks of columns, with the examples read in the job before."""
+        """Take part in the passes over blocks of columns, with the examples of the job before."""
         assert job.solve is not None
         leases, columns = WorkerLeases(self._client.link, counters.job), self._columns
         self._columns = None
         self._take_part()
         lease = leases.next_nowait()
-        if lease is None:  # this worker came later
-            self.rest()
+        if lease is None:  # this worker joined later
+            self.retire()
             lease = leases.wait_next()
         if lease.lease == ALL_DONE:
             return
         if columns is None:
-            raise LostRowsError("a worker that held examples was started again")
+            raise LostRowsError("a worker that held examples has restarted")
         held = [lease]
         solver = BlockSolver.open(self._client, job.solve, columns, *job.filter_chains())
-        for told in solver.run(job.solve.examples):
-            self._tell(counters)
-            if told is None:
+        for block_pass in solver.run(job.solve.examples):
+            self._report_progress(counters)
+            if block_pass is None:
                 continue
             if solver.is_reporter:
-                fields = {"kind": "pass", **msgspec.to_builtins(told)}
+                fields = {"kind": "pass", **msgspec.to_builtins(block_pass)}
                 self._call(messages.Report(job=counters.job, fields=fields))
             more = leases.next_nowait()
-            if more is not None and more.lease == ALL_DONE:  # whoever posted the job has ended it
+            if more is not None and more.lease == ALL_DONE:  # the driver has ended the job
                 return
             held += [] if more is None else [more]
-        self.rest()
-        for each in held:
-            leases.done(each, counters.as_progress(self._client))
+        self.retire()
+        for lease in held:
+            leases.done(lease, counters.as_progress(self._client))
 
     # With the scheduler.
 
-    def _tell(self, counters: WorkerCounters) -> None:
-        if self._expelled.is_set():  # its shards are others' by now
+    def _report_progress(self, counters: WorkerCounters) -> None:
+        if self._expelled.is_set():  # other workers have its shards
             raise PeerError(_EXPELLED)
-        now = time.monotonic()
-        if now - counters.told > _PROGRESS_S:
-            counters.told = now
+        time_s = time.monotonic()
+        if time_s - counters.reported_s > _PROGRESS_S:
+            counters.reported_s = time_s
             self._client.link.tell(messages.Heartbeat(progress=counters.as_progress(self._client)))
 
     def _call(self, message: msgspec.Struct, body: tuple[Any, ...] = ()) -> Any:
         return self._client.link.call(message, body=body)
 
-    def rest(self) -> None:
-        """Have no other worker wait for this one."""
+    def retire(self) -> None:
+        """Leave the iterations, so that no other worker waits for this one."""
         if not self._retired:
             self._client.retire()
             self._retired = True
 
-    def _rest_after_failure(self) -> None:
-        """Rest; that more of what was pushed before is refused as well is no news."""
+    def _retire_after_failure(self) -> None:
+        """Leave the iterations; ignore that further earlier pushes are rejected too."""
         with contextlib.suppress(NoRoomError, UsageError):
-            self.rest()
-        self.rest()
+            self.retire()
+        self.retire()
 
     def _take_part(self) -> None:
         if self._retired:
@@ -359,8 +358,8 @@ class Worker:
             self._call(messages.Report(job=number, fields=fields))
 
 
-def _ask(tables: Sequence[SparseTable], minibatch: Minibatch, ahead: int = 0) -> list[Ticket]:
-    """Ask for the rows that a minibatch needs; of a table that is for training alone, none to predict."""
+def _pull(tables: Sequence[SparseTable], minibatch: Minibatch, ahead: int = 0) -> list[Ticket]:
+    """Request a minibatch's rows; a minibatch of predictions needs no rows of tables for training alone."""
     return [
         table.pull_async(keys, assume_unique=True, ahead=ahead)
         for table, keys in zip(tables, minibatch.keys, strict=False)
@@ -368,9 +367,9 @@ def _ask(tables: Sequence[SparseTable], minibatch: Minibatch, ahead: int = 0) ->
 
 
 class _Pipeline:
-    """Minibatches on their way: asked for, computed, pushed, acknowledged.
+    """The minibatches in flight: requested, computed, pushed, acknowledged.
 
-    `ahead` is 1 where the next minibatch's weights may be asked for before this one's gradient is pushed.
+    With `ahead` 1 the next minibatch's weights may be requested before the push of this one's gradients.
     """
 
     def __init__(
@@ -388,29 +387,29 @@ class _Pipeline:
         self._counters = counters
         self._ahead = ahead
         self._current: tuple[Minibatch, int, bool, list[Ticket]] | None = None
-        self._shards: list[Lease] = []  # whose last minibatch is the current one
+        self._shards: list[Lease] = []  # shards that end with the current minibatch
         self._unconfirmed: deque[tuple[Ticket, list[Lease], dict[str, float]]] = deque()
 
     def feed(self, minibatch: Minibatch, num_read: int, is_first_pass: bool) -> None:
-        """Take the next minibatch, which stands for so many examples; finish the one before."""
+        """Request the weights of the next minibatch, made from `num_read` examples; finish the one before."""
         if self._ahead and self._current is not None:
-            asked = _ask(self._tables, minibatch, ahead=1)
+            tickets = _pull(self._tables, minibatch, ahead=1)
             self._finish_current()
         else:
             self._finish_current()
-            asked = _ask(self._tables, minibatch)
-        self._current = (minibatch, num_read, is_first_pass, asked)
+            tickets = _pull(self._tables, minibatch)
+        self._current = (minibatch, num_read, is_first_pass, tickets)
         if self._unconfirmed and self._unconfirmed[0][0].done():
             self._confirm()
 
     def end_shard(self, lease: Lease) -> None:
-        """Note that the current minibatch is the last of a shard."""
+        """Record that the current minibatch is the last of a shard."""
         self._shards.append(lease)
         if self._current is None:  # the shard was empty
             self.drain()
 
     def drain(self) -> None:
-        """Finish all that is on its way."""
+        """Finish everything in flight."""
         self._finish_current()
         while self._unconfirmed:
             self._confirm()
@@ -421,9 +420,9 @@ class _Pipeline:
     def _finish_current(self) -> None:
         if self._current is None:
             return
-        minibatch, num_read, is_first_pass, asked = self._current
+        minibatch, num_read, is_first_pass, tickets = self._current
         self._current = None
-        gradients, loss = minibatch.gradients([ticket.result() for ticket in asked])
+        gradients, loss = minibatch.gradients([ticket.result() for ticket in tickets])
         for number, keys in reversed(list(enumerate(minibatch.gradient_keys))):  # the first table ends the iteration
             if len(keys) or not number:
                 pushed = self._tables[number].push(keys, gradients[number], tick=not number, assume_unique=True)
@@ -441,7 +440,7 @@ class _Pipeline:
         pushed, shards, progress = self._unconfirmed.popleft()
         pushed.wait()
         with self._client.servers.lock:
-            self._client.servers.raise_failures()  # of the shards' pushes before
+            self._client.servers.raise_failures()  # failures of the shards' earlier pushes
         self._report(shards, progress)
 
     def _report(self, shards: list[Lease], progress: dict[str, float]) -> None:
