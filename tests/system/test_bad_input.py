@@ -53,7 +53,7 @@ def test_malformed_lines(paceline: Commands, click_log: tuple[Path, Path], tmp_p
     assert "bad.tsv, line 11: " in predicted.err
     assert "11,994 predictions in" in predicted.err
     quiet = paceline.succeed("predict", "m", "bad.tsv", "-o", "out", "-q")
-    assert quiet.err.startswith("paceline: no prediction for what was not understood: ")
+    assert quiet.err.startswith("paceline: malformed lines have no prediction: ")
     failed = paceline.run("predict", "m", "bad.tsv", "-o", "strict-out", "--strict")
     assert (failed.status, len(failed.err.splitlines())) == (1, 1)
     assert not (tmp_path / "strict-out").exists()

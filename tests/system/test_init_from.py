@@ -72,8 +72,8 @@ def test_columns_are_those_of_the_model_and_what_does_not_fit_is_refused(
     others = ["--label", "label", "--categorical", "site", "--ignore", "size"]
     assert "was trained with other columns" in fail(*common, "--init-from", "model", *others)
     criteo = ("train", click_log[0], "-q", "--workers", "1", "--init-from", "model")
-    assert "was trained on csv, and has none of the features of criteo" in fail(*criteo)
-    assert "train with the same --update" in fail(*common, "--init-from", "model", "--update", "sgd")
-    assert "train it further with --model lr" in fail(*common, "--init-from", "model", "--model", "softmax")
+    assert "was trained on csv and has no features of criteo" in fail(*criteo)
+    assert "Train with the same --update" in fail(*common, "--init-from", "model", "--update", "sgd")
+    assert "Train it further with --model lr" in fail(*common, "--init-from", "model", "--model", "softmax")
     assert "holds no model" in fail(*common, "--init-from", "nothing")
     assert "give one of them" in fail(*common, "--init-from", "model", "--resume", "snaps")

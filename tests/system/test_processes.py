@@ -37,7 +37,7 @@ def test_an_interrupted_training_saves_what_it_has(
     finished = running.wait()
     assert finished.status == 130
     assert finished.out == ""
-    assert sentences(finished.err) == ["paceline: the model so far is saved in model", "paceline: interrupted"]
+    assert sentences(finished.err) == ["paceline: the unfinished model is saved in model", "paceline: interrupted"]
     assert json.loads((tmp_path / "model" / "manifest.json").read_text())["model"]["finished"] is False
     assert paceline.succeed("predict", "model", click_log[1], "--json").json["auc"] > 0.6
 
@@ -126,7 +126,7 @@ def test_a_killed_server_with_replicas(paceline: Commands, click_log: tuple[Path
     """What it had is served by the other one, and the training ends as if nothing had been."""
     options = ["--servers", "2", "--replicas", "1", "--eval", str(click_log[1]), "--json", "--consistency", consistency]
     running = start(paceline, click_log, "--epochs", "40", *options)
-    told = "a server died: its replicas serve what it had, and another server takes its place"
+    told = "a server died: its replicas serve its rows, and another server takes its place"
     running.children("server")[-1].kill()
     running.wait_line(told)
     finished = running.wait()
@@ -178,7 +178,7 @@ def test_a_failure_never_replaces_a_finished_model(
         worker.kill()
     finished = running.wait()
     assert finished.status == 1
-    assert "paceline: all workers have died: nobody is left to train" in finished.err
-    assert "the model so far is saved in model-unfinished" in finished.err
+    assert "paceline: all workers have died" in finished.err
+    assert "the unfinished model is saved in model-unfinished" in finished.err
     assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
     assert paceline.succeed("predict", "model-unfinished", click_log[1], "--json").json["examples"] == 4_000

@@ -119,7 +119,7 @@ def test_what_is_told(paceline: Commands, tmp_path: Path) -> None:
     passes = found.json["block_passes"]
     assert [each["number"] for each in passes] == [1, 2, 3]
     assert passes[-1]["ended"] == "passes"
-    assert "a larger --epochs goes on" in found.err
+    assert "Pass a larger --epochs" in found.err
     assert "pass 2: objective" in found.err
     assert "of the columns active" in found.err
     assert (tmp_path / "passes.svg").read_text().startswith("<svg")
@@ -135,7 +135,7 @@ def test_what_is_told(paceline: Commands, tmp_path: Path) -> None:
     assert "labels separated after" in separated.out
     (tmp_path / "one.svm").write_text("1 1:1 2:1\n1 2:1\n")
     one = paceline.succeed("train", "one.svm", *common[2:4], "--workers", "2", "--save", "one")
-    assert "all 2 labels are 1: there is no best intercept" in one.err
+    assert "all 2 labels are 1: no intercept is best" in one.err
 
 
 def test_a_worker_that_dies_is_done_without(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_a_worker_that_dies_is_done_without(tmp_path: Path) -> None:
 
         result = training().run()
         assert result.block_passes[-1].objective == pytest.approx(best_objective(matrix, labels, 1.5, 0.0), rel=2e-6)
-        assert any("all is read again, and the passes begin anew" in each for each in told)
+        assert any("workers read all data again" in each for each in told)
         assert result.lost_workers == 1
         killed.clear()
         start = time.monotonic()

@@ -86,7 +86,7 @@ def test_a_cluster_by_hand(paceline: Commands, click_log: tuple[Path, Path], tmp
     long.signal(signal.SIGINT)
     finished = long.wait()
     assert finished.status == 130
-    assert "the model so far is saved in unfinished" in finished.err
+    assert "the unfinished model is saved in unfinished" in finished.err
 
     # Workers are free again for the next job, which starts with an empty table, whatever its hyperparameters.
     first = train_once(paceline, *joining, "--lr", "0.03", "--l1", "0.5", data=click_log)
@@ -136,7 +136,7 @@ def test_servers_join_and_leave_while_a_sequential_training_runs(
     assert training.process.poll() is None
     training.signal(signal.SIGINT)
     finished = training.wait()
-    assert (finished.status, "the model so far is saved in unfinished" in finished.err) == (130, True)
+    assert (finished.status, "the unfinished model is saved in unfinished" in finished.err) == (130, True)
     assert 0.6 < paceline.succeed("predict", "unfinished", click_log[1], "--json").json["auc"] < 1.0
     end(scheduler, third, worker)
 

@@ -118,15 +118,15 @@ def test_what_is_wrong_is_said_in_a_sentence(
         return finished.err
 
     other = fail("train", evaluation, *common[2:], "--resume", folder)
-    assert "file 1 was train.tsv of" in other
-    assert "resume with the same files" in other
+    assert "file 1 of its training was train.tsv" in other
+    assert "Resume with the same files" in other
     rule = fail(*common, "--update", "sgd", "--resume", folder)
     assert "sparse(dim=1, FTRL(" in rule
     assert "sparse(dim=1, SGD(" in rule
 
     fewer = paceline.succeed("train", train, "--epochs", "1", *common[4:], "--resume", folder)
     assert "nothing was left to train: " in fewer.err
-    assert " has all examples of 1 epochs; a larger --epochs goes on" in fewer.err
+    assert " has all examples of 1 epochs. Pass a larger --epochs" in fewer.err
 
     # Damage: the newest one is named with its checksum, and the one before is used.
     *before, newest = [path.parent for path in whole_snapshots(folder)]

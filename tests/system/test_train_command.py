@@ -296,7 +296,7 @@ def test_labels_that_are_words(paceline: Commands, tmp_path: Path) -> None:
     paceline.succeed(*common, "--init-from", "won", "--positive", "won", "-q")
     paceline.succeed(*common, "--init-from", "lost", "--positive", "lost", "-q")
     refused = paceline.run(*common, "--init-from", "won", "--positive", "lost", "-q")
-    assert "has positive=None, and positive=0.0 is wanted" in refused.err
+    assert "has positive=None, not positive=0.0" in refused.err
     refused = paceline.run(*common, "--model", "regression", "-q")
     assert "labels are words, such as lost, and --model regression learns numbers" in refused.err
 

@@ -227,7 +227,7 @@ class SparseEstimator(BaseEstimator, ABC):
             again = random.permutation(rows.num_examples) if self.shuffle and epoch else None
             tables.train(rows, plan.batch_size, again)
         if plan.recent is not None and plan.optimism is not None:
-            tables.calibrate(plan.recent, plan.optimism, is_whole=plan.is_recent_whole)
+            tables.calibrate(plan.recent, plan.optimism, is_whole=plan.is_recent_complete)
         return tables
 
     def _rule(self, suited_lr: float, suited_l1: float, suited_l2: float) -> UpdateRule:

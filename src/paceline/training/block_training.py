@@ -1,7 +1,7 @@
-"""A training by blocks of columns, from the driver's side: workers read the data once, and solve.
+"""A training by blocks of columns, from the driver's side: workers read the data once and solve.
 
-The rows that a worker holds are gone when it dies: then all is read again by those that are left, and the passes begin
-anew. In the end the weights, which lie in a table of their own, become those of an ordinary logistic regression.
+If a worker dies, its rows are lost: the remaining workers read all data again, and the passes start from the beginning.
+The weights are in a table of their own; at the end they become the weights of an ordinary logistic regression.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from paceline.training.worker import jobs
 
 _MOST_ATTEMPTS = 4
 _ENDS = {
-    "passes": "the objective still changes by {0.change:.1e} in a pass: a larger --epochs goes on",
-    "separable": "a plane separates the labels: without --l1 or --l2 the weights have no optimum and would grow for "
-    "ever; those of now are kept",
+    "passes": "the objective still changes by {0.change:.1e} per pass. Pass a larger --epochs to continue",
+    "separable": "a plane separates the labels: without --l1 or --l2 the weights have no optimum and would grow "
+    "forever. The current weights are kept",
 }
 
 
 class BlockTraining:
-    """One training on a cluster; `on_news` is told of each pass."""
+    """One training on a cluster; `on_news` receives a line about each pass."""
 
     def __init__(
         self,
@@ -51,8 +51,8 @@ class BlockTraining:
         consistency = client.consistency
         if not isinstance(consistency, Sequential) or consistency.aggregate != "sum":
             raise UsageError(
-                f"--solver proximal-blocks needs sums over all workers, and this cluster is {consistency}: start it "
-                "with --consistency sequential"
+                f"--solver proximal-blocks needs sums over all workers, but the consistency of this cluster is "
+                f"{consistency}. Start the cluster with --consistency sequential"
             )
         self._client = client
         self._runner = runner
@@ -62,9 +62,9 @@ class BlockTraining:
         self._warn = warn
 
     def run(self, reading: jobs.WorkerTask, dataset: Dataset, share: float) -> FinishedJob:
-        """Have columns read and weights found, which is this share of the whole work, and leave them in the model.
+        """Read the columns, solve for the weights and write them to the model; `share` is the part of the whole work.
 
-        What workers report of each pass is among the reports. Interrupted, it leaves the weights of then.
+        The reports include one per pass. After an interruption the model has the current weights.
         """
         attempt = 0
         while True:
@@ -79,7 +79,7 @@ class BlockTraining:
                 if attempt == _MOST_ATTEMPTS:
                     raise
                 self._move_weights(table, is_wanted=False)
-                self._warn(f"{error}: all is read again, and the passes begin anew")
+                self._warn(f"{error}: workers read all data again, and the passes start from the beginning")
             except (KeyboardInterrupt, PacelineError):
                 with contextlib.suppress(PacelineError):
                     self._move_weights(table)
@@ -100,8 +100,8 @@ class BlockTraining:
         progress = read.state.progress
         examples, positives = int(progress.get("held", 0)), int(progress.get("positives", 0))
         if not 0 < positives < examples:
-            what = f"all {examples:,} labels are {int(positives > 0)}" if examples else "there are no examples"
-            self._warn(f"{what}: there is no best intercept, and it stays as it is")
+            reason = f"all {examples:,} labels are {int(positives > 0)}" if examples else "there are no examples"
+            self._warn(f"{reason}: no intercept is best, and it keeps its value")
         cluster, settings = self._client.link.view, self._client.settings
         ranks = [] if cluster is None else [member.rank for member in cluster.of_role(Role.WORKER)]
         num_places = max(settings.num_workers, *(rank + 1 for rank in ranks), 1)
@@ -113,43 +113,46 @@ class BlockTraining:
             offset=float(self._plan.model.describe()["offset"]),
         )
         job = msgspec.structs.replace(reading, task="solve-blocks", solve=task)
-        return self._runner.run(job, dataset, span=(share / 2, share), num_shards=num_places, on_report=self._tell_pass)
+        return self._runner.run(
+            job, dataset, span=(share / 2, share), num_shards=num_places, on_report=self._report_pass
+        )
 
-    def _tell_pass(self, fields: dict[str, Any]) -> None:
+    def _report_pass(self, fields: dict[str, Any]) -> None:
         if fields["kind"] == "pass":
             self._on_news(describe_pass(_read_pass(fields)))
 
     def _empty_table(self, name: str) -> None:
-        """Have a table that a former training has left, on a cluster that outlasts trainings, be as new."""
+        """Reset a table that an earlier training on this cluster has left."""
         self._move_weights(name, is_wanted=False)
         for spec in self._client.tables():
             if spec.name == name:
                 self._client.open_table(spec).set_update(ProximalNewton(l1=self._blocks.l1, l2=self._blocks.l2))
 
     def _move_weights(self, name: str, *, is_wanted: bool = True) -> None:
-        """Empty the solver's table; what is not 0 in it goes to the model's, unless it is not wanted."""
-        spec = next((each for each in self._client.tables() if each.name == name), None)
+        """Empty the solver's table; if `is_wanted`, write its weights other than 0 to the model's table first."""
+        spec = next((spec for spec in self._client.tables() if spec.name == name), None)
         if spec is None:
             return
         solved, model = self._client.open_table(spec), open_tables(self._client, self._plan.model, self._plan.update)
         for keys, records in read_records(self._client, spec):
             if is_wanted:
                 chosen = _is_weight(keys, records)
-                rows = _as_model_has_them(records[chosen, 0], model[0].spec.record_words, self._plan.update)
+                rows = _model_records(records[chosen, 0], model[0].spec.record_words, self._plan.update)
                 write_records(self._client, model[0].spec, keys[chosen], rows)
             solved.erase(keys)  # type: ignore[union-attr]
 
 
 def block_passes(finished: FinishedJob) -> list[BlockPass]:
-    """Return what was told of each pass over blocks; nothing where there were none."""
+    """Return the reports of passes over blocks."""
     return [_read_pass(fields) for fields, _ in finished.reports if fields["kind"] == "pass"]
 
 
-def describe_pass(told: BlockPass) -> str:
-    """Return a line of what is told of a pass."""
+def describe_pass(block_pass: BlockPass) -> str:
+    """Return a line about a pass."""
     return (
-        f"pass {told.number}: objective {told.objective:.8g}, relative change {told.change:.1e}, {told.nonzero:,} of "
-        f"{told.features:,} weights other than 0, {told.active:.1%} of the columns active"
+        f"pass {block_pass.number}: objective {block_pass.objective:.8g}, relative change {block_pass.change:.1e}, "
+        f"{block_pass.nonzero:,} of {block_pass.features:,} weights other than 0, "
+        f"{block_pass.active:.1%} of the columns active"
     )
 
 
@@ -158,12 +161,12 @@ def _read_pass(fields: dict[str, Any]) -> BlockPass:
 
 
 def _is_weight(keys: Keys, records: Floats) -> Any:
-    """Return which rows are weights other than 0, and that of the intercept: all others have no radius, or are 0."""
+    """Return which rows are the intercept or weights other than 0; other rows have no radius, or are 0."""
     return (records[:, 2] > 0) & ((records[:, 0] != 0) | (keys == BIAS_KEY))
 
 
-def _as_model_has_them(weights: Floats, num_words: int, update: Any) -> Floats:
-    """Return the records of weights that no push of `update` has changed: float32 [n, num_words]."""
+def _model_records(weights: Floats, num_words: int, update: Any) -> Floats:
+    """Return the records of weights before any push under `update`: float32 [n, num_words]."""
     records = np.zeros((len(weights), num_words), np.float32)
     records[:, 0] = weights
     if update.initialize_reference is not None:

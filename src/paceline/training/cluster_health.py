@@ -1,4 +1,4 @@
-"""Who of the cluster has died while it trains, and what the user is told of it."""
+"""Detect processes that die during a training, and warn the user."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from paceline.ps import Client
 
 
 class ClusterHealth:
-    """What becomes of workers, servers and scheduler. `processes`, if it is our own cluster, is asked who has died.
+    """Detects losses and replacements of workers, servers and the scheduler.
 
-    That workers are still at the job before is told after `patience_s`.
+    `processes` are those of the training's own cluster, if it has one. After `patience_s` of waiting for workers that
+    are still busy with the job before, the user gets a warning.
     """
 
     def __init__(
@@ -29,36 +30,36 @@ class ClusterHealth:
         self.num_lost_workers = self._num_lost_before = 0
         self._was_alone = False
         self._patience_s = patience_s
-        self._awaited: tuple[int, ...] = ()
-        self._awaited_since_s = math.inf
+        self._busy_ranks: tuple[int, ...] = ()
+        self._waiting_since_s = math.inf
         self._reconnections = client.link.reconnections
         self._first_servers = client.servers.routes.server_ranks
         self._server_restarts = 0
 
     def begin_job(self) -> None:
-        """Count the lost workers of another job."""
+        """Start to count the lost workers of the next job."""
         self._num_lost_before = self.num_lost_workers
 
-    def note_lost_workers(self, task: str, state: JobState) -> None:
-        """Say if a job has lost more workers."""
+    def report_lost_workers(self, task: str, state: JobState) -> None:
+        """Warn if a job has lost more workers."""
         num_lost = self._num_lost_before + state.lost_workers
         if num_lost > self.num_lost_workers:
             self.num_lost_workers = num_lost
-            if state.num_workers:  # else :meth:`check_workers` says what follows
-                go_on = "1 goes on" if state.num_workers == 1 else f"{state.num_workers} go on"
-                self._warn(f"a worker died: {go_on}, and its unfinished shards are read again ({task})")
+            if state.num_workers:  # otherwise :meth:`check_workers` warns
+                remaining = "1 continues" if state.num_workers == 1 else f"{state.num_workers} continue"
+                self._warn(f"a worker died: {remaining}, and its unfinished shards are read again ({task})")
 
-    def note_replaced(self) -> None:
-        """Say if the scheduler or a server was replaced."""
+    def report_replacements(self) -> None:
+        """Warn if the scheduler or a server was replaced."""
         if self._client.link.reconnections > self._reconnections:
             self._reconnections = self._client.link.reconnections
             self._warn("the scheduler died: another one has taken its place")
         if self._processes is not None and self._processes.server_restarts > self._server_restarts:
             self._server_restarts = self._processes.server_restarts
-            self._warn("a server died: its replicas serve what it had, and another server takes its place")
+            self._warn("a server died: its replicas serve its rows, and another server takes its place")
 
-    def find_gone(self) -> str | None:
-        """Say that a server, and what it had, or the scheduler, is gone."""
+    def find_loss(self) -> str | None:
+        """Return a description of a lost scheduler, or of a server lost with its rows; None for no loss."""
         if self._processes is not None:
             dead = self._processes.dead_children("server") + self._processes.dead_children("scheduler")
             if dead:
@@ -67,26 +68,26 @@ class ClusterHealth:
         if cluster is None or not cluster.num_lost:
             return None
         missing = sorted(set(self._first_servers) - {member.rank for member in cluster.of_role(Role.SERVER)})
-        return f"server {missing[0]} is gone" if missing else f"{cluster.num_lost} of {NUM_BUCKETS} buckets are gone"
+        return f"server {missing[0]} was lost" if missing else f"{cluster.num_lost} of {NUM_BUCKETS} buckets were lost"
 
     def check_workers(self, state: JobState) -> None:
-        """Say if a job waits for workers. Raises PeerError if those of this machine have all died."""
-        self._check_awaited(state.busy_ranks)
+        """Warn if a job waits for workers. Raises PeerError if all workers of this machine have died."""
+        self._check_busy(state.busy_ranks)
         if self._processes is not None:
             if not self._processes.pids("worker"):
-                raise PeerError("all workers have died: nobody is left to train")
+                raise PeerError("all workers have died. Their output is above")
             return
         is_alone = not state.num_workers
         if is_alone and not self._was_alone:
-            self._warn("the cluster has no worker: this waits until there is one (see 'paceline worker --help')")
+            self._warn("the cluster has no worker. The training waits for one: see 'paceline worker --help'")
         self._was_alone = is_alone
 
-    def _check_awaited(self, ranks: tuple[int, ...]) -> None:
+    def _check_busy(self, ranks: tuple[int, ...]) -> None:
         if not ranks:
-            self._awaited_since_s = math.inf
+            self._waiting_since_s = math.inf
             return
-        self._awaited_since_s = min(self._awaited_since_s, time.monotonic())
-        if time.monotonic() - self._awaited_since_s >= self._patience_s and ranks != self._awaited:
-            self._awaited = ranks
-            who = "worker" + "s" * (len(ranks) > 1)
-            self._warn(f"{who} {', '.join(map(str, ranks))} still at the job before: this one waits until that ends")
+        self._waiting_since_s = min(self._waiting_since_s, time.monotonic())
+        if time.monotonic() - self._waiting_since_s >= self._patience_s and ranks != self._busy_ranks:
+            self._busy_ranks = ranks
+            workers = "workers" if len(ranks) > 1 else "worker"
+            self._warn(f"{workers} {', '.join(map(str, ranks))} still busy with the job before: this job waits")

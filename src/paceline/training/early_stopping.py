@@ -1,7 +1,7 @@
 """Early stopping: the loss on a validation file after every pass, and the tables of the best pass.
 
-A training ends when its last passes have not become better, and the model is that of its best pass (Prechelt, "Early
-stopping, but when?", 1998: of the criteria there, the one that counts passes without progress).
+A training ends after a number of passes without progress, and the model is the one of the best pass (Prechelt, "Early
+stopping, but when?", 1998: the criterion UP).
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from paceline.training.options import EarlyStopping
 from paceline.training.results import json_number
 
 FOLDER: Final = "best-pass"
-"""Of a directory of snapshots: where the tables of the best pass are kept."""
+"""The folder for the tables of the best pass, in a directory of snapshots."""
 
 
 @dataclass(slots=True)
 class PassLosses:
-    """The validation loss after each pass, and what follows from them."""
+    """The validation loss after each pass, and the decision to stop."""
 
     stopping: EarlyStopping
     best_pass: int = 0
-    """From 1; 0 if there was none."""
+    """Number of the best pass, from 1; 0 before the first pass."""
     best_loss: float = math.inf
     last_pass: int = 0
     is_best: bool = False
-    """Whether the last pass is the best one: not so if it is a pass that a former run has done better."""
+    """Whether the last pass is the best one, earlier runs of the training included."""
     passes: list[dict[str, float | None]] = field(default_factory=list)
-    """Number and metrics of each pass, fit for JSON."""
+    """Number and metrics of each pass, as JSON values."""
 
-    def note(self, number: int, found: Evaluation) -> bool:
-        """Note the metrics after a pass; return whether it is the best one so far."""
+    def add(self, number: int, found: Evaluation) -> bool:
+        """Add the metrics of a pass; return whether it is the best one until now."""
         self.last_pass = number
         self.passes.append({"pass": number, **found.as_json()})
         has_best = self.best_pass > 0 and not math.isnan(self.best_loss)
@@ -62,11 +62,11 @@ class PassLosses:
 
     @property
     def is_over(self) -> bool:
-        """Whether there were as many passes without progress as there may be."""
+        """Whether the number of passes without progress has reached the patience."""
         return self.last_pass - self.best_pass >= self.stopping.patience
 
     def line(self, found: Evaluation) -> str:
-        """Return what the last pass came to, for people."""
+        """Return a line about the last pass for the user."""
         since = self.last_pass - self.best_pass
         if self.is_best:
             place = "the best so far"
@@ -83,20 +83,20 @@ class PassLosses:
         return why if self.is_best else f"{why}, whose model it is"
 
     def as_json(self) -> dict[str, Any]:
-        """Return what came of it."""
+        """Return the passes and the best one as JSON."""
         return {"passes": self.passes, "best_pass": self.best_pass, "best_loss": json_number(self.best_loss)}
 
-    def go_on(self, former: Mapping[str, Any] | None) -> None:
-        """Take over the passes of a former run, as :meth:`as_json` returned them, if there was one."""
+    def continue_from(self, former: Mapping[str, Any] | None) -> None:
+        """Add the passes of an earlier run, as returned by :meth:`as_json`, if there was one."""
         if former is not None:
-            self.passes = [dict(each) for each in former["passes"]]
+            self.passes = [dict(result) for result in former["passes"]]
 
 
 class BestPass:
-    """The tables of the best pass of a training, kept as a saved model in a folder.
+    """The tables of a training's best pass, saved as a model in a folder.
 
-    `names` are those of the model's tables; `origin`, fit for JSON, is kept with them and says of which training they
-    are, and which files have judged them.
+    `names` lists the model's tables. `origin`, JSON values saved with the tables, identifies the training and its
+    validation files.
     """
 
     def __init__(
@@ -108,34 +108,34 @@ class BestPass:
         self._origin = dict(origin)
         self.losses = losses
         self.kept_pass = 0
-        """Which pass is kept; 0 if none is."""
+        """Number of the saved pass; 0 if none is."""
 
     @property
     def is_kept(self) -> bool:
-        """Whether what is kept is the best pass: not so if there was no space for it."""
+        """Whether the saved pass is the best one; False if there was no space for the best one."""
         return 0 < self.kept_pass == self.losses.best_pass
 
     def keep(self) -> None:
-        """Write the cluster's tables in place of what is kept. Raises ModelError; then what was kept still is."""
+        """Save the cluster's tables. Raises ModelError, and then the former tables remain."""
         losses = self.losses
         best = {"best_pass": losses.best_pass, "best_loss": json_number(losses.best_loss)}
         save_tables(self._client, self._folder, self._names, **best, origin=self._origin)
         self._kept_in, self.kept_pass = self._folder, losses.best_pass
 
     def find(self, folder: Path) -> None:
-        """Take over what is kept in a folder, if that is of this training: the best pass of a former run."""
+        """Take over the best pass of an earlier run of this training from a folder, if there is one."""
         try:
             kept = read_model(folder).manifest.model
             if kept.get("origin") != self._origin:
                 return  # another training has used the folder
             number, loss = int(kept["best_pass"]), float(kept["best_loss"])
         except (ModelError, KeyError, TypeError, ValueError):
-            return  # none was kept: the next one is the best then
+            return  # no pass was saved: the next one is the best
         self.losses.best_pass, self.losses.best_loss = number, loss
         self._kept_in, self.kept_pass = folder, number
 
     def restore(self) -> None:
-        """Make the model's tables in the cluster what is kept: no worker may push meanwhile."""
+        """Restore the cluster's tables from the saved pass. No worker may push during the call."""
         kept = read_model(self._kept_in)
         for spec in self._client.tables():
             if spec.name in self._names:
@@ -144,7 +144,7 @@ class BestPass:
                     write_records(self._client, spec, keys, records)
 
     def save(self, directory: str | Path, rules: Mapping[str, UpdateRule], **model: Any) -> None:
-        """Save what is kept as a model, with these update rules by table; `model` is kept in its manifest.
+        """Save the best pass as a model, with these update rules by table; `model` goes into its manifest.
 
         Raises as :func:`paceline.storage.model_directory.save_model`.
         """
@@ -154,8 +154,8 @@ class BestPass:
 
     def _erase_later_rows(self, kept: SavedModel, spec: TableSpec) -> None:
         table = self._client.open_table(spec)
-        assert isinstance(table, SparseTable)  # as all of a model's are
-        copies = (keys.copy() for keys, _ in kept.records(kept.table(spec.name)))  # views would keep the records
+        assert isinstance(table, SparseTable)  # true for all tables of models
+        copies = (keys.copy() for keys, _ in kept.records(kept.table(spec.name)))  # views would hold the records
         known = np.sort(np.concatenate([np.empty(0, np.uint64), *copies]))
         for keys, _ in read_records(self._client, spec):  # a bucket at a time
             places = np.searchsorted(known[:-1], keys)  # at most the last

@@ -1,4 +1,4 @@
-"""Features that passes over the data have not seen for long: their rows are erased between passes."""
+"""Erase the rows of features that have not occurred for several passes."""
 
 from __future__ import annotations
 
@@ -7,33 +7,34 @@ from paceline.ps import Client, UpdateRule
 
 
 class FeatureExpiry:
-    """Erases the rows of a model's features that no push has named for `passes` passes; None: no rows.
+    """Erases the rows of features without a push in the last `passes` passes; None: no rows.
 
-    Each minibatch pushes gradients of all its features to the first table, so that one tells which were seen; to the
-    others it pushes what there is to learn, and counts that are high enough no more. What they have of a feature that
-    is not seen is erased with its row in the first. The rows of a network's layers and of the sketch that counts
-    features are of no feature, and stay.
+    Each minibatch pushes gradients of all its features to the model's first table, so this table shows which features
+    occur. The other tables do not receive every feature: their rows are erased together with the row in the first
+    table. Rows that do not belong to a feature (layers of a network, the sketch that counts features) remain.
     """
 
     def __init__(self, client: Client, model: SparseModel, rule: UpdateRule, passes: int | None) -> None:
         tables = [] if passes is None else open_tables(client, model, rule)
-        by_feature = [table for table, its in zip(tables, model.tables, strict=False) if its.is_by_feature]
-        self._first, self._others = by_feature[:1], by_feature[1:]
+        by_feature = [
+            table for table, parameters in zip(tables, model.tables, strict=False) if parameters.is_by_feature
+        ]
+        self._first, self._further = by_feature[:1], by_feature[1:]
         self._passes = passes or 1
 
     def begin(self, number: int, *, are_seen: bool) -> None:
-        """Begin to note what is pushed, in pass `number`; `are_seen` says whether rows count as seen in it already."""
+        """Start to record pushed keys in pass `number`; with `are_seen`, existing rows count as pushed in it."""
         for table in self._first:
             table.begin_pass(number, rows_of=number if are_seen else number - 1)
 
     def end_pass(self, number: int) -> str:
-        """Erase what is seen no more after pass `number`, and begin the next one; return what came of it, for people.
+        """Erase expired rows after pass `number` and start the next pass; return a line for the user.
 
-        Nothing is returned if nothing was erased.
+        The line is empty if no row was erased.
         """
         num_erased = 0
         for table in self._first:
-            num_erased += table.erase_unseen(self._passes, also=self._others)
+            num_erased += table.erase_unseen(self._passes, also=self._further)
             table.begin_pass(number + 1)
         when = "in it" if self._passes == 1 else f"for {self._passes} passes"
         return f"pass {number}: {num_erased:,} features that were not seen {when} are dropped" if num_erased else ""

@@ -1,4 +1,4 @@
-"""The model that a training begins with: one that was saved, or a snapshot, is trained further."""
+"""Start a training from a saved model or a snapshot."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ _PATIENCE_S, _PAUSE_S = 5.0, 0.1
 
 
 class InitialModel:
-    """A model on disk that has the tables of the one that is trained. Raises UsageError if it has others."""
+    """A model on disk with the same tables as the model of the training. Raises UsageError for other tables."""
 
     def __init__(self, stored: StoredModel, model: SparseModel, update: UpdateRule) -> None:
         self._stored = stored
         self._model, self._update = model, update
         for table in model.tables:
-            found = next((each.spec for each in stored.tables if each.spec.name == table.name), None)
+            found = next((part.spec for part in stored.tables if part.spec.name == table.name), None)
             rule = to_fields(table.update or update)
             if found is None or found.dim != table.dim or found.update["kind"] != rule["kind"]:
-                kept = "is not there" if found is None else f"is kept as {found}"
+                state = "is missing" if found is None else f"is {found}"
                 raise UsageError(
-                    f"table {table.name!r} of the model in {stored.directory} {kept}, and what is trained has "
-                    f"{rule['kind']} and dim={table.dim}: train with the same --update and sizes"
+                    f"table {table.name!r} of the model in {stored.directory} {state}, but this training needs "
+                    f"{rule['kind']} and dim={table.dim}. Train with the same --update and sizes"
                 )
 
     @classmethod
@@ -52,19 +52,19 @@ class InitialModel:
         return cls(read_stored_model(directory), model, update)
 
     def check_data(self, dataset: Dataset) -> None:
-        """Raise DataError unless features of the data have the keys that the model knows them by."""
+        """Raise DataError unless the data's features have the same keys as in the model."""
         _check_format(self._stored, dataset.source_format)
         columns = self._stored.described.get("columns")
         read = None if dataset.columns is None else dataset.columns.unweighted
         if columns is not None and read != Columns.from_fields(columns).unweighted:
             raise DataError(
-                f"the model in {self._stored.directory} was trained with other columns: leave --label, --categorical "
-                "and --numeric out, and it is trained with the same"
+                f"the model in {self._stored.directory} was trained with other columns. Leave --label, --categorical "
+                "and --numeric out to use the model's columns"
             )
 
     def load(self, client: Client, check: Callable[[], None]) -> None:
-        """Write its rows into the tables of a new cluster; `check` is called now and then, and may raise."""
-        stored = {each.spec.name: each for each in self._stored.tables}
+        """Write the rows into the tables of a new cluster; `check` is called between requests and may raise."""
+        stored = {table.spec.name: table for table in self._stored.tables}
         for handle in open_tables(client, self._model, self._update):
             for keys, records in self._stored.records(stored[handle.name]):
                 check()
@@ -72,12 +72,12 @@ class InitialModel:
 
 
 def _wait_until_free(client: Client, check: Callable[[], None]) -> None:
-    """Wait a moment for a training that has just ended. Raises UsageError if another training uses the cluster."""
+    """Wait briefly for the end of another training. Raises UsageError if it continues to use the cluster."""
     deadline = time.monotonic() + _PATIENCE_S
     while client.link.call(messages.HasOtherPoster(), bool):
         check()
         if time.monotonic() > deadline:
-            raise UsageError("another training uses this cluster: wait for its end, or start another cluster")
+            raise UsageError("another training uses this cluster. Wait for its end, or start another cluster")
         time.sleep(_PAUSE_S)
 
 
@@ -97,7 +97,7 @@ def clear_tables(client: Client, model: SparseModel, update: UpdateRule, check: 
         if spec.update["kind"] != wanted.update["kind"] or spec.with_update(wanted.update) != wanted:
             raise UsageError(
                 f"table {table.name!r} of an earlier training on this cluster is {spec}, but this training needs "
-                f"{wanted}: end the cluster and start another one"
+                f"{wanted}. End the cluster and start another one"
             )
         handle = client.open_table(spec)
         assert isinstance(handle, SparseTable)
@@ -109,14 +109,14 @@ def clear_tables(client: Client, model: SparseModel, update: UpdateRule, check: 
 
 
 def continue_from(options: TrainOptions) -> TrainOptions:
-    """Return the options with settings and columns of the model that is trained further, if one is.
+    """Return the options with the settings and columns of the initial model, if there is one.
 
-    Raises UsageError if it is another one than is to be trained, ModelError if there is none.
+    Raises UsageError if the options ask for a different model, ModelError if the directory has none.
     """
     if options.init_from is None:
         return options
     if options.resume is not None:
-        raise UsageError("--resume goes on from a snapshot, and --init-from begins with a model: give one of them")
+        raise UsageError("--resume continues a training, and --init-from starts one: pass only one of them")
     stored = read_stored_model(options.init_from)
     _check_format(stored, source_format(options.data[0], options.format))
     columns = stored.described.get("columns")
@@ -126,15 +126,15 @@ def continue_from(options: TrainOptions) -> TrainOptions:
         known = dataclasses.replace(Columns.from_fields(columns), weight=options.weights.column or "")
         if options.reading.header != "auto":
             known = dataclasses.replace(known, header=options.reading.header)
-        if _names_no_others(options, known):
+        if _has_same_columns(options, known):
             options = dataclasses.replace(options, columns=known, numeric_scale="none")
     options = dataclasses.replace(options, model=_continue_model(stored, options.model))
     InitialModel(stored, options.model, rule_of(options.update, FTRL().alpha, L1))
     return options
 
 
-def _names_no_others(options: TrainOptions, known: Columns) -> bool:
-    """Return whether the columns that options name, if any, are those of the model."""
+def _has_same_columns(options: TrainOptions, known: Columns) -> bool:
+    """Return whether the columns in the options, if any, are the model's columns."""
     named = options.columns
     if named is not None and (named.label, named.categorical, named.numeric) != (
         known.label,
@@ -150,21 +150,20 @@ def _names_no_others(options: TrainOptions, known: Columns) -> bool:
 
 
 def _continue_model(stored: StoredModel, wanted: SparseModel) -> SparseModel:
-    """Return the stored model's settings; raise UsageError where others were asked for."""
+    """Return the stored model's settings. Raises UsageError if the options ask for other settings."""
     kind = stored.described.get("kind")
     if kind != wanted.name:
-        raise UsageError(f"the model in {stored.directory} is of kind {kind!r}: train it further with --model {kind}")
+        raise UsageError(f"the model in {stored.directory} is of kind {kind!r}. Train it further with --model {kind}")
     found = read_model_settings(stored.described)
-    kept, asked = found.interactions, wanted.interactions
-    if kept is not None and asked is not None and kept.text == asked.text:
-        wanted = dataclasses.replace(wanted, interactions=kept)
-    before, now, usual = found.describe(), wanted.describe(), type(wanted)().describe()
-    for name, value in now.items():
-        former = before.get(name)
-        if value not in (former, usual.get(name)):
+    known, given = found.interactions, wanted.interactions
+    if known is not None and given is not None and known.text == given.text:
+        wanted = dataclasses.replace(wanted, interactions=known)
+    settings, usual = found.describe(), type(wanted)().describe()
+    for name, value in wanted.describe().items():
+        if value not in (settings.get(name), usual.get(name)):
             raise UsageError(
-                f"the model in {stored.directory} has {name}={former}, and {name}={value} is wanted: train it further "
-                "with the same"
+                f"the model in {stored.directory} has {name}={settings.get(name)}, not {name}={value}. Train it "
+                "further with the same"
             )
     return found
 
@@ -173,5 +172,6 @@ def _check_format(stored: StoredModel, format: str) -> None:
     before = stored.described.get("format")
     if not have_same_features(format, str(before)):
         raise DataError(
-            f"the model in {stored.directory} was trained on {before}, and has none of the features of {format}"
+            f"the model in {stored.directory} was trained on {before} and has no features of {format}. Train it "
+            f"further on {before}"
         )

@@ -1,4 +1,4 @@
-"""The jobs of a training: posted to its cluster, and watched to their end."""
+"""Post the jobs of a training to its cluster and watch them until they end."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from paceline.training.worker import jobs
 from paceline.transport.backoff import Backoff
 
 _FIRST_POLL_S, _POLL_S = 0.002, 0.05  # a job on little data has ended soon
-_TELL_S = 0.2
-_ANSWER_S = 1.0
-_PATIENCE_S = 90.0  # longer than the client's with a scheduler that is gone
+_PROGRESS_S = 0.2
+_REPLY_S = 1.0
+_PATIENCE_S = 90.0  # longer than the client's patience with a lost scheduler
 _ERRORS: dict[str, type[PacelineError]] = {
     kind.__name__: kind for kind in (DataError, LostRowsError, NoRoomError, TableMismatchError, UsageError)
 }
@@ -40,16 +40,16 @@ _ERRORS: dict[str, type[PacelineError]] = {
 
 @dataclass(frozen=True)
 class FinishedJob:
-    """What came of a job: its state at the end, and what workers have reported."""
+    """The result of a job: its final state and the workers' reports."""
 
     state: JobState
     reports: list[tuple[dict[str, Any], bytes]]
     account: JobAccount
-    """What is done, as a job that goes on from it begins."""
+    """The finished shards, from which another job can continue."""
 
 
 class JobRunner:
-    """Runs jobs on a cluster, one after the other. `own_processes` says whether it is our own cluster."""
+    """Runs jobs on a cluster, one after the other. With `own_processes` the cluster belongs to the training."""
 
     def __init__(
         self,
@@ -79,12 +79,12 @@ class JobRunner:
         num_shards: int | None = None,
         on_report: Callable[[dict[str, Any]], None] = lambda fields: None,
     ) -> FinishedJob:
-        """Run a job on the shards of a data set, of which those `before` are done, and take what is reported.
+        """Run a job on the shards of a data set, without the shards `before`, and return the result.
 
-        `span` is the part of the whole work that it makes up. With `num_shards` it is no data that is shared out but so
-        many turns. `on_report` is told of reports as they come. Raises DataError, LostRowsError, NoRoomError,
-        TableMismatchError and UsageError as workers do; ModelLostError, PeerError and KeyboardInterrupt for what
-        happens meanwhile.
+        `span` is the job's part of the whole work, from 0 to 1. With `num_shards` the job distributes this number of
+        turns instead of shards. `on_report` receives each report. Raises DataError, LostRowsError, NoRoomError,
+        TableMismatchError and UsageError from workers; ModelLostError, PeerError and KeyboardInterrupt for losses and
+        interruptions during the job.
         """
         self._health.begin_job()
         strided = job.task != "evaluate" and isinstance(self._client.consistency, Sequential)
@@ -106,19 +106,17 @@ class JobRunner:
         account = self._client.link.call(messages.GetAccount(job=number), JobAccount)
         return FinishedJob(state, reports, account)
 
-    def check_gone(self) -> None:
-        """Raise ModelLostError if a part of the model, or of the cluster, is gone for good."""
-        gone = self._health.find_gone()
-        if gone is None:
+    def check_losses(self) -> None:
+        """Raise ModelLostError if a part of the model or the cluster is lost."""
+        loss = self._health.find_loss()
+        if loss is None:
             return
-        what = (
-            "as were those that took its place" if gone.startswith("scheduler") else "and with it its part of the model"
-        )
+        detail = "as were its replacements" if loss.startswith("scheduler") else "and with it its part of the model"
         if self._snapshots is None or self._snapshots.newest is None:
-            raise ModelLostError(f"{gone}, {what}: start again from the last saved one")
+            raise ModelLostError(f"{loss}, {detail}. Start again from the last saved model")
         directory = str(self._snapshots.directory)
         number = self._snapshots.newest.number
-        raise ModelLostError(f"{gone}, {what}: go on from snapshot {number} with --resume {directory}", directory)
+        raise ModelLostError(f"{loss}, {detail}. Continue from snapshot {number} with --resume {directory}", directory)
 
     def _watch(
         self,
@@ -129,41 +127,41 @@ class JobRunner:
         on_report: Callable[[dict[str, Any]], None],
     ) -> tuple[JobState, list[tuple[dict[str, Any], bytes]]]:
         reports: list[tuple[dict[str, Any], bytes]] = []
-        told_s, pauses = 0.0, Backoff(_FIRST_POLL_S, _POLL_S)
+        reported_s, pauses = 0.0, Backoff(_FIRST_POLL_S, _POLL_S)
         while True:
-            state = self._ask_state(number)
-            self._health.note_lost_workers(task, state)
+            state = self._request_state(number)
+            self._health.report_lost_workers(task, state)
             num_known = len(reports)
             self._take_reports(number, state.num_reports, reports)
             for fields, _ in reports[num_known:]:
                 on_report(fields)
             if state.failed is not None:
                 raise _ERRORS.get(state.failed[0], DataError)(state.failed[1])
-            if state.finished and not state.num_reports:  # what a new scheduler hears again, it counts again
-                self._tell(task, epochs, span, state)
+            if state.finished and not state.num_reports:  # a new scheduler counts repeated reports again
+                self._report_progress(task, epochs, span, state)
                 return state, reports
             self._check_signals(number)
-            self._health.note_replaced()
-            self.check_gone()
+            self._health.report_replacements()
+            self.check_losses()
             self._health.check_workers(state)
             if task == "train" and self._snapshots is not None:
-                self._snapshots.look(state)
-            if time.monotonic() - told_s >= _TELL_S:
-                told_s = time.monotonic()
-                self._tell(task, epochs, span, state)
+                self._snapshots.poll(state)
+            if time.monotonic() - reported_s >= _PROGRESS_S:
+                reported_s = time.monotonic()
+                self._report_progress(task, epochs, span, state)
             time.sleep(pauses.next_s())
 
-    def _ask_state(self, number: int) -> JobState:
-        """Ask how far a job is. That may take long, while the scheduler is replaced; what else happens is noticed."""
+    def _request_state(self, number: int) -> JobState:
+        """Return the state of a job; check for signals and losses while the scheduler is being replaced."""
         deadline = time.monotonic() + _PATIENCE_S
         while True:
             try:
-                state: JobState = self._client.link.call(messages.JobStatus(job=number), JobState, timeout_s=_ANSWER_S)
+                state: JobState = self._client.link.call(messages.JobStatus(job=number), JobState, timeout_s=_REPLY_S)
                 return state
             except DeadlineError:
                 self._check_signals(number)
                 if self._own_processes:
-                    self.check_gone()
+                    self.check_losses()
                 if time.monotonic() > deadline:
                     raise
 
@@ -182,7 +180,7 @@ class JobRunner:
                 return
             reports.append((report.fields, bytes(body)))
 
-    def _tell(self, task: str, epochs: int, span: tuple[float, float], state: JobState) -> None:
+    def _report_progress(self, task: str, epochs: int, span: tuple[float, float], state: JobState) -> None:
         done = state.done / state.total if state.total else None
         self._on_progress(
             TrainingState(

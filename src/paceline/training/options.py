@@ -1,4 +1,4 @@
-"""What a training is asked to do."""
+"""The options of a training."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from paceline.training.schedules import RatePlan
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotPlan:
-    """How often snapshots are taken (every so many `seconds` or `examples`), where they lie, and how many are kept."""
+    """The interval between snapshots in `seconds` or `examples`, their directory, and the number to keep."""
 
     directory: str | Path
-    """A directory that all servers and this process share."""
+    """A directory that all servers share with this process."""
     seconds: float | None = None
     examples: int | None = None
     keep: int = 3
@@ -37,22 +37,22 @@ class SnapshotPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleWeights:
-    """How often examples count in training."""
+    """Weights of examples in training."""
 
     column: str | None = None
-    """Of csv, parquet and JSON lines: the name of the column that says it."""
+    """Name of the column of weights (csv, parquet and JSON lines)."""
     classes: Mapping[str, float] | str | None = None
-    """Of the examples of a label; ``balanced``: so that all labels count as much together."""
+    """Weights by label; ``balanced``: all labels have the same total weight."""
     keep_negatives: float = 1.0
-    """The share of the negatives that is trained on; each counts as often as would bring their number back."""
+    """Fraction of negatives to train on. A kept negative has weight 1/fraction."""
 
 
 BETWEEN_MACHINES: Final = "key-caching"
-"""Filters that change no bit, and are the quickest at 100 Mbit/s (docs/explanation/benchmarks.md)."""
+"""The fastest exact filters at 100 Mbit/s (docs/explanation/benchmarks.md)."""
 
 
 def are_on_several_machines(members: Sequence[Member]) -> bool:
-    """Return whether a worker and a server of a cluster run on different machines, as far as they have told."""
+    """Return whether a worker and a server run on different machines, by the reports of the members."""
     machines: dict[Role, set[str]] = {role: set() for role in Role}
     for member in members:
         if member.process is not None:
@@ -62,135 +62,133 @@ def are_on_several_machines(members: Sequence[Member]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class TrafficFilters:
-    """What pushes and pulls go behind, as :func:`paceline.filters.parse_filters` reads it. Raises UsageError."""
+    """Filters of pushes and pulls, as texts for :func:`paceline.filters.parse_filters`. Raises UsageError."""
 
     pushed: str | None = None
-    """Of workers' pushes and pulls; None: what pays for itself, which is nothing on one machine."""
+    """Filters of workers' pushes and pulls; None: chosen by the cluster, on one machine no filter."""
     pulled: str | None = None
-    """Of pulled values; None: the same, as far as they are for values and bytes."""
+    """Filters of pulled values; None: the filters of values and bytes in `pushed`."""
 
     def __post_init__(self) -> None:
         parse_filters(self.pushed or "")
         parse_filters(self.pulled or "")
 
     def suited_to(self, members: Sequence[Member]) -> TrafficFilters:
-        """Return these, or where nothing is said those that suit the machines of a cluster."""
+        """Return these filters, or if none are given the default for the machines of a cluster."""
         if self.pushed is not None or not are_on_several_machines(members):
             return self
         return replace(self, pushed=BETWEEN_MACHINES)
 
     @property
     def own_modules(self) -> list[str]:
-        """The modules of users' own filters, which servers and workers have to import."""
+        """The modules of users' own filters, which servers and workers import."""
         return modules_of([*parse_filters(self.pushed or "").filters, *parse_filters(self.pulled or "").filters])
 
     def of(self, task: str) -> tuple[str, str | None]:
-        """Return both for a task: an evaluation is of the weights as they are."""
+        """Return both texts for a task: an evaluation uses exact filters only."""
         pushed = self.pushed or ""
         if task != "evaluate":
             return pushed, self.pulled
         chain = parse_filters(pushed)
-        return str(FilterChain([each for each in chain.filters if each.preserves == "exact"])), None
+        return str(FilterChain([kind for kind in chain.filters if kind.preserves == "exact"])), None
 
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyStopping:
-    """When a training ends before its last pass, and that the model is the best pass's. Raises UsageError."""
+    """End a training before its last pass, and use the model of the best pass. Raises UsageError."""
 
     validation: Sequence[str | Path]
-    """Files whose loss is taken after every pass."""
+    """Files for the loss after every pass."""
     patience: int = 2
-    """After so many passes that were no better than the best one the training ends."""
+    """Passes without progress before the training ends."""
     min_delta: float = 0.0
-    """By how much the loss must be less for a pass to be better."""
+    """Least decrease of the loss that counts as progress."""
 
     def __post_init__(self) -> None:
         if self.patience < 1:
             raise UsageError(f"--patience {self.patience}: expected at least 1 pass")
         if not 0 <= self.min_delta < math.inf:
-            raise UsageError(f"--min-delta {self.min_delta:g}: expected a number from 0 up")
+            raise UsageError(f"--min-delta {self.min_delta:g}: expected a number of 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PassOptions:
-    """How passes over the data differ, and when they end."""
+    """The passes over the data. Raises UsageError."""
 
     order: Literal["shuffle", "file"] | None = None
-    """Of the examples in all passes except the last; None: shuffle, or as before `resume`. Raises UsageError."""
+    """Order of the examples in all passes except the last; None: shuffle, or the order of the resumed training."""
     stopping: EarlyStopping | None = None
-    """Whether the training ends when passes make nothing better; `epochs` are its most passes then."""
+    """When to end before `epochs` passes; None: never."""
     rates: RatePlan = field(default_factory=RatePlan)
-    """What share of the learning rate steps have. Under sequential consistency it changes between passes only."""
+    """Schedule of the learning rate. Under sequential consistency it changes between passes only."""
     blocks: ProximalBlocks | None = None
-    """Whether passes are over blocks of columns instead, by delayed block proximal gradient, and how; they read the
-    data once, and need sequential consistency."""
+    """Delayed block proximal gradient over blocks of columns instead of minibatches; it reads the data once and needs
+    sequential consistency."""
     expire_after: int | None = None
-    """After a pass, features that were not seen for so many passes lose their rows; None: none does. Raises UsageError
-    unless it is 1 to 62."""
+    """Drop features after this many passes (1 to 62) without an occurrence; None: never."""
 
     def __post_init__(self) -> None:
         if self.order not in ("shuffle", "file", None):
-            raise UsageError(f"--order {self.order}: there is no such order; choose shuffle or file")
+            raise UsageError(f"--order {self.order}: expected shuffle or file")
         if self.expire_after is not None and not 1 <= self.expire_after <= MAX_PASSES:
             raise UsageError(f"--expire-after {self.expire_after}: expected 1 to {MAX_PASSES} passes")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """What to train, and how."""
+    """The options of a training."""
 
     data: Sequence[str | Path]
     """Files to train on."""
     model: SparseModel = field(default_factory=make_model)
-    """What is trained."""
+    """The model."""
     evaluation: Sequence[str | Path] = ()
     """Files to evaluate on after training."""
     format: str | None = None
-    """One of :data:`paceline.data.FORMATS`; None: guessed from the content."""
+    """One of :data:`paceline.data.FORMATS`; None: detected from the content."""
     columns: Columns | None = None
-    """Of csv, parquet and JSON lines; None: guessed from rows spread over the files."""
+    """Columns of csv, parquet and JSON lines; None: guessed from rows of all files."""
     reading: ReadOptions = field(default_factory=ReadOptions)
-    """How the data is read: the columns where not all are given, and how many malformed rows are allowed."""
+    """Some of the columns, and the allowed fraction of malformed rows."""
     numeric_scale: str = "auto"
-    """How numeric columns are scaled that have no scales yet: auto, standard, log or none."""
+    """Scale of numeric columns without scales: auto, standard, log or none."""
     epochs: int | None = None
-    """Passes over the data; None: as many as suit a sample of it."""
+    """Passes over the data; None: chosen on a sample."""
     batch_size: int | None = None
-    """Examples per minibatch of one worker; None: what suits their number."""
+    """Examples per minibatch of one worker; None: chosen by the number of examples."""
     update: UpdateRule | RuleChoice = suited_ftrl
-    """How servers update weights; or a function that returns it, given a learning rate and an L1 penalty."""
+    """The servers' update rule, or a function that returns it for a learning rate and penalties."""
     adapt: Literal["no", "yes", "widely"] = "yes"
-    """Whether a sample of the data is looked at first, and, ``widely``, a few learning rates and L1 penalties are tried
-    on it. If not, all data is treated alike: 4 epochs, minibatches of 256, a learning rate of 0.05, values as they
-    are."""
+    """Whether settings are chosen on a sample of the data; ``widely`` tries a few learning rates and L1 penalties too.
+    ``no``: 4 epochs, minibatches of 256, a learning rate of 0.05, unscaled values."""
     weights: ExampleWeights = ExampleWeights()
-    """How often examples count."""
+    """Weights of examples."""
     filters: TrafficFilters = TrafficFilters()
-    """What pushes and pulls go behind."""
+    """Filters of pushes and pulls."""
     passes: PassOptions = PassOptions()
-    """How rates change from pass to pass, and when the passes end."""
+    """Order and end of the passes, and the schedule of the learning rate."""
     save: str | Path | None = None
     """Directory for the model."""
     feature_names: bool = False
-    """Whether the names of features are kept beside the model."""
+    """Whether the names of features are saved with the model."""
     cache: str | Path | None = None
-    """Directory that keeps parsed data for later passes; None: a temporary one, if there are several passes."""
+    """Directory for parsed data, for later passes; None: a temporary one if there are several passes."""
     strict: bool = False
     """Whether the first malformed line ends the training."""
     snapshots: SnapshotPlan | None = None
-    """Whether, when and where snapshots are taken."""
+    """When and where to take snapshots; None: never."""
     resume: str | Path | None = None
-    """Directory of snapshots, whose newest whole one is gone on from."""
+    """Directory of snapshots; the training continues from the newest complete one."""
     init_from: str | Path | None = None
-    """Directory of a saved model, or of snapshots, with whose weights and state the training begins."""
+    """Directory of a saved model or of snapshots with the initial weights and state."""
 
     def __post_init__(self) -> None:
-        """Raises UsageError for filters by which servers do not see what is pushed."""
+        """Raise UsageError for `expire_after` with filters that leave rows out of pushes."""
         chain = parse_filters(self.filters.pushed or "").filters
-        choosing = [str(each.name) for each in chain if isinstance(each, RowFilter)]
+        choosing = [str(kind.name) for kind in chain if isinstance(kind, RowFilter)]
         if self.passes.expire_after is not None and choosing:
             given = ", ".join(choosing)
             raise UsageError(
-                f"--expire-after with --filters {given}: rows that these leave out of pushes would seem unseen; "
-                "leave one out"
+                f"--expire-after with --filters {given}: rows that these filters leave out of pushes would expire. "
+                "Leave one of the options out"
             )

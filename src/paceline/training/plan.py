@@ -1,4 +1,4 @@
-"""What a training does, everything chosen."""
+"""The plan of a training: all settings, chosen."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ from paceline.training.worker.jobs import JobRates
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPlan:
-    """All that a training needs to know beside its files."""
+    """The settings of a training, without its files."""
 
     model: SparseModel
     epochs: int
     batch_size: int
     update: UpdateRule
     scaling: KeyScaling | None = None
-    """How values are changed as they are read (of formats without columns: libsvm, vw, jsonl, numpy)."""
+    """Scaling of values during reading, for formats without columns (libsvm, vw, jsonl, numpy)."""
     shards_at_once: int = 1
-    """Of how many shards a worker mixes the examples: more than 1 where labels stand in runs."""
+    """Number of shards whose examples a worker mixes: more than 1 if labels are in runs."""
     order: str = "shuffle"
-    """Of the examples, as :class:`PassOptions` has it."""
+    """Order of the examples, as in :class:`PassOptions`."""
     optimism: Optimism | None = None
-    """What a trial has shown of predictions for new examples; where there is none, they are not corrected."""
+    """The calibration error of predictions for new examples, from a trial; None: predictions are not corrected."""
     rates: tuple[float, float] | None = None
     """The rates of positives at the start and the end of the data, if the rate drifts."""
     recent: Batch | None = None
-    """The sample, by which the mean prediction is corrected: in the order of the data, or mixed if that is sorted."""
+    """The sample for the correction of the mean prediction: in the order of the data, or mixed if that is sorted."""
     note: str | None = None
-    """What came of the trial that people should know."""
+    """A sentence about the trial for the user."""
     chosen_on: int = 0
-    """How many examples were looked at."""
+    """Number of examples in the sample."""
     num_examples: int = 0
-    """How many the data has, or an estimate; 0 where it was not looked at."""
+    """Number of examples in the data, perhaps an estimate; 0 without a sample."""
 
     resumed: Snapshot | None = None
-    """What the training goes on from."""
+    """The snapshot to continue from."""
     run: str = field(default_factory=lambda: secrets.token_hex(8), compare=False)
-    """What no other training has; one that is resumed keeps it."""
+    """Unique name of the training; a resumed training keeps it."""
 
     def settings(self) -> dict[str, Any]:
-        """Return what was chosen, as JSON."""
+        """Return the chosen settings as JSON."""
         return {
             "epochs": self.epochs,
             "batch_size": self.batch_size,
@@ -60,18 +60,18 @@ class TrainingPlan:
         }
 
     @property
-    def is_recent_whole(self) -> bool:
-        """Whether :attr:`recent` is all the data."""
+    def is_recent_complete(self) -> bool:
+        """Whether :attr:`recent` has all the data."""
         return self.recent is not None and self.recent.num_examples == self.num_examples
 
     def calibrated_model(self, predictions: Floats) -> SparseModel:
         """Return the model with a corrected mean prediction, given its predictions for :attr:`recent`."""
         assert self.recent is not None
         labels, weights = self.recent.labels, self.recent.weights
-        return self.model.calibrated(labels, predictions, weights, self.optimism, is_whole=self.is_recent_whole)
+        return self.model.calibrated(labels, predictions, weights, self.optimism, is_whole=self.is_recent_complete)
 
     def job_rates(self, rates: RatePlan) -> JobRates | None:
-        """Return how workers change rates; None if they are constant."""
+        """Return the plan of rates for workers; None for constant rates."""
         if rates.is_constant:
             return None
         return JobRates(
@@ -82,7 +82,7 @@ class TrainingPlan:
         )
 
     def sentence(self) -> str:
-        """Return what was chosen, for people."""
+        """Return the chosen settings as a sentence."""
         update = self.update
         rate = f"alpha {update.alpha:.3g}, L1 {update.l1:g}" if isinstance(update, FTRL) else f"{update}"
         rate += f", L2 {update.l2:g}" if isinstance(update, FTRL) and update.l2 else ""

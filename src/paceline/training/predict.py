@@ -1,4 +1,4 @@
-"""Prediction as a person runs it: a file of predictions, and how good they are."""
+"""The command ``paceline predict``: a file of predictions, and their evaluation."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from paceline.training.files.bad_data import BadData, find_bad_lines, no_line_le
 
 @dataclass(frozen=True)
 class PredictionResult:
-    """What a prediction amounts to."""
+    """The result of a prediction."""
 
     evaluation: Evaluation | None
-    """None where the data has no labels."""
+    """None for data without labels."""
     examples: int
     seconds: float
-    """Of the whole run, the loading of the model included."""
+    """Time of the whole run, including the loading of the model."""
     loading_seconds: float
     bad_lines: BadData
     warnings: tuple[str, ...] = ()
@@ -49,7 +49,7 @@ class PredictionResult:
         }
 
     def sentence(self) -> str:
-        """Return the result for people."""
+        """Return the result as a sentence."""
         found = self.evaluation
         text = f"{self.examples:,} prediction{'s' * (self.examples != 1)} in {self.seconds:.2f} s "
         text += f"({self.loading_seconds:.2f} s to load the model): "
@@ -59,10 +59,10 @@ class PredictionResult:
         return text
 
     def notes(self) -> list[str]:
-        """Return what makes the result doubtful, a sentence each."""
+        """Return warnings about the result, one sentence each."""
         notes = list(self.warnings)
         if self.bad_lines.count:
-            notes.append(f"no prediction for what was not understood: {self.bad_lines.sentence(self.examples)}")
+            notes.append(f"malformed lines have no prediction: {self.bad_lines.sentence(self.examples)}")
         return notes
 
 
@@ -87,8 +87,8 @@ def run_prediction(
             for found, predicted in predictor.predict(dataset):
                 if not np.isfinite(predicted).all():
                     raise ModelError(
-                        f"the model in {model} gives predictions that are no numbers: its training diverged; train "
-                        "again with a smaller --lr"
+                        f"the model in {model} predicts infinities or NaN: its training diverged. Train again with a "
+                        "smaller --lr"
                     )
                 labels.append(found.copy())
                 predictions.append(predicted)
@@ -111,7 +111,7 @@ def run_prediction(
 
 
 def _lines(predicted: Floats) -> str:
-    """Return a line per example; several numbers are separated by spaces."""
+    """Return one line per example, with spaces between several numbers."""
     if predicted.ndim == 1:
         return "".join([f"{value:.9g}\n" for value in predicted.tolist()])
     return "".join([" ".join([f"{value:.9g}" for value in row]) + "\n" for row in predicted.tolist()])
@@ -120,8 +120,8 @@ def _lines(predicted: Floats) -> str:
 def _find_warnings(predictor: Predictor, dataset: Dataset, evaluation: Evaluation | None) -> Iterator[str]:
     if not predictor.has_known_features:
         yield (
-            "no feature of this data occurs in the model, so every prediction is the same: is it written as what the "
-            "model was trained on?"
+            "no feature of this data occurs in the model, so all predictions are equal. Use the format of the training "
+            "data"
         )
     if evaluation is None:
         return
@@ -130,16 +130,16 @@ def _find_warnings(predictor: Predictor, dataset: Dataset, evaluation: Evaluatio
         found = FORMATS[dataset.format].sample_labels(dataset.files, dataset.columns)
         odd = describe_not_binary(found, dataset.labels, classes)
         if odd is not None:
-            consequence = "those above 0 for positive" if dataset.labels == CLICKS else "all for negative"
-            yield f"{odd}: these figures take {consequence}"
+            consequence = "labels above 0 as positive" if dataset.labels == CLICKS else "all labels as negative"
+            yield f"{odd}: these figures count {consequence}"
     useless = evaluation.find_useless()
     if useless is not None:
-        yield f"these predictions are of no use: {useless}"
+        yield f"these predictions are useless: {useless}"
 
 
 @contextlib.contextmanager
 def _opened(output: Path | None, echo: bool) -> Iterator[TextIO | None]:
-    """Open the output aside and rename it into place at the end, so that a failure leaves no half file."""
+    """Write to a temporary file and rename it at the end, so that a failure leaves no incomplete file."""
     if output is None:
         yield sys.stdout if echo else None
         return

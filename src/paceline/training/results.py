@@ -1,4 +1,4 @@
-"""What a training tells: how far it is, what came of it, how stale its gradients were."""
+"""The progress and the result of a training, and the staleness of its gradients."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ from paceline.training.files.bad_data import BadData
 
 @dataclass(frozen=True)
 class TrainingState:
-    """How far a training is."""
+    """The progress of a training."""
 
     task: str
-    """``train``, or ``evaluate``, which follows."""
+    """``train`` or ``evaluate``."""
     fraction: float | None
-    """Of the whole work, evaluation included; None until it is known how much there is."""
+    """Finished fraction of the whole work, evaluation included; None while the amount of work is unknown."""
     epoch: int | None
-    """The pass that the next shard belongs to, from 1."""
+    """The pass of the next shard, from 1."""
     examples: int
-    """Of this task, as are the figures that follow."""
+    """Examples of this task; the figures below are of this task too."""
     weight: float
-    """How often they count, summed."""
+    """Sum of the examples' weights."""
     loss: float
     num_bytes: int
     num_workers: int
     seconds: float
     progressive: Sequence[ProgressiveLoss] = ()
-    """The losses before learning in the first pass, as far as they will not change any more."""
+    """The final values among the losses before learning in the first pass."""
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What came of a training. Seconds run from the first shard leased to the last update applied."""
+    """The result of a training. Seconds count from the first leased shard to the last applied update."""
 
     model: SparseModel
     settings: dict[str, Any]
-    """What was chosen: passes, minibatch, update rule."""
+    """The chosen passes, minibatch and update rule."""
     examples: int
     seconds: float
     examples_per_s: float
@@ -65,9 +65,9 @@ class TrainResult:
     progressive: Sequence[ProgressiveLoss] = ()
     """The losses before learning in the first pass."""
     validation: dict[str, Any] | None = None
-    """The metrics on the validation file after each pass, and which pass was best; None if there is no such file."""
+    """The metrics on the validation file after each pass, and the best pass; None without a validation file."""
     block_passes: Sequence[BlockPass] = ()
-    """What was told of each pass over blocks of columns."""
+    """The report of each pass over blocks of columns."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the final object of ``paceline train --json``."""
@@ -85,25 +85,25 @@ class TrainResult:
             "lost_workers": self.lost_workers,
             "bytes": self.bytes,
             "settings": self.settings,
-            "progressive": [each.as_json() for each in self.progressive],
+            "progressive": [loss.as_json() for loss in self.progressive],
             "validation": self.validation,
-            "block_passes": [msgspec.to_builtins(each) for each in self.block_passes],
+            "block_passes": [msgspec.to_builtins(block_pass) for block_pass in self.block_passes],
         }
 
 
 def mean_loss(progress: Mapping[str, float]) -> float:
-    """Return the mean loss of what a job's counters say; examples count as often as they weigh."""
+    """Return the weighted mean loss from a job's counters."""
     loss, weight = progress.get("loss", 0.0), progress.get("weight", progress.get("examples", 0.0))
     return loss / weight if weight else 0.0
 
 
 def json_number(value: float) -> float | None:
-    """Return a number as JSON knows it: infinity and NaN are null there."""
+    """Return a number for JSON: None for infinity and NaN."""
     return float(value) if math.isfinite(value) else None
 
 
 def summarize_staleness(histograms: Sequence[Sequence[int]], num_dropped: int = 0) -> dict[str, Any]:
-    """Return mean, maximum and histogram of the staleness that servers observed, and how many pushes they dropped."""
+    """Return mean, maximum and histogram of the staleness that servers observed, and the number of dropped pushes."""
     total = np.sum(np.array(histograms, np.int64), axis=0)
     count = int(total.sum())
     seen = np.flatnonzero(total)
@@ -127,7 +127,7 @@ def judge_losses(model: SparseModel, progress: Mapping[str, Any], sample: Batch 
 
 
 class ObservedStaleness:
-    """The staleness that a cluster's servers have counted in a model's tables since this was made."""
+    """The staleness of pushes to a model's tables, counted by the servers since the creation of this object."""
 
     def __init__(self, client: Client, model: SparseModel) -> None:
         self._client = client
@@ -135,7 +135,7 @@ class ObservedStaleness:
         self._before, self._dropped_before = self._counts()
 
     def summary(self) -> dict[str, Any]:
-        """Return what `summarize_staleness` does; zeros if no gradient has come."""
+        """Return the result of :func:`summarize_staleness`; zeros without pushes."""
         counts, num_dropped = self._counts()
         return summarize_staleness([(counts - self._before).tolist()], num_dropped - self._dropped_before)
 

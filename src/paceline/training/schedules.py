@@ -1,9 +1,9 @@
-"""Learning-rate schedules: what share of a rule's rate its steps have, by the passes that are done.
+"""Learning-rate schedules: the factor on an update rule's rate, by the number of finished passes.
 
-A schedule is one class of this module, found in :data:`SCHEDULES` as soon as it exists. Rates change in the servers'
-tables (:meth:`paceline.ps.SparseTable.set_update`), whose update rules know no schedule. A rule that a schedule fits
-has a rate `lr` that multiplies its steps. FTRL has none: its weights are formed anew from sums of all gradients, in
-proportion to alpha, so another alpha would change all that was learned before by the same factor.
+A schedule is a class of this module, registered in :data:`SCHEDULES`. Workers or the driver change the rates in the
+servers' tables (:meth:`paceline.ps.SparseTable.set_update`). A schedule needs a rule with a rate `lr` that multiplies
+its steps. FTRL has no such rate: its weights are computed from sums of all gradients in proportion to alpha, so another
+alpha would scale everything learned before.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ SCHEDULES: Final[dict[str, type[RateSchedule]]] = {}
 """Every schedule by its name."""
 
 LEAST: Final = 1e-3
-"""Rates never fall below this share: a rate of nothing would teach nothing."""
+"""The least factor: a rate of 0 would teach nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RateSchedule(ABC):
-    """A learning-rate schedule. Abstract: its classes' fields are numbers, written behind the name: ``step:2:0.5``."""
+    """A learning-rate schedule. Abstract. The fields of its subclasses are numbers after the name: ``step:2:0.5``."""
 
     name: ClassVar[str]
 
@@ -37,7 +37,7 @@ class RateSchedule(ABC):
 
     @abstractmethod
     def share(self, passes: float, most: int) -> float:
-        """Return the share of the rate when `passes` of at most `most` passes are done."""
+        """Return the factor on the rate after `passes` of at most `most` passes."""
 
     def __str__(self) -> str:
         return ":".join([self.name, *(f"{value:g}" for value in dataclasses.astuple(self))])
@@ -51,7 +51,7 @@ class RateSchedule(ABC):
 
 @dataclasses.dataclass(frozen=True)
 class ConstantRate(RateSchedule):
-    """The same rate all the time."""
+    """A constant rate."""
 
     name: ClassVar[str] = "constant"
 
@@ -62,7 +62,7 @@ class ConstantRate(RateSchedule):
 
 @dataclasses.dataclass(frozen=True)
 class LinearRate(RateSchedule):
-    """Down to nothing in a straight line."""
+    """A linear decay to 0."""
 
     name: ClassVar[str] = "linear"
 
@@ -73,7 +73,7 @@ class LinearRate(RateSchedule):
 
 @dataclasses.dataclass(frozen=True)
 class InverseSqrtRate(RateSchedule):
-    """1 / sqrt(1 + passes): among the rates with which stochastic gradients converge (Robbins and Monro, 1951)."""
+    """1 / sqrt(1 + passes), a rate under which stochastic gradients converge (Robbins and Monro, 1951)."""
 
     name: ClassVar[str] = "inverse-sqrt"
 
@@ -84,7 +84,7 @@ class InverseSqrtRate(RateSchedule):
 
 @dataclasses.dataclass(frozen=True)
 class ExponentialRate(RateSchedule):
-    """Times `factor` with each pass."""
+    """Multiply by `factor` with each pass."""
 
     name: ClassVar[str] = "exponential"
     factor: float = 0.5
@@ -99,7 +99,7 @@ class ExponentialRate(RateSchedule):
 
 @dataclasses.dataclass(frozen=True)
 class StepRate(RateSchedule):
-    """Times `factor` after every so many passes."""
+    """Multiply by `factor` after every `passes` passes."""
 
     name: ClassVar[str] = "step"
     passes: float = 1
@@ -115,7 +115,7 @@ class StepRate(RateSchedule):
 
 @dataclasses.dataclass(frozen=True)
 class CosineRate(RateSchedule):
-    """Half a cosine down to nothing (Loshchilov and Hutter, SGDR, ICLR 2017, without restarts)."""
+    """Half a cosine down to 0 (Loshchilov and Hutter, SGDR, ICLR 2017, without restarts)."""
 
     name: ClassVar[str] = "cosine"
 
@@ -125,7 +125,7 @@ class CosineRate(RateSchedule):
 
 
 def parse_schedule(text: str) -> RateSchedule:
-    """Return the schedule that ``cosine``, ``exponential:0.5`` or ``step:2:0.1`` means. Raises UsageError."""
+    """Parse a schedule such as ``cosine``, ``exponential:0.5`` or ``step:2:0.1``. Raises UsageError."""
     name, *numbers = text.split(":")
     kind: Any = SCHEDULES.get(name)
     if kind is None:
@@ -144,11 +144,11 @@ def parse_schedule(text: str) -> RateSchedule:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RatePlan:
-    """A schedule, and how the rate rises before. Raises UsageError."""
+    """A schedule and its warmup. Raises UsageError."""
 
     schedule: RateSchedule = ConstantRate()
     warmup: float = 0.0
-    """Passes, or a part of the first one, in which the rate rises from nothing in a straight line."""
+    """Passes, or a fraction of the first one, in which the rate rises linearly from 0."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.warmup < math.inf:
@@ -156,46 +156,44 @@ class RatePlan:
 
     @property
     def is_constant(self) -> bool:
-        """Whether the rate is always the same."""
+        """Whether the rate never changes."""
         return self.warmup == 0 and isinstance(self.schedule, ConstantRate)
 
     def share(self, passes: float, most: int) -> float:
-        """Return the share of the rate when so many of at most so many passes are done."""
+        """Return the factor on the rate after `passes` of at most `most` passes."""
         rising = min(passes / self.warmup, 1.0) if self.warmup else 1.0
         return max(rising * self.schedule.share(min(passes, most), most), LEAST)
 
     def share_of_pass(self, number: int, most: int) -> float:
-        """Return the share of the rate that the whole of a pass has (`number` from 1), where parts of one do not count.
+        """Return one factor for the complete pass `number`, counted from 1.
 
-        The schedule's is that of the pass's begin; the rate has risen as far as it does by the pass's end, so that
-        the first pass teaches.
+        The decay is the one at the start of the pass, the warmup the one at its end, so that the first pass teaches.
         """
         rising = min(number / self.warmup, 1.0) if self.warmup else 1.0
         return max(rising * self.schedule.share(min(number - 1, most), most), LEAST)
 
     def check_consistency(self, consistency: Consistency) -> None:
-        """Raise UsageError for what cannot come about where rates change between passes only."""
+        """Raise UsageError for a warmup without effect, because rates change between passes only."""
         if isinstance(consistency, Sequential) and 0 < self.warmup <= 1:
             raise UsageError(
-                f"--warmup {self.warmup:g}: under sequential consistency rates change between passes only, so that one "
-                "that has risen by the end of the first has never been smaller: give more than 1 pass, or another "
-                "--consistency"
+                f"--warmup {self.warmup:g}: under sequential consistency rates change between passes only, so a warmup "
+                "of at most 1 pass has no effect. Pass more than 1, or another --consistency"
             )
 
     def check(self, rule: UpdateRule) -> None:
-        """Raise UsageError unless rates of this update rule can change."""
+        """Raise UsageError unless the update rule has a rate."""
         if not self.is_constant and not hasattr(rule, "lr"):
             name = type(rule).__name__.lower()
             raise UsageError(
-                f"--schedule and --warmup change a rate that multiplies steps, and {name} has none: its weights are "
-                "formed anew from the sums of all gradients; leave them out, or take another --update, such as adagrad"
+                f"--schedule and --warmup change a rate that multiplies steps, and {name} has none. Leave them out, or "
+                "pass another --update such as adagrad"
             )
 
     def settings(self) -> dict[str, Any]:
-        """Return it as JSON."""
+        """Return the plan as JSON."""
         return {"schedule": str(self.schedule), "warmup": self.warmup}
 
     def rule(self, rule: UpdateRule, share: float) -> UpdateRule:
-        """Return the update rule with this share of its rate."""
+        """Return the update rule with its rate multiplied by `share`."""
         changed: UpdateRule = dataclasses.replace(rule, lr=rule.lr * share)  # type: ignore[type-var, attr-defined]
         return changed

@@ -1,7 +1,7 @@
-"""Training and evaluation of a model: the driver's side.
+"""Train and evaluate a model: the driver's side.
 
-It posts jobs to a cluster (its own, or one that was started by hand), watches how far they are, gathers the findings,
-and saves the model. Workers do the work (:mod:`paceline.training.worker.worker`).
+The driver posts jobs to a cluster, watches them, collects their reports and saves the model. Workers execute the jobs
+(:mod:`paceline.training.worker.worker`).
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ from paceline.training.worker.table_rates import TableRates
 
 
 class Training:
-    """One training on a cluster. `processes`, if it is our own cluster, is asked who has died.
+    """One training on a cluster.
 
-    `on_news` is told, in a sentence, what a validation file says of each pass.
+    `processes` are those of the training's own cluster, if it has one. `on_news` receives sentences for the user.
     """
 
     def __init__(
@@ -87,9 +87,9 @@ class Training:
         )
 
     def run(self) -> TrainResult:
-        """Train, save, evaluate. On Ctrl-C or a failure in mid-training the model so far is saved, if it was to be.
+        """Train, save, evaluate. After Ctrl-C or a failure, save the unfinished model if a directory was given.
 
-        Raises DataError for what is wrong with the data, PeerError when servers or all workers have died.
+        Raises DataError for invalid data, PeerError if servers or all workers have died.
         """
         options, plan, spare = self._options, self._plan, None if self._processes is None else self._processes.scratch
         if plan.resumed is not None:
@@ -118,11 +118,11 @@ class Training:
                     bad_data.check(num_rows, options.reading.max_malformed, options.format)
                 except (KeyboardInterrupt, PacelineError) as error:
                     if not isinstance(error, KeyboardInterrupt | ModelLostError):
-                        self._runner.check_gone()  # which may be what is behind it
-                    self._save_what_there_is(error)
+                        self._runner.check_losses()  # a lost process may be the cause
+                    self._save_unfinished(error)
                     raise
             state, statistics, found_staleness = finished.state, self._client.statistics(), staleness.summary()
-            rows = sum(each.tables[plan.model.tables[0].name].rows for each in statistics)
+            rows = sum(server.tables[plan.model.tables[0].name].rows for server in statistics)
             self._check_trained(state, before, bad_data)
             self._calibrate()
             if options.save is not None:
@@ -142,7 +142,7 @@ class Training:
             seconds=state.seconds,
             examples_per_s=(examples - before) / state.seconds if state.seconds else 0.0,
             train_loss=mean_loss(state.progress),
-            num_features=max(rows - 1, 0),  # the bias is no feature
+            num_features=max(rows - 1, 0),  # without the bias
             evaluation=evaluation,
             staleness=found_staleness,
             bad_lines=bad_data,
@@ -160,12 +160,12 @@ class Training:
         if filters is not options.filters:
             self._options = dataclasses.replace(options, filters=filters)
             self._on_news(
-                f"keys go to the servers behind --filters {filters.pushed}, which changes no result, since they are on "
-                "other machines; --filters none leaves them as they are"
+                f"servers are on other machines, so the traffic uses --filters {filters.pushed}, which changes no "
+                "result. Pass --filters none for none"
             )
 
     def _begin(self, dataset: Dataset) -> None:
-        """Bring the cluster to where the training begins."""
+        """Prepare the cluster's tables for the start of the training."""
         options, plan = self._options, self._plan
         clear_tables(self._client, plan.model, plan.update, self._signals.check)
         if self._resumption is not None:
@@ -179,7 +179,7 @@ class Training:
             self._snapshots.begin(describe_training(dataset, plan, str(self._client.consistency)), examples)
 
     def _train(self, dataset: Dataset, share: float) -> FinishedJob:
-        """Do the passes, which are this share of the whole work."""
+        """Make the passes; `share` is their part of the whole work."""
         blocks = self._options.passes.blocks
         if blocks is not None:
             training = BlockTraining(
@@ -202,14 +202,14 @@ class Training:
             if self._rates is not None:
                 self._rates.reset()
             if self._best is not None:
-                self._take_best(self._best)
+                self._restore_best(self._best)
             return finished
         finally:
             if self._snapshots is not None:
                 self._snapshots.end()
 
     def _train_by_passes(self, dataset: Dataset, before: JobAccount | None, share: float) -> FinishedJob:
-        """Do passes one by one, as long as they get better where a validation file judges them."""
+        """Make passes one by one; with a validation file, until they stop improving."""
         most, seconds = self._plan.epochs, 0.0
         is_sequential = isinstance(self._client.consistency, Sequential)
         reports: list[tuple[dict[str, Any], bytes]] = []
@@ -231,7 +231,7 @@ class Training:
         return FinishedJob(dataclasses.replace(finished.state, seconds=seconds), reports, finished.account)
 
     def _begin_validation(self, stopping: EarlyStopping, stack: contextlib.ExitStack) -> BestPass:
-        """Return where the best pass is kept, and have it know that of the training that is gone on with."""
+        """Return the store of the best pass, with the best pass of the resumed training, if there is one."""
         if self._options.snapshots is not None:
             folder = Path(self._options.snapshots.directory)
         else:
@@ -242,48 +242,48 @@ class Training:
         origin = {"run": self._plan.run, "validation": describe_files(stopping.validation, format)}
         best = BestPass(self._client, folder / FOLDER, PassLosses(stopping), names, origin)
         if self._resumption is not None:
-            best.losses.go_on(self._resumption.training.get("validation"))
+            best.losses.continue_from(self._resumption.training.get("validation"))
             best.find(self._resumption.snapshot.directory / FOLDER)
         return best
 
     def _validate(self, best: BestPass, number: int, dataset: Dataset, done: float) -> PassLosses:
-        """Judge the model after a pass; the training is done as far as this share of the whole work."""
+        """Evaluate the model after a pass; `done` is the finished part of the whole work."""
         losses = best.losses
         found = self._evaluate(losses.stopping.validation, dataset, (done, done))
-        if losses.note(number, found):
+        if losses.add(number, found):
             try:
                 best.keep()
             except ModelError as error:
-                self._warn(f"pass {number} is the best so far and is not kept: {error}; the training goes on")
+                self._warn(f"pass {number} is the best until now, but cannot be kept: {error}. The training continues")
         self._on_news(losses.line(found))
         if self._snapshots is not None:
             self._snapshots.describe(validation=losses.as_json())
         return losses
 
-    def _take_best(self, best: BestPass) -> None:
-        """Put the best pass's model back, if the last one is another."""
+    def _restore_best(self, best: BestPass) -> None:
+        """Restore the model of the best pass, unless this is the last one."""
         losses = best.losses
         if losses.is_best or best.is_kept:
             if not losses.is_best:
                 best.restore()
             self._on_news(losses.summary(self._plan.epochs))
         else:
-            self._warn(f"the best was pass {losses.best_pass}, which could not be kept: the model is that of the last")
+            self._warn(f"pass {losses.best_pass} was the best, but could not be kept: the last pass's model remains")
 
     def _check_trained(self, state: JobState, before: int, bad_data: BadData) -> None:
-        """Raise DataError if nothing was trained on; say what went wrong otherwise."""
+        """Raise DataError if there was no example; warn if nothing was left or the training diverged."""
         examples, model = int(state.progress.get("examples", 0)), self._plan.model
         if not examples:
             raise no_line_left(self._options.data[0], "trained on", bad_data)
         if self._resumption is not None and examples == before:
             done = f"{self._resumption.snapshot} has all examples of {self._plan.epochs} epochs"
-            self._warn(f"nothing was left to train: {done}; a larger --epochs goes on")
+            self._warn(f"nothing was left to train: {done}. Pass a larger --epochs to continue")
         if not mean_loss(state.progress) <= model.diverged_loss:
-            self._warn(f"the training diverged: the mean {model.loss_name} is far too high; choose a smaller --lr")
+            self._warn(f"the training diverged: the mean {model.loss_name} is far too high. Pass a smaller --lr")
 
     def _warn_if_useless(self, state: JobState, evaluation: Evaluation | None) -> None:
-        """Say so if the model predicts no better than always the same does."""
-        if is_weighted(self._options):  # predictions are those of the weighted rows, and not of the rows
+        """Warn if the model predicts no better than a constant."""
+        if is_weighted(self._options):  # predictions fit the weighted rows, not the rows
             return
         plan = self._plan
         by_losses = judge_losses(plan.model, state.progress, plan.recent)
@@ -292,18 +292,18 @@ class Training:
             self._warn(f"the model may have learned nothing: {useless}")
 
     def _calibrate(self) -> None:
-        """Have predictions right in the mean on the newest examples of the sample."""
+        """Correct the mean prediction on the newest examples of the sample."""
         recent = self._plan.recent
-        if (
-            recent is None or self._plan.optimism is None or self._options.passes.blocks is not None
-        ):  # its intercept is the best
+        if recent is None or self._plan.optimism is None:
+            return
+        if self._options.passes.blocks is not None:  # the solver's intercept is optimal
             return
         tables = open_tables(self._client, self._plan.model, self._plan.update)
         model = self._plan.calibrated_model(predict_on_cluster(self._plan.model, tables, recent))
         self._plan = dataclasses.replace(self._plan, model=model)
 
     def _resume(self, resumption: Resumption, dataset: Dataset) -> None:
-        """Bring the cluster to where the snapshot was."""
+        """Load the snapshot into the cluster."""
         resumption.check_model(self._plan.model)
         resumption.check_data(dataset)
         open_tables(self._client, self._plan.model, self._plan.update)
@@ -315,7 +315,7 @@ class Training:
         save_tables(self._client, directory, [table.name for table in self._plan.model.tables], **self._about(finished))
 
     def _about(self, finished: bool) -> dict[str, Any]:
-        """Return what a saved model says of itself."""
+        """Return the description of a saved model."""
         plan, columns = self._plan, self._columns
         return {
             **plan.model.describe(),
@@ -327,20 +327,20 @@ class Training:
 
     @property
     def _columns(self) -> Columns | None:
-        """The columns of the data but for that of weights, which predictions do not need."""
+        """The columns of the data without the column of weights, which predictions do not need."""
         return None if self._data is None or self._data.columns is None else self._data.columns.unweighted
 
-    def _save_what_there_is(self, reason: BaseException) -> None:
-        """Save the unfinished model, or that of the best pass, if a validation file has found one.
+    def _save_unfinished(self, reason: BaseException) -> None:
+        """Save the unfinished model, or the model of the best pass if there is a validation file.
 
-        After Ctrl-C it has the name given; after a failure it never takes the place of a finished one.
+        After Ctrl-C the directory is the given one; after a failure it never replaces a finished model.
         """
         plan, best = self._plan, self._best
         try:
             if self._processes is not None:
                 self._processes.end_workers()
-            is_gone = isinstance(reason, ModelLostError) or (self._processes and self._health.find_gone())
-            if self._rates is not None and not is_gone:
+            is_lost = isinstance(reason, ModelLostError) or (self._processes and self._health.find_loss())
+            if self._rates is not None and not is_lost:
                 self._rates.reset()
             if self._options.save is None:
                 return
@@ -350,19 +350,19 @@ class Training:
             if best is not None and best.is_kept:
                 rules = {table.name: table.update or plan.update for table in plan.model.tables}
                 best.save(directory, rules, **self._about(finished=False))
-                self._warn(f"the model of pass {best.kept_pass}, the best so far, is saved in {directory}")
-            elif is_gone:
-                return  # and the model with it
-            elif not any(table.rows for each in self._client.statistics() for table in each.tables.values()):
+                self._warn(f"the model of pass {best.kept_pass}, the best until now, is saved in {directory}")
+            elif is_lost:
+                return
+            elif not any(table.rows for server in self._client.statistics() for table in server.tables.values()):
                 self._warn(f"nothing was trained yet, and nothing is saved in {directory}")
             else:
                 self.save(directory, finished=False)
-                self._warn(f"the model so far is saved in {directory}")
+                self._warn(f"the unfinished model is saved in {directory}")
         except PacelineError as error:
-            self._warn(f"the model so far could not be saved: {error}")
+            self._warn(f"the unfinished model could not be saved: {error}")
 
     def _evaluate(self, files: Sequence[str | Path], trained_on: Dataset, span: tuple[float, float]) -> Evaluation:
-        """Return how good the cluster's model is on files; that is this part of the whole work."""
+        """Evaluate the cluster's model on files; `span` is this part of the whole work."""
         plan = self._plan
         with open_dataset(
             files,

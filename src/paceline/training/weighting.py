@@ -1,8 +1,8 @@
-"""How often each example counts in training: weights of classes, and a share of the negatives kept.
+"""Weights of examples in training: weights of classes, and a kept fraction of the negatives.
 
-An example's weight multiplies its loss and gradient; what its row says (:attr:`Batch.weights`) multiplies on top. Of
-the negatives a random share is kept, each of which then counts as often as would bring their number back: the sums are
-those of all examples in the mean, so that predictions need no correction.
+An example's weight, times the weight in its row (:attr:`Batch.weights`), multiplies its loss and gradient. If only a
+random fraction of the negatives is kept, each kept one has weight 1 / fraction: the expected sums are those of all
+examples, so predictions need no correction.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ _WEIGHED_AT_ONCE = 4096
 
 
 class Weighting(msgspec.Struct, frozen=True, kw_only=True):
-    """How often examples count besides what their rows say."""
+    """Weights of examples, in addition to the weights in their rows."""
 
     classes: dict[str, float] = {}
-    """Of a label, as text, the weight; 1 where it is not named."""
+    """Weights by label (as text); 1 for other labels."""
     keep_negatives: float = 1.0
-    """The share of examples with label 0 that is trained on."""
+    """The fraction of examples with label 0 in the training."""
 
     def __post_init__(self) -> None:
         if not 0 < self.keep_negatives <= 1:
-            raise UsageError(f"--keep-negatives {self.keep_negatives:g}: expected a share above 0, at most 1")
+            raise UsageError(f"--keep-negatives {self.keep_negatives:g}: expected a fraction above 0, at most 1")
         for label, weight in self.classes.items():
             if not 0 <= weight < float("inf"):
                 raise UsageError(f"--class-weight {label}:{weight:g}: expected a finite weight from 0 up")
         if len(self.classes) > 1 and not any(self.classes.values()):
-            raise UsageError("--class-weight gives all labels the weight 0: nothing would be learned")
+            raise UsageError("--class-weight: all labels have the weight 0. Pass a weight above 0 for one of them")
 
     @property
     def is_plain(self) -> bool:
-        """Whether it leaves all examples as they are."""
+        """Whether all weights are 1."""
         return not self.classes and self.keep_negatives == 1.0
 
     def read(self, dataset: Dataset, lease: Lease, batch_size: int) -> Iterator[tuple[Batch, int]]:
-        """Yield the minibatches of a shard, with the number of examples that each stands for."""
+        """Yield the minibatches of a shard and the number of examples read for each."""
         if self.is_plain:
             for batch in dataset.read(lease.file, lease.shard, batch_size):
                 yield batch, batch.num_examples
@@ -55,15 +55,14 @@ class Weighting(msgspec.Struct, frozen=True, kw_only=True):
             yield from self.apply(blocks, lease, batch_size)
 
     def apply(self, batches: Iterable[Batch], lease: Lease, batch_size: int) -> Iterator[tuple[Batch, int]]:
-        """Yield what is trained on of a shard, with the number of examples that each batch stands for.
+        """Yield the kept examples of a shard in batches, and the number of examples read for each batch.
 
-        A batch stands for those between the last example of the batch before and its own last one; the shard's last
-        batch for all that follow too. Which negatives are kept is drawn anew for each pass, and depends on shard and
-        pass alone.
+        The number counts the examples after the last one of the batch before, up to the batch's own last one; for the
+        shard's last batch, up to the shard's end. The choice of negatives depends on shard and pass only.
         """
         generator = np.random.default_rng((lease.epoch, lease.file, lease.shard))
-        num_read = num_told = 0
-        ends = np.empty(0, np.int64)  # of kept examples that are not in a batch yet: how many were read by then
+        num_read = num_reported = 0
+        ends = np.empty(0, np.int64)  # for kept examples outside a batch: the number of examples read until then
 
         def drawn() -> Iterator[Batch]:
             nonlocal num_read, ends
@@ -78,14 +77,14 @@ class Weighting(msgspec.Struct, frozen=True, kw_only=True):
             if former is not None:
                 end = int(ends[former.num_examples - 1])
                 ends = ends[former.num_examples :]
-                yield former, end - num_told
-                num_told = end
+                yield former, end - num_reported
+                num_reported = end
             former = batch
-        if num_read:  # perhaps all were passed over
-            yield former or Batch.concatenate([]), num_read - num_told
+        if num_read:  # perhaps no example was kept
+            yield former or Batch.concatenate([]), num_read - num_reported
 
     def weighted(self, batch: Batch) -> Batch:
-        """Return examples with the weights of their classes, all negatives kept."""
+        """Return examples with the weights of their classes, with all negatives."""
         if not self.classes:
             return batch
         weights = np.ones(batch.num_examples, np.float32) if batch.weights is None else batch.weights.copy()
@@ -94,7 +93,7 @@ class Weighting(msgspec.Struct, frozen=True, kw_only=True):
         return dataclasses.replace(batch, weights=weights)
 
     def _drawn(self, batch: Batch, generator: np.random.Generator) -> tuple[Batch, npt.NDArray[np.int64]]:
-        """Return examples with their weights, of the negatives a share, and which rows they were: int64 [n]."""
+        """Return the kept examples with their weights, and their rows: int64 [n]."""
         batch = self.weighted(batch)
         if self.keep_negatives == 1:
             return batch, np.arange(batch.num_examples)
@@ -107,7 +106,7 @@ class Weighting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_class_weights(text: str) -> dict[str, float] | str:
-    """Return the weights that ``0:1,1:5`` means, by label, or ``balanced``. Raises UsageError."""
+    """Parse weights by label, such as ``0:1,1:5``, or ``balanced``. Raises UsageError."""
     if text == BALANCED:
         return text
     found: dict[str, float] = {}
@@ -126,6 +125,6 @@ def parse_class_weights(text: str) -> dict[str, float] | str:
 
 
 def balance(counts: Mapping[float, int]) -> dict[str, float]:
-    """Return the weights that make all labels count as much together, given how often each comes."""
+    """Return weights by label that give all labels the same total weight, given their counts."""
     total, num_labels = sum(counts.values()), len(counts)
     return {f"{label:.9g}": total / (num_labels * count) for label, count in counts.items()}

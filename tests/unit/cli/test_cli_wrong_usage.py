@@ -74,7 +74,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
         (
             "train good.tsv --expire-after 2 --filters top-k:0.1",
             2,
-            "--expire-after with --filters top-k: rows that these leave out of pushes would seem unseen",
+            "--expire-after with --filters top-k: rows that these filters leave out of pushes would expire",
         ),
         ("train good.tsv --solver proximal-blocks --expire-after 2", 2, "--expire-after does not apply to --solver"),
         ("train good.tsv --snapshot-dir s", 2, "--snapshot-dir needs --snapshot-every"),

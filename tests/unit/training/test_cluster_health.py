@@ -24,9 +24,7 @@ def test_that_a_job_waits_for_workers_is_said_once() -> None:
     for awaited in ((), (1,), (1,), (0, 1)):
         for each in (health, patient):
             each.check_workers(state(num_workers=2, busy_ranks=awaited))
-    assert said == [
-        f"{who} still at the job before: this one waits until that ends" for who in ("worker 1", "workers 0, 1")
-    ]
+    assert said == [f"{who} still busy with the job before: this job waits" for who in ("worker 1", "workers 0, 1")]
     health.check_workers(state(num_workers=0))
     assert "no worker" in said[-1]
 
@@ -38,6 +36,6 @@ def test_lost_workers_are_told_while_others_go_on() -> None:
     )
     health = ClusterHealth(client, None, said.append)
     for num_lost, num_workers in ((1, 2), (2, 1), (2, 1), (3, 0)):
-        health.note_lost_workers("train", state(num_workers=num_workers, lost_workers=num_lost))
-    assert [each.split(",")[0] for each in said] == ["a worker died: 2 go on", "a worker died: 1 goes on"]
+        health.report_lost_workers("train", state(num_workers=num_workers, lost_workers=num_lost))
+    assert [each.split(",")[0] for each in said] == ["a worker died: 2 continue", "a worker died: 1 continues"]
     assert health.num_lost_workers == 3

@@ -24,7 +24,7 @@ def passes(*losses: float, patience: int = 2, min_delta: float = 0.0) -> PassLos
     """Note losses until the training is over."""
     noted = PassLosses(EarlyStopping(validation=["v"], patience=patience, min_delta=min_delta))
     for number, loss in enumerate(losses, 1):
-        noted.note(number, found(loss))
+        noted.add(number, found(loss))
         if noted.is_over:
             break
     return noted
@@ -63,8 +63,8 @@ def test_what_is_told() -> None:
 
 def test_passes_of_a_former_run_are_kept() -> None:
     noted = PassLosses(EarlyStopping(validation=["v"]))
-    noted.go_on(passes(0.5, 0.4).as_json())
-    noted.note(3, found(0.3))
+    noted.continue_from(passes(0.5, 0.4).as_json())
+    noted.add(3, found(0.3))
     assert [each["pass"] for each in noted.as_json()["passes"]] == [1, 2, 3]
 
 
@@ -73,7 +73,7 @@ def test_a_pass_that_a_former_run_has_done_better() -> None:
     noted = PassLosses(EarlyStopping(validation=["v"]))
     noted.best_pass, noted.best_loss = 2, 0.4
     for number in (1, 2):
-        assert not noted.note(number, found(0.45))
+        assert not noted.add(number, found(0.45))
         assert not noted.is_over
         assert noted.line(found(0.45)).endswith("(the former run's pass 2 was better)")
     assert noted.summary(2) == "all 2 passes are done, the best was pass 2, whose model it is"
@@ -97,5 +97,7 @@ def test_the_best_pass_of_another_training_is_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("settings", [{"patience": 0}, {"min_delta": -0.1}, {"min_delta": math.nan}])
 def test_wrong_settings(settings: dict[str, float]) -> None:
-    with pytest.raises(UsageError, match=r"--patience 0: expected at least 1|--min-delta .*: expected a number from 0"):
+    with pytest.raises(
+        UsageError, match=r"--patience 0: expected at least 1|--min-delta .*: expected a number of 0 or more"
+    ):
         EarlyStopping(validation=["v"], **settings)  # type: ignore[arg-type]

@@ -88,7 +88,7 @@ def test_rates_that_change_between_passes_only() -> None:
     for consistency in (Eventual(), BoundedDelay(tau=0)):
         RatePlan(warmup=0.5).check_consistency(consistency)
     for warmup in (0.5, 1.0):
-        with pytest.raises(UsageError, match="give more than 1 pass, or another --consistency"):
+        with pytest.raises(UsageError, match="Pass more than 1, or another --consistency"):
             RatePlan(warmup=warmup).check_consistency(Sequential())
     RatePlan(schedule=parse_schedule("linear")).check_consistency(Sequential())
 

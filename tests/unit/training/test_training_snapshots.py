@@ -67,23 +67,24 @@ def test_the_data_must_be_the_same(tmp_path: Path) -> None:
         further = msgspec.structs.replace(manifest, account=JobAccount(files=(2, 2), done=whole))
         assert Resumption(Snapshot(tmp_path, further)).num_passes == 1
         for other in (make_model("fm", dim=4), make_model("regression")):
-            with pytest.raises(
-                UsageError, match=rf"is of a training of lr\(.*, and it is {other.name}\(.*the same model"
-            ):
+            with pytest.raises(UsageError, match=rf"has the model lr\(.*, not {other.name}\(.*the same model"):
                 resumption.check_model(other)
         assert resumption.shard_bytes == 10
         assert resumption.describe().endswith("snapshot-000007: 2 of 8 shards done, 4 examples, iteration 12")
-    with open_dataset(files[::-1], shard_bytes=10) as dataset, pytest.raises(DataError, match=r"file 1 was a.libsvm"):
+    with (
+        open_dataset(files[::-1], shard_bytes=10) as dataset,
+        pytest.raises(DataError, match=r"file 1 of its training was a.libsvm"),
+    ):
         resumption.check_data(dataset)
-    with open_dataset(files[:1], shard_bytes=10) as dataset, pytest.raises(DataError, match="on 2 files, and 1 are"):
+    with open_dataset(files[:1], shard_bytes=10) as dataset, pytest.raises(DataError, match="on 2 files, not 1"):
         resumption.check_data(dataset)
-    with open_dataset(files, shard_bytes=11) as dataset, pytest.raises(DataError, match="shard_bytes 10, and it is 11"):
+    with open_dataset(files, shard_bytes=11) as dataset, pytest.raises(DataError, match="shard_bytes 10, not 11"):
         resumption.check_data(dataset)
     files[1].write_text("1 3:1\n")
     changed = r"file 2 was b\.libsvm of 16 bytes, and it is b\.libsvm of 6 bytes now"
     with open_dataset(files, shard_bytes=10) as dataset, pytest.raises(DataError, match=changed):
         resumption.check_data(dataset)
-    with pytest.raises(UsageError, match="of no training"):
+    with pytest.raises(UsageError, match="not written by"):
         Resumption(Snapshot(tmp_path, SnapshotManifest(
             number=7, full=True, iteration=None, tables=(),
         )))  # fmt: skip

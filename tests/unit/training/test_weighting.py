@@ -93,7 +93,7 @@ def test_what_users_write() -> None:
     for text in ("1", "1:", "a:1", "1:2,1:3", ""):
         with pytest.raises(UsageError, match="expected balanced, or the weight of each label as in 0:1,1:5"):
             parse_class_weights(text)
-    with pytest.raises(UsageError, match="all labels the weight 0"):
+    with pytest.raises(UsageError, match="all labels have the weight 0"):
         Weighting(classes={"0": 0.0, "1": 0.0})
     with pytest.raises(UsageError, match=r"--class-weight 1:-1: expected a finite weight"):
         Weighting(classes={"1": -1.0})

@@ -1,4 +1,4 @@
-"""What was wrong with lines that were skipped, told to people."""
+"""Describe skipped lines for the user."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _LARGE_SHARE, _FEW = 0.1, 10
 
 @dataclass(frozen=True)
 class BadData:
-    """Lines that were skipped: how many, and the first few as text."""
+    """The number of skipped lines, and the first few as text."""
 
     count: int
     first: list[str]
     are_unlabelled: bool = False
-    """Whether all the lines known in full lack a label and nothing else."""
+    """Whether the first lines lack only a label."""
 
     def sentence(self, num_good: int | None = None) -> str:
-        """Return a warning, with the first few on lines of their own.
+        """Return a warning, followed by the first few lines.
 
-        `num_good` is how many lines were read besides, if that is known: what share was skipped is told if it is large.
+        `num_good` is the number of valid lines, if known: then a large skipped fraction is stated.
         """
         share = 0.0 if num_good is None else self.count / max(self.count + num_good, 1)
         of_all = f", {share:.0%} of all," if share > _LARGE_SHARE else ""
@@ -37,7 +37,7 @@ class BadData:
         return f"{skipped} skipped (--strict stops at the first):{listed}"
 
     def check(self, num_good: int | None, limit: float, format: str | None) -> None:
-        """Raise DataError if a larger share than `limit` is malformed; in some formats lines may lack a label."""
+        """Raise DataError if a larger fraction than `limit` is malformed; in some formats lines may lack a label."""
         may_lack_labels = format is not None and FORMATS[format].may_lack_labels
         if not num_good or self.count <= _FEW or (may_lack_labels and self.are_unlabelled):
             return
@@ -45,21 +45,21 @@ class BadData:
         if share > limit:
             raise DataError(
                 f"{self.count:,} of the {self.count + num_good:,} rows read ({share:.1%}) are malformed, more than "
-                f"--max-malformed {limit:g} allows; the first is {self.first[0]}: correct them, or allow a larger share"
+                f"--max-malformed {limit:g} allows; the first is {self.first[0]}. Correct them, or allow more"
             )
 
 
 def plain_bad_lines(bad: BadLines) -> list[list[Any]]:
-    """Return the first bad lines as a message can carry them; see :func:`describe_bad_lines`."""
+    """Return the first bad lines as plain values for a message; see :func:`describe_bad_lines`."""
     return [[str(line.file), line.offset, line.row, line.text, line.reason] for line in bad.first]
 
 
 def describe_bad_lines(
     found: Sequence[tuple[Sequence[tuple[int, int, int]], Sequence[Sequence[Any]]]],
 ) -> BadData:
-    """Put together what several readers of the same files have found; what two of them have read counts once.
+    """Merge the bad lines of several readers of the same files; a shard that two have read counts once.
 
-    `found`: of each reader, counts as file, shard, count, and the first lines as :func:`plain_bad_lines` gives them.
+    `found` has for each reader its counts (file, shard, count) and its first lines, from :func:`plain_bad_lines`.
     """
     counts = {(file, shard): count for by_shard, _ in found for file, shard, count in by_shard}
     lines = {(line[0], line[1] or 0, line[2] or 0): line for _, first in found for line in first}
@@ -72,11 +72,11 @@ def describe_bad_lines(
 
 
 def find_bad_lines(dataset: Dataset) -> BadData:
-    """Return what was malformed in all that was read of a data set."""
+    """Return the malformed lines of a data set that were read until now."""
     by_shard = [(*where, count) for where, count in dataset.bad_lines_by_shard.items()]
     return describe_bad_lines([(by_shard, plain_bad_lines(dataset.bad_lines))])
 
 
 def no_line_left(path: object, purpose: str, bad: BadData) -> DataError:
-    """Return the error for data of which no line can be `purpose`; it names the first malformed one."""
+    """Return the error for data without a usable line; `purpose` is a participle such as ``read``."""
     return DataError(f"{path} has no line that can be {purpose}" + (f": {bad.first[0]}" if bad.first else ""))
