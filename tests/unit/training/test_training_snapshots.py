@@ -81,7 +81,7 @@ def test_the_data_must_be_the_same(tmp_path: Path) -> None:
     with open_dataset(files, shard_bytes=11) as dataset, pytest.raises(DataError, match="shard_bytes 10, not 11"):
         resumption.check_data(dataset)
     files[1].write_text("1 3:1\n")
-    changed = r"file 2 was b\.libsvm of 16 bytes, and it is b\.libsvm of 6 bytes now"
+    changed = r"file 2 of its training was b\.libsvm with 16 bytes, not b\.libsvm with 6 bytes"
     with open_dataset(files, shard_bytes=10) as dataset, pytest.raises(DataError, match=changed):
         resumption.check_data(dataset)
     with pytest.raises(UsageError, match="not written by"):
