@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 
-.PHONY: demo test check kernels bench gpu torture mutants thorough docs clean
+.PHONY: demo test check kernels bench gpu torture mutants thorough docs figures clean
 
 # How long `make torture` takes: clusters of the protocol simulated, clusters of the product's own code in virtual time,
 # then clusters of real processes.
@@ -26,6 +26,12 @@ test: .venv/.dev
 docs: .venv/.docs
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 	@echo "open docs/_build/html/index.html"
+
+# Every figure of the README and the docs (hours, on an idle machine), or those whose command contains ONLY. CRITEO and
+# MNIST are paths of public data.
+ONLY ?=
+figures: .venv/.dev .venv/.bench
+	$(BIN)/python -m benchmarks.figures --only '$(ONLY)'
 
 kernels: .venv/.core
 	PYTHONPATH=src $(BIN)/python -c 'from paceline.launch import prepare_kernels; prepare_kernels()'

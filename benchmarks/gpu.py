@@ -37,7 +37,7 @@ import paceline.torch as pt
 from paceline.launch import prepare_kernels
 
 PATIENCE_S = 100.0
-START, END = "<!-- figures: gpu -->", "<!-- end of figures -->"
+START, END = "<!-- figures of make gpu -->", "<!-- end of figures -->"
 STRATEGIES: list[Any] = []
 """This process's, to be closed."""
 Prepare = Callable[[nn.Module, torch.optim.Optimizer, torch.device], tuple[Any, Any]]

@@ -22,7 +22,7 @@ extensions = [
     "sphinxcontrib.mermaid",
 ]
 exclude_patterns = ["_build"]
-nitpicky = False
+smartquotes = False
 
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence", "deflist"]

@@ -24,13 +24,13 @@ def _run(*options: str | Path) -> subprocess.CompletedProcess[str]:
 )
 def test_small_version(tmp_path: Path, contender: str) -> None:
     page, figures = tmp_path / "page.md", tmp_path / "figures.json"
-    page.write_text("Before.\n<!-- figures: gpu -->\nOld.\n<!-- end of figures -->\nAfter.\n")
+    page.write_text("Before.\n<!-- figures of make gpu -->\nOld.\n<!-- end of figures -->\nAfter.\n")
     ended = _run("--device", "cpu", "--rounds", "1", "--only", contender, "--json", figures, "--docs", page)
     assert ended.returncode == 0, ended.stderr
     (found,) = json.loads(figures.read_text())["contenders"]
     assert found["step_s"] > 0
     text = page.read_text()
-    assert text.startswith("Before.\n<!-- figures: gpu -->\nCPU, torch")
+    assert text.startswith("Before.\n<!-- figures of make gpu -->\nCPU, torch")
     assert f"| {contender} |" in text
     assert "Old." not in text
 

@@ -1,0 +1,107 @@
+"""Run the benchmarks behind the figures of the README and the docs, and write their output into the pages.
+
+    make figures [ONLY=TEXT] [CRITEO=train.tsv.gz] [MNIST=DIRECTORY]
+
+A page has ``<!-- figures: COMMAND -->`` before a block and ``<!-- end of figures -->`` after it. The block becomes the
+output of the command, with the commit, the machine and its load. ``<!-- plot NAME: COMMAND -->`` draws the JSON lines
+of the command with ``benchmarks/plots.py`` as ``NAME.svg``. A block whose command fails stays unchanged, and the exit
+status is 1. ``ONLY`` selects the commands that contain a text.
+
+In a command, ``show COMMAND`` prints the command before its output, ``$CRITEO`` and ``$MNIST`` are the paths of the
+data, and ``$DAYS`` is a directory with ``day1.tsv`` and ``day2.tsv``, of the Criteo sample or synthetic.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.plots import PLOTS
+
+from paceline.data import ClickLogSpec, write_click_log
+
+ROOT = Path(__file__).parents[1]
+BLOCK = re.compile(r"(<!-- (?:figures|plot (\w+)): (.*?) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+
+
+def describe_run() -> str:
+    """Return one line about the commit, the date, the machine and its load."""
+    show = ["git", "show", "-s", "--format=%h of %cs", "HEAD"]
+    commit = subprocess.run(show, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    cpu = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.*)", cpu.read_text()) if cpu.exists() else None
+    machine = found[1] if found else platform.processor()
+    return f"Commit {commit}; {os.cpu_count()} cores of {machine}; load {os.getloadavg()[0]:.1f} before the run."
+
+
+def write_days(directory: Path, criteo: str | None) -> None:
+    """Write ``day1.tsv`` (four fifths of Criteo's sample) and ``day2.tsv`` (the rest), or a synthetic log."""
+    if criteo is None:
+        write_click_log(directory / "day1.tsv", ClickLogSpec(rows=100_000), eval_path=directory / "day2.tsv")
+        return
+    lines = gzip.decompress(Path(criteo).read_bytes()).splitlines(keepends=True)
+    (directory / "day1.tsv").write_bytes(b"".join(lines[: len(lines) * 4 // 5]))
+    (directory / "day2.tsv").write_bytes(b"".join(lines[len(lines) * 4 // 5 :]))
+
+
+def run(command: str, days: str) -> str:
+    """Return the standard output of a command. Raises subprocess.CalledProcessError if it fails."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", f'show() {{ echo "\\$ $*"; "$@" 2>&1; }}; set -eu\n{command}'],
+        cwd=ROOT,
+        env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "100", "DAYS": days},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return done.stdout.rstrip()
+
+
+def fill(page: Path, only: str, days: str) -> list[str]:
+    """Replace the blocks of a page, and return the commands that failed."""
+    failed: list[str] = []
+
+    def replace(block: re.Match[str]) -> str:
+        opening, plot, command, end = block.groups()
+        if only not in command:
+            return block[0]
+        print(f"{page.name}: {command}", flush=True)
+        about = describe_run()
+        try:
+            output = run(command, days)
+        except subprocess.CalledProcessError as error:
+            failed.append(f"{command} (status {error.returncode})")
+            return block[0]
+        if not plot:
+            return f"{opening}```{'console' if output.startswith('$') else 'text'}\n{output}\n```\n\n{about}\n{end}"
+        PLOTS[plot]([json.loads(line) for line in output.splitlines()], page.parent / f"{plot}.svg")
+        return f"{opening}![{plot.replace('_', ' ')}]({plot}.svg)\n\n{about}\n{end}"
+
+    page.write_text(BLOCK.sub(replace, page.read_text(encoding="utf-8")), encoding="utf-8")
+    return failed
+
+
+def main() -> None:
+    """Fill the blocks of all pages."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="run only the commands that contain this text")
+    options = parser.parse_args()
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    with tempfile.TemporaryDirectory() as days:
+        write_days(Path(days), os.environ.get("CRITEO"))
+        failed = [command for page in pages for command in fill(page, options.only, days)]
+    if failed:
+        sys.exit("These blocks are unchanged because their commands failed:\n" + "\n".join(failed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""``make figures``: blocks of pages are filled with the output of their commands."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from benchmarks import figures, plots
+from tests.docs.test_pages import PAGES, ROOT
+
+
+def test_a_block_becomes_the_output_of_its_command(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("Before.\n<!-- figures: show echo 1 -->\nold\n<!-- end of figures -->\nAfter.\n")
+    assert figures.fill(page, "", str(tmp_path)) == []
+    text = page.read_text()
+    assert text.startswith("Before.\n<!-- figures: show echo 1 -->\n```console\n$ echo 1\n1\n```\n\nCommit ")
+    assert text.endswith("<!-- end of figures -->\nAfter.\n")
+    assert "old" not in text
+
+
+def test_a_block_is_unchanged_if_its_command_fails_or_is_not_selected(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    text = "<!-- figures: exit 3 -->\nold\n<!-- end of figures -->\n"
+    page.write_text(text)
+    assert figures.fill(page, "another", str(tmp_path)) == []
+    assert figures.fill(page, "", str(tmp_path)) == ["exit 3 (status 3)"]
+    assert page.read_text() == text
+
+
+def test_plots(tmp_path: Path) -> None:
+    rows: dict[str, plots.Rows] = {
+        "push_and_pull": [{"work": "push", "dim": 1, "keys": n, "median_us": n, "floor_us": 1} for n in (1, 10)],
+        "all_reduce": [{"peer": "gloo", "bytes": n, "median_us": n} for n in (1, 10)],
+        "staleness_and_speed": [{"consistency": "eventual", "staleness": {"mean": 1.0}, "examples_per_s": 5}],
+    }
+    page = tmp_path / "page.md"
+    for name, lines in rows.items():
+        (tmp_path / "rows").write_text("\n".join(map(json.dumps, lines)))
+        page.write_text(f"<!-- plot {name}: cat {tmp_path}/rows -->\n<!-- end of figures -->\n")
+        assert figures.fill(page, "", str(tmp_path)) == []
+        assert f"({name}.svg)" in page.read_text()
+        assert (tmp_path / f"{name}.svg").read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_commands_of_figures_exist(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    for _, plot, command, _ in figures.BLOCK.findall(text):
+        assert not plot or plot in plots.PLOTS
+        assert all((ROOT / script).exists() for script in re.findall(r"(?:benchmarks|examples)/\w+\.py", command))
+    assert len(figures.BLOCK.findall(text)) == text.count("<!-- end of figures -->") - text.count(
+        "<!-- figures of make gpu"
+    )
