@@ -163,7 +163,9 @@ class OwnClusterFlags:
             replicas=self.replicas or 0,
             heartbeat_timeout_s=heartbeat_timeout_s,
         )
-        return self.pushes.add_to(settings)
+        settings = self.pushes.add_to(settings)
+        settings.check()
+        return settings
 
 
 @dataclass(frozen=True, kw_only=True)

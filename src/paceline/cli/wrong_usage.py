@@ -46,7 +46,9 @@ def describe_wrong_usage(error: Any, words: Sequence[str]) -> str:
         if found and options:
             given = _value_of(options, words)
             return f"{given}: expected {found.expand(expected)}"
-    return f"{error.format_message().rstrip('.')}{more}"
+    if type(error).__name__ == "BadOptionUsage":
+        return f"{unknown}: the value is missing. Pass it, as in {unknown} VALUE"
+    return f"{error.format_message().rstrip('.').replace('?.', '?')}{more if '?' not in error.format_message() else ''}"
 
 
 def _value_of(options: Sequence[str], words: Sequence[str]) -> str:

@@ -267,7 +267,10 @@ class CsvReader:
         """Refuse a file whose first rows are all bad."""
         if not self._is_judged and not parsed.batch.num_examples and parsed.num_bad >= 10:
             reason = describe_bad_row(parsed.bad[0][1], self._dialect, self._columns)
-            raise DataError(f"{self._path} has no good row at its start: {reason}")
+            raise DataError(
+                f"{self._path} has no valid row at its start: {reason}. Correct the rows, or describe the columns with "
+                "--label, --numeric, --categorical or --ignore"
+            )
 
     def _describe(self, base: int, at: int, why: int) -> BadLine:
         buffer = self._window.buffer

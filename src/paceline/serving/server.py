@@ -58,7 +58,7 @@ def serve(
 
 def _listen(host: str, port: int) -> socket.socket:
     if not 0 <= port < 1 << 16:
-        raise AddressError(f"port {port}: expected 0 to 65535")
+        raise AddressError(f"--port {port}: expected 0 to 65535, where 0 chooses a free one")
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address[:2], family=family, backlog=1024)

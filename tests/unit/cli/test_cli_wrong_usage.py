@@ -22,8 +22,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli, "raise_on_sigterm", lambda: None)
     (tmp_path / "good.tsv").write_text(LINE * 100)
-    (tmp_path / "empty.tsv").write_text("")
-    (tmp_path / "not.tsv.gz").write_text(LINE * 100)
     (tmp_path / "cut.tsv.gz").write_bytes(gzip.compress(os.urandom(10_000))[:4000])
     (tmp_path / "garbage").write_bytes(bytes(range(256)) * 100)
     (tmp_path / "nolabel.csv").write_text("a,b,c\n" + "1,2,x\n" * 50)
@@ -49,19 +47,12 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [
-        ("train missing.tsv", 1, "missing.tsv does not exist"),
-        ("train none*.tsv", 1, "none*.tsv: no file matches"),
-        ("train others", 1, "is a folder, not a data file"),
-        ("train empty.tsv", 1, "empty.tsv is empty"),
-        ("train not.tsv.gz", 1, "ends in .gz but is not a gzip file"),
         ("train cut.tsv.gz", 1, "cut.tsv.gz is cut off"),
         ("train garbage", 1, "looks like none of criteo, libsvm, libffm, jsonl, vw, csv, parquet"),
         ("train good.tsv --eval missing.tsv", 1, "missing.tsv does not exist"),
         ("train good.tsv some.csv", 1, "some.csv looks like csv, and good.tsv looks like criteo"),
-        ("train good.tsv --eval some.csv", 1, "some.csv looks like csv, and good.tsv looks like criteo"),
         ("train good.tsv --validation some.csv", 1, "some.csv looks like csv, and good.tsv looks like criteo"),
         ("train good.tsv --validation missing.tsv", 1, "missing.tsv does not exist"),
-        ("train good.tsv --memory-limit 8X", 2, "--memory-limit 8X: expected a positive number of bytes such as 512M"),
         ("train good.tsv --memory-limit 0", 2, "--memory-limit 0: expected a positive number of bytes"),
         ("train good.tsv --spill-dir .", 2, "--spill-dir . has no effect without a limit: pass --memory-limit too"),
         (
@@ -131,17 +122,13 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
             "--tolerance 0: expected a number greater than 0 and less than 1",
         ),
         ("train good.tsv --workers 0", 2, "--workers 0: expected a number of 1 or more"),
-        ("train good.tsv --epochs many", 2, "--epochs many: expected a whole number"),
         ("train good.tsv --heartbeat-timeout=0", 2, "--heartbeat-timeout 0: expected a number of 0.5 or more"),
         ("train good.tsv --batchsize 5", 2, "unknown option --batchsize. Did you mean --batch-size?"),
-        ("train good.tsv --learning-rate 1", 2, "unknown option --learning-rate. Did you mean --lr?"),
         ("train good.tsv --zzz 1", 2, "unknown option --zzz. See 'paceline train --help'"),
         ("train good.tsv --lr -1", 2, "--lr -1: expected a number greater than 0"),
         ("train good.tsv --lr nan", 2, "--lr nan: expected a number greater than 0"),
-        ("train good.tsv --update sgd --lr 0", 2, "--lr 0: expected a number greater than 0"),
         ("train good.tsv --l2 -1", 2, "--l2 -1: expected a number of 0 or more"),
         ("train good.tsv --solver proximal-blocks --l1 -1", 2, "--l1 -1: expected a number of 0 or more"),
-        ("train good.tsv --schedule cosine", 2, "change a rate that multiplies steps, and ftrl has none"),
         ("train good.tsv --schedule cosin --update sgd", 2, "--schedule cosin: expected one of constant, linear"),
         ("train good.tsv --interactions C1:C99", 2, "unknown column 'C99'; the columns are I1, I2"),
         ("train good.tsv --count-cells 99", 2, "pass --min-count too"),
@@ -152,7 +139,6 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
             "not an option of --model ffm, which crosses all",
         ),
         ("train nolabel.csv", 2, "so say which is the label"),
-        ("train nolabel.csv --label z --numeric a", 2, "nolabel.csv has no column 'z'"),
         ("train nolabel.csv --numeric a", 2, "so say which is the label"),
         ("train some.csv --numeric b --text b", 2, "--text b: --numeric names that column too: leave one out"),
         ("train some.csv --header perhaps", 2, "--header perhaps: expected one of auto, yes, no"),
@@ -178,30 +164,23 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
         ),
         ("train good.tsv --label y --numeric b", 2, "criteo has no columns to choose"),
         ("train good.tsv --format tsv", 2, "format 'tsv' is unknown: choose one of criteo"),
-        ("train good.tsv --consistency sometimes", 2, "expected 'sequential'"),
         ("train good.tsv --stale drop", 2, "expected 'accept'"),
         ("train good.tsv --stale drop:2 --consistency sequential", 2, "no effect under sequential"),
-        ("train good.tsv --update newton", 2, "expected one of ftrl, sgd"),
         (
             "train good.tsv --update momentum --l1 1",
             2,
             "momentum has no L1 penalty: leave --l1 out, or use",
         ),
-        ("train good.tsv --model forest", 2, "unknown model 'forest': expected one of lr"),
         ("train good.tsv --save good.tsv", 1, "a file has that name"),
-        ("train good.tsv --save others", 1, "it holds other files"),
         ("train good.tsv --save good.tsv/model", 1, "good.tsv"),
         ("train good.tsv --snapshot-every often", 2, "expected a time such as 30s"),
         ("train good.tsv --snapshot-every 10s", 2, "--snapshot-dir DIR"),
-        ("predict others good.tsv", 1, "others holds no model"),
         ("bench ps --update adam", 2, "expected sgd or ftrl"),
-        ("train good.tsv --scheduler 127.0.0.1:9", 2, "pass the cluster's token with --token-file"),
         ("train good.tsv --token-file missing", 2, "--token-file is for a running cluster: pass"),
         ("predict good.tsv good.tsv", 1, "good.tsv is a file, and a Paceline model is a directory that"),
         ("inspect good.tsv", 1, "good.tsv is a file, and a Paceline model is a directory that"),
         ("serve good.tsv --port 0", 1, "good.tsv is a file, and a Paceline model is a directory that"),
         ("worker --scheduler 127.0.0.1:9", 2, "pass the cluster's token with --token-file"),
-        ("worker --scheduler 127.0.0.1:9 --token-file missing", 2, "missing"),
         ("worker --token-file good.tsv", 2, "no scheduler: pass its address with --scheduler"),
         ("server --token-file good.tsv", 2, "no scheduler: pass its address with --scheduler"),
     ],
@@ -227,7 +206,6 @@ def test_one_sentence(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("forecast", "No such command"),
         ("predict", "Usage: paceline predict"),
     ],
 )

@@ -213,7 +213,7 @@ def test_bad_csv_rows_are_skipped_and_described(tmp_path: Path) -> None:
     path.write_text("click,site,ad,price\n" + "none,a,b,1\n" * 20)
     with (
         open_dataset(path, "csv", COLUMNS) as dataset,
-        pytest.raises(DataError, match="no good row at its start"),
+        pytest.raises(DataError, match="no valid row at its start"),
     ):
         rows(dataset)
 

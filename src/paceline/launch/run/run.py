@@ -44,6 +44,7 @@ from paceline.transport.addresses import bind_tcp
 from paceline.transport.security.authentication import MAKE_TOKEN, check_token
 
 _PATIENCE_S = 300.0
+_OPTIONS_OF_RUN = {"--nproc-per-node", "--nproc_per_node", "--nnodes"}  # a script hardly has options with these names
 _HEARTBEAT_TIMEOUT_S = 30.0
 """For stopped or disconnected processes: connections show killed ones. It is long, because a rank may be busy."""
 
@@ -209,6 +210,12 @@ def _check_script(options: RunOptions) -> None:
         raise UsageError(f"no script {script}. Pass options of 'paceline run' before it, and its own after it")
     elif Path(script).is_dir() and not (Path(script) / "__main__.py").exists():
         raise UsageError(f"{script} is a folder without a __main__.py: pass a script")
+    for name in _OPTIONS_OF_RUN.intersection(options.arguments or ()):
+        print(
+            f"paceline run: {name} after {script} is an argument of the script. Pass options of 'paceline run' before "
+            "the script",
+            file=sys.stderr,
+        )
 
 
 def _check_no_servers(options: RunOptions, memory_limit: MemoryLimit | None, strategy: str) -> None:

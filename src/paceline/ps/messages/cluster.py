@@ -42,17 +42,18 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
         servers, replicas = self.num_servers, self.replicas
         if servers < 1 or self.num_workers < 1:
             raise UsageError(
-                f"a cluster has at least 1 server and 1 worker: servers={servers}, workers={self.num_workers}"
+                f"servers={servers}, workers={self.num_workers}: a cluster needs at least 1 server and 1 worker"
             )
         if not 0 <= replicas < servers:
+            needed = max(replicas, 0) + 1
             raise UsageError(
-                f"replicas={replicas} with {servers} server(s): a row is on one server and on so many others, so there "
-                f"must be at least {max(replicas, 0) + 1} servers"
+                f"replicas={replicas} with {servers} servers: a row and its replicas need {needed} servers. Add some, "
+                "or lower replicas"
             )
         if not 0 <= self.min_replicas <= replicas:
             raise UsageError(
-                f"min_replicas={self.min_replicas} with replicas={replicas}: a push is acknowledged when so many "
-                f"replicas have it: expected 0 to {replicas}"
+                f"min_replicas={self.min_replicas} with replicas={replicas}: expected 0 to {replicas}. Add replicas, "
+                "or lower min_replicas"
             )
         check_stale_policy(parse_consistency(self.consistency), parse_stale_policy(self.stale))
         check_policy(self.non_finite)

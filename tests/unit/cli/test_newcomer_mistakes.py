@@ -1,0 +1,132 @@
+"""Forty mistakes of newcomers: each gets one sentence with the option or file, the value and the remedy."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import paceline
+from paceline import cli
+from paceline.data import open_dataset
+from paceline.models.registry import make_model
+
+COMMANDS = [
+    # Command, exit status, and texts of the message: option or file, value, remedy.
+    ("trian clicks.csv", 2, ["'trian'", "Did you mean 'train'?"]),
+    ("train click.csv", 1, ["click.csv does not exist"]),
+    ("train *.parquet", 1, ["*.parquet: no file matches"]),
+    ("train folder", 1, ["folder is a folder", "folder/*"]),
+    ("train empty.csv", 1, ["empty.csv is empty", "no line"]),
+    ("train header.csv", 1, ["header.csv has one line, 'click,site,age'", "no row"]),
+    ("train clicks.csv.gz", 1, ["clicks.csv.gz", "is not a gzip file", "unpack or rename"]),
+    ("train clicks.csv --eval clicks.tsv", 1, ["clicks.tsv looks like criteo", "clicks.csv looks like csv"]),
+    ("train clicks.csv --label clik", 2, ["no column 'clik'", "its columns are click, site, age"]),
+    ("train clicks.csv --categorical sit", 2, ["no column 'sit'", "its columns are click, site, age"]),
+    ("train clicks.csv --numeric site", 1, ["'site' is not a finite number", "--numeric, --categorical"]),
+    ("train texts.csv --label label", 1, ["labels are text0, text1", "--positive"]),
+    ("train clicks.csv --format cvs", 2, ["'cvs'", "choose one of criteo"]),
+    ("train clicks.csv --epohcs 3", 2, ["unknown option --epohcs", "Did you mean --epochs?"]),
+    ("train clicks.csv --learning-rate 1", 2, ["unknown option --learning-rate", "Did you mean --lr?"]),
+    ("train clicks.csv --epochs three", 2, ["--epochs three", "expected a whole number"]),
+    ("train clicks.csv --epochs", 2, ["--epochs", "the value is missing", "--epochs VALUE"]),
+    ("train clicks.csv --lr 0", 2, ["--lr 0", "expected a number greater than 0"]),
+    ("train clicks.csv --model logistic", 2, ["model 'logistic'", "expected one of lr, fm"]),
+    ("train clicks.csv --dim 8", 2, ["--dim", "--model lr", "it is for fm, ffm"]),
+    ("train clicks.csv --update ADAM", 2, ["update rule 'ADAM'", "expected one of ftrl, sgd"]),
+    ("train clicks.csv --schedule cosine", 2, ["--schedule", "ftrl has none", "another --update"]),
+    ("train clicks.csv --servers 0", 2, ["--servers 0", "expected a number of 1 or more"]),
+    ("train clicks.csv --replicas 1", 2, ["replicas=1 with 1 servers", "need 2 servers", "Add some, or lower replicas"]),
+    ("train clicks.csv --consistency async", 2, ["consistency", "'async'", "'bounded:N'"]),
+    ("train clicks.csv --memory-limit 8gigs", 2, ["--memory-limit 8gigs", "such as 512M"]),
+    ("train clicks.csv --filters gzip", 2, ["filter 'gzip'", "expected one of", "zstd"]),
+    ("train clicks.csv --save folder", 1, ["folder", "it holds other files", "an empty or new directory"]),
+    ("train clicks.csv --scheduler 127.0.0.1:9", 2, ["no token", "--token-file FILE", "PACELINE_TOKEN"]),
+    ("predict folder clicks.csv", 1, ["folder holds no model", "no manifest.json"]),
+    ("worker --scheduler 127.0.0.1:9 --token-file no.txt", 2, ["token from no.txt", "No such file"]),
+    ("run train.py", 2, ["no script train.py"]),
+    ("run --strategy ps clicks.csv", 2, ["strategy 'ps'", "expected one of one-device"]),
+    ("run --nproc-per-node 0 clicks.csv", 2, ["--nproc-per-node 0", "expected 1 or more"]),
+]
+
+CALLS: list[tuple[Callable[[], Any], type[Exception], list[str]]] = [
+    (lambda: paceline.load("model"), paceline.ModelError, ["model holds no model", "no manifest.json"]),
+    (lambda: open_dataset(["click.csv"]), paceline.DataError, ["click.csv does not exist"]),
+    (lambda: paceline.FTRL(alpha=-1), paceline.UsageError, ["FTRL(alpha=-1)", "expected a number greater than 0"]),
+    (lambda: paceline.local_cluster(servers=0), paceline.UsageError, ["servers=0", "at least 1 server"]),
+    (lambda: make_model("fm", hidden=(8,)), paceline.UsageError, ["--hidden", "--model fm", "it is for deepfm, dcn"]),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PACELINE_TOKEN", raising=False)
+    monkeypatch.setattr(cli, "raise_on_sigterm", lambda: None)
+    rows = "click,site,age\n" + "1,a,30\n0,b,40\n" * 50
+    for name, text in (
+        ("clicks.csv", rows),
+        ("clicks.csv.gz", rows),
+        ("clicks.tsv", "\t".join(["1", *["5"] * 13, *["68fd1e64"] * 26]) + "\n"),
+        ("empty.csv", ""),
+        ("header.csv", "click,site,age\n"),
+        ("texts.csv", "label,site\n" + "".join(f"text{i},b\n" for i in range(60))),
+    ):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "notes.txt").write_text("mine")
+    return tmp_path
+
+
+def run(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[Any, str]:
+    monkeypatch.setattr(sys, "argv", ["paceline", *command.split()])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return ended.value.code, captured.err
+
+
+@pytest.mark.parametrize(("command", "status", "texts"), COMMANDS)
+def test_commands(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    status: int,
+    texts: list[str],
+) -> None:
+    code, message = run(command, monkeypatch, capsys)
+    assert (code, message.count("\n")) == (status, 1), message
+    assert message.startswith("paceline: ")
+    assert [text for text in texts if text not in message] == [], message
+
+
+@pytest.mark.parametrize(("call", "kind", "texts"), CALLS)
+def test_calls(folder: Path, call: Callable[[], Any], kind: type[Exception], texts: list[str]) -> None:
+    with pytest.raises(kind) as raised:
+        call()
+    message = str(raised.value)
+    assert [text for text in texts if text not in message] == [], message
+
+
+def test_a_port_in_use(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        code, message = run(f"scheduler --port {port} --host 127.0.0.1 --token-file token", monkeypatch, capsys)
+    assert (code, message.count("\n")) == (1, 1), message
+    assert f"127.0.0.1:{port}" in message
+
+
+def test_options_after_the_script(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "train.py").write_text("")
+    monkeypatch.setattr(sys, "argv", ["paceline", "run", "train.py", "--nproc-per-node", "2"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "--nproc-per-node after train.py is an argument of the script" in capfd.readouterr().err
