@@ -100,7 +100,7 @@ def test_a_cluster_by_hand(paceline: Commands, click_log: tuple[Path, Path], tmp
     assert further["num_features"] == result["num_features"]
     other = paceline.run("train", click_log[0], *joining, "--update", "adagrad", "-q")  # another rule, same table
     assert (other.status, len(other.err.splitlines())) == (2, 1)
-    assert "end the cluster" in other.err
+    assert "End the cluster" in other.err
     missing = paceline.run("train", "missing.tsv", *joining)
     assert (missing.status, missing.err) == (1, "paceline: missing.tsv does not exist\n")
     end(scheduler, *servers, *workers, late)
@@ -182,7 +182,7 @@ def test_a_driver_that_dies_frees_the_workers(paceline: Commands, click_log: tup
     server.signal(signal.SIGTERM)  # a server that leaves takes its part of the model with it
     finished = long.wait()
     assert finished.status == 1
-    assert "server 0 is gone, and with it its part of the model" in finished.err
+    assert "server 0 was lost, and with it its part of the model" in finished.err
     assert server.wait().status == 0
     end(scheduler, is_lost=True)
     assert worker.wait().status in (0, 1)
