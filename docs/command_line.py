@@ -28,21 +28,25 @@ def find_commands(command: Any, name: str = "paceline") -> Iterator[tuple[str, A
 
 
 def describe(name: str, command: Any) -> str:
-    """Return the section of one command: its help, arguments and options."""
+    """Return the section of one command: its help, and its arguments and options by panel."""
     lines = [f"## `{name}`", "", _plain(command.help), ""]
+    panels: dict[str, list[str]] = {}
     for parameter in command.params:
         if getattr(parameter, "hidden", False):
             continue
         is_option = parameter.param_type_name == "option"
+        panel = (getattr(parameter, "rich_help_panel", None) or "Options") if is_option else "Arguments"
         names = ", ".join(parameter.opts + parameter.secondary_opts) if is_option else parameter.name.upper()
-        lines += [f"`{names}`", f": {_plain(getattr(parameter, 'help', None)) or 'see above'}", ""]
+        panels.setdefault(panel, []).extend([f"`{names}`", f": {_plain(parameter.help)}", ""])
+    for panel, parameters in panels.items():
+        lines += [f"**{panel}**", "", *parameters]
     return "\n".join(lines)
 
 
 def _plain(text: str | None) -> str:
-    """Return a help text in one paragraph for each of its paragraphs, without markup of the terminal."""
-    paragraphs = re.split(r"\n\s*\n", (text or "").replace("\b", "").strip())
-    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    """Return the paragraphs of a help text, each on one line; examples become blocks of code."""
+    paragraphs = [" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text or "")]
+    return "\n\n".join(re.sub(r"^Example: (.*)", r"```text\n\1\n```", paragraph) for paragraph in paragraphs)
 
 
 def write_command_line(path: Path) -> None:
