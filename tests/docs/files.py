@@ -12,6 +12,7 @@ import numpy as np
 
 TRAIN = """\
 import argparse
+from collections import OrderedDict
 
 import torch
 from torch import nn
@@ -25,8 +26,9 @@ epochs = parser.parse_args().epochs
 
 torch.manual_seed(0)
 loader = DataLoader(TensorDataset(torch.randn(256, 8), torch.randint(3, (256,))), batch_size=16)
-blocks = {f"layers_{number}": nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for number in range(8)}
-model = nn.Sequential(nn.Sequential(*blocks.values()), nn.Linear(8, 3))
+layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(8)))
+encoder = nn.Sequential(OrderedDict(layers=layers))
+model = nn.Sequential(OrderedDict(encoder=encoder, head=nn.Linear(8, 3)))
 optimizer = torch.optim.Adam(model.parameters())
 loss_fn = nn.CrossEntropyLoss()
 
@@ -50,6 +52,7 @@ optimizer = torch.optim.Adam(model.parameters())
 loss_fn = nn.CrossEntropyLoss()
 """
 GROUP = """
+import contextlib
 import os
 from tests.free_ports import free_port
 os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
@@ -64,9 +67,10 @@ PRELUDES = {
     + GROUP
     + """
 import paceline
-cluster = paceline.local_cluster()
-client = cluster.connect()
+at_end = contextlib.ExitStack()
+client = at_end.enter_context(paceline.local_cluster()).connect()
 torch.distributed.init_process_group("gloo")
+at_end.callback(torch.distributed.destroy_process_group)
 model = nn.parallel.DistributedDataParallel(model)
 """,
     "docs/guides/using_models.md": """
@@ -74,7 +78,12 @@ import numpy as np
 X = np.random.default_rng(0).normal(size=(500, 4)).astype(np.float32)
 y, amounts = X[:, 0] > 0, X[:, 1] * 2
 """,
-    "docs/explanation/collectives.md": GROUP,
+    "docs/explanation/collectives.md": GROUP
+    + """
+import torch
+at_end = contextlib.ExitStack()
+at_end.callback(lambda: torch.distributed.destroy_process_group())
+""",
 }
 """Code that defines the names that a page's examples use without defining them."""
 
@@ -86,7 +95,7 @@ def write_files(root: Path) -> None:
 
     from paceline.data import ClickLogSpec, write_click_log
 
-    write_click_log(root / "day1.tsv", ClickLogSpec(rows=3_000), eval_path=root / "day2.tsv")
+    write_click_log(root / "day1.tsv", ClickLogSpec(rows=3_000, eval_rows=1_000), eval_path=root / "day2.tsv")
     for name in ("day3.tsv", "clicks.tsv", "today.tsv", "tuesday.tsv"):
         shutil.copy(root / "day1.tsv", root / name)
     for name in ("day1.tsv", "day2.tsv"):
@@ -103,7 +112,7 @@ def write_files(root: Path) -> None:
     for name in ("clicks.csv", "day1.csv", "day2.csv"):
         (root / name).write_text(header + "".join(rows))
     parquet.write_table(arrow_csv.read_csv(root / "clicks.csv"), root / "clicks.parquet")
-    (root / "grades.csv").write_text("label,age\n" + "".join(f"{1 + age % 2},{age}\n" for age in range(500)))
+    (root / "grades.csv").write_text("label,age\n" + "".join(f"{1 + n % 2},{n % 40}\n" for n in range(500)))
     (root / "criteo.ffm").write_text("".join(f"{n % 2} 0:{n % 7}:1 1:{n % 11}:1\n" for n in range(600)))
     (root / "a9a").write_text("".join(f"{1 if n % 3 else -1} {1 + n % 7}:1 {10 + n % 11}:1\n" for n in range(600)))
     (root / "train.py").write_text(TRAIN)

@@ -8,6 +8,7 @@ ranks``, ``together`` starts all of its lines at once, and ``not run, REASON``.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -27,7 +28,7 @@ from tests.free_ports import free_port
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LANGUAGES = ("python", "sh", "console", "json")
-COMMENT = re.compile(r"<!-- docs test: (.*?) -->\n\Z", re.DOTALL)
+COMMENT = re.compile(r"<!-- docs test: ((?:(?!-->).)*) -->\n\Z", re.DOTALL)
 STARTS_EMPTY = {"click_model", "pytorch_script"}
 """Pages that create their files themselves."""
 ALWAYS = {"README.md", "tutorials"}
@@ -54,7 +55,11 @@ class Page:
     def here(self, text: str) -> str:
         """Return a command with addresses and directories of this machine."""
         text = text.replace("10.0.0.1", "127.0.0.1").replace("10.0.0.2", "127.0.0.1").replace("0.0.0.0", "127.0.0.1")
-        text = text.replace("/data/spill", str(self.directory)).replace("examples/", f"{ROOT}/examples/")
+        text = (
+            text.replace("--snapshot-every 5m", "--snapshot-every 1000")
+            .replace("/data/spill", str(self.directory))
+            .replace("examples/", f"{ROOT}/examples/")
+        )
         text = re.sub(r"--(nproc-per-node|workers) [48]\b", r"--\1 2", text)  # two cores are enough for a test
         for documented, port in self.ports.items():
             text = text.replace(f":{documented}", f":{port}").replace(f"--port {documented}", f"--port {port}")
@@ -104,7 +109,10 @@ class Page:
             exec(compile(self.here(source), f"{self.name}:{example.line}", "exec"), self.namespace)
 
     def close(self) -> None:
-        """End the processes that commands left in the background."""
+        """End the processes that commands left in the background, and close what a prelude opened."""
+        at_end = self.namespace.get("at_end")
+        if isinstance(at_end, contextlib.ExitStack):
+            at_end.close()
         for process in self.processes:
             for number in (signal.SIGINT, signal.SIGKILL):
                 try:
