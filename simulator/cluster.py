@@ -15,7 +15,7 @@ from functools import partial
 from typing import ClassVar, Final
 
 from paceline.protocol.chains import ChainGroup
-from paceline.protocol.scheduler import Phase, SchedulerCore
+from paceline.protocol.scheduler import ClusterCore, Phase
 from simulator.network import VirtualNetwork
 from simulator.oracle import DataLost, Oracle, Violation
 from simulator.settings import RunSettings
@@ -109,7 +109,7 @@ class Cluster(ABC):
         """Start a worker, if there is work for one more."""
 
     @abstractmethod
-    def core_of(self, scheduler: VirtualProcess) -> SchedulerCore | None:
+    def core_of(self, scheduler: VirtualProcess) -> ClusterCore | None:
         """Return the core of a scheduler; None before it has one."""
 
     @abstractmethod
@@ -141,7 +141,7 @@ class Cluster(ABC):
     # The state of the cluster, as an observer of everything sees it.
 
     @property
-    def core(self) -> SchedulerCore | None:
+    def core(self) -> ClusterCore | None:
         """The core of the scheduler, if it leads the cluster."""
         core = None if self.scheduler is None else self.core_of(self.scheduler)
         return core if core is not None and core.is_established and core.phase is Phase.LEADING else None

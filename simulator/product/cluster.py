@@ -13,7 +13,7 @@ from typing_extensions import override
 from paceline.errors import AddressError, ConnectionLostError, DeadlineError, PacelineError
 from paceline.launch.roles import run_scheduler, run_server
 from paceline.protocol.buckets import Buckets
-from paceline.protocol.scheduler import SchedulerCore
+from paceline.protocol.scheduler import ClusterCore
 from paceline.ps.messages import ClusterSettings
 from simulator.cluster import Cluster
 from simulator.oracle import Violation
@@ -191,8 +191,8 @@ class ProductCluster(Cluster):
         return True
 
     @override
-    def core_of(self, scheduler: VirtualProcess) -> SchedulerCore | None:
-        return None if scheduler.role is None else cast(SchedulerCore, scheduler.role.core)
+    def core_of(self, scheduler: VirtualProcess) -> ClusterCore | None:
+        return None if scheduler.role is None else cast(ClusterCore, scheduler.role.core.cluster)
 
     @override
     def is_joined(self, process: VirtualProcess) -> bool:

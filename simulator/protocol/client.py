@@ -171,10 +171,9 @@ class SimulatedClient(SimulatedNode):
         session = self.core.sessions.get(server)
         request = None if session is None else session.in_flight.get(message.number)
         match message.content:
-            case View() as view:
+            case events.Stale():
                 if session is not None and request is not None:
                     session.refused(request)
-                self.take(view)
             case events.ConfirmJoin(_, clock):
                 if session is not None and request is not None:
                     session.answered(request)

@@ -10,7 +10,7 @@ from typing import Final
 from typing_extensions import override
 
 from paceline.protocol.buckets import buckets_in
-from paceline.protocol.scheduler import SchedulerCore
+from paceline.protocol.scheduler import ClusterCore
 from simulator.cluster import Cluster
 from simulator.faults import WEIGHTS, Faults
 from simulator.oracle import Oracle, Violation
@@ -98,14 +98,14 @@ class ProtocolCluster(Cluster):
         scheduler.run(scheduler.process_ended, process.name)
 
     @override
-    def core_of(self, scheduler: VirtualProcess) -> SchedulerCore:
+    def core_of(self, scheduler: VirtualProcess) -> ClusterCore:
         assert isinstance(scheduler, SimulatedScheduler)
-        return scheduler.core
+        return scheduler.core.cluster
 
     @override
     def is_joined(self, process: VirtualProcess) -> bool:
         assert isinstance(process, SimulatedNode)
-        return process.member is not None
+        return process.is_member
 
     @override
     def leave(self, process: VirtualProcess) -> bool:
@@ -151,8 +151,6 @@ class ProtocolCluster(Cluster):
         for scheduler in (self.scheduler, *self.network.former.values()):
             if isinstance(scheduler, SimulatedScheduler):
                 scheduler.core.validate()
-                if scheduler.jobs.ledger is not None:
-                    scheduler.jobs.ledger.validate()
         self._check_chains(at_end=False)
 
     @override

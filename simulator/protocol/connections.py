@@ -7,12 +7,16 @@ from typing import Any, Final
 from typing_extensions import override
 
 from paceline.protocol.replication import StateReceived
-from paceline.protocol.scheduler.events import Prepare, Publish
+from paceline.protocol.scheduler import View, ViewChange
+from paceline.protocol.scheduler.messages import PrepareView, Welcome
 from simulator.network import End, Refused, VirtualNetwork
 from simulator.world import VirtualProcess
 
 _RECONNECT_S: Final = 0.03
-_NUM_BYTES: Final[dict[type, int]] = {Publish: 2000, Prepare: 2000, StateReceived: 20_000}
+_NUM_BYTES: Final[dict[type, int]] = {
+    **dict.fromkeys((View, ViewChange, PrepareView, Welcome), 2000),
+    StateReceived: 20_000,
+}
 
 
 class MessageEnd(End):
@@ -49,7 +53,7 @@ class MessageEnd(End):
 
     @override
     def num_bytes(self, data: Any) -> int:
-        return _NUM_BYTES.get(type(getattr(data, "event", data)), 200)
+        return _NUM_BYTES.get(type(getattr(data, "event", getattr(data, "message", data))), 200)
 
     def _receive(self, message: Any) -> None:
         if not (self.is_closed or self.is_reset):

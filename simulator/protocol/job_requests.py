@@ -8,8 +8,11 @@ from typing import Any, TypeAlias
 
 from paceline.protocol.client import Request
 from paceline.protocol.jobs import Counters, JobMemory, MemberLedger, messages
+from paceline.protocol.scheduler.events import SendMessage
 from paceline.protocol.scheduler.line import MemberEnd, SentMessage
-from simulator.protocol.messages import EndWork, JobMessage, Reply
+from paceline.protocol.scheduler.messages import Heartbeat
+from paceline.protocol.scheduler.sessions import MessageNumbers
+from simulator.protocol.messages import EndWork, SchedulerMessage
 
 JobCall: TypeAlias = messages.JobRequest | EndWork
 Program: TypeAlias = Generator[float | list[Request] | JobCall, Any, None]
@@ -19,7 +22,7 @@ Program: TypeAlias = Generator[float | list[Request] | JobCall, Any, None]
 class JobRequests:
     """The requests of one member. `send` sends to the scheduler, `now_s` returns the member's time."""
 
-    def __init__(self, send: Callable[[JobMessage], None], now_s: Callable[[], float]) -> None:
+    def __init__(self, send: Callable[[SchedulerMessage], None], now_s: Callable[[], float]) -> None:
         self._send_message = send
         self._now_s = now_s
         self._is_welcome = False  # by the scheduler of the present connection
@@ -41,8 +44,7 @@ class JobRequests:
     def send_counters(self, counters: Counters) -> None:
         """Send this worker's counters, in the place of those that are still to be sent."""
         self._ledger.counted(counters)
-        message = messages.CountersReceived(counters=counters)
-        self._send(self._messages.add(message, supersedes=messages.CountersReceived))
+        self._send(self._messages.add(Heartbeat(progress=counters), supersedes=Heartbeat))
 
     def disconnected(self) -> JobMemory | None:
         """Send nothing until the next welcome; return the knowledge for a new scheduler."""
@@ -53,26 +55,28 @@ class JobRequests:
         """Send again the messages that the scheduler may lack."""
         self._ledger.incarnation, self._is_welcome = incarnation, True
         for report, _ in self._ledger.again() if received < 0 else ():
-            self._send_message(JobMessage(0, 0, self._messages.lowest, report))
+            self._send_message(SchedulerMessage(report, MessageNumbers(lowest=self._messages.lowest)))
         for message in self._messages.since(received):
             self._send(message)
 
     def _send(self, message: SentMessage) -> None:
         if self._is_welcome:
             number = message.number if message.is_call else 0
-            self._send_message(JobMessage(number, message.number, self._messages.lowest, message.content))
+            numbers = MessageNumbers(number, message.number, self._messages.lowest)
+            self._send_message(SchedulerMessage(message.content, numbers))
 
-    def take_reply(self, reply: Reply) -> None:
+    def receive(self, sent: SendMessage) -> None:
         """Take an answer, or news of the job."""
-        self._messages.received(reply.received)
-        if isinstance(reply.content, messages.JobNews):
-            self._ledger.merge_news(reply.content.record)
+        answer = sent.message
+        self._messages.received(sent.received)
+        if isinstance(answer, messages.JobNews):
+            self._ledger.merge_news(answer.record)
             return
-        message = self._messages.take(reply.number)
+        message = self._messages.take(sent.request)
         if message is not None:
-            if not isinstance(message.content, EndWork) and not isinstance(reply.content, Exception):
-                self._ledger.answered(message.content, reply.content, self._now_s())
-            self._callbacks.pop(reply.number)(reply.content)
+            if not isinstance(message.content, EndWork) and not isinstance(answer, Exception):
+                self._ledger.answered(message.content, answer, self._now_s())
+            self._callbacks.pop(sent.request)(answer)
 
 
 class Performer:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from paceline.protocol import replication
-from paceline.protocol.membership import Member
-from paceline.protocol.scheduler import View
+from paceline.protocol.scheduler.sessions import MessageNumbers
 from paceline.protocol.server import TimingClass, events
 from simulator.oracle import Value
 from simulator.protocol.connections import MessageEnd
@@ -63,35 +62,20 @@ class Check:
 
 @dataclass(slots=True)
 class Reply:
-    """The answer of a server or the scheduler to request `number`; 0: a notice of the scheduler."""
+    """The answer of a server to request `number`."""
 
     number: int
     content: Any = None
-    received: int = 0
-    """The scheduler: the number of the last message that it has."""
     durable: int = 0
-    """A server: the number of safe iterations."""
+    """The number of safe iterations."""
 
 
 @dataclass(slots=True)
-class Welcomed:
-    """The node is this member of this cluster."""
+class SchedulerMessage:
+    """A message to the scheduler, with its numbers."""
 
-    member: Member
-    cluster: str
-    view: View
-    received: int
-    """As in Reply; -1: another scheduler has this member's cluster now."""
-
-
-@dataclass(slots=True)
-class JobMessage:
-    """A member's message about jobs; see :mod:`paceline.protocol.scheduler.line` for the numbers."""
-
-    request: int
-    sequence: int
-    lowest: int
     content: Any
+    numbers: MessageNumbers = MessageNumbers()  # noqa: RUF009 - it is frozen
 
 
 @dataclass(slots=True)

@@ -7,16 +7,22 @@ from typing import Any, Final
 
 from typing_extensions import override
 
-from paceline.protocol.membership import Member, Role
-from paceline.protocol.scheduler import HEARTBEATS_PER_TIMEOUT, KnownViews, View, events, messages
+from paceline.protocol.membership import Role
+from paceline.protocol.scheduler import HEARTBEATS_PER_TIMEOUT, View, messages
+from paceline.protocol.scheduler.events import MemberMessage, SendMessage
+from paceline.protocol.scheduler.member_state import MemberState
+from paceline.protocol.scheduler.sessions import MessageNumbers
 from simulator.network import VirtualNetwork
 from simulator.oracle import Oracle
 from simulator.protocol.connections import MessageEnd, MessageProcess
 from simulator.protocol.job_requests import JobRequests
 from simulator.protocol.links import ServerLinks
-from simulator.protocol.messages import Reply, Welcomed
+from simulator.protocol.messages import SchedulerMessage
 from simulator.settings import RunSettings
 
+_JOIN: Final = -1
+"""The request number of Register and Rejoin."""
+_ELSEWHERE_S: Final = 0.1
 SCHEDULER: Final = "scheduler"
 """The address at which the scheduler listens, whichever that is."""
 
@@ -39,13 +45,10 @@ class SimulatedNode(MessageProcess):
         self.oracle = around.oracle
         self.role: Role = role
         self.is_extra = is_extra
-        self.member: Member | None = None
-        self.views = KnownViews()
+        self.state = MemberState(around.settings.num_buckets)
         self.scheduler: MessageEnd | None = None
-        self.is_leaving = False
         self.jobs = JobRequests(self.send_to_scheduler, lambda: self.own_now_s)
         self.links = ServerLinks(self, role.value, self.address)
-        self._cluster_name = ""
         self.later(0.0, self._connect)
         self._heartbeat_s = around.settings.heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
         self.later(self._heartbeat_s * (0.5 + self.world.random.random()), self._beat)
@@ -53,7 +56,12 @@ class SimulatedNode(MessageProcess):
     @property
     def incarnation(self) -> int:
         """The incarnation; 0 before the welcome."""
-        return 0 if self.member is None else self.member.incarnation
+        return 0 if self.state.welcome is None else self.state.welcome.incarnation
+
+    @property
+    def is_member(self) -> bool:
+        """Whether a scheduler has welcomed it."""
+        return self.state.welcome is not None
 
     # The parts of subclasses.
 
@@ -63,7 +71,7 @@ class SimulatedNode(MessageProcess):
     def view_changed(self, view: View) -> None:
         """Take a newer view."""
 
-    def attached(self, scheduler: MessageEnd) -> None:
+    def attached(self) -> None:
         """Repeat to the scheduler the messages that it may lack."""
 
     def unreachable(self) -> tuple[int, ...]:
@@ -80,7 +88,7 @@ class SimulatedNode(MessageProcess):
 
     def address(self, incarnation: int) -> str | None:
         """Return the name of a member's process."""
-        for member in () if self.views.committed is None else self.views.committed.members:
+        for member in () if self.state.views.committed is None else self.state.views.committed.members:
             if member.incarnation == incarnation:
                 return str(member.address)
         return None
@@ -93,7 +101,7 @@ class SimulatedNode(MessageProcess):
     def opened(self, connection: MessageEnd) -> None:
         if connection.hello[0] == "node":
             self.scheduler = connection
-            self._introduce(connection)
+            self._introduce()
         elif self.links.opened(connection):
             self.link_changed(connection.hello[2], is_up=True)
 
@@ -128,65 +136,62 @@ class SimulatedNode(MessageProcess):
         if self.scheduler is not None:
             self.scheduler.send(message)
 
-    def report(self, message: events.MemberMessage) -> None:
+    def report(self, message: MemberMessage) -> None:
         """Send a message about this member; it is lost if there is no connection."""
-        if self.scheduler is not None:
-            self.scheduler.send(events.MessageReceived(self.scheduler.other, message))
+        self.send_to_scheduler(SchedulerMessage(message))
 
     def _connect(self) -> None:
         self.connect(SCHEDULER, ("node", 0, 0))
 
-    def _introduce(self, scheduler: MessageEnd) -> None:
+    def _introduce(self) -> None:
         """Register, or rejoin with all that a new scheduler has to know."""
-        if self.member is None:
-            name = self.name
-            self.report(messages.Register(node=name, role=self.role, address=name, is_extra=self.is_extra))
-            return
-        newest, former = self.views.newest, self.views.former
-        assert newest is not None
-        job = self.jobs.disconnected()
-        rejoin = messages.Rejoin(
-            member=self.member, cluster=self._cluster_name, view=newest, promised=self.views.promised,
-            has_committed=self.views.is_committed, is_leaving=self.is_leaving, job=job,
-            former=former.members if former else (),
-        )  # fmt: skip
-        self.report(rejoin)
-        self.attached(scheduler)
+        name, state = self.name, self.state
+        message: MemberMessage
+        if state.welcome is None:
+            message = messages.Register(node=name, role=self.role, address=name, is_extra=self.is_extra)
+            state.registration = message
+        else:
+            message = state.rejoin((), self.jobs.disconnected())
+        self.send_to_scheduler(SchedulerMessage(message, MessageNumbers(_JOIN)))
+        if state.welcome is not None:
+            self.attached()
 
     def _beat(self) -> None:
-        if self.member is not None:
+        if self.is_member:
             self.report(messages.Heartbeat(unreachable=self.unreachable()))
         self.later(self._heartbeat_s, self._beat)
 
-    def _receive_from_scheduler(self, scheduler: MessageEnd, message: Any) -> None:
-        match message:
-            case Reply():
-                self.jobs.take_reply(message)
-            case Welcomed(member, cluster, view, received):
-                if self.member is None:
-                    self.member, self._cluster_name, self.links.incarnation = member, cluster, member.incarnation
+    def _receive_from_scheduler(self, scheduler: MessageEnd, sent: SendMessage) -> None:
+        match sent.message:
+            case messages.Welcome() as welcome:
+                is_first = not self.is_member
+                view = self.state.welcomed(welcome)
+                self.links.incarnation = welcome.incarnation
+                if is_first:
                     self.welcomed()
-                self.jobs.welcomed(member.incarnation, received)
-                self.take(view)
-            case events.Publish(view):
-                self.take(view)
-            case events.Prepare(_, view):
-                if self.views.prepare(view):
-                    self.report(messages.Prepared(view.term, view.epoch))
-            case events.RequestPromise(_, term):
-                if self.views.promise(term):
-                    self.report(messages.Promised(term))
-            case events.Expel() | events.Reject() | events.ReleaseServer():  # this incarnation may not come back
+                self.jobs.welcomed(welcome.incarnation, welcome.received)
+                self._act_on(view)
+            case messages.Elsewhere():
+                scheduler.close()
+                self.scheduler = None
+                self.later(_ELSEWHERE_S, self._connect)
+            case Exception() if sent.request == _JOIN:  # this incarnation may not come back
                 self.kill()
+            case message:
+                self.jobs.receive(sent)
+                view, answer = self.state.take(message)
+                if answer is not None:
+                    self.report(answer)
+                if self.state.is_over:
+                    self.kill()
+                else:
+                    self._act_on(view)
 
-    def take(self, view: View) -> None:
-        """Take a committed view, from any process."""
-        if not self.views.commit(view):
+    def _act_on(self, view: View | None) -> None:
+        if view is None:
             return
         if view.version:
             self.oracle.mapped(view.version, view.groups, self.name)
-        if self.member is None:
-            return
         if self.role is not Role.OBSERVER and view.excludes(self.incarnation):
             self.kill()
         else:

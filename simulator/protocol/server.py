@@ -70,7 +70,7 @@ class SimulatedServer(SimulatedNode):
         if timing in POSTPONED:
             self.core.postpone(timing, sender, frame)
         elif timing is Timing.STALE:
-            self._answer(frame, self.views.committed)
+            self._answer(frame, events.Stale(frame))
         elif timing is Timing.IMMEDIATE and isinstance(frame.event, Check):
             self._compare(sender, frame)
         elif timing is Timing.IMMEDIATE and isinstance(frame.event, Push):
@@ -107,13 +107,13 @@ class SimulatedServer(SimulatedNode):
         self._obey(self.core.joined(self.incarnation))
 
     @override
-    def attached(self, scheduler: MessageEnd) -> None:
+    def attached(self) -> None:
         for report in self._reports.values():
             self.report(report)
 
     def leave(self) -> None:
         """Request to be drained."""
-        self.is_leaving = True
+        self.is_leaving = self.state.is_leaving = True
         self.report(Drain())
 
     @override
@@ -148,7 +148,7 @@ class SimulatedServer(SimulatedNode):
                 case replication.Acknowledge(EventFrame() as frame):
                     frame.connection.send(replication.Acknowledged(self.incarnation, frame.number))
                 case replication.RefusePush(EventFrame() as frame) | events.Stale(EventFrame() as frame):
-                    self._answer(frame, self.views.committed)
+                    self._answer(frame, events.Stale(frame))
                 case replication.Load(EventFrame(payload=(value, marks)) as frame, bucket):
                     self.table.data[bucket] = Data(value, dict(marks))
                     frame.connection.send(replication.Confirmed(self.incarnation, frame.number))
@@ -250,7 +250,7 @@ class SimulatedServer(SimulatedNode):
 
     def validate(self) -> None:
         """Check the core's invariants, and that each bucket is the sum of its pushes."""
-        if self.member is None:
+        if not self.is_member:
             return
         self.core.validate()
         held = self.core.held

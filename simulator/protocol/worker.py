@@ -17,7 +17,6 @@ from paceline.protocol.scheduler import View
 from paceline.protocol.scheduler.messages import Leave
 from simulator.oracle import Value
 from simulator.protocol.client import SimulatedClient
-from simulator.protocol.connections import MessageEnd
 from simulator.protocol.job_requests import Performer, Program
 from simulator.protocol.messages import EndWork, Reply
 from simulator.protocol.node import SimulatedNode, Surroundings
@@ -83,7 +82,7 @@ class SimulatedWorker(SimulatedClient):
             self.work.perform(self._work())
 
     @override
-    def attached(self, scheduler: MessageEnd) -> None:
+    def attached(self) -> None:
         if self._has_ended:
             self.report(Leave())
 
@@ -91,7 +90,7 @@ class SimulatedWorker(SimulatedClient):
         """Leave after the current shard."""
         if not self.is_leaving:
             self.is_leaving = True
-            if self._lease is None and self.member is not None and not self.work.is_waiting:
+            if self._lease is None and self.is_member and not self.work.is_waiting:
                 self.work.perform(self._rest())
 
     # The job.

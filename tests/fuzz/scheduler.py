@@ -114,7 +114,7 @@ class SchedulerEpisode(Episode):
         self.number = 0
 
     async def _form(self) -> None:
-        self.scheduler.core.membership._next_incarnation = HONEST
+        self.scheduler.core.cluster.membership._next_incarnation = HONEST
         target = self.listener.endpoint
         for role, rank in ((Role.SERVER, 0), (Role.SERVER, 1), (Role.WORKER, 0)):
             self.members.append(Honest(Line(self.transport, target, Hello(role=role.value, rank=rank)), role, rank))
@@ -125,7 +125,7 @@ class SchedulerEpisode(Episode):
         for member in self.members:
             member.welcome()
         self.members[0].work()
-        self.scheduler.core.membership._next_incarnation = OTHERS
+        self.scheduler.core.cluster.membership._next_incarnation = OTHERS
 
     def feed(self) -> int:
         attacker = self.random.choice(self.attackers)
@@ -170,7 +170,7 @@ class SchedulerEpisode(Episode):
     def rejoin(self) -> Any:
         random = self.random
         role, rank = random.choice(("worker", "server", "server")), random.randrange(2)
-        settings = self.scheduler.settings
+        settings = self.scheduler.core.settings
         group = ChainGroup((OTHERS + 1, OTHERS + 2), None, to_bytes((1 << 512) - 1))
         members = tuple(
             Member(
@@ -193,8 +193,7 @@ class SchedulerEpisode(Episode):
                 incarnation=OTHERS + rank + (1 if role == "server" else 4),
                 address=Endpoint(Address.parse("memory://y")), process=own_process(),
             ),
-            cluster=settings.cluster,
-            knowledge=messages.Knowledge(settings=settings, tables=(known,)),
+            settings=settings, tables=(known,),
             view=messages.View(
                 epoch=3, term=random.choice((0, 0, 1)), members=members, version=2, groups=(group,),
                 last_incarnation=OTHERS + 5,
@@ -214,7 +213,7 @@ class SchedulerEpisode(Episode):
 
     def simple(self) -> Any:
         random = self.random
-        number = random.choice((1, 2, self.scheduler.jobs.core.last_number))
+        number = random.choice((1, 2, self.scheduler.core.jobs.last_number))
         return random.choice(
             (
                 lambda: messages.GetView(), lambda: messages.GetSettings(), lambda: messages.Leave(),
@@ -234,7 +233,7 @@ class SchedulerEpisode(Episode):
 
     def at_work(self) -> Any:
         random = self.random
-        number = self.scheduler.jobs.core.last_number
+        number = self.scheduler.core.jobs.last_number
         return random.choice(
             (
                 lambda: messages.TakeLease(job=number, wait=random.random() < 0.5),

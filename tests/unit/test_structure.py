@@ -15,6 +15,7 @@ import pytest
 import paceline
 from paceline.protocol import Eventual, SchedulerCore, ServerCore
 from paceline.protocol.client import ClientCore
+from paceline.protocol.scheduler.messages import SchedulerSettings
 
 SOURCE = Path(paceline.__file__).parent
 TESTS = Path(__file__).parents[1]
@@ -187,7 +188,7 @@ def is_core(node: ast.expr) -> bool:
     [
         ("server", ServerCore(Eventual())),
         ("client", ClientCore(is_worker=True, is_sequential=False)),
-        ("scheduler", SchedulerCore(num_servers=1)),
+        ("scheduler", SchedulerCore(SchedulerSettings())),
     ],
 )
 def test_runtimes_read_little_of_a_core(role: str, core: object) -> None:

@@ -124,7 +124,7 @@ def run_scheduler(
             scheduler.end("the scheduler was ended")
             if not with_parent or ended.done():  # until all members have received it and left
                 deadline = asyncio.get_running_loop().time() + _LINGER_S
-                while scheduler.core.membership.members and asyncio.get_running_loop().time() < deadline:
+                while scheduler.core.cluster.membership.members and asyncio.get_running_loop().time() < deadline:
                     await asyncio.sleep(0.01)
             for task in (ended, stopped):
                 task.cancel()
@@ -214,8 +214,8 @@ def run_server(
             )
         )
         try:
-            request_settings = partial(link.call, messages.GetSettings(), messages.Settings)
-            settings: messages.Settings | None = await unless_stopped(link, stop, request_settings)
+            request_settings = partial(link.call, messages.GetSettings(), messages.ClusterSettings)
+            settings: messages.ClusterSettings | None = await unless_stopped(link, stop, request_settings)
             if settings is None:
                 raise_failure()
                 return
@@ -261,7 +261,7 @@ def run_server(
     _run(serve, with_parent, fail)
 
 
-def check_settings(requested: messages.Settings, joined: messages.Settings, scheduler: str) -> None:
+def check_settings(requested: messages.ClusterSettings, joined: messages.ClusterSettings, scheduler: str) -> None:
     """Raise PeerError unless a server's cluster has the server's settings: the scheduler may have been restarted."""
     may_differ = {name: getattr(requested, name) for name in ("cluster", "num_servers", "heartbeat_timeout_s")}
     if msgspec.structs.replace(joined, **may_differ) != requested:

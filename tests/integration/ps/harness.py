@@ -225,7 +225,9 @@ class Cluster:
         Raises AssertionError with what differs. Buckets that got the same pushes in another order do not.
         """
         nodes = [node for node in self.nodes if node.served is not None and not node.failures]
-        newest = self.scheduler.core.newest.version  # by an older map buckets may still be filled: these are left out
+        newest = (
+            self.scheduler.core.cluster.newest.version
+        )  # by an older map buckets may still be filled: these are left out
         wait_until(lambda: all(node.server.core.replication.version >= newest for node in nodes))
         checks = [node.server.replicator.checks for node in nodes]
         compared, received = sum(each.num_compared for each in checks), sum(each.num_received for each in checks)

@@ -446,7 +446,7 @@ def test_the_scheduler_is_gone() -> None:
             waiting.append(caught.value)
 
         def stop() -> None:
-            wait_until(lambda: cluster.served.call(lambda: len(cluster.scheduler.jobs.core._idle)) == 1)
+            wait_until(lambda: cluster.served.call(lambda: len(cluster.scheduler.core.jobs._idle)) == 1)
             cluster.stop_scheduler()
 
         in_threads(wait_for_a_job, stop)
@@ -467,7 +467,7 @@ def test_a_rank_that_is_taken() -> None:
             cluster.connect(rank=-1)
         assert cluster.connect().rank == 0
         first.close()
-        wait_until(lambda: len(cluster.scheduler.core.membership.members) == 2)
+        wait_until(lambda: len(cluster.scheduler.core.cluster.membership.members) == 2)
         assert cluster.connect(rank=1).incarnation != first.incarnation
 
 

@@ -58,7 +58,7 @@ def test_a_worker_that_waits_for_a_job_ends_when_it_is_declared_dead() -> None:
         ready: Future[int] = Future()
         over = pool.submit(run_worker, cluster.transport, str(cluster.scheduler_address), on_ready=ready.set_result)
         ready.result(30)
-        membership = cluster.scheduler.core.membership
+        membership = cluster.scheduler.core.cluster.membership
         worker = next(member for member in membership.members if member.role is Role.WORKER)
         cluster.served.call(lambda: cluster.scheduler.process_ended(worker.incarnation))
         with pytest.raises(PeerError, match="declared dead"):

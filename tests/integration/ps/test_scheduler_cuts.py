@@ -25,7 +25,7 @@ def cut_all(cluster: Cluster) -> int:
     """Break every connection of the scheduler; return how many there were."""
 
     def cut() -> int:
-        peers = list(cluster.scheduler.sessions.connected)
+        peers: list[Any] = list(cluster.scheduler.core.sessions.connected)
         for peer in peers:
             peer.abort()
         return len(peers)
@@ -47,7 +47,7 @@ def test_all_connections_break_and_nothing_has_happened(replicas: int) -> None:
         before = clients[0].link.get_view()
         for step in range(20):
             if step % 5 == 2:
-                wait_until(lambda: cluster.served.call(lambda: len(cluster.scheduler.sessions.connected)) >= 5)
+                wait_until(lambda: cluster.served.call(lambda: len(cluster.scheduler.core.sessions.connected)) >= 5)
                 assert cut_all(cluster) >= 5
             for table in tables:
                 table.push(keys, ones, tick=True)
@@ -65,7 +65,7 @@ def test_a_line_that_breaks_before_anybody_is_a_member_is_made_again(cluster: Cl
     link = SchedulerLink(cluster.transport, cluster.scheduler_address, hello, timeout_s=PATIENCE_S)
     try:
         cut_all(cluster)
-        assert link.call(messages.GetSettings(), messages.Settings).replicas == 0
+        assert link.call(messages.GetSettings(), messages.ClusterSettings).replicas == 0
         cut_all(cluster)
         registering = messages.Register(node="newcomer", role=Role.OBSERVER)
         assert link.register(registering).incarnation > 0
@@ -86,7 +86,7 @@ def test_who_is_no_member_and_finds_no_scheduler_any_more_says_so(
         link = SchedulerLink(cluster.transport, cluster.scheduler_address, hello, timeout_s=5, reconnect_s=reconnect_s)
     try:
         with pytest.raises(ConnectionLostError, match=words):
-            link.call(messages.GetSettings(), messages.Settings, timeout_s=timeout_s)
+            link.call(messages.GetSettings(), messages.ClusterSettings, timeout_s=timeout_s)
     finally:
         link.close()
 
@@ -104,7 +104,7 @@ def test_who_is_not_spoken_to_does_not_come_back_for_ever(cluster: Cluster, monk
     link = SchedulerLink(cluster.transport, cluster.scheduler_address, hello, timeout_s=PATIENCE_S, reconnect_s=0.5)
     try:
         with pytest.raises(ConnectionLostError, match=r"no other came in its place within 0.5 s"):
-            link.call(messages.GetSettings(), messages.Settings)
+            link.call(messages.GetSettings(), messages.ClusterSettings)
         assert 2 <= len(set(connected)) <= 12
     finally:
         monkeypatch.undo()
@@ -181,11 +181,11 @@ def test_a_server_whose_line_is_broken_for_long_is_waited_for() -> None:
         link = cluster.nodes[1].link
         connect, link.transport = link.transport, _NoWay()  # type: ignore[assignment]
         incarnation = link.state.welcome.incarnation if link.state.welcome else 0
-        cluster.served.call(lambda: cluster.scheduler.sessions.members[incarnation].peer.abort())  # type: ignore[union-attr]
-        wait_until(lambda: incarnation in cluster.scheduler.core.suspects.silent)
+        cluster.served.call(lambda: cluster.scheduler.core.sessions.members[incarnation].peer.abort())
+        wait_until(lambda: incarnation in cluster.scheduler.core.cluster.suspects.silent)
         assert (table.push_pull(keys, ones) == -2).all()
         link.transport = connect
-        wait_until(lambda: incarnation not in cluster.scheduler.core.suspects.silent)
+        wait_until(lambda: incarnation not in cluster.scheduler.core.cluster.suspects.silent)
         assert (table.push_pull(keys, ones) == -3).all()
         found = client.link.get_view()
         assert (len(found.of_role(Role.SERVER)), found.num_lost) == (3, 0)
@@ -197,7 +197,7 @@ def test_a_farewell_is_heard_though_the_scheduler_is_writing() -> None:
     with Cluster(servers=1, workers=1) as cluster:
         link = cluster.link()
         incarnation = link.state.welcome.incarnation if link.state.welcome else 0
-        peer: Any = cluster.scheduler.sessions.members[incarnation].peer
+        peer: Any = cluster.scheduler.core.sessions.members[incarnation].peer
         begun = threading.Event()
 
         def write() -> None:
@@ -209,7 +209,9 @@ def test_a_farewell_is_heard_though_the_scheduler_is_writing() -> None:
         assert begun.wait(PATIENCE_S)
         link.close()
         began = time.monotonic()
-        wait_until(lambda: incarnation not in {each.incarnation for each in cluster.scheduler.core.newest.members})
+        wait_until(
+            lambda: incarnation not in {each.incarnation for each in cluster.scheduler.core.cluster.newest.members}
+        )
         assert time.monotonic() < began + 20.0  # the time-out is 30 s
 
 

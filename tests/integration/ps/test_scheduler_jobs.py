@@ -263,7 +263,7 @@ def test_the_end_of_the_cluster(cluster: Cluster, poster: SchedulerLink) -> None
     wait_until(lambda: any(isinstance(notice, messages.Ended) for notice in heard))
     assert late.call(messages.GetJob(after=number), Job).number == -1
     assert cluster.scheduler.ended.is_set()
-    assert len(cluster.scheduler.core.membership.members) == 4
+    assert len(cluster.scheduler.core.cluster.membership.members) == 4
 
 
 def test_a_strided_job_begins_when_all_its_workers_have_asked(cluster: Cluster, poster: SchedulerLink) -> None:

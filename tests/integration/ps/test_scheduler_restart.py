@@ -17,7 +17,6 @@ from paceline.protocol import BoundedDelay, Eventual, Member, Role
 from paceline.protocol.jobs import ALL_DONE, NONE_FREE, Job, JobSpec, JobState, Key, Lease, TakenReport
 from paceline.protocol.scheduler import Phase
 from paceline.ps import SGD, Scheduler, SchedulerLink, make_node_name, messages
-from paceline.ps.scheduler.jobs import Jobs
 from paceline.testing import serve_in_thread
 from paceline.transport import Channel, Hello, Listener, SocketTransport
 
@@ -74,8 +73,7 @@ class Restartable(Cluster):
         scheduler = self.scheduler
 
         def fall_silent() -> None:
-            scheduler._feed = lambda event: None  # type: ignore[method-assign]
-            scheduler.jobs = Jobs(1)
+            scheduler._execute = lambda *arguments: None  # type: ignore[method-assign]
             scheduler.close()
 
         self.served.call(fall_silent)
@@ -460,7 +458,7 @@ def test_a_server_that_only_the_view_before_names_is_waited_for_by_name() -> Non
         wait_until(lambda: bool(notes))
         assert notes[0].startswith(f"waits for server 1 ({other.hello.name}): too few")
         cluster.doors.shut_out.clear()
-        wait_until(lambda: cluster.scheduler.core.is_established)
+        wait_until(lambda: cluster.scheduler.core.cluster.is_established)
 
 
 def test_newcomers_wait_until_the_members_are_back(cluster: Restartable) -> None:
@@ -471,7 +469,7 @@ def test_newcomers_wait_until_the_members_are_back(cluster: Restartable) -> None
     newcomers: list[SchedulerLink] = []
 
     def let_in() -> None:
-        wait_until(lambda: cluster.served.call(lambda: len(cluster.scheduler.core.newcomers.nodes)) > 0)
+        wait_until(lambda: cluster.served.call(lambda: len(cluster.scheduler.core.cluster.newcomers.nodes)) > 0)
         cluster.doors.shut_out.clear()
 
     in_threads(lambda: newcomers.append(cluster.member()), let_in)
@@ -523,12 +521,12 @@ def test_survivors_are_taken_back_whoever_comes_first(first: str) -> None:
 
         def let_in() -> None:
             if first == "newcomer":
-                wait_until(lambda: cluster.served.call(lambda: len(cluster.scheduler.core.newcomers.nodes)) > 0)
+                wait_until(lambda: cluster.served.call(lambda: len(cluster.scheduler.core.cluster.newcomers.nodes)) > 0)
             cluster.doors.shut_out.clear()
 
         def come() -> None:
             if first == "survivor":
-                wait_until(lambda: cluster.scheduler.core.phase is not Phase.FORMING)
+                wait_until(lambda: cluster.scheduler.core.cluster.phase is not Phase.FORMING)
             newcomers.append(cluster.member())
 
         in_threads(come, let_in)

@@ -13,7 +13,7 @@ from paceline.errors import ConnectionLostError, PeerError
 from paceline.launch.roles import check_settings, unless_stopped
 from paceline.ps import messages
 
-_SETTINGS = messages.Settings(consistency="eventual", stale="", num_servers=1, num_workers=1)
+_SETTINGS = messages.ClusterSettings(consistency="eventual", stale="", num_servers=1, num_workers=1)
 
 
 class Link:

@@ -144,7 +144,7 @@ class World:
         for incarnation in (11, 12, 13):
             server = self.servers[incarnation] = FakeServer(incarnation)
             server.served = stack.enter_context(serve_in_thread(server, self.transport))
-        self.settings = messages.Settings(
+        self.settings = messages.ClusterSettings(
             **{"consistency": "eventual", "stale": "accept", "num_servers": 2, "num_workers": 1, **settings}
         )
         self.first = self.map(1, leads, filling)

@@ -6,7 +6,8 @@ from paceline.on_demand import import_on_demand
 
 if TYPE_CHECKING:
     from paceline.protocol.scheduler import events, messages
-    from paceline.protocol.scheduler.core import HEARTBEATS_PER_TIMEOUT, SchedulerCore
+    from paceline.protocol.scheduler.cluster import HEARTBEATS_PER_TIMEOUT, ClusterCore
+    from paceline.protocol.scheduler.core import SchedulerCore
     from paceline.protocol.scheduler.evidence import Evidence
     from paceline.protocol.scheduler.members import MEMBER
     from paceline.protocol.scheduler.phases import PHASE, Phase
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "ClusterCore",
     "Evidence",
     "HEARTBEATS_PER_TIMEOUT",
     "KnownViews",
@@ -45,10 +47,8 @@ __getattr__ = import_on_demand(
     {
         ".events": (),
         ".messages": (),
-        ".core": (
-            "HEARTBEATS_PER_TIMEOUT",
-            "SchedulerCore",
-        ),
+        ".cluster": ("HEARTBEATS_PER_TIMEOUT", "ClusterCore"),
+        ".core": ("SchedulerCore",),
         ".evidence": ("Evidence",),
         ".members": ("MEMBER",),
         ".phases": (

@@ -1,13 +1,8 @@
-"""The scheduler's protocol: who is a member, which servers are each bucket's chain, and who takes over from whom.
+"""The scheduler's protocol: members, views and their chains, take-overs, sessions and jobs.
 
-A scheduler holds one :class:`SchedulerCore`, and so does each simulated one. Its runtime feeds it what members send,
-what becomes of their connections and processes, and the clock, and does as the instructions bid. Parameters, gradients
-and work never come here.
-
-A scheduler begins by *forming* a cluster, of as many new servers as are expected, or, where members of one come to it
-whose scheduler died, by *recovering* that (:class:`~paceline.protocol.scheduler.recovery.Recovery`). After that it is
-*leading* (:class:`~paceline.protocol.scheduler.leading.Leader`): it publishes a new view (:class:`View`) whenever
-something changes. It ends when another one has taken over from it.
+Each scheduler has one :class:`SchedulerCore`, and so does each simulated one. The runtime passes it the messages of
+processes, the state of their connections and the clock, and carries out its instructions. Parameters, gradients and
+tables are not its concern.
 
 Source: one configuration manager beside replicated data as in PacificA (Lin et al. 2008), its state soft as in OSDI'14
 "Scaling Distributed Machine Learning with the Parameter Server", section 4.4; views as in Viewstamped Replication
@@ -16,216 +11,317 @@ Revisited (Liskov and Cowling 2012).
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Iterable
+from typing import Any, Final
 
 from msgspec.structs import replace
 
-from paceline.protocol.chains import Planner
-from paceline.protocol.membership import Member, Membership, Role
+from paceline.errors import PacelineError, PeerError, ProtocolError, UsageError
+from paceline.protocol.jobs import JobCore, Remembered
+from paceline.protocol.jobs.messages import Answer, CountersReceived, JobNews, JobRequest, ReceivedRequest
+from paceline.protocol.membership import Member, Role
 from paceline.protocol.placement import NUM_BUCKETS
 from paceline.protocol.scheduler import events
-from paceline.protocol.scheduler.departures import Suspects
-from paceline.protocol.scheduler.events import Event, Instruction, MessageReceived
-from paceline.protocol.scheduler.leading import Leader
-from paceline.protocol.scheduler.members import Newcomers
-from paceline.protocol.scheduler.messages import Drain, Leave, Promised, Register, Rejoin
-from paceline.protocol.scheduler.next_view import NextView
+from paceline.protocol.scheduler.cluster import ClusterCore
+from paceline.protocol.scheduler.events import Event, Instruction, MessageReceived, SendMessage
+from paceline.protocol.scheduler.messages import (
+    Drain,
+    Elsewhere,
+    EndCluster,
+    Ended,
+    Expelled,
+    Filled,
+    GetSettings,
+    GetView,
+    Heartbeat,
+    Leave,
+    Prepared,
+    Promise,
+    Promised,
+    Register,
+    Rejoin,
+    SchedulerSettings,
+    Welcome,
+)
 from paceline.protocol.scheduler.phases import Phase
-from paceline.protocol.scheduler.publication import Publication
-from paceline.protocol.scheduler.recovery import Abandoned, Recovery, Succession
+from paceline.protocol.scheduler.sent_views import SentViews
+from paceline.protocol.scheduler.sessions import MessageNumbers, PendingCall, Session, Sessions
 from paceline.protocol.scheduler.views import View
 
-HEARTBEATS_PER_TIMEOUT: Final = 10
-"""How many signs of life a member gives within the time-out."""
+_MAY_DIFFER: Final = ("cluster", "heartbeat_timeout_s")
+"""The settings in which a scheduler may differ from the one that it replaces."""
 
 
 class SchedulerCore:
-    """One scheduler's state.
+    """One scheduler. `options` are those of :class:`~paceline.protocol.scheduler.cluster.ClusterCore`."""
 
-    Arguments: `num_servers`, how many servers the cluster begins with; `replicas`, how many of them may fail without
-    loss; `heartbeat_timeout_s`, how long a member may be silent; `cluster`, a new cluster's name, which no other has;
-    `salt`, a number that no other scheduler has; `replaces`, whether the members of a cluster are sure to come;
-    `accepts_minority`, whether it takes over from whoever has come within the time-out, though too few have (safe only
-    if those that are missing are dead).
-    """
-
-    def __init__(
-        self,
-        *,
-        num_servers: int,
-        replicas: int = 0,
-        heartbeat_timeout_s: float = 10.0,
-        cluster: str = "",
-        salt: int = 0,
-        replaces: bool = False,
-        accepts_minority: bool = False,
-        num_buckets: int = NUM_BUCKETS,
-    ) -> None:
-        self.cluster = cluster
-        """The cluster's name; another one after a take-over."""
-        self.phase = Phase.RECOVERING if replaces else Phase.FORMING
-        self.heartbeat_s = heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
-        """How often members give a sign of life."""
-        self._timeout_s = heartbeat_timeout_s
-        self._recovery = Recovery(
-            replicas=replicas,
-            timeout_s=heartbeat_timeout_s,
-            salt=salt,
-            replaces=replaces,
-            accepts_minority=accepts_minority,
+    def __init__(self, settings: SchedulerSettings, **options: Any) -> None:
+        self.settings = settings
+        """Sent to each member; the name of the cluster changes with a take-over."""
+        self.cluster = ClusterCore(
+            num_servers=settings.num_servers,
+            replicas=settings.replicas,
+            heartbeat_timeout_s=settings.heartbeat_timeout_s,
+            name=settings.cluster,
+            **options,
         )
-        following = NextView(Planner(num_buckets, replicas), Publication(replicas, salt), heartbeat_timeout_s)
-        self._leader = Leader(Membership(num_servers, heartbeat_timeout_s), following)
-        self._now_s = 0.0
-        self._last_s: float | None = None
+        self.jobs = JobCore(settings.num_workers)
+        self.sessions = Sessions()
+        self._num_buckets = options.get("num_buckets", NUM_BUCKETS)
+        self._views = SentViews()
+        self._held: list[
+            tuple[object, Any, MessageNumbers, bytes]
+        ] = []  # messages that wait until the cluster is recovered
+        self._has_news = False
+        self._refused_clusters: set[str] = set()  # those with other settings
 
     @property
-    def membership(self) -> Membership:
-        """The members."""
-        return self._leader.membership
+    def heartbeat_s(self) -> float:
+        """The interval of the clock, and of members' heartbeats."""
+        return self.cluster.heartbeat_s
 
-    @property
-    def planner(self) -> Planner:
-        """The chains that there are to be."""
-        return self._leader.next.planner
+    def is_watched(self, incarnation: int) -> bool:
+        """Whether the process of this incarnation is of interest."""
+        return self.cluster.phase is Phase.RECOVERING or incarnation in self.cluster.newest.incarnations
 
-    @property
-    def term(self) -> int:
-        """The scheduler's term."""
-        return self._leader.publication.term
+    # Connections.
 
-    @property
-    def committed(self) -> View:
-        """The view that members act on."""
-        return self._leader.publication.committed
+    def connected(self, peer: object) -> None:
+        """Begin the session of a connection."""
+        self.sessions.connect(peer)
 
-    @property
-    def newest(self) -> View:
-        """The committed view with the members of now."""
-        members = (*self.membership.of(Role.SERVER), *self.membership.of(Role.WORKER))
-        return replace(
-            self.committed,
-            members=members,
-            last_incarnation=self.membership.last_incarnation,
-            num_waiting=self.newcomers.num_servers,
-        )
-
-    @property
-    def is_established(self) -> bool:
-        """Whether a view of this scheduler's was committed."""
-        return self._leader.publication.is_established
-
-    @property
-    def newcomers(self) -> Newcomers:
-        """The processes that have registered and wait until there is a cluster."""
-        return self._leader.newcomers
-
-    @property
-    def awaited(self) -> tuple[Member, ...]:
-        """The members that are not back, while it is recovering: whether they have ended is worth knowing."""
-        return self._recovery.awaited() if self.phase is Phase.RECOVERING else ()
-
-    @property
-    def suspects(self) -> Suspects:
-        """The members that may live, though they are not heard or not reached."""
-        return self._leader.next.suspects
-
-    @property
-    def needed(self) -> tuple[Member, ...]:
-        """The servers without which it can do nothing: too many are silent, or absent when it is to take over."""
-        return self._recovery.needed or self.suspects.needed
-
-    def incarnation_of(self, peer: object) -> int | None:
-        """The incarnation of the member that speaks on a connection."""
-        return self._leader.peers.incarnation_of(peer)
-
-    def handle(self, event: Event, now_s: float) -> list[Instruction]:
-        """Take one event; return what to do, in order.
-
-        `now_s` is any clock: between two events no more counts than two heartbeats, so a clock that jumps, or a
-        scheduler that was stopped, makes nobody overdue.
-        """
-        self._pass_time(now_s)
-        match self.phase, event:
-            case Phase.SUPERSEDED, _:
-                return []
-            case Phase.LEADING, MessageReceived(peer, Rejoin(cluster=cluster)) if cluster != self.cluster:
-                return [events.Foreign(peer)]
-            case Phase.LEADING, MessageReceived(_, Rejoin(highest_term=term)) if term > self.term:
-                self.phase = self.phase.after("Rejoin")
-                return [events.Superseded(term)]
-            case Phase.LEADING, _:
-                return self._leader.handle(event, self._now_s)
-        out = self._await(event)
-        if self.phase is Phase.RECOVERING:
-            out += self._recover()
-        if self.phase is not Phase.LEADING:
-            out += self._form()
-        return out
-
-    def _pass_time(self, now_s: float) -> None:
-        elapsed_s = 0.0 if self._last_s is None else max(now_s - self._last_s, 0.0)
-        if elapsed_s > self._timeout_s / 4:  # it was asleep: what servers say of one another may be of before
-            self.suspects.forget_reports()
-        self._now_s += min(elapsed_s, 2 * self.heartbeat_s)
-        self._last_s = now_s
-
-    def _await(self, event: Event) -> list[Instruction]:
-        """Take an event before there is a cluster."""
-        newcomers, recovery = self.newcomers, self._recovery
-        match event:
-            case MessageReceived(peer, Register() as registration):
-                newcomers.add(peer, registration)
-            case MessageReceived(peer, Rejoin() as rejoin):
-                if self.phase is Phase.FORMING:
-                    self.phase = self.phase.after("Rejoin")
-                recovery.add(peer, rejoin, self._now_s)
-            case events.Disconnected(peer):
-                newcomers.forget(peer)
-                recovery.forget(peer)
-            case MessageReceived(peer, Leave()):
-                newcomers.forget(peer)
-                return recovery.leave(peer)
-            case MessageReceived(peer, Drain()):
-                recovery.drain(peer)
-            case MessageReceived(peer, Promised(term)):
-                recovery.promise(peer, term)
-            case events.ProcessEnded(incarnation):
-                recovery.ended(incarnation)
-            case events.Doubted(incarnation) if self.phase is Phase.RECOVERING:
-                recovery.doubt(incarnation)
-            case _:
-                pass
-        return []
-
-    def _recover(self) -> list[Instruction]:
-        """Take over when the members that are needed are back."""
+    def disconnected(self, peer: object, now_s: float) -> list[Instruction]:
+        """Note the end of a connection. The process may live and connect again."""
+        session = self.sessions.disconnect(peer)
+        self._views.forget(peer)
+        self._held = [message for message in self._held if message[0] is not peer]
         out: list[Instruction] = []
-        for each in self._recovery.decide(self.newcomers.nodes, self._now_s):
-            match each:
-                case Succession():
-                    self.phase, self.cluster = self.phase.after("take over"), each.cluster
-                    out += self._leader.take_over(each, self._now_s)
-                    self._recovery.reset()
-                case Abandoned():
-                    self.phase = self.phase.after("give up")
-                    self._recovery.reset()
-                case _:
-                    out.append(each)
+        if session.incarnation is None:
+            out += self._answer(self.jobs.forget(session))
+        out += self.handle(events.Disconnected(peer), now_s)
+        if session.incarnation is not None and session.peer is None:
+            out.append(events.MemberDisconnected(session.incarnation))
         return out
 
-    def _form(self) -> list[Instruction]:
-        """Begin a new cluster when the servers that it needs are there, and no other one comes back."""
-        may_form = self.phase is Phase.FORMING or self._recovery.is_hopeless(self._now_s)
-        newcomers = self.newcomers
-        if not may_form or not newcomers.nodes or newcomers.num_servers < self.membership.expected_servers:
+    # Messages.
+
+    def check(self, peer: object, message: Any) -> None:
+        """Raise ProtocolError if a process may not send this message now."""
+        if isinstance(message, Register) and self.sessions.has_joined(peer):
+            raise ProtocolError(f"node {message.node!r} has registered twice on one connection")
+        if isinstance(message, Rejoin) and message.view.num_buckets not in (0, self._num_buckets):
+            raise ProtocolError(
+                f"a view with chains of {message.view.num_buckets} buckets: expected {self._num_buckets}"
+            )
+
+    def receive(
+        self, peer: object, message: Any, numbers: MessageNumbers, now_s: float, body: bytes = b""
+    ) -> list[Instruction]:
+        """Handle a message that :meth:`check` accepts. A repeated message is only answered again."""
+        session = self.sessions.connected[peer]
+        if not session.end.is_new(numbers.sequence, numbers.lowest):
+            return [*session.repeat(numbers.request)]
+        match message:
+            case Register():
+                self.sessions.join(peer, numbers.request)
+                return self.handle(MessageReceived(peer, message), now_s)
+            case Rejoin():
+                return self._rejoin(peer, message, numbers.request, now_s)
+            case Heartbeat(progress=progress):
+                out = self.handle(MessageReceived(peer, message), now_s)
+                if progress:
+                    counters = CountersReceived(counters=progress)
+                    request = ReceivedRequest(None, session, session.incarnation or 0, counters)
+                    out += self._answer(self.jobs.handle(request, self.cluster.membership, now_s))
+                return out
+            case Leave():
+                return [*self.handle(MessageReceived(peer, message), now_s), events.Close(peer)]
+            case Drain() | Filled() | Prepared() | Promised():
+                return self.handle(MessageReceived(peer, message), now_s)
+            case _ if self._is_recovering and not isinstance(message, EndCluster):
+                self._held.append((peer, message, numbers, body))
+                return []
+            case _:
+                return self._serve(PendingCall(session, numbers.request), message, now_s, body)
+
+    @property
+    def _is_recovering(self) -> bool:
+        """Whether requests wait for the knowledge of a former scheduler's members."""
+        phase = self.cluster.phase
+        return phase is Phase.RECOVERING or not (self.cluster.is_established or phase is Phase.FORMING)
+
+    def _serve(self, call: PendingCall, message: Any, now_s: float, body: bytes) -> list[Instruction]:
+        match message:
+            case GetView():
+                return [*self.reply(call, self.cluster.newest)]
+            case GetSettings():
+                return [*self.reply(call, self.settings)]
+            case EndCluster():
+                return [*self.end("the cluster was told to end"), *self.reply(call, None)]
+            case JobRequest():
+                request = ReceivedRequest(call, call.session, call.session.incarnation or 0, message, body)
+                try:
+                    answers = self.jobs.handle(request, self.cluster.membership, now_s)
+                except PacelineError as error:
+                    return [*self.reply(call, error)]
+                return self._answer(answers) + self._send_news_soon()
+            case _:
+                return [events.ServeRequest(call, message)]
+
+    def reply(self, call: PendingCall, content: Any, body: bytes = b"") -> list[SendMessage]:
+        """Answer a call, with a message or an error."""
+        return call.session.answer(call.request, content, body)
+
+    def end(self, reason: str) -> list[Instruction]:
+        """End the cluster: every process ends in good order."""
+        out = self._answer(self.jobs.end())
+        for session in self.sessions.connected.values():
+            out += session.notify(Ended(reason=reason))
+        return [*out, events.ClusterEnded()]
+
+    # Members.
+
+    def handle(self, event: Event | events.NewsDue, now_s: float) -> list[Instruction]:
+        """Handle an event of the cluster; return the instructions, in order."""
+        if isinstance(event, events.NewsDue):
+            return self._send_news()
+        out: list[Instruction] = []
+        was_recovering = self.cluster.phase is Phase.RECOVERING
+        instructions = self.cluster.handle(event, now_s)
+        if was_recovering and self.cluster.phase is not Phase.RECOVERING:
+            out.append(events.WatchOnly(self.cluster.newest.incarnations))
+        for instruction in instructions:
+            out += self._carry_out(instruction, now_s)
+        if self._held and not self._is_recovering:
+            held, self._held = self._held, []
+            for peer, message, numbers, body in held:
+                out += self._serve(PendingCall(self.sessions.connected[peer], numbers.request), message, now_s, body)
+        return out
+
+    def _rejoin(self, peer: object, rejoin: Rejoin, request: int, now_s: float) -> list[Instruction]:
+        out: list[Instruction]
+        if self.cluster.phase is not Phase.LEADING and (name := self._differing_setting(rejoin)):
+            out = [SendMessage(peer, Elsewhere(), request)]
+            if rejoin.cluster not in self._refused_clusters:
+                self._refused_clusters.add(rejoin.cluster)
+                expected, actual = getattr(self.settings, name), getattr(rejoin.settings, name)
+                out.append(
+                    events.Note(
+                        f"members of a cluster with {name}={actual} want to be taken over, and this scheduler was "
+                        f"started with {name}={expected}: start it with the settings of the one before"
+                    )
+                )
+            return out
+        self.sessions.join(peer, request)
+        self.sessions.connected[peer].end.is_foreign = True
+        out = self.handle(MessageReceived(peer, rejoin), now_s)
+        return out + [events.WatchProcess(member, is_connected=False) for member in self.cluster.awaited]
+
+    def _differing_setting(self, rejoin: Rejoin) -> str | None:
+        """Return the first setting of a former scheduler's cluster that this scheduler does not have."""
+        for name in self.settings.__struct_fields__:
+            if name not in _MAY_DIFFER and getattr(self.settings, name) != getattr(rejoin.settings, name):
+                return name
+        return None
+
+    def _carry_out(self, instruction: Instruction, now_s: float) -> list[Instruction]:
+        """Carry out the sessions' part of an instruction of the cluster; return the runtime's part."""
+        sessions = self.sessions
+        match instruction:
+            case events.Admit(peer, member):
+                return self._welcome(peer, member)
+            case events.Reject(peer, reason):
+                return [*sessions.answer_joining(peer, UsageError(reason))]
+            case events.Foreign(peer):
+                return [*sessions.answer_joining(peer, Elsewhere())]
+            case events.Expel(peer, reason):
+                error = PeerError(f"this process was declared dead: {reason}; start it again")
+                return [*sessions.notify([peer], Expelled(reason=reason)), *sessions.answer_joining(peer, error)]
+            case events.ReleaseServer(peer):
+                return [*sessions.notify([peer], Ended(reason="its buckets are on other servers"))]
+            case events.RequestPromise(peers, term):
+                return [*sessions.notify(peers, Promise(term))]
+            case events.Prepare(peers, view):
+                return [send for peer in peers for send in sessions.notify([peer], self._views.prepare(peer, view))]
+            case events.Publish(view):
+                return [instruction, *self._publish(view)]
+            case events.Removed(member, reason):
+                session = sessions.members.pop(member.incarnation, None)
+                answers = self.jobs.removed(member, session, is_lost=reason is not None, time_s=now_s)
+                return [instruction, *self._answer(answers), *self._send_news_soon()]
+            case events.TakenOver():
+                return [instruction, *self._take_over(instruction, now_s)]
+            case _:
+                return [instruction]
+
+    def _welcome(self, peer: object, member: Member) -> list[Instruction]:
+        found = self.sessions.welcome(peer, member.incarnation)
+        if found is None:
             return []
-        out: list[Instruction] = [*self._recovery.send_all_away()]
-        self._recovery.reset()
-        self.phase = self.phase.after("form")
-        return out + self._leader.form(self._now_s)
+        session, is_resumed = found
+        welcome = Welcome(
+            rank=member.rank,
+            incarnation=member.incarnation,
+            heartbeat_s=self.cluster.heartbeat_s,
+            settings=self.settings,
+            view=self._views.welcome(peer, member.role, self.cluster.committed),
+            received=session.end.welcome_number,
+        )
+        out: list[Instruction] = [*self.sessions.answer_joining(peer, welcome)]
+        if is_resumed:
+            out += session.repeat_all()
+        record = self.jobs.record()
+        if record is not None and (member.role is Role.WORKER or self.jobs.concerns(session)):
+            out += session.notify(JobNews(record=record))
+        return [*out, events.WatchProcess(member, is_connected=True)]
+
+    def _take_over(self, taken: events.TakenOver, now_s: float) -> list[Instruction]:
+        """Continue with the members' knowledge of the former scheduler's cluster."""
+        self.settings = replace(self.settings, cluster=self.cluster.name)
+        remembered = [
+            Remembered(self.sessions.take_over(peer, rejoin.member.incarnation), rejoin.member, rejoin.job)
+            for peer, rejoin in taken.returned
+        ]
+        self.jobs.restore(remembered, list(taken.dead), now_s, term=self.cluster.term)
+        return self._send_news_soon()
+
+    def _publish(self, view: View) -> list[SendMessage]:
+        self._views.commit(view)
+        out: list[SendMessage] = []
+        for _, session in self.sessions:
+            message = None if session.peer is None else self._views.publish(session.peer, view)
+            if message is not None:
+                out += session.notify(message)
+        return out
+
+    # Jobs.
+
+    def _answer(self, answers: Iterable[Answer]) -> list[Instruction]:
+        out: list[Instruction] = []
+        for answer in answers:
+            assert isinstance(answer.call, PendingCall)
+            out += self.reply(answer.call, answer.content, answer.body)
+        return out
+
+    def _send_news_soon(self) -> list[Instruction]:
+        """Send news of the job in a moment, together with those of other messages that come now."""
+        is_due, self._has_news = self._has_news, True
+        return [] if is_due else [events.NewsSoon()]
+
+    def _send_news(self) -> list[Instruction]:
+        self._has_news = False
+        record = self.jobs.take_news()
+        if record is None:
+            return []
+        workers = {member.incarnation for member in self.cluster.newest.members if member.role is Role.WORKER}
+        news = JobNews(record=record)
+        keepers: list[Session] = [
+            session for incarnation, session in self.sessions if incarnation in workers or self.jobs.concerns(session)
+        ]
+        return [send for session in keepers for send in session.notify(news)]
 
     def validate(self) -> None:
         """Assert the invariants."""
-        self._leader.validate()
-        assert not self.is_established or self.phase in (Phase.LEADING, Phase.SUPERSEDED)
+        self.cluster.validate()
+        if self.jobs.ledger is not None:
+            self.jobs.ledger.validate()

@@ -6,7 +6,7 @@ A *peer* is a connection, as the runtime knows it: the core compares peers and g
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final, Generic, TypeAlias, TypeVar
+from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 from msgspec import Struct
 
@@ -48,6 +48,10 @@ class Doubted(Struct, frozen=True):
     """The process of this incarnation has probably ended: its host is there and nobody listens at its address."""
 
     incarnation: int
+
+
+class NewsDue(Struct, frozen=True):
+    """The time has come to send the news of the job."""
 
 
 class Flush(Struct, frozen=True):
@@ -158,8 +162,64 @@ class Superseded(Struct, frozen=True):
     term: int
 
 
+# Instructions of the scheduler's sessions.
+
+
+class SendMessage(Struct, frozen=True):
+    """Send a message, or an error, to a process: the answer to call `request`, or a notice if that is 0."""
+
+    peer: object
+    message: Any
+    request: int = 0
+    received: int = 0
+    """The number of the process's last message; 0: unknown."""
+    body: bytes = b""
+
+
+class Close(Struct, frozen=True):
+    """Close a connection. Its process waits for that."""
+
+    peer: Any
+
+
+class WatchProcess(Struct, frozen=True):
+    """Watch the process of a member, which may end. Skip it if :meth:`SchedulerCore.is_watched` is false by then."""
+
+    member: Member
+    is_connected: bool
+
+
+class WatchOnly(Struct, frozen=True):
+    """Watch no other processes any longer: there is a new cluster."""
+
+    incarnations: frozenset[int]
+
+
+class MemberDisconnected(Struct, frozen=True):
+    """A member has no connection any more: find out whether its process has ended."""
+
+    incarnation: int
+
+
+class ServeRequest(Struct, frozen=True):
+    """Serve a request that is the runtime's; answer by :meth:`SchedulerCore.reply`."""
+
+    call: object
+    message: Any
+
+
+class NewsSoon(Struct, frozen=True):
+    """There are news of the job: NewsDue in a moment."""
+
+
+class ClusterEnded(Struct, frozen=True):
+    """The cluster was told to end."""
+
+
 Event: TypeAlias = MessageReceived[MemberMessage] | Disconnected | ProcessEnded | Doubted | Flush | TimePassed
 Instruction: TypeAlias = (
     Admit | Reject | Foreign | Expel | Removed | TakenOver | RequestPromise | Prepare | Publish | FlushSoon
-    | ReleaseServer | BucketsLost | Note | Superseded
+    | ReleaseServer | BucketsLost | Note | Superseded | SendMessage | Close | WatchProcess | WatchOnly
+    | MemberDisconnected | ServeRequest | NewsSoon
+    | ClusterEnded
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Final
 
 from paceline.errors import ProtocolError
@@ -68,7 +69,7 @@ class MemberState:
                 self.is_over = True
         return None, None
 
-    def rejoin(self, knowledge: Any, job: JobMemory | None) -> Rejoin:
+    def rejoin(self, tables: Iterable[Any], job: JobMemory | None) -> Rejoin:
         """Return the message to a scheduler that may not know this member."""
         registration, welcome, newest = self.registration, self.welcome, self.views.newest
         assert registration is not None
@@ -84,14 +85,14 @@ class MemberState:
         )
         return Rejoin(
             member=member,
-            cluster=welcome.settings.cluster,
+            settings=welcome.settings,
             view=newest,
             promised=self.views.promised,
             has_committed=self.views.is_committed,
             former=() if self.views.former is None else self.views.former.of_role(Role.SERVER),
             is_leaving=self.is_leaving,
             job=job,
-            knowledge=knowledge,
+            tables=tuple(tables),
         )
 
     def _commit(self, view: View) -> View | None:

@@ -17,10 +17,25 @@ from paceline.protocol.jobs import JobMemory
 from paceline.protocol.membership import Address, Member, ProcessIdentity, Role
 from paceline.protocol.scheduler.views import View, ViewChange
 
+
+class SchedulerSettings(Struct, frozen=True, kw_only=True):
+    """The settings of a cluster that concern its scheduler."""
+
+    cluster: str = ""
+    """The name of the cluster, given by its scheduler. No other cluster has it."""
+    num_servers: int = 1
+    num_workers: int = 1
+    """The first iteration completes when so many workers have joined. More may join later."""
+    replicas: int = 0
+    """Copies of each row besides the primary's: so many servers may die without loss."""
+    heartbeat_timeout_s: float = 10.0
+    """A member that is silent for so long counts as dead."""
+
+
 SettingsType = TypeVar("SettingsType", default=Any)
-"""The type of a cluster's settings, which the protocol only passes on."""
-KnowledgeType = TypeVar("KnowledgeType", default=Any)
-"""The type of a member's further knowledge, which the protocol only passes on."""
+"""The type of the settings, a subclass of SchedulerSettings."""
+TableType = TypeVar("TableType", default=Any)
+"""The type of tables, which the protocol only passes on."""
 
 # From members.
 
@@ -38,15 +53,14 @@ class Register(Struct, Generic[Address], frozen=True, kw_only=True, tag=True):
     process: ProcessIdentity | None = None
 
 
-class Rejoin(Struct, Generic[Address, KnowledgeType], frozen=True, kw_only=True, tag=True):
+class Rejoin(Struct, Generic[Address, SettingsType, TableType], frozen=True, kw_only=True, tag=True):
     """A member comes back, with its knowledge for a scheduler that may have none. Answered by Welcome or Elsewhere.
 
     An error if this member was declared dead.
     """
 
     member: Member[Address]
-    cluster: str
-    """The name of its cluster."""
+    settings: SettingsType
     view: View[Address]
     """The newest view that it has received, committed or prepared."""
     promised: Term = 0
@@ -58,7 +72,13 @@ class Rejoin(Struct, Generic[Address, KnowledgeType], frozen=True, kw_only=True,
     is_leaving: bool = False
     """Whether it is a server that waits for its release."""
     job: JobMemory | None = None
-    knowledge: KnowledgeType | None = None
+    tables: tuple[TableType, ...] = ()
+
+    @property
+    def cluster(self) -> str:
+        """The name of its cluster."""
+        name: str = self.settings.cluster  # type: ignore[attr-defined]
+        return name
 
     @property
     def highest_term(self) -> int:
@@ -126,6 +146,14 @@ class Promised(Struct, frozen=True, tag=True):
 
 class GetView(Struct, frozen=True, kw_only=True, tag=True):
     """Request the members of now. Answered by View."""
+
+
+class GetSettings(Struct, frozen=True, kw_only=True, tag=True):
+    """Request the cluster's settings, before joining it. Answered by the settings."""
+
+
+class EndCluster(Struct, frozen=True, kw_only=True, tag=True):
+    """Request the end of all processes of the cluster, in good order. Answered by None."""
 
 
 # From the scheduler.

@@ -56,7 +56,7 @@ class Client:
         self.role = "worker" if servers.core.is_worker else "observer"
         self.rank = welcome.rank
         self.incarnation = welcome.incarnation
-        self.settings: messages.Settings = welcome.settings
+        self.settings: messages.ClusterSettings = welcome.settings
         self.consistency: Consistency = parse_consistency(welcome.settings.consistency)
         self._tables: dict[str, SparseTable | DenseTable] = {}
         self.follower = follower

@@ -27,9 +27,11 @@ from paceline.protocol.scheduler.messages import (
     CommitView,
     Drain,
     Elsewhere,
+    EndCluster,
     Ended,
     Expelled,
     Filled,
+    GetSettings,
     GetView,
     Heartbeat,
     Leave,
@@ -53,13 +55,9 @@ from paceline.ps.messages.between_servers import (
 from paceline.ps.messages.cluster import (
     ClusterSettings,
     DeclareTable,
-    EndCluster,
-    GetSettings,
-    Knowledge,
     KnownTable,
     ListTables,
     NoteUpdate,
-    Settings,
 )
 from paceline.ps.messages.kinds import (
     ACK,
@@ -155,7 +153,6 @@ __all__ = [
     "JobStatus",
     "JoinClock",
     "KnownTable",
-    "Knowledge",
     "LeaseDone",
     "Leave",
     "ListTables",
@@ -186,7 +183,6 @@ __all__ = [
     "SYNCED",
     "ServerStatistics",
     "SetUpdate",
-    "Settings",
     "StateInfo",
     "TICK",
     "TICKS",
@@ -213,9 +209,9 @@ __all__ = [
 ]
 
 ToScheduler = (
-    GetView | GetSettings | Register[Endpoint] | Rejoin[Endpoint, Knowledge] | Heartbeat | Leave | DeclareTable
-    | NoteUpdate | ListTables | PostJob | GetJob | TakeLease | LeaseDone | FileEnded | Report | JobFailed | JobStatus
-    | TakeReports | HasOtherPoster | EndCluster | GetAccount | Filled | Drain | Prepared | Promised
+    GetView | GetSettings | Register[Endpoint] | Rejoin[Endpoint, ClusterSettings, KnownTable] | Heartbeat | Leave
+    | DeclareTable | NoteUpdate | ListTables | PostJob | GetJob | TakeLease | LeaseDone | FileEnded | Report | JobFailed
+    | JobStatus | TakeReports | HasOtherPoster | EndCluster | GetAccount | Filled | Drain | Prepared | Promised
 )  # fmt: skip
 ToServer = (
     CheckFilters | CreateTable | JoinClock | Retire | ReadBucket | WriteRecords | SetUpdate | Erase | GetStatistics

@@ -9,33 +9,23 @@ import msgspec
 from paceline.errors import UsageError
 from paceline.protocol import Accept, Eventual, check_stale_policy, parse_consistency, parse_stale_policy
 from paceline.protocol.bounds import Natural
+from paceline.protocol.scheduler.messages import SchedulerSettings
 from paceline.tables.bounds import NonFinitePolicy, TableNumber
 from paceline.tables.non_finite import REFUSE, check_policy
 from paceline.tables.spec import TableSpec
 
 
-class GetSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Ask how the cluster works, before joining it; answered by Settings."""
-
-
-class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
+class ClusterSettings(SchedulerSettings, frozen=True, kw_only=True):
     """The settings of a cluster, from the command line to its members."""
 
     consistency: str = str(Eventual())
     """In the format of ``--consistency``."""
     stale: str = str(Accept())
     """The policy for stale gradients, in the format of ``--stale``."""
-    num_servers: int = 1
-    num_workers: int = 1
-    """The first iteration completes when so many workers have joined. More may join later."""
-    replicas: int = 0
-    """Copies of each row besides the primary's: so many servers may die without loss."""
     min_replicas: int = 0
     """Replicas that must have a push before it is acknowledged."""
     non_finite: NonFinitePolicy = REFUSE
     """The servers' policy for infinities and NaN (:mod:`paceline.tables.non_finite`)."""
-    heartbeat_timeout_s: float = 10.0
-    """A member that is silent for so long counts as dead."""
 
     def check(self) -> None:
         """Raise UsageError unless a cluster can have these settings."""
@@ -59,13 +49,6 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
         check_policy(self.non_finite)
 
 
-class Settings(ClusterSettings, frozen=True, kw_only=True, tag=True):
-    """The settings of one cluster."""
-
-    cluster: str = ""
-    """Tells this cluster from others that were at the scheduler's address before."""
-
-
 class KnownTable(msgspec.Struct, frozen=True, kw_only=True):
     """A table's number, its spec as first declared, and as it is now that hyperparameters may have changed."""
 
@@ -78,13 +61,6 @@ class KnownTable(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if (self.declared.name, self.declared.kind) != (self.spec.name, self.spec.kind):
             raise UsageError(f"table {self.number} was declared as {self.declared} and is {self.spec} now")
-
-
-class Knowledge(msgspec.Struct, frozen=True, kw_only=True):
-    """The knowledge of a member that rejoins, besides that of the protocol."""
-
-    settings: Settings
-    tables: tuple[KnownTable, ...] = ()
 
 
 class DeclareTable(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -105,7 +81,3 @@ class NoteUpdate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class ListTables(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Answered by a list of TableSpec, with the hyperparameters of now."""
-
-
-class EndCluster(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """All processes of the cluster shall end in good order."""

@@ -42,7 +42,7 @@ from paceline.transport import Address, Endpoint, Hello, Transport, read_meta
 _CONNECT_S = 10.0
 _FAREWELL_S = 1.0  # how long the scheduler has to take a farewell
 _Result = TypeVar("_Result")
-_WELCOME: Any = messages.Welcome[Endpoint, messages.Settings]
+_WELCOME: Any = messages.Welcome[Endpoint, messages.ClusterSettings]
 _ANSWER: Any = _WELCOME | messages.Elsewhere
 
 
@@ -363,9 +363,7 @@ class SchedulerLink:
 
     def _rejoin(self) -> messages.Rejoin:
         tables = self._memory.tables() if self.hooks.tables is None else self.hooks.tables()
-        assert self.state.welcome is not None
-        knowledge = messages.Knowledge(settings=self.state.welcome.settings, tables=tuple(tables))
-        return self.state.rejoin(knowledge, self._memory.job())
+        return self.state.rejoin(tables, self._memory.job())
 
     def _fail(self, error: PacelineError) -> None:
         is_closing, lost = self.is_closing, self.line.fail(error)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from paceline.protocol.membership import ProcessIdentity
+from paceline.protocol.membership import Member, ProcessIdentity
 from paceline.ps.fail_stop import Fail, watch_task
 from paceline.transport import Endpoint, host_identity
 from paceline.transport.addresses import namespace
@@ -75,10 +75,9 @@ class ProcessWatch:
         self._polls: dict[int, asyncio.TimerHandle] = {}
         self._probes: dict[int, asyncio.Task[None]] = {}
 
-    def watch(
-        self, incarnation: int, process: ProcessIdentity | None, endpoint: Endpoint | None, *, connected: bool
-    ) -> None:
+    def watch(self, member: Member, *, connected: bool) -> None:
         """Watch the process of a member from now on."""
+        incarnation, process, endpoint = member.incarnation, member.process, member.address
         is_watched = self._watched.get(incarnation) == (process, endpoint)
         if not is_watched:  # or it was the number of a member of another cluster
             self.forget(incarnation)

@@ -119,10 +119,10 @@ class Run:
 
     def known(self, scheduler: Scheduler) -> list[View]:
         """The views of a scheduler's cluster that somebody has acted on who lives, and what others have committed."""
-        cluster = scheduler.core.cluster
+        cluster = scheduler.core.name
         views = [node.views.committed for node in self.alive if node.cluster == cluster]
         others = [each.core for each in self.schedulers if each is not scheduler and each.core.is_established]
-        views += [core.committed for core in others if core.cluster == cluster]
+        views += [core.committed for core in others if core.name == cluster]
         return [view for view in views if view is not None]
 
     def check_prepared(self, former: View, view: View) -> None:
@@ -302,7 +302,7 @@ class Run:
             return
         assert scheduler.core.phase is Phase.LEADING
         assert scheduler.core.needed == ()
-        ours = [node for node in self.alive if node.cluster in ("", scheduler.core.cluster)]  # others wait for theirs
+        ours = [node for node in self.alive if node.cluster in ("", scheduler.core.name)]  # others wait for theirs
         members = {node.incarnation for node in ours if node.member is not None}
         assert {each.incarnation for each in scheduler.view.members} == members
         for node in ours:

@@ -51,7 +51,7 @@ def test_it_takes_over_when_all_members_are_back() -> None:
     assert scheduler.said == []
     scheduler.rejoin(b)
     assert scheduler.core.phase is Phase.LEADING
-    assert scheduler.core.cluster == "ours"
+    assert scheduler.core.name == "ours"
     assert scheduler.view.order > former.view.order
     assert scheduler.view.version > former.view.version
     assert scheduler.view.members == former.view.members
@@ -288,7 +288,7 @@ def test_one_that_replaces_nobody_turns_to_members_that_come() -> None:
     assert scheduler.core.phase is Phase.FORMING
     scheduler.rejoin(a)
     assert scheduler.core.phase is Phase.LEADING
-    assert scheduler.core.cluster == "ours"
+    assert scheduler.core.name == "ours"
 
 
 def test_a_server_that_holds_what_nobody_else_has_is_not_passed_over_for_a_new_cluster() -> None:
@@ -301,7 +301,7 @@ def test_a_server_that_holds_what_nobody_else_has_is_not_passed_over_for_a_new_c
     assert scheduler.core.phase is Phase.RECOVERING
     assert new.member is None
     scheduler.rejoin(b, c)
-    assert scheduler.core.cluster == "ours"
+    assert scheduler.core.name == "ours"
 
 
 def test_workers_alone_are_passed_over_for_a_new_cluster() -> None:
@@ -638,7 +638,7 @@ def test_members_of_another_cluster_wait_for_their_own() -> None:
     scheduler.rejoin(c, a)
     assert c.wire is not None
     scheduler.rejoin(b)
-    assert scheduler.core.cluster == "ours"
+    assert scheduler.core.name == "ours"
     assert c.wire is None
     assert c.is_alive
     scheduler.rejoin(c)
@@ -854,6 +854,6 @@ def test_who_has_ended_of_one_cluster_has_not_ended_of_another() -> None:
     scheduler.tell(events.ProcessEnded(servers[0].incarnation), events.ProcessEnded(servers[1].incarnation))
     scheduler.rejoin(*others)
     assert scheduler.core.phase is Phase.LEADING
-    assert scheduler.core.cluster == "b"
+    assert scheduler.core.name == "b"
     assert {each.incarnation for each in others} <= {each.incarnation for each in scheduler.core.membership.members}
     assert scheduler.all(events.BucketsLost) == []

@@ -50,7 +50,9 @@ class Coming:
     def back(self, name: str, seen: View, *, cluster: str = "ours", **options: Any) -> int:
         """Let a member come; return its connection."""
         self.num_peers += 1
-        rejoin = messages.Rejoin(member=member(name), cluster=cluster, view=seen, **options)
+        rejoin = messages.Rejoin(
+            member=member(name), settings=messages.SchedulerSettings(cluster=cluster), view=seen, **options
+        )
         self.recovery.add(self.num_peers, rejoin, 0.0)
         return self.num_peers
 

@@ -13,7 +13,7 @@ from paceline.protocol import ChainGroup, Member, Role
 from paceline.protocol.buckets import to_bytes
 from paceline.protocol.chains import chain_group
 from paceline.protocol.jobs import JobMemory, JobRecord
-from paceline.protocol.scheduler import KnownViews, Phase, SchedulerCore, View, events, messages
+from paceline.protocol.scheduler import ClusterCore, KnownViews, Phase, View, events, messages
 from paceline.protocol.scheduler.events import MemberMessage, MessageReceived
 
 TIMEOUT_S = 10.0
@@ -34,7 +34,7 @@ class Wire:
         self.is_welcomed = False
 
     def __repr__(self) -> str:
-        return f"<{self.node.name} to {self.scheduler.core.cluster}>"
+        return f"<{self.node.name} to {self.scheduler.core.name}>"
 
     def deliver_to_scheduler(self) -> None:
         self.scheduler.feed(self.to_scheduler.popleft())
@@ -101,7 +101,7 @@ class Node:
         assert self.views.newest is not None
         return messages.Rejoin(
             member=self.member,
-            cluster=self.cluster,
+            settings=messages.SchedulerSettings(cluster=self.cluster),
             view=self.views.newest,
             promised=self.views.promised,
             has_committed=self.views.is_committed,
@@ -133,7 +133,7 @@ class Scheduler:
 
     def __init__(self, cluster: str = "ours", *, now_s: float = 100.0, **options: Any) -> None:
         options = {"num_servers": 1, "num_buckets": 8, "salt": 1, **options}
-        self.core = SchedulerCore(heartbeat_timeout_s=TIMEOUT_S, cluster=cluster, **options)
+        self.core = ClusterCore(heartbeat_timeout_s=TIMEOUT_S, name=cluster, **options)
         self.now_s = now_s
         self.wires: list[Wire] = []
         self.said: list[events.Instruction] = []
@@ -178,7 +178,7 @@ class Scheduler:
     def _execute(self, instruction: events.Instruction) -> None:
         match instruction:
             case events.Admit(peer, member):
-                cluster, view = self.core.cluster, self._seen_by(member.role, self.core.committed)
+                cluster, view = self.core.name, self._seen_by(member.role, self.core.committed)
                 assert isinstance(peer, Wire)
                 peer.is_welcomed = True
                 self._tell(peer, lambda wire: wire.node.welcomed(member, cluster, view))

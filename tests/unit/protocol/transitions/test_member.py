@@ -230,7 +230,7 @@ class Run:
     def is_ours(self, node: Node) -> bool:
         """Whether a node may be a member of the scheduler's cluster."""
         core = self.scheduler.core
-        return node.member is not None and (node.cluster == core.cluster or core.phase is Phase.RECOVERING)
+        return node.member is not None and (node.cluster == core.name or core.phase is Phase.RECOVERING)
 
     def restart(self) -> None:
         """A new scheduler, to which all come sooner or later."""
@@ -240,9 +240,9 @@ class Run:
         for wire in list(former.wires):
             wire.cut()
         for node in self.some():  # those of a cluster before end
-            node.is_alive = node.member is None or node.cluster == former.core.cluster
+            node.is_alive = node.member is None or node.cluster == former.core.name
             node.is_silent &= self.random.random() < 0.5
-        name = f"the one after {former.core.cluster}"
+        name = f"the one after {former.core.name}"
         self.scheduler = Watched(self.watch, name, **self.options, replaces=self.random.random() < 0.5)
 
 

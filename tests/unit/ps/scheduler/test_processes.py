@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 
-from paceline.protocol.membership import ProcessIdentity
+from paceline.protocol.membership import Member, ProcessIdentity, Role
 from paceline.ps.scheduler.processes import ProcessWatch, own_host, own_process
 from paceline.ps.scheduler.processes import begin_of as started
 from paceline.transport import Address, Endpoint
@@ -78,6 +78,10 @@ def process_of(child: subprocess.Popen[bytes]) -> ProcessIdentity:
     return ProcessIdentity(own_host(), child.pid, begun)
 
 
+def member(incarnation: int, process: ProcessIdentity, address: Endpoint | None = None) -> Member:
+    return Member("member", Role.WORKER, 0, incarnation, address, process)
+
+
 def test_this_process_is_known_by_its_kernel() -> None:
     process = own_process()
     assert (process.pid, process.started) == (os.getpid(), started(os.getpid()))
@@ -93,7 +97,7 @@ def test_one_that_has_only_to_be_reaped_has_ended(child: subprocess.Popen[bytes]
 
 def test_a_process_that_ends_is_told_of_once_its_connection_is_broken(child: subprocess.Popen[bytes]) -> None:
     async def scenario(watched: Watched) -> None:
-        watched.watch.watch(3, process_of(child), None, connected=True)
+        watched.watch.watch(member(3, process_of(child)), connected=True)
         watched.watch.disconnected(3)
         await asyncio.sleep(0.2)
         assert watched.ended == []
@@ -107,7 +111,7 @@ def test_a_process_that_ends_is_told_of_once_its_connection_is_broken(child: sub
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="there are no process descriptors")
 def test_a_process_that_ends_is_told_of_though_its_connection_does_not_break(child: subprocess.Popen[bytes]) -> None:
     async def scenario(watched: Watched) -> None:
-        watched.watch.watch(3, process_of(child), None, connected=True)
+        watched.watch.watch(member(3, process_of(child)), connected=True)
         child.kill()
         await watched.wait_for(lambda: watched.ended)
         assert watched.ended == [3]
@@ -118,7 +122,7 @@ def test_a_process_that_ends_is_told_of_though_its_connection_does_not_break(chi
 def test_another_process_of_its_number_is_not_the_same() -> None:
     async def scenario(watched: Watched) -> None:
         process = own_process()
-        watched.watch.watch(3, ProcessIdentity(process.host, process.pid, process.started + 1), None, connected=False)
+        watched.watch.watch(member(3, ProcessIdentity(process.host, process.pid, process.started + 1)), connected=False)
         assert watched.ended == [3]
 
     run(scenario)
@@ -126,7 +130,7 @@ def test_another_process_of_its_number_is_not_the_same() -> None:
 
 def test_one_that_is_watched_no_more_is_not_told_of(child: subprocess.Popen[bytes]) -> None:
     async def scenario(watched: Watched) -> None:
-        watched.watch.watch(3, process_of(child), None, connected=False)
+        watched.watch.watch(member(3, process_of(child)), connected=False)
         watched.watch.forget(3)
         child.kill()
         child.wait()
@@ -142,8 +146,8 @@ def test_an_incarnation_that_another_process_gets_stands_for_that(
     """The next cluster gives the same ones to others."""
 
     async def scenario(watched: Watched) -> None:
-        watched.watch.watch(3, process_of(child), None, connected=False)
-        watched.watch.watch(3, process_of(other_child), None, connected=True)
+        watched.watch.watch(member(3, process_of(child)), connected=False)
+        watched.watch.watch(member(3, process_of(other_child)), connected=True)
         watched.watch.disconnected(3)
         other_child.kill()
         await watched.wait_for(lambda: watched.ended)
@@ -155,7 +159,7 @@ def test_an_incarnation_that_another_process_gets_stands_for_that(
 def test_only_those_that_are_kept_are_told_of(child: subprocess.Popen[bytes]) -> None:
     async def scenario(watched: Watched) -> None:
         for incarnation in (3, 4):
-            watched.watch.watch(incarnation, process_of(child), None, connected=False)
+            watched.watch.watch(member(incarnation, process_of(child)), connected=False)
         watched.watch.keep([4])
         child.kill()
         await watched.wait_for(lambda: watched.ended)
@@ -174,7 +178,7 @@ def test_nobody_at_an_address_of_this_host_is_an_end() -> None:
     async def scenario(watched: Watched) -> None:
         server = socket.create_server(("127.0.0.1", 0))
         port = server.getsockname()[1]
-        watched.watch.watch(3, ProcessIdentity("elsewhere", 1, 1), endpoint(port), connected=False)
+        watched.watch.watch(member(3, ProcessIdentity("elsewhere", 1, 1), endpoint(port)), connected=False)
         await asyncio.sleep(0.2)
         assert (watched.ended, watched.doubted) == ([], [])
         server.close()
@@ -189,7 +193,7 @@ def test_nobody_at_an_address_of_another_host_is_a_doubt(monkeypatch: pytest.Mon
         server = socket.create_server(("127.0.0.1", 0))
         port = server.getsockname()[1]
         server.close()
-        watched.watch.watch(3, ProcessIdentity("elsewhere", 1, 1), endpoint(port), connected=False)
+        watched.watch.watch(member(3, ProcessIdentity("elsewhere", 1, 1), endpoint(port)), connected=False)
         await watched.wait_for(lambda: watched.doubted)
         assert (watched.ended, watched.doubted) == ([], [3])
 
@@ -201,9 +205,9 @@ def test_one_that_is_back_is_not_looked_for() -> None:
     async def scenario(watched: Watched) -> None:
         server = socket.create_server(("127.0.0.1", 0))
         port = server.getsockname()[1]
-        watched.watch.watch(3, ProcessIdentity("elsewhere", 1, 1), endpoint(port), connected=False)
+        watched.watch.watch(member(3, ProcessIdentity("elsewhere", 1, 1), endpoint(port)), connected=False)
         await asyncio.sleep(0.1)
-        watched.watch.watch(3, ProcessIdentity("elsewhere", 1, 1), endpoint(port), connected=True)
+        watched.watch.watch(member(3, ProcessIdentity("elsewhere", 1, 1), endpoint(port)), connected=True)
         await asyncio.sleep(0.3)
         server.close()
         await asyncio.sleep(0.5)

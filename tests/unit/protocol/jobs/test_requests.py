@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-import msgspec
 import pytest
 
 from paceline.errors import PeerError
@@ -13,28 +13,23 @@ from paceline.protocol.jobs import (
     ALL_DONE,
     NONE_FREE,
     DoneShards,
+    JobCore,
     JobMemory,
     JobRecord,
     JobSpec,
     JobState,
     Lease,
+    Remembered,
+    messages,
     shards_in,
 )
-from paceline.protocol.scheduler import events
-from paceline.ps import messages
-from paceline.ps.scheduler.jobs import Jobs
-from paceline.ps.scheduler.sessions import PendingCall, ProcessSession
-
-from .lines import End
-
-SETTINGS = messages.Settings(consistency="sequential", stale="apply", num_servers=1, num_workers=1)
 
 
 class Cluster:
     """Some workers and one who posts jobs, each with a session."""
 
     def __init__(self, num_workers: int = 1) -> None:
-        self.jobs = Jobs(num_workers)
+        self.jobs = JobCore(num_workers)
         self.membership = Membership(0)
         self.workers = [self.join() for _ in range(num_workers)]
         self.poster = Asker(self, None)
@@ -51,12 +46,18 @@ class Cluster:
 
     def state(self, number: int) -> JobState:
         (state,) = self.poster.ask(messages.JobStatus(job=number))
-        return msgspec.convert(state, JobState)
+        assert isinstance(state, JobState)
+        return state
 
     def remove(self, worker: Asker, reason: str | None) -> None:
         assert worker.member is not None
         self.membership.remove(worker.member.incarnation)
-        self.jobs.removed(events.Removed(worker.member, reason), worker.session)
+        self.deliver(self.jobs.removed(worker.member, worker, is_lost=reason is not None, time_s=0.0))
+
+    def deliver(self, answers: Iterable[messages.Answer]) -> None:
+        for answer in answers:
+            assert isinstance(answer.call, Asker)
+            answer.call.received.append(answer)
 
 
 class Asker:
@@ -64,26 +65,25 @@ class Asker:
 
     def __init__(self, cluster: Cluster, member: Member | None) -> None:
         self.cluster, self.member = cluster, member
-        self.end = End()
-        self.session = ProcessSession(self.end.peer, None if member is None else member.incarnation)
-        self.number = 0
+        self.received: list[messages.Answer] = []
         self.examples = 0.0
 
-    def ask(self, request: msgspec.Struct, body: bytes = b"") -> list[Any]:
-        """Ask, and return all that is answered at once, to this or to what was asked before."""
-        self.number += 1
-        call = PendingCall(self.session, self.number)
-        self.cluster.jobs.serve(call, request, memoryview(body), self.cluster.membership)
+    def ask(self, request: messages.JobRequest, body: bytes = b"") -> list[Any]:
+        """Request something, and return all answers of now, to this request or to former ones."""
+        incarnation = 0 if self.member is None else self.member.incarnation
+        received = messages.ReceivedRequest(self, self, incarnation, request, body)
+        self.cluster.deliver(self.cluster.jobs.handle(received, self.cluster.membership, 0.0))
         return self.answers()
 
     def answers(self) -> list[Any]:
-        return [msgspec.msgpack.decode(each.meta) for each in self.end.take()]
+        answers, self.received = self.received, []
+        return [answer.content for answer in answers]
 
     def get_job(self, after: int = 0) -> list[int]:
-        return [each["number"] for each in self.ask(messages.GetJob(after=after))]
+        return [each.number for each in self.ask(messages.GetJob(after=after))]
 
     def take_lease(self, job: int, *, wait: bool = False) -> list[int]:
-        return [each["lease"] for each in self.ask(messages.TakeLease(job=job, wait=wait))]
+        return [each.lease for each in self.ask(messages.TakeLease(job=job, wait=wait))]
 
     def done(self, job: int, lease: int) -> None:
         self.examples += 1.0
@@ -96,7 +96,7 @@ def test_a_worker_that_waits_gets_the_next_job() -> None:
     (worker,) = cluster.workers
     assert worker.get_job() == []
     number = cluster.post()
-    assert [each["number"] for each in worker.answers()] == [number]
+    assert [each.number for each in worker.answers()] == [number]
     assert worker.get_job() == [number]
     assert worker.get_job(after=number) == [number]  # there are shards of it that nobody has
     for _ in range(2):
@@ -120,7 +120,7 @@ def test_a_job_is_done_when_its_shards_are_and_its_workers_rest() -> None:
     assert state.progress == {"examples": 2.0}
     news = cluster.jobs.take_news()
     assert news is not None
-    assert sorted(shards_in(news.record.done)) == [(0, 0, 0), (0, 0, 1)]
+    assert sorted(shards_in(news.done)) == [(0, 0, 0), (0, 0, 1)]
     assert cluster.jobs.take_news() is None
 
 
@@ -133,7 +133,7 @@ def test_what_a_dead_worker_held_is_leased_again() -> None:
     assert second.take_lease(number, wait=True) == []
     cluster.remove(first, "its process ended")
     (answer,) = second.answers()
-    assert answer["lease"] >= 0
+    assert answer.lease >= 0
     assert cluster.state(number).lost_workers == 1
     with pytest.raises(PeerError, match="not a worker of the cluster"):
         first.take_lease(number)
@@ -155,7 +155,7 @@ def test_another_job_ends_the_one_before() -> None:
     (lease,) = first.take_lease(old)
     assert second.take_lease(old, wait=True) == []
     new = cluster.post()
-    assert [each["lease"] for each in second.answers()] == [ALL_DONE]
+    assert [each.lease for each in second.answers()] == [ALL_DONE]
     assert first.take_lease(old) == [ALL_DONE]
     first.done(old, lease)  # it concerns nobody
     assert cluster.state(new).done == 0
@@ -168,8 +168,8 @@ def test_another_job_ends_the_one_before() -> None:
 def test_a_job_whose_poster_is_gone_fails() -> None:
     cluster = Cluster()
     number = cluster.post()
-    assert cluster.jobs.concerns(cluster.poster.session)
-    cluster.jobs.forget(cluster.poster.session)
+    assert cluster.jobs.concerns(cluster.poster)
+    cluster.jobs.forget(cluster.poster)
     assert cluster.state(number).failed == ("PeerError", "the process that posted the job has ended")
     assert cluster.workers[0].take_lease(number) == [ALL_DONE]
 
@@ -189,12 +189,11 @@ def test_a_report_is_taken_once_also_if_it_comes_twice() -> None:
     for _ in range(2):
         cluster.workers[0].ask(report, b"body")
     assert cluster.state(number).num_reports == 1
-    cluster.poster.number += 1
-    call = PendingCall(cluster.poster.session, cluster.poster.number)
-    cluster.jobs.serve(call, messages.TakeReports(job=number), memoryview(b""), cluster.membership)
-    (frame,) = cluster.poster.end.take()
-    assert frame.body == (b"body",)
-    assert msgspec.msgpack.decode(frame.meta)["fields"] == {"kind": "loss"}
+    poster = cluster.poster
+    received = messages.ReceivedRequest(poster, poster, 0, messages.TakeReports(job=number))
+    (answer,) = cluster.jobs.handle(received, cluster.membership, 0.0)
+    assert answer.body == b"body"
+    assert answer.content.fields == {"kind": "loss"}
     assert cluster.poster.ask(messages.TakeReports(job=number)) == [None]
 
 
@@ -202,16 +201,13 @@ def test_when_the_cluster_ends_there_is_no_job_for_anybody() -> None:
     cluster = Cluster(2)
     first, second = cluster.workers
     assert first.get_job() == []
-    cluster.jobs.end()
-    assert [each["number"] for each in first.answers()] == [-1]
+    cluster.deliver(cluster.jobs.end())
+    assert [each.number for each in first.answers()] == [-1]
     assert second.get_job() == [-1]
 
 
-def rejoin(asker: Asker, job: JobMemory | None) -> tuple[ProcessSession, messages.Rejoin]:
-    member = asker.member or Member("poster", Role.OBSERVER, 0, 99)
-    view = messages.View(epoch=1)
-    knowledge = messages.Knowledge(settings=SETTINGS)
-    return asker.session, messages.Rejoin(member=member, cluster="", view=view, job=job, knowledge=knowledge)
+def remembered(asker: Asker, job: JobMemory | None) -> Remembered:
+    return Remembered(asker, asker.member or Member("poster", Role.OBSERVER, 0, 99), job)
 
 
 def test_a_new_scheduler_goes_on_with_the_job_that_the_nodes_know() -> None:
@@ -222,13 +218,14 @@ def test_a_new_scheduler_goes_on_with_the_job_that_the_nodes_know() -> None:
     held = Lease(lease=7, shard=1)
     cluster.jobs.restore(
         [
-            rejoin(cluster.poster, JobMemory(record=JobRecord(number=4, done=done), posted=posted)),
-            rejoin(worker, JobMemory(record=JobRecord(number=4), working=True, leases=(held,), last_lease=7)),
+            remembered(cluster.poster, JobMemory(record=JobRecord(number=4, done=done), posted=posted)),
+            remembered(worker, JobMemory(record=JobRecord(number=4), working=True, leases=(held,), last_lease=7)),
         ],
         (),
+        0.0,
         term=2,
     )
-    assert cluster.jobs.concerns(cluster.poster.session)
+    assert cluster.jobs.concerns(cluster.poster)
     worker.done(4, 7)
     (lease,) = worker.take_lease(4)
     assert lease > 7
@@ -241,6 +238,6 @@ def test_a_new_scheduler_goes_on_with_the_job_that_the_nodes_know() -> None:
 def test_a_job_whose_poster_does_not_come_back_is_over_for_its_workers() -> None:
     cluster = Cluster()
     (worker,) = cluster.workers
-    cluster.jobs.restore([rejoin(worker, JobMemory(record=JobRecord(number=4), working=True))], (), term=2)
+    cluster.jobs.restore([remembered(worker, JobMemory(record=JobRecord(number=4), working=True))], (), 0.0, term=2)
     assert worker.take_lease(4) == [ALL_DONE]
     assert cluster.post() > 5, "the poster may have posted more"

@@ -1,0 +1,128 @@
+"""The scheduler's sessions with processes. A session continues when its process connects again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from msgspec import Struct
+
+from paceline.protocol.scheduler.events import SendMessage
+from paceline.protocol.scheduler.line import SchedulerEnd
+
+
+class MessageNumbers(Struct, frozen=True):
+    """The numbers in the header of a message to the scheduler; see :mod:`paceline.protocol.scheduler.line`."""
+
+    request: int = 0
+    """The number of the call; 0: the process expects no answer."""
+    sequence: int = 0
+    """The number of the message; 0: it may be lost."""
+    lowest: int = 0
+    """The lowest number of a call without an answer."""
+
+
+class Session:
+    """The session of one process; `peer` is its connection, None while there is none."""
+
+    __slots__ = ("end", "incarnation", "peer")
+
+    def __init__(self, peer: Any) -> None:
+        self.peer: Any = peer
+        self.incarnation: int | None = None
+        """The member's; None for a process that is not a member."""
+        self.end = SchedulerEnd()
+
+    def answer(self, request: int, content: Any, body: bytes = b"") -> list[SendMessage]:
+        """Store the answer to a call, which may be an error; send it now, or after the process has reconnected."""
+        if not request:
+            return []
+        self.end.answered(request, (content, body))
+        return self._send(request, content, body)
+
+    def repeat(self, request: int) -> list[SendMessage]:
+        """Send the answer to a call again, if there is one."""
+        answer = self.end.answer_to(request)
+        return [] if answer is None else self._send(request, *answer)
+
+    def repeat_all(self) -> list[SendMessage]:
+        """Send all answers again that may be lost."""
+        return [send for request, answer in self.end.answers() for send in self._send(request, *answer)]
+
+    def notify(self, message: Any) -> list[SendMessage]:
+        """Send a notice; it is lost without a connection."""
+        return self._send(0, message)
+
+    def _send(self, request: int, content: Any, body: bytes = b"") -> list[SendMessage]:
+        return [] if self.peer is None else [SendMessage(self.peer, content, request, self.end.received, body)]
+
+
+class PendingCall(Struct, frozen=True):
+    """A call of a process, whose answer may come later."""
+
+    session: Session
+    request: int
+
+
+class Sessions:
+    """The sessions of the connected processes, and of the members, which may be disconnected."""
+
+    def __init__(self) -> None:
+        self.connected: dict[object, Session] = {}
+        self.members: dict[int, Session] = {}
+        """By incarnation."""
+        self._joining: dict[object, int] = {}  # connection → the request of a Register or Rejoin without an answer
+
+    def connect(self, peer: object) -> None:
+        """Begin the session of a connection."""
+        self.connected[peer] = Session(peer)
+
+    def disconnect(self, peer: object) -> Session:
+        """Forget a connection; return its session."""
+        session = self.connected.pop(peer)
+        self._joining.pop(peer, None)
+        if session.peer is peer:
+            session.peer = None
+        return session
+
+    def join(self, peer: object, request: int) -> None:
+        """Note a request to join the cluster."""
+        self._joining[peer] = request
+
+    def has_joined(self, peer: object) -> bool:
+        """Whether the process has requested to join, or is a member."""
+        return peer in self._joining or self.connected[peer].incarnation is not None
+
+    def answer_joining(self, peer: object, answer: Any) -> list[SendMessage]:
+        """Answer the request to join, with an error or a message."""
+        request = self._joining.pop(peer, None)
+        return [] if request is None else [SendMessage(peer, answer, request)]
+
+    def notify(self, peers: Iterable[object], message: Any) -> list[SendMessage]:
+        """Send a notice on those connections that are open."""
+        return [SendMessage(peer, message) for peer in peers if peer in self.connected]
+
+    def welcome(self, peer: object, incarnation: int) -> tuple[Session, bool] | None:
+        """Return a member's session, and whether it continues on another connection; None without a connection."""
+        session = self.connected.get(peer)
+        if session is None:
+            return None  # the member will rejoin
+        member = self.members.setdefault(incarnation, session)
+        member.incarnation = incarnation
+        self.connected[peer] = member
+        is_resumed, member.peer = member.peer is not peer, peer
+        return member, is_resumed
+
+    def take_over(self, peer: object, incarnation: int) -> Session:
+        """Return the session of a member of a former scheduler's cluster."""
+        session = self.connected.get(peer)
+        if session is None:  # its connection broke meanwhile; it will rejoin
+            session = Session(peer)
+            session.end.is_foreign, session.peer = True, None
+        session.incarnation = incarnation
+        self.members[incarnation] = session
+        return session
+
+    def __iter__(self) -> Iterator[tuple[int, Session]]:
+        """Yield the members' incarnations and sessions."""
+        return iter(self.members.items())
