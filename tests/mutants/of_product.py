@@ -313,20 +313,20 @@ OF_PRODUCT: Final = (
     Defect(
         "call-carried-out-twice",
         "a call that comes again before it is answered counts twice: a lease is granted twice",
-        "ps/scheduler/sessions.py",
-        "            self._send_answer(header.request, answer)\n        return False",
-        "            self._send_answer(header.request, answer)\n        return answer is None",
-        unit=(f"{_SCHEDULER}/test_sessions.py",),
+        "protocol/scheduler/core.py",
+        "if not session.end.is_new(numbers.sequence, numbers.lowest):",
+        "if not session.end.is_new(numbers.sequence, numbers.lowest) and session.end.answer_to(numbers.request):",
+        unit=("tests/unit/protocol/scheduler/test_scheduler_core.py",),
         simulation=_PRODUCT,
     ),
     Defect(
         "incarnation-not-gone",
         "members do not hear that somebody is gone whose rank another one has",
-        "ps/scheduler/maps.py",
-        "gone=tuple([member.incarnation for member in base.members if member not in after]),",
-        "gone=tuple([each.incarnation for each in base.members if (each.role, each.rank) not in "
+        "protocol/scheduler/views.py",
+        "removed=tuple([member.incarnation for member in base.members if member not in after]),",
+        "removed=tuple([each.incarnation for each in base.members if (each.role, each.rank) not in "
         "{(other.role, other.rank) for other in after}]),",
-        unit=(f"{_SCHEDULER}/test_maps.py",),
+        unit=("tests/unit/ps/test_view_messages.py",),
         simulation=_PRODUCT,
     ),
     Defect(

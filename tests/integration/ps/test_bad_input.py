@@ -371,7 +371,7 @@ def test_malformed_requests_to_the_scheduler(caplog: pytest.LogCaptureFixture) -
                 call(channel, request)
         call(channel, messages.Register(node="x", role=Role.OBSERVER))
         assert channel.receive_frame(10).header.kind == NOTICE  # what is known of the job that it has posted
-        with pytest.raises(ProtocolError, match="node 'y' asked twice"):
+        with pytest.raises(ProtocolError, match="node 'y'"):
             call(channel, messages.Register(node="y", role=Role.OBSERVER))
         channel.close()
         assert not caplog.records
