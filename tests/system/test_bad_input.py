@@ -25,7 +25,7 @@ def test_a_gzip_file_that_is_cut_off(paceline: Commands, click_log: tuple[Path, 
     assert finished.status == 1
     (sentence,) = finished.err.splitlines()  # a look at the data finds it, before anything is trained
     assert not (tmp_path / "model").exists()
-    assert "cut.tsv.gz is cut off: the gzip stream ends in the middle" in sentence
+    assert "cut.tsv.gz is truncated: its gzip stream ends" in sentence
 
 
 def test_malformed_lines(paceline: Commands, click_log: tuple[Path, Path], tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_no_space_for_the_model(
     )
     assert finished.status == 1
     assert "no space left to save the model" in finished.err.splitlines()[-1]
-    assert "parsed shards are not kept" in finished.err
+    assert "parsed shards are not stored" in finished.err
     assert "Traceback" not in finished.err
     assert {path.name: path.read_bytes() for path in (tiny_disk / "model").iterdir()} == before
     with contextlib.suppress(OSError), open(tiny_disk / "full", "wb", buffering=0) as full:

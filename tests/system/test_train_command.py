@@ -285,7 +285,7 @@ def test_labels_that_are_words(paceline: Commands, tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("result,site,age\n" + "".join(rows))
     common = ["train", "x.csv", "--label", "result", "--workers", "1", "--epochs", "1"]
     trained = paceline.succeed(*common, "--save", "won", "--eval", "x.csv")
-    assert "lost is 0, and won is 1, the positive one (--positive 'lost' turns them round)" in trained.err
+    assert "lost is 0, and won is 1, the positive one (--positive 'lost' swaps them)" in trained.err
     trained = paceline.succeed(*common, "--save", "lost", "--positive", "lost")
     assert "won is 0, and lost is 1, the positive one" in trained.err
     for model, is_first in (("won", True), ("lost", False)):

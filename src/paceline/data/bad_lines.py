@@ -1,4 +1,4 @@
-"""What was wrong with the lines that were skipped."""
+"""Malformed lines: the first ones in full, and the number of all."""
 
 from __future__ import annotations
 
@@ -8,65 +8,63 @@ from dataclasses import dataclass
 from paceline.errors import printable
 
 NUM_KEPT = 5
-"""So many bad lines are kept in full; the rest is counted."""
+"""The number of bad lines that are recorded in full; further ones are counted."""
 
 _MAX_TEXT = 80
 
 
 @dataclass(frozen=True, slots=True)
 class BadLine:
-    """One malformed line.
-
-    `file`: its path; `offset`: where it begins, in bytes of (decompressed) text; of parquet
-    None, and `row` is its number among the file's rows, from 1, None elsewhere. `text` is
-    shortened.
-    """
+    """One malformed line, or row of a binary file."""
 
     file: str
     offset: int | None
+    """The first byte of the line in the decompressed text; None in binary files."""
     row: int | None
+    """The number of the row, from 1, in binary files; otherwise None."""
     text: str
+    """The line, shortened."""
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class BadLines:
-    """How many lines were skipped, and the first few of them."""
+    """The number of skipped lines, and the first ones."""
 
     count: int
     first: tuple[BadLine, ...]
 
 
 def shorten(text: bytes | str) -> str:
-    """A line as a message can show it: decoded, printable, at most 80 characters."""
+    """Return a line for a message: decoded, printable, at most 80 characters."""
     if isinstance(text, bytes):
         text = text[: 4 * _MAX_TEXT].decode("utf-8", errors="replace")
     return printable(text[: 2 * _MAX_TEXT].rstrip("\r\n"), _MAX_TEXT)
 
 
 class BadLineLog:
-    """Counts each shard's bad lines once, however often the shard is read."""
+    """Counts bad lines by shard, so that a shard that is read again counts once."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[int, int], int] = {}
         self._first: list[tuple[tuple[int, int], BadLine]] = []
 
     def begin(self, file: int, shard: int) -> None:
-        """Forget what an earlier reading of this shard found."""
+        """Drop the lines that an earlier reading of this shard recorded."""
         if self._counts.pop((file, shard), 0):
             self._first = [(where, line) for where, line in self._first if where != (file, shard)]
 
     def add(self, file: int, shard: int, count: int, first: Sequence[BadLine]) -> None:
-        """Count `count` bad lines, of which `first` are described."""
+        """Add `count` bad lines of a shard; `first` describes the first ones."""
         if count:
             where = (file, shard)
             self._counts[where] = self._counts.get(where, 0) + count
             self._first += [(where, line) for line in first[: NUM_KEPT - len(self._first)]]
 
     def by_shard(self) -> dict[tuple[int, int], int]:
-        """The counts of the shards that have bad lines."""
+        """Return the number of bad lines by file and shard, for shards that have any."""
         return dict(self._counts)
 
     def total(self) -> BadLines:
-        """All shards together."""
+        """Return the bad lines of all shards."""
         return BadLines(sum(self._counts.values()), tuple(line for _, line in self._first))

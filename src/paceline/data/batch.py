@@ -1,4 +1,4 @@
-"""Batches of sparse examples, and how a stream of large ones becomes a stream of minibatches."""
+"""Batches of sparse examples, and the conversion of large batches to minibatches."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from paceline.kernels.hashing import field_of
 class Batch:
     """Labelled sparse examples in compressed rows.
 
-    `labels` float32 [n], each 0 or 1 unless numbers were asked for; `indptr` int64 [n+1]: row i has the pairs
-    ``indptr[i]`` to ``indptr[i+1]``, and ``indptr[0]`` is 0; `keys` uint64 [pairs]; `values` float32 [pairs], or None
-    where every value is 1; `weights` float32 [n], how often each row counts, or None where all count once; `fields`
-    uint32 [pairs], the field of each pair (:func:`paceline.kernels.hashing.field_of` its name), or None where
-    the place in the row tells it, or nothing has fields.
+    `labels` float32 [n]: 0 or 1, unless the data set reads labels as numbers. `indptr` int64 [n+1]: row i has the pairs
+    ``indptr[i]`` to ``indptr[i+1]``, and ``indptr[0]`` is 0. `keys` uint64 [pairs]. `values` float32 [pairs]; None if
+    all are 1. `weights` float32 [n]; None if all are 1. `fields` uint32 [pairs]: the field of each pair
+    (:func:`paceline.kernels.hashing.field_of` its name); None if the position in the row determines it, or if there are
+    no fields.
     """
 
     labels: npt.NDArray[np.float32]
@@ -35,7 +35,7 @@ class Batch:
         return len(self.labels)
 
     def slice(self, start: int, stop: int) -> Batch:
-        """Rows `start` to `stop` (excluded), without copying labels, keys or values."""
+        """Return rows `start` to `stop` (excluded), without copying labels, keys or values."""
         indptr = self.indptr[start : stop + 1]
         first, last = int(indptr[0]), int(indptr[-1])
         return Batch(
@@ -48,7 +48,7 @@ class Batch:
         )
 
     def take(self, rows: npt.NDArray[np.int64]) -> Batch:
-        """The rows at these places, in this order, copied."""
+        """Return copies of the rows with these numbers, in this order."""
         indptr, pairs = pairs_of(self.indptr, rows)
         return Batch(
             self.labels[rows],
@@ -60,7 +60,7 @@ class Batch:
         )
 
     def copy(self) -> Batch:
-        """The same rows in arrays of their own."""
+        """Return the rows in new arrays."""
         values = None if self.values is None else self.values.copy()
         weights = None if self.weights is None else self.weights.copy()
         fields = None if self.fields is None else self.fields.copy()
@@ -68,7 +68,7 @@ class Batch:
 
     @staticmethod
     def concatenate(batches: Sequence[Batch]) -> Batch:
-        """The rows of all `batches` in order; with no batch, no rows."""
+        """Return the rows of all `batches` in order; without a batch, no rows."""
         if len(batches) == 1:
             return batches[0]
         if not batches:
@@ -100,7 +100,7 @@ class Batch:
 def pairs_of(
     indptr: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the `indptr` of some of the rows of a matrix (int64 [rows + 1]), and where their pairs are in it."""
+    """Return the `indptr` (int64 [rows + 1]) of the selected rows of a matrix, and the places of their pairs."""
     starts = indptr[rows]
     sizes = indptr[rows + 1] - starts
     chosen = np.zeros(len(rows) + 1, np.int64)
@@ -113,7 +113,7 @@ def _or_ones(array: npt.NDArray[np.float32] | None, count: int) -> npt.NDArray[n
 
 
 def rebatch(blocks: Iterable[Batch], batch_size: int) -> Iterator[Batch]:
-    """Cut `blocks` into batches of exactly `batch_size` rows, the last excepted; only seams are copied."""
+    """Cut `blocks` into batches of `batch_size` rows, except the last. Only rows at the ends of blocks are copied."""
     pending: list[Batch] = []
     missing = batch_size
     for block in blocks:
@@ -126,13 +126,13 @@ def rebatch(blocks: Iterable[Batch], batch_size: int) -> Iterator[Batch]:
                 continue
             yield Batch.concatenate(pending)
             pending, missing = [], batch_size
-        whole = start + (block.num_examples - start) // batch_size * batch_size
-        for first in range(start, whole, batch_size):
+        aligned = start + (block.num_examples - start) // batch_size * batch_size
+        for first in range(start, aligned, batch_size):
             yield block.slice(first, first + batch_size)
-        if whole < block.num_examples:
+        if aligned < block.num_examples:
             pending, missing = (
-                [block.slice(whole, block.num_examples)],
-                batch_size - (block.num_examples - whole),
+                [block.slice(aligned, block.num_examples)],
+                batch_size - (block.num_examples - aligned),
             )
     if pending:
         yield Batch.concatenate(pending)
@@ -142,9 +142,9 @@ _ROW_BYTES, _PAIR_BYTES = 16, 12  # a label, weight and place in `indptr`; a key
 
 
 def cut_by_bytes(batches: Iterable[Batch], num_bytes: int, multiple: int = 1) -> Iterator[Batch]:
-    """Cut `batches` into such of at most `num_bytes`, and at least a row; all but the last are about as large.
+    """Cut `batches` into batches of about `num_bytes`, and no more unless a single row is larger.
 
-    Where more than `multiple` rows fit, all but the last have a multiple of so many.
+    If more than `multiple` rows fit, the number of rows is a multiple of it, except in the last batch.
     """
     pending: list[Batch] = []
     left = num_bytes
@@ -154,17 +154,17 @@ def cut_by_bytes(batches: Iterable[Batch], num_bytes: int, multiple: int = 1) ->
         while start < batch.num_examples:
             stop = int(np.searchsorted(sizes, sizes[start] + left, side="right")) - 1
             if stop == start and not pending:
-                stop += 1  # a row that is larger than that
+                stop += 1  # a larger row
             if stop > start:
                 pending.append(batch.slice(start, stop))
                 left -= int(sizes[stop] - sizes[start])
             if stop < batch.num_examples or left <= 0:
                 held = Batch.concatenate(pending)
-                num_whole = held.num_examples // multiple * multiple or held.num_examples
-                yield held.slice(0, num_whole)
+                num_held = held.num_examples // multiple * multiple or held.num_examples
+                yield held.slice(0, num_held)
                 pending, left = [], num_bytes
-                if num_whole < held.num_examples:
-                    pending.append(held.slice(num_whole, held.num_examples))
+                if num_held < held.num_examples:
+                    pending.append(held.slice(num_held, held.num_examples))
                     left -= int(_num_bytes(pending[0].indptr)[-1])
             start = stop
     if pending:
@@ -172,12 +172,12 @@ def cut_by_bytes(batches: Iterable[Batch], num_bytes: int, multiple: int = 1) ->
 
 
 def _num_bytes(indptr: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return how many bytes the rows before each take: int64 [rows + 1]."""
+    """Return the size in bytes of all rows before each: int64 [rows + 1]."""
     return _ROW_BYTES * np.arange(len(indptr)) + _PAIR_BYTES * indptr
 
 
 def fields_by_place(batch: Batch, categorical: Sequence[str]) -> npt.NDArray[np.uint32]:
-    """The field of each pair of rows with one pair for each categorical column, and keys of numeric ones after them."""
+    """Return the field of each pair, for rows with one pair per categorical column, followed by numeric columns."""
     at = np.arange(len(batch.keys)) - np.repeat(batch.indptr[:-1], np.diff(batch.indptr))
     of_categories = np.array([*map(field_of, categorical), 0], np.uint32)
     found = of_categories[np.minimum(at, len(categorical))]
@@ -191,11 +191,12 @@ def insert_lists(
     keys: npt.NDArray[np.uint64],
     num_numbers: npt.NDArray[np.int64],
 ) -> Batch:
-    """Add `lengths[i]` of the keys to row i, of `field` (one or each its own) and value 1, before its `num_numbers[i]`
-    last pairs.
+    """Insert the next `lengths[i]` keys into row i, before its last `num_numbers[i]` pairs, with value 1.
+
+    `field` is the field of all keys, or an array with one field per key.
     """
     indptr = batch.indptr + np.concatenate([[0], np.cumsum(lengths)])
-    ends = np.repeat(batch.indptr[1:] - num_numbers, lengths)  # before which the row's keys go in
+    ends = np.repeat(batch.indptr[1:] - num_numbers, lengths)  # the insertion point of each key
     values = None if batch.values is None else np.insert(batch.values, ends, np.float32(1))
     fields = None if batch.fields is None else np.insert(batch.fields, ends, field)
     return Batch(batch.labels, indptr, np.insert(batch.keys, ends, keys), values, batch.weights, fields)

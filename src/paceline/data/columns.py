@@ -1,4 +1,4 @@
-"""Which columns of a csv or parquet file are label, categories and numbers; Arrow columns to batches."""
+"""The columns of data files, and the conversion of Arrow columns to batches."""
 
 from __future__ import annotations
 
@@ -26,30 +26,27 @@ _PLACE = re.compile(r"-?[0-9]{1,9}")
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The columns of csv and parquet files, or the fields of JSON lines, that are read.
-
-    `label`: a number, or true and false; `categorical`: each value, as text, is a feature
-    with value 1, a missing one a feature too; `numeric`: each column is one feature whose value is the
-    number; a missing one is left out of the row. `scales`, one for each numeric column, say on which scale
-    the numbers are; with none they are as they stand; `weight`, if it is not "", says how often a row
-    counts.
-    """
+    """The columns of csv and parquet files, or the fields of JSON lines, that are read."""
 
     label: str
     categorical: tuple[str, ...] = ()
+    """Each value, as text, is a feature with value 1; so is a missing value."""
     numeric: tuple[str, ...] = ()
+    """Each column is one feature, whose value is the number. A row without the number lacks the feature."""
     scales: tuple[Scale, ...] = ()
+    """The scale of each numeric column; without scales numbers are unchanged."""
     weight: str = ""
+    """The column with the weights of the examples; "" for none."""
     is_open: bool = False
-    """Whether all other columns are read too, of JSON lines: `categorical` are those whose numbers are categories."""
+    """Whether all other fields of JSON lines are read too. Numbers are categories in `categorical` fields only."""
     classes: tuple[str, ...] = ()
-    """The words that labels are, each of which is read as its place here; none if they are numbers."""
+    """The words that are labels, in the order of their numbers; none if labels are numbers."""
     text: tuple[str, ...] = ()
-    """Columns of text, of which each word is a feature."""
+    """Columns of text; each word is a feature."""
     header: str = "auto"
     """Whether the first row of csv files has the names of the columns: yes, no, or auto."""
     trims: bool = True
-    """Whether blanks around categories do not count; stored columns without this value count them."""
+    """Whether blanks around categories are removed. Stored columns without this value keep them."""
 
     def __post_init__(self) -> None:
         assert len(self.scales) in (0, len(self.numeric))
@@ -64,7 +61,7 @@ class Columns:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Columns:
-        """The columns that :meth:`to_fields` described."""
+        """Return the columns from :meth:`to_fields`."""
         scales = tuple(map(Scale.from_fields, fields.get("scales", ())))
         categorical, numeric, classes, text = (
             tuple(fields.get(name, ())) for name in ("categorical", "numeric", "classes", "text")
@@ -74,28 +71,28 @@ class Columns:
         return cls(fields["label"], categorical, numeric, scales, weight, is_open, classes, text, header, trims)
 
     def to_fields(self) -> dict[str, Any]:
-        """These columns as JSON and msgpack can carry them; without scales and weight, as before there were any."""
+        """Return the columns as values for JSON and msgpack, without fields that are empty."""
         fields = {"label": self.label, "categorical": list(self.categorical), "numeric": list(self.numeric)}
-        scales = [each.to_fields() for each in self.scales]
-        others = {"scales": scales, "weight": self.weight, "is_open": self.is_open, "classes": list(self.classes)}
-        others |= {"text": list(self.text), "header": self.header.replace("auto", ""), "trims": self.trims}
-        return {**fields, **{name: value for name, value in others.items() if value}}
+        scales = [scale.to_fields() for scale in self.scales]
+        optional = {"scales": scales, "weight": self.weight, "is_open": self.is_open, "classes": list(self.classes)}
+        optional |= {"text": list(self.text), "header": self.header.replace("auto", ""), "trims": self.trims}
+        return {**fields, **{name: value for name, value in optional.items() if value}}
 
     @property
     def bins(self) -> ColumnBins | None:
-        """What cuts the numbers of columns into bins; None if none has any."""
+        """The bins of the numeric columns; None if no column has bins."""
         if not any(scale.edges for scale in self.scales):
             return None
         return ColumnBins(self.categorical, self.numeric, [scale.edges for scale in self.scales])
 
     @property
     def unweighted(self) -> Columns:
-        """These columns without the weight, which predictions do not need."""
+        """The columns without the weight, which predictions do not need."""
         return replace(self, weight="")
 
     @property
     def names(self) -> list[str]:
-        """All the columns, in the order in which they are read."""
+        """All columns, in the order of reading."""
         return [self.label, *self.categorical, *self.numeric, *self.text, *([self.weight] if self.weight else [])]
 
     @property
@@ -105,53 +102,53 @@ class Columns:
         return kinds | dict.fromkeys(self.numeric, "numeric") | dict.fromkeys(self.text, "text")
 
     def describe_fault(self, name: str, *, is_missing: bool) -> str:
-        """Say what ails a row whose cell in column `name` is no number, or `is_missing`."""
-        what = f"its {'label' if name == self.label else 'weight' if name == self.weight else 'column'} '{name}'"
+        """Return the reason why a row is malformed whose cell in column `name` is invalid or missing."""
+        subject = f"its {'label' if name == self.label else 'weight' if name == self.weight else 'column'} '{name}'"
         if is_missing:
-            return f"{what} is missing"
+            return f"{subject} is missing"
         if name == self.label and self.classes:
             more = ", ..." if len(self.classes) > _MOST_CLASSES_SHOWN else ""
-            return f"{what} is none of {', '.join(self.classes[:_MOST_CLASSES_SHOWN])}{more}"
+            return f"{subject} is none of {', '.join(self.classes[:_MOST_CLASSES_SHOWN])}{more}"
         if name == self.label:
-            return f"{what} is neither a finite number nor one of {', '.join(LABEL_WORDS)}"
-        return f"{what} is not a finite number" + (" from 0 up" if name == self.weight else "")
+            return f"{subject} is neither a finite number nor one of {', '.join(LABEL_WORDS)}"
+        return f"{subject} is not a finite number" + (" from 0 up" if name == self.weight else "")
 
     def check_in(self, path: str, names: Sequence[str], *, needs_label: bool = True) -> None:
-        """Raise :exc:`UsageError` unless the file, which has columns `names`, has them all, once each.
+        """Raise UsageError unless a file with the columns `names` has each of these columns once.
 
-        Unless it `needs_label` that may be missing.
+        Without `needs_label` the label may be missing.
         """
-        there, wanted = set(names), dict.fromkeys(self.names)
+        known, wanted = set(names), dict.fromkeys(self.names)
         for name in wanted:
-            if name not in there and (name != self.label or needs_label):
+            if name not in known and (name != self.label or needs_label):
                 raise UsageError(f"{path} has no column '{shorten(name)}': its columns are {shown_names(names)}")
         check_distinct(path, [name for name in names if name in wanted])
 
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """What one column was taken for: ``label``, ``weight``, ``categorical``, ``numeric`` or ``left out``, and why."""
+    """The guessed kind of a column: ``label``, ``weight``, ``categorical``, ``numeric``, ``text`` or ``left out``."""
 
     name: str
     kind: str
     reason: str
     num_distinct: int
-    """In the rows looked at; a missing value is none."""
+    """The number of distinct values in the sampled rows, without missing values."""
     examples: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Guesses:
-    """What the columns of some files were taken for."""
+    """The guessed kinds of the columns of files."""
 
     columns: Columns
     guesses: tuple[Guess, ...]
     num_rows: int
-    """So many rows were looked at."""
+    """The number of sampled rows."""
 
 
 def import_arrow() -> Any:
-    """The module pyarrow, or a :exc:`UsageError` that says how to get it."""
+    """Return the module pyarrow. Raises UsageError with the command that installs it."""
     try:
         import pyarrow
     except ImportError as error:
@@ -162,32 +159,32 @@ def import_arrow() -> Any:
 
 
 def is_list(type: Any) -> bool:
-    """Whether an Arrow type is that of lists of texts, numbers or truth values."""
+    """Return whether an Arrow type is a list of texts, numbers or booleans."""
     types = import_arrow().types
     tests = (types.is_list, types.is_large_list, types.is_fixed_size_list)
     return any(test(type) for test in tests) and not types.is_nested(type.value_type)
 
 
 def shown_names(names: Sequence[str]) -> str:
-    """The names of columns as a message shows them: the first ones, each in at most 80 printable characters."""
+    """Return the first names of columns for a message, each in at most 80 printable characters."""
     more = f" and {len(names) - _MOST_NAMES:,} more" if len(names) > _MOST_NAMES else ""
     return ", ".join(map(shorten, names[:_MOST_NAMES])) + more
 
 
 def find_double(names: Iterable[Any]) -> Any:
-    """Return the first name that occurs twice, None if there is none."""
+    """Return the first name that occurs twice, or None."""
     return next((name for name, count in Counter(list(names)).items() if count > 1), None)
 
 
 def check_distinct(path: str, names: Sequence[str]) -> None:
-    """Raise :exc:`UsageError` where two columns of a file have one name."""
+    """Raise UsageError if two columns of a file have the same name."""
     double = find_double(names)
     if double is not None:
         raise UsageError(f"{path} has more than one column '{shorten(double)}' in its header: rename all but one")
 
 
 def category_texts(column: Any) -> Any:
-    """The values of an Arrow column as categories are written: whole numbers as integers, whatever their type."""
+    """Return the values of an Arrow column as categories: whole numbers of any type as integers."""
     arrow = import_arrow()
     if arrow.types.is_string(column.type):
         return column
@@ -197,38 +194,38 @@ def category_texts(column: Any) -> Any:
     from pyarrow.compute import coalesce
 
     numbers = column.cast(arrow.float64()).to_numpy(zero_copy_only=False)
-    is_whole = are_whole(numbers)
-    integers = arrow.array(np.where(is_whole, numbers, 0.0).astype(np.int64), mask=~is_whole)
+    is_integer = are_integers(numbers)
+    integers = arrow.array(np.where(is_integer, numbers, 0.0).astype(np.int64), mask=~is_integer)
     return coalesce(integers.cast(arrow.string()), texts)
 
 
-def are_whole(numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
-    """Which numbers are integers of 64 bits."""
-    whole: npt.NDArray[np.bool_] = (np.abs(numbers) < 2.0**63) & (numbers == np.rint(numbers))
-    return whole
+def are_integers(numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
+    """Return whether each number is an integer of 64 bits (bool [n])."""
+    found: npt.NDArray[np.bool_] = (np.abs(numbers) < 2.0**63) & (numbers == np.rint(numbers))
+    return found
 
 
 def usual_label(names: Sequence[str]) -> str | None:
-    """Return the name that is usual for a label, if there is one; one in lower case before the same in capitals."""
+    """Return the first usual name of a label, or None. A name in lower case has precedence."""
     found = (name for usual in LABEL_NAMES for name in sorted(names, reverse=True) if name.strip().lower() == usual)
     return next(found, None)
 
 
 def find_label(path: str, names: Sequence[str]) -> str:
-    """Return the column that holds the label when none is given, by its name."""
+    """Return the column with a usual name of a label. Raises UsageError if there is none."""
     label = usual_label(names)
     if label is None:
         raise UsageError(
-            f"{path} has no column named {', '.join(LABEL_NAMES)}, so say which is the label: "
-            f"its columns are {shown_names(names)}"
+            f"{path} has no column named {', '.join(LABEL_NAMES)}: its columns are {shown_names(names)}. Name the "
+            "label with --label"
         )
     return label
 
 
 def resolve_label(path: str, names: Sequence[str], label: str) -> str:
-    """The column that `label` names, or whose place it is, counted from 0 (or from the end, as -1).
+    """Return the column with the name `label`, or with this number, from 0 (from the end if negative).
 
-    Blanks around a name in the file, as behind commas, do not count.
+    Blanks around a name in the file are ignored.
     """
     if label in names:
         return label
@@ -242,7 +239,7 @@ def resolve_label(path: str, names: Sequence[str], label: str) -> str:
 
 @dataclass(slots=True)
 class Converted:
-    """A batch of an Arrow table's good rows, and what was wrong with the others."""
+    """A batch of the good rows of an Arrow table, and its malformed rows."""
 
     batch: Batch
     num_bad: int
@@ -250,7 +247,7 @@ class Converted:
 
 
 class Converter:
-    """Arrow record batches, with the columns in ``columns.names``'s order, to :class:`Batch`."""
+    """Converts Arrow record batches, with columns in the order of ``columns.names``, to :class:`Batch`."""
 
     def __init__(self, path: str, columns: Columns, *, needs_label: bool = True) -> None:
         from paceline.kernels.features.scaling import scale_numbers
@@ -269,7 +266,7 @@ class Converter:
         self._bins = columns.bins
 
     def convert(self, record_batch: Any, first_row: int) -> Converted:
-        """Convert a record batch whose first row is row `first_row` of the file, counted from 0."""
+        """Convert a record batch that begins with row `first_row` of the file, counted from 0."""
         converted = self._convert(record_batch, first_row)
         return converted if self._bins is None else replace(converted, batch=self._bins.apply(converted.batch))
 
@@ -317,7 +314,7 @@ class Converter:
         indptr = np.zeros(int(good.sum()) + 1, np.int64)
         np.cumsum(present.sum(axis=1)[good], out=indptr[1:])
         values, weights = (
-            None if each is None else each[which] for each, which in ((values, present), (weights, good))
+            None if array is None else array[mask] for array, mask in ((values, present), (weights, good))
         )
         batch = Batch(label[good], indptr, keys[present], values, weights)
         num_numbers = present[good, num_categorical:].sum(axis=1)
@@ -341,7 +338,7 @@ class Converter:
         return BadLine(self._path, None, first_row + row + 1, shorten(text), reason)
 
     def _hash(self, column: Any, seed: np.uint64, out: npt.NDArray[np.uint64], first: int, stride: int) -> None:
-        """The keys of a column's values, as text, into every `stride`-th element of `out`."""
+        """Write the keys of a column's values into every `stride`-th element of `out`."""
         if self._arrow.types.is_dictionary(column.type) and len(column.dictionary) <= len(column):
             strings = self._arrow.concat_arrays([self._text(column.dictionary), self._arrow.array([""])])
             known = np.empty(len(strings), np.uint64)
@@ -352,14 +349,14 @@ class Converter:
         self._kernels.hash_strings(*self._buffers(self._text(column)), seed, out, first, stride)
 
     def _hash_lists(self, column: Any, seed: np.uint64) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
-        """How many elements the lists of a column have, and the keys of them all; missing ones are passed over."""
+        """Return the number of elements in each list of a column, and the keys of all elements that are not missing."""
         from pyarrow.compute import list_value_length
 
         elements = column.flatten()
         lengths = list_value_length(column).fill_null(0).to_numpy().astype(np.int64)
         if elements.null_count:
-            is_there = elements.is_valid().to_numpy(zero_copy_only=False)
-            rows = np.repeat(np.arange(len(column)), lengths)[is_there]
+            is_valid = elements.is_valid().to_numpy(zero_copy_only=False)
+            rows = np.repeat(np.arange(len(column)), lengths)[is_valid]
             lengths = np.bincount(rows, minlength=len(column)).astype(np.int64)
             elements = elements.drop_null()
         keys = np.empty(len(elements), np.uint64)
@@ -382,7 +379,7 @@ class Converter:
         return column.fill_null("") if column.null_count else column
 
     def _buffers(self, strings: Any) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
-        """Bytes and offsets of an Arrow string array, typed as the kernels want them."""
+        """Return the bytes and offsets of an Arrow string array, with the types of the kernels."""
         _, offset_buffer, data_buffer = strings.buffers()
         if offset_buffer is None or not len(strings):
             offsets = np.zeros(1, np.int64)
@@ -395,7 +392,7 @@ class Converter:
         return self._kernels.read_only(data), self._kernels.read_only(offsets)
 
     def _scaled(self, numbers: npt.NDArray[np.float64], column: int) -> npt.NDArray[np.float32]:
-        """The numbers of a numeric column on the scale that it has, if any."""
+        """Return the numbers of a numeric column on its scale, if it has one."""
         if not self._scales:
             return numbers.astype(np.float32)
         scaled = np.empty(len(numbers), np.float32)
@@ -403,7 +400,7 @@ class Converter:
         return scaled
 
     def _labels(self, column: Any) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        """The label's column as :meth:`_numbers` returns one."""
+        """Return the column of the label, like :meth:`_numbers`."""
         classes = self._columns.classes
         if not classes:
             return self._numbers(column, LABEL_WORDS)
@@ -419,7 +416,10 @@ class Converter:
     def _numbers(
         self, column: Any, words: dict[str, float]
     ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        """A column as float64, which rows are ok or missing, which are missing; `words` count as numbers."""
+        """Return a column as float64, whether each row is valid or missing, and whether it is missing.
+
+        `words` have the given numbers.
+        """
         types = self._arrow.types
         is_text = (types.is_string, types.is_large_string, types.is_dictionary)
         if any(test(column.type) for test in is_text):

@@ -1,8 +1,8 @@
-"""The reader of csv: byte ranges to whole rows, rows to batches, by our own kernels.
+"""The reader of csv: byte ranges to complete rows, rows to batches.
 
-A shard is a range of bytes of the (gunzipped) text, and has the rows that begin in it. Where a row begins depends on
-all quotes before it, so a reader that enters a file in the middle looks through what is before: where that has no quote
-and no carriage return it takes the next newline, which costs little more than reading the bytes.
+A shard is a range of bytes of the decompressed text, with the rows that begin in it. The beginning of a row depends on
+all quotes before it, so a reader that enters a file in the middle scans the text before. Without a quote or carriage
+return there it takes the next newline, which costs little more than reading the bytes.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _LEAST_CELL_BYTES = 3
 
 
 def csv_parser(dialect: Dialect, columns: Columns, *, needs_label: bool) -> ParseRows:
-    """A function that parses the rows of ``text[start:end]`` that begin before `limit`; see ``kernels.parse_csv``.
+    """Return a parser of the rows of ``text[start:end]`` that begin before `limit`; see ``kernels.parse_csv``.
 
-    Unless it `needs_label` a label that is missing is NaN.
+    Without `needs_label` a missing label is NaN.
     """
     from paceline.kernels.hashing import name_seed
     from paceline.kernels.text import csv as kernels
@@ -85,8 +85,8 @@ def csv_parser(dialect: Dialect, columns: Columns, *, needs_label: bool) -> Pars
         if columns.text:
             batch.fields = fields_by_place(batch, columns.categorical)
             num_words, num_numbers = np.diff(word_ends[: rows + 1]), np.diff(batch.indptr) - len(columns.categorical)
-            there = slice(word_ends[rows])
-            batch = insert_lists(batch, word_fields[there], num_words, words[there], num_numbers)
+            used = slice(word_ends[rows])
+            batch = insert_lists(batch, word_fields[used], num_words, words[used], num_numbers)
         if bins is not None:
             batch = bins.apply(batch)
         bad = list(zip(bad_at[:num_bad].tolist(), bad_why[:num_bad].tolist(), strict=True))
@@ -96,7 +96,7 @@ def csv_parser(dialect: Dialect, columns: Columns, *, needs_label: bool) -> Pars
 
 
 def describe_bad_row(why: int, dialect: Dialect, columns: Columns, line: str = "") -> str:
-    """Return what is wrong with a row that begins with `line`, given the kernel's code `why`."""
+    """Return the reason for the kernel's code `why` about a row that begins with `line`."""
     from paceline.kernels.text.codes import BAD_QUOTE, BAD_WIDTH, DETAIL, NO_LABEL, NO_WEIGHT
 
     detail, kind = divmod(why, DETAIL)
@@ -105,15 +105,15 @@ def describe_bad_row(why: int, dialect: Dialect, columns: Columns, line: str = "
     if kind == BAD_WIDTH:
         reason = f"it has {detail} cell{'s' * (detail != 1)} where the first row has {len(dialect.names)}"
         is_quoted = any(cell.startswith("'") for cell in line.split(dialect.separator))
-        return reason + ("; ' is no quote in csv, but \" is" if is_quoted else "")
+        return reason + ("; csv has the quote \", not '" if is_quoted else "")
     return columns.describe_fault(dialect.names[detail], is_missing=kind in (NO_LABEL, NO_WEIGHT))
 
 
 class CsvReader:
     """Shards of a csv file.
 
-    The invariant: the window begins with the first row that begins at byte `low` or later, the header aside. Where rows
-    begin is remembered now and then, so that a place is looked for once.
+    The invariant: the window begins with the first row, except the header, that begins at byte `low` or later. Some
+    beginnings of rows are recorded, so that text is scanned once.
     """
 
     def __init__(self, path: str, settings: ReadSettings) -> None:
@@ -141,7 +141,7 @@ class CsvReader:
         self._window.close()
 
     def blocks(self, shard: int, report: Report) -> Iterator[Batch]:
-        """The shard's rows, about 1 MiB of text at a time."""
+        """Yield the shard's rows, about 1 MiB of text per step."""
         start = shard * self._shard_bytes
         stop = start + self._shard_bytes
         self._go_to(start)
@@ -174,7 +174,7 @@ class CsvReader:
             self.num_shards = -(-window.num_bytes // self._shard_bytes)
 
     def _text(self) -> tuple[Text, int, bool]:
-        """The window as the kernels take it: its buffer, where it ends, whether the text ends there."""
+        """Return the buffer of the window, its end, and whether the text ends there."""
         window = self._window
         last = window.num_bytes is not None
         end = window.end
@@ -183,23 +183,23 @@ class CsvReader:
             end += 1
         window.buffer[end] = 10
         if self._dialect.separator == BLANKS:
-            whole = window.buffer.rfind(b"\n", window.begin, end) + 1 or window.begin
-            window.buffer[window.begin : whole] = mark_blanks(window.buffer[window.begin : whole])
+            stop = window.buffer.rfind(b"\n", window.begin, end) + 1 or window.begin
+            window.buffer[window.begin : stop] = mark_blanks(window.buffer[window.begin : stop])
         return np.frombuffer(window.buffer, np.uint8), end, last
 
     def _check_open_quote(self) -> None:
-        """Raise DataError for a last row that a quote leaves open, unless it is but a line."""
+        """Raise DataError if a quote of the last row is not closed and the row has several lines."""
         window = self._window
         num_lines = window.buffer.count(b"\n", window.begin, window.end - 1)
         if num_lines:
             raise DataError(
-                f"{self._path}: a quote is opened in the row of line {line_number(self._path, window.position):,} and "
-                f"never closed, so that the {num_lines:,} line{'s' * (num_lines > 1)} behind it would be a part of "
-                'that row: close it, or write a " within a text twice and the text in quotes'
+                f"{self._path}: the row at line {line_number(self._path, window.position):,} opens a quote that is "
+                f"never closed, and would have the next {num_lines:,} line{'s' * (num_lines > 1)} too: close it, or "
+                'write a " within a text twice and the text in quotes'
             )
 
     def _grow(self) -> None:
-        """Have more of the row that the window begins with, which does not end in it."""
+        """Read more of the first row, which is longer than the window."""
         window = self._window
         held = window.end - window.begin
         if held >= MAX_LINE_BYTES:
@@ -222,7 +222,7 @@ class CsvReader:
         self._low = 0
 
     def _go_to(self, start: int) -> None:
-        """Make the window begin with the first row that begins at `start` or later."""
+        """Move the window to the first row that begins at `start` or later."""
         known = bisect_right(self._row_starts, start)
         if start < self._low or (known and self._row_starts[known - 1] > self._window.position):
             if known:
@@ -264,7 +264,7 @@ class CsvReader:
             self._row_starts.append(position)
 
     def _judge(self, parsed: Parsed) -> None:
-        """Refuse a file whose first rows are all bad."""
+        """Raise DataError if all first rows are malformed."""
         if not self._is_judged and not parsed.batch.num_examples and parsed.num_bad >= 10:
             reason = describe_bad_row(parsed.bad[0][1], self._dialect, self._columns)
             raise DataError(

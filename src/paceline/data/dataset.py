@@ -1,4 +1,4 @@
-"""Data files as shards of minibatches: the object that workers read from."""
+"""Data files as shards of minibatches, for workers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PACKED_RATIO = 3  # click logs shrink to about a third
 _SPEC_NAMES = ("files", "format", "label", "categorical", "numeric", "shard_bytes", "strict", "cache_dir", "labels")
 
 Spec = dict[str, Any]
-"""All that another process needs to open the same dataset; JSON and msgpack can carry it."""
+"""The description from which another process opens the same dataset; values for JSON and msgpack."""
 
 
 def open_dataset(
@@ -41,23 +41,22 @@ def open_dataset(
     scaling: KeyScaling | None = None,
     needs_labels: bool = True,
 ) -> Dataset:
-    """Open data files, all of one format and read in this order, as a :class:`Dataset`.
+    """Open data files of one format, in the order of reading, as a :class:`Dataset`.
 
-    `format` is one of :data:`FORMATS`; None tells it from the first file's
-    content. `columns` is for csv, parquet and JSON lines, and guessed from rows spread over the files if None.
-    `shard_bytes` is the size of a shard in bytes of text (parquet: a row group); None takes a 64th of all, within 256
-    KiB and 16 MiB. `strict` raises on the first malformed line, which is else skipped and counted. `cache_dir` keeps
-    parsed shards for later passes. `labels` is what they are read as (:mod:`paceline.data.labels`).
-    `scaling` changes the values of formats without columns. Without `needs_labels` rows may lack a label, which is
-    then NaN.
+    `format` is one of :data:`FORMATS`; None detects it from the first file. `columns` applies to csv, parquet and JSON
+    lines; None guesses them from rows spread over the files. `shard_bytes` is the size of a shard in bytes of text
+    (parquet: a row group); None takes a 64th of all, between 256 KiB and 16 MiB. `strict` raises on the first malformed
+    line; otherwise malformed lines are skipped and counted. `cache_dir` stores parsed shards for later passes. `labels`
+    is the interpretation of labels (:mod:`paceline.data.labels`). `scaling` applies to formats without columns.
+    Without `needs_labels` a missing label is NaN.
 
-    :exc:`DataError` for a file that is missing, empty, unreadable or of no known format; :exc:`UsageError`
-    for arguments that do not fit each other, and where pyarrow is needed and missing.
+    Raises DataError for a missing, empty or unreadable file, or an unknown format; UsageError for inconsistent
+    arguments, or without pyarrow for parquet.
     """
     if isinstance(paths, str | Path):
         paths = [paths]
     if not paths:
-        raise UsageError("no data file was named: a dataset has at least one")
+        raise UsageError("no data file is given: name at least one")
     files = [full_path(path) for path in paths]
     format = format or detect_format(files[0])
     kind = find_format(format)
@@ -79,10 +78,10 @@ def open_dataset(
 
 
 def open_spec(spec: Mapping[str, Any]) -> Dataset:
-    """Open the dataset that :meth:`Dataset.spec` described, in any process that sees the same files."""
+    """Open the dataset of :meth:`Dataset.spec`, in any process with the same files."""
     missing = [name for name in _SPEC_NAMES if name not in spec]
     if missing:
-        raise UsageError(f"the spec lacks {', '.join(missing)}: pass what Dataset.spec() returned")
+        raise UsageError(f"the spec lacks {', '.join(missing)}: pass the result of Dataset.spec()")
     content = dict(spec)
     cache_dir = content["cache_dir"]
     columns = Columns.from_fields(content) if content["label"] else None
@@ -105,10 +104,10 @@ def open_spec(spec: Mapping[str, Any]) -> Dataset:
 class Dataset(Closing):
     """Shards of several files, each read as a stream of :class:`Batch`; made by :func:`open_dataset`.
 
-    Files are named by their place in `files`, shards by their number within the file. Reading is streamed:
-    about 1 MiB of text and what was parsed from it is held. A reader of each of the last few files stays
-    open, so reading shards in rising order never goes back. A file that changes while the data set is in use
-    is a DataError, here and where :func:`open_spec` has opened it too. For one thread at a time.
+    A file has the number of its place in `files`, a shard its number within the file. Reading is streamed, with about
+    1 MiB of text and its examples in memory. Readers of the last few files stay open, so shards in ascending order are
+    read without a search. A file that changes during the use of the data set is a DataError, also in processes that
+    opened it with :func:`open_spec`. For one thread at a time.
     """
 
     def __init__(
@@ -136,7 +135,7 @@ class Dataset(Closing):
         self.scaling = scaling
         self.needs_labels = needs_labels
         self.cache_error: str | None = None
-        """Why caching stopped, as when the disk is full; reading goes on without."""
+        """Why caching stopped, for example because the disk is full. Reading continues without it."""
         self._cache_dir = None if cache_dir is None else cache_dir.absolute()
         self._kind = FORMATS[format]
         self.in_use = FilesInUse(self.files, self._kind, sizes)
@@ -146,30 +145,30 @@ class Dataset(Closing):
         self._idle = IdleFiles()
 
     def close(self) -> None:
-        """Close the files; reading again opens them again."""
+        """Close the files. Another read opens them again."""
         self._idle.close()
 
     @property
     def bad_lines(self) -> BadLines:
-        """The malformed lines of all the shards read so far; a shard that is read again counts once."""
+        """The malformed lines of all shards that were read; a shard that is read again counts once."""
         return self._log.total()
 
     @property
     def bad_lines_by_shard(self) -> dict[tuple[int, int], int]:
-        """How many lines were malformed in each shard, named by file and number, that had any."""
+        """The number of malformed lines by file and shard, for shards that have any."""
         return self._log.by_shard()
 
     @property
     def is_cached(self) -> bool:
-        """Whether shards that were parsed before are kept."""
+        """Whether parsed shards are stored for later passes."""
         return self._cache is not None
 
     def can_enter(self, file: int) -> bool:
-        """Whether a file can be read from any shard on, without parsing those before."""
+        """Return whether a file can be read from any shard without parsing the shards before it."""
         return self._kind.is_random_access or text_size(self.files[file], 0) is not None
 
     def num_shards(self, file: int) -> int | None:
-        """How many shards a file has; None for a packed file that does not say, until its end was read."""
+        """Return the number of shards of a file. For some compressed files it is None until their end was read."""
         if file not in self.in_use.num_shards:
             if self._kind.is_random_access:
                 self._give_back(file, self._take(file))
@@ -178,29 +177,29 @@ class Dataset(Closing):
         return self.in_use.num_shards.get(file)
 
     def ended(self, file: int) -> int | None:
-        """The file's number of shards, if it is known by now; asks nothing of the disk."""
+        """Return the file's number of shards, or None if it is not known yet. Does not access the disk."""
         return self.in_use.num_shards.get(file)
 
     def read(self, file: int, shard: int, batch_size: int) -> Iterator[Batch]:
-        """The examples of one shard, in order, in batches of exactly `batch_size` rows, the last excepted.
+        """Return the examples of one shard, in order, in batches of exactly `batch_size` rows, except the last.
 
-        A shard behind the file's end has none. The arrays are the caller's. :exc:`DataError` if the file
-        turns out to be damaged or of another format, and, if `strict`, on the first malformed line.
+        A shard after the file's end has none. The caller may write to the arrays. The iterator raises DataError for a
+        damaged file or another format, and, if `strict`, for the first malformed line.
         """
         if not 0 <= file < len(self.files):
-            raise UsageError(f"there is no file {file}: the dataset has {len(self.files)}, numbered from 0")
+            raise UsageError(f"file {file} does not exist: the dataset has {len(self.files)} files, numbered from 0")
         if shard < 0 or batch_size < 1:
             raise UsageError(f"shard {shard} with batches of {batch_size}: a shard is 0 or more, a batch 1 or more")
         return rebatch(self._blocks(file, shard), batch_size)
 
     def batches(self, batch_size: int) -> Iterator[Batch]:
-        """All examples of all files, in order, in batches of exactly `batch_size` rows, the last excepted."""
+        """Return all examples of all files, in order, in batches of exactly `batch_size` rows, except the last."""
         if batch_size < 1:
             raise UsageError(f"batches of {batch_size} rows: a batch is 1 or more")
         return rebatch(self.blocks(), batch_size)
 
     def blocks(self) -> Iterator[Batch]:
-        """All examples of all files, in order, in batches as they are read: of about 1 MiB of text."""
+        """Yield all examples of all files, in order, in batches of about 1 MiB of text."""
         for file in range(len(self.files)):
             for shard in itertools.count():
                 num_shards = self.num_shards(file)
@@ -209,9 +208,9 @@ class Dataset(Closing):
                 yield from self._blocks(file, shard)
 
     def spec(self) -> Spec:
-        """A plain description from which :func:`open_spec` opens the same dataset elsewhere."""
-        nothing = {"label": "", "categorical": [], "numeric": []}
-        columns = nothing if self.columns is None else self.columns.to_fields()
+        """Return the description from which :func:`open_spec` opens the same dataset in another process."""
+        no_columns = {"label": "", "categorical": [], "numeric": []}
+        columns = no_columns if self.columns is None else self.columns.to_fields()
         return {
             "files": list(self.files),
             "format": self.format,
@@ -245,10 +244,10 @@ class Dataset(Closing):
         yield from self._parsed_blocks(file, shard)
 
     def _parsed_blocks(self, file: int, shard: int) -> Iterator[Batch]:
-        """The shard from its file; what comes by is written to the cache."""
+        """Yield the shard from its file, and write it to the cache."""
         opened = self._take(file)
         writing = _Writing(self, file, opened.status, shard)
-        whole = False
+        is_complete = False
         try:
             for parsed in opened.reader.blocks(shard, writing.report):
                 block = parsed if self.scaling is None else self.scaling.apply(parsed)
@@ -257,7 +256,7 @@ class Dataset(Closing):
             self.in_use.check(file)
             self._give_back(file, opened)
             writing.commit(opened.reader.num_shards)
-            whole = True
+            is_complete = True
         except GeneratorExit:
             self._give_back(file, opened)
             raise
@@ -267,7 +266,7 @@ class Dataset(Closing):
                 raise self._with_detected_format(file, error) from None
             raise
         finally:
-            if not whole:
+            if not is_complete:
                 writing.discard()
 
     def _with_detected_format(self, file: int, error: OtherFormatError) -> DataError:
@@ -298,9 +297,9 @@ class Dataset(Closing):
     def _open_cache(self) -> ShardCache | None:
         if self._cache_dir is None:
             return None
-        others = ("files", "strict", "cache_dir", "labels", "scaling", "source_format", "sizes")
-        identity = {name: value for name, value in self.spec().items() if name not in others}
-        identity["has_fields"] = True  # as before there were any shards had not
+        irrelevant = ("files", "strict", "cache_dir", "labels", "scaling", "source_format", "sizes")
+        identity = {name: value for name, value in self.spec().items() if name not in irrelevant}
+        identity["has_fields"] = True  # shards of older versions have no fields
         if self.scaling is not None:
             identity["scaling"] = self.scaling.digest()
         try:
@@ -312,13 +311,13 @@ class Dataset(Closing):
     def _stop_caching(self, error: OSError) -> None:
         self._cache = None
         self.cache_error = (
-            f"parsed shards are not kept in {self._cache_dir}: {error.strerror or error}; "
-            "every pass parses the text again"
+            f"parsed shards are not stored in {self._cache_dir}: {error.strerror or error}. Every pass parses the text "
+            "again"
         )
 
 
 class _Writing:
-    """The cache's side of reading a shard: any failure to write ends caching, never reading."""
+    """Writes a shard to the cache while it is read. A failure ends caching, not reading."""
 
     def __init__(self, dataset: Dataset, file: int, status: FileStatus, shard: int) -> None:
         self._dataset = dataset

@@ -1,4 +1,4 @@
-"""How a csv file is written, told from its beginning: the separator, and whether its first row names the columns."""
+"""The dialect of a csv file, detected from its beginning: the separator, and the names of the columns."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _MAX_HEAD_BYTES = 1 << 24
 
 HEADERS = ("auto", "yes", "no")
 LABEL_NAMES = ("label", "click", "clicked", "target", "y")
-"""The usual names of labels, in any case; the first of them that a file has is its label."""
+"""The usual names of labels, in any case. The first one that a file has is its label."""
 SEPARATORS = (",", ";", "\t")
 LAST_SEPARATOR = "|"
-"""Taken where no other fits: within cells of other files it separates the elements of lists."""
+"""Tried last, because it separates the elements of lists within cells of other files."""
 BLANKS = "\x1f"
-"""Stands for runs of blanks and tabs; :func:`mark_blanks` writes it into the text."""
+"""Replaces runs of blanks and tabs; :func:`mark_blanks` writes it into the text."""
 PREAMBLE = re.compile(rb'(?:\xef\xbb\xbf)?(?:"?sep=.?"?\r?\n)?', re.IGNORECASE)
 """The bytes before the first row: a byte-order mark, and the line by which Excel declares the separator."""
 _DECLARED = re.compile(r'"?sep=(.)"?\r?\n', re.IGNORECASE)
@@ -34,20 +34,20 @@ NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
 _ROWS, _BLANKS_SHARE = 200, 0.9
 PLACE = re.compile(r"c[1-9][0-9]*")
-"""What a column is called that has no name: by its place."""
+"""The name of a column without a name: its place."""
 
 
 def check_header(header: str) -> None:
-    """Raise UsageError unless this is a value of ``--header``."""
+    """Raise UsageError for an invalid value of ``--header``."""
     if header not in HEADERS:
         raise UsageError(f"--header {header}: expected one of {', '.join(HEADERS)}")
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """The separator of a csv file, and its columns' names: of the first row, or ``c1``, ``c2``, ... if that is data.
+    """The separator of a csv file, and the names of its columns: of the first row, or ``c1``, ``c2``, ... for data.
 
-    Names have no blanks around them, unless those that are wanted do.
+    Names have no blanks around them, except wanted names with blanks.
     """
 
     separator: str
@@ -61,33 +61,33 @@ class Dialect:
 
 
 def read_lines(path: str) -> tuple[bytes, bool]:
-    """What a file begins with, and whether that is all of it: 64 KiB, or up to 16 MiB for a longer first line.
+    """Return the first 64 KiB of a file (up to 16 MiB for a long first line), and whether this is the complete text.
 
-    Raises DataError for text of two or four bytes a character, by its byte-order mark.
+    Raises DataError for UTF-16 and UTF-32, by their byte-order marks.
     """
     num_bytes = HEAD_BYTES
     while True:
-        head, whole = read_head(path, num_bytes)
+        head, is_all = read_head(path, num_bytes)
         encoding = next((name for mark, name in _WIDE_MARKS.items() if head.startswith(mark)), None)
         if encoding is not None:
             raise DataError(
-                f"{path} is text in {encoding}, by its byte-order mark, and expected is UTF-8: convert it, as "
+                f"{path} has a byte-order mark of {encoding}: expected UTF-8. Convert it, as "
                 f"iconv -f {encoding} -t UTF-8 does"
             )
-        if whole or b"\n" in head or num_bytes >= _MAX_HEAD_BYTES:
-            return head, whole
+        if is_all or b"\n" in head or num_bytes >= _MAX_HEAD_BYTES:
+            return head, is_all
         num_bytes *= 4
 
 
 def head_of(path: str) -> str:
-    """The text that a file begins with, without what may be cut: its first lines."""
-    head, whole = read_lines(path)
+    """Return the first complete lines of a file."""
+    head, is_all = read_lines(path)
     text = head.removeprefix(BYTE_ORDER_MARK).decode("utf-8", errors="replace")
-    return text if whole or "\n" not in text else text[: text.rindex("\n") + 1]
+    return text if is_all or "\n" not in text else text[: text.rindex("\n") + 1]
 
 
 def read_dialect(path: str, wanted: Sequence[str] = (), header: str = "auto") -> Dialect:
-    """The dialect of a csv file, as :func:`guess_dialect` has it. Raises DataError if it does not look like csv."""
+    """Return the dialect of a csv file; see :func:`guess_dialect`. Raises DataError for another format."""
     text = head_of(path)
     dialect = guess_dialect(text, wanted, header)
     if dialect is None:
@@ -105,7 +105,7 @@ def mark_blanks(text: bytes | bytearray) -> bytes:
 
 
 def parse_rows(text: str, separator: str, limit: int | None = None) -> list[list[str]]:
-    """The rows of a text that begins a row, without blanks around cells, up to one that cannot be read."""
+    """Return the rows of a text until the first invalid one, without blanks around cells."""
     rows: list[list[str]] = []
     if separator == BLANKS:
         text = mark_blanks(text.encode()).decode()
@@ -121,11 +121,11 @@ def parse_rows(text: str, separator: str, limit: int | None = None) -> list[list
 
 
 def guess_dialect(text: str, wanted: Sequence[str] = (), header: str = "auto") -> Dialect | None:
-    """The dialect of a file that begins with `text`; None if it does not look like csv.
+    """Return the dialect of a file that begins with `text`; None if it does not look like csv.
 
-    The separator is the one that gives most rows the width of the first, or a first row that holds a `wanted` name.
-    Unless `header` is yes or no, the first row is a header if it holds a wanted name. If `wanted` are places such as
-    ``c3``, it must hold all of them. Without wanted names its words decide.
+    The separator is chosen so that most rows have the width of the first, or so that the first row has a `wanted` name.
+    Unless `header` is yes or no, the first row is a header if it has a wanted name. If `wanted` are places such as
+    ``c3``, it must have all of them. Without wanted names its words decide.
     """
     found: list[tuple[bool, float, int, str, list[list[str]]]] = []
     declared = _DECLARED.match(text)
@@ -144,15 +144,15 @@ def guess_dialect(text: str, wanted: Sequence[str] = (), header: str = "auto") -
             found.append((names_it, share, len(rows[0]), separator, rows))
     if not found:
         return None
-    _, _, width, separator, rows = max(found, key=lambda each: each[:3])
-    first, rest = rows[0], [row for row in rows[1:] if len(row) == width]
+    _, _, width, separator, rows = max(found, key=lambda candidate: candidate[:3])
+    first, data = rows[0], [row for row in rows[1:] if len(row) == width]
     known = {name.strip(" "): name for name in wanted}
     if header != "auto":
         has_header = header == "yes"
     elif wanted and all(PLACE.fullmatch(name) and int(name[1:]) <= width for name in wanted):
         has_header = {*wanted} <= {*first}
     else:
-        has_header = any(cell in known for cell in first) or _is_header(first, rest)
+        has_header = any(cell in known for cell in first) or _is_header(first, data)
     are_places = header == "yes" and wanted and all(map(PLACE.fullmatch, wanted)) and known.keys().isdisjoint(first)
     has_names = has_header and not are_places
     names = tuple((known.get(first[at], first[at]) if has_names else "") or f"c{at + 1}" for at in range(width))
@@ -160,20 +160,20 @@ def guess_dialect(text: str, wanted: Sequence[str] = (), header: str = "auto") -
 
 
 def _is_aligned(text: str, separator: str) -> bool:
-    """Whether blanks, more than one between cells, separate the columns of lines that have a tab somewhere too."""
+    """Return whether runs of blanks separate the columns, although some lines have a tab."""
     lines = text.splitlines()[:_ROWS]
     return separator == "\t" and sum("  " in line.strip() for line in lines) > len(lines) / 2
 
 
 def _are_mostly_numbers(rows: Sequence[Sequence[str]]) -> bool:
-    """Whether at least half of the columns are of numbers, as text is not that has blanks between words."""
+    """Return whether at least half of the columns have numbers, unlike words of text."""
     columns = zip(*([row for row in rows[1:] if len(row) == len(rows[0])] or rows), strict=True)
     return 2 * sum(all(is_number(cell) or is_missing(cell) for cell in cells) for cells in columns) >= len(rows[0])
 
 
-def _is_header(first: list[str], rest: list[list[str]]) -> bool:
-    """Whether the words of the first row are names: at most half of them occur below in their own columns."""
-    below = [[cell for cell in cells if not is_missing(cell)] for cells in zip(*rest, strict=True)] or [[]] * len(first)
+def _is_header(first: list[str], data: list[list[str]]) -> bool:
+    """Return whether the words of the first row are names: at most half of them occur below in their own columns."""
+    below = [[cell for cell in cells if not is_missing(cell)] for cells in zip(*data, strict=True)] or [[]] * len(first)
     words = [
         (cell, column) for cell, column in zip(first, below, strict=True) if not (is_number(cell) or is_missing(cell))
     ]
@@ -186,7 +186,7 @@ def _is_header(first: list[str], rest: list[list[str]]) -> bool:
 
 
 def hint_at_open_quote(text: str) -> str:
-    """Say, for a message on a file that begins with `text` and is not understood, where a quote may be left open."""
+    """Return a hint for a message, if the text at the beginning of a file has a quote that is not closed."""
     if text.count('"') % 2 == 0:
         return ""
     number = next((number for number, line in enumerate(text.split("\n"), 1) if line.count('"') % 2), 0)
@@ -194,10 +194,10 @@ def hint_at_open_quote(text: str) -> str:
 
 
 def is_number(cell: str) -> bool:
-    """Whether a cell is a number, blanks around it allowed."""
+    """Return whether a cell is a number, with or without blanks around it."""
     return NUMBER.fullmatch(cell.strip(" \t")) is not None
 
 
 def is_missing(cell: str) -> bool:
-    """Whether a cell stands for a missing number."""
+    """Return whether a cell represents a missing number."""
     return cell.strip().lower() in MISSING

@@ -1,4 +1,4 @@
-"""A sample of a data set's examples, from all over its files: what is known of the data before any training."""
+"""Samples of the examples of a data set, for the choice of settings before a training."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ MAX_ROWS = 262_144
 MAX_PAIRS = 4 << 20
 _PIECE_BYTES = 64 << 10
 _NUM_PIECES = 256
-_NUM_BLOCKS = 64  # of a megabyte of text, or 32,768 rows, of files that are read from their beginning
+_NUM_BLOCKS = 64  # of 1 MiB of text, or 32,768 rows, if files are read from their beginnings
 _CHUNK_ROWS = 256
 _GROUP_RUNS = 128  # 32,768 rows
 
 
 def sample_examples(dataset: Dataset, *, max_rows: int = MAX_ROWS, max_pairs: int = MAX_PAIRS) -> ExampleSample:
-    """Return examples of a data set, in runs of 256 neighbours or fewer; of a small one all.
+    """Return a sample of a data set, in runs of up to 256 neighbours; all examples of a small one.
 
-    Of plain text 16 MiB are read, in pieces spread evenly; other files are read from their beginnings,
-    64 blocks of 1 MiB of text (parquet: 32,768 rows) in all. Runs beyond `max_rows` or `max_pairs` are left out evenly.
-    Malformed lines are left out too, whatever ``dataset.strict`` says. Raises as :meth:`Dataset.read`.
+    Of plain text, 16 MiB are read in evenly spread pieces. Other files are read from their beginnings, in total 64
+    blocks of 1 MiB of text (parquet: 32,768 rows). Runs beyond `max_rows` or `max_pairs` are dropped evenly. Malformed
+    lines are skipped even if ``dataset.strict``. Raises the errors of :meth:`Dataset.read`.
     """
     sizes = [stat_file(file).num_bytes for file in dataset.files]
     has_pieces = not FORMATS[dataset.format].samples_beginnings and all(map(dataset.can_enter, range(len(sizes))))
@@ -46,7 +46,7 @@ def sample_examples(dataset: Dataset, *, max_rows: int = MAX_ROWS, max_pairs: in
 
 
 def sample_batch(batch: Batch, *, max_rows: int = MAX_ROWS, max_pairs: int = MAX_PAIRS) -> ExampleSample:
-    """Return examples of those in memory, as :func:`sample_examples` does of those in files."""
+    """Return a sample of examples in memory, like :func:`sample_examples`."""
     thinned = _Thinned(max_rows, max_pairs)
     for start in range(0, batch.num_examples, _CHUNK_ROWS):
         thinned.add(batch.slice(start, min(start + _CHUNK_ROWS, batch.num_examples)))
@@ -54,11 +54,11 @@ def sample_batch(batch: Batch, *, max_rows: int = MAX_ROWS, max_pairs: int = MAX
 
 
 def thin(sample: ExampleSample, most: int) -> tuple[Batch, int]:
-    """Return about `most` examples of a sample, in their order, and the number of examples that they stand for.
+    """Return about `most` examples of a sample, in their order, and the number of examples that they represent.
 
-    Every k-th run of neighbours is kept, counted from the newest. Of labels of two classes, the rarer class keeps all
-    its examples, or as many as fill half of the room. The weights of the other class make up for the lower share of its
-    examples, so that sums over both classes are unbiased up to one common factor.
+    Every k-th run of neighbours is selected, counted from the newest. If labels have two classes, the rarer class keeps
+    all its examples, up to half of `most`. Weights of the other class compensate for the lower share of its examples,
+    so that sums over both classes are unbiased up to one common factor.
     """
     batch, n = sample.batch, sample.batch.num_examples
     if n <= most:
@@ -73,16 +73,16 @@ def thin(sample: ExampleSample, most: int) -> tuple[Batch, int]:
     if not num_rare or rare_step == step:
         rows = np.flatnonzero(ages % -(-n // most) == 0)
         return batch.take(rows), len(rows)
-    is_kept = ages % np.where(is_rare, rare_step, step) == 0
-    rare_share, share = is_kept[is_rare].mean(), is_kept[~is_rare].mean()
+    is_selected = ages % np.where(is_rare, rare_step, step) == 0
+    rare_share, share = is_selected[is_rare].mean(), is_selected[~is_rare].mean()
     weights = np.ones(n, np.float32) if batch.weights is None else batch.weights.copy()
     weights[~is_rare] *= np.float32(rare_share / share)
-    rows = np.flatnonzero(is_kept)
+    rows = np.flatnonzero(is_selected)
     return replace(batch, weights=weights).take(rows), round(n * float(rare_share))
 
 
 class _Pieces:
-    """Pieces spread evenly over files that can be entered anywhere."""
+    """Reads evenly spread pieces of files with random access."""
 
     def __init__(self, reader: Dataset, sizes: list[int]) -> None:
         self._reader = reader
@@ -96,7 +96,7 @@ class _Pieces:
 
 
 class _Beginnings:
-    """The beginnings of all files, as many blocks of each."""
+    """Reads the beginnings of all files, with equally many blocks of each."""
 
     def __init__(self, reader: Dataset) -> None:
         self._reader = reader
@@ -105,10 +105,10 @@ class _Beginnings:
 
     def __iter__(self) -> Iterator[Batch]:
         num_files = len(self._reader.files)
-        each, num_ended = max(_NUM_BLOCKS // num_files, 1), 0
+        num_blocks, num_ended = max(_NUM_BLOCKS // num_files, 1), 0
         for file in range(num_files):
-            for shard in range(each):
-                yield from self._read(file, shard, each)
+            for shard in range(num_blocks):
+                yield from self._read(file, shard, num_blocks)
                 num_shards = self._reader.ended(file)
                 if num_shards is not None and shard + 1 >= num_shards:
                     num_ended += 1
@@ -117,7 +117,7 @@ class _Beginnings:
             self.share_read = 0.0
 
     def _read(self, file: int, shard: int, most: int) -> Iterator[Batch]:
-        """Read a shard; of a large row group of a parquet file only the beginning."""
+        """Read a shard, or the beginning of a large row group of a parquet file."""
         num_groups = self._reader.num_shards(file) if FORMATS[self._reader.format].samples_beginnings else None
         runs = self._reader.read(file, shard, _CHUNK_ROWS)
         if num_groups is None:
@@ -128,31 +128,31 @@ class _Beginnings:
 
 
 class _Thinned:
-    """Runs of examples, every 2^k-th of which is kept, so that they stay within bounds."""
+    """Collects every 2^k-th run of examples, with k large enough for the bounds."""
 
     def __init__(self, max_rows: int, max_pairs: int) -> None:
         self._bounds = np.array([max_rows, max_pairs])
         self._stride, self._num_runs, self._seen_rows = 1, 0, 0
-        self._kept: list[Batch] = []
+        self._runs: list[Batch] = []
         self._size = np.zeros(2, np.int64)
 
     def add(self, run: Batch) -> None:
         self._seen_rows += run.num_examples
         if self._num_runs % self._stride == 0:
-            self._kept.append(run.copy())  # which lets go of the block that it is a part of
+            self._runs.append(run.copy())  # a slice would keep its whole block in memory
             self._size += _size(run)
-            while len(self._kept) > 1 and (self._size > self._bounds).any():
-                self._kept = self._kept[::2]
-                self._size = np.sum([_size(kept) for kept in self._kept], axis=0)
+            while len(self._runs) > 1 and (self._size > self._bounds).any():
+                self._runs = self._runs[::2]
+                self._size = np.sum([_size(run) for run in self._runs], axis=0)
                 self._stride *= 2
         self._num_runs += 1
 
     def sample(self, share_read: float) -> ExampleSample:
-        starts = np.cumsum([0, *(run.num_examples for run in self._kept)], dtype=np.int64)[:-1]
+        starts = np.cumsum([0, *(run.num_examples for run in self._runs)], dtype=np.int64)[:-1]
         is_whole = share_read == 1.0 and self._stride == 1
         estimate = self._seen_rows / share_read if share_read else np.inf
         num_examples = int(min(estimate, 1 << 62))
-        return ExampleSample(Batch.concatenate(self._kept), starts, num_examples, is_whole, None, self._seen_rows)
+        return ExampleSample(Batch.concatenate(self._runs), starts, num_examples, is_whole, None, self._seen_rows)
 
 
 def _size(run: Batch) -> tuple[int, int]:

@@ -1,8 +1,4 @@
-"""What features are called: their keys are hashes, of which the text is found by reading the data again.
-
-A category is called ``column=value``, a numeric column by its name. Criteo's fields are ``I1`` to ``I13`` and ``C1`` to
-``C26``, and an integer's category is the range of numbers that fall into it, such as ``I3=8..11``.
-"""
+"""Names of features. Keys are hashes, so the names are found by reading the data again."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ from paceline.kernels.hashing import hash_bytes, name_seed
 from paceline.storage.durable_io import replacing
 
 FEATURE_NAMES = "feature-names.tsv"
-"""The file in a model's directory that holds them."""
+"""The file with the names in a model's directory."""
 
 _ROWS = 16384
 
@@ -29,7 +25,7 @@ Keys = npt.NDArray[np.uint64]
 
 
 class NameFinder:
-    """Names of wanted keys as far as they are known."""
+    """Collects the names of wanted keys."""
 
     def __init__(self, wanted: Keys) -> None:
         self._wanted = set(wanted.tolist())
@@ -41,7 +37,7 @@ class NameFinder:
             self.names[key] = name
 
     def read(self, names: Sequence[str], seeds: Sequence[int], rows: Iterator[Sequence[str]]) -> None:
-        """Add the values of categorical columns, until there is no more of the data or nothing more is wanted."""
+        """Add the values of categorical columns, until all wanted keys have names."""
         seen: list[set[str]] = [set() for _ in names]
         while len(self.names) < len(self._wanted) and (block := list(islice(rows, _ROWS))):
             for column, (name, seed) in enumerate(zip(names, seeds, strict=True)):
@@ -50,8 +46,9 @@ class NameFinder:
                 self._add_values(name, seed, sorted(fresh))
 
     def read_pairs(self, features: Iterator[tuple[str, str | None, str]]) -> None:
-        """Add features, as long as some are wanted, that are named by seed's text, own text (None: the seed is the key)
-        and name.
+        """Add features until all wanted keys have names.
+
+        A feature has the text of its seed, its own text (None if the seed is the key), and its name.
         """
         seen: set[tuple[str, str | None]] = set()
         for outer, inner, name in features:
@@ -95,7 +92,7 @@ def text_lines(files: Sequence[str], newline: str = "\n") -> Iterator[str]:
 
 
 class _TextFile(io.RawIOBase):
-    """A stream of a data file, as Python's own classes read it."""
+    """A raw stream of :mod:`io` for a data file."""
 
     def __init__(self, stream: ByteStream) -> None:
         self._stream = stream
@@ -113,18 +110,18 @@ class _TextFile(io.RawIOBase):
         super().close()
 
 
-# Names beside a model.
+# Names in a model's directory.
 
 
 def write_feature_names(directory: Path, names: Mapping[int, str]) -> None:
-    """Keep names beside a model: a line of key, tab and name (as JSON writes a text) for each. Raises OSError."""
+    """Write names to a model's directory: a line with key, tab and JSON string for each. Raises OSError."""
     lines = [f"{key}\t{json.dumps(name, ensure_ascii=False)}\n" for key, name in sorted(names.items())]
     with replacing(directory / FEATURE_NAMES) as aside:
         aside.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
 
 
 def read_feature_names(directory: Path) -> dict[int, str]:
-    """Return the names that are kept beside a model; none where there is no such file. Raises ModelError."""
+    """Return the names in a model's directory; none if the file is missing. Raises ModelError."""
     names: dict[int, str] = {}
     try:
         with open(directory / FEATURE_NAMES, encoding="utf-8") as lines:
@@ -134,5 +131,5 @@ def read_feature_names(directory: Path) -> dict[int, str]:
     except (FileNotFoundError, NotADirectoryError):
         pass
     except (OSError, ValueError) as error:
-        raise ModelError(f"{directory / FEATURE_NAMES} holds no names of features: {error}") from None
+        raise ModelError(f"{directory / FEATURE_NAMES} has no names of features: {error}") from None
     return names

@@ -15,7 +15,7 @@ class FilesInUse:
     def __init__(self, files: Sequence[str], format: Format, sizes: Sequence[int] | None) -> None:
         self.sizes = None if sizes is None else list(sizes)
         self.num_shards: dict[int, int] = {}
-        """The number of shards by file, where it is known."""
+        """The number of shards by file, once it is known."""
         self._files = tuple(files)
         self._format = format
         self._statuses: dict[int, FileStatus] = {}

@@ -1,7 +1,7 @@
-"""What the columns of csv and parquet files are, told from rows spread over the files, where nobody says it.
+"""Guesses the kinds of columns from rows spread over the files.
 
-The rules are in guides/data.md. They judge a column by its distinct values and how often each comes; the same files
-give the same answer.
+The rules are in guides/data.md. They judge a column by its distinct values and their
+frequencies. The same files have the same result.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NUM_EXAMPLES = 3
 IN_LISTS = "in lists"
 """The reason why a column of lists is categorical."""
 
-_LEAST_ROWS = 50  # of fewer rows, all distinct says little
+_LEAST_ROWS = 50  # distinct values in fewer rows say little
 _FEW, _ROWS_PER_VALUE = 64, 20
 _LARGE_DIGITS, _INEXACT_DIGITS = 10, 16  # a float64 has 15
 _INTEGER = re.compile(r"[+-]?[0-9]+(?:\.0)?")
@@ -46,35 +46,35 @@ _DECIMAL_COMMA = re.compile(r"[+-]?[0-9]+,[0-9]+")
 _THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]*)?")
 _WITH_SIGN = re.compile(r"[+-]?[$€£¥] ?[+-]?[0-9][0-9.,]*|[+-]?[0-9][0-9.,]* ?[%€£¥]")
 _ODD_NUMBERS = (
-    (_WITH_SIGN, "signs of currencies or percent", "without"),
+    (_WITH_SIGN, "currency or percent signs", "without"),
     (_THOUSANDS, "commas between thousands", "without (if they are decimal commas, with points)"),
     (_DECIMAL_COMMA, "decimal commas", "with points (where semicolons separate the columns: sed 's/,/./g')"),
 )
 _INFINITE = re.compile(r"[+-]?inf(?:inity)?", re.I)
 _CODE_NAME = re.compile(r"(?:^|[_\s.-]|[a-z](?=I|C|Z|T))(?:id|uid|uuid|guid|code|zip|zipcode|type|category)s?$", re.I)
 _ROW_NAME = re.compile(r"(?:unnamed: ?[0-9]+|row[ ._]?(?:names?|numbers?)|index)?", re.I)
-"""What columns of row numbers are called, as pandas and R write them: in csv mostly nothing."""
+"""The names that pandas and R give to row numbers: mostly none."""
 _BINS = 8
 _FEW_DISTINCT = "integers, few distinct"
-_MANY_DISTINCT = "integers, each of many rows"
-_LITTLE_EVIDENCE = 2.0  # nats: by so much a table of rates seldom explains more where a line is the truth
-_EVIDENCE = 10.0  # the same where the values are many
+_MANY_DISTINCT = "integers, each in many rows"
+_LITTLE_EVIDENCE = 2.0  # nats: if the truth is a line, a table of rates seldom explains more
+_EVIDENCE = 10.0  # the same for many distinct values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOptions:
-    """How data is read, as far as options say so; the other columns are guessed."""
+    """Options for reading data. Columns without an option are guessed."""
 
     label: str | None = None
-    """The label's column, by name or place."""
+    """The column of the label, by name or number."""
     categorical: tuple[str, ...] = ()
     numeric: tuple[str, ...] = ()
     text: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
-    """Columns that are left out; ``*`` stands for all without another option."""
+    """Columns to leave out; ``*`` stands for all columns without another option."""
     header: str = "auto"
     max_malformed: float = 0.05
-    """The largest share of malformed rows with which a training ends well."""
+    """The largest allowed share of malformed rows."""
 
     def __post_init__(self) -> None:
         check_header(self.header)
@@ -83,56 +83,58 @@ class ReadOptions:
 
     @property
     def given(self) -> list[str]:
-        """The options for columns that are given."""
+        """The given options for columns."""
         default = ReadOptions()
         names = ("label", "categorical", "numeric", "text", "ignore", "header")
         return [f"--{name}" for name in names if getattr(self, name) != getattr(default, name)]
 
     @property
     def names(self) -> list[str]:
-        """The given columns, by name or place."""
+        """The given columns, by name or number."""
         given = (self.label, *self.categorical, *self.numeric, *self.text, *self.ignore)
         return [name for name in given if name and name != "*"]
 
     def fit(self, path: str, columns: Columns, names: Sequence[str]) -> bool:
-        """Return whether files with columns `names`, converted with `columns`, have what the options select."""
+        """Return whether files with columns `names` that were converted with `columns` agree with the options."""
         label = columns.label if self.label is None else resolve_label(path, names, self.label)
         given, known = self.kinds(path, names, label), columns.kinds
-        is_rest_left_out = "*" not in given or {*columns.names} <= {*given, columns.label, columns.weight}
+        has_same_ignored = "*" not in given or {*columns.names} <= {*given, columns.label, columns.weight}
         default = "numeric" if columns.is_open else "ignore"
         fitting = (known.get(name, default) == kind for name, kind in given.items())
-        return label == columns.label and self.header in ("auto", columns.header) and is_rest_left_out and all(fitting)
+        return label == columns.label and self.header in ("auto", columns.header) and has_same_ignored and all(fitting)
 
     def kinds(self, path: str, names: Sequence[str], label: str) -> dict[str, str]:
-        """Return the kind of each given column. Raises UsageError for unknown ones, two kinds and `label`."""
+        """Return the kind of each given column. Raises UsageError for unknown columns, two kinds, and the label."""
         found: dict[str, str] = {}
         for kind in ("categorical", "numeric", "text", "ignore"):
             for name in getattr(self, kind):
                 resolved = name if name == "*" and kind == "ignore" else resolve_label(path, names, name)
                 if found.setdefault(resolved, kind) != kind:
-                    raise UsageError(f"--{kind} {name}: --{found[resolved]} names that column too: leave one out")
+                    raise UsageError(
+                        f"--{kind} {name}: --{found[resolved]} names that column too: leave one option out"
+                    )
         if label in found:
             raise UsageError(f"--{found[label]} {label}: that column is the label: leave it out, or change --label")
         return found
 
 
 NO_OPTIONS: Final = ReadOptions()
-"""All columns are guessed."""
+"""Options that guess all columns."""
 
 
 def guess_columns(path: str, sample: TextTable, options: ReadOptions = NO_OPTIONS, weight: str = "") -> Guesses:
     """Guess the kinds of the columns of `sample` that `options` do not name.
 
-    `weight` is the name of the column of the examples' weights, if any. `path` names the files in messages. Raises
-    UsageError if there is no label, or no other column.
+    `weight` is the column with the examples' weights, if any. Messages name `path`. Raises UsageError without a label,
+    or without another column.
     """
     label = options.label
     label = find_label(path, sample.names) if label is None else resolve_label(path, sample.names, label)
     guesses = []
     check_distinct(path, sample.names)
     given = options.kinds(path, sample.names, label)
-    others = "ignore" if "*" in given else None
-    _check_commas(path, sample, [name for name in sample.names if given.get(name, others) in (None, "numeric")])
+    default = "ignore" if "*" in given else None
+    _check_commas(path, sample, [name for name in sample.names if given.get(name, default) in (None, "numeric")])
     sample = _without_copies(sample)
     labels = sample.labels(label)
     has_names = not all(map(PLACE.fullmatch, sample.names))
@@ -141,7 +143,7 @@ def guess_columns(path: str, sample: TextTable, options: ReadOptions = NO_OPTION
         counts = sample.counts(name)
         known = "label" if name == label else "weight" if weight and name == weight else None
         has_no_name = PLACE.fullmatch(name) is not None and has_names
-        chosen = given.get(name, others)
+        chosen = given.get(name, default)
         if known is not None:
             kind, reason = known, ""
         elif chosen is not None:
@@ -152,39 +154,39 @@ def guess_columns(path: str, sample: TextTable, options: ReadOptions = NO_OPTION
             kind, reason = _judge_by_label(cells, labels, kind, reason, len(sample.names))
         guesses.append(_describe(name, kind, reason, counts))
     categorical, numeric, text = (
-        tuple(each.name for each in guesses if each.kind == kind) for kind in ("categorical", "numeric", "text")
+        tuple(guess.name for guess in guesses if guess.kind == kind) for kind in ("categorical", "numeric", "text")
     )
     if not (categorical or numeric or text):
-        reasons = "; ".join(f"'{each.name}' {each.reason}" for each in guesses if each.kind == "left out")
-        raise UsageError(f"{path} has no column to learn from: {reasons or 'there is only the label'}")
+        reasons = "; ".join(f"'{guess.name}' {guess.reason}" for guess in guesses if guess.kind == "left out")
+        raise UsageError(f"{path} has no column to learn from: {reasons or 'it has only the label'}")
     classes = sample.classes(label)
     columns = Columns(label, categorical, numeric, weight=weight, classes=classes, text=text, header=options.header)
     return Guesses(columns, tuple(guesses), len(sample.rows))
 
 
 def _check_commas(path: str, sample: TextTable, names: Sequence[str]) -> None:
-    """Raise UsageError for numbers with commas, decimal ones or of thousands, or with signs: they would be text."""
+    """Raise UsageError for numbers with commas or signs, which would become text."""
     for name in names:
         cells = [cell.strip() for cell in sample.column(name) if not is_missing(cell)]
         num_numbers = sum(map(is_number, cells))
-        for pattern, what, advice in _ODD_NUMBERS:
+        for pattern, marks, advice in _ODD_NUMBERS:
             odd = [cell for cell in cells if pattern.fullmatch(cell)]
             if len(odd) > len(cells) / 2 and num_numbers + len(odd) == len(cells):
                 shown = next((cell for cell in odd if not _THOUSANDS.fullmatch(cell)), odd[0])
                 raise UsageError(
-                    f"{path} has numbers with {what}, such as '{shown}' in column '{name}': write them {advice}, or "
+                    f"{path} has numbers with {marks}, such as '{shown}' in column '{name}': write them {advice}, or "
                     f"pass --categorical {name} if they are text"
                 )
 
 
 def _without_copies(sample: TextTable) -> TextTable:
-    """Leave out rows that are copies of others, unless most are: else no column of theirs would identify rows."""
+    """Remove duplicate rows, unless most are: with duplicates no column would identify rows."""
     rows = list(dict.fromkeys(map(tuple, sample.rows)))
     return sample if 2 * len(rows) < len(sample.rows) else TextTable(sample.names, sample.types, list(map(list, rows)))
 
 
 def describe_named(sample: TextTable, columns: Columns) -> Guesses:
-    """The same of columns that were named; the words that labels are are found too."""
+    """Return the guesses for named columns, with the words of the labels."""
     if not columns.classes:
         columns = replace(columns, classes=sample.classes(columns.label))
     guesses, kinds = [], columns.kinds
@@ -199,16 +201,16 @@ def _describe(name: str, kind: str, reason: str, counts: Mapping[str, int]) -> G
 
 
 def judge_column(name: str, cells: Sequence[str], counts: Mapping[str, int], type: str = "") -> tuple[str, str]:
-    """The kind of a column other than the label, and the reason.
+    """Return the kind of a column other than the label, and the reason.
 
-    `name` is empty where the header has none; `cells` in the order of the rows; `counts` of those that are not empty;
-    `type` as :class:`TextTable` has it.
+    `name` is empty if the header has no name, `cells` are in the order of the rows, `counts` has the frequencies of
+    cells that are not empty, and `type` is a type of :class:`TextTable`.
     """
     if type == "nested":
         return "left out", "holds structures"
     present = [cell for cell in counts if not is_missing(cell)]
     if not present:
-        return "left out", "has no value in the rows looked at"
+        return "left out", "has no value in the sampled rows"
     if type == "list":
         return "categorical", IN_LISTS
     num_rows = sum(counts[cell] for cell in present)
@@ -224,20 +226,20 @@ def judge_column(name: str, cells: Sequence[str], counts: Mapping[str, int], typ
         return "categorical", "text"
     if not all(map(_INTEGER.fullmatch, present)):
         return "numeric", "numbers"
-    integers = [_whole_number(cell) for cell in cells if cell in counts and not is_missing(cell)]
+    integers = [_integer(cell) for cell in cells if cell in counts and not is_missing(cell)]
     return _judge_integers(name, integers, [*dict.fromkeys(cell.removesuffix(".0") for cell in present)])
 
 
 def _are_sentences(cells: Sequence[str]) -> bool:
-    """Whether most texts have blanks, and two words or more on average, of which most occur in other texts too."""
+    """Return whether most texts have blanks, and two words or more on average, which mostly occur in several texts."""
     words = [{*split_words(cell.encode("utf-8", "replace"))} for cell in cells]
-    counts = Counter(word for each in words for word in each)
+    counts = Counter(word for text in words for word in text)
     have_blanks = sum(" " in cell for cell in cells) > len(cells) / 2
     return have_blanks and counts.total() >= max(2 * len(cells), 2 * sum(count == 1 for count in counts.values()))
 
 
-def _whole_number(cell: str) -> int:
-    """The integer that a cell holds, which may have ``.0`` behind it: so do those of a column with missing ones."""
+def _integer(cell: str) -> int:
+    """Return the integer of a cell, which may end in ``.0``, as in columns with missing numbers."""
     return int(cell.removesuffix(".0"))
 
 
@@ -273,13 +275,13 @@ def _judge_integers(name: str, values: Sequence[int], texts: Sequence[str]) -> t
 def _judge_by_label(
     cells: Sequence[str], labels: npt.NDArray[np.float64], kind: str, reason: str, num_columns: int
 ) -> tuple[str, str]:
-    """The kind of a column of integers that come often, and the reason, by what explains the labels better.
+    """Return the kind of a column of frequent integers, and the reason, by the better explanation of the labels.
 
-    That is a line, or a rate for each value, its many parameters considered; of more columns (`num_columns`) more seem
-    to have such rates by chance.
+    The candidates are a line, and a rate for each value with a penalty for its parameters. Among many columns
+    (`num_columns`) more seem to have such rates by chance.
     """
     rows = [row for row, cell in enumerate(cells) if not is_missing(cell) and not math.isnan(labels[row])]
-    numbers, labels = np.array([_whole_number(cells[row]) for row in rows], np.float64), labels[rows]
+    numbers, labels = np.array([_integer(cells[row]) for row in rows], np.float64), labels[rows]
     line = min(line_loss(numbers, labels), line_loss(signed_logs(numbers, 1.0), labels))
     table = table_loss(np.unique(numbers, return_inverse=True)[1], labels)
     better = (line - table) * len(rows)
@@ -291,12 +293,12 @@ def _judge_by_label(
 
 
 def _is_counter(values: Sequence[int]) -> bool:
-    """Whether distinct values rise, or fall, from row to row."""
+    """Return whether distinct values ascend or descend from row to row."""
     return all(a < b for a, b in pairwise(values)) or all(a > b for a, b in pairwise(values))
 
 
 def _is_uniform(values: Sequence[int]) -> bool:
-    """Whether many distinct values lie evenly over their range, as random identifiers do and quantities seldom do."""
+    """Return whether many distinct values are uniform over their range, like random identifiers and few quantities."""
     ordered = sorted(values)
     low, width = ordered[0], ordered[-1] - ordered[0]
     quarters = (abs((ordered[len(ordered) * k // 4] - low) / width - k / 4) for k in (1, 2, 3))
@@ -304,18 +306,18 @@ def _is_uniform(values: Sequence[int]) -> bool:
 
 
 def _are_far_from_zero(values: Sequence[int]) -> bool:
-    """Whether the middle 80% of the rows are much larger than they differ, as 100013 and 100217 are."""
+    """Return whether the middle 80% of the rows are much larger than their differences, like 100013 and 100217."""
     ordered = sorted(values)
     low, high = ordered[len(ordered) // 10], ordered[len(ordered) - 1 - len(ordered) // 10]
     return min(abs(low), abs(high)) > 20 * (high - low) > 0
 
 
 def _are_codes(values: Sequence[int]) -> bool:
-    """Whether values repeat more than twice as often as those of a smooth distribution over the same range would.
+    """Return whether values repeat more than twice as often as in a smooth distribution over the same range.
 
-    The middle 80% of the rows, but for a value that most rows have, are cut into bins of as many rows each. In a bin of
-    m rows and R possible values a locally uniform distribution is expected to show R(1 - exp(-m/R)) distinct ones.
-    Amounts, of which most are round, are no codes.
+    The middle 80% of the rows, without a value that most rows have, are cut into bins of equally many rows. In a bin of
+    m rows and R possible values a locally uniform distribution has R(1 - exp(-m/R)) distinct values on average.
+    Amounts, which are mostly round, are not codes.
     """
     if sum(value % 5 == 0 for value in values) * 2 > len(values):
         return False

@@ -1,8 +1,8 @@
-"""Values of features brought to one scale, so that a learning rate suits all of them.
+"""Scaling of values by key, so that one learning rate suits all features.
 
-Files without columns (libsvm) say nothing of what their numbers are: ages, sums of money and shares may stand side by
-side. From a sample of the examples a :class:`KeyScaling` is found, which is a part of the data set's description and of
-the saved model; readers apply it to all that they read.
+Files without columns (libsvm) do not describe their numbers: ages, amounts and shares may be mixed. A
+:class:`KeyScaling` is found on a sample of the examples. It is part of the data set's description and of the saved
+model, and readers apply it.
 """
 
 from __future__ import annotations
@@ -25,24 +25,23 @@ _LEAST_SEEN = 8
 _MAX_KEYS = 1 << 16
 _SAME = 2.0**0.5
 _CENTRED_SHARE = 0.5
-_MOST = 1000.0  # a wild value far beyond all that the sample has would undo what was learned
+_MOST = 1000.0  # an outlier beyond the sample would destroy the model
 
 _Entry: TypeAlias = tuple[float, float, float, bool, int]
-"""Of a key: mean, scale, unit, whether it is filled, field."""
+"""Mean, scale, unit, whether it is filled, and field of a key."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyScaling:
-    """How values are changed: (value - mean) / scale.
+    """Scaling of values: (value - mean) / scale, at most 1,000 in size.
 
-    `keys` uint64 [n], rising; `means` and `scales` float64 [n]; the values of other keys are divided by `other_scale`.
-    `fields` uint32 [n] are the fields of the keys, where these have any.
-    What is more than 1,000 scales away counts as 1,000. A key that is *filled* (bool [n]; None: one whose mean is not
-    0) has the value 0 in examples that lack it, which get it as 0 - mean.
+    `keys` uint64 [n], ascending; `means` and `scales` float64 [n]. Values of other keys are divided by `other_scale`.
+    `fields` uint32 [n] are the fields of the keys; None without fields. A *filled* key (bool [n]; None: keys with a
+    mean other than 0) is added to examples that lack it, as the scaled value of 0.
 
-    With a `unit` u (float64 [n], 0 where there is none) sign(x) log(1 + |x|/u) takes the place of a value x. A key with
-    `edges` is cut into bins, one more than these (as float32, rising): the value becomes a feature of its own, whose
-    key :func:`paceline.data.scales.bins.key_bin_key` makes, and which has the value 1.
+    With a `unit` u (float64 [n], 0 for none) sign(x) log(1 + |x|/u) replaces a value x. A key with `edges` (float32,
+    ascending) is cut into one more bin than edges: the value becomes a feature with the key of
+    :func:`paceline.data.scales.bins.key_bin_key` and the value 1.
     """
 
     keys: npt.NDArray[np.uint64]
@@ -60,16 +59,16 @@ class KeyScaling:
 
     def __post_init__(self) -> None:
         n = len(self.keys)
-        others = (each for each in (self.fields, self.units, self.filled) if each is not None)
-        lengths = {n, len(self.means), len(self.scales), *map(len, others)}
+        optional = (array for array in (self.fields, self.units, self.filled) if array is not None)
+        lengths = {n, len(self.means), len(self.scales), *map(len, optional)}
         if not (len(lengths) == 1 and (self.scales > 0).all() and self.other_scale > 0):
             raise UsageError(f"a scaling has a mean and a positive scale for each of its {n} keys")
         if n > 1 and not (self.keys[1:] > self.keys[:-1]).all():
-            raise UsageError("the keys of a scaling rise, and none occurs twice")
+            raise UsageError("the keys of a scaling must ascend without duplicates")
         filled = np.flatnonzero(self.means if self.filled is None else self.filled)
         binned = np.array(sorted(self.edges), np.uint64)
         if not np.isin(binned, self.keys).all():
-            raise UsageError("a key of a scaling that has bins has a mean and a scale too")
+            raise UsageError("a key with bins must have a mean and a scale too")
         at = np.searchsorted(self.keys, binned)
         bins = KeyBins(binned, [self.edges[key] for key in binned.tolist()])
         object.__setattr__(self, "_filled", filled)
@@ -79,7 +78,7 @@ class KeyScaling:
 
     @property
     def is_linear(self) -> bool:
-        """Whether the weights of a linear model can be brought back to values as they were."""
+        """Whether the weights of a linear model can be converted to weights for unscaled values."""
         return not self.edges and (self.units is None or not self.units.any())
 
     @property
@@ -87,8 +86,8 @@ class KeyScaling:
         """The keys of all bins (uint64)."""
         return self._bins.keys
 
-    def bent(self) -> dict[int, Scale]:
-        """Return the scales of the keys that are on logarithms or cut into bins."""
+    def nonlinear_scales(self) -> dict[int, Scale]:
+        """Return the scales of the keys with logarithms or bins."""
         units = np.zeros(len(self.keys)) if self.units is None else self.units
         found = zip(self.keys.tolist(), units.tolist(), self.means.tolist(), self.scales.tolist(), strict=True)
         return {
@@ -98,7 +97,7 @@ class KeyScaling:
         }
 
     def apply(self, batch: Batch) -> Batch:
-        """Return the examples with their values changed; filled keys come first in every row."""
+        """Return the scaled examples. Filled keys are first in every row."""
         values = np.ones(len(batch.keys)) if batch.values is None else batch.values.astype(np.float64)
         at = self._find(batch.keys)
         keys, scaled = self._changed(at, batch.keys, values)
@@ -109,9 +108,9 @@ class KeyScaling:
     def unscaled(
         self, keys: npt.NDArray[np.uint64], weights: npt.NDArray[np.float32]
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """Return the weights for values as they were, and what the bias gets more; the scaling is linear.
+        """Return the weights for unscaled values, and their addition to the bias. The scaling must be linear.
 
-        `keys` uint64 [n] and `weights` float32 [n, dim] are those of a linear model of scaled values.
+        `keys` uint64 [n] and `weights` float32 [n, dim] belong to a linear model of scaled values.
         """
         assert self.is_linear
         at = self._find(keys)
@@ -120,7 +119,7 @@ class KeyScaling:
         return weights.astype(np.float32), -(weights * means[:, np.newaxis]).sum(axis=0).astype(np.float32)
 
     def _find(self, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-        """Return the place of each key among those of the scaling; one behind the last where it is none."""
+        """Return the place of each key among the keys of the scaling; n for other keys."""
         at = np.searchsorted(self.keys, keys)
         if len(self.keys):
             at[self.keys[np.minimum(at, len(self.keys) - 1)] != keys] = len(self.keys)
@@ -129,7 +128,7 @@ class KeyScaling:
     def _changed(
         self, at: npt.NDArray[np.int64], keys: npt.NDArray[np.uint64], values: npt.NDArray[np.float64]
     ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.float32]]:
-        """Return keys and values as they are used; `at` are the places of the keys, `values` float64 as they were."""
+        """Return scaled keys and values; `at` are the places of the keys, `values` the unscaled float64 values."""
         means, scales = np.append(self.means, 0.0)[at], np.append(self.scales, self.other_scale)[at]
         moved = values
         if self.units is not None:
@@ -156,27 +155,27 @@ class KeyScaling:
         row = np.repeat(np.arange(n), np.diff(batch.indptr))
         is_filled = place >= 0
         of_zero = self._changed(self._filled, self.keys[self._filled], np.zeros(width))
-        dense_keys, dense = (np.tile(each, (n, 1)) for each in of_zero)
+        dense_keys, dense = (np.tile(array, (n, 1)) for array in of_zero)
         to_dense = row[is_filled], place[is_filled]
         dense_keys[to_dense], dense[to_dense] = found[is_filled], scaled[is_filled]
-        others = ~is_filled
-        num_others = np.bincount(row[others], minlength=n)
+        is_sparse = ~is_filled
+        num_sparse = np.bincount(row[is_sparse], minlength=n)
         indptr = np.zeros(n + 1, np.int64)
-        np.cumsum(num_others + width, out=indptr[1:])
+        np.cumsum(num_sparse + width, out=indptr[1:])
         keys, values = np.empty(indptr[-1], np.uint64), np.empty(indptr[-1], np.float32)
         of_filled = indptr[:-1, np.newaxis] + np.arange(width)
         keys[of_filled], values[of_filled] = dense_keys, dense
-        of_others = np.flatnonzero(others)
-        to = np.arange(len(of_others)) + (row[of_others] + 1) * width
-        keys[to], values[to] = found[of_others], scaled[of_others]
+        sparse = np.flatnonzero(is_sparse)
+        to = np.arange(len(sparse)) + (row[sparse] + 1) * width
+        keys[to], values[to] = found[sparse], scaled[sparse]
         fields = None
         if batch.fields is not None and self.fields is not None:
             fields = np.empty(indptr[-1], np.uint32)
-            fields[of_filled], fields[to] = self.fields[self._filled], batch.fields[of_others]
+            fields[of_filled], fields[to] = self.fields[self._filled], batch.fields[sparse]
         return Batch(batch.labels, indptr, keys, values, batch.weights, fields)
 
     def spec(self) -> dict[str, Any]:
-        """A plain description, from which :meth:`from_spec` makes the same scaling."""
+        """Return the description from which :meth:`from_spec` makes the same scaling."""
         return {
             "keys": self.keys.tolist(),
             "means": self.means.tolist(),
@@ -189,46 +188,46 @@ class KeyScaling:
         }
 
     def digest(self) -> str:
-        """A text that no other scaling has."""
+        """Return a text that identifies the scaling."""
         parts: list[Any] = [self.keys, self.means, self.scales, np.float64(self.other_scale)]
-        parts += [each for each in (self.units, self.filled) if each is not None]
-        parts += [np.array([key, len(each), *each]) for key, each in sorted(self.edges.items())]
+        parts += [array for array in (self.units, self.filled) if array is not None]
+        parts += [np.array([key, len(edges), *edges]) for key, edges in sorted(self.edges.items())]
         return hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()[:32]
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> KeyScaling:
-        """Return the scaling that :meth:`spec` described. Raises UsageError if it is none."""
+        """Return the scaling of :meth:`spec`. Raises UsageError for another description."""
         try:
             keys = np.array(spec["keys"], np.uint64)
             means, scales = np.array(spec["means"], np.float64), np.array(spec["scales"], np.float64)
             fields = None if spec.get("fields") is None else np.array(spec["fields"], np.uint32)
             units = None if spec.get("units") is None else np.array(spec["units"], np.float64)
             filled = None if spec.get("filled") is None else np.array(spec["filled"], np.bool_)
-            edges = {int(key): tuple(map(float, each)) for key, each in spec.get("edges", ())}
+            edges = {int(key): tuple(map(float, found)) for key, found in spec.get("edges", ())}
             return cls(keys, means, scales, float(spec["other_scale"]), fields, units, edges, filled)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise UsageError(f"this describes no scaling of values: {error!r}") from None
+            raise UsageError(f"the description of the scaling is invalid: {error!r}") from None
 
 
 def _inverse(places: npt.NDArray[np.int64], n: int) -> npt.NDArray[np.int64]:
-    """Return of each of n places, and one behind them, its number among `places`; -1 where it is none of them."""
+    """Return the index in `places` of each number up to n (int64 [n + 1]); -1 for numbers that it lacks."""
     found = np.full(n + 1, -1, np.int64)
     found[places] = np.arange(len(places))
     return found
 
 
 def read_key_scaling(described: Mapping[str, Any]) -> KeyScaling | None:
-    """Return the scaling that the description of a model or of a data set has, or None. Raises UsageError."""
+    """Return the scaling in the description of a model or data set, or None. Raises UsageError."""
     scaling = described.get("scaling")
     return None if scaling is None else KeyScaling.from_spec(scaling)
 
 
 def find_key_scaling(batch: Batch) -> KeyScaling | None:
-    """Return the scaling that suits examples like these; None where all values are 1, or as good as.
+    """Return the scaling that suits examples like these; None if all values are 1, or nearly so.
 
-    A key's scale is the root of its mean square where it occurs, so signs and zeros stay. Keys in more than half of the
-    examples whose values differ are standardised instead: mean 0, standard deviation 1. Keys that occur fewer than
-    8 times get the scale that is the median of such keys, for they are usually of one kind.
+    A key's scale is the root mean square of its values, so signs and zeros stay. Keys with several values in more than
+    half of the examples are standardised instead: mean 0, standard deviation 1. Keys that occur fewer than 8 times get
+    the median scale of such keys, because they are usually of one kind.
     """
     if batch.values is None or not batch.num_examples:
         return None
@@ -243,7 +242,7 @@ def find_key_scaling(batch: Batch) -> KeyScaling | None:
     if abs(np.log2(other_scale)) < 0.5:
         other_scale = 1.0
     n = batch.num_examples
-    is_two_valued = np.isclose(sums * sums, squares * count, rtol=1e-11, atol=0)  # one value besides 0
+    is_two_valued = np.isclose(sums * sums, squares * count, rtol=1e-11, atol=0)  # one value other than 0
     deviations = np.sqrt(np.maximum(squares / n - (sums / n) ** 2, 0.0))
     centred = (count > _CENTRED_SHARE * n) & ~is_two_valued & (deviations > 1e-6 * scales)
     means = np.where(centred, sums / n, 0.0)
@@ -269,9 +268,9 @@ def with_scales(
     *,
     absent_is_zero: bool,
 ) -> KeyScaling | None:
-    """Return a scaling that has features on logarithms or in bins where these are their scales, and others as before.
+    """Return a scaling with logarithms or bins for the features whose scales have them, and unchanged otherwise.
 
-    If `absent_is_zero` examples that lack such a feature have its value 0.
+    If `absent_is_zero`, examples that lack such a feature have its value 0.
     """
     changed = [(feature, scale) for feature, scale in zip(features, scales, strict=True) if scale.edges or scale.unit]
     if not changed:
@@ -302,7 +301,7 @@ def _entries(scaling: KeyScaling) -> dict[int, _Entry]:
     filled = scaling.means != 0 if scaling.filled is None else scaling.filled
     units = np.zeros(n) if scaling.units is None else scaling.units
     fields = np.zeros(n, np.uint32) if scaling.fields is None else scaling.fields
-    parts = (each.tolist() for each in (scaling.means, scaling.scales, units, filled, fields))
+    parts = (array.tolist() for array in (scaling.means, scaling.scales, units, filled, fields))
     return dict(zip(scaling.keys.tolist(), zip(*parts, strict=True), strict=True))
 
 

@@ -1,4 +1,4 @@
-"""The sample of a training's files: everything that is known of the data before a pass over it."""
+"""A sample of data files, and the properties of the data that are derived from it."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class ExampleSample:
     is_whole: bool
     """Whether the sample has all examples of the data set."""
     bad_lines: BadLines | None = None
-    """The malformed lines among those that were read."""
+    """The malformed lines that were read."""
     num_read: int = 0
-    """The number of examples that were read; the sample has some of them."""
+    """The number of examples that were read; the sample may have fewer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,7 +1,7 @@
-"""A look at the data before it is read: pieces of the files, spread over them, for files may be sorted.
+"""Pieces of text from places spread over files, because files may be sorted.
 
-The same files give the same sample. Of a gzip file it is the beginning: the rest is not
-reached without unpacking all before it.
+The same files have the same pieces. Of a gzip file they are the beginning, because the remainder can be reached only by
+decompressing the text before it.
 """
 
 from __future__ import annotations
@@ -23,46 +23,46 @@ from paceline.kernels.text.values import number_text
 
 _PIECES = 64
 _PIECE_BYTES = 32 << 10
-_LONG_LINES_BYTES = 16 << 20  # more is read beyond the pieces only to find the ends of their lines
+_LONG_LINES_BYTES = 16 << 20  # the limit of text that is read only to complete lines
 _MOST_CLASSES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class TextTable:
-    """Rows of csv or parquet files, as text; a missing cell is empty, a list the JSON of the texts of its elements.
+    """Rows of csv or parquet files, as text. A missing cell is empty; a list is a JSON list of texts.
 
-    `types` says of each column what a parquet file says of it: ``integer``, ``float``, ``boolean``, ``text``,
-    ``list`` or ``nested``; of csv it is empty, for nothing is said there.
+    `types` are the types of the columns in parquet files: ``integer``, ``float``, ``boolean``, ``text``, ``list`` or
+    ``nested``. For csv they are empty.
     """
 
     names: tuple[str, ...]
     types: tuple[str, ...]
     rows: list[list[str]]
     has_header: bool = True
-    """Whether the first file has the names; else they are places."""
+    """Whether the names are from the first file; otherwise they are places such as c1."""
     _places: dict[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_places", places_of(self.names))
 
     def column(self, name: str) -> list[str]:
-        """The cells of a column."""
+        """Return the cells of a column."""
         at = self._places[name]
         return [row[at] for row in self.rows]
 
     def counts(self, name: str) -> Counter[str]:
-        """How often each value comes in a column, empty cells aside; of lists each element."""
+        """Return the number of cells with each value of a column, without empty cells; of lists, of elements."""
         cells = [cell for cell in self.column(name) if cell]
         if self.types[self._places[name]] == "list":
-            cells = [each for cell in cells for each in json.loads(cell)]
+            cells = [element for cell in cells for element in json.loads(cell)]
         return Counter(cells)
 
     def classes(self, name: str) -> tuple[str, ...]:
-        """The words that labels in a column are, if they are."""
+        """Return the words that are labels in a column; none if labels are numbers."""
         return find_classes(self.column(name))
 
     def labels(self, name: str) -> npt.NDArray[np.float64] | None:
-        """The labels in a column, NaN where there is none; None for 3 to 64 values: they may be classes or counts."""
+        """Return the labels in a column, NaN if missing; None for 3 to 64 values, which may be classes or counts."""
         classes = self.classes(name)
         found = [read_label(cell, classes) for cell in self.column(name)]
         if 2 < len({label for label in found if label is not None}) <= _MOST_CLASSES:
@@ -71,45 +71,45 @@ class TextTable:
 
 
 def places_of(names: Sequence[str]) -> dict[str, int]:
-    """Return where each column is, of several with one name the first."""
+    """Return the place of each column, of the first one for a repeated name."""
     return {name: at for at, name in reversed(list(enumerate(names)))}
 
 
 def json_text(value: Any) -> str:
-    """A category as its key is made of it."""
+    """Return the text of a category, which determines its key."""
     if isinstance(value, bool):
         return str(value).lower()
     return number_text(repr(value)) if isinstance(value, float) else str(value)
 
 
 def spread(count: int, most: int) -> list[int]:
-    """At most `most` of the numbers below `count`, first and last included, evenly spread."""
+    """Return at most `most` evenly spread numbers below `count`, with the first and the last."""
     if count <= most:
         return list(range(count))
     return [at * (count - 1) // (most - 1) for at in range(most)] if most > 1 else [0]
 
 
 def text_pieces(files: Sequence[str]) -> Iterator[tuple[int, int, bytes]]:
-    """Whole lines from places spread over the files: the file's number, where they begin, and the lines."""
+    """Yield lines from places spread over the files: the file's number, the first byte, and the lines."""
     chosen = spread(len(files), _PIECES)
-    each = max(1, _PIECES // len(chosen))
+    num_pieces = max(1, _PIECES // len(chosen))
     budget = _LONG_LINES_BYTES
     for file in chosen:
         path = files[file]
         size = text_size(path, stat_file(path).num_bytes)
         stream = open_stream(path)
         try:
-            if size is None or size <= each * _PIECE_BYTES:
-                starts, length = [0], each * _PIECE_BYTES
+            if size is None or size <= num_pieces * _PIECE_BYTES:
+                starts, length = [0], num_pieces * _PIECE_BYTES
             else:
-                starts = [at * (size - _PIECE_BYTES) // max(each - 1, 1) for at in range(each)]
+                starts = [at * (size - _PIECE_BYTES) // max(num_pieces - 1, 1) for at in range(num_pieces)]
                 length = _PIECE_BYTES
             for start in starts:
                 stream.seek(start)
                 piece = _read(stream, length)
                 begin = _first_line(piece, start)
                 while not 0 <= begin < piece.rfind(b"\n") + 1 and len(piece) < budget:
-                    more = _read(stream, len(piece))  # of a line that is longer
+                    more = _read(stream, len(piece))  # a longer line
                     piece += more
                     begin = _first_line(piece, start)
                     if not more:
@@ -124,7 +124,7 @@ def text_pieces(files: Sequence[str]) -> Iterator[tuple[int, int, bytes]]:
 
 
 def _first_line(piece: bytes, start: int) -> int:
-    """Where the first whole line of a piece begins; -1 for none."""
+    """Return the beginning of the first complete line of a piece; -1 for none."""
     newline = piece.find(b"\n")
     return 0 if start == 0 else newline + 1 if 0 <= newline < len(piece) - 1 else -1
 

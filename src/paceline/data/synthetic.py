@@ -1,13 +1,12 @@
-"""Click logs made up from a known model: data of any size whose best possible AUC and log loss are known.
+"""Synthetic click logs of any size from a known model, so that the best possible AUC and log loss are known.
 
-A row is drawn as Criteo's rows look, 13 integers and 26 categories, and its label from a logistic model over
-the features as :mod:`paceline.data` reads them: each feature's weight is a function of its key, so an integer
-counts through its ⌊ln(x)²⌋ category and a missing value is a category of its own. No trained model can be
-better, but for luck, than the probabilities that the labels were drawn from.
+A row has 13 integers and 26 categories, like Criteo's rows. Its label is drawn from a logistic model over the features
+of :mod:`paceline.data`. A feature's weight is a function of its key, so an integer has the weight of its ⌊ln(x)²⌋
+category, and a missing value is a category. No trained model can be better than the true probabilities, except by
+chance.
 
-The same spec gives the same bytes on every machine: random bits come from PCG64's raw output, rows are
-looked up in tables of integers, and the tables are made with what IEEE 754 or :mod:`decimal` define to the
-last digit. Nothing is compiled.
+The same spec gives the same bytes on every machine: random bits are PCG64's raw output, rows are looked up in tables of
+integers, and the tables use operations with exact results in IEEE 754 or :mod:`decimal`. No kernel is compiled.
 """
 
 from __future__ import annotations
@@ -43,10 +42,10 @@ class _IntegerShape(NamedTuple):
 
     median: int
     spread: str
-    """In natural logarithms; text, because it becomes a Decimal."""
+    """The spread of natural logarithms; text, because it becomes a Decimal."""
     shift: int
     missing: int
-    """Thousandths of the rows in which the field is empty."""
+    """The share of rows without the field, in thousandths."""
     effect: int
     """The standard deviation of the field's part of the logit, in thousandths."""
 
@@ -108,7 +107,7 @@ CATEGORIES = (
 assert (len(_INTEGERS), len(CATEGORIES)) == (CRITEO_INTEGERS, CRITEO_CATEGORIES)
 
 _CHUNK_ROWS = 8192
-_PILOT_ROWS = 1 << 15  # from these the effects and the share of clicks are set
+_PILOT_ROWS = 1 << 15  # rows that determine the effects and the share of clicks
 _TRAIN, _EVAL, _PILOT = range(3)  # streams of random bits
 _SEGMENTS = 1 << 16
 _UNIT = 256  # a logit of 1 is this many units
@@ -121,15 +120,15 @@ assert _CELL.itemsize == 9
 
 @dataclass(frozen=True, kw_only=True)
 class ClickLogSpec:
-    """What :func:`write_click_log` writes. Another seed is another model with other categories."""
+    """Settings of :func:`write_click_log`. The seed determines the model and the categories."""
 
     rows: int = 1_000_000
-    """Rows of the log itself, which is for training. A longer log begins with the rows of a shorter one."""
+    """Rows of the log for training. A longer log begins with the rows of a shorter one."""
     eval_rows: int = 100_000
-    """Rows of the second file, if one is asked for."""
+    """Rows of the file for evaluation, if there is one."""
     seed: int = 0
     click_share: float = 0.25
-    """The mean probability of a click, up to a percent or so."""
+    """The mean probability of a click, to within about 1%."""
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.eval_rows < 1:
@@ -142,31 +141,30 @@ class ClickLogSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ClickLogTruth:
-    """What the true model itself reaches on the evaluation file, or on the only file if there is one."""
+    """Metrics of the true model on the evaluation file, or on the log if there is none."""
 
     best_auc: float
     """The AUC of the true probabilities against the drawn labels; exact; NaN if all labels are the same."""
     best_log_loss: float
     """Their mean log loss, in nats."""
     examples: int
-    """Rows of the file that both are about."""
+    """The number of rows of that file."""
     clicks: int
-    """Rows of it with label 1."""
+    """The number of its rows with label 1."""
 
 
 def write_click_log(
     path: str | Path, spec: ClickLogSpec | None = None, *, eval_path: str | Path | None = None
 ) -> ClickLogTruth:
-    """Write a made-up click log in Criteo's format (tab-separated, some 244 bytes a row, not compressed).
+    """Write a synthetic click log in Criteo's format (tab-separated, about 244 bytes per row, not compressed).
 
-    `path` gets ``spec.rows`` rows; `eval_path`, if given, ``spec.eval_rows`` further ones of the same model,
-    and then the truth is about these. Each file appears when it is whole, and replaces one of that
-    name. Needs about 50 MB of memory, and some two seconds for a million rows. :exc:`DataError` if a file
-    cannot be written.
+    `path` has ``spec.rows`` rows; `eval_path`, if given, ``spec.eval_rows`` other rows of the same model, which the
+    truth then refers to. A file gets its name when it is complete, and replaces an older one. Needs about 50 MB of
+    memory, and about two seconds for a million rows. Raises DataError if a file cannot be written.
     """
     spec = ClickLogSpec() if spec is None else spec
     if eval_path is not None and os.path.realpath(path) == os.path.realpath(eval_path):
-        raise UsageError(f"both files would be {path}: give the evaluation rows another name")
+        raise UsageError(f"both files are {path}: pass another name for the evaluation rows")
     model = ClickModel(spec)
     histogram = _write(Path(path), model, _TRAIN, spec.rows)
     if eval_path is not None:
@@ -175,7 +173,7 @@ def write_click_log(
 
 
 def _write(path: Path, model: ClickModel, stream: int, rows: int) -> Ints:
-    """Write one file; how many rows of each label (first axis) had each logit (second axis, in units)."""
+    """Write one file; return the number of rows with each label (first axis) and logit (second axis, in units)."""
     histogram = np.zeros((2, 2 * _MAX_LOGIT + 1), np.int64)
     try:
         with replacing(path) as aside, open(aside, "wb") as file:
@@ -186,17 +184,17 @@ def _write(path: Path, model: ClickModel, stream: int, rows: int) -> Ints:
                 histogram[0] += np.bincount(logits[~labels], minlength=histogram.shape[1])
                 histogram[1] += np.bincount(logits[labels], minlength=histogram.shape[1])
     except OSError as error:
-        raise DataError(f"{path} cannot be written: {error.strerror or error}; the click log is not whole") from error
+        raise DataError(f"{path} cannot be written: {error.strerror or error}; the click log is incomplete") from error
     return histogram
 
 
 def _truth(histogram: Ints) -> ClickLogTruth:
-    """Exact AUC and the log loss of the true probabilities, from the counts of :func:`_write`."""
+    """Return the exact AUC and the log loss of the true probabilities, from the counts of :func:`_write`."""
     no_clicks, clicks = histogram
     total, total_clicks = int(histogram.sum()), int(clicks.sum())
     pairs = total_clicks * (total - total_clicks)
     below = np.cumsum(no_clicks) - no_clicks
-    # Summed as Python integers: 2^63 is reached at some billion rows.
+    # Python integers, because the sum reaches 2^63 at about a billion rows.
     twice = sum(c * (2 * b + n) for c, b, n in zip(*(a.tolist() for a in (clicks, below, no_clicks)), strict=True))
     loss = 0.0
     for threshold, n, c in zip(click_thresholds().tolist(), no_clicks.tolist(), clicks.tolist(), strict=True):
@@ -212,7 +210,7 @@ def _truth(histogram: Ints) -> ClickLogTruth:
 
 
 def click_thresholds() -> Ints:
-    """Element i is 2^32 times the probability at a logit of i - _MAX_LOGIT units, rounded."""
+    """Return the probabilities times 2^32, rounded; element i is for a logit of i - _MAX_LOGIT units."""
     with localcontext() as context:
         context.prec = 25
         step, power, one = (Decimal(1) / _UNIT).exp(), Decimal(1), Decimal(1)
@@ -224,19 +222,19 @@ def click_thresholds() -> Ints:
 
 
 class _Field(NamedTuple):
-    """A field's values: how they are drawn, what they look like, what they do."""
+    """A field's values: distribution, text and weights."""
 
     first: npt.NDArray[np.uint32]
-    """[segments]: which value a draw's upper 16 bits begin at; the last value means missing."""
+    """[segments]: the first value for the upper 16 bits of a draw; the last value means missing."""
     width: npt.NDArray[np.uint32]
-    """[segments]: over how many values its lower 16 bits spread."""
+    """[segments]: the number of values for the lower 16 bits of a draw."""
     text: npt.NDArray[Any]
-    """Little-endian uint64 [values]: up to eight characters, the first one lowest, zeros behind them."""
+    """Little-endian uint64 [values]: up to eight characters, the first in the lowest byte, padded with zeros."""
     weight: npt.NDArray[np.int32]
     """[values], in units of logit."""
 
     def draw(self, bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-        """The values that 32 random bits each choose."""
+        """Return the value for each 32 random bits."""
         segment = bits >> np.uint32(16)
         values: npt.NDArray[np.uint32] = (bits & np.uint32(0xFFFF)) * self.width[segment]
         values >>= np.uint32(16)
@@ -266,7 +264,7 @@ class ClickModel:
         self.intercept = self._find_intercept(logits, spec.click_share)
 
     def _find_intercept(self, logits: Ints, share: float) -> int:
-        """The least number of units that brings the pilot's mean probability to `share`."""
+        """Return the least number of units for which the pilot's mean probability is at least `share`."""
         low, high = -_MAX_LOGIT, _MAX_LOGIT
         while low < high:
             middle = (low + high) // 2
@@ -281,7 +279,7 @@ class ClickModel:
         return np.clip(logits + (intercept + _MAX_LOGIT), 0, 2 * _MAX_LOGIT)
 
     def chunks(self, stream: int, rows: int) -> Iterator[tuple[npt.NDArray[Any], Ints]]:
-        """The rows of a stream: cells [n, 40], valid until the next, and logits [n] as places in tables."""
+        """Yield the rows of a stream: cells [n, 40], valid until the next step, and logits [n] as places in tables."""
         buffer = np.zeros((_CHUNK_ROWS, 1 + CRITEO_FEATURES), _CELL)
         buffer["end"] = _TAB
         buffer["end"][:, -1] = _NEWLINE
@@ -298,8 +296,8 @@ class ClickModel:
 
 
 def _random_bits(seed: int, stream: int, rows: int, chunk_rows: int) -> Iterator[npt.NDArray[np.uint32]]:
-    """Random bits, 32 each, of a label and 39 fields [n, 40]; row i's do not depend on the chunks."""
-    # Generator's methods may change from one NumPy to the next (NEP 19), the raw output does not.
+    """Yield 32 random bits for each label and field, uint32 [n, 40]. They do not depend on the size of chunks."""
+    # The methods of Generator may change between versions of NumPy (NEP 19), the raw output does not.
     source = np.random.PCG64([seed, stream])
     for start in range(0, rows, chunk_rows):
         count = min(chunk_rows, rows - start)
@@ -308,8 +306,8 @@ def _random_bits(seed: int, stream: int, rows: int, chunk_rows: int) -> Iterator
 
 
 def _segments(shares: npt.NDArray[np.float64], missing: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
-    """First values and widths: the inverse of the distribution function, linear between 65,536 points."""
-    cumulative = np.cumsum(shares)  # one after the other, so the same everywhere
+    """Return first values and widths: the inverse distribution function, linear between 65,536 points."""
+    cumulative = np.cumsum(shares)  # sequential, so equal on all machines
     taken = _SEGMENTS * (1000 - missing) // 1000
     edges = np.searchsorted(cumulative, np.arange(taken) * (cumulative[-1] / taken), side="right")
     edges = np.append(edges, len(shares)).astype(np.uint32)
@@ -321,10 +319,10 @@ def _segments(shares: npt.NDArray[np.float64], missing: int) -> tuple[npt.NDArra
 
 
 def _integer_field(shape: _IntegerShape, seed: int, number: int) -> _Field:
-    """Integers whose logarithm is a sum of four bytes, scaled: as good as normal up to three deviations."""
+    """Make integers whose logarithm is a scaled sum of four bytes: nearly normal up to three deviations."""
     shares = np.ones(1)
     for _ in range(4):
-        shares = np.convolve(shares, np.ones(256))  # whole numbers below 2^53, so exact
+        shares = np.convolve(shares, np.ones(256))  # integers below 2^53, so exact
     with localcontext() as context:
         context.prec = 25
         step = (Decimal(shape.spread) / Decimal("147.8")).exp()
@@ -340,10 +338,10 @@ def _integer_field(shape: _IntegerShape, seed: int, number: int) -> _Field:
 
 
 def _category_field(shape: _CategoryShape, seed: int, number: int) -> _Field:
-    """Categories of eight hexadecimal digits, no two alike."""
+    """Make distinct categories of eight hexadecimal digits."""
     ranks = np.arange(shape.vocabulary)
     names = ranks.astype(np.uint64) + np.uint64(hash_bytes(bytes([number]), seed) & 0xFFFFFFFF)
-    names = (names * np.uint64(0x9E3779B1)) & np.uint64(0xFFFFFFFF)  # a bijection of 32 bits, and the next too
+    names = (names * np.uint64(0x9E3779B1)) & np.uint64(0xFFFFFFFF)  # a bijection of 32 bits, like the next step
     names ^= names >> np.uint64(15)
     nibbles = (names[:, None] >> np.arange(28, -4, -4).astype(np.uint64)) & np.uint64(15)
     digits = np.frombuffer(b"0123456789abcdef", np.uint8)[nibbles.astype(np.int64)]
@@ -355,9 +353,9 @@ def _category_field(shape: _CategoryShape, seed: int, number: int) -> _Field:
 
 
 def _weights(words: Words, seed: int, number: int) -> npt.NDArray[np.int32]:
-    """Raw weights of the values of eight bytes each, and of the missing one: each a function of its key."""
+    """Return the raw weights of values of eight bytes, and of the missing value, as functions of their keys."""
     field = field_seed(number)
-    add_word: Any = hash_word  # the hash works on arrays as on integers
+    add_word: Any = hash_word  # the hash functions accept arrays too
     finish: Any = hash_end
     start = np.uint64(field ^ (8 * LENGTH_MULTIPLIER & MASK))
     keys = np.append(finish(add_word(start, words)), np.uint64(hash_bytes(b"", field)))
@@ -367,7 +365,7 @@ def _weights(words: Words, seed: int, number: int) -> npt.NDArray[np.int32]:
 
 
 def _scaled(raw: npt.NDArray[np.int32], values: npt.NDArray[np.uint32], effect: int) -> npt.NDArray[np.int32]:
-    """The weights in units, with mean 0 and a deviation of `effect` thousandths over the pilot's values."""
+    """Return the weights in units, with mean 0 and a deviation of `effect` thousandths over the pilot's values."""
     seen = raw[values].astype(np.int64)
     mean = int(seen.sum()) // len(seen)
     deviation = math.isqrt(int(((seen - mean) ** 2).sum()) // len(seen))

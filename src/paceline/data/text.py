@@ -1,7 +1,7 @@
-"""The readers of the line formats (criteo, libsvm, vw, JSON lines): byte ranges to whole lines, whole lines to batches.
+"""The reader of the line formats (criteo, libsvm, vw, JSON lines): byte ranges to lines, lines to batches.
 
-A shard is a range of bytes of the (gunzipped) text. A line belongs to the shard in which its first byte
-lies, so the shards together have every line exactly once, wherever their borders fall.
+A shard is a range of bytes of the decompressed text. A line belongs to the shard of its first byte, so each line is in
+exactly one shard.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class Block:
-    """Whole lines, ``buffer[start:stop]``; ``buffer[0]`` is byte `base` of the text."""
+    """Complete lines ``buffer[start:stop]``; ``buffer[0]`` is byte `base` of the text."""
 
     buffer: bytearray
     start: int
@@ -37,7 +37,7 @@ class Block:
 
 
 class LineReader:
-    """Whole lines of a stream by ranges of bytes; the buffer is reused from block to block.
+    """Reads the lines of byte ranges. All blocks share one buffer.
 
     The invariant: the window begins with the first line that begins at `low` or later.
     """
@@ -50,7 +50,7 @@ class LineReader:
 
     @property
     def num_bytes(self) -> int | None:
-        """The length of the text, once its end was seen."""
+        """The length of the text, once its end was read."""
         return self._window.num_bytes
 
     def close(self) -> None:
@@ -58,7 +58,7 @@ class LineReader:
         self._window.close()
 
     def blocks(self, start: int, stop: int) -> Iterator[Block]:
-        """The lines that begin in [start, stop). A block is valid until the next is asked for."""
+        """Yield the lines that begin in [start, stop). A block is valid until the next one."""
         self._go_to(start)
         window = self._window
         grown = 0
@@ -80,7 +80,7 @@ class LineReader:
                 if window.end - begin >= MAX_LINE_BYTES:
                     raise DataError(
                         f"{self._path} has a line of more than {MAX_LINE_BYTES >> 20} MiB, "
-                        f"from byte {base + begin:,} on: it is no text with one example a line"
+                        f"from byte {base + begin:,} on: expected text with one example per line"
                     )
                 grown = min(2 * (window.end - begin), MAX_LINE_BYTES)
                 continue
@@ -92,7 +92,7 @@ class LineReader:
             yield Block(buffer, begin, end, base, base + cut == window.num_bytes)
 
     def _go_to(self, start: int) -> None:
-        """Make the window begin with the first line that begins at `start` or later."""
+        """Move the window to the first line that begins at `start` or later."""
         window = self._window
         if self._low <= start <= window.position:
             return
@@ -115,7 +115,7 @@ class LineReader:
 
 @dataclass(slots=True)
 class Parsed:
-    """What a kernel made of a part of a block: rows, and the places and codes of the first bad lines."""
+    """Result of a parser for a part of a block: rows, and the places and codes of the first bad lines."""
 
     batch: Batch
     position: int
@@ -127,7 +127,7 @@ Parse = Callable[[npt.NDArray[np.uint8], int, int], Parsed]
 
 
 class SparseArrays:
-    """Room for rows and pairs, in the order in which kernels take it."""
+    """Arrays for parsed rows and pairs, in the order of the kernels' arguments."""
 
     def __init__(self, capacity: int) -> None:
         self._labels, self._weights = np.empty(capacity, np.float32), np.empty(capacity, np.float32)
@@ -137,7 +137,7 @@ class SparseArrays:
         self.all = self._labels, self._weights, self._indptr, self._keys, self._values, self._fields
 
     def batch(self, rows: int, pairs: int, *, all_ones: bool, is_weighted: bool) -> Batch:
-        """The first rows, in arrays that do not hold on to the rest of the room."""
+        """Return copies of the first rows, so that the large arrays can be freed."""
         values = None if all_ones else self._values[:pairs].copy()
         weights = self._weights[:rows].copy() if is_weighted else None
         indptr = self._indptr[: rows + 1].copy()
@@ -172,31 +172,31 @@ class TextReader:
         self._lines.close()
 
     def blocks(self, shard: int, report: Report) -> Iterator[Batch]:
-        """The shard's rows, about 1 MiB of text at a time."""
+        """Yield the shard's rows, about 1 MiB of text per step."""
         start = shard * self._shard_bytes
         for block in self._lines.blocks(start, start + self._shard_bytes):
             yield from self.parse_block(block, report)
         if self.num_shards is None and self._lines.num_bytes is not None:
             self.num_shards = -(-self._lines.num_bytes // self._shard_bytes)
             if not self._lines.num_bytes:
-                raise DataError(f"{self._path} is empty: it unpacks to no text at all")
+                raise DataError(f"{self._path} is empty: it has no text after decompression")
 
     def parse_block(self, block: Block, report: Report) -> Iterator[Batch]:
-        """Yield the batches of a block; `report` hears of malformed lines."""
+        """Yield the batches of a block, and report malformed lines."""
         text = np.frombuffer(block.buffer, np.uint8)
         position = block.start
         if block.base + position == 0 and block.buffer.startswith(BYTE_ORDER_MARK):
             position += len(BYTE_ORDER_MARK)
-        judged = block.base + block.start > 0
+        is_judged = block.base + block.start > 0
         while position < block.stop:
             parsed = self._parse(text, position, block.stop)
             position = parsed.position
             if parsed.num_bad:
-                no_good = not judged and not parsed.batch.num_examples and parsed.bad[0][1] != MISSING_LABEL
+                no_good = not is_judged and not parsed.batch.num_examples and parsed.bad[0][1] != MISSING_LABEL
                 if no_good and (parsed.num_bad >= 10 or (block.last and position >= block.stop)):
                     raise self._other_format(block)
                 report(parsed.num_bad, [self._describe(block, at, why) for at, why in parsed.bad])
-            judged = True
+            is_judged = True
             if parsed.batch.num_examples:
                 yield parsed.batch
 

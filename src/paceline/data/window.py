@@ -1,4 +1,4 @@
-"""The part of a text that a reader has in memory: a window that moves along a stream."""
+"""The part of a text in a reader's memory: a window that moves along a stream."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from paceline.data.reader import BLOCK_BYTES
 from paceline.data.streams import open_stream
 
 MAX_LINE_BYTES = 1 << 24
-_PADDING = 64  # the kernels may load eight bytes behind the end, and a final newline may be missing
+_PADDING = 64  # kernels may load eight bytes after the end, and a final newline may be added
 
 
 class TextWindow:
-    """A file's text, of which ``buffer[begin:end]`` is in memory; ``buffer[0]`` is byte `base` of the text.
+    """A window of a file's text: ``buffer[begin:end]``, where ``buffer[0]`` is byte `base` of the text.
 
     At least 64 bytes follow `end` in the buffer.
     """
@@ -20,11 +20,11 @@ class TextWindow:
         self.buffer = bytearray(block_bytes + _PADDING)
         self.base = self.begin = self.end = 0
         self.num_bytes: int | None = None
-        """The length of the text, once its end was seen."""
+        """The length of the text, once its end was read."""
 
     @property
     def position(self) -> int:
-        """The byte of the text that ``buffer[begin]`` is."""
+        """The position of ``buffer[begin]`` in the text."""
         return self.base + self.begin
 
     def close(self) -> None:
@@ -32,13 +32,13 @@ class TextWindow:
         self._stream.close()
 
     def seek(self, position: int) -> None:
-        """Begin, and end, at `position`."""
+        """Move to `position`, with an empty window."""
         self._stream.seek(position)
         self.base, self.begin, self.end = self._stream.position, 0, 0
         self.num_bytes = None
 
     def fill(self, num_bytes: int) -> None:
-        """Have `num_bytes` from `begin` on, or all there is."""
+        """Read until the window has `num_bytes`, or the text ends."""
         held = self.end - self.begin
         if held >= num_bytes or self.num_bytes is not None:
             return

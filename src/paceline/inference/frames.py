@@ -20,7 +20,7 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from paceline.data import Batch, Columns
-from paceline.data.columns import Converter, are_whole, find_double, import_arrow, is_list
+from paceline.data.columns import Converter, are_integers, find_double, import_arrow, is_list
 from paceline.data.formats.criteo import CRITEO_NAMES, criteo_parser
 from paceline.data.formats.json_lines import json_parser
 from paceline.errors import UsageError, printable
@@ -169,7 +169,7 @@ class ColumnReader(FrameReader):
         if not self._arrow.types.is_floating(type):
             return False
         values = array.dictionary if self._arrow.types.is_dictionary(array.type) else array
-        return bool(are_whole(values.drop_null().cast(self._arrow.float64()).to_numpy()).all())
+        return bool(are_integers(values.drop_null().cast(self._arrow.float64()).to_numpy()).all())
 
     def _warn_unknown(self, rows: Any) -> None:
         """Warn about columns whose first values are all unknown: their text differs from the training data's."""

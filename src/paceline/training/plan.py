@@ -89,7 +89,7 @@ class TrainingPlan:
         passes = "1 pass" if self.epochs == 1 else f"{self.epochs} passes"
         if self.model.usual and self.note is None:
             rate += "".join(f", {name.replace('_', ' ')} {self.model.value_of(name):g}" for name in self.model.usual)
-        bent = {} if self.scaling is None else self.scaling.bent()
+        bent = {} if self.scaling is None else self.scaling.nonlinear_scales()
         num_binned = sum(bool(scale.edges) for scale in bent.values())
         for count, what in ((num_binned, "in bins"), (len(bent) - num_binned, "on logarithms")):
             rate += f", {count:,} {'feature' if count == 1 else 'features'} {what}" if count else ""

@@ -47,7 +47,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [
-        ("train cut.tsv.gz", 1, "cut.tsv.gz is cut off"),
+        ("train cut.tsv.gz", 1, "cut.tsv.gz is truncated"),
         ("train garbage", 1, "looks like none of criteo, libsvm, libffm, jsonl, vw, csv, parquet"),
         ("train good.tsv --eval missing.tsv", 1, "missing.tsv does not exist"),
         ("train good.tsv some.csv", 1, "some.csv looks like csv, and good.tsv looks like criteo"),
@@ -138,9 +138,9 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
             2,
             "not an option of --model ffm, which crosses all",
         ),
-        ("train nolabel.csv", 2, "so say which is the label"),
-        ("train nolabel.csv --numeric a", 2, "so say which is the label"),
-        ("train some.csv --numeric b --text b", 2, "--text b: --numeric names that column too: leave one out"),
+        ("train nolabel.csv", 2, "Name the label with --label"),
+        ("train nolabel.csv --numeric a", 2, "Name the label with --label"),
+        ("train some.csv --numeric b --text b", 2, "--text b: --numeric names that column too: leave one option out"),
         ("train some.csv --header perhaps", 2, "--header perhaps: expected one of auto, yes, no"),
         ("train some.csv --max-malformed 2", 2, "--max-malformed 2: expected a share from 0 to 1"),
         ("train good.tsv --ignore b", 2, "criteo has no columns to choose: leave --ignore out"),
@@ -151,11 +151,11 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
             "onetwo.svm: labels are 1 and 2, expected two: 0 and 1, or -1 and 1: say which one is positive with "
             "--positive",
         ),
-        ("train onetwo.svm --positive 3", 2, "labels are 1 and 2, and none is 3, the positive one: give one"),
+        ("train onetwo.svm --positive 3", 2, "labels are 1 and 2, without 3, the positive one"),
         (
             "train onetwo.svm --positive spam",
             2,
-            "--positive spam: labels of this data are read as numbers",
+            "--positive spam: the labels of this data are numbers",
         ),
         (
             "train onetwo.svm --positive 1 --model softmax",

@@ -23,7 +23,7 @@ COMMANDS = [
     ("train folder", 1, ["folder is a folder", "folder/*"]),
     ("train empty.csv", 1, ["empty.csv is empty", "no line"]),
     ("train header.csv", 1, ["header.csv has one line, 'click,site,age'", "no row"]),
-    ("train clicks.csv.gz", 1, ["clicks.csv.gz", "is not a gzip file", "unpack or rename"]),
+    ("train clicks.csv.gz", 1, ["clicks.csv.gz", "is not a gzip file", "decompress or rename"]),
     ("train clicks.csv --eval clicks.tsv", 1, ["clicks.tsv looks like criteo", "clicks.csv looks like csv"]),
     ("train clicks.csv --label clik", 2, ["no column 'clik'", "its columns are click, site, age"]),
     ("train clicks.csv --categorical sit", 2, ["no column 'sit'", "its columns are click, site, age"]),

@@ -69,7 +69,7 @@ def test_arrays_are_examples(tmp_path: Path, write: Any) -> None:
 
 def test_labels_may_be_missing_for_predictions(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", X)
-    with pytest.raises(DataError, match=r"has no labels: expected y in it, or .*x\.y\.npy beside it"):
+    with pytest.raises(DataError, match=r"has no labels: expected y in it, or .*x\.y\.npy"):
         read(tmp_path / "x.npy")
     assert np.isnan(read(tmp_path / "x.npy", needs_labels=False).labels).all()
 
@@ -86,17 +86,17 @@ def test_rows_that_are_not_finite_are_malformed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arrays", "told"),
     [
-        ({"Z": X}, "holds Z: expected X, or a csr matrix"),
+        ({"Z": X}, "has Z: expected X, or a csr matrix"),
         ({"X": X, "y": Y[:5]}, r"y has shape \(5,\)"),
         ({"X": X[0], "y": Y}, r"X has shape \(9,\)"),
-        ({"indptr": [0, 9], "indices": [1], "data": [1.0]}, "no whole csr matrix"),
+        ({"indptr": [0, 9], "indices": [1], "data": [1.0]}, "no valid csr matrix"),
         ({"format": "csc", "indptr": [0, 1], "indices": [1], "data": [1.0]}, "expected csr"),
-        ({"X": np.array([{}])}, "cannot be read as arrays of NumPy"),
-        ({"indptr": [0, 1.5, 2], "indices": [1, 2], "data": [1.0, 2.0]}, "no whole csr matrix"),
-        ({"indptr": [0, 2], "indices": [0.5, np.nan], "data": [1.0, 2.0]}, "no whole csr matrix"),
-        ({"indptr": [0, 2], "indices": 3, "data": [1.0, 2.0]}, "no whole csr matrix"),
-        ({"indptr": [0, 2], "indices": [[1, 2], [3, 4]], "data": np.ones((2, 2))}, "no whole csr matrix"),
-        ({"indptr": ["0", "2"], "indices": [1, 2], "data": [1.0, 2.0]}, "no whole csr matrix"),
+        ({"X": np.array([{}])}, "cannot be read as NumPy arrays"),
+        ({"indptr": [0, 1.5, 2], "indices": [1, 2], "data": [1.0, 2.0]}, "no valid csr matrix"),
+        ({"indptr": [0, 2], "indices": [0.5, np.nan], "data": [1.0, 2.0]}, "no valid csr matrix"),
+        ({"indptr": [0, 2], "indices": 3, "data": [1.0, 2.0]}, "no valid csr matrix"),
+        ({"indptr": [0, 2], "indices": [[1, 2], [3, 4]], "data": np.ones((2, 2))}, "no valid csr matrix"),
+        ({"indptr": ["0", "2"], "indices": [1, 2], "data": [1.0, 2.0]}, "no valid csr matrix"),
     ],
 )
 def test_what_does_not_fit_is_refused(tmp_path: Path, arrays: dict[str, Any], told: str) -> None:
@@ -157,9 +157,7 @@ def test_files_that_only_look_like_arrays_are_refused_in_a_sentence(tmp_path: Pa
     ):
         path = tmp_path / f"{number}.npz"
         path.write_bytes(data)
-        with pytest.raises(
-            DataError, match=r"(cannot be read as arrays of NumPy: .|has shape .*: expected rows)"
-        ) as it:
+        with pytest.raises(DataError, match=r"(cannot be read as NumPy arrays: .|has shape .*: expected rows)") as it:
             read(path, format="numpy")
         assert "\n" not in str(it.value)
 

@@ -151,15 +151,15 @@ def test_zstd_files(tmp_path: Path) -> None:
         assert dataset.ended(0) == -(-len(text) // 100_000)
         assert next(iter(dataset.read(0, 3, 10))).num_examples == 10  # an earlier shard: from the beginning again
     for content, told in (
-        (whole[: len(whole) // 3], "is cut off: the zstd stream ends in the middle, after"),
-        (whole[:50] + b"\xff" * 40_000 + whole[40_050:], "is damaged: unpacking it fails after"),
-        (pack(text) + b"more", "its zstd stream is followed by something else"),
+        (whole[: len(whole) // 3], "is truncated: its zstd stream ends after"),
+        (whole[:50] + b"\xff" * 40_000 + whole[40_050:], "is damaged: decompression fails after"),
+        (pack(text) + b"more", "other bytes follow its zstd stream"),
     ):
         path.write_bytes(content)
         with open_dataset(path, "libsvm") as dataset, pytest.raises(DataError, match=told):
             list(dataset.batches(1000))
     path.write_bytes(text)
-    assert failure(path).endswith("ends in .zst but is not a zstd file: unpack or rename it")
+    assert failure(path).endswith("ends in .zst but is not a zstd file: decompress or rename it")
 
 
 def test_zstd_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,14 +180,14 @@ def test_gzip_files_that_are_damaged(tmp_path: Path) -> None:
 
     cut = zlib.decompressobj(wbits=31)
     num_bytes = len(cut.decompress(whole[:60_000]))
-    expected = f"X is cut off: the gzip stream ends in the middle, after {num_bytes:,} bytes of text"
+    expected = f"X is truncated: its gzip stream ends after {num_bytes:,} bytes of text"
     assert say(whole[:60_000]) == expected
-    assert say(whole[:-3]).startswith("X is cut off")
-    assert say(whole[:1]).startswith("X is cut off")
-    assert say(LIBSVM) == "X ends in .gz but is not a gzip file: unpack or rename it"
-    assert say(whole[:50_000] + b"\xff" * 99 + whole[50_099:]).startswith("X is damaged: unpacking it fails")
-    assert say(whole[:-8] + b"\0" * 4 + whole[-4:]).startswith("X is damaged: unpacking it fails")
-    assert say(whole + b"more") == "X is damaged: its gzip stream is followed by something else"
+    assert say(whole[:-3]).startswith("X is truncated")
+    assert say(whole[:1]).startswith("X is truncated")
+    assert say(LIBSVM) == "X ends in .gz but is not a gzip file: decompress or rename it"
+    assert say(whole[:50_000] + b"\xff" * 99 + whole[50_099:]).startswith("X is damaged: decompression fails")
+    assert say(whole[:-8] + b"\0" * 4 + whole[-4:]).startswith("X is damaged: decompression fails")
+    assert say(whole + b"more") == "X is damaged: other bytes follow its gzip stream"
 
 
 def test_a_line_without_end(tmp_path: Path) -> None:

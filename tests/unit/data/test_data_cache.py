@@ -233,7 +233,7 @@ def test_a_full_disk_ends_caching_not_reading(source: Path, folder: Path) -> Non
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert_same(batch, plain)
     assert dataset.cache_error is not None
-    assert dataset.cache_error.startswith(f"parsed shards are not kept in {folder}: File too large")
+    assert dataset.cache_error.startswith(f"parsed shards are not stored in {folder}: File too large")
     assert list(folder.iterdir()) == []
 
 

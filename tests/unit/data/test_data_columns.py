@@ -182,7 +182,7 @@ def test_a_row_without_end(tmp_path: Path) -> None:
     path.write_bytes(b'click,site,ad,price\n1,a,b,1\n0,"a,b,1\n0,a,b,1\n')
     with (
         open_dataset(path, "csv", COLUMNS) as dataset,
-        pytest.raises(DataError, match="line 3 and never closed, so that"),
+        pytest.raises(DataError, match="line 3 opens a quote that is never closed"),
     ):
         rows(dataset)
     path.write_bytes(b'click,site,ad,price\n1,a,b,1\n0,"a,b,1\n')
@@ -221,7 +221,7 @@ def test_bad_csv_rows_are_skipped_and_described(tmp_path: Path) -> None:
 def test_a_damaged_csv_file(tmp_path: Path) -> None:
     path = tmp_path / "x.csv.gz"
     path.write_bytes(gzip.compress(b"click,site\n" + b"1,a\n" * 99999)[:-30])
-    with pytest.raises(DataError, match="is cut off: the gzip stream ends in the middle"):
+    with pytest.raises(DataError, match="is truncated: its gzip stream ends"):
         rows(open_dataset(path, "csv"))
 
 

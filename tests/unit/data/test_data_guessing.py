@@ -169,7 +169,7 @@ def test_the_one_word_among_numbers_is_named() -> None:
 @pytest.mark.parametrize("cell", ["$12", "3.5%", "1,200 €"])
 def test_signs_of_currencies_and_percent_are_refused(tmp_path: Path, cell: str) -> None:
     path = write_column(tmp_path / "x.csv", [f'"{cell}"'] * 60)
-    with pytest.raises(UsageError, match="signs of currencies or percent"):
+    with pytest.raises(UsageError, match="currency or percent signs"):
         sample_data([path], reading=ReadOptions(label="y"))
 
 
@@ -186,7 +186,7 @@ def test_labels_that_are_all_alike_and_text_that_is_not_utf8_are_told(tmp_path: 
     rows = "".join(f"{'rougé' if row % 2 else 'bleu'},{row / 8},1\n" for row in range(60))
     path.write_bytes(f"colour,x,y\n{rows}".encode("latin-1"))
     one_label, encoding = find_warnings(sample_data([path], reading=ReadOptions(label="y")), CLICKS)
-    assert "all labels in the rows looked at are 1" in one_label
+    assert "all labels in the sampled rows are 1" in one_label
     assert "is not UTF-8" in encoding
     path.write_text("colour,x,y\n" + rows.replace(",1\n", ",0\n", 1))
     assert find_warnings(sample_data([path], reading=ReadOptions(label="y")), CLICKS) == []

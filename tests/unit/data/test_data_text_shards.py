@@ -215,7 +215,7 @@ def test_arguments_that_do_not_fit(tmp_path: Path) -> None:
     path = write(tmp_path / "a.svm", numbered(3))
     with pytest.raises(UsageError, match=r"'tsv' is unknown: choose one of criteo, libsvm"):
         open_dataset(path, "tsv")
-    with pytest.raises(UsageError, match="no data file was named"):
+    with pytest.raises(UsageError, match="no data file is given"):
         open_dataset([])
     with pytest.raises(UsageError, match="at least 1 byte, not 0"):
         open_dataset(path, shard_bytes=0)

@@ -26,8 +26,8 @@ ROWS = "site,price,outcome\n" + "a,1.5,won\nb,2,lost\n" * 20
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (ROWS.encode("utf-16"), "is text in UTF-16, by its byte-order mark.*iconv -f UTF-16 -t UTF-8"),
-        (ROWS.encode("utf-32"), "is text in UTF-32"),
+        (ROWS.encode("utf-16"), "has a byte-order mark of UTF-16.*iconv -f UTF-16 -t UTF-8"),
+        (ROWS.encode("utf-32"), "has a byte-order mark of UTF-32"),
         (b'{\n"a": 1\n}\n{\n"a": 2\n}\n', "looks like JSON with objects of several lines"),
         (b"a,a,click\n1,2,0\n3,4,1\n", "more than one column 'a' in its header: rename all but one"),
         (
@@ -104,7 +104,7 @@ def test_quotes_that_are_none(tmp_path: Path) -> None:
         assert sum(batch.num_examples for batch in dataset.batches(10)) == 6
         told = [line.reason for line in dataset.bad_lines.first]
     assert told == [
-        "it has 4 cells where the first row has 3; ' is no quote in csv, but \" is",
+        "it has 4 cells where the first row has 3; csv has the quote \", not '",
         "it has 4 cells where the first row has 3",
     ]
 

@@ -91,5 +91,5 @@ def test_names_that_are_kept(tmp_path: Path) -> None:
     assert found[2**64 - 1] == names[2**64 - 1]
     assert found[0].startswith("ünï")
     (tmp_path / "feature-names.tsv").write_text("x\n")
-    with pytest.raises(ModelError, match="holds no names of features"):
+    with pytest.raises(ModelError, match="has no names of features"):
         read_feature_names(tmp_path)

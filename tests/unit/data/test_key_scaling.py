@@ -162,6 +162,6 @@ def test_bins_have_keys_of_their_own_and_no_scale() -> None:
     assert len(set(scaling.bin_keys.tolist())) == 6
     assert not scaling.is_linear
     assert KeyScaling(np.array([5], np.uint64), np.array([10.0]), np.array([2.0]), 4.0).is_linear
-    assert [scale.edges for scale in scaling.bent().values()] == [(-1.0, 0.0, 2.0), (), (5.0,)]
-    with pytest.raises(UsageError, match="that has bins has a mean"):
+    assert [scale.edges for scale in scaling.nonlinear_scales().values()] == [(-1.0, 0.0, 2.0), (), (5.0,)]
+    with pytest.raises(UsageError, match="must have a mean"):
         KeyScaling(np.array([5], np.uint64), np.array([10.0]), np.array([2.0]), 4.0, edges={6: (1.0,)})

@@ -85,7 +85,9 @@ def test_what_is_told_of_words(tmp_path: Path) -> None:
         None,
     )
     assert describe_data([path], reading=ReadOptions(label="class"), positive="benign")["positive"] == "benign"
-    with pytest.raises(PacelineError, match=r"--positive won: no label is that .* they are benign and malignant"):
+    with pytest.raises(
+        PacelineError, match=r"--positive won: no sampled row has this label: the labels are benign and malignant"
+    ):
         describe_data([path], reading=ReadOptions(label="class"), positive="won")
     write_rows(Path(path), "csv", [*_ROWS, ("unknown", 1.0)])
     found = describe_data([path], reading=ReadOptions(label="class"))

@@ -64,9 +64,9 @@ def test_the_positive_label_may_be_a_word() -> None:
     assert [parse_positive(text) for text in ("2", "-1", "No", " spam ")] == [2, -1, "No", "spam"]
     assert [resolve_positive(text, ()) for text in (2.0, None, "No", "true")] == [2, None, 0, 1]
     for text in ("", "1e39"):
-        with pytest.raises(UsageError, match=f"--positive {text}: labels are finite numbers, or words"):
+        with pytest.raises(UsageError, match=f"--positive {text}: expected a finite number or a word"):
             parse_positive(text)
-    with pytest.raises(UsageError, match="--positive spam: labels of this data are read as numbers, because"):
+    with pytest.raises(UsageError, match="--positive spam: the labels of this data are numbers, because"):
         resolve_positive("spam", ())
 
 
@@ -74,9 +74,7 @@ def test_the_positive_label_of_words() -> None:
     assert resolve_positive("ham", ("ham", "spam")) == 0
     assert resolve_positive("spam", ("ham", "spam")) is None  # as without --positive
     assert resolve_positive("b", ("a", "b", "c")) == 1
-    with pytest.raises(
-        UsageError, match="--positive Ham: no label is that in the rows looked at: they are ham and spam"
-    ):
+    with pytest.raises(UsageError, match="--positive Ham: no sampled row has this label: the labels are ham and spam"):
         resolve_positive("Ham", ("ham", "spam"))
 
 
@@ -161,10 +159,10 @@ def test_a_label_is_found_in_capitals(tmp_path: Path, name: str) -> None:
 
 def test_classes_are_told() -> None:
     two, three = ("ham", "spam"), ("a", "b", "c")
-    said = "labels are words: ham is 0, and spam is 1, the positive one (--positive 'ham' turns them round)"
+    said = "labels are words: ham is 0, and spam is 1, the positive one (--positive 'ham' swaps them)"
     assert describe_classes(two, "clicks") == said
     assert describe_classes(two, "clicks:0.0") == "labels are words: spam is 0, and ham is 1, the positive one"
-    said = "labels are words: b is 1, the positive one, and the 2 others are 0"
+    said = "labels are words: b is 1, the positive one, and the other 2 are 0"
     assert describe_classes(three, "clicks:1.0") == said
     assert describe_classes(three) == "labels are words, which are read as numbers: a as 0, b as 1, c as 2"
     assert describe_not_binary({0.0: 1, 1.0: 2, 2.0: 3}, "clicks", three) == "labels are a, b and c, expected two"
@@ -174,7 +172,7 @@ def test_a_positive_label_that_is_not_there() -> None:
     assert describe_not_binary({1.0: 3, 2.0: 4}, "clicks:2.0") is None
     assert describe_not_binary({5.0: 3, 1.0: 3, 2.0: 4}, "clicks:5.0") is None
     assert describe_not_binary({}, "clicks:2.0") is None
-    said = "labels are 1 and 2, and none is 3, the positive one"
+    said = "labels are 1 and 2, without 3, the positive one"
     assert describe_not_binary({1.0: 3, 2.0: 4}, "clicks:3.0") == said
     assert describe_not_binary({1.0: 3, 2.0: 4, 3.0: 1}, "numbers") is None
 

@@ -83,7 +83,7 @@ def test_patterns(bucket: str) -> None:
         store(f"{bucket}/day{day}.tsv", b"x\n")
     assert expand_pattern(f"{bucket}/day*.tsv") == ["memory:///bucket/day1.tsv", "memory:///bucket/day2.tsv"]
     assert expand_pattern(f"{bucket}/day1.tsv") == [f"{bucket}/day1.tsv"]
-    with pytest.raises(DataError, match="no file fits memory://bucket/night"):
+    with pytest.raises(DataError, match=r"memory://bucket/night.*no file matches"):
         expand_pattern(f"{bucket}/night*")
 
 
@@ -98,7 +98,7 @@ def test_what_is_wrong_is_said(bucket: str) -> None:
     with pytest.raises(DataError, match="nothing://x cannot be read: Protocol not known"):
         stat_file("nothing://x")
     url = store(f"{bucket}/x.npz", b"PK\x03\x04")
-    with pytest.raises(UsageError, match="NumPy's files are mapped into memory"):
+    with pytest.raises(UsageError, match="NumPy's files are memory-mapped"):
         open_dataset(url).num_shards(0)
 
 

@@ -208,7 +208,7 @@ def test_a_file_of_damaged_blocks_alone_is_said_to_be_damaged(out: Path) -> None
     data = bytearray(out.read_bytes())
     data[entry.offset + 100] ^= 4
     out.write_bytes(data)
-    damage = r": .*out, row 1: the block of rows 1 to 3,000 is damaged: its checksum does not fit: 'bytes 64 to "
+    damage = r": .*out, row 1: the block of rows 1 to 3,000 is damaged: its checksum is wrong: 'bytes 64 to "
     for strict in (False, True):
         with pytest.raises(DataError, match=f"out has no line that can be trained on{damage}"):
             plan_training(settle_files(TrainOptions(data=[str(out)], strict=strict))[0])
@@ -219,8 +219,8 @@ def test_a_file_of_damaged_blocks_alone_is_said_to_be_damaged(out: Path) -> None
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda data: data[:-1], "is not whole"),
-        (lambda data: data[:100], "is not whole"),
+        (lambda data: data[:-1], "is damaged"),
+        (lambda data: data[:100], "is damaged"),
         (lambda data: data[:8] + b"\xff" + data[9:], "another version"),
         (lambda data: data[:-60] + bytes([data[-60] ^ 1]) + data[-59:], "the footer is damaged"),
     ],
@@ -234,25 +234,25 @@ def test_a_file_that_is_not_whole_is_refused(out: Path, change: Any, told: str) 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"kind": "cache"}, "is a part of a cache"),
+        ({"kind": "cache"}, "is a file of a cache"),
         ({"hash": 1}, "keys of another hash"),
-        ({"num_examples": 5}, "not as many"),
-        ({"labels": [[1]]}, "not whole"),
-        ({"columns": {"label": 5}}, "not whole"),
-        ({"scales": {"auto": [[0, 1, 1]]}}, "not as many scales"),
-        ({"scales": []}, "not whole"),
-        ({"guesses": [1]}, "not whole"),
-        ({"bad": [[1, 2, 3, 4, 5]]}, "not whole"),
-        ({"sources": 3}, "not whole"),
-        ({"names": [0, 2**62, 0]}, "a section is not as expected"),
-        ({"names": [0, 10**30, 0]}, "a section is not as expected"),
-        ({"names": [-1, 5, 0]}, "a section is not as expected"),
-        ({"names": [0, 5]}, "not whole"),
-        ({"labels": [[10**400, 1]]}, "not whole"),
-        ({"num_examples": 3000.0}, "not as many"),
-        ({"guesses": [["a", "label", "", "many", []]]}, "not whole"),
-        ({"num_guessed_rows": "x"}, "not whole"),
-        ({"columns": {"label": "click", "categorical": [5], "numeric": []}, "scales": {}}, "not whole"),
+        ({"num_examples": 5}, "number of rows is wrong"),
+        ({"labels": [[1]]}, "is damaged"),
+        ({"columns": {"label": 5}}, "is damaged"),
+        ({"scales": {"auto": [[0, 1, 1]]}}, "numbers of scales"),
+        ({"scales": []}, "is damaged"),
+        ({"guesses": [1]}, "is damaged"),
+        ({"bad": [[1, 2, 3, 4, 5]]}, "is damaged"),
+        ({"sources": 3}, "is damaged"),
+        ({"names": [0, 2**62, 0]}, "a section is invalid"),
+        ({"names": [0, 10**30, 0]}, "a section is invalid"),
+        ({"names": [-1, 5, 0]}, "a section is invalid"),
+        ({"names": [0, 5]}, "is damaged"),
+        ({"labels": [[10**400, 1]]}, "is damaged"),
+        ({"num_examples": 3000.0}, "number of rows is wrong"),
+        ({"guesses": [["a", "label", "", "many", []]]}, "is damaged"),
+        ({"num_guessed_rows": "x"}, "is damaged"),
+        ({"columns": {"label": "click", "categorical": [5], "numeric": []}, "scales": {}}, "is damaged"),
     ],
     ids=str,
 )
@@ -307,9 +307,9 @@ def test_what_does_not_fit_is_refused_in_a_sentence(source: Path, out: Path, tmp
     options = TrainOptions(data=[out], evaluation=[tmp_path / "svm"])
     with pytest.raises(DataError, match=r"svm is converted from libsvm, and .*out is converted from csv: all must be"):
         settle_files(options)
-    with pytest.raises(DataError, match=r"x.csv was not written by 'paceline convert': all files of a command are of"):
+    with pytest.raises(DataError, match=r"x.csv was not written by 'paceline convert'"):
         sample_data([out, source])
-    with pytest.raises(DataError, match=r"other numeric columns than are wanted \(price\)"):
+    with pytest.raises(DataError, match=r"other numeric columns \(price\)"):
         open_dataset(out, columns=Columns("click", ("site",), ("age",)))
     with pytest.raises(DataError, match="without weights: convert its sources with --weight importance"):
         open_dataset(out, columns=Columns("click", ("site",), ("age", "price"), weight="importance"))

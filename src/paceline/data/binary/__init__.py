@@ -1,1 +1,1 @@
-"""Parsed examples as arrays in files: :mod:`.blocks` is the format, of which the cache and converted data make use."""
+"""Parsed examples as arrays in files: :mod:`.blocks` is the format, used by the cache and by converted data."""

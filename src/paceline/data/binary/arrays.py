@@ -1,8 +1,8 @@
 """The reader of arrays in files: ``.npy`` and ``.npz`` of NumPy, and sparse matrices that SciPy saved.
 
-The number of a column is the key, as in LIBSVM's format. A ``.npz`` holds the examples as `X` or as the parts that
-``scipy.sparse.save_npz`` writes (csr), and the labels as `y`; else these are in a ``.npy`` beside it, named as the file
-is with ``.y.npy`` instead of its ending. A shard is a range of rows.
+The number of a column is the key, as in LIBSVM's format. A ``.npz`` file has the examples as `X` or as the arrays of
+``scipy.sparse.save_npz`` (csr), and the labels as `y`. Otherwise the labels are in a separate file with the same name
+and the ending ``.y.npy``. A shard is a range of rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.errors import DataError, printable
 
 NPY_MAGIC, ZIP_MAGIC = b"\x93NUMPY", b"PK\x03\x04"
 _PARTS = ("indptr", "indices", "data")
-_ROWS, _CELLS = 4096, 1 << 20  # so many are read at a time
+_ROWS, _CELLS = 4096, 1 << 20  # the largest piece that is read in one step
 _MOST_TEXT = 200
 _LABELS = ".y.npy"
 _LARGEST = float(np.finfo(np.float32).max)
@@ -33,7 +33,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 class ArrayFile:
     """The examples of a file, `X` dense [rows, columns] or sparse, and `y` [rows], or None without labels.
 
-    Raises DataError for a file that holds no such arrays. Arrays of a ``.npy`` are mapped into memory.
+    Raises DataError for a file without such arrays. Arrays of ``.npy`` files are memory-mapped.
     """
 
     def __init__(self, path: str) -> None:
@@ -42,22 +42,22 @@ class ArrayFile:
         try:
             with _quietly():
                 arrays = _load(path)
-        except Exception as error:  # a header is parsed as Python, and an archive by zlib: there is no end of kinds
+        except Exception as error:  # NumPy parses headers as Python, and zlib archives: any kind of exception occurs
             why = printable(str(error).partition("\n")[0] or type(error).__name__, _MOST_TEXT)
-            raise DataError(f"{path} cannot be read as arrays of NumPy: {why}") from error
+            raise DataError(f"{path} cannot be read as NumPy arrays: {why}") from error
         self.X: npt.NDArray[Any] | None = arrays.get("X")
         self.indptr, self.indices, self.values = (arrays.get(name) for name in _PARTS)
         self.y: npt.NDArray[Any] | None = arrays.get("y")
         if self.X is None and (self.indptr is None or self.indices is None or self.values is None):
             raise DataError(
-                f"{path} holds {', '.join(arrays) or 'nothing'}: expected X, or a csr matrix that "
-                "scipy.sparse.save_npz wrote"
+                f"{path} has {', '.join(arrays) or 'no arrays'}: expected X, or a csr matrix written by "
+                "scipy.sparse.save_npz"
             )
         self._check()
 
     @property
     def num_rows(self) -> int:
-        """How many examples there are."""
+        """The number of examples."""
         if self.X is not None:
             return len(self.X)
         assert self.indptr is not None
@@ -68,13 +68,14 @@ class ArrayFile:
         if X is not None and (X.ndim != 2 or X.dtype.kind not in "fiub"):
             raise DataError(f"{self._path}: X has shape {X.shape} and dtype {X.dtype}: expected rows of numbers")
         if X is None and not _is_csr(indptr, self.indices, self.values):
-            raise DataError(f"{self._path} holds no whole csr matrix of numbers")
+            raise DataError(f"{self._path} has no valid csr matrix of numbers")
         if y is not None and (y.shape != (self.num_rows,) or y.dtype.kind not in "fiub"):
-            what = f"y has shape {y.shape} and dtype {y.dtype}"
-            raise DataError(f"{self._path}: {what}: expected {self.num_rows:,} numbers")
+            raise DataError(
+                f"{self._path}: y has shape {y.shape} and dtype {y.dtype}: expected {self.num_rows:,} numbers"
+            )
 
     def end_of_piece(self, start: int, stop: int) -> int:
-        """Where a piece of rows ends that begins at `start`: at `stop`, or where it would take much memory."""
+        """Return the end of a piece of rows that begins at `start`: `stop`, or the limit of rows or memory."""
         stop = min(start + _ROWS, stop)
         if self.X is not None:
             return min(stop, start + max(_CELLS // max(int(self.X.shape[1]), 1), 1))
@@ -83,7 +84,7 @@ class ArrayFile:
         return start + max(within, 1)
 
     def rows(self, start: int, stop: int) -> Batch:
-        """Examples `start` to `stop`, with labels NaN where there are none, and infinite what float32 does not hold."""
+        """Return examples `start` to `stop`. Missing labels are NaN; numbers beyond float32 are infinite."""
         with _quietly():
             return self._rows(start, stop)
 
@@ -108,35 +109,35 @@ class ArrayFile:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Without the warnings that NumPy has for numbers that are too large, and for odd headers: we look ourselves."""
+    """Suppress NumPy's warnings about too large numbers and unusual headers; the caller checks both."""
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
         yield
 
 
-def labels_beside(path: str | Path) -> Path:
-    """Where the labels of the examples in a file are, unless that holds them itself."""
+def labels_path(path: str | Path) -> Path:
+    """Return the path of the separate file with the labels of a file."""
     return Path(path).with_suffix(_LABELS)
 
 
-def holds_labels_of(path: str, others: Container[str]) -> bool:
-    """Whether a file holds the labels of one of the others."""
+def holds_labels_of(path: str, files: Container[str]) -> bool:
+    """Return whether a file has the labels of one of the other files."""
     name = path.removesuffix(_LABELS)
-    return name != path and any(name + suffix in others for suffix in (".npy", ".npz"))
+    return name != path and any(name + suffix in files for suffix in (".npy", ".npz"))
 
 
 def stat_arrays(path: str) -> FileStatus:
-    """The status of a file of arrays, and of its labels where they are beside it."""
-    arrays, beside = stat_file(path), labels_beside(path)
-    if not beside.exists():
+    """Return the status of a file of arrays together with its separate file of labels, if there is one."""
+    arrays, path_of_labels = stat_file(path), labels_path(path)
+    if not path_of_labels.exists():
         return arrays
-    labels = stat_file(beside)
+    labels = stat_file(path_of_labels)
     return FileStatus(arrays.num_bytes + labels.num_bytes, f"{arrays.version} {labels.version}")
 
 
 def _load(path: str) -> dict[str, npt.NDArray[Any]]:
-    beside = labels_beside(path)
-    labels = {"y": np.load(beside, allow_pickle=False)} if beside.exists() else {}
+    separate = labels_path(path)
+    labels = {"y": np.load(separate, allow_pickle=False)} if separate.exists() else {}
     with open(path, "rb") as file:
         if file.read(2) == ZIP_MAGIC[:2]:
             file.seek(0)
@@ -151,7 +152,7 @@ def _load_archive(file: BinaryIO) -> dict[str, npt.NDArray[Any]]:
         arrays = {name: found[name] for name in found.files if name not in ("format", "shape")}
     for name, array in arrays.items():
         if not isinstance(array, np.ndarray):
-            raise ValueError(f"{name} is no array")
+            raise ValueError(f"{name} is not an array")
     return arrays
 
 
@@ -168,23 +169,23 @@ def _is_csr(indptr: npt.NDArray[Any] | None, indices: npt.NDArray[Any] | None, v
 
 
 class ArrayFileReader:
-    """Shards of a file of arrays: ranges of rows that are as large as wanted on average."""
+    """Shards of a file of arrays: ranges of rows with the given average size."""
 
     def __init__(self, path: str, shard_bytes: int, *, needs_label: bool) -> None:
         self._path = path
         self._file = ArrayFile(path)
         if self._file.y is None and needs_label:
-            raise DataError(f"{path} has no labels: expected y in it, or {labels_beside(path)} beside it")
+            raise DataError(f"{path} has no labels: expected y in it, or the file {labels_path(path)}")
         self._needs_label = needs_label
         num_rows = self._file.num_rows
         self._shard_rows = max(num_rows * shard_bytes // stat_file(path).num_bytes, 1)
         self.num_shards: int | None = -(-num_rows // self._shard_rows)
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: no file is open."""
 
     def blocks(self, shard: int, report: Report) -> Iterator[Batch]:
-        """The shard's rows, up to 4,096 at a time; those with a number that is not finite are malformed."""
+        """Yield the shard's rows, up to 4,096 per batch. A row with a number that is not finite is malformed."""
         end, stop = shard * self._shard_rows, min((shard + 1) * self._shard_rows, self._file.num_rows)
         while end < stop:
             start, end = end, self._file.end_of_piece(end, stop)

@@ -1,15 +1,15 @@
-"""Blocks of examples as arrays in a file, which are checked when they are read.
+"""A file format for blocks of examples as arrays, with checksums.
 
-All numbers are little-endian, and all sections begin at multiples of 64 bytes::
+All numbers are little-endian, and sections begin at multiples of 64 bytes::
 
     header      magic (8 bytes); version (uint32)
     per block   labels float32 [n]; indptr int64 [n+1] unless all rows are as wide; keys uint64;
                 values float32, or nothing; weights float32 [n], or nothing; fields uint32, or nothing
-    ...         what the footer names besides, each with the CRC-32 of its bytes
-    footer      JSON: the blocks, each with the XXH64 of its bytes, and what the writer adds
+    ...         further sections, listed in the footer with the CRC-32 of their bytes
+    footer      JSON: the blocks, each with the XXH64 of its bytes, and content of the writer
     trailer     of the footer: length (uint64) and CRC-32 (uint32); version (uint32); magic
 
-What is read may have been made up: all that says where arrays lie is checked, so that no kernel is led beyond them.
+A file may be malicious: all sizes and offsets are checked, so that no kernel reads beyond an array.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _RAGGED = -1
 
 @dataclass(frozen=True, slots=True)
 class BlockEntry:
-    """Where a block lies and what it holds; `width` is how many pairs each row has, or -1 if they differ."""
+    """Place and content of a block. `width` is the number of pairs in each row, or -1 if rows differ."""
 
     offset: int
     num_rows: int
@@ -53,7 +53,7 @@ class BlockEntry:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the block, with what is between its sections."""
+        """The size of the block with padding."""
         sizes = [4 * self.num_rows, 8 * self.num_pairs]
         if self.width == _RAGGED:
             sizes.append(8 * (self.num_rows + 1))
@@ -66,10 +66,10 @@ class BlockEntry:
         return sum(map(_padded, sizes))
 
     def is_within(self, end: int) -> bool:
-        """Whether this can be a block of a file whose blocks end at `end`."""
+        """Return whether the entry is valid for a file whose blocks end at `end`."""
         counts = (self.offset, self.num_rows, self.num_pairs, self.has_values, self.has_weights, self.has_fields)
         return (
-            all(is_count(each) for each in counts)
+            all(map(is_count, counts))
             and type(self.width) is int
             and type(self.checksum) is int
             and (self.width == _RAGGED or (self.width >= 0 and self.num_pairs == self.num_rows * self.width))
@@ -80,7 +80,7 @@ class BlockEntry:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Where something besides the blocks lies, and its CRC-32."""
+    """Place and CRC-32 of a section other than a block."""
 
     offset: int
     num_bytes: int
@@ -88,15 +88,15 @@ class Section:
 
     @classmethod
     def from_fields(cls, fields: Sequence[Any], end: int) -> Section:
-        """The section that was written, of a file whose footer begins at `end`. Raises TypeError, ValueError."""
+        """Return the section with these fields; the footer begins at `end`. Raises TypeError, ValueError."""
         section = cls(*fields)
         if not all(map(is_count, fields)) or section.offset + section.num_bytes > end:
-            raise ValueError("a section is not as expected")
+            raise ValueError("a section is invalid")
         return section
 
 
 class BlockWriter(Closing):
-    """Writes a file, block by block; without :meth:`finish` it is none. Raises OSError."""
+    """Writes a file block by block. Only :meth:`finish` makes it valid. Raises OSError."""
 
     def __init__(self, path: Path, mode: int = 0o666) -> None:
         self._entries: list[BlockEntry] = []
@@ -104,12 +104,12 @@ class BlockWriter(Closing):
         self._write(_HEADER)
 
     def close(self) -> None:
-        """Close the file; again is allowed."""
+        """Close the file. May be called again."""
         self._file.close()
 
     @property
     def position(self) -> int:
-        """Where the next section begins."""
+        """The offset of the next section."""
         return self._file.tell()
 
     def append(self, batch: Batch) -> None:
@@ -137,14 +137,14 @@ class BlockWriter(Closing):
         self._write(data[: entry.num_bytes].data)
 
     def write_section(self, data: bytes) -> Section:
-        """Write something besides; where it lies is for the footer."""
+        """Write a section other than a block, and return its entry for the footer."""
         section = Section(self.position, len(data), zlib.crc32(data))
         self._write(data)
         self._write(bytes(-len(data) % _ALIGNMENT))
         return section
 
     def finish(self, content: dict[str, Any], *, sync: bool = False) -> None:
-        """Write the footer, with `content` in it, and close the file; `sync`: it is on the disk when this returns."""
+        """Write the footer with `content`, and close the file. With `sync`, wait until it is on the disk."""
         content = {**content, "end": self.position, "blocks": [astuple(entry) for entry in self._entries]}
         footer = json.dumps(content).encode()
         self._write(footer)
@@ -160,31 +160,31 @@ class BlockWriter(Closing):
 
 
 class NotBlocksError(ValueError):
-    """The file is something else than blocks."""
+    """The file has another format."""
 
 
 class BlockFile(Closing):
     """A file of blocks, open for reading.
 
-    The constructor raises OSError where there is no file, ValueError for one that is not whole, of another version or
-    none of these at all.
+    The constructor raises OSError for a missing file, and ValueError for a truncated file, another version or another
+    format.
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # of a pipe nobody waits for the other end
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # does not wait for the writer of a pipe
         try:
             self.content = self._read_footer()
-            """What the writer of the file has put into the footer."""
+            """The writer's content of the footer."""
             self.entries = tuple(_entry(fields, self.content["end"]) for fields in self.content.pop("blocks"))
         except (KeyError, TypeError, RecursionError, struct.error) as error:
             self.close()
-            raise ValueError("the footer is not as expected") from error
+            raise ValueError("the footer is invalid") from error
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """Close the file; arrays that were read stay."""
+        """Close the file. Arrays that were read remain valid."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -194,18 +194,18 @@ class BlockFile(Closing):
             self.close()
 
     def read(self, at: int) -> Batch | None:
-        """The examples of block `at`, in arrays of the caller's to write; None if they are damaged. Raises OSError."""
+        """Return the examples of block `at` in new arrays; None if they are damaged. Raises OSError."""
         from paceline.kernels.checksum import xxh64
 
         entry = self.entries[at]
         if not entry.num_bytes:
             return Batch(np.empty(0, np.float32), np.zeros(1, np.int64), np.empty(0, np.uint64))
-        # Not mapped: to map a block, and to have each of its pages looked for, takes longer than to copy it.
+        # A copy is faster than a memory map, which has a page fault for each page.
         data = np.empty(entry.num_bytes, np.uint8)
         num_read = 0
         while num_read < len(data):
             count = os.preadv(self._descriptor, [data[num_read:].data], entry.offset + num_read)
-            if not count:  # the file has become shorter
+            if not count:  # the file was truncated
                 return None
             num_read += count
         if int(xxh64(data.view(np.uint64))) != entry.checksum:
@@ -213,10 +213,10 @@ class BlockFile(Closing):
         return _take(data, entry)
 
     def read_section(self, section: Section) -> bytes:
-        """What :meth:`BlockWriter.write_section` wrote there. Raises OSError, and ValueError if it is damaged."""
+        """Return the bytes of a section. Raises OSError, and ValueError for a damaged section."""
         data = os.pread(self._descriptor, section.num_bytes, section.offset)
         if zlib.crc32(data) != section.checksum:
-            raise ValueError("a section's checksum does not fit")
+            raise ValueError("a section's checksum is wrong")
         return data
 
     def _read_footer(self) -> dict[str, Any]:
@@ -224,39 +224,39 @@ class BlockFile(Closing):
         if not header.startswith(MAGIC):
             raise NotBlocksError
         if header != _HEADER:
-            raise ValueError("the header is not as expected")
+            raise ValueError("the header is invalid")
         end = os.fstat(self._descriptor).st_size - TRAILER.size
         trailer = os.pread(self._descriptor, TRAILER.size, max(end, 0))
         length, checksum, version, magic = TRAILER.unpack(trailer)
         if magic != MAGIC or version != VERSION or length > end:
-            raise ValueError("the end is missing or not as expected")
+            raise ValueError("the end is missing or invalid")
         footer = os.pread(self._descriptor, length, end - length)
         if zlib.crc32(footer) != checksum:
             raise ValueError("the footer is damaged")
         content = json.loads(footer)
         if not isinstance(content, dict) or content["end"] != end - length:
-            raise ValueError("the footer is not as expected")
+            raise ValueError("the footer is invalid")
         return content
 
 
 def is_count(value: Any) -> bool:
-    """Whether a number that was read can be a number of rows or bytes."""
+    """Return whether a value from a file is a valid number of rows or bytes."""
     return type(value) is int and 0 <= value < 1 << 62
 
 
 def bad_line_of(fields: Sequence[Any]) -> BadLine:
-    """The bad line whose fields were written. Raises TypeError."""
+    """Return the bad line with these fields. Raises TypeError."""
     file, offset, row, text, reason = fields
     is_placed = all(place is None or is_count(place) for place in (offset, row))
-    if not is_placed or not all(isinstance(each, str) for each in (file, text, reason)):
-        raise TypeError("no bad line")
+    if not is_placed or not all(isinstance(value, str) for value in (file, text, reason)):
+        raise TypeError("not a bad line")
     return BadLine(file, offset, row, text, reason)
 
 
 def _entry(fields: Sequence[Any], end: int) -> BlockEntry:
     entry = BlockEntry(*fields)
     if not entry.is_within(end):
-        raise ValueError("a block is not as expected")
+        raise ValueError("a block is invalid")
     return entry
 
 
@@ -265,7 +265,7 @@ def _padded(num_bytes: int) -> int:
 
 
 def _take(data: npt.NDArray[np.uint8], entry: BlockEntry) -> Batch | None:
-    """The arrays of a block, one behind the other; None if they are not those of examples."""
+    """Return the examples of a block, whose arrays follow each other; None if they are invalid."""
     at = 0
 
     def take(dtype: Any, count: int) -> npt.NDArray[Any]:

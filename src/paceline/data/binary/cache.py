@@ -1,8 +1,7 @@
-"""Parsed shards on disk, so that later passes over the data need not parse text again.
+"""Parsed shards on disk, so that later passes do not parse text again.
 
-One file of blocks per shard, written aside and renamed when the shard was read to its end. A file that is cut off,
-damaged, of another version, or made from a source that has changed since is ignored and written anew. Only the user may
-read the files: they hold the data.
+Each shard has one file of blocks, which is renamed when it is complete. A file that is truncated, damaged, of another
+version, or made from an older version of its source is ignored and replaced. Only the user may read the files.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from paceline.storage.durable_io import process_mark, remove_leftovers
 
 _serial = itertools.count()
 _ASIDE = re.compile(r"[0-9a-f]{24}-\d+\.shard\.([0-9a-f]{16})\.\d+\.tmp")
-_LEFT_BEHIND_S = 3600.0  # of a folder that containers share, which do not see each other's processes
+_LEFTOVER_S = 3600.0  # containers that share a folder do not see each other's processes
 
 
 @dataclass(frozen=True, slots=True)
 class CachedShard:
-    """A shard read from the cache: its blocks, its bad lines, and the file's number of shards if known."""
+    """A shard from the cache: blocks, bad lines, and the number of shards of its file, if known."""
 
     blocks: list[Batch]
     num_bad: int
@@ -39,31 +38,31 @@ class CachedShard:
 
 
 class ShardCache:
-    """The cache files of one dataset, in one folder that several datasets and processes may share."""
+    """The cache files of one dataset. Several datasets and processes may share the folder."""
 
     def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(folder, _ASIDE, _LEFT_BEHIND_S)
+        remove_leftovers(folder, _ASIDE, _LEFTOVER_S)
         self._folder = folder
         self._identity = identity
 
     def load(self, path: str, status: FileStatus, shard: int) -> CachedShard | None:
-        """The shard as it was parsed before, if that was of that status, or None. The arrays are the caller's."""
+        """Return the parsed shard, in new arrays; None unless it was made from a file with this status."""
         try:
             with BlockFile(self.path_of(path, shard)) as file:
                 return _decode(file, self._describe(path, status, shard))
-        except (OSError, ValueError, KeyError, TypeError):  # missing, or not what we write: parse again
+        except (OSError, ValueError, KeyError, TypeError):  # missing or invalid: parse again
             return None
 
     def writer(self, path: str, status: FileStatus, shard: int) -> CacheWriter:
-        """A writer for the shard; :exc:`OSError` if the folder cannot be written.
+        """Return a writer for the shard. Raises OSError.
 
-        `status` is that of the file before it was opened: what is read from it is of no newer one.
+        `status` is the status of the file before it was opened, so the shard is at least as new.
         """
         return CacheWriter(self.path_of(path, shard), self._describe(path, status, shard))
 
     def path_of(self, path: str, shard: int) -> Path:
-        """Return where a file's shard is kept."""
+        """Return the path of a shard's cache file."""
         text = json.dumps([self._identity, path], sort_keys=True)
         return self._folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}-{shard}.shard"
 
@@ -78,7 +77,7 @@ class ShardCache:
 
 
 class CacheWriter:
-    """Writes one shard's cache file, block by block; without :meth:`commit` nothing stays."""
+    """Writes one shard's cache file block by block. Only :meth:`commit` makes it visible."""
 
     def __init__(self, path: Path, identity: dict[str, Any]) -> None:
         self.path_of = path
@@ -89,7 +88,7 @@ class CacheWriter:
         self._writer = BlockWriter(self._aside, 0o600)
 
     def add_bad(self, count: int, first: Sequence[BadLine]) -> None:
-        """Remember the shard's bad lines with it."""
+        """Store bad lines of the shard."""
         self._num_bad += count
         self._bad += first[: NUM_KEPT - len(self._bad)]
 
@@ -98,7 +97,7 @@ class CacheWriter:
         self._writer.append(batch)
 
     def commit(self, num_shards: int | None) -> None:
-        """The shard is complete: give the file its name."""
+        """Finish the file and give it its name."""
         bad = [astuple(line) for line in self._bad]
         self._writer.finish(
             {"identity": self._identity, "num_bad": self._num_bad, "bad": bad, "num_shards": num_shards}
@@ -106,13 +105,13 @@ class CacheWriter:
         os.replace(self._aside, self.path_of)
 
     def discard(self) -> None:
-        """Remove what was written, unless it was committed."""
+        """Remove the file, unless it was committed."""
         self._writer.close()
         self._aside.unlink(missing_ok=True)
 
 
 def _decode(file: BlockFile, identity: dict[str, Any]) -> CachedShard | None:
-    """The content of a cache file; None, ValueError, KeyError or TypeError if it is not this shard's."""
+    """Return the content of a cache file; None, ValueError, KeyError or TypeError if it is another shard's."""
     content = file.content
     if content["identity"] != identity:
         return None

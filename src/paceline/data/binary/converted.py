@@ -1,9 +1,8 @@
-"""Converted data: examples of other files in one file of blocks, with all that a training must know beforehand.
+"""Converted data: examples of other files in one file of blocks, with the description that a training needs.
 
-What :class:`DataWriter` writes :class:`ConvertedFile` reads. Numbers stand in it as they stood in its sources, less a
-centre where float32 would lose what they differ by: scales are kept beside them and are applied as the file is read, so
-that any model can be trained or predicted from it. A shard
-is a range of rows. A block that is damaged is left out, and its rows are reported as malformed.
+:class:`DataWriter` writes it, :class:`ConvertedFile` reads it. It has the numbers of its sources, less a centre if
+float32 would lose their differences. Scales are stored separately and applied by the reader, so the file suits every
+model. A shard is a range of rows. The reader skips a damaged block and reports its rows as malformed.
 """
 
 from __future__ import annotations
@@ -36,30 +35,30 @@ _KIND = "data"
 _MOST_LABELS = 1000
 _GUESSES = tuple[tuple[str, str, str, int, tuple[str, ...]], ...]
 _HASH = hash_bytes(b"paceline", name_seed("hash"))
-"""What a file says of the hash of its keys: it is the same wherever the hash is."""
+"""A key that identifies the hash function of the keys in a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """What is known of converted examples.
-
-    `format` is that of the sources, `columns` (of those that have any) without scales, and `scales` what
-    :func:`paceline.data.fit_scale` makes of them; `guesses` is what the sources were described by; `num_bad` lines were
-    left out, of which `bad` are the first; `fields` are those of sources without columns.
-    """
+    """Description of converted examples."""
 
     format: str
+    """The format of the sources."""
     columns: Columns | None = None
+    """The columns without scales, if the sources have columns."""
     scales: Mapping[str, tuple[Scale, ...]]
+    """The scales of numeric columns by the method of :func:`paceline.data.fit_scale`."""
     guesses: tuple[Guess, ...] = ()
     num_guessed_rows: int = 0
     sources: tuple[str, ...] = ()
     num_bad: int = 0
+    """The number of malformed lines, which the file lacks."""
     bad: tuple[BadLine, ...] = ()
     fields: tuple[str, ...] = ()
+    """The fields of sources without columns."""
 
     def to_fields(self) -> dict[str, Any]:
-        """This description as JSON can carry it."""
+        """Return the description as JSON values."""
         return {
             "format": self.format,
             "columns": None if self.columns is None else self.columns.to_fields(),
@@ -74,24 +73,24 @@ class Description:
 
     @property
     def centres(self) -> tuple[float, ...]:
-        """What was taken from the numbers of each numeric column before they were rounded to float32."""
+        """The number that was subtracted from each numeric column before rounding to float32."""
         return tuple(scale.centre for scale in next(iter(self.scales.values()), ()))
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Description:
-        """The description that :meth:`to_fields` made. Raises KeyError, TypeError, ValueError, AttributeError."""
+        """Return the description from :meth:`to_fields`. Raises KeyError, TypeError, ValueError, AttributeError."""
         columns = None if fields["columns"] is None else Columns.from_fields(fields["columns"])
         for name in () if columns is None else columns.names:
-            name_seed(name)  # which of nothing but a text there is
+            name_seed(name)  # raises TypeError unless it is text
         width = 0 if columns is None else len(columns.numeric)
         scales = {how: tuple(map(Scale.from_fields, found)) for how, found in fields["scales"].items()}
-        if any(len(each) != width for each in scales.values()):
-            raise ValueError("there are not as many scales as numeric columns")
+        if any(len(found) != width for found in scales.values()):
+            raise ValueError("the numbers of scales and numeric columns differ")
         return cls(
             format=str(fields["format"]),
             columns=columns,
             scales=scales,
-            guesses=tuple(Guess(*each) for each in msgspec.convert(fields["guesses"], _GUESSES)),
+            guesses=tuple(Guess(*guess) for guess in msgspec.convert(fields["guesses"], _GUESSES)),
             num_guessed_rows=msgspec.convert(fields["num_guessed_rows"], int),
             sources=msgspec.convert(fields["sources"], tuple[str, ...]),
             num_bad=msgspec.convert(fields["num_bad"], int),
@@ -101,7 +100,7 @@ class Description:
 
 
 class DataWriter:
-    """Writes converted data to `path`, batch by batch; :meth:`finish` makes the file whole. Raises OSError."""
+    """Writes converted data to `path` batch by batch. Only :meth:`finish` makes the file valid. Raises OSError."""
 
     def __init__(self, path: Path) -> None:
         self._writer = BlockWriter(path)
@@ -110,7 +109,7 @@ class DataWriter:
         self.num_positives = 0
 
     def append(self, batch: Batch) -> None:
-        """Write examples whose labels, values and weights are as they stand in the sources."""
+        """Write examples with the labels, values and weights of the sources."""
         labels, counts = np.unique(batch.labels, return_counts=True)
         for label, count in zip(labels.tolist(), counts.tolist(), strict=True):
             if label in self._labels or len(self._labels) < _MOST_LABELS:
@@ -120,7 +119,7 @@ class DataWriter:
         self._writer.append(batch)
 
     def finish(self, description: Description, names: Mapping[int, str] | None = None) -> None:
-        """Write what is known of the examples, and the names of their features, and sync the file."""
+        """Write the description of the examples and the names of their features, and sync the file."""
         section = None
         if names is not None:
             text = "".join(f"{key}\t{json.dumps(name)}\n" for key, name in sorted(names.items())).encode()
@@ -142,7 +141,7 @@ class DataWriter:
 
 
 class ConvertedFile:
-    """A file that :class:`DataWriter` wrote, open. Raises DataError in a sentence for any other."""
+    """An open file of :class:`DataWriter`. Raises DataError for another file."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -153,27 +152,27 @@ class ConvertedFile:
             raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
         except NotBlocksError as error:
             raise DataError(
-                f"{path} was not written by 'paceline convert': all files of a command are of one format, convert it "
-                "too"
+                f"{path} was not written by 'paceline convert', and all files of a command must have one format: "
+                "convert it too"
             ) from error
         except ValueError as error:
             raise self._damaged(str(error)) from error
         content = self.blocks.content
         try:
             if content.get("kind") != _KIND:
-                raise DataError(f"{path} is a part of a cache (--cache), not data: convert or train the source itself")
+                raise DataError(f"{path} is a file of a cache (--cache), not data: pass the source itself")
             if content["hash"] != _HASH:
-                raise DataError(f"{path} has keys of another hash than this version's: convert its sources again")
+                raise DataError(f"{path} has keys of another hash function: convert its sources again")
             self.description = Description.from_fields(content)
             self.labels = {float(label): int(count) for label, count in content["labels"]}
-            """The labels as they stand, of which there are at most 1,000, and how often each is there."""
+            """The number of rows with each label of the sources, for at most 1,000 labels."""
             self.num_examples: int = content["num_examples"]
             self.num_positives: int = content["num_positives"]
             names = content["names"]
             self._names = None if names is None else Section.from_fields(names, content["end"])
             self.starts = [0, *accumulate(entry.num_rows for entry in self.blocks.entries)]
             if self.starts[-1] != self.num_examples or not all(map(is_count, (self.num_examples, self.num_positives))):
-                raise ValueError("its rows are not as many as it says")
+                raise ValueError("its number of rows is wrong")
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             self.close()
             raise self._damaged(str(error)) from error
@@ -183,7 +182,7 @@ class ConvertedFile:
 
     def _damaged(self, why: str) -> DataError:
         return DataError(
-            f"{self._path} is not whole, or written by another version of Paceline ({why}): convert its sources again"
+            f"{self._path} is damaged, or from another version of Paceline ({why}): convert its sources again"
         )
 
     def close(self) -> None:
@@ -192,11 +191,11 @@ class ConvertedFile:
 
     @property
     def has_names(self) -> bool:
-        """Whether the names of features were kept."""
+        """Whether the file has the names of features."""
         return self._names is not None
 
     def names(self) -> dict[int, str] | None:
-        """The names of features by key; None if they were not kept. Raises DataError."""
+        """Return the names of features by key; None if the file has none. Raises DataError."""
         if self._names is None:
             return None
         try:
@@ -208,14 +207,14 @@ class ConvertedFile:
 
 
 def describe_converted(path: str) -> ConvertedFile:
-    """What is known of a converted file, which is closed. Raises DataError."""
+    """Return a converted file, closed, for its description. Raises DataError."""
     file = ConvertedFile(path)
     file.close()
     return file
 
 
 def check_columns(path: str, stored: Columns | None, wanted: Columns | None) -> None:
-    """Raise DataError unless the features of the columns that were converted are those that are wanted."""
+    """Raise DataError unless the converted columns have the same features as the wanted ones."""
     if wanted is None or stored is None:
         return
     for kind, has, needs in (
@@ -226,22 +225,22 @@ def check_columns(path: str, stored: Columns | None, wanted: Columns | None) -> 
         if {*has} != {*needs}:
             odd = sorted({*has} ^ {*needs})
             raise DataError(
-                f"{path} was converted with other {kind} columns than are wanted ({', '.join(odd[:5])}): convert its "
-                "sources with the same --categorical and --numeric"
+                f"{path} was converted with other {kind} columns ({', '.join(odd[:5])}): convert its sources with the "
+                "same --categorical and --numeric"
             )
     if wanted.weight and wanted.weight != stored.weight:
         raise DataError(f"{path} was converted without weights: convert its sources with --weight {wanted.weight}")
 
 
 def merge_guesses(files: Sequence[ConvertedFile]) -> Guesses | None:
-    """What the sources of the first file were described by, if they have columns."""
+    """Return the guesses about the sources of the first file, if they have columns."""
     first = files[0].description
     return None if first.columns is None else Guesses(first.columns, first.guesses, first.num_guessed_rows)
 
 
 @dataclass(frozen=True)
 class _ColumnOrder:
-    """How the pairs of rows are brought to the order of other columns than those that were converted."""
+    """Reorders the pairs of rows for another order of columns."""
 
     categorical: npt.NDArray[np.int64]
     """The new place of each categorical column."""
@@ -250,7 +249,7 @@ class _ColumnOrder:
 
     @classmethod
     def between(cls, stored: Columns, wanted: Columns) -> _ColumnOrder | None:
-        """The order of the `wanted` columns, which are the `stored` ones; None if it is the same, or there is none."""
+        """Return the change of order from `stored` to `wanted` columns; None for no change."""
         if stored.is_open or (stored.categorical, stored.numeric) == (wanted.categorical, wanted.numeric):
             return None
         places = {name: place for place, name in enumerate((*wanted.categorical, *wanted.numeric))}
@@ -260,7 +259,7 @@ class _ColumnOrder:
         )
 
     def apply(self, batch: Batch) -> Batch:
-        """The examples with their pairs in the new order; those of lists, which have no place, follow categories."""
+        """Return the examples with pairs in the new order. Pairs of lists, which have no place, follow categories."""
         lengths = np.diff(batch.indptr)
         row = np.repeat(np.arange(batch.num_examples), lengths)
         at = np.arange(len(batch.keys)) - np.repeat(batch.indptr[:-1], lengths)
@@ -274,10 +273,9 @@ class _ColumnOrder:
 
 
 class ConvertedReader:
-    """Shards of a converted file: ranges of rows that are as large as wanted on average.
+    """Shards of a converted file: ranges of rows with the given average size.
 
-    `columns`, whose features are those of the file, says in which order they are, which scales numbers are brought to
-    and whether weights count.
+    `columns` have the features of the file; they define the order, the scales and the use of weights.
     """
 
     def __init__(self, path: str, columns: Columns | None, shard_bytes: int) -> None:
@@ -291,8 +289,8 @@ class ConvertedReader:
         scales = () if columns is None else columns.scales
         centres = self._file.description.centres
         if stored is not None and (scales or any(centres)):
-            as_stand = (Scale(0.0, 0.0, 0.0),) * len(stored.numeric)
-            by_name = dict(zip((columns or stored).numeric, scales or as_stand, strict=True))
+            unscaled = (Scale(0.0, 0.0, 0.0),) * len(stored.numeric)
+            by_name = dict(zip((columns or stored).numeric, scales or unscaled, strict=True))
             self._scaling = ColumnScaling(
                 stored.numeric, centres or (0.0,) * len(stored.numeric), [by_name[name] for name in stored.numeric]
             )
@@ -307,7 +305,7 @@ class ConvertedReader:
         self._file.close()
 
     def blocks(self, shard: int, report: Report) -> Iterator[Batch]:
-        """The shard's rows, block by block."""
+        """Yield the shard's rows, block by block."""
         starts = self._file.starts
         row, stop = self._first_row(shard), self._first_row(shard + 1)
         while row < stop:
@@ -321,7 +319,7 @@ class ConvertedReader:
             row = end
 
     def _first_row(self, shard: int) -> int:
-        """The first row of a shard: that of a block, where there is one, so that few are read for two shards."""
+        """Return the first row of a shard: the first row of a block, if possible, so that few blocks are read twice."""
         starts = self._file.starts
         row = min(shard * self._shard_rows, starts[-1])
         start = starts[bisect_right(starts, row) - 1]
@@ -339,5 +337,5 @@ class ConvertedReader:
     def _describe_damaged(self, at: int) -> BadLine:
         entry, first = self._file.blocks.entries[at], self._file.starts[at]
         place = f"bytes {entry.offset:,} to {entry.offset + entry.num_bytes:,}"
-        reason = f"the block of rows {first + 1:,} to {first + entry.num_rows:,} is damaged: its checksum does not fit"
+        reason = f"the block of rows {first + 1:,} to {first + entry.num_rows:,} is damaged: its checksum is wrong"
         return BadLine(self._path, None, first + 1, place, reason)

@@ -46,12 +46,12 @@ def detect_format(path: str | Path) -> str:
     """
     path = str(path)
     stat_file(path)
-    head, whole = read_lines(path)
+    head, is_all = read_lines(path)
     for format in FORMATS.values():
         if format.magics and head.startswith(format.magics):
             return format.name
     lines = head.removeprefix(BYTE_ORDER_MARK).decode("utf-8", errors="replace").split("\n")
-    if not whole and len(lines) > 1:
+    if not is_all and len(lines) > 1:
         lines.pop()  # the last line may be cut
     lines = [line.rstrip("\r") for line in lines if line.strip() and "\0" not in line]
     for format in FORMATS.values() if lines else ():

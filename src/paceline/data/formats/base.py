@@ -27,7 +27,7 @@ class Format(ABC):
     magics: ClassVar[tuple[bytes, ...]] = ()
     """First bytes of a file, for binary formats."""
     is_random_access: ClassVar[bool] = False
-    """Whether the reader can start at any shard, and knows the number of shards at once."""
+    """Whether the reader can start at any shard, and knows the number of shards after opening."""
     scans_to_enter: ClassVar[bool] = False
     """Whether the reader scans all text before a shard to find the beginning of a row."""
     samples_beginnings: ClassVar[bool] = False

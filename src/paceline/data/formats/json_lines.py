@@ -218,14 +218,14 @@ def _values_by_field(objects: Sequence[Mapping[str, Any]]) -> dict[str, list[Any
 
 def _are_codes(name: str, values: Sequence[Any]) -> bool:
     """Return whether the values of a field are identifiers or codes, by the rules for columns."""
-    if not values or not all(_is_whole(value) for value in values):
+    if not values or not all(_is_integer(value) for value in values):
         return False
     cells = list(map(json_text, values))
     kind, reason = judge_column(name, cells, Counter(cells))
     return kind == "left out" or "codes" in reason or "digits" in reason
 
 
-def _is_whole(value: Any) -> bool:
+def _is_integer(value: Any) -> bool:
     return (isinstance(value, int) and not isinstance(value, bool)) or (isinstance(value, float) and value.is_integer())
 
 

@@ -1,7 +1,7 @@
-"""Scales and bins of all numeric features together, of which a trial takes the best.
+"""Candidate scales and bins of all numeric features together; a trial selects the best.
 
-What a feature explains of the labels by itself (:mod:`.scaling`) is a good guide, but not the last word: beside others
-it may explain more or less, and what a bin costs depends on how it is learned.
+The fit of a single feature (:mod:`.scaling`) is a good guide, but not exact: together with other features it may
+explain more or less, and the cost of a bin depends on the learning algorithm.
 """
 
 from __future__ import annotations
@@ -23,33 +23,31 @@ _BINS_OF_ALL: Final = TRIED_BINS[:3]
 
 
 def known_labels(labels: Doubles) -> Doubles | None:
-    """Return labels that a line can explain; None for 3 to 64 values: they may be classes or counts."""
+    """Return labels that a line can explain; None for 3 to 64 values, which may be classes or counts."""
     return None if 2 < len(np.unique(labels[np.isfinite(labels)])) <= _CLASSES else labels
 
 
 def explain_features(features: Sequence[NumericFeature]) -> list[ExplainedNumbers]:
-    """Return what each feature explains of the labels by itself.
+    """Return the fit of each single feature.
 
-    Of many features some explain more on logarithms by chance: they must by ln(number of features) nats more (the risk
-    inflation criterion: Foster and George, Annals of Statistics 1994).
+    Among many features some fit better on logarithms by chance, so logarithms must be better by ln(number of features)
+    nats more (the risk inflation criterion: Foster and George, Annals of Statistics 1994).
     """
     chance = math.log(max(len(features), 1))
-    return [explain_numbers(each.numbers, known_labels(each.labels), chance) for each in features]
+    return [explain_numbers(feature.numbers, known_labels(feature.labels), chance) for feature in features]
 
 
 def candidate_scales(explained: Sequence[ExplainedNumbers]) -> list[Scales]:
-    """Return scales of all features, the usual ones first, none twice.
+    """Return distinct candidates for the scales of all features, the usual ones first.
 
-    Others are: as many bins for all that usually have some (8, 16, 32 or 64); 8, 16 or 32 bins for all; no bins; and no
-    logarithms either. None gives bins to more features by what they gain: of many some gain by chance, on examples that
-    are held out later too.
+    The other candidates are: 8, 16, 32 or 64 bins for all features that usually have bins; 8, 16 or 32 bins for all; no
+    bins; no bins and no logarithms. No candidate selects features by their gain, because some of many features gain by
+    chance, on held-out examples too.
     """
-    usual = tuple(each.usual for each in explained)
+    usual = tuple(fit.usual for fit in explained)
     found = [usual]
     for at in range(len(TRIED_BINS)):
-        found.append(
-            tuple(each.bins[at] if scale.edges else scale for each, scale in zip(explained, usual, strict=True))
-        )
-    found += [tuple(each.bins[TRIED_BINS.index(num_bins)] for each in explained) for num_bins in _BINS_OF_ALL]
-    found += [tuple(each.line for each in explained), tuple(each.plain for each in explained)]
+        found.append(tuple(fit.bins[at] if scale.edges else scale for fit, scale in zip(explained, usual, strict=True)))
+    found += [tuple(fit.bins[TRIED_BINS.index(num_bins)] for fit in explained) for num_bins in _BINS_OF_ALL]
+    found += [tuple(fit.line for fit in explained), tuple(fit.plain for fit in explained)]
     return list(dict.fromkeys(found))

@@ -1,4 +1,4 @@
-"""Which features of examples are numbers, and what these are, so that scales or bins can be chosen for them."""
+"""Finds the features of examples that are numbers, for the choice of scales and bins."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Positions = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NumericFeature:
-    """The numbers of one feature: `numbers` float64 [m], and `labels` float64 [m] of the examples that have them."""
+    """The numbers of one feature (float64 [m]), and the labels of its examples (float64 [m])."""
 
     key: int
     field: int | None
@@ -36,15 +36,15 @@ class NumericFeature:
 
 
 def find_numeric_features(batch: Batch, *, absent_is_zero: bool) -> list[NumericFeature]:
-    """Return the features of numbered or named ones that are numbers: of three values or more, in a tenth of the rows.
+    """Return the features that are numbers: with three values or more, in a tenth of the rows.
 
-    If `absent_is_zero` rows that lack one have the number 0; beside many rare features, as words are, it is in half of
-    the rows then, or so many zeros would outweigh what is rare. Up to 10,000 rows are looked at, evenly spread, fewer
-    of many features; of more than 2,000 features none is returned: they are no columns of a table.
+    If `absent_is_zero`, rows that lack a number have the number 0. With many rare features, such as words, a number
+    must then be in half of the rows, because the zeros would outweigh the rare features. Uses up to 10,000 evenly
+    spread rows, fewer for many features. Returns none of more than 2,000 features, which are not columns of a table.
     """
     if batch.values is None:
         return []
-    batch = _some_rows(batch, _MOST_ROWS)
+    batch = _spread_rows(batch, _MOST_ROWS)
     keys, counts = np.unique(batch.keys, return_counts=True)
     is_common = counts >= max(_LEAST_SHARE * batch.num_examples, _LEAST_ROWS)
     if absent_is_zero and counts[is_common].sum() < _TABLE_SHARE * len(batch.keys):
@@ -53,14 +53,14 @@ def find_numeric_features(batch: Batch, *, absent_is_zero: bool) -> list[Numeric
     if len(keys) > _MOST_FEATURES:
         return []
     found = numbers_of(batch, keys.tolist(), absent_is_zero=absent_is_zero)
-    return [each for each in found if len(np.unique(each.numbers)) >= _LEAST_VALUES]
+    return [feature for feature in found if len(np.unique(feature.numbers)) >= _LEAST_VALUES]
 
 
 def numbers_of(batch: Batch, keys: Sequence[int], *, absent_is_zero: bool) -> list[NumericFeature]:
-    """Return the numbers of these features, in their order; arguments as :func:`find_numeric_features` has them."""
+    """Return the numbers of these features, in their order; arguments as for :func:`find_numeric_features`."""
     if not keys:
         return []
-    batch = _some_rows(batch, min(max(_MOST_NUMBERS // len(keys), _LEAST_ROWS), _MOST_ROWS))
+    batch = _spread_rows(batch, min(max(_MOST_NUMBERS // len(keys), _LEAST_ROWS), _MOST_ROWS))
     order = np.argsort(batch.keys, kind="stable")
     row = np.repeat(np.arange(batch.num_examples), np.diff(batch.indptr))[order]
     assert batch.values is not None
@@ -81,7 +81,7 @@ def numbers_of(batch: Batch, keys: Sequence[int], *, absent_is_zero: bool) -> li
     return found
 
 
-def _some_rows(batch: Batch, most: int) -> Batch:
-    """Return so many examples at most, evenly spread."""
+def _spread_rows(batch: Batch, most: int) -> Batch:
+    """Return at most `most` examples, evenly spread."""
     n = batch.num_examples
     return batch if n <= most else batch.take(np.linspace(0, n - 1, most).astype(np.int64))

@@ -1,8 +1,8 @@
-"""What one column tells of the label by itself: by that, its scale and its kind are chosen.
+"""The relation of one column to the label, for the choice of its scale and kind.
 
-A column is taken for a *line*, the label's log-odds (a quantity: its mean) rising with the number, or for a *table*, a
-rate for each of its values. Both are compared by what they explain per row, each parameter beyond the first costing
-1 / rows (Akaike, "A new look at the statistical model identification", 1974).
+A column is modelled as a *line* (the label's log-odds, or its mean for quantities, is linear in the number) or as a
+*table* (a rate for each value). The models are compared by their mean loss, with a penalty of 1 / rows for each
+parameter beyond the first (Akaike, "A new look at the statistical model identification", 1974).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _STEPS: Final = 25
 _HALVINGS: Final = 6
 _ENOUGH: Final = 1e-9
 _SAME: Final = 1e-12
-_MOST: Final = 1e6  # the variance of a quantity over that of what is left, where all of it is explained
+_MOST: Final = 1e6  # the largest ratio of the variance of a quantity to the residual variance
 
 
 def line_loss(numbers: Doubles, labels: Doubles) -> float:
-    """Return the mean loss in nats of the best line, its cost included; `numbers` and `labels` float64 [n].
+    """Return the mean loss in nats of the best line, with its penalty; `numbers` and `labels` float64 [n].
 
-    Labels of two values are classes (logistic regression by Newton's method), others quantities (least squares).
+    Labels with two values are classes (logistic regression by Newton's method), others quantities (least squares).
     """
     x, classes = _standardised(numbers), _as_classes(labels)
     cost = 1 / max(len(x), 1)
@@ -35,9 +35,9 @@ def line_loss(numbers: Doubles, labels: Doubles) -> float:
 
 
 def table_loss(codes: npt.NDArray[np.int64], labels: Doubles) -> float:
-    """Return the mean loss in nats of a rate (a mean) for each value, their cost included.
+    """Return the mean loss in nats of a rate (a mean) for each value, with its penalty.
 
-    `codes` int64 [n], from 0 up, say which value a row has; `labels` as in :func:`line_loss`.
+    `codes` int64 [n], from 0, is the number of each row's value; `labels` as in :func:`line_loss`.
     """
     counts = np.bincount(codes)
     cost = (np.count_nonzero(counts) - 1) / max(len(codes), 1)
@@ -48,7 +48,7 @@ def table_loss(codes: npt.NDArray[np.int64], labels: Doubles) -> float:
 
 
 def _as_classes(labels: Doubles) -> Doubles | None:
-    """Return labels of two values, or one, as 0 and 1; None if they have more."""
+    """Return labels of at most two values as 0 and 1; None for more values."""
     values = np.unique(labels)
     return None if len(values) > 2 else np.searchsorted(values, labels).astype(np.float64)
 
@@ -64,14 +64,14 @@ def _standardised(numbers: Doubles) -> Doubles:
 
 
 def _gaussian_loss(residuals: Doubles) -> float:
-    """Return half the logarithm of the share of the variance that is left."""
+    """Return half the logarithm of the unexplained share of the variance."""
     return 0.5 * float(np.log(max(float(np.mean(residuals * residuals)), 1 / _MOST))) if len(residuals) else 0.0
 
 
 def _log_loss(rates: Doubles, classes: Doubles) -> float:
-    """Return the mean log loss; rates of 0 and 1 are those of rows that are all alike."""
-    said = np.where(classes > 0, rates, 1.0 - rates)
-    return float(-np.log(np.maximum(said, 1e-300)).mean()) if len(said) else 0.0
+    """Return the mean log loss. Rates of 0 and 1 occur for equal labels only."""
+    predicted = np.where(classes > 0, rates, 1.0 - rates)
+    return float(-np.log(np.maximum(predicted, 1e-300)).mean()) if len(predicted) else 0.0
 
 
 def _logistic_line(x: Doubles, y: Doubles) -> float:

@@ -1,7 +1,7 @@
-"""How the numbers of a column are brought to a common scale, or cut into bins, found from rows spread over the files.
+"""The scale, or the bins, of the numbers of a column, found on rows spread over the files.
 
 Gradients of a linear model are proportional to its features' values, so columns of thousands and of thousandths would
-need learning rates of their own. A missing number is left out of its row, which is the mean of a standardised column.
+need different learning rates. A row lacks a missing number, which thus counts as the mean of a standardised column.
 """
 
 from __future__ import annotations
@@ -22,47 +22,46 @@ from paceline.errors import UsageError
 from paceline.kernels.text.values import MAX_FLOAT32
 
 NUMERIC_SCALES = ("auto", "standard", "log", "log-bins", "none")
-"""The ways that need no number; ``quantile:N`` is another."""
+"""The methods without a parameter; ``quantile:N`` is another one."""
 KEPT_SCALES = ("auto", "standard", "log", "log-bins")
-"""Those that converted data keeps beside its numbers."""
+"""The methods whose scales converted data stores."""
 _QUANTILES = re.compile(r"quantile:([0-9]{1,9})")
 TRIED_BINS = (8, 16, 32, 64)
-"""How many bins by quantiles are tried."""
+"""The numbers of bins by quantiles that are tried."""
 _USUAL_BINS = TRIED_BINS[:3]
-_BENT = 10.0  # nats: bins of a column whose effect is a line seldom explain more by so much
+_NONLINEAR = 10.0  # nats: bins of a column with a linear effect seldom explain more
 _HEAVY = 10.0  # the largest of 20,000 exponential variables lies 9 deviations above the mean
 _LEAST_ROWS = 20
-_FAR = 1000.0  # deviations from 0, where float32 has 14 bits left for one
+_FAR = 1000.0  # deviations from 0: float32 has 14 bits left for a deviation
 _EVIDENCE = 2.0  # nats: one scale is e^2 times as likely as the other
 _UNIT_SHARES = (0.5, 0.01)  # of the sizes other than 0 that are smaller than a unit
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """x becomes (x - mean) / deviation; with a `unit` u, sign(x) log(1 + |x|/u) takes the place of x.
+    """x becomes (x - mean) / deviation; with a `unit` u, sign(x) log(1 + |x|/u) replaces x.
 
-    Where the deviation is 0 numbers stay as they are, and with `edges` they become categories after that.
-    Values below u are spread as they are then, and those above by their ratios. Numbers are rounded to float32 before
-    that, less `centre`: of those that lie close together and far from 0, as times do, it is in their midst.
+    With the deviation 0 numbers are unchanged, and with `edges` they become categories. Numbers are rounded to float32
+    first, less `centre`, which is in the middle of numbers that lie close together and far from 0, such as times.
     """
 
     unit: float
-    """0 where no logarithms are taken."""
+    """0 for no logarithms. Otherwise smaller numbers are nearly linear, and larger ones logarithmic."""
     mean: float
     deviation: float
     centre: float = 0.0
     edges: tuple[float, ...] = ()
-    """Where bins after the first begin, of numbers less `centre` as float32, which are categories then."""
+    """Lower bounds of all bins but the first, for numbers less `centre` (float32); none without bins."""
 
     @classmethod
     def from_fields(cls, fields: Sequence[Any]) -> Scale:
-        """The scale that :meth:`to_fields` described. Raises TypeError and ValueError."""
-        unit, mean, deviation, *others = fields
-        centre, edges = (*others, ()) if len(others) == 1 else others or (0.0, ())
+        """Return the scale of :meth:`to_fields`. Raises TypeError and ValueError."""
+        unit, mean, deviation, *optional = fields
+        centre, edges = (*optional, ()) if len(optional) == 1 else optional or (0.0, ())
         return cls(float(unit), float(mean), float(deviation), float(centre), tuple(map(float, edges)))
 
     def to_fields(self) -> list[Any]:
-        """This scale as JSON and msgpack can carry it."""
+        """Return the scale as values for JSON and msgpack."""
         fields: list[Any] = [self.unit, self.mean, self.deviation]
         if self.centre or self.edges:
             fields.append(self.centre)
@@ -70,22 +69,22 @@ class Scale:
 
     @property
     def centring(self) -> Scale:
-        """What takes the centre from numbers, and leaves them as they are then."""
+        """The scale that only subtracts the centre."""
         return Scale(0.0, 0.0, 0.0, self.centre)
 
     def centred_at(self, centre: float) -> Scale:
-        """Return this scale of numbers from which another centre is taken."""
+        """Return the equivalent scale with another centre."""
         if centre == self.centre:
             return self
         edges = np.unique((np.array(self.edges) + (self.centre - centre)).astype(np.float32))
         return replace(self, centre=centre, edges=tuple(edges.tolist()))
 
     def as_array(self) -> Doubles:
-        """As the kernels take it."""
+        """Return the scale as an argument of kernels."""
         return np.array([self.unit, self.mean, self.deviation, self.centre])
 
     def describe(self) -> str:
-        """Return the scale for people."""
+        """Return the scale as text."""
         if self.edges:
             first, last = self.edges[0] + self.centre, self.edges[-1] + self.centre
             return f"{len(self.edges) + 1} bins, below {first:.4g} to {last:.4g} and above"
@@ -103,19 +102,19 @@ def check_numeric_scale(how: str) -> None:
 
 
 def fit_scale(cells: Iterable[str], how: str = "auto", labels: Doubles | None = None) -> Scale:
-    """Return the scale of a column by some of its cells; `how` as :func:`check_numeric_scale` has it, but ``none``.
+    """Return the scale of a column, given a sample of its cells. `how` is a method, but not ``none``.
 
-    ``quantile:N`` cuts the numbers into N bins, ``log-bins`` into those of their logarithms (:mod:`.bins`). ``auto``
-    takes bins by quantiles, 8, 16 or 32, if a rate (a mean) in each of them explains the `labels` (float64, one for
-    each cell; NaN where there is none) better than a line does by more than 10 / rows nats a row, each bin beyond the
-    first costing 1 / rows.
+    ``quantile:N`` cuts the numbers into N bins, ``log-bins`` into bins of their logarithms (:mod:`.bins`). ``auto``
+    takes 8, 16 or 32 bins by quantiles if a rate (a mean) per bin explains the `labels` (float64, one per cell; NaN if
+    missing) better than a line by more than 10 / rows nats per row, with a penalty of 1 / rows for each bin beyond the
+    first.
 
-    Otherwise ``auto`` takes logarithms if they explain the labels better by 2 / rows nats a row or more, and not if
-    they explain them worse by as much. In between, and without labels, it takes them if a value lies more than 10
+    Otherwise ``auto`` takes logarithms if they explain the labels better by 2 / rows nats per row or more, and does not
+    if they explain them worse by as much. In between, and without labels, it takes them if a value is more than 10
     deviations from the mean, and less than half as many after logarithms.
 
-    The unit of logarithms is 1 for whole numbers. For others half of the sizes lie below it, or a hundredth of them:
-    whichever explains the labels better; half of them without labels. For bins it is the smaller.
+    The unit of logarithms is 1 for integers. Otherwise half of the magnitudes are below it, or a hundredth of them,
+    whichever explains the labels better; half without labels. Bins use the smaller one.
     """
     cells = list(cells)
     rows = [row for row, cell in enumerate(cells) if not is_missing(cell) and is_number(cell)]
@@ -124,7 +123,7 @@ def fit_scale(cells: Iterable[str], how: str = "auto", labels: Doubles | None = 
 
 
 def fit_numbers(numbers: Doubles, how: str, known: Doubles | None = None) -> Scale:
-    """Return what :func:`fit_scale` does of numbers, finite float64 all, whose labels are `known`, or None."""
+    """Do the same as :func:`fit_scale`, for finite float64 numbers. `known` are their labels, or None."""
     if how == "auto":
         return explain_numbers(numbers, known).usual
     plain, _ = _standard_scale(numbers)
@@ -139,28 +138,27 @@ def fit_numbers(numbers: Doubles, how: str, known: Doubles | None = None) -> Sca
 
 @dataclass(frozen=True, slots=True)
 class ExplainedNumbers:
-    """A column's numbers on the scale that suits a line, and cut into bins; and what each explains of the labels."""
+    """The scales and bins of a column's numbers, and their fit to the labels."""
 
     plain: Scale
     line: Scale
-    """That, or of logarithms."""
+    """The better scale for a line: the plain one or logarithms."""
     bins: tuple[Scale, ...]
-    """Of :data:`TRIED_BINS` by quantiles; a line's scale where all numbers are alike, or labels not known."""
+    """Bins by quantiles for each of :data:`TRIED_BINS`; the line's scale for equal numbers, or unknown labels."""
     gains: tuple[float, ...]
-    """By how many nats in all each of the bins explains the labels better than a line, each bin costing one; -inf
-    where labels are not known."""
+    """The total gain in nats of each of the bins over a line, less one per bin; -inf for unknown labels."""
 
     @property
     def usual(self) -> Scale:
-        """The scale that ``auto`` takes of this column by itself."""
+        """The choice of ``auto`` for this column alone."""
         best = max(range(len(_USUAL_BINS)), key=lambda place: self.gains[place])
-        return self.bins[best] if self.gains[best] > _BENT else self.line
+        return self.bins[best] if self.gains[best] > _NONLINEAR else self.line
 
 
 def explain_numbers(numbers: Doubles, known: Doubles | None, chance: float = 0.0) -> ExplainedNumbers:
-    """Return how numbers, finite float64 all, explain the labels `known` (NaN where there is none), or None.
+    """Return the fit of numbers (finite float64) to the labels `known` (NaN if missing), or None.
 
-    `chance` is by how many nats logarithms of one column among many explain more by chance.
+    `chance` is the gain in nats that logarithms of one column among many may have by chance.
     """
     known = _known(known)
     plain, farthest = _standard_scale(numbers)
@@ -169,7 +167,7 @@ def explain_numbers(numbers: Doubles, known: Doubles | None, chance: float = 0.0
     if known is None:
         line = logged if has_long_tail else plain
         return ExplainedNumbers(plain, line, (line,) * len(TRIED_BINS), (-math.inf,) * len(TRIED_BINS))
-    bins = tuple(_binned(plain, quantile_edges(numbers - plain.centre, each)) for each in TRIED_BINS)
+    bins = tuple(_binned(plain, quantile_edges(numbers - plain.centre, num_bins)) for num_bins in TRIED_BINS)
     loss, num_known = _line_loss(numbers, known), int(np.isfinite(known).sum())
     better = (loss - loss_of_logs) * num_known
     line = (
@@ -177,7 +175,10 @@ def explain_numbers(numbers: Doubles, known: Doubles | None, chance: float = 0.0
     )
     best = min(loss, loss_of_logs)
     return ExplainedNumbers(
-        plain, line, bins, tuple((best - _table_loss(numbers - plain.centre, each, known)) * num_known for each in bins)
+        plain,
+        line,
+        bins,
+        tuple((best - _table_loss(numbers - plain.centre, scale, known)) * num_known for scale in bins),
     )
 
 
@@ -186,14 +187,14 @@ def _known(labels: Doubles | None) -> Doubles | None:
 
 
 def _standard_scale(numbers: Doubles) -> tuple[Scale, float]:
-    """Return the scale of a line, and how many deviations the farthest number is from the mean."""
+    """Return the scale for a line, and the distance of the farthest number from the mean, in deviations."""
     (mean, deviation), farthest = _standardise(numbers.tolist())
     centre = float(np.float32(mean)) if _FAR * deviation < abs(mean) <= MAX_FLOAT32 else 0.0
     return Scale(0.0, mean, deviation, centre), farthest
 
 
 def _log_scale(numbers: Doubles, centre: float, known: Doubles | None) -> tuple[Scale, float, float]:
-    """Return the scale of logarithms, how far the farthest is from their mean in deviations, and a line's loss."""
+    """Return the scale of logarithms, the distance of the farthest from their mean in deviations, and a line's loss."""
     units = _units(numbers)
     losses = [0.0 if known is None else _line_loss(signed_logs(numbers, unit), known) for unit in units]
     unit = units[int(np.argmin(losses))]
@@ -202,12 +203,12 @@ def _log_scale(numbers: Doubles, centre: float, known: Doubles | None) -> tuple[
 
 
 def _binned(plain: Scale, edges: tuple[float, ...]) -> Scale:
-    """Return a scale with bins; the plain one where all numbers are alike."""
+    """Return a scale with bins; the plain scale if all numbers are equal."""
     return Scale(0.0, 0.0, 0.0, plain.centre, edges) if edges else plain
 
 
 def _table_loss(numbers: Doubles, scale: Scale, labels: Doubles) -> float:
-    """Return what :func:`table_loss` says of bins; infinity where there are none."""
+    """Return the loss of :func:`table_loss` for bins; infinity without bins."""
     known = np.isfinite(labels)
     return table_loss(bins_of(numbers[known], scale.edges), labels[known]) if scale.edges else math.inf
 
@@ -219,7 +220,7 @@ def signed_logs(numbers: Doubles, unit: float) -> Doubles:
 
 
 def _units(numbers: Doubles) -> list[float]:
-    """Return units that logarithms may have, the likeliest first."""
+    """Return candidates for the unit of logarithms, the most likely first."""
     sizes = np.abs(numbers[numbers != 0])
     if not len(sizes) or (numbers == np.rint(numbers)).all():
         return [1.0]
@@ -233,7 +234,10 @@ def _line_loss(numbers: Doubles, labels: Doubles) -> float:
 
 
 def _standardise(numbers: list[float]) -> tuple[tuple[float, float], float]:
-    """Mean and deviation, and how many deviations the farthest number is from the mean; exact, so alike everywhere."""
+    """Return mean, deviation, and the distance of the farthest number from the mean in deviations.
+
+    Sums are exact, so the result is equal on all machines.
+    """
     if not numbers:
         return (0.0, 1.0), 0.0
     mean = math.fsum(number / len(numbers) for number in numbers)
@@ -241,5 +245,5 @@ def _standardise(numbers: list[float]) -> tuple[tuple[float, float], float]:
     farthest = max(map(abs, distances))
     if not farthest > 1e-12 * abs(mean):  # a constant column
         return (mean, 1.0), 0.0
-    deviation = farthest * math.sqrt(math.fsum((each / farthest) ** 2 for each in distances) / len(numbers))
+    deviation = farthest * math.sqrt(math.fsum((distance / farthest) ** 2 for distance in distances) / len(numbers))
     return (mean, deviation), farthest / deviation

@@ -1,4 +1,4 @@
-"""The bytes of data files, here or elsewhere, compressed or not."""
+"""The bytes of data files: local or remote, compressed or not."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ __all__ = [
 
 
 def open_stream(path: str) -> ByteStream:
-    """The text of `path`, unpacked if its name says so."""
+    """Open the text of `path`, decompressed if its name ends in ``.gz`` or ``.zst``."""
     return next((kind(path) for kind in PACKED if path.endswith(kind.suffix)), None) or open_bytes(path)
 
 
 def read_head(path: str, num_bytes: int) -> tuple[bytes, bool]:
-    """The first bytes of the text, and whether that is all of it."""
+    """Return the first bytes of the text, and whether they are the complete text."""
     stream = open_stream(path)
     try:
         buffer = bytearray(num_bytes + 1)
@@ -45,7 +45,7 @@ def read_head(path: str, num_bytes: int) -> tuple[bytes, bool]:
 
 
 def text_size(path: str, num_bytes: int) -> int | None:
-    """How long the text of a file of `num_bytes` is; None of a packed one that does not say so in several places."""
+    """Return the length of the text of a file of `num_bytes`; None for compressed files without sizes of members."""
     if not is_packed(path):
         return num_bytes
     members = find_members(path)
@@ -53,7 +53,7 @@ def text_size(path: str, num_bytes: int) -> int | None:
 
 
 def line_number(path: str | Path, offset: int) -> int:
-    """The number, from 1, of the line that byte `offset` of the (unpacked) text is in."""
+    """Return the number, from 1, of the line with byte `offset` of the decompressed text."""
     stream = open_stream(str(path))
     try:
         buffer = bytearray(1 << 20)

@@ -1,9 +1,8 @@
-"""Where the members of a compressed file begin, told without unpacking them, so that reading can start at any.
+"""The members of a compressed file, found without decompression, so that reading can start at any member.
 
-BGZF files (``bgzip``; SAM/BAM Format Specification, section 4.1) are gzip members of up to 64 KiB of text, each of
-which says how large it is; Zstandard files of several frames, as ``pzstd`` writes them, say in each frame's header how
-much text it has (RFC 8878, section 3.1.1). Others, of one member or of members that do not say, have no places to start
-at.
+BGZF files (``bgzip``; SAM/BAM Format Specification, section 4.1) are gzip members of up to 64 KiB of text, with their
+sizes in the headers. Zstandard files of several frames (``pzstd``) have the size of the text in each frame's header
+(RFC 8878, section 3.1.1). Reading cannot start within other files: with one member, or members without sizes.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from functools import lru_cache
 from paceline.data.streams.remote import is_url
 from paceline.errors import DataError
 
-_MOST_FRAME_BYTES = 16 << 20  # of text: where they are larger, much would be unpacked to get to a place
+_MOST_FRAME_BYTES = 16 << 20  # of text: a larger frame takes too long to decompress
 _BGZF_HEADER = struct.Struct("<4s6xH2sHH")
 _ZSTD_MAGIC, _SKIPPED = b"\x28\xb5\x2f\xfd", b"\x2a\x4d\x18"
 
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """Members of a file: where each begins in the text (`starts`, rising) and in the file (`offsets`)."""
+    """The offset of each member in the text (`starts`, ascending) and in the file (`offsets`)."""
 
     starts: tuple[int, ...]
     offsets: tuple[int, ...]
@@ -33,15 +32,15 @@ class Members:
     """The length of the text."""
 
     def before(self, position: int) -> tuple[int, int]:
-        """Return where the last member that begins at `position` of the text, or before, begins: in text and file."""
+        """Return the offsets in text and file of the last member that begins at or before `position` of the text."""
         at = max(bisect_right(self.starts, position) - 1, 0)
         return self.starts[at], self.offsets[at]
 
 
 def find_members(path: str) -> Members | None:
-    """Return the members of a local file; None unless there are several, and all say how large they are.
+    """Return the members of a local file; None unless it has several members with sizes.
 
-    Raises DataError for a BGZF file without the empty member that ends one: it is cut off.
+    Raises DataError for a truncated BGZF file, without its final empty member.
     """
     if is_url(path):
         return None
@@ -49,7 +48,7 @@ def find_members(path: str) -> Members | None:
         status = os.stat(path)
         return _find_members(path, status.st_size, status.st_mtime_ns)
     except OSError:
-        return None  # those who read it say what is wrong
+        return None  # the reader raises an error
 
 
 @lru_cache(maxsize=64)
@@ -68,8 +67,8 @@ def _find_members(path: str, size: int, mtime_ns: int) -> Members | None:
             text += num_bytes
         if walk is _bgzf_members and num_bytes:
             raise DataError(
-                f"{path} is cut off: it has no empty block at its end, as files of bgzip have, and what was behind its "
-                f"{text:,} bytes of text is missing; make or fetch it again"
+                f"{path} is truncated after {text:,} bytes of text: bgzip's empty block at the end is missing. Make or "
+                "copy it again"
             )
     finally:
         os.close(descriptor)
@@ -77,7 +76,7 @@ def _find_members(path: str, size: int, mtime_ns: int) -> Members | None:
 
 
 def _bgzf_members(descriptor: int, size: int) -> Iterator[tuple[int, int | None]]:
-    """Yield where each member begins and how much text it has; None for one that does not say."""
+    """Yield the offset of each member and the size of its text; None if the size is missing."""
     at = 0
     while at < size:
         header = os.pread(descriptor, _BGZF_HEADER.size, at)
@@ -94,7 +93,7 @@ def _bgzf_members(descriptor: int, size: int) -> Iterator[tuple[int, int | None]
 
 
 def _zstd_frames(descriptor: int, size: int) -> Iterator[tuple[int, int | None]]:
-    """Yield the same of frames; those that are to be skipped have no text."""
+    """Yield the same for frames. Skippable frames have no text."""
     at = 0
     while at < size:
         head = os.pread(descriptor, 18, at)
@@ -115,7 +114,7 @@ def _zstd_frames(descriptor: int, size: int) -> Iterator[tuple[int, int | None]]
 
 
 def _end_of_blocks(descriptor: int, at: int, size: int) -> int:
-    """Return where the blocks of a frame end that begin at `at`."""
+    """Return the end of a frame's blocks, which begin at `at`."""
     is_last = False
     while not is_last and at < size:
         header = int.from_bytes(os.pread(descriptor, 3, at), "little")

@@ -15,18 +15,18 @@ from paceline.errors import DataError, UsageError
 
 
 class PackedStream(ABC):
-    """A compressed file's text, of one or several members.
+    """The text of a compressed file, of one or several members.
 
-    Going elsewhere starts at the member that has the place, where the file says which that is
-    (:mod:`paceline.data.streams.members`); else going back starts over, and going forward decompresses.
+    `seek` starts at the member with the position, if sizes of members are known (:mod:`paceline.data.streams.members`).
+    Otherwise seeking backward starts again, and seeking forward decompresses.
     """
 
     suffix: str
     name: str
     magics: tuple[bytes, ...]
-    """What a member begins with, of one length."""
+    """The possible first bytes of a member, of equal lengths."""
     chunk_bytes: int
-    """So much of the file is read at a time."""
+    """The number of bytes that are read from the file in one step."""
     errors: tuple[type[Exception], ...]
 
     def __init__(self, path: str) -> None:
@@ -43,24 +43,24 @@ class PackedStream(ABC):
 
     @abstractmethod
     def _new_decoder(self) -> Any:
-        """A decoder of one member, which has `eof` and `unused_data` as those of zlib."""
+        """Return a decoder of one member, with `eof` and `unused_data` as in zlib."""
 
     @abstractmethod
     def _decode(self, data: bytes, limit: int) -> tuple[bytes, bytes]:
-        """Text, of which there may be more than `limit` bytes, and what was not decoded of `data`."""
+        """Return text, possibly more than `limit` bytes, and the remainder of `data`."""
 
     @abstractmethod
     def _trim(self, data: bytes) -> bytes:
-        """What there is without the padding that may be between members."""
+        """Return `data` without padding between members."""
 
     def readinto(self, view: memoryview) -> int:
-        """Fill `view` as far as one decompression does."""
+        """Fill `view` with the result of one decompression."""
         text = self.decompress(len(view))
         view[: len(text)] = text
         return len(text)
 
     def seek(self, position: int) -> None:
-        """Go to `position`."""
+        """Move to `position`."""
         members = find_members(self.path)
         start, offset = (0, 0) if members is None else members.before(position)
         if not start <= self.position <= position:
@@ -83,14 +83,13 @@ class PackedStream(ABC):
                 self._surplus, self._pending = self._decode(self._pending, limit)
             except self.errors as error:
                 raise DataError(
-                    f"{self.path} is damaged: unpacking it fails after {self.position:,} bytes of text ({error})"
+                    f"{self.path} is damaged: decompression fails after {self.position:,} bytes of text ({error})"
                 ) from error
             if self._decoder.eof:
                 self._pending, self._decoder = self._decoder.unused_data, None
             elif not self._surplus and not self._pending and not self._refill():
                 raise DataError(
-                    f"{self.path} is cut off: the {self.name} stream ends in the middle, after {self.position:,} bytes "
-                    "of text"
+                    f"{self.path} is truncated: its {self.name} stream ends after {self.position:,} bytes of text"
                 )
         text, self._surplus = self._surplus[:limit], self._surplus[limit:]
         self.position += len(text)
@@ -102,7 +101,7 @@ class PackedStream(ABC):
         return count > 0
 
     def _next_member(self) -> bool:
-        """Begin with the next member, if there is one; nothing but padding and members may be in the file."""
+        """Start the next member, if there is one. The file may have only members and padding."""
         is_first = self._raw.position == 0
         size = len(self.magics[0])
         self._pending = self._trim(self._pending)
@@ -113,14 +112,16 @@ class PackedStream(ABC):
             return False
         if not any(self._pending[:size] == magic[: len(self._pending)] for magic in self.magics):
             if is_first:
-                raise DataError(f"{self.path} ends in {self.suffix} but is not a {self.name} file: unpack or rename it")
-            raise DataError(f"{self.path} is damaged: its {self.name} stream is followed by something else")
+                raise DataError(
+                    f"{self.path} ends in {self.suffix} but is not a {self.name} file: decompress or rename it"
+                )
+            raise DataError(f"{self.path} is damaged: other bytes follow its {self.name} stream")
         self._decoder = self._new_decoder()
         return True
 
 
 class GzipStream(PackedStream):
-    """A gzip file's text."""
+    """The text of a gzip file."""
 
     suffix, name = ".gz", "gzip"
     magics = (b"\x1f\x8b",)
@@ -142,11 +143,11 @@ class GzipStream(PackedStream):
 
 
 class ZstdStream(PackedStream):
-    """A Zstandard file's text (RFC 8878), by the package zstandard (the extra ``paceline[zstd]``)."""
+    """The text of a Zstandard file (RFC 8878), with the package zstandard (the extra ``paceline[zstd]``)."""
 
     suffix, name = ".zst", "zstd"
     magics = (b"\x28\xb5\x2f\xfd",)
-    chunk_bytes = 1 << 13  # a block of 4 bytes may stand for 128 KiB, and what a call gives is not bounded otherwise
+    chunk_bytes = 1 << 13  # bounds the text of one call: 4 bytes may decompress to 128 KiB
 
     def __init__(self, path: str) -> None:
         try:
@@ -169,7 +170,7 @@ class ZstdStream(PackedStream):
 
     @override
     def _trim(self, data: bytes) -> bytes:
-        """Without frames that are to be skipped, as parallel compressors write them."""
+        """Return `data` without the skippable frames of parallel compressors."""
         self._pending = data
         while self._pending[1:4] == b"\x2a\x4d\x18" and self._pending[0] & 0xF0 == 0x50:
             while len(self._pending) < 8 and self._refill():
@@ -187,5 +188,5 @@ PACKED: tuple[type[PackedStream], ...] = (GzipStream, ZstdStream)
 
 
 def is_packed(path: str | Path) -> bool:
-    """Whether the file is to be unpacked as it is read: its name ends in ``.gz`` or ``.zst``."""
+    """Return whether a file is compressed, by its name."""
     return str(path).endswith(tuple(kind.suffix for kind in PACKED))

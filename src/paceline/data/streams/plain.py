@@ -1,4 +1,4 @@
-"""Bytes of one file, with a position that can be moved; what can be wrong with a file."""
+"""The bytes of one file with a movable position, and errors about files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.errors import DataError
 
 
 def stat_file(path: str | Path) -> FileStatus:
-    """The status of a regular, non-empty, readable file; :exc:`DataError` in a sentence for anything else."""
+    """Return the status of a regular, readable file that is not empty. Raises DataError for another file."""
     if is_url(path):
         return stat_url(str(path))
     try:
@@ -28,7 +28,7 @@ def stat_file(path: str | Path) -> FileStatus:
 
 
 def open_bytes(path: str) -> ByteStream:
-    """The bytes of a file as they are stored."""
+    """Open the stored bytes of a file."""
     return UrlStream(path) if is_url(path) else PlainStream(path)
 
 
@@ -41,22 +41,22 @@ def _unreadable(path: str | Path, error: OSError) -> DataError:
 
 
 class ByteStream(Protocol):
-    """A file's text from `position` on."""
+    """The text of a file from `position`."""
 
     position: int
 
     def readinto(self, view: memoryview) -> int:
-        """Fill `view` from its start; fewer bytes than asked for are possible, 0 only at the end."""
+        """Fill a part of `view` from its start; return the number of bytes, which is 0 only at the end."""
 
     def seek(self, position: int) -> None:
-        """Go to `position`, or to the end if it lies behind that."""
+        """Move to `position`, or to the end if the file is shorter."""
 
     def close(self) -> None:
-        """Close the file; again is allowed."""
+        """Close the file. May be called again."""
 
 
 class PlainStream:
-    """A file as it is. Descriptors, not file objects: dropping an iterator half-way must not warn."""
+    """An uncompressed file. A descriptor, because a file object warns if an iterator is dropped before its end."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -68,7 +68,7 @@ class PlainStream:
             raise _unreadable(path, error) from error
 
     def readinto(self, view: memoryview) -> int:
-        """Fill `view` as far as one read does."""
+        """Fill `view` with one read."""
         try:
             count = os.readv(self._descriptor, [view])
         except OSError as error:
@@ -77,7 +77,7 @@ class PlainStream:
         return count
 
     def seek(self, position: int) -> None:
-        """Go to `position`."""
+        """Move to `position`."""
         position = min(position, os.fstat(self._descriptor).st_size)
         self.position = os.lseek(self._descriptor, position, os.SEEK_SET)
 

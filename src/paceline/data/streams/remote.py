@@ -1,4 +1,4 @@
-"""Files at URLs, such as ``s3://bucket/day1.tsv``, by the package fsspec (the extra ``paceline[remote]``)."""
+"""Files at URLs, such as ``s3://bucket/day1.tsv``, with the package fsspec (the extra ``paceline[remote]``)."""
 
 from __future__ import annotations
 
@@ -14,74 +14,74 @@ from paceline.errors import DataError, UsageError
 
 _READ_AHEAD = 4 << 20
 _MARKS = ("ETag", "etag", "Last-Modified", "LastModified", "last_modified", "mtime", "created", "Content-MD5")
-"""By what file systems tell that a file is another one, where they do."""
+"""The fields by which file systems distinguish versions of a file."""
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(?:::[A-Za-z][A-Za-z0-9+.-]+)*://")
 
 
 @dataclass(frozen=True, slots=True)
 class FileStatus:
-    """How large a file is, and a text that is another one once the file has changed."""
+    """The size of a file, and a text that changes with the file."""
 
     num_bytes: int
     version: str
 
 
 def is_url(path: str | Path) -> bool:
-    """Whether a file is named by a URL."""
+    """Return whether a name is a URL."""
     return isinstance(path, str) and _URL.match(path) is not None
 
 
 def full_path(path: str | Path) -> str:
-    """The name by which other processes know a file."""
+    """Return the name of a file for other processes."""
     return str(path) if is_url(path) else os.path.abspath(path)
 
 
 def check_local(path: str | Path, format: str) -> None:
-    """Raise UsageError for a URL of a file that is mapped into memory."""
+    """Raise UsageError for a URL of a memory-mapped format."""
     if is_url(path):
-        raise UsageError(f"{path}: {format} files are mapped into memory, which goes with files alone: copy it first")
+        raise UsageError(f"{path}: {format} files are memory-mapped, so a URL is not possible: copy the file first")
 
 
 def stat_url(url: str) -> FileStatus:
-    """The status of a non-empty file; :exc:`DataError` in a sentence for anything else."""
-    with _problems_of(url):
+    """Return the status of a file that is not empty. Raises DataError for another file."""
+    with _data_errors(url):
         system, path = _find_system(url)
-        system.invalidate_cache(path)  # of listings, which would say what once was
+        system.invalidate_cache(path)  # old listings would have old sizes
         found = system.info(path)
         version = " ".join([str(system.ukey(path)), *(str(found[mark]) for mark in _MARKS if mark in found)])
     if found["type"] != "file":
         raise DataError(f"{url} is a folder, not a data file: name the files in it, as in {url.rstrip('/')}/*")
     if found["size"] is None:
-        raise DataError(f"{url}: the server does not say how large the file is: copy it first")
+        raise DataError(f"{url}: the server does not report the size of the file: copy it first")
     if not found["size"]:
         raise DataError(f"{url} is empty: it has no line to read")
     return FileStatus(int(found["size"]), version)
 
 
 def open_url(url: str) -> Any:
-    """A file object to read from, with positions."""
-    with _problems_of(url):
+    """Open a file for reading with random access."""
+    with _data_errors(url):
         system, path = _find_system(url)
         return system.open(path, "rb", block_size=_READ_AHEAD, cache_type="readahead")
 
 
 def expand_url(pattern: str) -> list[str]:
-    """The URLs that a pattern of `*`, `?` or `[...]` stands for, in order; of one that is none, itself.
+    """Return the URLs that match a pattern of `*`, `?` or `[...]`, in order; a URL without a pattern stands for itself.
 
-    Raises DataError where no file fits.
+    Raises DataError if no file matches.
     """
     from glob import has_magic
 
     if not has_magic(_URL.sub("", pattern)):
         return [pattern]
-    with _problems_of(pattern):
+    with _data_errors(pattern):
         system, path = _find_system(pattern)
         if system.exists(path):
             return [pattern]
-        fitting = [name for name, status in system.glob(path, detail=True).items() if status["type"] == "file"]
-        if not fitting:
-            raise DataError(f"no file fits {pattern}")
-        return sorted(map(system.unstrip_protocol, fitting))
+        matching = [name for name, status in system.glob(path, detail=True).items() if status["type"] == "file"]
+        if not matching:
+            raise DataError(f"{pattern}: no file matches")
+        return sorted(map(system.unstrip_protocol, matching))
 
 
 class UrlStream:
@@ -91,25 +91,25 @@ class UrlStream:
         self.path = url
         self.position = 0
         self._file = open_url(url)
-        with _problems_of(url):
+        with _data_errors(url):
             self._num_bytes = self._file.seek(0, os.SEEK_END)
             self._file.seek(0)
 
     def readinto(self, view: memoryview) -> int:
-        """Fill `view` as far as one read does."""
-        with _problems_of(self.path):
+        """Fill `view` with one read."""
+        with _data_errors(self.path):
             data = self._file.read(len(view))
         view[: len(data)] = data
         self.position += len(data)
         return len(data)
 
     def seek(self, position: int) -> None:
-        """Go to `position`, or to the end if it lies behind that."""
-        with _problems_of(self.path):
+        """Move to `position`, or to the end if the file is shorter."""
+        with _data_errors(self.path):
             self.position = self._file.seek(min(position, self._num_bytes))
 
     def close(self) -> None:
-        """Close the file; again is allowed."""
+        """Close the file. May be called again."""
         self._file.close()
 
 
@@ -125,8 +125,8 @@ def _find_system(url: str) -> tuple[Any, str]:
 
 
 @contextlib.contextmanager
-def _problems_of(url: str) -> Iterator[None]:
-    """What fsspec and the packages behind it raise, which is of any kind, as :exc:`DataError`."""
+def _data_errors(url: str) -> Iterator[None]:
+    """Raise DataError for exceptions of fsspec and its file systems, which may have any type."""
     try:
         yield
     except (DataError, UsageError):

@@ -1,4 +1,4 @@
-"""Standard input as data: it is kept in a temporary file, for data is read several times, and by several processes."""
+"""Standard input as data: a copy in a temporary file, because several processes read the data several times."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _KIND = "stdin"
 
 
 def make_folder() -> TemporaryFolder:
-    """Make the folder that standard input is kept in, which the caller closes in the end."""
+    """Make the folder for a copy of standard input. The caller closes it."""
     return TemporaryFolder.make(_KIND)
 
 
 def keep(source: BinaryIO, folder: Path) -> Path:
-    """Write all of `source` to a file in `folder`; return its name, with the suffix of packed data. Raises OSError."""
+    """Copy `source` to a file in `folder`, with a suffix for compressed data. Return its path. Raises OSError."""
     path = folder / "stdin"
     with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as out:
         shutil.copyfileobj(source, out, 1 << 20)
@@ -32,6 +32,6 @@ def keep(source: BinaryIO, folder: Path) -> Path:
 
 
 def name_for_people(text: str) -> str:
-    """Return a message that says `standard input` where it names such a file."""
+    """Replace the name of the copy by `standard input` in a message."""
     parent = re.escape(os.path.join(tempfile.gettempdir(), ""))
     return re.sub(rf"{parent}{pattern_of(_KIND)}/stdin(?:\.gz|\.zst)?\b", "standard input", text)

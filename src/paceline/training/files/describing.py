@@ -175,7 +175,7 @@ def _describe_bent(sample: Sample, dataset: Dataset, numeric_scale: str) -> list
         return []
     examples = sample_examples(dataset)
     scaling = choose_key_scaling(examples, numeric_scale, absent_is_zero=FORMATS[dataset.source_format].absent_is_zero)
-    bent = {} if scaling is None else scaling.bent()
+    bent = {} if scaling is None else scaling.nonlinear_scales()
     names = FORMATS[dataset.format].find_names(dataset.files, sample.columns, np.array([*bent], np.uint64))
     return [{"name": names.get(key), "key": key, "scale": scale.describe()} for key, scale in bent.items()]
 
