@@ -31,7 +31,7 @@ LANGUAGES = ("python", "sh", "console", "json")
 COMMENT = re.compile(r"<!-- docs test: ((?:(?!-->).)*) -->\n\Z", re.DOTALL)
 STARTS_EMPTY = {"click_model", "pytorch_script"}
 """Pages that create their files themselves."""
-ALWAYS = {"README.md", "tutorials"}
+ALWAYS = {"README.md", "click_model.md", "pytorch_script.md"}
 """Pages outside of these are `thorough`."""
 
 
@@ -154,7 +154,7 @@ def parameters() -> Iterator[Any]:
     for path in PAGES:
         if re.search(rf"^```({'|'.join(LANGUAGES)})$", path.read_text(encoding="utf-8"), re.MULTILINE):
             name = path.relative_to(ROOT).as_posix()
-            always = path.name in ALWAYS or path.parent.name in ALWAYS
+            always = path.name in ALWAYS
             yield pytest.param(path, id=name, marks=() if always else pytest.mark.thorough)
 
 

@@ -20,7 +20,7 @@ from paceline.protocol.reachability import Reachability
 from simulator import FOLLOWING, KINDS, ProtocolCluster, RunSettings
 from simulator.__main__ import main
 
-SEEDS = range(300)
+SEEDS = range(200)
 DEFECT_SEEDS = 200
 
 

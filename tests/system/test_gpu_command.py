@@ -19,9 +19,8 @@ def _run(*options: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
 
 
-@pytest.mark.parametrize(
-    "contender", [pytest.param("hybrid", marks=pytest.mark.thorough), "all-reduce, paceline, 2 ranks"]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("contender", ["hybrid", "all-reduce, paceline, 2 ranks"])
 def test_small_version(tmp_path: Path, contender: str) -> None:
     page, figures = tmp_path / "page.md", tmp_path / "figures.json"
     page.write_text("Before.\n<!-- figures of make gpu -->\nOld.\n<!-- end of figures -->\nAfter.\n")

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    ("seed", "mode", "faults"), [(1, "eventual", 3), pytest.param(2, "lockstep", 4, marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize(("seed", "mode", "faults"), [(1, "eventual", 3), (2, "lockstep", 4)])
 def test_nothing_is_lost_by_faults(seed: int, mode: str, faults: int, tmp_path: Path) -> None:
     words = [
         "--runs",

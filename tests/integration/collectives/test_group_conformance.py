@@ -43,6 +43,10 @@ _SELDOM = (
     "hosts of 2 and 1",
     "forced shared, 2 ranks",
     "recursive-doubling, 3 ranks",
+    "recursive-doubling, 4 ranks",
+    "double-binary-tree, 4 ranks",
+    "hierarchical, one host",
+    "direct, 3 ranks",
 )
 _CHECKS_OF = {
     "all_reduce": ("check_all_reduce_sizes", "check_layouts"),

@@ -171,7 +171,11 @@ def expect_equal(loop: Loop, batches: Batches, kind: str = "sgd", tolerance: flo
                 torch.testing.assert_close(other, value, rtol=1e-4, atol=tolerance, msg=name)
 
 
-def check_every_schedule_equals_one_process(rank: int, size: int) -> None:
+def check_a_schedule_of_four_stages(rank: int, size: int) -> None:
+    expect_equal(plain_loop, batches_of([8, 8, 8, 7, 3]), schedule="interleaved", microbatches=4)
+
+
+def thorough_every_schedule_equals_one_process(rank: int, size: int) -> None:
     for schedule in SCHEDULES:
         expect_equal(plain_loop, batches_of([8, 8, 8, 7, 3]), schedule=schedule, microbatches=4)
 
@@ -180,7 +184,7 @@ def check_fifty_steps(rank: int, size: int) -> None:
     expect_equal(plain_loop, batches_of([8] * 50), schedule="1f1b", microbatches=4, kind="adam")
 
 
-def check_fifty_steps_of_the_benchmarks_models(rank: int, size: int) -> None:
+def thorough_fifty_steps_of_the_benchmarks_models(rank: int, size: int) -> None:
     def transformer() -> nn.Module:
         return nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
 
@@ -383,7 +387,7 @@ def check_a_model_with_states(rank: int, size: int) -> None:
     expect_equal_steps(Stateful, step)
 
 
-def check_a_whole_transformer(rank: int, size: int) -> None:
+def thorough_a_whole_transformer(rank: int, size: int) -> None:
     def step(model: nn.Module, rows: int) -> list[Any]:
         source, target = torch.randn(2, rows, 3, 8, generator=torch.Generator().manual_seed(rows))
         return [F.mse_loss(model(source, target), target)]

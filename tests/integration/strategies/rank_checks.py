@@ -40,15 +40,22 @@ class RankReports:
 
 
 def run_checks(
-    module: str, size: int, folder: Path, *, environment: Mapping[str, str] | None = None, patience_s: float = 180
+    module: str,
+    size: int,
+    folder: Path,
+    *,
+    checks: str = "check_ last_",
+    environment: Mapping[str, str] | None = None,
+    patience_s: float = 180,
 ) -> RankReports:
-    """Run the checks of `module` on `size` ranks and return their reports. See ``strategy_ranks.py``.
+    """Run the checks of `module` whose names have a prefix in `checks` on `size` ranks, and return their reports.
 
     Ranks that do not end within `patience_s` seconds are killed; the reports of their remaining checks are missing.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     surroundings = {
         **{name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")},
+        "CHECKS": checks,
         "WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
@@ -76,7 +83,11 @@ def run_checks(
         errors = [rank.communicate()[1] for rank in ranks]
     result = RankReports([rank.returncode for rank in ranks], errors)
     lines = (_HERE / f"{module}.py").read_text().splitlines()
-    result.reports = {line[4 : line.index("(")]: [] for line in lines if line.startswith(("def check_", "def last_"))}
+    result.reports = {
+        line[4 : line.index("(")]: []
+        for line in lines
+        if line.startswith(tuple(f"def {prefix}" for prefix in checks.split()))
+    }
     for report in sorted(folder.glob("rank *")):
         for name, text in map(json.loads, report.read_text().splitlines()):
             result.reports[name].append(text)

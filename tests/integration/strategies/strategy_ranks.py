@@ -2,8 +2,9 @@
 
     python strategy_ranks.py MODULE FOLDER
 
-The environment says who it is, as torchrun's does, and the parent serves the store. A check is a function
-``check_*(rank, size)`` that all ranks call, one after the other, each a training of its own; ``last_*`` come last.
+The environment sets the rank, as torchrun does, and the parent serves the store. A check is a function
+``check_*(rank, size)`` with a training of its own; all ranks call the checks in the order of the module. ``CHECKS`` has
+the prefixes of the checks to run.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def main(module: str, folder: Path) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     checks: dict[str, Callable[[int, int], None]] = vars(importlib.import_module(module))
     with (folder / f"rank {rank}").open("w") as report:
-        for number, name in enumerate(name for name in list(checks) if name.startswith(("check_", "last_"))):
+        prefixes = tuple(os.environ["CHECKS"].split())
+        for number, name in enumerate(name for name in list(checks) if name.startswith(prefixes)):
             os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # its own part of the store
             said = ""
             try:
