@@ -11,7 +11,7 @@ from paceline.data.guessing import ReadOptions
 from paceline.errors import DataError
 from paceline.models.registry import make_model
 from paceline.training.driver import train_locally
-from paceline.training.files.data_files import settle_files
+from paceline.training.files.data_files import resolve_files
 from paceline.training.options import TrainOptions
 from paceline.training.planning import plan_training
 
@@ -31,12 +31,12 @@ def test_a_training_fails_if_too_many_rows_are_malformed(tmp_path: Path) -> None
         r"12 of the 200 rows read \(6.0%\) are malformed, more than --max-malformed 0.05 allows; the first is .* 3: "
     )
     with pytest.raises(DataError, match=expected):
-        plan_training(settle_files(options)[0])
+        plan_training(resolve_files(options)[0])
     some = ReadOptions(max_malformed=0.06)
-    settled, _ = settle_files(TrainOptions(data=options.data, epochs=1, reading=some))
+    settled, _ = resolve_files(TrainOptions(data=options.data, epochs=1, reading=some))
     assert plan_training(settled).num_examples == 188
     few = TrainOptions(data=[write(tmp_path / "few.csv", 20, 10)], epochs=1)
-    assert plan_training(settle_files(few)[0]).num_examples == 20
+    assert plan_training(resolve_files(few)[0]).num_examples == 20
 
 
 def test_all_rows_are_checked_after_a_training_without_a_sample(tmp_path: Path) -> None:

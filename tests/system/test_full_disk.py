@@ -68,7 +68,7 @@ def test_a_full_disk_and_one_to_be_read_only(paceline: Commands, click_log: tupl
     assert told
     for number, line in enumerate(told, 2):
         why = f"server 0: no space left in {snapshots}"
-        assert line == f"paceline: snapshot {number} was not taken: {why}; the training goes on"
+        assert line == f"paceline: snapshot {number} was not taken: {why}; the training continues"
     files = disk.files()
     assert files[:3] == ["snapshots", "snapshots/snapshot-000001", "snapshots/snapshot-000001/manifest.json"]
     assert len(files) == 4
@@ -81,7 +81,7 @@ def test_a_full_disk_and_one_to_be_read_only(paceline: Commands, click_log: tupl
     assert told
     for number, line in enumerate(told, 2):
         why = f"cannot write in {snapshots}: Read-only file system"
-        assert line == f"paceline: snapshot {number} was not taken: {why}; the training goes on"
+        assert line == f"paceline: snapshot {number} was not taken: {why}; the training continues"
     assert disk.files() == files
     finished, lines = train("--save", model)
     assert finished.status == 1

@@ -76,4 +76,4 @@ def test_columns_are_those_of_the_model_and_what_does_not_fit_is_refused(
     assert "Train with the same --update" in fail(*common, "--init-from", "model", "--update", "sgd")
     assert "Train it further with --model lr" in fail(*common, "--init-from", "model", "--model", "softmax")
     assert "holds no model" in fail(*common, "--init-from", "nothing")
-    assert "pass only one of them" in fail(*common, "--init-from", "model", "--resume", "snaps")
+    assert "pass only one option" in fail(*common, "--init-from", "model", "--resume", "snaps")

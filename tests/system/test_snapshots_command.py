@@ -212,4 +212,4 @@ def test_no_place_for_snapshots(paceline: Commands, click_log: tuple[Path, Path]
     assert finished.json["examples"] == 8 * ROWS
     lines = finished.err.splitlines()
     assert len(lines) >= 2
-    assert all("was not taken: cannot write in" in line and "the training goes on" in line for line in lines)
+    assert all("was not taken: cannot write in" in line and "the training continues" in line for line in lines)

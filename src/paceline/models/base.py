@@ -287,7 +287,7 @@ class SparseModel(ABC):
         """The kind of labels to open data with (:mod:`paceline.data.labels`)."""
         return self.labels
 
-    def settled(self, found: Mapping[str, Any] | None = None) -> Self:
+    def with_defaults(self, found: Mapping[str, Any] | None = None) -> Self:
         """Return the model with every None among its optional settings replaced by `found` or the default."""
         known = {**self.usual, **(found or {})}
         return dataclasses.replace(self, **{name: known[name] for name in known if getattr(self, name) is None})
@@ -380,18 +380,18 @@ class SparseModel(ABC):
         weights: Floats | None = None,
         optimism: Optimism | None = None,
         *,
-        is_whole: bool = False,
+        is_complete: bool = False,
     ) -> SparseModel:
         """Return the model with a corrected mean prediction, given its predictions for training examples.
 
-        The examples are in the order of the data, with optional `weights`. If they are the complete data (`is_whole`),
-        their bias is corrected in full, otherwise as far as it is significant.
+        The examples are in the order of the data, with optional `weights`. If they are all the data (`is_complete`),
+        their bias is corrected in full, otherwise its significant part.
         """
         return self
 
     def describe(self) -> dict[str, Any]:
         """Return kind and settings, for messages and manifests."""
-        settings: dict[str, Any] = dataclasses.asdict(self.settled())
+        settings: dict[str, Any] = dataclasses.asdict(self.with_defaults())
         for name in ("interactions", "min_count", "count_cells"):
             if settings[name] == SparseModel.__dataclass_fields__[name].default:
                 del settings[name]  # absent in manifests of older versions

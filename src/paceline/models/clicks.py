@@ -103,14 +103,14 @@ class ClickProbabilityModel(SparseModel):
         weights: Floats | None = None,
         optimism: Optimism | None = None,
         *,
-        is_whole: bool = False,
+        is_complete: bool = False,
     ) -> Self:
         counts, p = example_counts(labels, weights), np.clip(predictions.astype(np.float64), 1e-12, 1 - 1e-12)
         found = rate_shift(np.log(p / (1 - p)), labels.astype(np.float64), counts)
         beyond, error_beyond = _expected(optimism or Optimism())
         # The trial's held-out rows may be the newest ones: then their error is the drift, which `newest` includes.
         beyond *= 1 - found.drift
-        if is_whole:
+        if is_complete:
             correction = significant_share(found.shift, found.error**2, is_known=True) * found.shift
             correction += significant_share(beyond, error_beyond**2, is_known=False) * beyond
         else:

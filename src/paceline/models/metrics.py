@@ -95,13 +95,13 @@ def base_log_loss(counts: Sequence[int]) -> float:
 
 
 def find_useless(log_loss: float, counts: Sequence[int]) -> str | None:
-    """Return a warning if a log loss is no better than that for the shares of the classes, by their `counts`."""
+    """Return a warning if a log loss is not better than for constant predictions, the classes' shares by `counts`."""
     base = base_log_loss(counts)
     if base == 0 or log_loss < base * _HARDLY_BETTER:
         return None
     shares = ", ".join(f"{count / sum(counts):.4g}" for count in counts[:10])
     return (
-        f"the log loss, {log_loss:.4f}, is no better than {base:.4f} for constant predictions, the shares of the "
+        f"the log loss, {log_loss:.4f}, is not better than {base:.4f} for constant predictions, the shares of the "
         f"classes: {shares}{', ...' * (len(counts) > 10)}"
     )
 

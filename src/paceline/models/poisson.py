@@ -23,7 +23,7 @@ _MOST_MARGIN = 30.0  # above the mean: the square of its exp() is still a float3
 
 @dataclasses.dataclass(frozen=True)
 class PoissonEvaluation(Evaluation):
-    """Mean deviance, its explained share, and the sum of expected counts divided by that of the labels."""
+    """Mean deviance, its explained share, and the sum of expected counts divided by the sum of the labels."""
 
     deviance: float
     d2: float
@@ -71,7 +71,7 @@ class PoissonRegression(LinearModel):
         weights: Floats | None = None,
         optimism: Optimism | None = None,
         *,
-        is_whole: bool = False,
+        is_complete: bool = False,
     ) -> PoissonRegression:
         counts = example_counts(labels, weights)
         missing, expected = counts * (labels - predictions), float(counts @ predictions)
@@ -79,7 +79,7 @@ class PoissonRegression(LinearModel):
             return self
         off = float(missing.sum()) / expected
         variance = len(missing) * float(missing.var()) / expected**2 if len(missing) else 0.0
-        share = significant_share(off, variance, is_known=is_whole) if math.isfinite(off) else 0.0
+        share = significant_share(off, variance, is_known=is_complete) if math.isfinite(off) else 0.0
         return dataclasses.replace(self, mean=self.mean * max(1 + share * off, _LEAST_CORRECTION)) if share else self
 
     @override

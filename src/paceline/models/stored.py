@@ -43,7 +43,7 @@ class StoredModel:
     def load_store(self, name: str, *, values_only: bool = False) -> SparseStore:
         """Return a table as a store in this process, with or without the state of its update rule.
 
-        Raises ModelError if there is no table of this name.
+        Raises ModelError for an unknown table.
         """
         table = next((candidate for candidate in self.tables if candidate.spec.name == name), None)
         if table is None:
@@ -52,7 +52,7 @@ class StoredModel:
 
 
 def read_stored_model(directory: str | os.PathLike[str]) -> StoredModel:
-    """Read a saved model, or the newest complete snapshot in a directory. Raises ModelError if there is none."""
+    """Read a saved model, or the newest complete snapshot in a directory. Raises ModelError for an unsuitable one."""
     path = Path(directory)
     if not _snapshot_numbers(path):
         saved = read_model(path)
@@ -77,7 +77,7 @@ def read_stored_model(directory: str | os.PathLike[str]) -> StoredModel:
 def find_version(directory: str | os.PathLike[str]) -> str:
     """Return a value that changes when the model is replaced or a newer snapshot appears.
 
-    Raises ModelError if there is none.
+    Raises ModelError for a directory without a model.
     """
     path = Path(directory)
     numbers = _snapshot_numbers(path)

@@ -212,7 +212,7 @@ class SparseEstimator(BaseEstimator, ABC):
         """Make a pass over more examples; the first call chooses learning rate and scale."""
         if not hasattr(self, "_tables"):
             options = self._options(rows)
-            plan = _plan_on(dataclasses.replace(options, epochs=1, model=options.model.settled()), rows)
+            plan = _plan_on(dataclasses.replace(options, epochs=1, model=options.model.with_defaults()), rows)
             random = check_random_state(self.random_state)
             self._tables = ModelTables.create(plan.model, plan.update, plan.scaling, random)
         self._tables.train(self._tables.scaled(rows), self.batch_size or suggested_batch_size(rows.num_examples), None)
@@ -227,7 +227,7 @@ class SparseEstimator(BaseEstimator, ABC):
             again = random.permutation(rows.num_examples) if self.shuffle and epoch else None
             tables.train(rows, plan.batch_size, again)
         if plan.recent is not None and plan.optimism is not None:
-            tables.calibrate(plan.recent, plan.optimism, is_whole=plan.is_recent_complete)
+            tables.calibrate(plan.recent, plan.optimism, is_complete=plan.is_recent_complete)
         return tables
 
     def _rule(self, suited_lr: float, suited_l1: float, suited_l2: float) -> UpdateRule:

@@ -75,10 +75,12 @@ class ModelTables:
             minibatch = self._model.prepare(examples.slice(start, start + batch_size), self._scratch)
             self._rows.learn(minibatch)
 
-    def calibrate(self, recent: Batch, optimism: Optimism, *, is_whole: bool) -> None:
-        """Correct the mean prediction by examples of the training, with scaled values; `is_whole`: by all of them."""
+    def calibrate(self, recent: Batch, optimism: Optimism, *, is_complete: bool) -> None:
+        """Correct the mean prediction by scaled examples of the training; `is_complete`: by all examples."""
         predictions = self._collect(recent, self._rows.predict, is_scaled=True).astype(np.float32)
-        self._model = self._model.calibrated(recent.labels, predictions, recent.weights, optimism, is_whole=is_whole)
+        self._model = self._model.calibrated(
+            recent.labels, predictions, recent.weights, optimism, is_complete=is_complete
+        )
 
     def margins(self, examples: Batch) -> Doubles:
         """Return the logit of each example (float64 [n]); or each class' log probability ([n, classes])."""

@@ -100,7 +100,7 @@ class BlockTraining:
         progress = read.state.progress
         examples, positives = int(progress.get("held", 0)), int(progress.get("positives", 0))
         if not 0 < positives < examples:
-            reason = f"all {examples:,} labels are {int(positives > 0)}" if examples else "there are no examples"
+            reason = f"all {examples:,} labels are {int(positives > 0)}" if examples else "there is no example"
             self._warn(f"{reason}: no intercept is best, and it keeps its value")
         cluster, settings = self._client.link.view, self._client.settings
         ranks = [] if cluster is None else [member.rank for member in cluster.of_role(Role.WORKER)]

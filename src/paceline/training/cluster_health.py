@@ -17,7 +17,7 @@ from paceline.ps import Client
 class ClusterHealth:
     """Detects losses and replacements of workers, servers and the scheduler.
 
-    `processes` are those of the training's own cluster, if it has one. After `patience_s` of waiting for workers that
+    `processes` is the training's own cluster, if it has one. After `patience_s` of waiting for workers that
     are still busy with the job before, the user gets a warning.
     """
 

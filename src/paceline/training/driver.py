@@ -23,7 +23,7 @@ from paceline.observe import ProgressSnapshot, RateMeter, TrainingProgress
 from paceline.protocol import Consistency, Eventual, parse_consistency
 from paceline.ps import Client, messages
 from paceline.tables.memory.limit import MemoryLimit
-from paceline.training.files.data_files import settle_files
+from paceline.training.files.data_files import resolve_files
 from paceline.training.files.describing import find_warnings, show_columns
 from paceline.training.options import TrainOptions
 from paceline.training.plan import TrainingPlan
@@ -49,9 +49,9 @@ def train_on(
     on_news: Callable[[str], None] = lambda text: None,
     warn: Callable[[str], None] = lambda text: None,
 ) -> TrainResult:
-    """Plan a training, wait for the workers of `processes`, and run it; `options` come from `settle_files`.
+    """Plan a training, wait for the workers of `processes`, and run it; `options` come from `resolve_files`.
 
-    `examples` are the sample of `settle_files`; with None a sample is read. `on_plan` receives the plan before the
+    `examples` are the sample of `resolve_files`; with None a sample is read. `on_plan` receives the plan before the
     training starts, and returns the function that receives the progress.
     """
     plan = plan_training(options, warn, examples)  # while workers start
@@ -83,9 +83,9 @@ def train_locally(
 ) -> TrainResult:
     """Train silently on processes of this machine that end with the training.
 
-    Further arguments are those of :meth:`LocalCluster.start`.
+    :meth:`LocalCluster.start` receives the further arguments.
     """
-    options, sample = settle_files(options)  # errors in the options or files are raised before anything starts
+    options, sample = resolve_files(options)  # errors in the options or files are raised before anything starts
     settings = messages.ClusterSettings(
         num_servers=servers, num_workers=workers, consistency=str(Eventual() if consistency is None else consistency)
     )
@@ -113,7 +113,7 @@ def run_training(
     """
     if scheduler is None:
         options.passes.rates.check_consistency(parse_consistency(settings.consistency))
-    options, sample = settle_files(options)
+    options, sample = resolve_files(options)
     display = _Display(Console(stderr=True), options, sample, quiet=quiet, progressive=progressive)
     display.show_files(memory_limit)
     cluster_options = {"memory_limit": memory_limit, "tls": tls, "fork_server": fork_server}
@@ -210,12 +210,12 @@ class _Display:
         return self._show_progress
 
     def _show_progress(self, progress: TrainingState) -> None:
-        now = time.monotonic()
-        self._examples.add(now, progress.examples)
-        self._bytes.add(now, progress.num_bytes)
+        time_s = time.monotonic()
+        self._examples.add(time_s, progress.examples)
+        self._bytes.add(time_s, progress.num_bytes)
         training = progress.task == "train"
-        if training and now - self._read_staleness_s > _STALENESS_EVERY_S:
-            self._read_staleness_s = now
+        if training and time_s - self._read_staleness_s > _STALENESS_EVERY_S:
+            self._read_staleness_s = time_s
             self._staleness = self._observed.summary()
         if not progress.examples:
             return

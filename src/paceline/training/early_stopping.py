@@ -75,7 +75,7 @@ class PassLosses:
         return f"pass {self.last_pass}: on the validation file {found.sentence()} ({place})"
 
     def summary(self, most: int) -> str:
-        """Return why the training has ended, and with what, for people; there may be so many passes."""
+        """Return a sentence about the end of the training and its result; `most` is the allowed number of passes."""
         if self.last_pass < most:
             why = f"stopped after pass {self.last_pass} of at most {most}: no progress since pass {self.best_pass}"
         else:

@@ -48,7 +48,7 @@ class InitialModel:
 
     @classmethod
     def read(cls, directory: str | os.PathLike[str], model: SparseModel, update: UpdateRule) -> InitialModel:
-        """Read the manifest. Raises ModelError if there is no model."""
+        """Read the manifest. Raises ModelError for a directory without a model."""
         return cls(read_stored_model(directory), model, update)
 
     def check_data(self, dataset: Dataset) -> None:
@@ -116,7 +116,7 @@ def continue_from(options: TrainOptions) -> TrainOptions:
     if options.init_from is None:
         return options
     if options.resume is not None:
-        raise UsageError("--resume continues a training, and --init-from starts one: pass only one of them")
+        raise UsageError("--resume continues a training, and --init-from starts one: pass only one option")
     stored = read_stored_model(options.init_from)
     _check_format(stored, source_format(options.data[0], options.format))
     columns = stored.described.get("columns")

@@ -68,7 +68,7 @@ class TrainingPlan:
         """Return the model with a corrected mean prediction, given its predictions for :attr:`recent`."""
         assert self.recent is not None
         labels, weights = self.recent.labels, self.recent.weights
-        return self.model.calibrated(labels, predictions, weights, self.optimism, is_whole=self.is_recent_complete)
+        return self.model.calibrated(labels, predictions, weights, self.optimism, is_complete=self.is_recent_complete)
 
     def job_rates(self, rates: RatePlan) -> JobRates | None:
         """Return the plan of rates for workers; None for constant rates."""
@@ -89,10 +89,10 @@ class TrainingPlan:
         passes = "1 pass" if self.epochs == 1 else f"{self.epochs} passes"
         if self.model.usual and self.note is None:
             rate += "".join(f", {name.replace('_', ' ')} {self.model.value_of(name):g}" for name in self.model.usual)
-        bent = {} if self.scaling is None else self.scaling.nonlinear_scales()
-        num_binned = sum(bool(scale.edges) for scale in bent.values())
-        for count, what in ((num_binned, "in bins"), (len(bent) - num_binned, "on logarithms")):
-            rate += f", {count:,} {'feature' if count == 1 else 'features'} {what}" if count else ""
+        nonlinear = {} if self.scaling is None else self.scaling.nonlinear_scales()
+        num_binned = sum(bool(scale.edges) for scale in nonlinear.values())
+        for count, kind in ((num_binned, "in bins"), (len(nonlinear) - num_binned, "on logarithms")):
+            rate += f", {count:,} {'feature' if count == 1 else 'features'} {kind}" if count else ""
         mixed = "; labels stand in runs, so examples are mixed" if self.shards_at_once > 1 else ""
         if self.rates is not None:
             mixed += "; the rate of positives changed from {:.2%} to {:.2%} over the file".format(*self.rates)

@@ -1,4 +1,4 @@
-"""The plan of a training: what its options say, and, where they say nothing, what a sample of its data suggests."""
+"""Plan a training: the given options, and for the others a choice on a sample of the data."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ from paceline.training.tuning import (
     wants_sparsity,
 )
 
-_EPOCHS = 4  # where they are not found by trial
+_EPOCHS = 4  # without a trial
 _BATCH_SIZE = 256
 _SHARDS_AT_ONCE = 8
-_OPTIMISM_OF_MANY = Optimism(0.0, 0.02)  # without a trial of all examples: many are not learned by heart
+_OPTIMISM_OF_MANY = Optimism(0.0, 0.02)  # without a trial of all examples: many examples are not memorized
 
 
 def plan_training(
@@ -61,11 +61,10 @@ def plan_training(
     warn: Callable[[str], None] = lambda text: None,
     examples: ExampleSample | None = None,
 ) -> TrainingPlan:
-    """Look at the data, and choose what the options leave open; or go on as the snapshot of ``options.resume`` did.
+    """Choose the options that are not given on a sample of the data; with ``options.resume``, continue a plan.
 
-    `examples` are those of :class:`paceline.data.Sample`; None reads some.
-
-    Raises DataError if there is nothing to train on, ModelError if there is no snapshot.
+    `examples` are the ones of :class:`paceline.data.Sample`; None reads a sample. Raises DataError if there is no
+    example, ModelError if there is no snapshot.
     """
     for name, value in (("epochs", options.epochs), ("batch_size", options.batch_size)):
         if value is not None and value < 1:
@@ -82,7 +81,7 @@ def plan_training(
 
 
 def _sample(options: TrainOptions, examples: ExampleSample | None) -> tuple[ExampleSample, str]:
-    """Return examples as they are trained on, and the format that their features come from."""
+    """Return examples as in training, and the original format of their features."""
     labels = options.model.read_labels_as
     if examples is None:
         with open_dataset(options.data, options.format, options.columns, labels=labels) as dataset:
@@ -100,7 +99,7 @@ def _sample(options: TrainOptions, examples: ExampleSample | None) -> tuple[Exam
 
 
 def _find_scaling(options: TrainOptions, sample: ExampleSample, format: str) -> KeyScaling | None:
-    """Return how values are changed of formats without columns."""
+    """Return the scaling of values, for formats without columns."""
     if not FORMATS[format].is_keyed or options.numeric_scale == "none":
         return None
     return choose_key_scaling(
@@ -109,11 +108,11 @@ def _find_scaling(options: TrainOptions, sample: ExampleSample, format: str) -> 
 
 
 def plan_on_sample(options: TrainOptions, sample: ExampleSample, scaling: KeyScaling | None) -> TrainingPlan:
-    """Choose what the options leave open; `scaling` is how values are changed before they are used."""
+    """Choose the options that are not given; `scaling` scales the sample's values first."""
     sample = scaled_sample(sample, scaling)
     is_sorted = is_sorted_by_label(sample)
     model = options.model
-    if model.labels == "clicks":  # what others must know of the labels, they know by now
+    if model.labels == "clicks":  # other models know the labels already
         model = model.starting_from(sample.batch.labels, sample.batch.weights)
     clicks = model if isinstance(model, ClickProbabilityModel) and not is_sorted else None
     rates = None if clicks is None else changed_rates(sample.batch.labels, sample.batch.weights)
@@ -141,7 +140,7 @@ def plan_on_sample(options: TrainOptions, sample: ExampleSample, scaling: KeySca
 
 
 def _plan_of_model(options: TrainOptions, stored: StoredModel, examples: ExampleSample | None) -> TrainingPlan:
-    """Return what suits a model that is trained further: its own rule, and values scaled as it knows them."""
+    """Return the plan for the further training of a model, with its own rule and scaling."""
     update = _rule_after(from_fields(RULES, stored.tables[0].spec.update), options)
     plan = dataclasses.replace(_fixed_plan(options), update=update, scaling=read_key_scaling(stored.described))
     if options.adapt == "no":
@@ -163,7 +162,7 @@ def _shards_at_once(options: TrainOptions, *, is_sorted: bool) -> int:
 
 def _fixed_plan(options: TrainOptions) -> TrainingPlan:
     return TrainingPlan(
-        model=options.model.settled(),
+        model=options.model.with_defaults(),
         epochs=options.epochs or _EPOCHS,
         batch_size=options.batch_size or _BATCH_SIZE,
         update=rule_of(options.update, FTRL().alpha, L1),
@@ -172,7 +171,7 @@ def _fixed_plan(options: TrainOptions) -> TrainingPlan:
 
 
 def _rule_after(former: UpdateRule, options: TrainOptions) -> UpdateRule:
-    """Return the rule that goes on from a former one: that, but for what the options give."""
+    """Return a former rule with the settings that the options give."""
     if isinstance(options.update, UpdateRule) or not isinstance(former, FTRL):
         return rule_of(options.update, FTRL().alpha, L1)
     rule = options.update(former.alpha, former.l1, former.l2)
@@ -182,7 +181,7 @@ def _rule_after(former: UpdateRule, options: TrainOptions) -> UpdateRule:
 
 
 def given_settings(options: TrainOptions) -> list[str]:
-    """Return the names of the settings that the user gave: those of the update rule that suggestions do not change."""
+    """Return the names of the update rule's settings that the user gave: suggestions do not change them."""
     one, other = (rule_of(options.update, suggested, suggested) for suggested in (0.25, 0.5))
     return [name for name in ("alpha", "l1") if getattr(one, name, None) == getattr(other, name, None)]
 
@@ -190,9 +189,9 @@ def given_settings(options: TrainOptions) -> list[str]:
 def _find_settings(
     options: TrainOptions, model: SparseModel, sample: ExampleSample, batch_size: int, *, is_mixed: bool
 ) -> TunedModel:
-    """Return what suits the data, of what is left open; `sample` has interactions.
+    """Return the best settings for the data; `sample` has interactions.
 
-    With ``--tune`` the default settings stay unless others are better by more than a standard error.
+    With ``--tune`` the default settings remain unless others are better by more than a standard error.
     """
     rule, default = rule_of(options.update, suggested_alpha(sample), L1), None
     if options.adapt == "widely":
@@ -203,14 +202,14 @@ def _find_settings(
     if options.epochs is not None and not is_open and default is None:
         return TunedModel(model=model, rule=rule, passes=options.epochs)
     if not isinstance(model, ClickProbabilityModel) or not isinstance(rule, FTRL):
-        plain = dataclasses.replace(model.settled(), interactions=None)
+        plain = dataclasses.replace(model.with_defaults(), interactions=None)
         rules = [rule, *_rules_of(options, sample, itertools.product(LINEAR_RATES, [L1], [0.0]))]
         found = tune_linear(
             plain, sample, batch_size, list(dict.fromkeys(rules)),
             is_mixed=is_mixed, passes=options.epochs, default=default, given=given_settings(options),
         )  # fmt: skip
-        return dataclasses.replace(found, model=model.settled())
-    linear = TunedModel(model=model.settled(), rule=rule, passes=options.epochs or 1)
+        return dataclasses.replace(found, model=model.with_defaults())
+    linear = TunedModel(model=model.with_defaults(), rule=rule, passes=options.epochs or 1)
     if options.epochs is None or default is not None:
         tried = _tuned(options, sample, model.offset, batch_size, rule, is_mixed=is_mixed)
         passes = options.epochs or passes_for_all(tried.passes, sample)
@@ -230,49 +229,49 @@ def _find_settings(
 def _rules_of(
     options: TrainOptions, sample: ExampleSample, settings: Iterable[tuple[float, float, float]]
 ) -> list[FTRL]:
-    """Return the update rules of rates, L1 and L2 penalties, as far as the options leave them open."""
+    """Return the update rules with these rates, L1 and L2 penalties, unless the options give a setting."""
     rules = (rule_of(options.update, suggested_alpha(sample, rate), l1, l2) for rate, l1, l2 in settings)
-    return list(dict.fromkeys(each for each in rules if isinstance(each, FTRL)))
+    return list(dict.fromkeys(rule for rule in rules if isinstance(rule, FTRL)))
 
 
 def _tuned(
     options: TrainOptions, sample: ExampleSample, offset: float, batch_size: int, rule: FTRL, *, is_mixed: bool
 ) -> TriedRule:
-    """Return what is best for a logistic regression of the sample.
+    """Return the best rule for a logistic regression of the sample.
 
-    With ``--tune`` that is `rule`, the default, unless another is better by more than a standard error.
+    With ``--tune`` it is `rule`, the default, unless another is better by more than a standard error.
     """
     is_wide = options.adapt == "widely"
     rates, penalties = (WIDE_RATES, WIDE_L1) if is_wide else (RATES, (L1,))
     usual = itertools.product(rates, penalties, suggested_l2(sample))
     rules = list(dict.fromkeys([rule, *_rules_of(options, sample, usual)]))
     sparse, faster = (
-        [each for each in _rules_of(options, sample, settings) if each not in rules]
+        [rule for rule in _rules_of(options, sample, settings) if rule not in rules]
         for settings in (SPARSE if wants_sparsity(sample) else (), [(rate, L1, 0.0) for rate in FASTER_RATES])
     )
     found = tune(sample, offset, batch_size, rules, sparse=sparse, faster=faster, is_mixed=is_mixed)
-    default = next(each for each in found if each.rule == rule)
+    default = next(tried for tried in found if tried.rule == rule)
     return default if is_wide and not found[0].losses.is_below(default.losses) else found[0]
 
 
 def _recent(sample: ExampleSample, *, is_sorted: bool) -> Batch:
-    """Return examples in their order, but mixed where labels stand in runs."""
+    """Return the examples in their order, or shuffled if labels are in runs."""
     batch = sample.batch
     return batch.take(np.random.default_rng(0).permutation(batch.num_examples)) if is_sorted else batch
 
 
 def _plan_of_snapshot(options: TrainOptions, resumption: Resumption, examples: ExampleSample | None) -> TrainingPlan:
-    """Return what the training of a snapshot did, but for what the options say now."""
+    """Return the plan of a snapshot's training, changed by the given options."""
     training = resumption.training
     known = training.get("update")
-    former = FTRL(l1=L1) if known is None else from_fields(RULES, known)  # 0.1 did not say
+    former = FTRL(l1=L1) if known is None else from_fields(RULES, known)  # missing in version 0.1
     shards_at_once, scaling = int(training.get("shards_at_once", 1)), read_key_scaling(training["dataset"])
     optimism, order = training.get("optimism"), options.passes.order or str(training.get("order", "file"))
     if shards_at_once > 1 and options.passes.order == "file":
         raise UsageError(f"--order file: the training of {resumption.snapshot} mixes shards; resume it without --order")
     sample = None if optimism is None else scaled_sample(_sample(options, examples)[0], scaling)
     return TrainingPlan(
-        model=options.model.continued_from(resumption.model).settled(),
+        model=options.model.continued_from(resumption.model).with_defaults(),
         epochs=options.epochs or int(training["epochs"]),
         order=order,
         batch_size=options.batch_size or int(training["batch_size"]),
@@ -283,5 +282,5 @@ def _plan_of_snapshot(options: TrainOptions, resumption: Resumption, examples: E
         recent=None if sample is None else _recent(sample, is_sorted=is_sorted_by_label(sample)),
         num_examples=int(training.get("num_examples", 0)),
         resumed=resumption.snapshot,
-        **({"run": training["run"]} if "run" in training else {}),  # 0.1 gave it none
+        **({"run": training["run"]} if "run" in training else {}),  # missing in version 0.1
     )

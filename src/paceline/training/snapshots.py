@@ -80,7 +80,7 @@ class TrainingSnapshots:
                 account = self._client.link.call(messages.GetAccount(job=self._job), JobAccount)
                 self._snapshotter.begin(account, self._training)
         except SnapshotWriteError as error:
-            self._warn(f"{error}; the training goes on")
+            self._warn(f"{error}; the training continues")
         except PacelineError as error:  # the driver decides whether the training continues without this server
             self._snapshotter.give_up()
             self._warn(f"a snapshot was not taken: {error}")

@@ -53,7 +53,7 @@ from paceline.training.worker.table_rates import TableRates
 class Training:
     """One training on a cluster.
 
-    `processes` are those of the training's own cluster, if it has one. `on_news` receives sentences for the user.
+    `processes` is the training's own cluster, if it has one. `on_news` receives sentences for the user.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ class Weighting(msgspec.Struct, frozen=True, kw_only=True):
             if not 0 <= weight < float("inf"):
                 raise UsageError(f"--class-weight {label}:{weight:g}: expected a finite weight from 0 up")
         if len(self.classes) > 1 and not any(self.classes.values()):
-            raise UsageError("--class-weight: all labels have the weight 0. Pass a weight above 0 for one of them")
+            raise UsageError("--class-weight: all labels have the weight 0. Pass a weight above 0 for one label")
 
     @property
     def is_plain(self) -> bool:

@@ -148,8 +148,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
         (
             "train onetwo.svm",
             1,
-            "onetwo.svm: labels are 1 and 2, expected two: 0 and 1, or -1 and 1: say which one is positive with "
-            "--positive",
+            "onetwo.svm: labels are 1 and 2, expected two: 0 and 1, or -1 and 1. Pass the positive one with --positive",
         ),
         ("train onetwo.svm --positive 3", 2, "labels are 1 and 2, without 3, the positive one"),
         (

@@ -122,7 +122,7 @@ def test_layers() -> None:
     penalized = make_deep("dcn", layout=LAYOUT, tower_lr=0.01, tower_l1=0.2, tower_l2=0.3).parameter_tables[3]
     assert penalized.update == Adam(lr=0.01, l1=0.2, weight_decay=0.3)
     assert table.initializer.largest == 0.25
-    assert read_model_settings(json.loads(json.dumps(model.describe()))) == model.settled()
+    assert read_model_settings(json.loads(json.dumps(model.describe()))) == model.with_defaults()
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_pairs_are_learned() -> None:
 def test_settings() -> None:
     model = FieldAwareMachine().of_columns("criteo", None)
     assert model.parameter_tables[1].dim == 39 * model.dim
-    assert read_model_settings(json.loads(json.dumps(model.describe()))) == model.settled()
+    assert read_model_settings(json.loads(json.dumps(model.describe()))) == model.with_defaults()
     with pytest.raises(UsageError, match=r"libsvm has none: .*--model fm"):
         FieldAwareMachine().of_columns("libsvm", None)
     layout = FieldAwareMachine().of_columns("vw", None, ("a", "b")).layout

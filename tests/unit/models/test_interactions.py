@@ -186,7 +186,7 @@ def test_the_order_of_columns_counts_in_a_key() -> None:
 @pytest.mark.parametrize("name", ["lr", "fm", "regression", "poisson"])
 def test_a_model_keeps_them(name: str) -> None:
     model = make_model(name, interactions=Interactions(text="a:x").of_columns("csv", COLUMNS))
-    assert read_model_settings(json.loads(json.dumps(model.describe()))) == model.settled()
+    assert read_model_settings(json.loads(json.dumps(model.describe()))) == model.with_defaults()
     batch = rows(has_values=True)
     minibatch = model.prepare(batch, KeyScratch())
     assert len(minibatch.keys[0]) > len(np.unique(batch.keys)) + 1  # the bias

@@ -55,7 +55,7 @@ LOSS_BY_GRADIENT = {"regression": 2.0, "poisson": 2.0}
 @pytest.mark.parametrize("name", MODELS)
 def test_settings_travel(name: str) -> None:
     model = make_model(name, **SETTINGS.get(name, {}))
-    assert read_model_settings(json.loads(json.dumps({**model.describe(), "finished": True}))) == model.settled()
+    assert read_model_settings(json.loads(json.dumps({**model.describe(), "finished": True}))) == model.with_defaults()
     assert describe_settings(model.describe()).startswith(name)
     assert name in inspect.getsource(ModelFlags)  # its help text, which must be there without numba
 

@@ -25,7 +25,7 @@ from paceline.errors import DataError, UsageError
 from paceline.models.ffm import FieldAwareMachine
 from paceline.models.registry import make_model
 from paceline.training.files.converting import Conversion, convert_data, sample_sources
-from paceline.training.files.data_files import format_of_evaluation, sample_data, settle_files
+from paceline.training.files.data_files import format_of_evaluation, resolve_files, sample_data
 from paceline.training.files.describing import describe_data
 from paceline.training.options import TrainOptions
 from paceline.training.planning import plan_training
@@ -119,7 +119,7 @@ def test_it_has_the_examples_of_its_sources(tmp_path: Path, format: str) -> None
     kept = "libsvm" if format == "numpy" else format
     assert open_dataset(out).source_format == kept
     assert open_spec(json.loads(json.dumps(open_dataset(out).spec()))).source_format == kept
-    settled, _ = settle_files(TrainOptions(data=[str(out)], model=make_model("regression")))
+    settled, _ = resolve_files(TrainOptions(data=[str(out)], model=make_model("regression")))
     assert settled.columns == look.columns
 
 
@@ -211,7 +211,7 @@ def test_a_file_of_damaged_blocks_alone_is_said_to_be_damaged(out: Path) -> None
     damage = r": .*out, row 1: the block of rows 1 to 3,000 is damaged: its checksum is wrong: 'bytes 64 to "
     for strict in (False, True):
         with pytest.raises(DataError, match=f"out has no line that can be trained on{damage}"):
-            plan_training(settle_files(TrainOptions(data=[str(out)], strict=strict))[0])
+            plan_training(resolve_files(TrainOptions(data=[str(out)], strict=strict))[0])
     with pytest.raises(DataError, match=f"out has no row that can be read{damage}"):
         describe_data([str(out)])
 
@@ -272,12 +272,12 @@ def test_names_of_features_are_kept_on_request(source: Path, out: Path) -> None:
     assert FORMATS["paceline"].find_names([str(out)], None, keys) == {}
     options = TrainOptions(data=[str(out)], feature_names=True)
     with pytest.raises(UsageError, match="has no names of features: convert its sources with --feature-names"):
-        settle_files(options)
+        resolve_files(options)
     convert(source, out, COLUMNS, feature_names=True)
     expected = FORMATS["csv"].find_names([str(source)], COLUMNS, keys)
     assert len(expected) == len(keys)
     assert FORMATS["paceline"].find_names([str(out)], None, keys) == expected
-    settle_files(options)
+    resolve_files(options)
     out.write_bytes(out.read_bytes().replace(b"site=s3", b"site=s4"))
     with pytest.raises(DataError, match="the names of its features are damaged"):
         FORMATS["paceline"].find_names([str(out)], None, keys)
@@ -306,7 +306,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence(source: Path, out: Path, tmp
             open_dataset(files)
     options = TrainOptions(data=[out], evaluation=[tmp_path / "svm"])
     with pytest.raises(DataError, match=r"svm is converted from libsvm, and .*out is converted from csv: all must be"):
-        settle_files(options)
+        resolve_files(options)
     with pytest.raises(DataError, match=r"x.csv was not written by 'paceline convert'"):
         sample_data([out, source])
     with pytest.raises(DataError, match=r"other numeric columns \(price\)"):
@@ -336,7 +336,7 @@ def test_files_of_columns_evaluate_each_other(source: Path, out: Path, tmp_path:
     files = [source, out, tmp_path / "x.parquet"]
     for data, evaluation in zip(files, [*files[1:], source], strict=True):
         columns = None if data == out else COLUMNS
-        settled, _ = settle_files(TrainOptions(data=[data], evaluation=[evaluation], columns=columns))
+        settled, _ = resolve_files(TrainOptions(data=[data], evaluation=[evaluation], columns=columns))
         assert settled.format is not None
         assert format_of_evaluation([evaluation], settled.format) == detect_format(evaluation)
     assert format_of_evaluation([source], "libsvm") == "libsvm"  # as was said
@@ -383,7 +383,7 @@ def test_lists_stay_beside_numbers_that_are_scaled(tmp_path: Path) -> None:
     (tmp_path / "x.vw").write_text("".join(f"{i % 2} |a t{i % 3} |b u:{i}\n" for i in rows))
     convert(tmp_path / "x.vw", tmp_path / "vw.out")
     for path, num_fields in ((tmp_path / "x.vw", 3), (tmp_path / "vw.out", 3), (source, 2), (out, 2)):
-        model = settle_files(TrainOptions(data=[path], model=make_model("ffm")))[0].model
+        model = resolve_files(TrainOptions(data=[path], model=make_model("ffm")))[0].model
         assert isinstance(model, FieldAwareMachine)
         assert model.layout is not None
         assert len(model.layout) == num_fields

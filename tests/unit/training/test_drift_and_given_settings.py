@@ -86,7 +86,7 @@ def test_a_ramp_that_the_model_has_followed_is_not_a_step() -> None:
     labels = _labels_of(1 / (1 + np.exp(-margins)), 1)
     learned = margins + np.where(time < 0.75, 3.0, 1.0)
     predictions = (1 / (1 + np.exp(-learned))).astype(np.float32)
-    found = SparseLogisticRegression().calibrated(labels, predictions, is_whole=True)
+    found = SparseLogisticRegression().calibrated(labels, predictions, is_complete=True)
     assert (1 / (1 + np.exp(-learned - found.offset))).mean() == pytest.approx(labels.mean(), rel=0.05)
 
 

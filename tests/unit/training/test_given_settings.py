@@ -13,7 +13,7 @@ from paceline import cli
 from paceline.ps import FTRL
 from paceline.sklearn import FactorizationMachine, LinearRegression, LogisticRegression, PoissonRegressor, estimator
 from paceline.training import driver, planning
-from paceline.training.files.data_files import settle_files
+from paceline.training.files.data_files import resolve_files
 from paceline.training.options import TrainOptions
 from paceline.training.plan import TrainingPlan
 from paceline.training.planning import plan_training
@@ -70,7 +70,7 @@ def plan_of_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[T
     monkeypatch.setattr(sys, "argv", ["paceline", "train", "-q", *arguments])
     with pytest.raises(_PlannedError):
         cli.main()
-    options, _ = settle_files(found[0])
+    options, _ = resolve_files(found[0])
     return plan_training(options), options
 
 

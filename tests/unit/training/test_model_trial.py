@@ -19,7 +19,7 @@ from paceline.training.tuning import FactorSearch, TunedModel, tune_linear
 from paceline.training.tuning.model_trial import ModelTrial
 
 RULE = FTRL(alpha=0.2, l1=1.0)
-LINEAR = TunedModel(model=SparseFactorizationMachine().settled(), rule=RULE, passes=3)
+LINEAR = TunedModel(model=SparseFactorizationMachine().with_defaults(), rule=RULE, passes=3)
 
 
 def search(model: SparseFactorizationMachine, sample: ExampleSample, passes: int | None = None) -> TunedModel:
@@ -42,7 +42,7 @@ def test_factors_are_found_where_pairs_matter() -> None:
     assert found.model.factor_min_count < 300  # type: ignore[attr-defined]
     assert None not in [getattr(found.model, name) for name in found.model.usual]
     trial = ModelTrial(found.model, sample, 32, is_mixed=False)
-    usual = trial.run(SparseFactorizationMachine(dim=4).settled(), RULE)
+    usual = trial.run(SparseFactorizationMachine(dim=4).with_defaults(), RULE)
     assert trial.run(found.model, found.rule).losses.mean < usual.losses.mean - 0.01
     assert found.optimism is not None
 
@@ -68,7 +68,7 @@ def test_of_a_part_the_usual_settings_are_kept() -> None:
     whole = make_linear(1000)
     part = ExampleSample(whole.batch, whole.starts, 10**6, False)
     found = search(SparseFactorizationMachine(), part)
-    assert found.model == SparseFactorizationMachine().settled()
+    assert found.model == SparseFactorizationMachine().with_defaults()
     assert found.passes == LINEAR.passes
 
 
@@ -99,5 +99,5 @@ def test_a_slow_model_is_tried_on_a_part() -> None:
     sample = sample_batch(Batch.concatenate([batch, batch, batch]))
     trial = ModelTrial(SparseFactorizationMachine(dim=512), sample, 8, is_mixed=False)
     assert 8_000 <= trial.num_examples < 24_000
-    assert not trial.is_whole
+    assert not trial.is_complete
     assert trial.batch.keys[-2:].tolist() == sample.batch.keys[-2:].tolist()

@@ -19,7 +19,7 @@ from paceline.data.scales.numeric_features import NumericFeature, find_numeric_f
 from paceline.kernels.hashing import name_seed
 from paceline.models.fm import FactorModel
 from paceline.models.registry import make_model
-from paceline.training.files.data_files import sample_data, settle_files
+from paceline.training.files.data_files import resolve_files, sample_data
 from paceline.training.files.describing import describe_data
 from paceline.training.files.numeric_scales import choose_key_scaling, scale_columns
 from paceline.training.options import TrainOptions
@@ -190,7 +190,7 @@ def test_the_sample_that_scales_were_chosen_on_is_that_which_is_trained_on(
         parquet.write_table(arrow.read_csv(path), path := tmp_path / "x.parquet")
     for numeric in (("a", "time", "mark"), ("a",)):
         columns = Columns("label", ("kind",), numeric, weight="w", text=("says",))
-        options, look = settle_files(TrainOptions(data=[path], columns=columns, model=make_model(model)))
+        options, look = resolve_files(TrainOptions(data=[path], columns=columns, model=make_model(model)))
         assert look.examples is not None
         assert options.columns is not None
         assert any(scale.edges for scale in options.columns.scales)

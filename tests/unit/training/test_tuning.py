@@ -310,12 +310,12 @@ def test_the_bias_on_all_of_the_data_is_corrected_in_full(num_positives: int) ->
     model = SparseLogisticRegression().starting_from(labels)
     low = np.full(8000, 1 / (1 + np.exp(0.06 - model.offset)), np.float32)
     assert model.calibrated(labels, low).offset == pytest.approx(model.offset, abs=0.01)
-    found = model.calibrated(labels, low, None, Optimism(0.1, 0.2), is_whole=True)
+    found = model.calibrated(labels, low, None, Optimism(0.1, 0.2), is_complete=True)
     assert found.offset - model.offset == pytest.approx(0.06, abs=0.03)  # it starts half a click too high
-    nothing = model.calibrated(np.zeros(8000, np.float32), low, is_whole=True)  # one class says little
+    nothing = model.calibrated(np.zeros(8000, np.float32), low, is_complete=True)  # one class says little
     assert -1 < nothing.offset - model.offset <= 0
     poisson = PoissonRegression().starting_from(labels)
-    counts = poisson.calibrated(labels, low, is_whole=True)
+    counts = poisson.calibrated(labels, low, is_complete=True)
     assert counts.mean / poisson.mean == pytest.approx(labels.sum() / low.sum(), rel=0.01)
 
 

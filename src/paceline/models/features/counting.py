@@ -64,7 +64,7 @@ class FeatureCounts:
         self.blocks, self._places = distinct_keys(blocks[:count])
 
     def have_occurred(self, rows: Floats, occurrences: npt.NDArray[np.int64], times: int) -> npt.NDArray[np.bool_]:
-        """Return whether features have occurred `times` or more, by estimate (bool [n]); remember those that have.
+        """Return whether features have occurred `times` or more, by estimate (bool [n]); remember these features.
 
         `rows` float32 [m, BLOCK] are the blocks' counts; `occurrences` (int64 [n]) are added.
         """

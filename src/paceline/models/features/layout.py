@@ -114,7 +114,7 @@ class RowLayout:
         return fields.astype(np.int32)
 
     def _numbers_of(self, fields: npt.NDArray[np.uint32]) -> npt.NDArray[np.int32]:
-        """Return the number of each field; unknown fields get that of the additional column."""
+        """Return the number of each field; unknown fields get the number of the additional column."""
         hashes, order = self._sorted_fields
         found = np.minimum(np.searchsorted(hashes, fields), len(hashes) - 1)
         is_known = hashes[found] == fields
@@ -130,7 +130,7 @@ class RowLayout:
         """The sorted field hashes of the columns, with the number of each."""
         hashes = np.array([field_of(name) for name in self.names], np.uint32)
         if len(np.unique(hashes)) < len(hashes):
-            raise UsageError(f"two of the fields {self.shown_names} have the same hash: rename one of them")
+            raise UsageError(f"two of the fields {self.shown_names} have the same hash. Rename one")
         order = np.argsort(hashes)
         return hashes[order], order
 

@@ -55,7 +55,7 @@ class ExampleColumns:
         if not len(self.values):
             return np.diff(self.indptr).astype(np.float64)
         sums, is_full = np.zeros(len(self.keys)), np.diff(self.indptr) > 0
-        if is_full.any():  # each summed for itself: beside a large column a small one would have no digits left
+        if is_full.any():  # sum per column: after a large column, a difference of running sums would lose all digits
             sums[is_full] = np.add.reduceat(np.abs(self.values), self.indptr[:-1][is_full], dtype=np.float64)
         return sums
 

@@ -33,11 +33,11 @@ class Convergence:
         self.num_passes += 1
         self.change = (self._objective - objective) / max(abs(objective), 1e-300)
         self._objective = objective
-        is_at_rest = abs(self.change) < self._tolerance
-        self.has_converged = is_at_rest and self.is_over_all
-        self.is_over_all = is_at_rest or self.num_passes % FULL_PASS_INTERVAL == 0
+        is_steady = abs(self.change) < self._tolerance
+        self.has_converged = is_steady and self.is_over_all
+        self.is_over_all = is_steady or self.num_passes % FULL_PASS_INTERVAL == 0
 
     @property
     def is_over(self) -> bool:
-        """Whether there is no further pass."""
+        """Whether the solver has finished."""
         return self.has_converged or self.num_passes >= self._max_passes

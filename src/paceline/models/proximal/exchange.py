@@ -30,7 +30,7 @@ class SummedRows(NamedTuple):
 
 
 class NumberExchange:
-    """A worker's side: its rank is its place among `num_places`, some of which may be empty."""
+    """A worker's side: its rank is its place among `num_places`. Places may be empty."""
 
     def __init__(self, client: Client, table: SparseTable, num_places: int) -> None:
         self._client = client

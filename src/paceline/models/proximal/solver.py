@@ -208,7 +208,7 @@ class BlockSolver:
         """Sum the state of all workers; the violation is their maximum."""
         loss, num_wrong = self._margins.losses()
         penalty = float((rules.penalties(self._weights, self._l1, self._l2) * self._shares).sum())
-        counted = self._shares[:-1]  # the intercept is no feature
+        counted = self._shares[:-1]  # without the intercept
         nonzero, in_use = (float(counted[flags[:-1]].sum()) for flags in (self._weights != 0, active))
         found = self._gather([1.0, loss, num_wrong, penalty, nonzero, in_use, violation, float(counted.sum())])
         total = found.sum(axis=0)

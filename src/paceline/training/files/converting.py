@@ -1,4 +1,4 @@
-"""Conversion of data files to one that is read without parsing: ``paceline convert``."""
+"""Convert data files to one file that is read without parsing: ``paceline convert``."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from paceline.training.files.numeric_scales import fit_scales
 
 _BLOCK_BYTES = 1 << 18
 _BLOCK_ROWS = 256
-"""A multiple of it are a block's rows: minibatches, which are seldom larger, are read without a seam."""
+"""A block has a multiple of this number of rows, so that minibatches, which are rarely larger, lie in one block."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a conversion amounts to."""
+    """The result of a conversion."""
 
     num_examples: int
     num_positives: int
@@ -62,7 +62,7 @@ class Conversion:
         }
 
     def sentence(self) -> str:
-        """Return the result for people."""
+        """Return the result as a sentence."""
         share = self.num_positives / self.num_examples
         text = (
             f"converted {self.num_examples:,} examples ({share:.1%} above 0) in {self.seconds:.2f} s "
@@ -80,7 +80,7 @@ def sample_sources(
     weight: str | None = None,
     reading: ReadOptions = NO_OPTIONS,
 ) -> Sample:
-    """Look at files before they are converted to `out`. Raises what is wrong with them, or with that place."""
+    """Return a sample of the sources. Raises DataError and UsageError for unsuitable sources and destinations."""
     _check_place(sources, out)
     sample = sample_data(sources, format, columns, "none", weight, reading)
     if sample.format == CONVERTED:
@@ -98,10 +98,10 @@ def convert_data(
     on_progress: Callable[[int], None] = lambda num_examples: None,
     report_s: float = 0.2,
 ) -> Conversion:
-    """Write the examples of the sources to `out`, which is there whole or not at all.
+    """Write the examples of the sources to `out`, completely or not at all.
 
-    `sample` is what :func:`sample_sources` returned; every `report_s` seconds `on_progress` is told how many
-    examples are written. Raises DataError for what is wrong with the sources, and where `out` cannot be written.
+    `sample` is the result of :func:`sample_sources`. Every `report_s` seconds `on_progress` receives the number of
+    written examples. Raises DataError for malformed sources, and if `out` cannot be written.
     """
     prepare_kernels()
     start = time.perf_counter()
@@ -109,11 +109,11 @@ def convert_data(
         scales = _find_scales(sample)
         columns = sample.columns and dataclasses.replace(sample.columns, scales=_centring(scales))
         with open_dataset(sources, sample.format, columns, strict=strict, labels="numbers") as dataset:
-            told = start
+            reported_s = start
             for block in cut_by_bytes(dataset.blocks(), _BLOCK_BYTES, _BLOCK_ROWS):
                 writer.append(block)
-                if time.perf_counter() - told > report_s:
-                    told = time.perf_counter()
+                if time.perf_counter() - reported_s > report_s:
+                    reported_s = time.perf_counter()
                     on_progress(writer.num_examples)
             if not writer.num_examples:
                 raise no_line_left(sources[0], "read", find_bad_lines(dataset))
@@ -129,14 +129,14 @@ def convert_data(
 
 
 def _find_scales(sample: Sample) -> dict[str, tuple[Scale, ...]]:
-    """Return the scales of csv and parquet files' numeric columns by how they are found."""
+    """Return the scales of numeric columns of csv and parquet files, by method."""
     if sample.table is None or sample.columns is None:
         return {}
     return {how: fit_scales(sample, how)[0] for how in KEPT_SCALES}
 
 
 def _centring(scales: Mapping[str, Sequence[Scale]]) -> tuple[Scale, ...]:
-    """Return what numbers are brought to in the file: as they stand, less a centre where float32 needs it."""
+    """Return the scales of numbers in the file: unscaled, minus a centre if float32 needs it."""
     found = tuple(scale.centring for scale in next(iter(scales.values()), ()))
     return found if any(scale.centre for scale in found) else ()
 
@@ -163,7 +163,7 @@ def _distinct_keys(dataset: Dataset) -> np.ndarray[tuple[int], np.dtype[np.uint6
 
 
 def _check_place(sources: Sequence[str], out: Path) -> None:
-    """Raise UsageError for a place that is none for a new file; one that was written before is replaced."""
+    """Raise UsageError unless `out` is a new file or an earlier conversion, which is replaced."""
     if out.is_dir():
         raise UsageError(f"{out} is a folder: name the file to write, as in {out / 'train.paceline'}")
     if not out.exists():
@@ -182,7 +182,7 @@ def _check_place(sources: Sequence[str], out: Path) -> None:
 
 @contextlib.contextmanager
 def _written(out: Path) -> Iterator[Path]:
-    """Give a name to write under; the file is renamed and on the disk in the end, or nothing stays."""
+    """Yield a temporary name; at the end, rename the file and sync it, or remove it after an error."""
     try:
         with replacing(out) as aside:
             yield aside

@@ -1,4 +1,4 @@
-"""The files of a training: what is wrong with them before anything starts, and how they are cut into shards."""
+"""Check the files of a training before it starts, and open them in shards."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from paceline.training.tuning import L1
 from paceline.training.weighting import BALANCED, Weighting, balance
 
 _MIXED_SHARD_BYTES = 32 << 10
-_ANY_FORMAT = ("auto", "none")  # scales that suit formats without columns too
-_CACHE_SPARE = 4  # a temporary cache is made where there is this many times the data's size of free disk
+_ANY_FORMAT = ("auto", "none")  # scales for formats without columns too
+_CACHE_SPARE = 4  # free disk space that a temporary cache needs, in sizes of the data
 
 
 def sample_data(
@@ -70,7 +70,7 @@ def sample_data(
     return sample
 
 
-def settle_files(options: TrainOptions) -> tuple[TrainOptions, Sample]:
+def resolve_files(options: TrainOptions) -> tuple[TrainOptions, Sample]:
     """Return the options completed with format, columns and model, and the sample of the files.
 
     Raises DataError, UsageError and ModelError for unsuitable files, options and destinations.
@@ -86,13 +86,13 @@ def settle_files(options: TrainOptions) -> tuple[TrainOptions, Sample]:
     model = options.model
     if classes and not model.has_classes:
         raise UsageError(
-            f"{options.data[0]}: labels are words, such as {classes[0]}, and --model {model.name} learns numbers: take "
+            f"{options.data[0]}: labels are words, such as {classes[0]}, and --model {model.name} learns numbers. Pass "
             "--model lr (two classes) or softmax (several)"
         )
     if model.labels == "clicks":
         _check_clicks(options, sample.labels, classes)
     elif options.init_from is not None:
-        pass  # it has begun
+        pass  # the stored model has its settings
     else:
         labels, counts = (np.array([*found]) for found in (sample.labels.keys(), sample.labels.values()))
         model = model.starting_from(np.repeat(labels, counts.astype(np.int64)).astype(np.float32))
@@ -100,8 +100,8 @@ def settle_files(options: TrainOptions) -> tuple[TrainOptions, Sample]:
         model = model.of_columns(source_format(options.data[0], sample.format), sample.columns, sample.fields)
     weights = options.weights
     if weights.classes == BALANCED:
-        weights = dataclasses.replace(weights, classes=balance(_as_model_sees(sample.labels, model)))
-    _check_class_weights(weights.classes, _as_model_sees(sample.labels, model), model)
+        weights = dataclasses.replace(weights, classes=balance(_as_read_by(sample.labels, model)))
+    _check_class_weights(weights.classes, _as_read_by(sample.labels, model), model)
     options.passes.rates.check(rule_of(options.update, FTRL().alpha, L1))
     _check_formats(options, sample.format)
     stopping = options.passes.stopping
@@ -111,28 +111,28 @@ def settle_files(options: TrainOptions) -> tuple[TrainOptions, Sample]:
             format = format_of_evaluation(files, sample.format)
             open_dataset(files, format, sample.columns and sample.columns.unweighted).close()
     _check_place(options.save)
-    settled = dataclasses.replace(options, model=model, format=sample.format, columns=sample.columns, weights=weights)
-    weighting_of(settled)
-    return settled, sample
+    resolved = dataclasses.replace(options, model=model, format=sample.format, columns=sample.columns, weights=weights)
+    weighting_of(resolved)
+    return resolved, sample
 
 
 def _check_clicks(options: TrainOptions, labels: Mapping[float, int], classes: Sequence[str]) -> None:
-    """Raise DataError for labels that are none of clicks, UsageError for a positive one that is not there."""
+    """Raise DataError for labels that are not clicks, UsageError for a missing positive label."""
     read_as = options.model.read_labels_as
     odd = describe_not_binary(labels, read_as, classes)
     if odd is None:
         return
     if read_as == CLICKS:
         raise DataError(
-            f"{options.data[0]}: {odd}: say which one is positive with --positive, or take --model softmax (classes)"
+            f"{options.data[0]}: {odd}. Pass the positive one with --positive, or pass --model softmax (classes)"
             + ("" if classes else ", poisson (counts) or regression (quantities)")
         )
-    if options.init_from is None:  # further data may be of negatives alone
-        raise UsageError(f"{options.data[0]}: {odd}: give one that is there with --positive")
+    if options.init_from is None:  # further data may have negatives only
+        raise UsageError(f"{options.data[0]}: {odd}. Pass an existing label with --positive")
 
 
 def weighting_of(options: TrainOptions) -> Weighting:
-    """Return how often examples count, once files are settled. Raises UsageError for what the model does not take."""
+    """Return the weights of examples, given resolved options. Raises UsageError if the model does not support them."""
     model, classes, keep_negatives = options.model, options.weights.classes, options.weights.keep_negatives
     if classes is not None and not model.has_classes:
         raise UsageError(f"--class-weight is not an option of --model {model.name}: its labels are not classes")
@@ -143,25 +143,27 @@ def weighting_of(options: TrainOptions) -> Weighting:
 
 
 def is_weighted(options: TrainOptions) -> bool:
-    """Return whether not all examples count alike, once files are settled."""
+    """Return whether examples have different weights, given resolved options."""
     return bool(options.columns and options.columns.weight) or not weighting_of(options).is_plain
 
 
 def _check_class_weights(
     classes: Mapping[str, float] | str | None, labels: Mapping[float, int], model: SparseModel
 ) -> None:
-    """Raise UsageError for weights of labels that neither the sampled rows nor the model have."""
+    """Raise UsageError for weights of labels outside the sample and the model."""
     if classes is None or isinstance(classes, str) or not model.has_classes:
         return
     of_model = (0.0, 1.0) if model.labels == "clicks" else getattr(model, "classes", ())
     known = {np.float32(label) for label in (*labels, *of_model)}
     for label in classes:
         if np.float32(label) not in known:
-            there = ", ".join(f"{each:g}" for each in sorted(known)[:10])
-            raise UsageError(f"--class-weight {label}:{classes[label]:g}: no example has that label; there are {there}")
+            labels_found = ", ".join(f"{value:g}" for value in sorted(known)[:10])
+            raise UsageError(
+                f"--class-weight {label}:{classes[label]:g}: no example has that label; there are {labels_found}"
+            )
 
 
-def _as_model_sees(labels: Mapping[float, int], model: SparseModel) -> dict[float, int]:
+def _as_read_by(labels: Mapping[float, int], model: SparseModel) -> dict[float, int]:
     seen = np.array([*labels], np.float32)
     read_as(model.read_labels_as, seen)
     counts: dict[float, int] = {}
@@ -182,7 +184,7 @@ def _check_formats(options: TrainOptions, format: str) -> None:
         if (is_trained_on and found != format) or not have_same_features(source_format(file, found), features):
             first = options.data[0]
             one, other = _describe_format(file, found), _describe_format(first, format)
-            raise DataError(f"{file} {one}, and {first} {other}: all must be of one format")
+            raise DataError(f"{file} {one}, and {first} {other}. Pass files of one format")
 
 
 def _describe_format(file: str | Path, format: str) -> str:
@@ -192,7 +194,7 @@ def _describe_format(file: str | Path, format: str) -> str:
 
 
 def format_of_evaluation(files: Sequence[str | Path], format: str) -> str:
-    """Return the format of the files to evaluate on: that of the data, unless they are of another that fits it."""
+    """Return the format of the evaluation files: the data's format, or another one with the same features."""
     try:
         found = detect_format(files[0])
     except DataError:
@@ -202,10 +204,10 @@ def format_of_evaluation(files: Sequence[str | Path], format: str) -> str:
 
 
 def _check_names(options: TrainOptions, sample: Sample) -> None:
-    for path, file in zip(options.data, sample.converted, strict=False):  # none of other formats
+    for path, file in zip(options.data, sample.converted, strict=False):  # empty for other formats
         if options.feature_names and file.description.format != "libsvm" and not file.has_names:
             raise UsageError(
-                f"{path} has no names of features: convert its sources with --feature-names, or leave that out here"
+                f"{path} has no names of features: convert its sources with --feature-names, or leave the option out"
             )
 
 
@@ -214,9 +216,9 @@ def _check_place(save: str | Path | None) -> None:
         return
     try:
         for made in prepare_directory(Path(save)):
-            made.rmdir()  # it can be made: it is when there is a model to put in
+            made.rmdir()  # only a test; the directory is created with the model
         if Path(save).is_dir() and not os.access(save, os.W_OK):
-            raise ModelError(f"cannot save a model in {save}: it may not be written to")
+            raise ModelError(f"cannot save a model in {save}: permission denied. Pass another directory")
     except OSError as error:
         raise ModelError(f"cannot save a model in {save}: {error.strerror or error}") from None
 
@@ -229,14 +231,14 @@ def total_size(files: Sequence[str | Path]) -> int:
 def open_training_data(
     options: TrainOptions, plan: TrainingPlan, num_workers: int, spare: Path | None, shard_bytes: int | None = None
 ) -> Dataset:
-    """Open the data, in shards that suit the number of workers unless `shard_bytes` is given.
+    """Open the data; the size of shards depends on the number of workers, unless `shard_bytes` is given.
 
-    Several passes are cached in `spare`, given room. Where shards are mixed they are many and small.
+    Parsed data for several passes is cached in `spare` if there is disk space. Mixed shards are many and small.
     """
     dataset = open_dataset(options.data, options.format, options.columns, strict=options.strict)
     size = sum(stat_file(file).num_bytes for file in dataset.files)
     cache: Path | None = None if options.cache is None else Path(options.cache)
-    is_cache = dataset.format == CONVERTED and plan.scaling is None  # which reads as fast as one
+    is_cache = dataset.format == CONVERTED and plan.scaling is None  # as fast as a cache
     if cache is None and spare is not None and plan.epochs > 1 and not is_cache:
         disk = os.statvfs(spare)
         packed = 8 if any(map(is_packed, dataset.files)) else 1

@@ -1,4 +1,4 @@
-"""What was understood of data files, for people: ``paceline describe``, and a table before a training."""
+"""Describe data files for the user: ``paceline describe``, and the table of columns before a training."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def describe_data(
     positive: float | str | None = None,
     reading: ReadOptions = NO_OPTIONS,
 ) -> dict[str, Any]:
-    """Return what was understood of the files, fit for JSON: the object of ``paceline describe --json``.
+    """Return the description of files as JSON values: the object of ``paceline describe --json``.
 
-    Arguments as :class:`TrainOptions` and models of clicks have them. Raises what is wrong with the files.
+    See :class:`TrainOptions` and the click models for the arguments. Raises DataError and UsageError as `sample_data`.
     """
     sample = sample_data(data, format, columns, numeric_scale, reading=reading)
     prepare_kernels()
@@ -72,7 +72,7 @@ def describe_data(
             "header": sample.header_note,
             "warning": _warning(sample, labels, classes),
             "columns": _describe_columns(sample),
-            "bent_features": _describe_bent(sample, dataset, numeric_scale),
+            "bent_features": _describe_nonlinear(sample, dataset, numeric_scale),
             "first_row": {
                 "label": float(first.labels[0]),
                 "is_scaled": not FORMATS[dataset.source_format].is_keyed or numeric_scale == "none",
@@ -82,21 +82,21 @@ def describe_data(
 
 
 def _name_labels(sample: Sample) -> dict[str, int]:
-    """Return how many of the rows looked at have each label, at most 100 of them."""
+    """Return the number of sampled rows with each label, for at most 100 labels."""
     classes = sample.classes
     labels = sorted(sample.labels)[:100]
     return {classes[int(label)] if classes else f"{label:g}": sample.labels[label] for label in labels}
 
 
 def _positive_of(positive: float | str | None, classes: Sequence[str]) -> float | str | None:
-    """Return the label that is the positive one; None for numbers above 0, and for more words than two."""
+    """Return the positive label; None for numbers above 0, and for more than two words."""
     if not classes:
         return resolve_positive(positive, classes)
     return classes[1] if positive is None and len(classes) == 2 else positive
 
 
 def find_warnings(sample: Sample, labels: str) -> list[str]:
-    """Return what people should know of the data although it can be trained on; `labels` say how they are read."""
+    """Return warnings about data that can be trained on; `labels` is the way to read them."""
     classes = sample.classes
     one_label = describe_one_label(sample.labels, labels, classes)
     found = [] if one_label is None else [one_label]
@@ -104,8 +104,8 @@ def find_warnings(sample: Sample, labels: str) -> list[str]:
     odd = next((text for text in texts if "\ufffd" in str(text)), None)
     if odd is not None:
         found.append(
-            f"text such as '{shorten(str(odd))}' is not UTF-8: its bytes are taken as they are, and in UTF-8 it is "
-            "another category; convert it, as iconv -f LATIN1 -t UTF-8 does"
+            f"text such as '{shorten(str(odd))}' is not UTF-8. Its bytes are the category, so the same text in UTF-8 "
+            "would be another one. Convert the file, for example with iconv -f LATIN1 -t UTF-8"
         )
     return found
 
@@ -113,18 +113,18 @@ def find_warnings(sample: Sample, labels: str) -> list[str]:
 def _warning(sample: Sample, labels: str, classes: Sequence[str]) -> str | None:
     odd = describe_not_binary(sample.labels, labels, classes)
     if odd is not None:
-        return odd if labels != CLICKS else f"{odd}: --positive says which one is positive"
+        return odd if labels != CLICKS else f"{odd}. Pass the positive one with --positive"
     return "; ".join(find_warnings(sample, labels)) or None
 
 
 def _read_spread(dataset: Dataset) -> tuple[Batch | None, int]:
-    """Read rows that are spread over the files; return the first batch of them, and how many can be read."""
+    """Read rows from the whole files; return the first batch, and the number of valid rows."""
     first, num_good = None, 0
     for file in spread(len(dataset.files), _SHARDS):
-        there = dataset.num_shards(file) or 1  # unknown where the file is packed: then its beginning
+        num_shards = dataset.num_shards(file) or 1  # unknown for a packed file: only its beginning
         if FORMATS[dataset.format].scans_to_enter:
-            there = min(there, _MOST_BEFORE // _SHARD_BYTES)
-        for shard in spread(there, max(_SHARDS // len(dataset.files), 1)):
+            num_shards = min(num_shards, _MOST_BEFORE // _SHARD_BYTES)
+        for shard in spread(num_shards, max(_SHARDS // len(dataset.files), 1)):
             with contextlib.closing(dataset.read(file, shard, _ROWS)) as batches:  # type: ignore[type-var]  # a generator
                 for batch in itertools.islice(batches, _BATCHES):
                     first, num_good = first or batch, num_good + batch.num_examples
@@ -132,7 +132,7 @@ def _read_spread(dataset: Dataset) -> tuple[Batch | None, int]:
 
 
 def _find_bad(sample: Sample, dataset: Dataset) -> BadData:
-    """Return what was malformed in the rows read; of converted data what was left out of it too."""
+    """Return the malformed rows, including those that a conversion left out."""
     found = find_bad_lines(dataset)
     for file in sample.converted:
         left_out = file.description
@@ -169,19 +169,19 @@ def _describe_columns(sample: Sample) -> list[dict[str, Any]]:
     ]
 
 
-def _describe_bent(sample: Sample, dataset: Dataset, numeric_scale: str) -> list[dict[str, Any]]:
-    """Say which features of formats without columns a training puts on logarithms or cuts into bins."""
+def _describe_nonlinear(sample: Sample, dataset: Dataset, numeric_scale: str) -> list[dict[str, Any]]:
+    """Return the features on logarithms or in bins, for formats without columns."""
     if not FORMATS[dataset.source_format].is_keyed or numeric_scale == "none":
         return []
     examples = sample_examples(dataset)
     scaling = choose_key_scaling(examples, numeric_scale, absent_is_zero=FORMATS[dataset.source_format].absent_is_zero)
-    bent = {} if scaling is None else scaling.nonlinear_scales()
-    names = FORMATS[dataset.format].find_names(dataset.files, sample.columns, np.array([*bent], np.uint64))
-    return [{"name": names.get(key), "key": key, "scale": scale.describe()} for key, scale in bent.items()]
+    nonlinear = {} if scaling is None else scaling.nonlinear_scales()
+    names = FORMATS[dataset.format].find_names(dataset.files, sample.columns, np.array([*nonlinear], np.uint64))
+    return [{"name": names.get(key), "key": key, "scale": scale.describe()} for key, scale in nonlinear.items()]
 
 
 def _describe_row(sample: Sample, dataset: Dataset, batch: Batch) -> list[dict[str, Any]]:
-    """The features of the first row: column, or in formats without columns the name that is known, key and value."""
+    """Return the features of the first row: column (or the known name, for formats without columns), key and value."""
     row = batch.slice(0, 1)
     values = np.ones(len(row.keys), np.float32) if row.values is None else row.values
     if sample.columns is None or sample.columns.is_open:
@@ -207,7 +207,7 @@ def _describe_row(sample: Sample, dataset: Dataset, batch: Batch) -> list[dict[s
 
 
 def show_description(console: Console, found: dict[str, Any]) -> None:
-    """Print what :func:`describe_data` returned."""
+    """Print the result of :func:`describe_data`."""
     labels = ", ".join(f"{label}: {count:,}" for label, count in found["labels"].items())
     if found["positive"] is not None:
         positive = found["positive"] if found["classes"] else f"{found['positive']:g}"
@@ -228,10 +228,10 @@ def show_description(console: Console, found: dict[str, Any]) -> None:
         console.print()
         _show_table(console, found["columns"])
     if found["bent_features"]:
-        console.print("\nnumbers whose effect is bent, and what training makes of them:", highlight=False)
+        console.print("\nnumbers with a nonlinear effect, and their scales in training:", highlight=False)
         table = _new_table("feature", "key", "scale")
-        for each in found["bent_features"][:_MOST_COLUMNS]:
-            table.add_row(_plain(each["name"] or ""), str(each["key"]), each["scale"])
+        for feature in found["bent_features"][:_MOST_COLUMNS]:
+            table.add_row(_plain(feature["name"] or ""), str(feature["key"]), feature["scale"])
         console.print(table, highlight=False)
         if len(found["bent_features"]) > _MOST_COLUMNS:
             console.print(f"... and {len(found['bent_features']) - _MOST_COLUMNS} more (--json shows all)")
@@ -261,7 +261,7 @@ def _converted_from(converted: dict[str, Any] | None) -> str:
 
 
 def show_columns(console: Console, sample: Sample) -> None:
-    """Print what columns were taken for, before a training: the first of them."""
+    """Print the kinds of the first columns before a training."""
     columns = _describe_columns(sample)
     rows = f"{sample.guesses.num_rows:,} rows" if sample.guesses is not None else "rows"
     console.print(
@@ -299,12 +299,12 @@ def _new_table(*headings: str) -> Table:
 
 
 def _example(text: str, kind: str) -> str:
-    """A value of a column: numbers with six digits that count, an empty text as such."""
+    """Return a value of a column: a number with six significant digits, quotes for an empty text."""
     if kind == "numeric" and is_number(text) and not text.strip().lstrip("+-").isdigit():
         return f"{float(text):.6g}"
     return _plain(text) or "''"
 
 
 def _plain(text: str) -> str:
-    """A text of the data, short, and without what rich would take for markup."""
+    """Return a text of the data, shortened and without markup of rich."""
     return printable(text, _MOST_TEXT).replace("[", "\\[")

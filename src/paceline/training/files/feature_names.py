@@ -1,6 +1,6 @@
-"""What the features of a model are called, those of several columns too (``country=fr^device=phone``).
+"""Find the names of a model's features, including crosses of columns (``country=fr^device=phone``).
 
-They are kept beside a model: ``paceline train --feature-names``.
+``paceline train --feature-names`` saves them with the model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ROWS = 4096
 
 
 def keep_feature_names(directory: str | Path, dataset: Dataset) -> None:
-    """Find the names of the features that have a weight, by reading the data again, and keep them beside the model."""
+    """Read the data again, find the names of features with a weight, and save them with the model."""
     stored = read_stored_model(directory)
     table = stored.tables[0]
     pieces = [keys[records[:, : table.spec.dim].any(axis=1)] for keys, records in stored.records(table)]
@@ -47,8 +47,7 @@ def name_features(
 ) -> dict[int, str]:
     """Return the names of those of the `wanted` keys that occur in the files, as :meth:`Format.find_names` does.
 
-    Bins of a `scaling` have the names of their features and of the numbers between which they lie. Where there are
-    interactions the data is read once more before that.
+    Bins of a `scaling` have the name of their feature and their bounds. With interactions the data is read twice.
     """
     if interactions is None:
         return _find_names(files, format, columns, wanted, scaling)
@@ -65,7 +64,7 @@ def name_features(
 def _find_names(
     files: Sequence[str], format: str, columns: Columns | None, wanted: Keys, scaling: KeyScaling | None
 ) -> dict[int, str]:
-    """Return the names of single features, those of bins too."""
+    """Return the names of single features, including bins."""
     if scaling is None or not scaling.edges:
         return FORMATS[format].find_names(files, columns, wanted)
     binned = np.array([*scaling.edges], np.uint64)
@@ -83,7 +82,7 @@ def _find_parts(
     wanted: Keys,
     scaling: KeyScaling | None,
 ) -> dict[int, tuple[int, ...]]:
-    """Return the keys that each wanted cross is made of, as far as it occurs."""
+    """Return the keys of the parts of each wanted cross in the data."""
     found: dict[int, tuple[int, ...]] = {}
     missing = np.unique(wanted)
     with open_dataset(files, format, columns, labels="numbers", scaling=scaling) as dataset:

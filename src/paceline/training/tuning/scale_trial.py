@@ -67,7 +67,7 @@ def is_worse_for_factors(
     Pairs of numbers say more together than pairs of their bins, which are rarer.
     """
     batch_size = suggested_batch_size(sample.num_examples, model.least_batch_size)
-    model = model.starting_from(sample.batch.labels, sample.batch.weights).settled(FACTORS[2])
+    model = model.starting_from(sample.batch.labels, sample.batch.weights).with_defaults(FACTORS[2])
     is_mixed, losses = suits_mixing(sample, scaled_sample(sample, bent), model.offset, batch_size), []
     for scaling in (bent, plain):
         part = scaled_sample(sample, scaling)

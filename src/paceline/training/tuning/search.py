@@ -143,7 +143,7 @@ class FactorSearch:
                 former, best = best, min(self._tried.values(), key=_mean_loss)
                 if not best.losses.is_below(former.losses):
                     break
-        elif not self._trial.is_whole:
+        elif not self._trial.is_complete:
             self._try([(self._settings_of(min(self._tried.values(), key=_mean_loss).model), unpenalized)])
         chosen = self._chosen(usual)
         of_linear = self._losses_of_linear(rule)
@@ -152,7 +152,7 @@ class FactorSearch:
         if self._default is not None and not found.is_below(self._losses_of(self._default)):
             return self._default
         if of_linear is not None and not has_factors:
-            without = self._model.settled(NO_FACTORS)
+            without = self._model.with_defaults(NO_FACTORS)
             if without.value_of("factor_min_count") == MOST_COUNTED:
                 note = (
                     f"factors do not help here: {self._model.loss_name} on held-out examples is "
@@ -160,10 +160,10 @@ class FactorSearch:
                     "Pass --factor-min-count to use them"
                 )
                 return dataclasses.replace(linear, model=without, note=note)
-        optimism = self._trial.optimism(chosen) if self._trial.is_whole else linear.optimism
+        optimism = self._trial.optimism(chosen) if self._trial.is_complete else linear.optimism
         if self._passes is not None:
             wanted = self._passes
-        elif chosen is usual and not self._trial.is_whole:
+        elif chosen is usual and not self._trial.is_complete:
             wanted = linear.passes
         else:
             wanted = passes_for_all(chosen.passes, self._sample, self._trial.num_represented)
@@ -171,25 +171,25 @@ class FactorSearch:
 
     @property
     def _is_thorough(self) -> bool:
-        return self._is_wide or (self._trial.is_whole and self._trial.num_examples >= _LEAST_REFINED)
+        return self._is_wide or (self._trial.is_complete and self._trial.num_examples >= _LEAST_REFINED)
 
     def _chosen(self, usual: TriedModel) -> TriedModel:
         best = min(self._tried.values(), key=_mean_loss)
-        return best if self._trial.is_whole or best.losses.is_below(usual.losses) else usual
+        return best if self._trial.is_complete or best.losses.is_below(usual.losses) else usual
 
     def _losses_of(self, found: TunedModel) -> HeldOutLosses:
         of_linear = self._losses_of_linear(found.rule) if found.note is not None else None
         return of_linear or self._try([(self._settings_of(found.model), found.rule)])[0].losses
 
     def _has_gain(self, with_factors: HeldOutLosses, without: HeldOutLosses) -> bool:
-        if self._trial.is_whole:
+        if self._trial.is_complete:
             return with_factors.is_below(without) and with_factors.mean < (1 - _LEAST_GAIN) * without.mean
         return not without.is_below(with_factors, _CHANCE)
 
     def _losses_of_linear(self, rule: UpdateRule) -> HeldOutLosses | None:
         if not isinstance(rule, FTRL):
             return None
-        most = MAX_PASSES if self._trial.is_whole and self._passes is None else self._trial.max_passes
+        most = MAX_PASSES if self._trial.is_complete and self._passes is None else self._trial.max_passes
         return self._linear.run(rule, max_passes=most).losses
 
     def _settings_of(self, model: SparseModel) -> dict[str, Any]:
@@ -197,7 +197,7 @@ class FactorSearch:
 
     def _try(self, settings: Iterable[tuple[Settings, UpdateRule]]) -> list[TriedModel]:
         """Try new settings; return the results of all."""
-        wanted = [(self._model.settled(found), rule) for found, rule in settings]
+        wanted = [(self._model.with_defaults(found), rule) for found, rule in settings]
         new = [pair for pair in dict.fromkeys(wanted) if pair not in self._tried]
         self._tried |= dict(zip(new, self._trial.run_all(new), strict=True))
         return [self._tried[pair] for pair in wanted]
