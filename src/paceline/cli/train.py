@@ -57,7 +57,6 @@ def train(context: typer.Context, flags: TrainFlags) -> None:
 
 
 def _choose_options(context: typer.Context, flags: TrainFlags) -> TrainOptions:
-    """Return the options of the training. Raises UsageError."""
     from paceline.training.options import TrainOptions
 
     blocks = choose_blocks(context, flags)

@@ -52,7 +52,6 @@ def describe_wrong_usage(error: Any, words: Sequence[str]) -> str:
 
 
 def _value_of(options: Sequence[str], words: Sequence[str]) -> str:
-    """Return the option and its value as written on the command line."""
     for at, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name in options:

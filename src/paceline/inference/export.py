@@ -65,7 +65,6 @@ def export_model(directory: str | os.PathLike[str], file: Path, format: str | No
 
 
 def _export_network(stored: StoredModel, file: Path) -> int:
-    """Write the network of a deep model; return its number of weights."""
     model = _read_settings(stored)
     if not isinstance(model, DeepModel) or model.layout is None:
         raise UsageError(

@@ -271,14 +271,12 @@ def _describe_kinds(name: str, column: Any) -> str | None:
 
 
 def _plain_value(value: Any) -> Any:
-    """Return a NumPy value as a plain Python value."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"{value!r} is a {type(value).__name__}")
 
 
 def _cell(name: str, value: Any) -> str:
-    """Return a value as written in a Criteo file."""
     if type(value) is int and name[0] == "I":
         return str(value)
     if value is None or (isinstance(value, float) and math.isnan(value)) or type(value).__name__ == "NAType":

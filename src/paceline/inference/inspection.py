@@ -209,7 +209,6 @@ def _spread(keys: Keys, weights: Weights) -> Doubles:
 
 
 def _sizes(values: Doubles) -> Doubles:
-    """Return the L2 norm of each row."""
     return np.abs(values[:, 0]) if values.shape[1] == 1 else np.sqrt((values**2).sum(axis=1))
 
 

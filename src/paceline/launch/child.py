@@ -118,7 +118,6 @@ def _run_member(options: dict[str, Any], token: str, tls: TLS | None) -> None:
 
 
 def _answers(joining: Joining) -> bool:
-    """Return whether a scheduler answers."""
     try:
         joining.transport().connect(
             joining.scheduler, Hello(role="observer", to="scheduler"), timeout_s=_ANSWER_S

@@ -249,7 +249,6 @@ class ForkServer:
 
 
 def _pipe(child_ends: contextlib.ExitStack, own_ends: contextlib.ExitStack, *, is_input: bool) -> tuple[int, int]:
-    """Return the child's end and this process's end of a new pipe."""
     reading, writing = os.pipe()
     child_end, own_end = (reading, writing) if is_input else (writing, reading)
     child_ends.callback(os.close, child_end)

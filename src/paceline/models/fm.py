@@ -77,12 +77,10 @@ class FactorizationMinibatch(ClickMinibatch):
         return margins
 
     def _are_active(self, first: Floats, counts: Floats) -> npt.NDArray[np.bool_]:
-        """Return the mask of features that form pairs."""
         active: npt.NDArray[np.bool_] = (first[:-1] != 0) & (counts >= self._model.value_of("factor_min_count"))
         return active
 
     def _add_pairs(self, factors: Floats, active: npt.NDArray[np.bool_], margins: Floats) -> None:
-        """Add the products of pairs of active features to margins."""
         rows = self._rows
         self._factors = factors * active[:, np.newaxis]
         self._sums = np.empty((self.num_examples, factors.shape[1]), np.float32)

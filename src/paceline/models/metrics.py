@@ -196,7 +196,6 @@ def sum_pieces(function: Callable[[Array, Array], Array], labels: Array, predict
 
 
 def _checked(labels: npt.ArrayLike, scores: npt.ArrayLike) -> tuple[Array, Array]:
-    """Return the labels as bool, and the scores unchanged."""
     y, s = np.asarray(labels), np.asarray(scores)
     if y.ndim != 1 or y.shape != s.shape:
         raise UsageError(

@@ -134,7 +134,6 @@ def continue_from(options: TrainOptions) -> TrainOptions:
 
 
 def _has_same_columns(options: TrainOptions, known: Columns) -> bool:
-    """Return whether the columns in the options, if any, are the model's columns."""
     named = options.columns
     if named is not None and (named.label, named.categorical, named.numeric) != (
         known.label,

@@ -99,7 +99,6 @@ def _sample(options: TrainOptions, examples: ExampleSample | None) -> tuple[Exam
 
 
 def _find_scaling(options: TrainOptions, sample: ExampleSample, format: str) -> KeyScaling | None:
-    """Return the scaling of values, for formats without columns."""
     if not FORMATS[format].is_keyed or options.numeric_scale == "none":
         return None
     return choose_key_scaling(

@@ -111,7 +111,6 @@ def run_prediction(
 
 
 def _lines(predicted: Floats) -> str:
-    """Return one line per example, with spaces between several numbers."""
     if predicted.ndim == 1:
         return "".join([f"{value:.9g}\n" for value in predicted.tolist()])
     return "".join([" ".join([f"{value:.9g}" for value in row]) + "\n" for row in predicted.tolist()])

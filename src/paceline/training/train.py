@@ -261,7 +261,6 @@ class Training:
         return losses
 
     def _restore_best(self, best: BestPass) -> None:
-        """Restore the model of the best pass, unless this is the last one."""
         losses = best.losses
         if losses.is_best or best.is_kept:
             if not losses.is_best:
@@ -282,7 +281,6 @@ class Training:
             self._warn(f"the training diverged: the mean {model.loss_name} is far too high. Pass a smaller --lr")
 
     def _warn_if_useless(self, state: JobState, evaluation: Evaluation | None) -> None:
-        """Warn if the model predicts no better than a constant."""
         if is_weighted(self._options):  # predictions fit the weighted rows, not the rows
             return
         plan = self._plan
@@ -292,7 +290,6 @@ class Training:
             self._warn(f"the model may have learned nothing: {useless}")
 
     def _calibrate(self) -> None:
-        """Correct the mean prediction on the newest examples of the sample."""
         recent = self._plan.recent
         if recent is None or self._plan.optimism is None:
             return
@@ -303,7 +300,6 @@ class Training:
         self._plan = dataclasses.replace(self._plan, model=model)
 
     def _resume(self, resumption: Resumption, dataset: Dataset) -> None:
-        """Load the snapshot into the cluster."""
         resumption.check_model(self._plan.model)
         resumption.check_data(dataset)
         open_tables(self._client, self._plan.model, self._plan.update)
@@ -315,7 +311,6 @@ class Training:
         save_tables(self._client, directory, [table.name for table in self._plan.model.tables], **self._about(finished))
 
     def _about(self, finished: bool) -> dict[str, Any]:
-        """Return the description of a saved model."""
         plan, columns = self._plan, self._columns
         return {
             **plan.model.describe(),

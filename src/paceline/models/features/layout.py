@@ -136,6 +136,5 @@ class RowLayout:
 
     @cached_property
     def _sorted_numeric(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
-        """The sorted keys of numeric columns, with the place of each."""
         order = np.argsort(self.numeric_keys)
         return self.numeric_keys[order], order

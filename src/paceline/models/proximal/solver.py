@@ -238,7 +238,6 @@ class BlockSolver:
         return after
 
     def _end_pass(self, convergence: Convergence, state: _State, num_blocks: int) -> BlockPass:
-        """Return the report of a pass."""
         convergence.note_pass(state.objective)
         ended = ""
         if convergence.has_converged:

@@ -129,7 +129,6 @@ def convert_data(
 
 
 def _find_scales(sample: Sample) -> dict[str, tuple[Scale, ...]]:
-    """Return the scales of numeric columns of csv and parquet files, by method."""
     if sample.table is None or sample.columns is None:
         return {}
     return {how: fit_scales(sample, how)[0] for how in KEPT_SCALES}

@@ -82,7 +82,6 @@ def describe_data(
 
 
 def _name_labels(sample: Sample) -> dict[str, int]:
-    """Return the number of sampled rows with each label, for at most 100 labels."""
     classes = sample.classes
     labels = sorted(sample.labels)[:100]
     return {classes[int(label)] if classes else f"{label:g}": sample.labels[label] for label in labels}
@@ -132,7 +131,6 @@ def _read_spread(dataset: Dataset) -> tuple[Batch | None, int]:
 
 
 def _find_bad(sample: Sample, dataset: Dataset) -> BadData:
-    """Return the malformed rows, including those that a conversion left out."""
     found = find_bad_lines(dataset)
     for file in sample.converted:
         left_out = file.description
@@ -306,5 +304,4 @@ def _example(text: str, kind: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return a text of the data, shortened and without markup of rich."""
     return printable(text, _MOST_TEXT).replace("[", "\\[")

@@ -152,8 +152,6 @@ class ModelTrial:
 
 
 class _Learner:
-    """A model that is trained on a part of the examples."""
-
     def __init__(
         self,
         model: SparseModel,

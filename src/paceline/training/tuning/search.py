@@ -196,7 +196,6 @@ class FactorSearch:
         return {name: getattr(model, name) for name in self._model.usual}
 
     def _try(self, settings: Iterable[tuple[Settings, UpdateRule]]) -> list[TriedModel]:
-        """Try new settings; return the results of all."""
         wanted = [(self._model.with_defaults(found), rule) for found, rule in settings]
         new = [pair for pair in dict.fromkeys(wanted) if pair not in self._tried]
         self._tried |= dict(zip(new, self._trial.run_all(new), strict=True))

@@ -84,7 +84,6 @@ class HeldOutLosses:
         return self.mean + _CAUTION * self._standard_error(usual)
 
     def _standard_error(self, other: HeldOutLosses) -> float:
-        """Return the standard error of the difference to another mean on the same examples."""
         differences = (other.losses - self.losses) * self.weights / max(float(self.weights.mean()), 1e-30)
         return float(differences.std()) / math.sqrt(len(differences))
 
@@ -172,7 +171,6 @@ class SampleTrial:
         return [_TrialState.fresh(self._num_features) for _ in self._splits]
 
     def _train(self, states: list[_TrialState], rule: FTRL) -> None:
-        """Train each state for one pass."""
         hyper = np.array(rule.hyper)
         for state, (trained, _) in zip(states, self._splits, strict=True):
             logistic_pass(*self._arrays, trained, self._offset, self._batch_size, hyper, *state)

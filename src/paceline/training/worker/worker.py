@@ -102,7 +102,7 @@ class Worker:
         if number != self._counters.job:  # the same job again if shards have returned
             self._counters = WorkerCounters(number, start_bytes=client.byte_counts())
             self._scratch = KeyScratch()
-        counters = self._counters
+        leases = WorkerLeases(client.link, number)
         try:
             model = read_model_settings(job.model)
             tables = open_tables(client, model, from_fields(RULES, job.update))
@@ -110,15 +110,15 @@ class Worker:
                 table.set_filters(*job.filter_chains(exact=parameters.is_count))
             with open_spec(job.dataset) as dataset:
                 if job.task == "train":
-                    self._train(job, model, dataset, tables, counters)
+                    self._train(job, model, dataset, tables, leases)
                 elif job.task == "read-columns":
-                    self._read_columns(job, model, dataset, counters)
+                    self._read_columns(job, model, dataset, leases)
                 elif job.task == "solve-blocks":
-                    self._solve_blocks(job, counters)
+                    self._solve_blocks(job, leases)
                 else:
-                    self._evaluate(job, model, dataset, tables, counters)
+                    self._evaluate(job, model, dataset, tables, leases)
                 self.retire()
-                self._report_data(number, dataset, counters)
+                self._report_data(dataset)
         except (DataError, LostRowsError, NoRoomError, UsageError) as error:
             self._retire_after_failure()
             self._call(messages.JobFailed(job=number, error=type(error).__name__, message=str(error)))
@@ -131,11 +131,10 @@ class Worker:
         model: SparseModel,
         dataset: Dataset,
         tables: Sequence[SparseTable],
-        counters: WorkerCounters,
+        leases: WorkerLeases,
     ) -> None:
-        leases = WorkerLeases(self._client.link, counters.job)
         tau = self._client.consistency.tau
-        pipeline = _Pipeline(self._client, tables, leases, counters, ahead=0 if tau == 0 else 1)
+        pipeline = _Pipeline(self._client, tables, leases, self._counters, ahead=0 if tau == 0 else 1)
         rates = None if job.rates is None else WorkerRates.open(job, job.rates, model, dataset, tables)
         self._take_part()
         if job.shards_at_once > 1:
@@ -160,7 +159,7 @@ class Worker:
                     rates.set_within(lease, num_before)
                 pipeline.feed(minibatch, num_read, is_first)
                 num_before += num_read
-                self._report_progress(counters)
+                self._report_progress()
             leases.read(lease.file, dataset.ended(lease.file))
             pipeline.end_shard(lease)
 
@@ -201,7 +200,7 @@ class Worker:
             if batch is not None:
                 minibatch = model.prepare_training(batch, self._scratch, is_first_pass=is_first)
                 pipeline.feed(minibatch, num_read, is_first)
-                self._report_progress(self._counters)
+                self._report_progress()
             for lease in ended:
                 may_lease = True
                 leases.read(lease.file, dataset.ended(lease.file))
@@ -215,10 +214,10 @@ class Worker:
         model: SparseModel,
         dataset: Dataset,
         tables: Sequence[SparseTable],
-        counters: WorkerCounters,
+        leases: WorkerLeases,
     ) -> None:
         self.retire()
-        leases = WorkerLeases(self._client.link, counters.job)
+        counters = self._counters
         while True:
             lease = leases.next_nowait() or leases.wait_next()
             if lease.lease == ALL_DONE:
@@ -231,31 +230,27 @@ class Worker:
                 weights = [ticket.result() for ticket in tickets]
                 found.append((minibatch.labels.copy(), minibatch.predict(weights)))
                 counters.examples += minibatch.num_examples
-                self._report_progress(counters)
-            self._report_predictions(counters.job, lease, found)
+                self._report_progress()
+            self._report_predictions(lease, found)
             leases.read(lease.file, dataset.ended(lease.file))
             leases.done(lease, counters.as_progress(self._client))
 
-    def _report_predictions(
-        self, number: int, lease: Lease, found: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]
-    ) -> None:
+    def _report_predictions(self, lease: Lease, found: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]) -> None:
         if found:
             labels = np.concatenate([labels for labels, _ in found])
             predictions = np.concatenate([predictions for _, predictions in found])
             fields = {"kind": "predictions", "examples": len(labels)}
-            report = messages.Report(job=number, fields=fields, shard=lease.key)
+            report = messages.Report(job=self._counters.job, fields=fields, shard=lease.key)
             self._call(report, (labels, predictions.reshape(-1)))
 
     # Delayed block proximal gradient.
 
-    def _read_columns(
-        self, job: jobs.WorkerTask, model: SparseModel, dataset: Dataset, counters: WorkerCounters
-    ) -> None:
+    def _read_columns(self, job: jobs.WorkerTask, model: SparseModel, dataset: Dataset, leases: WorkerLeases) -> None:
         """Read this worker's part of the examples, and store it by column.
 
         Shards are reported after the last one: if a worker dies, the other workers read all its shards again.
         """
-        leases, collector = WorkerLeases(self._client.link, counters.job), ColumnCollector()
+        counters, collector = self._counters, ColumnCollector()
         held: list[Lease] = []
         self._columns = None
         self._take_part()
@@ -277,15 +272,15 @@ class Worker:
                 counters.held += batch.num_examples
                 counters.weight += summed_weight(batch.num_examples, batch.weights)
                 counters.positives += int(np.count_nonzero(batch.labels))
-                self._report_progress(counters)
+                self._report_progress()
             leases.read(lease.file, dataset.ended(lease.file))
             held.append(lease)
         self._columns = collector.finish()
 
-    def _solve_blocks(self, job: jobs.WorkerTask, counters: WorkerCounters) -> None:
+    def _solve_blocks(self, job: jobs.WorkerTask, leases: WorkerLeases) -> None:
         """Take part in the passes over blocks of columns, with the examples of the job before."""
         assert job.solve is not None
-        leases, columns = WorkerLeases(self._client.link, counters.job), self._columns
+        counters, columns = self._counters, self._columns
         self._columns = None
         self._take_part()
         lease = leases.next_nowait()
@@ -299,7 +294,7 @@ class Worker:
         held = [lease]
         solver = BlockSolver.open(self._client, job.solve, columns, *job.filter_chains())
         for block_pass in solver.run(job.solve.examples):
-            self._report_progress(counters)
+            self._report_progress()
             if block_pass is None:
                 continue
             if solver.is_reporter:
@@ -315,7 +310,8 @@ class Worker:
 
     # With the scheduler.
 
-    def _report_progress(self, counters: WorkerCounters) -> None:
+    def _report_progress(self) -> None:
+        counters = self._counters
         if self._expelled.is_set():  # other workers have its shards
             raise PeerError(_EXPELLED)
         time_s = time.monotonic()
@@ -343,8 +339,8 @@ class Worker:
             self._client.join()
             self._retired = False
 
-    def _report_data(self, number: int, dataset: Dataset, counters: WorkerCounters) -> None:
-        bad = dataset.bad_lines
+    def _report_data(self, dataset: Dataset) -> None:
+        bad, counters = dataset.bad_lines, self._counters
         counters.bad_lines += bad.count
         self._client.link.tell(messages.Heartbeat(progress=counters.as_progress(self._client)))
         if bad.count or dataset.cache_error:
@@ -355,7 +351,7 @@ class Worker:
                 "first": lines,
                 "cache_error": dataset.cache_error,
             }
-            self._call(messages.Report(job=number, fields=fields))
+            self._call(messages.Report(job=counters.job, fields=fields))
 
 
 def _pull(tables: Sequence[SparseTable], minibatch: Minibatch, ahead: int = 0) -> list[Ticket]:
