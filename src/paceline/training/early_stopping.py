@@ -77,10 +77,10 @@ class PassLosses:
     def summary(self, most: int) -> str:
         """Return a sentence about the end of the training and its result; `most` is the allowed number of passes."""
         if self.last_pass < most:
-            why = f"stopped after pass {self.last_pass} of at most {most}: no progress since pass {self.best_pass}"
+            reason = f"stopped after pass {self.last_pass} of at most {most}: no progress since pass {self.best_pass}"
         else:
-            why = f"all {most} passes are done, the best was pass {self.best_pass}"
-        return why if self.is_best else f"{why}, whose model it is"
+            reason = f"all {most} passes are done, the best was pass {self.best_pass}"
+        return reason if self.is_best else f"{reason}. The model is the one of pass {self.best_pass}"
 
     def as_json(self) -> dict[str, Any]:
         """Return the passes and the best one as JSON."""

@@ -38,7 +38,9 @@ def parse_every(text: str) -> tuple[float | None, int | None]:
         return float(found[1]) * _SECONDS[found[2]], None
     if found is not None and found[3] is not None and int(found[3]) > 0:
         return None, int(found[3])
-    raise UsageError(f"every {text!r}: expected a time such as 30s, 5m or 1h, or a number of examples such as 100000")
+    raise UsageError(
+        f"--snapshot-every {text}: expected a time such as 30s, 5m or 1h, or a number of examples such as 100000"
+    )
 
 
 class TrainingSnapshots:

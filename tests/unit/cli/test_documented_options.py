@@ -46,7 +46,7 @@ def test_options_are_documented(name: str) -> None:
 def test_documented_commands_have_these_options(page: Path) -> None:
     names = "|".join(sorted(COMMANDS, key=len, reverse=True))
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-    for line in re.finditer(rf"paceline ({names})\b([^`\n#|]*)", text):
+    for line in re.finditer(rf"paceline ({names})\b([^`\n#|;]*)", text):
         mine = SCRIPT.split(line[2])[0]
         unknown = set(OPTION.findall(mine)) - options(COMMANDS[line[1]])
         assert not unknown, f"{line[0]}: paceline {line[1]} has no {', '.join(sorted(unknown))}"
