@@ -305,7 +305,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence(source: Path, out: Path, tmp
         with pytest.raises(DataError, match=told.format(*names)):
             open_dataset(files)
     options = TrainOptions(data=[out], evaluation=[tmp_path / "svm"])
-    with pytest.raises(DataError, match=r"svm is converted from libsvm, and .*out is converted from csv. Pass files of one format"):
+    with pytest.raises(DataError, match=r"svm is converted from libsvm, and .*out is converted from csv. Pass"):
         resolve_files(options)
     with pytest.raises(DataError, match=r"x.csv was not written by 'paceline convert'"):
         sample_data([out, source])
