@@ -29,7 +29,7 @@ from paceline import MemoryLimit
 from paceline.launch.local import LocalCluster
 from paceline.ps import FTRL, Client, SparseTable
 from paceline.ps.client.snapshot_loading import load_snapshot
-from paceline.ps.client.snapshots import SnapshotTaker
+from paceline.ps.client.snapshots import SnapshotCoordinator
 from paceline.storage.snapshot_directory import read_newest
 
 BARE_BYTES = 8 + 3 * 4
@@ -109,7 +109,7 @@ def snapshot(client: Client, table: SparseTable, rows: int, directory: Path) -> 
     """Take a snapshot while known keys are pushed; return the seconds, and those of the longest push meanwhile."""
     random = np.random.default_rng(1)
     grads = np.full((KEYS, 1), 0.5, np.float32)
-    taker, times = SnapshotTaker(client, directory), [0.0]
+    taker, times = SnapshotCoordinator(client, directory), [0.0]
     start = time.perf_counter()
     taker.begin()
     while taker.poll() is None:

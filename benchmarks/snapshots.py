@@ -28,7 +28,7 @@ from paceline.launch import local_cluster
 from paceline.protocol import Consistency, Eventual, Sequential
 from paceline.ps import Adagrad, Client, SparseTable
 from paceline.ps.client.snapshot_loading import load_snapshot
-from paceline.ps.client.snapshots import SnapshotTaker
+from paceline.ps.client.snapshots import SnapshotCoordinator
 from paceline.storage.format import SnapshotManifest
 from paceline.storage.parts import PART_BYTES
 from paceline.storage.snapshot_directory import read_newest
@@ -96,7 +96,7 @@ def floor(directory: Path, num_bytes: int) -> float:
     return taken
 
 
-def take(taker: SnapshotTaker) -> tuple[SnapshotManifest, float]:
+def take(taker: SnapshotCoordinator) -> tuple[SnapshotManifest, float]:
     start = time.perf_counter()
     taker.begin()
     while (manifest := taker.poll()) is None:
@@ -129,7 +129,7 @@ def measure(consistency: Consistency, rows: int, dim: int, count: int, directory
     ):
         table, keys = fill(client, rows, dim)
         ticks = isinstance(consistency, Sequential)
-        taker = SnapshotTaker(observer, directory)
+        taker = SnapshotCoordinator(observer, directory)
         usual = Pushing(table, keys, count, ticks)
         usual.start()
         time.sleep(3.0)

@@ -11,7 +11,7 @@ from typing import Any, Final
 from paceline.errors import ModelError, PacelineError
 from paceline.protocol.buckets import Buckets, bucket_set, buckets_in
 from paceline.ps import Client
-from paceline.ps.client.snapshots import SnapshotTaker
+from paceline.ps.client.snapshots import SnapshotCoordinator
 from paceline.storage.durable_io import replace_synced, write_synced
 from paceline.storage.snapshot_directory import SnapshotWriteError, read_buckets, read_newest
 from paceline.temporary import TemporaryFolder
@@ -75,7 +75,7 @@ def take_snapshot(network: VirtualNetwork, disk: Disk) -> Path | None:
     world, num_failed, directory = network.world, disk.num_failed, disk.new_directory()
     end_s = world.now_s + _PATIENCE_S
     client = Client.connect(VirtualTransport(network), ADDRESS, observer=True)
-    taker = SnapshotTaker(client, directory)
+    taker = SnapshotCoordinator(client, directory)
     try:
         taker.begin()
         while taker.poll() is None:

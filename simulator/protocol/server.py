@@ -180,7 +180,7 @@ class SimulatedServer(SimulatedNode):
                 case events.Serve(EventFrame() as frame):
                     self._serve(frame)
                 case events.DropBuffered(worker, iteration):
-                    self.table.drop_kept(worker, iteration)
+                    self.table.drop_buffered(worker, iteration)
                 case events.DropAllBuffered():
                     self.table.keep_only(0)
                 case events.SumUp(iteration, workers, buckets):

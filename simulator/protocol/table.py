@@ -51,7 +51,7 @@ class ToyTable:
         """Forget what is kept of other buckets."""
         self._kept = {bucket: kept for bucket, kept in self._kept.items() if buckets >> bucket & 1}
 
-    def drop_kept(self, worker: int, from_iteration: int) -> None:
+    def drop_buffered(self, worker: int, from_iteration: int) -> None:
         """Forget what a worker pushed from an iteration on."""
         for by_iteration in self._kept.values():
             for iteration, by_worker in by_iteration.items():

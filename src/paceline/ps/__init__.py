@@ -1,6 +1,6 @@
 """Parameter servers: tables, update rules, server, scheduler, client.
 
-The server and the scheduler, which most processes are not, are imported when they are first used.
+Server and scheduler are imported on first use, because most processes need neither.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,6 @@
-"""Clients in a forked process: one clear error, instead of two processes that speak on one connection.
+"""A clear error for clients in a forked process, instead of two processes on one connection.
 
-A child has its parent's sockets and none of its threads. What it sends would be taken for its parent's, up to the word
-that it leaves.
+A child has its parent's sockets but not its threads. Its messages, even its departure, would count as the parent's.
 """
 
 from __future__ import annotations
@@ -15,32 +14,32 @@ from paceline.errors import UsageError
 
 
 class Owned(Protocol):
-    """What belongs to the process that made it."""
+    """An object that belongs to the process that made it."""
 
     def disown(self) -> None:
-        """Leave everything to the parent of this process, which has been forked."""
+        """Disable this object in a forked child: everything belongs to the parent."""
 
 
 class NoLock:
-    """Stands in a forked process for the lock that everything is done under."""
+    """Replaces the lock of an object in a forked child; acquiring it raises UsageError."""
 
     def __enter__(self) -> NoReturn:
         raise UsageError(
-            f"this client was made before process {os.getpid()} was forked, and is its parent's: connect in the child, "
-            "or start it by multiprocessing's 'spawn'"
+            f"this client belongs to the parent of the forked process {os.getpid()}: connect in the child, or use "
+            "multiprocessing's start method 'spawn'"
         )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Nothing was entered."""
+        """Do nothing."""
 
 
 _owned: weakref.WeakSet[Owned] = weakref.WeakSet()
 
 
 def own(thing: Owned) -> None:
-    """Have a child of this process disown it."""
+    """Disown an object in forked children."""
     _owned.add(thing)
 
 

@@ -21,7 +21,7 @@ from paceline.models.registry import describe_settings, read_model_settings
 from paceline.protocol.jobs import JobAccount, JobState, shards_in
 from paceline.ps import Client, messages, to_fields
 from paceline.ps.client.snapshot_loading import load_snapshot
-from paceline.ps.client.snapshots import SnapshotTaker
+from paceline.ps.client.snapshots import SnapshotCoordinator
 from paceline.storage.format import SnapshotManifest
 from paceline.storage.snapshot_directory import Snapshot, SnapshotWriteError, read_newest
 from paceline.training.options import SnapshotPlan
@@ -51,7 +51,7 @@ class TrainingSnapshots:
         self._client = client
         self._plan = plan
         self._warn = warn
-        self._snapshotter = SnapshotTaker(client, plan.directory, keep=plan.keep)
+        self._snapshotter = SnapshotCoordinator(client, plan.directory, keep=plan.keep)
         self._job = 0
         self._training: dict[str, Any] = {}
         self._last_s = 0.0

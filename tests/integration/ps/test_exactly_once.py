@@ -17,7 +17,7 @@ from paceline.ps import SGD, Client, messages
 from paceline.ps.client.connection import ServerConnection
 from paceline.ps.client.records import write_records
 from paceline.ps.client.snapshot_loading import load_snapshot, load_state
-from paceline.ps.client.snapshots import SnapshotTaker
+from paceline.ps.client.snapshots import SnapshotCoordinator
 from paceline.ps.messages import FORWARD, PULL, PUSH, PUSH_PULL, TICK
 from paceline.ps.messages.snapshots import LoadParts
 from paceline.storage.snapshot_directory import read_newest
@@ -331,7 +331,7 @@ def test_parts_that_are_loaded_again_keep_the_push_between(tmp_path: Path) -> No
     with Cluster() as cluster:
         client = cluster.connect()
         client.sparse_table("w", update=SGD(lr=1.0)).push(KEYS, -7 * ONES).wait()
-        with contextlib.closing(SnapshotTaker(cluster.connect(observer=True), tmp_path)) as taker:
+        with contextlib.closing(SnapshotCoordinator(cluster.connect(observer=True), tmp_path)) as taker:
             taker.begin()
             wait_until(lambda: taker.poll() is not None)
     with Cluster(servers=2) as cluster:
@@ -356,7 +356,7 @@ def test_a_late_repeat_of_an_older_call_does_not_allow_newer_ones_again(
     with Cluster() as cluster:
         client = cluster.connect()
         client.sparse_table("w", update=SGD(lr=1.0)).push(KEYS, -7 * ONES).wait()
-        with contextlib.closing(SnapshotTaker(cluster.connect(observer=True), tmp_path)) as taker:
+        with contextlib.closing(SnapshotCoordinator(cluster.connect(observer=True), tmp_path)) as taker:
             taker.begin()
             wait_until(lambda: taker.poll() is not None)
     with Cluster() as cluster:

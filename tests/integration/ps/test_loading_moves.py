@@ -17,7 +17,7 @@ from paceline.errors import ConnectionLostError, PeerError, StaleEpochError
 from paceline.protocol.buckets import buckets_in
 from paceline.ps import SGD, Adagrad, Client, DenseTable, SparseTable, Uniform
 from paceline.ps.client.snapshot_loading import load_snapshot
-from paceline.ps.client.snapshots import SnapshotTaker
+from paceline.ps.client.snapshots import SnapshotCoordinator
 from paceline.ps.messages.snapshots import LoadParts
 from paceline.ps.server import snapshots as server_snapshots
 from paceline.ps.server.fills import FillTransfers
@@ -61,7 +61,7 @@ def snapshot(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Float
         sparse.push(KEYS, random.standard_normal((len(KEYS), 2), np.float32))
         dense.push(random.standard_normal(SIZE, np.float32))
         client.flush()
-        take(SnapshotTaker(observer, folder))
+        take(SnapshotCoordinator(observer, folder))
         return folder, values(client)
 
 

@@ -14,7 +14,7 @@ from paceline.protocol import BoundedDelay, Consistency, DelayCompensate, Eventu
 from paceline.ps import SGD, Adagrad, Client, Constant, DenseTable, SparseTable
 from paceline.ps.client.records import read_records, write_records
 from paceline.ps.client.snapshot_loading import load_snapshot
-from paceline.ps.client.snapshots import SnapshotTaker
+from paceline.ps.client.snapshots import SnapshotCoordinator
 from paceline.storage.snapshot_directory import read_newest
 from paceline.tables.rules import UpdateRule
 
@@ -206,7 +206,7 @@ def test_a_snapshot_that_is_not_finite(tmp_path: Path, policy: str) -> None:
     with Cluster(non_finite="count") as cluster:
         client = cluster.connect(rank=0)
         Table(client, "sparse").write(keys_of(1, 2), floats(np.inf, 1))
-        taker = SnapshotTaker(client, tmp_path)
+        taker = SnapshotCoordinator(client, tmp_path)
         taker.begin()
         wait_until(lambda: taker.poll() is not None)
         taker.close()

@@ -240,7 +240,7 @@ def test_a_read_that_waits_is_refused_when_its_buckets_go() -> None:
         read = table.pull_async(keys)
         wait_until(lambda: bool(node.call(lambda: len(node.server.core.reads))))
         change(3, *other.members)
-        wait_until(lambda: read.done() or client.servers.watch.is_unsettled)
+        wait_until(lambda: read.done() or client.servers.watch.must_follow)
         assert not read.done()
         last = change(4, *one.members)  # so that all comes to its end
         for each in cluster.nodes:

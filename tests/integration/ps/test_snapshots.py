@@ -19,7 +19,7 @@ from paceline.protocol import Sequential
 from paceline.ps import SGD, Adagrad, Client, DenseTable, SparseTable, Uniform
 from paceline.ps.client import snapshots
 from paceline.ps.client.snapshot_loading import load_snapshot
-from paceline.ps.client.snapshots import SnapshotTaker
+from paceline.ps.client.snapshots import SnapshotCoordinator
 from paceline.ps.messages import View
 from paceline.ps.messages.snapshots import DropSnapshot
 from paceline.ps.server import snapshots as server_snapshots
@@ -61,7 +61,7 @@ def same(one: list[Floats], other: list[Floats]) -> bool:
     return all(np.array_equal(a.view(np.uint32), b.view(np.uint32)) for a, b in zip(one, other, strict=True))
 
 
-def finish(taker: SnapshotTaker) -> SnapshotManifest:
+def finish(taker: SnapshotCoordinator) -> SnapshotManifest:
     found: list[SnapshotManifest] = []
 
     def is_there() -> bool:
@@ -74,7 +74,7 @@ def finish(taker: SnapshotTaker) -> SnapshotManifest:
     return found[0]
 
 
-def take(taker: SnapshotTaker) -> SnapshotManifest:
+def take(taker: SnapshotCoordinator) -> SnapshotManifest:
     taker.begin()
     return finish(taker)
 
@@ -90,7 +90,7 @@ def test_a_snapshot_goes_into_a_cluster_of_any_size(tmp_path: Path) -> None:
     with Cluster(servers=3) as cluster:
         client, observer = cluster.connect(), cluster.connect(observer=True)
         train(client, range(4))
-        manifest = take(SnapshotTaker(observer, tmp_path))
+        manifest = take(SnapshotCoordinator(observer, tmp_path))
         expected, rows = values(client), [len(table) for table in declare(client)[:2]]
     assert manifest.full
     assert manifest.iteration is None
@@ -106,7 +106,7 @@ def test_what_did_not_change_is_not_written_again(tmp_path: Path, monkeypatch: p
     with Cluster(servers=2) as cluster:
         client, observer = cluster.connect(), cluster.connect(observer=True)
         train(client, range(4))
-        taker = SnapshotTaker(observer, tmp_path, keep=2)
+        taker = SnapshotCoordinator(observer, tmp_path, keep=2)
         sizes = []
         for step in range(snapshots.FULL_EVERY + 2):
             manifest = take(taker)
@@ -138,7 +138,7 @@ def test_pushes_go_on_while_a_snapshot_is_taken(tmp_path: Path, monkeypatch: pyt
         for _ in range(3):
             table.push(KEYS, ones)
         client.flush()
-        taker = SnapshotTaker(observer, tmp_path)
+        taker = SnapshotCoordinator(observer, tmp_path)
         taker.begin()
         pushes = 3
         while taker.poll() is None:
@@ -178,7 +178,7 @@ def test_sequential_is_cut_between_two_iterations(tmp_path: Path, monkeypatch: p
 
         def watch() -> list[tuple[int, list[Floats], int]]:
             found: list[tuple[int, list[Floats], int]] = []
-            taker = SnapshotTaker(observer, tmp_path, keep=10)
+            taker = SnapshotCoordinator(observer, tmp_path, keep=10)
             wait_until(lambda: len(observer.tables()) == 3)
             for _ in range(3):
                 manifest = take(taker)
@@ -206,7 +206,7 @@ def test_sequential_is_cut_between_two_iterations(tmp_path: Path, monkeypatch: p
 def test_damage_is_named_and_the_one_before_is_used(tmp_path: Path) -> None:
     with Cluster(servers=2) as cluster:
         client, observer = cluster.connect(), cluster.connect(observer=True)
-        taker = SnapshotTaker(observer, tmp_path)
+        taker = SnapshotCoordinator(observer, tmp_path)
         kept = []
         for step in range(3):
             train(client, range(step, step + 1))
@@ -244,7 +244,7 @@ def test_a_cluster_that_is_not_fit_for_it(tmp_path: Path) -> None:
     with Cluster(servers=2) as cluster:
         client, observer = cluster.connect(), cluster.connect(observer=True)
         train(client, range(1))
-        take(SnapshotTaker(observer, tmp_path))
+        take(SnapshotCoordinator(observer, tmp_path))
         with pytest.raises(UsageError, match="has rows already"):
             load_snapshot(client, read_newest(tmp_path))
     with Cluster() as cluster:
@@ -258,13 +258,13 @@ def test_replicas_have_what_was_loaded(tmp_path: Path) -> None:
     with Cluster(servers=2, replicas=1) as cluster:
         client, observer = cluster.connect(), cluster.connect(observer=True)
         train(client, range(3))
-        take(SnapshotTaker(observer, tmp_path))
+        take(SnapshotCoordinator(observer, tmp_path))
         expected = values(client)
     with Cluster(servers=3, replicas=1) as cluster:
         client, observer = cluster.connect(), cluster.connect(observer=True)
         load_snapshot(client, read_newest(tmp_path))
         assert same(values(client), expected)
-        taker = SnapshotTaker(observer, tmp_path)
+        taker = SnapshotCoordinator(observer, tmp_path)
         taker.begin()
         cluster.nodes[1].stop()
         assert same(values(client), expected)
@@ -281,9 +281,9 @@ def test_servers_that_do_not_see_the_files(tmp_path: Path, monkeypatch: pytest.M
     with Cluster(servers=2) as cluster:
         client, observer = cluster.connect(), cluster.connect(observer=True)
         train(client, range(3))
-        take(SnapshotTaker(observer, tmp_path))
+        take(SnapshotCoordinator(observer, tmp_path))
         expected = values(client)
-    monkeypatch.setattr(server_snapshots, "are_there", lambda directory, parts: False)
+    monkeypatch.setattr(server_snapshots, "do_all_exist", lambda directory, parts: False)
     found, _ = restored(tmp_path, 2)
     assert same(found, expected)
 
@@ -319,7 +319,7 @@ def test_a_file_system_that_hangs_holds_no_requests(tmp_path: Path, monkeypatch:
         train(client, range(2))
         for name in ("mkdir", "stat", "unlink", "scandir", "listdir", "open", "rmdir"):
             monkeypatch.setattr(os, name, hanging(getattr(os, name)))
-        taker = SnapshotTaker(observer, tmp_path)
+        taker = SnapshotCoordinator(observer, tmp_path)
         taker.begin()
         serves(client)
         finish(taker)
@@ -345,7 +345,7 @@ def test_two_directories_are_two_histories(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     with Cluster() as cluster:
         client, one, other = cluster.connect(), cluster.connect(observer=True), cluster.connect(observer=True)
-        takers = [SnapshotTaker(one, first), SnapshotTaker(other, second)]
+        takers = [SnapshotCoordinator(one, first), SnapshotCoordinator(other, second)]
         train(client, range(2))
         take(takers[0])
         train(client, range(2, 4), keys=100)
@@ -378,7 +378,7 @@ def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with Cluster(servers=2) as cluster:
         client, observer = cluster.connect(), cluster.connect(observer=True)
         train(client, range(2))
-        taker = SnapshotTaker(observer, tmp_path)
+        taker = SnapshotCoordinator(observer, tmp_path)
         take(taker)
         train(client, range(2, 3), keys=5)
         for number in (2, 3):
@@ -406,7 +406,7 @@ def test_files_that_may_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with Cluster(servers=2) as cluster:
         client, observer = cluster.connect(), cluster.connect(observer=True)
         train(client, range(2))
-        taker = SnapshotTaker(observer, tmp_path)
+        taker = SnapshotCoordinator(observer, tmp_path)
         take(taker)
         kept, before = values(client), sorted(tmp_path.rglob("*"))
         train(client, range(2, 4))
@@ -428,7 +428,7 @@ def test_a_directory_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with Cluster() as cluster:
         observer = cluster.connect(observer=True)
-        taker = SnapshotTaker(observer, tmp_path / "file" / "snapshots")
+        taker = SnapshotCoordinator(observer, tmp_path / "file" / "snapshots")
         with pytest.raises(SnapshotWriteError, match="cannot write in"):
             taker.begin()
         assert not taker.is_taking
@@ -439,7 +439,7 @@ def test_given_up(tmp_path: Path) -> None:
     with Cluster(consistency=Sequential()) as cluster:
         client, observer = cluster.connect(), cluster.connect(observer=True)
         train(client, range(1))
-        taker = SnapshotTaker(observer, tmp_path)
+        taker = SnapshotCoordinator(observer, tmp_path)
         taker.begin()
         assert taker.poll() is None
         taker.give_up()
@@ -468,7 +468,7 @@ def test_passes_in_which_rows_were_seen_are_kept_and_told_to_new_servers(tmp_pat
     with Cluster(servers=2, replicas=1) as cluster, ExitStack() as stack:
         client = cluster.connect()
         table = mark(client)
-        taker = SnapshotTaker(client, tmp_path)
+        taker = SnapshotCoordinator(client, tmp_path)
         take(taker)
         taker.close()
         cluster.nodes[0].stop()

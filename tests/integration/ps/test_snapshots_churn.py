@@ -14,7 +14,7 @@ from paceline.kernels.hashing import mix
 from paceline.protocol import Consistency, Eventual, Sequential
 from paceline.protocol.buckets import bucket_set
 from paceline.ps import SGD
-from paceline.ps.client.snapshots import SnapshotTaker
+from paceline.ps.client.snapshots import SnapshotCoordinator
 from paceline.ps.server import snapshots as server_snapshots
 from paceline.storage import parts
 from paceline.storage.format import SnapshotManifest
@@ -82,7 +82,7 @@ def test_snapshots_come_about(consistency: Consistency, tmp_path: Path, monkeypa
         joined = stack.enter_context(ExitStack())
         counting, observer = Counting(cluster), cluster.connect(observer=True)
         stack.callback(counting.stop)
-        taker = SnapshotTaker(observer, tmp_path)
+        taker = SnapshotCoordinator(observer, tmp_path)
         failures: list[str] = []
         num_rounds = 0
 
@@ -103,8 +103,8 @@ def test_snapshots_come_about(consistency: Consistency, tmp_path: Path, monkeypa
             manifest = None
             try:
                 while manifest is None:
-                    assert taker.under_way is not None
-                    num_rounds = max(num_rounds, taker.under_way.round)
+                    assert taker.attempt is not None
+                    num_rounds = max(num_rounds, taker.attempt.round)
                     manifest = taker.poll()
                     time.sleep(0.01)
             except SnapshotWriteError as error:

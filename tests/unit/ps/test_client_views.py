@@ -18,7 +18,7 @@ from paceline.protocol.buckets import ALL, bucket_set, to_bytes
 from paceline.protocol.client import ClientCore
 from paceline.ps import SGD, Client, Ticket, messages
 from paceline.ps.client.exchange import fill
-from paceline.ps.client.following import MapFollower
+from paceline.ps.client.following import ViewFollower
 from paceline.ps.client.servers import Servers
 from paceline.ps.messages import ACK, CALL, PULL, PUSH, PUSH_PULL, RANGE, RESULT, SYNCED, TICK, VALUES
 from paceline.tables.bucket_arrays import buckets_of_keys
@@ -151,7 +151,7 @@ class World:
 
     def connect(self, timeout_s: float = 10.0, reconnect_s: float = 3.0) -> Client:
         """Return a worker's client."""
-        follower = MapFollower()
+        follower = ViewFollower()
         follower.take(self.first)
         welcome = messages.Welcome(rank=3, incarnation=70, heartbeat_s=1.0, settings=self.settings, view=self.first)
         core = ClientCore(is_worker=True, is_sequential=self.settings.consistency == "sequential")

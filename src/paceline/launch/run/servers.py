@@ -20,7 +20,7 @@ from paceline.launch.local import LocalCluster, Share
 from paceline.launch.supervisor import describe_status
 from paceline.protocol import Role
 from paceline.ps import SchedulerLink, make_node_name, messages
-from paceline.ps.client.routes import MapWatch
+from paceline.ps.client.routes import RouteWatch
 from paceline.tables.memory.limit import MemoryLimit
 from paceline.transport import TLS, Hello
 
@@ -78,7 +78,7 @@ class RunServers(Closing):
         self._expelled: dict[str, float] = {}  # servers declared dead: the time until which they may live
         self._stopped: set[str] = set()  # names of the servers that were killed for that reason
         self._news = News()
-        self._watch = MapWatch()
+        self._watch = RouteWatch()
         self._ended = self._cut_short = False
         self._lost: str | None = None  # the reason why the scheduler is lost
         self._changed = threading.Condition()

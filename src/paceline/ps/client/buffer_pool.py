@@ -1,4 +1,4 @@
-"""Memory for copies of pushes: what was let go is used again, since fresh pages cost more than the copy."""
+"""A pool of memory for copies of pushes, because fresh pages cost more than the copy."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Memory = npt.NDArray[np.uint8]
 
 
 class Copies:
-    """Copies of arrays, and the memory of those that were given back."""
+    """Copies of arrays, and a pool of released memory."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[Memory]] = {}  # by size
         self.num_free = 0
 
     def copy(self, arrays: Sequence[npt.NDArray[Any]]) -> tuple[list[npt.NDArray[Any]], Memory]:
-        """Return copies of C-contiguous arrays, and their memory, to be given back."""
+        """Return copies of C-contiguous arrays, and their memory for :meth:`give_back`."""
         size = 0
         for array in arrays:
             size += array.nbytes + 7 & -8
@@ -42,7 +42,7 @@ class Copies:
         return copies, memory
 
     def give_back(self, memory: Memory) -> None:
-        """Let a later copy have this memory."""
+        """Release memory for later copies."""
         if self.num_free < _MAX_FREE:
             self._free.setdefault(len(memory), []).append(memory)
             self.num_free += 1

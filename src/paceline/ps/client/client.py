@@ -1,4 +1,4 @@
-"""A worker's client: tables by name, iterations, all servers at once."""
+"""The client of workers and observers: tables, iterations, and connections to all servers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.protocol.client import ClientCore
 from paceline.ps import messages
 from paceline.ps.client.dense_table import DenseTable
 from paceline.ps.client.filtered import TableFilters
-from paceline.ps.client.following import MapFollower
+from paceline.ps.client.following import ViewFollower
 from paceline.ps.client.servers import Servers
 from paceline.ps.client.sparse_table import SparseTable
 from paceline.ps.forked import NoLock
@@ -35,21 +35,23 @@ from paceline.transport import Address, Hello, Transport, register_type
 
 
 def make_node_name(role: str) -> str:
-    """Return a name for this process that no other has."""
+    """Return a unique name for this process."""
     return f"{role}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
 
 
 class Client:
-    """One process's view of a cluster's tables. Make one with ``cluster.connect()``, or with a transport.
+    """One process's access to a cluster's tables. Make one with ``cluster.connect()``, or with a transport.
 
-    A *worker* takes part in the iterations: servers wait for its :meth:`tick` as the cluster's consistency says. An
-    *observer* only reads and writes. Methods may be called from several threads; one waits for the other.
+    A *worker* takes part in the iterations: servers wait for its :meth:`tick` according to the cluster's consistency.
+    An *observer* only reads and writes. Several threads may call methods; they run one at a time.
 
-    Raises, from any method: DeadlineError when an answer does not come within `timeout_s`, ConnectionLostError when
-    a server is gone.
+    Any method may raise DeadlineError if an answer does not come within `timeout_s`, and ConnectionLostError if a
+    server was lost.
     """
 
-    def __init__(self, link: SchedulerLink, welcome: messages.Welcome, servers: Servers, follower: MapFollower) -> None:
+    def __init__(
+        self, link: SchedulerLink, welcome: messages.Welcome, servers: Servers, follower: ViewFollower
+    ) -> None:
         self.link = link
         self.servers = servers
         """The connections to the servers."""
@@ -74,12 +76,12 @@ class Client:
         scheduler_reconnect_s: float = 60.0,
         on_notice: Callable[[msgspec.Struct], None] | None = None,
     ) -> Client:
-        """Register at a scheduler, connect to its servers and, unless an observer, take part in the iterations."""
+        """Register at a scheduler, connect to its servers and, except as an observer, join the iterations."""
         role = "observer" if observer else "worker"
         hello = Hello(role=role, name=make_node_name(role))
-        follower = MapFollower()
+        follower = ViewFollower()
 
-        def heard(notice: msgspec.Struct) -> None:
+        def receive_notice(notice: msgspec.Struct) -> None:
             if isinstance(notice, messages.Ended):
                 follower.watch.end()
             elif isinstance(notice, messages.Expelled):
@@ -93,10 +95,10 @@ class Client:
             hello,
             timeout_s=timeout_s,
             reconnect_s=scheduler_reconnect_s,
-            on_notice=heard,
+            on_notice=receive_notice,
             on_lost=follower.watch.fail,
             on_view=follower.take,
-            on_beat=follower.look,
+            on_beat=follower.check_connections,
         )
         with contextlib.ExitStack() as undo:
             undo.callback(link.close)
@@ -123,24 +125,24 @@ class Client:
         return client
 
     def __repr__(self) -> str:
-        who = f"worker {self.rank}" if self.role == "worker" else self.role
+        identity = f"worker {self.rank}" if self.role == "worker" else self.role
         servers = len(self.servers.routes.server_ranks)
         where = "closed" if self.servers.is_closed else f"{servers} server{'' if servers == 1 else 's'}"
         tables = f", tables {', '.join(self._tables)}" if self._tables else ""
-        return f"<Client: {who} of {self.link.address}, {where}, {self.consistency}{tables}>"
+        return f"<Client: {identity} of {self.link.address}, {where}, {self.consistency}{tables}>"
 
     # Iterations.
 
     @property
     def clock(self) -> int:
-        """The number of iterations that this worker has finished, which is also the number of the current one."""
+        """The number of finished iterations, which is also the number of the current iteration."""
         return self.servers.core.clock
 
     def tick(self) -> None:
-        """End this worker's iteration. What it pushed in it counts; reads from now on belong to the next.
+        """End this worker's iteration: its pushes count, and later reads belong to the next iteration.
 
-        Does not wait for the servers. Raises the failure of an earlier push that nobody has waited for; and UsageError
-        if this client takes no part in the iterations.
+        Does not wait for the servers. Raises the error of an earlier push that was not waited for, and UsageError if
+        this client does not take part in the iterations.
         """
         servers = self.servers
         with servers.lock:
@@ -151,11 +153,10 @@ class Client:
             servers.core.tick()
 
     def retire(self) -> None:
-        """Stop taking part in the iterations for now: nobody waits for this worker until it calls :meth:`join`.
+        """Stop taking part in the iterations: servers do not wait for this worker until it calls :meth:`join`.
 
-        What it pushed without a tick is dropped under sequential consistency. Until then it reads and writes as an
-        observer does: at once. Where another server may come to lead what is on one now, it waits until what it has
-        pushed with a tick is safe.
+        Until then it reads and writes like an observer, without waiting. Under sequential consistency its pushes
+        without a tick are dropped. If the cluster has replicas, the call waits until its ticked pushes are stable.
         """
         servers = self.servers
         with servers.lock:
@@ -166,30 +167,30 @@ class Client:
             servers.call_all(messages.Retire())
 
     def join(self) -> None:
-        """Take part in the iterations (again), from the one at which the others are."""
+        """Join or rejoin the iterations at the current one of the other workers."""
         if self.role != "worker":
-            raise UsageError("an observer takes no part in the iterations: connect without observer=True")
+            raise UsageError("an observer cannot take part in the iterations: connect without observer=True")
         servers, core = self.servers, self.servers.core
 
-        def ask_rest() -> None:
+        def request_remaining() -> None:
             while core.is_joining:
-                servers.newest()  # the map may have changed: then all are asked again
-                ask = servers.asks.pop(0)
-                connection = next(each for each in servers.connections if each.session.server == ask.server)
-                clock = connection.call(messages.JoinClock(rank=self.rank, clock=ask.clock), Clock)[0]
+                servers.newest()  # a view change repeats the requests to all servers
+                request = servers.join_requests.pop(0)
+                connection = next(found for found in servers.connections if found.session.server == request.server)
+                clock = connection.call(messages.JoinClock(rank=self.rank, clock=request.clock), Clock)[0]
                 servers.newest()
-                servers.execute(core.joined(ask.server, ask.round, clock))
+                servers.execute(core.joined(request.server, request.round, clock))
 
         with servers.lock:
             servers.newest()
             servers.execute(core.join())
             try:
-                servers.retry(ask_rest)
+                servers.retry(request_remaining)
             finally:
                 core.stop_joining()
 
     def flush(self) -> None:
-        """Wait until every push is acknowledged; raise the first failure."""
+        """Wait until every push is acknowledged; raise the first error."""
         with self.servers.lock:
             self.servers.drain()
 
@@ -206,14 +207,14 @@ class Client:
         filters: Sequence[Filter] = (),
         pull_filters: Sequence[Filter] | None = None,
     ) -> SparseTable:
-        """Declare a sparse table: uint64 key → row of `dim` float32; every process that uses it says the same.
+        """Declare a sparse table: uint64 key → row of `dim` float32. Every process declares it with the same settings.
 
-        A row exists from its first push; until then it reads as `initializer` (default zeros) says, which depends on
-        `seed` and key alone. Raises TableMismatchError if the table is known with other settings.
+        A row exists from its first push. Until then it reads as `initializer` (default zeros), which depends only on
+        `seed` and key. Raises TableMismatchError if the table exists with other settings.
 
-        `filters` (:mod:`paceline.filters`) are what this client's pushes and pulls of the table go behind, and
-        `pull_filters` (default: the same, as far as they are for values and bytes) the values that come back. Raises
-        UsageError if a server does not have them in the same version.
+        `filters` (:mod:`paceline.filters`) apply to this client's pushes and pulls, and `pull_filters` to the returned
+        values (default: the filters for values and bytes in `filters`). Raises UsageError if a server does not have the
+        same version of a filter.
         """
         dim = whole_number(f"sparse_table({name!r}, dim={dim!r})", dim, 1, MAX_DIM)
         spec = make_spec(name, "sparse", update, initializer, seed, dim=dim)
@@ -232,10 +233,10 @@ class Client:
         filters: Sequence[Filter] = (),
         pull_filters: Sequence[Filter] | None = None,
     ) -> DenseTable:
-        """Declare a dense table: `size` float32 with keys 0 to size - 1, there at once.
+        """Declare a dense table: `size` float32 with keys 0 to size - 1, which all exist from the start.
 
-        Other arguments and errors as :meth:`sparse_table`; filters are those of values and bytes, and, for pushes and
-        pulls by key, :class:`~paceline.filters.KeyCaching` and :class:`~paceline.filters.KeyNumbers`.
+        Other arguments and errors as :meth:`sparse_table`. Only filters for values and bytes are allowed, and for
+        pushes and pulls by key :class:`~paceline.filters.KeyCaching` and :class:`~paceline.filters.KeyNumbers`.
         """
         size = whole_number(f"dense_table({name!r}, size={size!r})", size, 1)
         spec = make_spec(name, "dense", update, initializer, seed, size=size)
@@ -244,27 +245,27 @@ class Client:
         return table
 
     def tables(self) -> list[TableSpec]:
-        """Return what tables the cluster has."""
+        """Return the specifications of the cluster's tables."""
         found: list[TableSpec] = self.link.call(messages.ListTables(), list[TableSpec])
         return found
 
     def open_table(self, spec: TableSpec, filters: TableFilters | None = None) -> SparseTable | DenseTable:
-        """Open a table as :meth:`tables` lists it."""
+        """Open a table from its specification in :meth:`tables`."""
         if not isinstance(spec, TableSpec):
-            raise UsageError(f"open_table({spec!r}): expected one of client.tables()")
+            raise UsageError(f"open_table({spec!r}): expected an element of client.tables()")
         servers, filters = self.servers, filters or None
         if filters is not None:
             filters.check_fits(spec)
         with servers.lock:
-            # As it looks after the journey, where tuples are lists: so that equal specs compare equal.
+            # Encode and decode, which turns tuples into lists, so that equal specs compare equal.
             spec = msgspec.msgpack.decode(messages.encode(spec), type=register_type(TableSpec))
             number = self.link.call(messages.DeclareTable(spec=spec), TableNumber)
             declared = self._tables.get(spec.name)
             if declared is not None:
                 if filters is not None and not filters.are(declared.filters):
                     raise UsageError(
-                        f"table {spec.name!r} was opened by this client with other filters; give the same, or none to "
-                        "use those; table.set_filters(...) changes them"
+                        f"this client opened table {spec.name!r} with other filters: pass the same filters or none, or "
+                        "change them with table.set_filters(...)"
                     )
                 return declared
             if filters is not None:
@@ -277,14 +278,14 @@ class Client:
             return table
 
     def save(self, directory: str | os.PathLike[str], **model: Any) -> None:
-        """Write all tables to a directory, whole or not at all; `model` is kept in its manifest."""
+        """Write all tables to a directory atomically; `model` is stored in its manifest."""
         from paceline.ps.client.records import save_tables
 
         _check_directory("save", directory)
         save_tables(self, directory, **model)
 
     def load(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
-        """Load the tables of a saved model, state included; return what was kept in its manifest."""
+        """Load the tables of a saved model with their state; return the `model` of its manifest."""
         from paceline.ps.client.records import load_tables
 
         _check_directory("load", directory)
@@ -297,21 +298,21 @@ class Client:
         with self.servers.lock:
             answers = self.servers.call_all(messages.GetStatistics(), messages.ServerStatistics)
             ranks = [connection.rank for connection in self.servers.connections]
-        return [answer for _, answer in sorted(zip(ranks, answers, strict=True), key=lambda each: each[0])]
+        return [answer for _, answer in sorted(zip(ranks, answers, strict=True), key=lambda pair: pair[0])]
 
     def byte_counts(self) -> tuple[int, int]:
         """Return the bytes received from and sent to the servers so far."""
         return self.servers.byte_counts()
 
     def abort(self) -> None:
-        """Give up what is in flight, in whatever thread: it raises there, and so does every call from now on.
+        """Abort: waiting calls in other threads raise an error, and so do all later calls.
 
-        :meth:`close` is still to come, and has nothing to wait for.
+        Call :meth:`close` afterwards; it does not wait.
         """
         self.servers.abort()
 
     def close(self) -> None:
-        """Finish what is in flight and leave the cluster. Idempotent; nothing in a forked child."""
+        """Finish requests in flight and leave the cluster. Idempotent; does nothing in a forked child."""
         if isinstance(self.servers.lock, NoLock):
             return
         try:
@@ -321,10 +322,11 @@ class Client:
             self.follower.close()
 
     def __enter__(self) -> Client:
-        """Return itself; it is closed at the end of the block.
+        """Return the client; the end of the block closes it.
 
-        A block that ends well waits, as :meth:`retire` does, until what was pushed is acknowledged, and what was pushed
-        with a tick is safe; it raises the first failure. One that ends by an exception waits for no other worker.
+        Without an exception, the end of the block waits until all pushes are acknowledged and all ticked pushes are
+        stable, as :meth:`retire` does, and raises the first error. With an exception it does not wait for other
+        workers.
         """
         return self
 
@@ -342,22 +344,22 @@ class Client:
             self.close()
 
 
-def _check_directory(what: str, directory: object) -> None:
+def _check_directory(method: str, directory: object) -> None:
     if not isinstance(directory, (str, os.PathLike)):
-        raise UsageError(f"{what}({directory!r}): expected the path of a directory")
+        raise UsageError(f"{method}({directory!r}): expected the path of a directory")
 
 
 def make_spec(
     name: str, kind: str, update: UpdateRule, initializer: Initializer | None, seed: int, **shape: int
 ) -> TableSpec:
-    """Return the description of a table; raises UsageError for what none can have."""
+    """Return the specification of a table; raises UsageError for an invalid argument."""
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
         raise UsageError(f"table name {name!r}: expected 1 to {MAX_NAME} printable characters")
     if not isinstance(update, UpdateRule):
         raise UsageError(f"update={update!r}: expected an update rule such as paceline.SGD(lr=0.1)")
     initializer = Zeros() if initializer is None else initializer
     if not isinstance(initializer, Initializer):
-        raise UsageError(f"initializer={initializer!r}: expected one such as paceline.Uniform(low=-0.1, high=0.1)")
+        raise UsageError(f"initializer={initializer!r}: expected an initializer such as paceline.Zeros()")
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
         raise UsageError(f"seed={seed!r}: expected a whole number")
     return TableSpec(

@@ -1,9 +1,8 @@
-"""A client's connection to one server: writes requests, reads answers, and connects again after a cut.
+"""A client's connection to one server: writes requests, reads answers, and reconnects.
 
-What is in flight, retained and sent again, its :class:`~paceline.protocol.client.Session` decides. Requests are
-pipelined: they are written in the caller's thread, and their answers are read when somebody waits. (A background thread
-per client was measured and dropped: handing a request over costs 20 to 40 µs, as much as the whole round trip of a
-small one.)
+Its :class:`~paceline.protocol.client.ServerSession` decides which requests are in flight, retained and resent. Requests
+are pipelined: the caller's thread writes them, and a later wait reads the answers. A background thread per client was
+measured and rejected: it adds 20 to 40 µs per request, as much as the round trip of a small one.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from paceline.ps import messages
 from paceline.ps.client.buffer_pool import Copies
 from paceline.ps.client.exchange import KINDS, Exchange, exchange_of, pack
 from paceline.ps.client.no_channel import NoChannel
-from paceline.ps.client.routes import MapWatch
+from paceline.ps.client.routes import RouteWatch
 from paceline.ps.messages import RESULT, SYNCED, TICKS, UNKNOWN_KEYS
 from paceline.transport import (
     HEADER,
@@ -42,10 +41,10 @@ from paceline.transport.backoff import Backoff
 _NOTHING = np.empty(0, np.uint8)
 _MAX_IN_FLIGHT = 256
 _LARGE_BYTES = 1 << 19
-# More answers than the server keeps for us (Limits.max_backlog_bytes), and both ends would wait for the other to read:
-# large ones are received before more is asked for, and of small ones _MAX_IN_FLIGHT are few enough.
-MAX_AWAITED_BYTES = 1 << 26
-"""How many bytes of values may be under way at once, if they are of more than one request."""
+# With more answers than the server buffers per client (Limits.max_backlog_bytes), both ends would wait for the other to
+# read. So large answers are received before more are requested; _MAX_IN_FLIGHT small answers fit.
+MAX_ANSWER_BYTES = 1 << 26
+"""The maximum number of bytes of values in flight, if several requests share them."""
 
 CLOSED = "this client was closed before the server's answer came"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.1
@@ -55,7 +54,7 @@ _CONNECT_S = 1.0
 class ServerConnection:
     """Frames to and from one server. Not thread-safe: the client holds its lock.
 
-    `watch` tells whether the server is still there, `core` what is sent after a cut.
+    `watch` has the newest view; `core` decides which messages are resent after a reconnection.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class ServerConnection:
         transport: Transport,
         hello: Hello,
         core: ClientCore,
-        watch: MapWatch,
+        watch: RouteWatch,
         copies: Copies,
         server: Member,
         *,
@@ -74,9 +73,9 @@ class ServerConnection:
         self.rank = server.rank
         self.session = core.sessions[server.incarnation]
         self.patience_s = timeout_s
-        """How long to wait for a server that cannot be reached and is on the map."""
+        """How long to wait for an unreachable server of the view."""
         self.lost: PacelineError | None = None
-        """Why there will be no connection any more."""
+        """The reason why the connection is given up."""
         self.core = core
         self._transport = transport
         self._target = server.address
@@ -85,15 +84,15 @@ class ServerConnection:
         self._reconnect_s = reconnect_s
         self._watch = watch
         self._copies = copies
-        self._gone = (0, 0)
+        self._closed_bytes = (0, 0)
         self.channel: Channel = NoChannel(server.address.tcp)
 
     def connect(self, timeout_s: float) -> None:
-        """Connect, and send what the core says; raises what :meth:`Transport.connect` does."""
+        """Connect, and send the core's messages; raises the errors of :meth:`Transport.connect`."""
         channel = self._transport.connect(self._target, self.hello, timeout_s=timeout_s)
-        self._gone = self.byte_counts()
+        self._closed_bytes = self.byte_counts()
         self.channel = channel
-        if self.lost is not None:  # given up by another thread meanwhile
+        if self.lost is not None:  # another thread has given up the connection
             channel.close()
         for instruction in self.core.connected(self.session.server):
             if isinstance(instruction, Transmit):
@@ -116,7 +115,7 @@ class ServerConnection:
     ) -> Request:
         """Send a data frame; `parts` are C-contiguous arrays, `out` an array for the values of the answer.
 
-        Nobody else has the parts if `is_private`.
+        `is_private`: the caller does not use the parts any longer.
         """
         session = self.session
         if len(session.in_flight) >= _MAX_IN_FLIGHT:
@@ -131,9 +130,9 @@ class ServerConnection:
         return request
 
     def start(self, request: Request) -> None:
-        """Send what is in the place of other requests; nothing is received meanwhile.
+        """Send a replacement without receiving anything.
 
-        If there is no connection, it waits. If it cannot be sent at all, it fails.
+        Without a connection it waits for one. If it cannot be sent, it fails.
         """
         if self.session.start(request) and self.session.is_connected:
             try:
@@ -142,12 +141,12 @@ class ServerConnection:
                 self._cut()
             except PacelineError as error:
                 self.session.failed(request, error)
-            except BaseException:  # Ctrl-C, perhaps in mid-frame: the next request connects again and sends all again
+            except BaseException:  # Ctrl-C, perhaps in mid-frame: the next request reconnects and resends everything
                 self._cut()
                 raise
 
     def resync(self, instruction: Resync) -> None:
-        """Tell the server that all was sent again."""
+        """Send the worker's clock after the resent requests."""
         if self.session.is_connected:
             try:
                 self.channel.send(
@@ -165,11 +164,11 @@ class ServerConnection:
     def call(
         self, message: msgspec.Struct, result: Any = Any, body: Sequence[Any] = (), *, sequence: int = 0
     ) -> tuple[Any, memoryview]:
-        """Send a control message and wait; return the answer, decoded as `result`, and the body that came with it.
+        """Send a control message and wait; return the answer, decoded as `result`, and its body.
 
-        A message that changes state has a `sequence`: the server applies it once, however often it is sent.
+        A message that changes state needs a `sequence`, so that the server applies it once even if it is sent again.
 
-        Raises StaleEpochError if the server is on the map no more, PeerError for an answer of another kind.
+        Raises StaleEpochError if the server has left the view, PeerError for an answer of another kind.
         """
         meta = messages.encode(message)
         size = sum(part.nbytes for part in body)
@@ -195,28 +194,28 @@ class ServerConnection:
     def byte_counts(self) -> tuple[int, int]:
         """Return the bytes received and sent."""
         statistics = self.channel.statistics()
-        return self._gone[0] + statistics.bytes_received, self._gone[1] + statistics.bytes_sent
+        return self._closed_bytes[0] + statistics.bytes_received, self._closed_bytes[1] + statistics.bytes_sent
 
     # The end of a connection.
 
     def interrupt(self, reason: PacelineError | None = None) -> None:
-        """Break the connection from any thread: who waits for an answer looks if the server is still there.
+        """Close the connection from any thread; a thread that waits for an answer then checks the view.
 
-        With a reason it is for good: that is what is raised, now and later.
+        With a `reason` the connection is given up: current and later calls raise the reason.
         """
         self.lost = self.lost or reason
         self.channel.close()
 
     @property
     def is_cut(self) -> bool:
-        """Whether something may be lost with the connection, which is no more; from any thread."""
+        """Whether the connection is closed and messages may be lost; may be called from any thread."""
         session = self.session
         if self.lost is not None or session.awaits_view or not (session.in_flight or session.sends_clock):
             return False
         return self._watch.has(session.server) and (not session.is_connected or self.channel.has_ended())
 
     def reconnect_once(self) -> None:
-        """Try once to connect again if the connection is cut."""
+        """Try once to reconnect if the connection is cut."""
         if self.is_cut:
             self._cut()
         if not self.session.is_connected and self.lost is None and self._watch.has(self.session.server):
@@ -226,13 +225,13 @@ class ServerConnection:
                 self._cut()
 
     def close(self) -> None:
-        """Close the connection; what is not answered never will be. Idempotent."""
+        """Close the connection; unanswered requests fail. Idempotent."""
         if self.lost is None:
             self._fail_all(UsageError(CLOSED))
         self.channel.close()
 
     def _fail_all(self, error: PacelineError) -> None:
-        """Give up: whoever waits, now or later, is told why."""
+        """Give up the connection: current and later waits raise `error`."""
         self.lost = error
         for request in list(self.session.in_flight.values()):
             request.is_reported = True  # by `lost`
@@ -243,17 +242,17 @@ class ServerConnection:
         self.session.disconnected()
 
     def depart(self) -> None:
-        """Wait for the next map, which does not have this server; calls fail."""
-        self._watch.is_unsettled = True
+        """Wait for a view without this server; calls fail."""
+        self._watch.must_follow = True
         for request in self.session.departed():
-            self.session.failed(request, StaleEpochError(f"server {self.rank} is no part of the cluster any more"))
+            self.session.failed(request, StaleEpochError(f"server {self.rank} has left the cluster"))
 
     def _reconnect(self, cause: ConnectionLostError) -> None:
-        """Connect again and send again all that is not answered, in order; or await a map, if the server is gone."""
+        """Reconnect and resend all unanswered requests in order; wait for a view if the server has left."""
         self._cut()
         began, backoff = time.monotonic(), Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         while True:
-            if self.lost is not None:  # told by another thread
+            if self.lost is not None:  # set by another thread
                 self._fail_all(self.lost)
                 raise self.lost
             if not self._watch.has(self.session.server):
@@ -264,12 +263,12 @@ class ServerConnection:
                 return
             except (AddressError, PeerError):
                 self._cut()
-                # While the scheduler may still declare it dead, there may be others that have its part.
+                # The scheduler may still declare it dead, and another server may then take over its buckets.
                 patience_s = self._reconnect_s if self._watch.has_failed else self.patience_s
                 if time.monotonic() - began > max(patience_s, self._reconnect_s):
                     lost = ConnectionLostError(
-                        f"server {self.rank} is gone ({cause}), and with it its part of the tables: start again from "
-                        "the last saved model"
+                        f"server {self.rank} was lost with its part of the tables ({cause}): start again from the last "
+                        "saved model"
                     )
                     self._fail_all(lost)
                     raise lost from None
@@ -280,16 +279,16 @@ class ServerConnection:
 
     # Answers.
 
-    def receive_one(self, awaited: Request) -> None:
-        """Receive one answer, most likely that of `awaited`."""
+    def receive_one(self, expected: Request) -> None:
+        """Receive one answer, most likely the answer to `expected`."""
         channel, session = self.channel, self.session
         channel.last_header = None
-        out = awaited.payload.into  # type: ignore[union-attr]
+        out = expected.payload.into  # type: ignore[union-attr]
         try:
             if out is not None and session.num_bodies == 1:
                 header = channel.receive(out, self._timeout_s + 5.0)
                 request = session.in_flight.get(header.request)
-                if request is not awaited and header.body_bytes:
+                if request is not expected and header.body_bytes:
                     raise self._unexpected(header)
             elif not session.num_bodies:
                 header = channel.receive(_NOTHING, self._timeout_s + 5.0)
@@ -317,12 +316,12 @@ class ServerConnection:
             self._cut()
             raise
         if request is None:
-            session.orphan_answered(header.request)  # or one that came twice
+            session.orphan_answered(header.request)  # or a duplicate
         else:
             self._answered(request, header)
 
     def _answered(self, request: Request, header: Header) -> None:
-        """Take an answer, if it is what was asked for: values are only values if all of them came."""
+        """Process an answer after checking that it matches the request."""
         exchange: Any = request.payload
         if not exchange.accepts(header):
             if header.kind == UNKNOWN_KEYS:
@@ -342,14 +341,14 @@ class ServerConnection:
             exchange.frame = ()
 
     def _failed(self, header: Header, error: PacelineError) -> None:
-        """Take a server's error report."""
+        """Process a server's error report."""
         request = self.session.in_flight.get(header.request)
         if request is None:
             if not self.session.orphan_answered(header.request):
                 raise error
         elif isinstance(error, StaleEpochError) and request.kind is not RequestKind.CALL:
             self.session.refused(request)
-            self._watch.is_unsettled = True
+            self._watch.must_follow = True
         else:
             self.session.failed(request, error)
 
@@ -357,11 +356,11 @@ class ServerConnection:
         self._cut()
         return PeerError(
             f"server {self.rank} answered request {header.request} with a frame of kind {header.kind} and "
-            f"{header.body_bytes} bytes that nobody asked for; the connection is closed"
+            f"{header.body_bytes} bytes, which does not match the request; the connection is closed"
         )
 
     def transmit(self, frame: tuple[Any, ...], request: Request) -> None:
-        """Send the frame of a request that is in flight; if the connection is lost, all that is, by another one."""
+        """Send the frame of a request in flight; if the connection is lost, reconnect and resend all of the frames."""
         try:
             self.channel.send(*frame)
         except ConnectionLostError as error:
@@ -369,39 +368,39 @@ class ServerConnection:
         except PacelineError:
             self.session.withdraw(request)
             raise
-        except BaseException:  # Ctrl-C, perhaps in mid-frame: the next request connects again and sends all again
+        except BaseException:  # Ctrl-C, perhaps in mid-frame: the next request reconnects and resends everything
             self._cut()
             raise
 
 
 def make_way(connection: ServerConnection) -> None:
-    """Receive an answer if too many requests are under way for another one."""
+    """Receive an answer if too many requests are in flight."""
     session = connection.session
     if len(session.in_flight) >= _MAX_IN_FLIGHT and not session.awaits_view:
         connection.receive_one(next(iter(session.in_flight.values())))
 
 
 def go_back(connection: ServerConnection, request: Request) -> None:
-    """Send a request as it was before its filters, and all behind it: the server has taken none of them.
+    """Resend a request and all later ones without filters, because the server accepted none.
 
-    It has said so of each; all but the first word of that kind are late.
+    The server rejects each request; only the first rejection counts.
     """
     if not exchange_of(request).unfilter():
         connection.session.received(request)
         return
     channel = connection.channel
-    for each in connection.session.repeat_from(request):
-        exchange_of(each).unfilter()
-        connection.transmit(exchange_of(each).frame, each)
-        if connection.channel is not channel:  # then all was sent
+    for repeated in connection.session.repeat_from(request):
+        exchange_of(repeated).unfilter()
+        connection.transmit(exchange_of(repeated).frame, repeated)
+        if connection.channel is not channel:  # the reconnection has resent everything
             return
 
 
 def make_room(connection: ServerConnection, more_bytes: int) -> None:
-    """Receive answers until so many bytes more may be asked for."""
+    """Receive answers until `more_bytes` may be requested."""
     session = connection.session
     while session.num_bodies and session.in_flight and not session.awaits_view:
-        awaited = sum(exchange_of(request).num_awaited_bytes for request in session.in_flight.values())
-        if awaited + more_bytes <= MAX_AWAITED_BYTES:
+        num_bytes = sum(exchange_of(request).num_answer_bytes for request in session.in_flight.values())
+        if num_bytes + more_bytes <= MAX_ANSWER_BYTES:
             return
         connection.receive_one(next(iter(session.in_flight.values())))

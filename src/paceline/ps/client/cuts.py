@@ -1,7 +1,7 @@
-"""Connections that are cut while a client waits elsewhere: it is woken, and connects again.
+"""Detection of connections that break while the client waits for another server.
 
-A connection that breaks behind the last write to a server shows at the next one. If the client waits at another server
-meanwhile, and that for a worker that waits for what was lost, none of them would go on.
+A client notices a broken connection at its next write. If it waits for another server, and that server waits for a
+worker that needs a message lost on the broken connection, all three would wait forever.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from paceline.ps.client.connection import ServerConnection
 
 
 class CutWatch:
-    """Looks after the connections of one client."""
+    """Watches the connections of one client."""
 
     def __init__(self) -> None:
-        self.awaited: ServerConnection | None = None
-        """Where the client waits for an answer."""
+        self.waiting_on: ServerConnection | None = None
+        """The connection on which the client waits for an answer."""
         self.has_cuts = False
-        """Whether :meth:`mend` has something to do. Written before `awaited` is read; read after that is written."""
+        """Whether :meth:`reconnect` must run. Set before `waiting_on` is read, and read after it is set."""
 
-    def look(self, connections: Sequence[ServerConnection]) -> bool:
-        """Return whether a connection is cut by which requests have gone; from any thread, without the client's lock.
+    def check(self, connections: Sequence[ServerConnection]) -> bool:
+        """Return whether a connection with lost messages is cut. Call it from any thread, without the client's lock.
 
-        Who waits at another server meanwhile is interrupted, and connects to both again.
+        If the client waits for another server, it is interrupted and reconnects to both.
         """
         cut = [connection for connection in connections if connection.is_cut]
         if not cut:
             return False
         self.has_cuts = True
-        awaited = self.awaited
-        if awaited is not None and awaited not in cut:
-            awaited.interrupt()
+        waiting_on = self.waiting_on
+        if waiting_on is not None and waiting_on not in cut:
+            waiting_on.interrupt()
         return True
 
-    def mend(self, connections: Sequence[ServerConnection]) -> None:
-        """Try once to connect again wherever the connection is cut; with the client's lock."""
+    def reconnect(self, connections: Sequence[ServerConnection]) -> None:
+        """Try once to reconnect each cut connection; the caller holds the client's lock."""
         self.has_cuts = False
         for connection in connections:
             connection.reconnect_once()

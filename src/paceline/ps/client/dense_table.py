@@ -1,4 +1,4 @@
-"""A dense table as a worker holds it: push and pull by range or by key, each bucket to its server."""
+"""A client's dense table: push and pull by range or by key, each bucket on the server that owns it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class DenseTable(Table):
         stop: int | None = None,
         keys: npt.ArrayLike | None = None,
     ) -> Ticket:
-        """Ask for values; ``ticket.result()`` waits and returns them as :meth:`pull` does."""
+        """Request values; ``ticket.result()`` waits and returns them as :meth:`pull` does."""
         with self._servers.lock:
             if keys is not None:
                 checked = self._check_dense_keys(keys)
@@ -87,7 +87,7 @@ class DenseTable(Table):
         self, grads: npt.ArrayLike, out: Floats | None = None, *, start: int = 0, keys: npt.ArrayLike | None = None,
         tick: bool = False,
     ) -> Floats:  # fmt: skip
-        """Push gradients and read the same elements after that, in one message; with `tick`, of the next iteration."""
+        """Push gradients, then read the same elements, in one message; with `tick`, of the next iteration."""
         values: Floats = self.push_pull_async(grads, out, start=start, keys=keys, tick=tick).result()
         return values
 
@@ -95,7 +95,7 @@ class DenseTable(Table):
         self, grads: npt.ArrayLike, out: Floats | None = None, *, start: int = 0, keys: npt.ArrayLike | None = None,
         tick: bool = False,
     ) -> Ticket:  # fmt: skip
-        """Do as :meth:`push_pull` without waiting."""
+        """Start a :meth:`push_pull` without waiting."""
         with self._servers.lock:
             count = self._count(grads)
             if keys is None:
@@ -119,7 +119,7 @@ class DenseTable(Table):
             end = operator.index(stop) if stop is not None else self.size if count is None else first + count
         except TypeError:
             raise UsageError(
-                f"range [{start!r}, {stop!r}) of dense table {self.name!r}: expected whole numbers"
+                f"range [{start!r}, {stop!r}) of dense table {self.name!r}: expected is_all numbers"
             ) from None
         if not 0 <= first <= end <= self.size:
             raise UsageError(
@@ -160,7 +160,7 @@ class DenseTable(Table):
         connections = self._connections()
         buckets = dense_buckets(self.size, keys)
         if servers.routes.lost:
-            servers.check_there(bucket_set(np.unique(buckets).tolist()))
+            servers.check_not_lost(bucket_set(np.unique(buckets).tolist()))
         owners = servers.routes.owners[buckets]
         sent: list[Request] = []
         places: list[tuple[Floats, npt.NDArray[np.int64]]] = []
@@ -192,12 +192,12 @@ class DenseTable(Table):
         return Ticket(servers, sent, finish)
 
     def _connections(self) -> Sequence[ServerConnection | FilteredSender]:
-        """What sends to the servers of the newest map."""
+        """Return the senders to the servers of the newest view."""
         connections = self._servers.newest()
         return connections if self.filters is None else self.filters.senders(connections)
 
-    def _runs_now(self) -> list[Sequence[tuple[int, int]]]:
-        """The elements of each of the client's connections, as ranges."""
+    def _current_runs(self) -> list[Sequence[tuple[int, int]]]:
+        """Return the ranges of elements on each connection."""
         routes = self._servers.routes
         if self._runs_of != routes.version:
             self._runs = [runs_in(self.size, led) for led in routes.leads]
@@ -215,24 +215,24 @@ class DenseTable(Table):
         bounds = np.array([start, stop], np.uint64)
         connections = self._connections()
         if servers.routes.lost:
-            servers.check_there(range_buckets(self.size, start, stop))
+            servers.check_not_lost(range_buckets(self.size, start, stop))
         sent: list[Request] = []
         places: list[tuple[Floats, list[tuple[int, int]]]] = []
-        for connection, runs in zip(connections, self._runs_now(), strict=True):
+        for connection, runs in zip(connections, self._current_runs(), strict=True):
             own = clip_runs(runs, start, stop)
             length = sum(b - a for a, b in own)
             if not length:
                 if ticks:
                     sent.append(connection.send(TICK, 0, 0, core.clock, 0, ()))
                 continue
-            whole = length == stop - start
+            is_all = length == stop - start
             parts: list[Any] = [bounds]
             if grads is not None:
-                parts.append(grads if whole else np.concatenate([grads[a - start : b - start] for a, b in own]))
-            own_out = None if out is None else out if whole else np.empty(length, np.float32)
-            request = connection.send(kind, self._number, flags, core.clock, sequence, parts, own_out, not whole)
+                parts.append(grads if is_all else np.concatenate([grads[a - start : b - start] for a, b in own]))
+            own_out = None if out is None else out if is_all else np.empty(length, np.float32)
+            request = connection.send(kind, self._number, flags, core.clock, sequence, parts, own_out, not is_all)
             sent.append(request)
-            if own_out is not None and not whole:
+            if own_out is not None and not is_all:
                 places.append((own_out, own))
         if ticks:
             core.tick()

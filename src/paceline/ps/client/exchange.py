@@ -1,7 +1,7 @@
-"""What one request of a client carries: its frame, where the values of its answer go; and, at view changes, its keys.
+"""The payload of one request: its frame, the destination of its answer's values, and its keys at view changes.
 
-:class:`~paceline.protocol.client.ClientCore` says what is sent in the place of which requests, and which buckets of
-them; :func:`fill` makes the frames. What goes out again has keys, not ranges.
+:class:`~paceline.protocol.client.ClientCore` decides which requests replace which buckets of earlier ones; :func:`fill`
+makes their frames. Replacements have keys, not ranges.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _Positions: TypeAlias = npt.NDArray[np.int64]
 
 
 class Exchange:
-    """A request's frame, and what comes back: a payload of the core."""
+    """A request's frame and its answer: the payload of a :class:`~paceline.protocol.client.Request`."""
 
     __slots__ = (
         "body",
@@ -57,27 +57,27 @@ class Exchange:
         self.frame = frame
         self.is_call = is_call
         self.out = self.into = out
-        """The array for the values of the answer, if any; `into` where its body is exactly that."""
+        """The array for the values of the answer, if any; `into` if the body has exactly its bytes."""
         self.is_private = is_private
-        """Whether nobody else has the arrays in the frame."""
+        """Whether only this request uses the arrays of the frame."""
         self.meta = b""
         self.body = _NO_BODY
         self.part: FrameKeys | None = None
-        """What the frame is about, once that is asked."""
+        """The keys of the frame, after :meth:`locate`."""
         self.memory: Memory | None = None
-        """Of the copy that a retained push is."""
+        """The memory of a retained push's copy."""
         self.scatter: tuple[Floats, _Positions] | None = None
-        """Where the values go: to these of those rows."""
+        """The destination of the values: an array of rows, and positions in it."""
         self.unreadable: UsageError | None = None
-        """Why a user's filter could not read the answer, which has come."""
+        """The error of a user's filter that could not decode the answer."""
 
     @property
-    def num_awaited_bytes(self) -> int:
-        """How many bytes of values its answer has."""
+    def num_answer_bytes(self) -> int:
+        """The number of bytes of values in its answer."""
         return 0 if self.out is None else int(self.out.nbytes)
 
     def receive(self, channel: Channel, header: Header) -> bool:
-        """Receive what follows the header of the answer; return False if that is not what was asked for."""
+        """Receive the rest of the answer after its header; return False if it does not match the request."""
         self.meta = channel.receive_meta()
         if header.body_bytes:
             if self.is_call:
@@ -90,11 +90,11 @@ class Exchange:
         return True
 
     def unfilter(self) -> bool:
-        """Go out without filters from now on; return whether the last time was behind some."""
+        """Resend this request without filters; return whether it was sent with filters."""
         return False
 
     def accepts(self, header: Header) -> bool:
-        """Whether this is an answer to what was asked: values are only values if all of them came."""
+        """Return whether the answer matches the request and has all values."""
         if self.out is not None:
             return header.kind == VALUES and bool(header.body_bytes == self.out.nbytes)
         if self.is_call:
@@ -103,29 +103,29 @@ class Exchange:
 
     @property
     def buckets(self) -> Buckets:
-        """The buckets that it is about; :meth:`locate` was called before."""
+        """The buckets of its keys; call :meth:`locate` first."""
         assert self.part is not None
         return self.part.buckets
 
     def locate(self, specs: Mapping[int, TableSpec], layout: Buckets) -> None:
-        """Find out what the frame is about; `layout` is what its server led when it was made."""
+        """Determine the keys of the frame; `layout` are the buckets that its server led when the frame was made."""
         if self.part is None:
             self.part = FrameKeys(self.frame, specs[HEADER.unpack(self.frame[0])[4]], layout)
 
     def put_values(self) -> None:
-        """Put the values where they belong, which `scatter` says."""
+        """Write the values to the destination in `scatter`."""
         assert self.scatter is not None
         rows, positions = self.scatter
         rows[positions] = self.out.reshape(len(positions), -1)
 
     def retain(self, copies: Copies) -> None:
-        """Have arrays of its own: the caller's may change when the request is done."""
+        """Copy the arrays, because the caller may change them when the request is done."""
         if not self.is_private:
             arrays, self.memory = copies.copy(self.frame[1:3])
             self.frame = (self.frame[0], *arrays)
 
     def release(self, copies: Copies) -> None:
-        """Hold the arrays no longer; a later copy may have the memory."""
+        """Release the arrays and their memory."""
         self.frame, self.part = (), None
         if self.memory is not None:
             copies.give_back(self.memory)
@@ -133,7 +133,7 @@ class Exchange:
 
 
 def exchange_of(request: Request) -> Exchange:
-    """What a request carries."""
+    """Return the payload of a request."""
     return request.payload  # type: ignore[return-value]
 
 
@@ -141,14 +141,14 @@ _NO_BODY = memoryview(b"")
 
 
 class FrameKeys:
-    """A frame as keys."""
+    """The keys of a frame."""
 
     def __init__(self, frame: tuple[Any, ...], spec: TableSpec, layout: Buckets) -> None:
         header = HEADER.unpack(frame[0])
         self.table = header[4]
         self.spec = spec
         self.flags = header[3] & EXACT
-        """Those that hold for its pushes wherever they go."""
+        """The flags that also apply to replacements."""
         self._is_range = bool(header[3] & RANGE)
         self._frame = frame
         self._layout = layout
@@ -163,7 +163,7 @@ class FrameKeys:
 
     @property
     def keys(self) -> Keys:
-        """Its keys, as the gradients or values are in order."""
+        """The keys, in the order of the gradients or values."""
         if self._keys is None:
             if self._is_range:
                 start, stop = self._frame[1].tolist()
@@ -174,7 +174,7 @@ class FrameKeys:
         return self._keys
 
     def positions(self, buckets: Buckets) -> _Positions | None:
-        """Where the keys of some buckets are; None if that is everywhere."""
+        """Return the positions of the keys of some buckets; None if all keys are in these buckets."""
         return positions_in(self.spec, self.keys, buckets) if self.buckets & ~buckets else None
 
     def take(self, buckets: Buckets) -> tuple[Keys, Floats]:
@@ -197,12 +197,12 @@ def pack(request: Request, kind: int, flags: int, table: int, version: int, part
 
 
 def fill(request: Request, pieces: Sequence[tuple[Request, Buckets]], version: int) -> Exchange:
-    """Return what a request carries that is made of pieces of others."""
+    """Return the payload of a replacement, assembled from pieces of other requests."""
     parts = [(_keys_of(piece), buckets) for piece, buckets in pieces]
     table = parts[0][0].table
     if request.kind is RequestKind.PUSH:
         taken = [part.take(buckets) for part, buckets in parts]
-        # Copies, even of one part: these may be retained, and its memory is the caller's, or is used again.
+        # Copy even a single part: the push may be retained, and the caller or the pool may reuse the part's memory.
         arrays = np.concatenate([keys for keys, _ in taken]), np.concatenate([rows for _, rows in taken]).reshape(-1)
         return Exchange(pack(request, PUSH, parts[0][0].flags, table, version, arrays), is_private=True)
     [(part, buckets)] = parts

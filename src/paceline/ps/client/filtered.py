@@ -1,8 +1,8 @@
-"""Requests of a table behind filters: what goes out the first time; what goes out again is as it was before them.
+"""Requests of a table that are compressed by filters at the first transmission, and unfiltered when they are resent.
 
-:class:`FilteredSender` stands before one connection and sends as it does. An :class:`Exchange` holds the frame without
-filters, with the values that the server has read: after a cut, to another server, or where this one has forgotten the
-keys, that is what is sent.
+:class:`FilteredSender` wraps one connection and has the same `send` method. An :class:`Exchange` has the frame without
+filters, with the values as the server decodes them. That frame is sent after a reconnection, to another server, or if
+the server does not have the keys.
 """
 
 from __future__ import annotations
@@ -51,22 +51,22 @@ def _for_pulls(filter: Filter) -> Filter:
 
 
 class TableFilters:
-    """The filters of one table, as one client has them: those of its requests, and those of their answers."""
+    """The filters of one client's table, for requests and for answers."""
 
     def __init__(
         self, requests: Sequence[Filter], answers: Sequence[Filter] | None = None, *, is_dense: bool = False
     ) -> None:
         self.requests = FilterChain(requests)
-        sparse = [*self.requests.rows, *(each for each in self.requests.filters if isinstance(each, DeltaKeys))]
+        sparse = [*self.requests.rows, *(item for item in self.requests.filters if isinstance(item, DeltaKeys))]
         if is_dense and sparse:
             raise UsageError(f"filter {sparse[0]} is for sparse tables: a dense one is pushed and pulled by ranges")
-        given = [_for_pulls(each) for each in self.requests.filters] if answers is None else answers
-        self.answers = FilterChain([each for each in FilterChain(given).filters if each.stage >= ValueFilter.stage])
-        sent = [each.describe() for each in self.requests.filters if each not in self.requests.rows]
+        given = [_for_pulls(item) for item in self.requests.filters] if answers is None else answers
+        self.answers = FilterChain([item for item in FilterChain(given).filters if item.stage >= ValueFilter.stage])
+        sent = [item.describe() for item in self.requests.filters if item not in self.requests.rows]
         self.info = messages.FilterInfo(requests=sent, answers=self.answers.describe())
-        """What servers have to know."""
-        self.follow_weights = any(each.needs_l1 for each in self.requests.rows)
-        """Whether they have to be told what is pulled, by :meth:`note_pulled`."""
+        """The description for servers."""
+        self.follow_weights = any(item.needs_l1 for item in self.requests.rows)
+        """Whether they need the pulled values, by :meth:`note_pulled`."""
         self._is_dense = is_dense
         self._l1: float | None = None  # of the table's update rule, once it is needed
         self._selections: list[RowSelection] = []
@@ -77,13 +77,13 @@ class TableFilters:
         return bool(self.requests) or bool(self.answers)
 
     def are(self, other: TableFilters | None) -> bool:
-        """Whether another table has the same filters."""
+        """Return whether another table has the same filters."""
         if other is None:
             return False
         return (str(self.requests), str(self.answers)) == (str(other.requests), str(other.answers))
 
     def senders(self, connections: Sequence[ServerConnection]) -> list[FilteredSender]:
-        """Return what sends by these connections, in their order."""
+        """Return the senders of `connections`, in order."""
         incarnations = [connection.session.server for connection in connections]
         if list(self._senders) != incarnations:
             former = self._senders
@@ -94,21 +94,21 @@ class TableFilters:
         return list(self._senders.values())
 
     def check_fits(self, spec: TableSpec) -> None:
-        """Raise UsageError unless they can be those of a table."""
-        for each in self.requests.rows:
-            if each.needs_l1 and not _l1_of(spec):
+        """Raise UsageError unless the filters fit a table."""
+        for item in self.requests.rows:
+            if item.needs_l1 and not _l1_of(spec):
                 raise UsageError(
-                    f"filter {each} is for tables whose update rule has an L1 penalty, as paceline.FTRL(l1=1.0) has: "
+                    f"filter {item} is for tables whose update rule has an L1 penalty, as paceline.FTRL(l1=1.0) has: "
                     f"table {spec.name!r} has {from_fields(RULES, spec.update)!r}"
                 )
 
     def note_pulled(self, keys: Keys, values: Floats, dim: int) -> None:
-        """Take note of the values of distinct keys (flat)."""
+        """Record the pulled values (flat) of distinct keys."""
         for selection in self._selections_for(dim):
             selection.note_pulled(keys, values)
 
     def choose(self, keys: Keys, grads: Floats, spec: TableSpec, clock: int, seed: int) -> tuple[Keys, Floats]:
-        """Return the rows of a push that go out (grads flat)."""
+        """Return the rows of a push to send (grads flat)."""
         if self._l1 is None:
             self._l1 = _l1_of(spec) if self.follow_weights else 0.0
         for selection in self._selections_for(spec.dim):
@@ -117,11 +117,11 @@ class TableFilters:
 
     def _selections_for(self, dim: int) -> list[RowSelection]:
         if not self._selections:
-            self._selections = [RowSelection(each, dim) for each in self.requests.rows]
+            self._selections = [RowSelection(item, dim) for item in self.requests.rows]
         return self._selections
 
     def errors(self, dim: int) -> RowErrors | ElementErrors | None:
-        """Return where errors of pushes by one connection are kept; None if they are not."""
+        """Return the error feedback for pushes on one connection; None without feedback."""
         if self.requests.values is None or not self.requests.values.keeps_error:
             return None
         if self._is_dense:
@@ -133,7 +133,7 @@ class TableFilters:
     def order(
         self, keys: Keys, grads: Floats, dim: int, inverse: npt.NDArray[np.int32] | None
     ) -> tuple[Keys, Floats, npt.NDArray[np.int32] | None]:
-        """Return keys, grads (flat, or empty) and inverse in the order in which they go out."""
+        """Return keys, grads (flat, or empty) and inverse in the order of transmission."""
         if not self.requests.sorts or bool((keys[1:] > keys[:-1]).all()):
             return keys, grads, inverse
         order = np.argsort(keys)
@@ -144,18 +144,18 @@ class TableFilters:
 
 
 def _l1_of(spec: TableSpec) -> float:
-    """Return the L1 penalty of each value of a row, 0 where there is none."""
+    """Return the L1 penalty of each value of a row; 0 without a penalty."""
     rule = from_fields(RULES, spec.update)
     return 0.0 if rule.row_dim is not None else float(getattr(rule, "l1", 0.0))
 
 
 def filters_of_dense_tables(filters: Sequence[Filter] | str) -> tuple[Filter, ...]:
-    """Return what a list or a text says; raises UsageError unless pushes to dense tables can go behind it."""
+    """Return the filters of a list or text; raises UsageError unless they fit dense tables."""
     return TableFilters(chain_of(filters).filters, (), is_dense=True).requests.filters
 
 
 class FilteredSender:
-    """Sends the requests of one table by one connection."""
+    """Sends the requests of one table on one connection."""
 
     def __init__(self, connection: ServerConnection, filters: TableFilters) -> None:
         self._connection = connection
@@ -166,7 +166,7 @@ class FilteredSender:
         self._memory = self._chain.memory(sends=True)
         self._channel: Channel | None = None
         self._version = 0
-        self._is_told = False
+        self._has_sent_meta = False
 
     def send(
         self,
@@ -179,7 +179,7 @@ class FilteredSender:
         out: Any = None,
         is_private: bool = False,
     ) -> Request:
-        """Do as :meth:`ServerConnection.send`."""
+        """Send a request with filters; arguments as in :meth:`ServerConnection.send`."""
         connection = self._connection
         session = connection.session
         make_way(connection)
@@ -203,10 +203,10 @@ class FilteredSender:
             epoch=self._version,
             clock=clock,
             sequence=sequence,
-            meta=b"" if self._is_told else self._meta,
+            meta=b"" if self._has_sent_meta else self._meta,
             body=body,
         )
-        self._is_told = True
+        self._has_sent_meta = True
         plain = pack(request, kind, flags, table, self._version, (keys, read) if len(parts) > 1 else (keys,))
         request.payload = FilteredExchange(plain, out, is_private, self)
         session.start(request)
@@ -214,7 +214,7 @@ class FilteredSender:
         return request
 
     def _encode_push(self, keys: Keys, values: Floats, seed: int, *, is_range: bool) -> tuple[Bytes, Floats]:
-        """Return the body for a push and what the server reads of the values, which is never less for long."""
+        """Return the body of a push and the values that the server decodes; the errors go into later pushes."""
         if self._errors is None and len(values):
             self._errors = self._filters.errors(len(values) // len(keys))
         errors = self._errors
@@ -232,10 +232,10 @@ class FilteredSender:
         return self._chain.encode(keys, values, seed, self._memory, is_range=is_range, read=read), read
 
     def _begin(self, connection: ServerConnection) -> None:
-        """Forget what the other end has forgotten."""
+        """Clear the memory that the server has lost by a reconnection or a view change."""
         version = connection.core.version
         if self._channel is not connection.channel:
-            self._channel, self._is_told = connection.channel, False
+            self._channel, self._has_sent_meta = connection.channel, False
         elif self._version == version:
             return
         self._version = version
@@ -245,12 +245,12 @@ class FilteredSender:
             self._errors.forget_ranges()
 
     def forget(self) -> None:
-        """Take note that the other end does not know what a request refers to."""
+        """Clear the memory before the next request, because the server lacks the keys of a request."""
         self._channel = None
 
 
 class FilteredExchange(Exchange):
-    """What a filtered request carries: its frame is as it was before the filters."""
+    """The payload of a filtered request; its frame is unfiltered."""
 
     __slots__ = ("_sender", "is_filtered")
 
@@ -259,7 +259,7 @@ class FilteredExchange(Exchange):
         self.into = None  # the answer is shorter than the values, or longer
         self._sender = sender
         self.is_filtered = True
-        """Whether it went out behind filters."""
+        """Whether it was sent with filters."""
 
     @override
     def unfilter(self) -> bool:

@@ -1,6 +1,6 @@
-"""Maps that come, and connections that are cut, while a client is idle or waits at another server.
+"""View changes and reconnections while a client is idle or waits for another server.
 
-It goes by them in a thread of its own, lest servers wait for it.
+They run in a separate thread, so that servers do not wait for the client.
 """
 
 from __future__ import annotations
@@ -9,42 +9,43 @@ import contextlib
 import threading
 
 from paceline.errors import PacelineError
-from paceline.ps.client.routes import MapWatch
+from paceline.ps.client.routes import RouteWatch
 from paceline.ps.client.servers import Servers
 from paceline.ps.messages import View
 
 
-class MapFollower:
-    """Takes maps in the thread of the line to the scheduler, or in that which registers."""
+class ViewFollower:
+    """Receives views in the thread of the scheduler link, or in the registering thread."""
 
     def __init__(self) -> None:
-        self.watch = MapWatch()
+        self.watch = RouteWatch()
         self.servers: Servers | None = None
-        """The client's, as soon as there are any."""
+        """The client's servers, once they exist."""
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def take(self, cluster: View) -> None:
-        """Take a map."""
+        """Receive a view."""
         if not self.watch.take(cluster) or self.servers is None:
             return
         for connection in self.servers.connections:
             if not self.watch.has(connection.session.server):
                 connection.interrupt()
-        # Who is at work looks before every request; servers are not to wait for one who is busy elsewhere.
+        # A busy client checks for a new view before each request; this thread covers an idle one.
         self._start(self.servers)
 
     def fail(self, error: PacelineError) -> None:
-        """Have whoever waits for a map or for a server, now or later, raise this."""
+        """Raise `error` in all current and later waits for a view or a server."""
         if self.servers is None:
             self.watch.fail(error)
         else:
             self.servers.abort(error)
 
-    def look(self) -> None:
-        """Have connections made again that are cut: others may wait for what was lost on them."""
-        if self.servers is not None and not self.servers.is_closed and self.servers.cuts.look(self.servers.connections):
-            self._start(self.servers)
+    def check_connections(self) -> None:
+        """Reconnect cut connections, because other processes may wait for messages that were lost on them."""
+        servers = self.servers
+        if servers is not None and not servers.is_closed and servers.cuts.check(servers.connections):
+            self._start(servers)
 
     def _start(self, servers: Servers) -> None:
         with self._lock:
@@ -58,11 +59,11 @@ class MapFollower:
                 self._thread = None
             if servers.is_closed:
                 return
-            with contextlib.suppress(PacelineError, MemoryError):  # who uses the client next is told
+            with contextlib.suppress(PacelineError, MemoryError):  # the next call of the client raises it
                 if self.watch.is_newer_than(servers.core.version):
                     servers.follow()
                 else:
-                    servers.cuts.mend(servers.connections)
+                    servers.cuts.reconnect(servers.connections)
 
     def close(self) -> None:
         """Wait for the thread."""

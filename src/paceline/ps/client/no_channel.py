@@ -1,4 +1,4 @@
-"""A channel that never was: what a connection has before it is made."""
+"""The channel of a server connection that was never established."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from paceline.transport.frames import Buffer, Header, WritableBuffer
 
 
 class NoChannel(Channel):
-    """Every use of it is a lost connection."""
+    """A channel on which every operation raises ConnectionLostError."""
 
     def __init__(self, address: Address) -> None:
         self.address = address
         self.peer = Hello(role="server")
 
     def _fail(self) -> NoReturn:
-        raise ConnectionLostError(f"there is no connection to {self.address}")
+        raise ConnectionLostError(f"not connected to {self.address}")
 
     @override
     def send(self, *parts: Buffer) -> None:
@@ -60,7 +60,7 @@ class NoChannel(Channel):
 
     @override
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing."""
 
     @override
     def statistics(self) -> Statistics:

@@ -1,4 +1,4 @@
-"""Whole records of a table, values and state together: read and written, and with them models saved and loaded."""
+"""Complete records of a table, values and state: reading, writing, and saving and loading models."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from paceline.tables.types import Floats, Keys
 def save_tables(
     client: TableClient, directory: str | os.PathLike[str], names: Iterable[str] | None = None, **model: Any
 ) -> ModelManifest:
-    """Write tables (default: all) of a cluster to a directory, whole or not at all; a model that is there is replaced.
+    """Write tables (default: all) of a cluster to a directory atomically, in place of a model there.
 
-    `model` is kept in the manifest. Raises ModelError if there is no space or no permission; then what was there before
-    is untouched. What workers push meanwhile may or may not be part of it.
+    `model` is stored in the manifest. Raises ModelError without space or permission; the old model is then unchanged.
+    Pushes during the save may or may not be included.
     """
     wanted = None if names is None else set(names)
     specs = (spec for spec in client.tables() if wanted is None or spec.name in wanted)
@@ -40,9 +40,9 @@ def save_tables(
 def load_tables(
     client: TableClient, directory: str | os.PathLike[str], names: Iterable[str] | None = None
 ) -> SavedModel:
-    """Load tables of a saved model (default: all) into a cluster, whatever its number of servers, state included.
+    """Load tables of a saved model (default: all) with their state into a cluster with any number of servers.
 
-    Raises ModelError for a damaged model, TableMismatchError if the cluster has such a table with other settings.
+    Raises ModelError for a damaged model, TableMismatchError if the cluster has a table with other settings.
     """
     model = read_model(directory)
     wanted = None if names is None else set(names)
@@ -58,10 +58,10 @@ def load_tables(
 def read_records(
     client: TableClient, spec: TableSpec, buckets: Iterable[int] = range(NUM_BUCKETS)
 ) -> Iterator[tuple[Keys, Floats]]:
-    """Yield a table's keys (uint64 [n]) and records (float32 [n, words]) by those of `buckets` that hold something.
+    """Yield a table's keys (uint64 [n]) and records (float32 [n, words]) for each non-empty bucket of `buckets`.
 
-    A record is the values of a key, then the state of the table's update rule. What workers push meanwhile may or may
-    not be part of it.
+    A record is the values of a key, then the state of the table's update rule. Pushes during the call may or may not be
+    included.
     """
     handle = client.open_table(spec)
     client.flush()
@@ -70,8 +70,8 @@ def read_records(
             rows, body = client.servers.retry(partial(_read_bucket, client, handle.number, bucket))
         if len(body) != rows * (8 + 4 * spec.record_words):
             raise PeerError(
-                f"bucket {bucket} of table {spec.name!r} came as {len(body)} bytes for {rows} rows of "
-                f"{spec.record_words} float32: are servers and clients of one version?"
+                f"bucket {bucket} of table {spec.name!r} has {len(body)} bytes for {rows} rows of "
+                f"{spec.record_words} float32: run servers and clients of the same version"
             )
         if rows:
             keys = np.frombuffer(body, np.uint64, rows)
@@ -81,43 +81,43 @@ def read_records(
 def _read_bucket(client: TableClient, number: int, bucket: int) -> tuple[int, memoryview]:
     servers = client.servers
     connections = servers.newest()
-    servers.check_there(1 << bucket)
+    servers.check_not_lost(1 << bucket)
     return connections[int(servers.routes.owners[bucket])].call(
         messages.ReadBucket(table=number, bucket=bucket), Natural
     )
 
 
 def write_records(client: TableClient, spec: TableSpec, keys: Keys, records: Floats) -> None:
-    """Set whole records (float32 [n, words]) of `keys` (uint64 [n]), each on the server that has it, at once."""
+    """Set the complete records (float32 [n, words]) of `keys` (uint64 [n]) on their servers."""
     number = client.open_table(spec).number
-    rest = np.arange(len(keys))
+    remaining = np.arange(len(keys))
 
-    def write_rest() -> None:
-        nonlocal rest
-        while len(rest):
+    def write_remaining() -> None:
+        nonlocal remaining
+        while len(remaining):
             connections = client.servers.newest()
-            order, starts = _by_server(client, spec, keys[rest])
+            order, starts = _by_server(client, spec, keys[remaining])
             first = next(i for i in range(len(connections)) if starts[i + 1] > starts[i])
-            chosen = rest[order[starts[first] : starts[first + 1]]]
+            chosen = remaining[order[starts[first] : starts[first + 1]]]
             message = messages.WriteRecords(table=number, rows=len(chosen))
             connections[first].call(message, body=(keys[chosen], records[chosen]), sequence=sequence)
-            rest = rest[np.concatenate([order[: starts[first]], order[starts[first + 1] :]])]
+            remaining = remaining[np.concatenate([order[: starts[first]], order[starts[first + 1] :]])]
 
     with client.servers.lock:
         sequence = client.servers.core.next_sequence()
-        client.servers.retry(write_rest)
+        client.servers.retry(write_remaining)
 
 
 def _by_server(client: TableClient, spec: TableSpec, keys: Keys) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return positions of keys grouped by server, and where each server's begin, as :func:`split` does."""
+    """Return the positions of keys grouped by server, and the start of each group, as :func:`split` does."""
     num_servers = len(client.servers.newest())
     if spec.kind == "sparse":
-        client.servers.check_there(buckets_of_keys(keys) if client.servers.routes.lost else 0)
+        client.servers.check_not_lost(buckets_of_keys(keys) if client.servers.routes.lost else 0)
         order, starts = np.empty(len(keys), np.int64), np.empty(num_servers + 1, np.int64)
         split(keys, client.servers.routes.owners, starts, order)
         return order, starts
     buckets = dense_buckets(spec.size, keys)
-    client.servers.check_there(bucket_set(np.unique(buckets).tolist()) if client.servers.routes.lost else 0)
+    client.servers.check_not_lost(bucket_set(np.unique(buckets).tolist()) if client.servers.routes.lost else 0)
     owners = client.servers.routes.owners[buckets]
     order = np.argsort(owners, kind="stable")
     return order, np.searchsorted(owners[order], np.arange(num_servers + 1))

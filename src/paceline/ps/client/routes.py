@@ -1,14 +1,14 @@
-"""Which server leads which buckets, as a client sees it: a map of the cluster made ready for use, and news of the next.
+"""Routes: the primaries of all buckets, computed from a view for a client.
 
-:class:`Routes` is one map. :class:`MapWatch` holds the newest, which comes in the thread of the line to the scheduler,
-while the client still works by the one before.
+:class:`Routes` belongs to one view. :class:`RouteWatch` has the routes of the newest view, which the thread of the
+scheduler link receives while the client may still use the previous one.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -23,62 +23,65 @@ from paceline.ps.messages import View
 from paceline.tables.bucket_arrays import to_flags
 
 CLUSTER_ENDED: Final = (
-    "the cluster was closed, or told to end, and its tables are gone: use them before that (inside the with block of a "
-    "local_cluster), and save what is to be kept"
+    "the cluster has ended, and its tables were deleted: use them inside the with block of local_cluster, and save "
+    "the model before the cluster ends"
 )
 
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """A map of the cluster: the servers that are part of a chain, those that lead buckets first, each kind by rank."""
+    """The servers in any chain of a view: first the primaries by rank, then the other servers by rank."""
 
     version: int
     groups: tuple[ChainGroup, ...]
     servers: tuple[Member, ...]
     leads: tuple[Buckets, ...]
-    """What each of `servers` leads; 0 for those that come last."""
+    """The buckets that each server of `servers` leads."""
     owners: npt.NDArray[np.int32]
-    """Bucket → position in `servers` of who leads it; 0 where nobody does."""
+    """Bucket → position of its primary in `servers`; 0 for lost buckets."""
     lost: Buckets
-    """The buckets that nobody has."""
+    """The buckets without any server."""
     lost_with: tuple[int, ...]
-    """The ranks of the servers that died with them, as far as known."""
+    """The known ranks of the servers that died with the lost buckets."""
     has_ended: bool = False
-    """Whether the cluster was told to end: then its servers have not died."""
+    """Whether the cluster ends on request, so that its servers did not die."""
 
     @property
     def server_ranks(self) -> tuple[int, ...]:
-        """The ranks of the servers that lead buckets, rising."""
+        """The ranks of the primaries, ascending."""
         return tuple(server.rank for server, led in zip(self.servers, self.leads, strict=True) if led)
 
     def has(self, incarnation: int) -> bool:
-        """Whether a server is part of a chain."""
+        """Return whether a server is in any chain."""
         return any(server.incarnation == incarnation for server in self.servers)
 
     def loss(self) -> ConnectionLostError:
-        """Return what to raise for the buckets that are lost."""
+        """Return the error for the lost buckets."""
         if self.has_ended:
             return ConnectionLostError(CLUSTER_ENDED)
         return ConnectionLostError(f"{self.describe_loss()}: start again from the last saved model")
 
     def describe_loss(self) -> str:
-        """Say which buckets are lost, and with whom."""
+        """Return a message with the lost buckets and their servers."""
         ranks = [str(rank) for rank in self.lost_with]
         many = len(ranks) > 1
         names = f"{', '.join(ranks[:-1])} and {ranks[-1]}" if many else "".join(ranks) or "(of unknown rank)"
         return (
-            f"server{'s' if many else ''} {names} died, and with {'them' if many else 'it'} {count(self.lost)} of "
-            f"{NUM_BUCKETS} buckets of the tables that had no replica left"
+            f"server{'s' if many else ''} {names} died: {count(self.lost)} of "
+            f"{NUM_BUCKETS} buckets of the tables were lost, because they had no replica"
         )
 
 
 def make_routes(cluster: View, before: Routes | None = None, known: Mapping[int, Member] | None = None) -> Routes:
-    """Return the routes of a map that has chains; `before` and `known` (by incarnation) tell who had what is lost."""
+    """Return the routes of a view with chains.
+
+    `before` and `known` (servers by incarnation) identify the servers that had the lost buckets.
+    """
     members = {**(known or {}), **{m.incarnation: m for m in cluster.members if m.role is Role.SERVER}}
     groups = cluster.groups
     led, lost = leads_of(groups)
     if not members.keys() >= led.keys():
-        raise ProtocolError(f"map {cluster.version} of the cluster has servers in chains that are no members of it")
+        raise ProtocolError(f"view {cluster.version} has chains with servers that are not members")
     servers = sorted((members[server] for server in led), key=lambda m: (not led[m.incarnation], m.rank))
     leads = tuple(led[server.incarnation] for server in servers)
     owners = np.zeros(NUM_BUCKETS, np.int32)
@@ -99,63 +102,63 @@ def _lost_with(lost: Buckets, before: Routes | None, members: Mapping[int, Membe
     return tuple(sorted(ranks))
 
 
-class MapWatch:
-    """The newest routes, and who waits for newer ones. `take` is called in the thread that maps come in."""
+class RouteWatch:
+    """The newest routes, and waits for newer ones. :meth:`take` is called in the thread that receives views."""
 
     def __init__(self) -> None:
-        self.is_unsettled = False
-        """Whether the client has to look: there are newer routes, or a server has refused a request."""
+        self.must_follow = False
+        """Whether the client must call :meth:`Servers.follow`: newer routes came, or a server rejected a request."""
         self.newest: Routes | None = None
         self._known: dict[int, Member] = {}
         self._changed = threading.Condition()
         self._error: PacelineError | None = None
 
     def take(self, cluster: View) -> bool:
-        """Take a map; return whether its chains are newer than those known."""
+        """Receive a view; return whether its chains are newer than the known ones."""
         with self._changed:
             self._known.update({m.incarnation: m for m in cluster.members if m.role is Role.SERVER})
             if not cluster.groups or (self.newest is not None and cluster.version <= self.newest.version):
                 return False
             self.newest = make_routes(cluster, self.newest, self._known)
-            self.is_unsettled = True
+            self.must_follow = True
             self._changed.notify_all()
             return True
 
     def end(self) -> None:
-        """Note that the cluster is told to end: servers that go from now on have not died."""
+        """Record that the cluster ends on request: servers that stop after this have not died."""
         with self._changed:
             if self.newest is not None:
                 self.newest = replace(self.newest, has_ended=True)
 
     def fail(self, error: PacelineError) -> None:
-        """Let all that wait for a map, now or later, raise this."""
+        """Raise `error` in all current and later waits."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
     @property
     def has_failed(self) -> bool:
-        """Whether no map will come any more."""
+        """Whether no more views will come."""
         return self._error is not None
 
     def has(self, incarnation: int) -> bool:
-        """Whether a server is part of a chain of the newest map."""
+        """Return whether a server is in any chain of the newest view."""
         return self.newest is None or self.newest.has(incarnation)
 
     def is_newer_than(self, version: int) -> bool:
-        """Whether there are routes of a higher version."""
+        """Return whether the newest routes have a higher version."""
         return self.newest is not None and self.newest.version > version
 
     def pause(self, seconds: float) -> None:
-        """Wait so long, or until there are newer routes than now."""
+        """Wait for this time, or until newer routes come."""
         with self._changed:
             known = self.newest
             self._changed.wait_for(lambda: self.newest is not known, seconds)
 
     def wait_newer(self, version: int, timeout_s: float, deadline: float | None = None) -> Routes:
-        """Wait for routes of a higher version; return the newest. Raises DeadlineError, and what `fail` was told.
+        """Wait for routes of a higher version; return the newest. Raises DeadlineError, or the error of :meth:`fail`.
 
-        With a `deadline`, a time of the monotonic clock, `timeout_s` is only what the error says.
+        With a `deadline` (monotonic clock), `timeout_s` appears only in the error message.
         """
         deadline = time.monotonic() + timeout_s if deadline is None else deadline
         with self._changed:
@@ -164,14 +167,13 @@ class MapWatch:
                     raise self._error
                 if not self._changed.wait(max(deadline - time.monotonic(), 0.0)) and time.monotonic() >= deadline:
                     raise DeadlineError(
-                        f"the scheduler has not told within {timeout_s:g} s which servers hold the tables now: the map "
-                        f"that is known here is of version {version}, and no server works by it any more"
+                        f"no view after version {version} came from the scheduler within {timeout_s:g} s, and servers "
+                        f"reject requests of version {version}: check that the scheduler runs"
                     )
             assert self.newest is not None
             return self.newest
 
 
 def no_routes() -> Routes:
-    """Return what there is before the first map."""
-    nobody: Sequence[Member] = ()
-    return Routes(0, (), tuple(nobody), (), np.zeros(NUM_BUCKETS, np.int32), 0, ())
+    """Return the empty routes before the first view."""
+    return Routes(0, (), (), (), np.zeros(NUM_BUCKETS, np.int32), 0, ())

@@ -1,4 +1,4 @@
-"""All servers of a client's view at once: does as the client's core bids, and waits for requests wherever they are."""
+"""A client's connections to all servers: carries out the core's instructions, and waits for requests."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from paceline.protocol.client import (
     Transmit,
 )
 from paceline.ps.client.buffer_pool import Copies
-from paceline.ps.client.connection import CLOSED, MAX_AWAITED_BYTES, ServerConnection, make_room
+from paceline.ps.client.connection import CLOSED, MAX_ANSWER_BYTES, ServerConnection, make_room
 from paceline.ps.client.cuts import CutWatch
 from paceline.ps.client.exchange import exchange_of, fill
-from paceline.ps.client.routes import MapWatch, Routes, no_routes
+from paceline.ps.client.routes import Routes, RouteWatch, no_routes
 from paceline.ps.forked import NoLock, own
 from paceline.ps.messages import PULL, TableSpec
 from paceline.transport import HEADER, Hello, Transport
@@ -49,9 +49,9 @@ _Result = TypeVar("_Result")
 
 
 class Servers:
-    """The connections of one client, and its core. Everything is done with the `lock` held, unless it says otherwise.
+    """The connections of one client, and its core. Callers hold `lock`, except where a method's docstring differs.
 
-    `watch` holds the newest map, which comes in another thread; :meth:`newest` goes by it.
+    `watch` has the newest view, which another thread receives; :meth:`newest` applies it.
     """
 
     def __init__(
@@ -59,24 +59,24 @@ class Servers:
         transport: Transport,
         hello: Hello,
         core: ClientCore,
-        watch: MapWatch,
+        watch: RouteWatch,
         *,
         timeout_s: float,
         reconnect_s: float,
     ) -> None:
         self.lock: threading.RLock | NoLock = threading.RLock()
-        """Held while a request is made or awaited."""
+        """Held while a request is sent or waited for."""
         self.core = core
         self.watch = watch
         self.routes: Routes = no_routes()
-        """The map that the connections are of."""
+        """The routes of the view of `connections`."""
         self.connections: list[ServerConnection] = []
         """One per server, in the order of `routes.servers`."""
         self.specs: dict[int, TableSpec] = {}
-        """The tables that were declared here, by number."""
+        """The tables that this client has declared, by number."""
         self.timeout_s = timeout_s
-        self.asks: list[RequestJoin] = []
-        """The servers that are still to be asked to let this worker join."""
+        self.join_requests: list[RequestJoin] = []
+        """The calls to join that are still to be sent."""
         self.cuts = CutWatch()
         self._reconnect_s = reconnect_s
         self._by_server: dict[int, ServerConnection] = {}
@@ -84,19 +84,19 @@ class Servers:
         self._connection_to = partial(
             ServerConnection, transport, hello, core, watch, copies, timeout_s=timeout_s, reconnect_s=reconnect_s
         )
-        # Of the core's last instructions; behind them what is sent when answers that are awaited before have come.
+        # The core's instructions, then requests that must wait until earlier answers have come.
         self._to_do: deque[Instruction | Request] = deque()
-        self._gone_bytes = (0, 0)
+        self._closed_bytes = (0, 0)
         self.is_closed = False
-        """Whether the client is closed, or about to be."""
+        """Whether the client is closed or closing."""
         own(self)
 
     def disown(self) -> None:
-        """Leave everything to the parent of this process, which has been forked."""
+        """Disable this object in a forked child: everything belongs to the parent."""
         self.lock = NoLock()
 
     def open(self, has_replicas: bool) -> None:
-        """Wait for the first map, and connect. Where there are replicas, a server that is not there is no error."""
+        """Wait for the first view, and connect; with replicas, servers may be unreachable. Takes the lock."""
         with self.lock:
             self._take(self.watch.wait_newer(0, self.timeout_s))
             for connection in self.connections:
@@ -105,13 +105,13 @@ class Servers:
                 except (AddressError, ConnectionLostError, DeadlineError):
                     if not has_replicas:
                         raise
-                    # It is dead or asleep: the next map says which, and whoever needs it tries again.
+                    # It is dead or stopped: a request that needs it reconnects, or the next view excludes it.
 
     # Views.
 
     def newest(self) -> list[ServerConnection]:
-        """Return the connections, by the newest map."""
-        if self.watch.is_unsettled:
+        """Return the connections of the newest view."""
+        if self.watch.must_follow:
             self.follow()
         if not self.connections:
             if self.routes.lost and not self.is_closed:
@@ -120,16 +120,16 @@ class Servers:
         return self.connections
 
     def follow(self) -> None:
-        """Work by the newest map: connect to its servers, and send again what is not answered.
+        """Apply the newest view: connect to its servers, and resend unanswered requests. Takes the lock.
 
-        Waits for one if a server says that there is one. Raises DeadlineError if it does not come.
+        If a server has announced a newer view, wait for it. Raises DeadlineError if it does not come.
         """
         with self.lock:
             while not self.is_closed or self.connections:
-                self.watch.is_unsettled = False
+                self.watch.must_follow = False
                 newest = self.watch.newest
                 try:
-                    if self._to_do:  # something has come in between: memory that was short, or Ctrl-C
+                    if self._to_do:  # left by an exception: out of memory, or Ctrl-C
                         self.execute(())
                     if newest is not None and newest.version > self.core.version:
                         self.execute(self._take(newest))
@@ -137,14 +137,14 @@ class Servers:
                         patience_s = min(self._reconnect_s, self.timeout_s) if self.is_closed else self.timeout_s
                         self.watch.wait_newer(self.core.version, patience_s)
                     else:
-                        self.cuts.mend(self.connections)  # others may wait for what was to be sent again
+                        self.cuts.reconnect(self.connections)  # other processes may wait for the resent requests
                         return
                 except BaseException:
-                    self.watch.is_unsettled = True
+                    self.watch.must_follow = True
                     raise
 
     def _take(self, routes: Routes) -> list[Instruction]:
-        """Go by other routes; return what is to be done. Waits for no server."""
+        """Apply new routes; return the core's instructions. Does not wait for a server."""
         for connection in self.connections:
             for request in (*connection.session.in_flight.values(), *connection.session.retained):
                 if request.kind not in (RequestKind.CALL, RequestKind.TICK):
@@ -158,23 +158,23 @@ class Servers:
         return instructions
 
     def execute(self, instructions: Iterable[Instruction]) -> None:
-        """Do as the core says. What an exception leaves undone, :meth:`follow` does."""
+        """Carry out the core's instructions. After an exception, :meth:`follow` continues with the others."""
         self._to_do.extend(instructions)
-        awaited: dict[int, int] = {}
+        answer_bytes: dict[int, int] = {}
         while self._to_do:
             instruction = self._to_do[0]
-            if isinstance(instruction, Transmit):  # there may be no memory for it
+            if isinstance(instruction, Transmit):  # may raise MemoryError
                 instruction.request.payload = fill(instruction.request, instruction.pieces, self.core.version)
             if isinstance(instruction, Request):
-                make_room(self._by_server[instruction.server], exchange_of(instruction).num_awaited_bytes)
+                make_room(self._by_server[instruction.server], exchange_of(instruction).num_answer_bytes)
             self._to_do.popleft()
             match instruction:
                 case Request():
                     self._by_server[instruction.server].start(instruction)
                 case Transmit(request):
-                    num_bytes = exchange_of(request).num_awaited_bytes
-                    awaited[request.server] = awaited.get(request.server, 0) + num_bytes
-                    if awaited[request.server] > max(MAX_AWAITED_BYTES, num_bytes):
+                    num_bytes = exchange_of(request).num_answer_bytes
+                    answer_bytes[request.server] = answer_bytes.get(request.server, 0) + num_bytes
+                    if answer_bytes[request.server] > max(MAX_ANSWER_BYTES, num_bytes):
                         self._to_do.append(request)
                     else:
                         self._by_server[request.server].start(request)
@@ -185,51 +185,52 @@ class Servers:
                 case Disconnect(session):
                     connection = self._by_server.pop(session.server)
                     received, sent = connection.byte_counts()
-                    self._gone_bytes = self._gone_bytes[0] + received, self._gone_bytes[1] + sent
+                    self._closed_bytes = self._closed_bytes[0] + received, self._closed_bytes[1] + sent
                     connection.depart()
                     connection.close()
                 case Connect(server):
-                    with contextlib.suppress(AddressError, PacelineError):  # whoever waits for it tries again
+                    with contextlib.suppress(AddressError, PacelineError):  # a request that needs it reconnects
                         self._by_server[server].connect(min(self.timeout_s, _CONNECT_S))
                 case RequestJoin(_, round_):
-                    self.asks = [*(ask for ask in self.asks if ask.round == round_), instruction]
+                    current = [request for request in self.join_requests if request.round == round_]
+                    self.join_requests = [*current, instruction]
 
-    def check_there(self, buckets: Buckets) -> None:
-        """Raise ConnectionLostError if some of these buckets are lost."""
+    def check_not_lost(self, buckets: Buckets) -> None:
+        """Raise ConnectionLostError if any of `buckets` is lost."""
         if buckets & self.routes.lost:
             raise self.routes.loss()
 
     # Waiting.
 
     def wait(self, request: Request) -> None:
-        """Wait for an answer; raise what the server reported."""
+        """Wait for an answer; raise the server's error."""
         while not request.is_done:
             self._progress(request)
-        self.cuts.awaited = None
+        self.cuts.waiting_on = None
         if request.error is not None:
             self.core.report(request)
             raise request.error
 
     def _progress(self, request: Request) -> None:
-        """Get nearer to an answer."""
+        """Receive one answer, or apply a view, as a step towards the answer of `request`."""
         while request.replacements is not None:
-            request = next(each for each in request.replacements if not each.is_done)
+            request = next(replacement for replacement in request.replacements if not replacement.is_done)
         connection = self._by_server[request.server]
         awaits_view = connection.session.awaits_view
         if self._to_do or (awaits_view and not (request.kind is RequestKind.CALL and self.watch.has(request.server))):
             self.follow()
         else:
-            self.cuts.awaited = connection
+            self.cuts.waiting_on = connection
             if self.cuts.has_cuts:
-                self.cuts.mend(self.connections)
+                self.cuts.reconnect(self.connections)
             connection.receive_one(request)
 
     def poll(self, request: Request) -> bool:
-        """Take what has arrived; return whether a request is done."""
+        """Process the answers that have arrived; return whether `request` is done."""
         try:
             while not request.is_done:
                 if request.replacements is not None:
-                    if not all(self.poll(each) for each in request.replacements):
+                    if not all(self.poll(replacement) for replacement in request.replacements):
                         return False
                     continue
                 connection = self._by_server[request.server]
@@ -244,26 +245,26 @@ class Servers:
                 else:
                     return False
         except PacelineError:
-            pass  # whoever waits is told
+            pass  # a wait raises it
         return request.is_done
 
     def drain(self) -> None:
-        """Wait until everything is answered; raise the first failure that nobody was told."""
+        """Wait until all requests are answered; raise the first unreported error."""
         while True:
-            busy = next((each.session for each in self.newest() if each.session.in_flight), None)
+            busy = next((found.session for found in self.newest() if found.session.in_flight), None)
             if busy is None:
                 break
             self._progress(next(iter(busy.in_flight.values())))
         self.raise_failures()
 
     def check_may_tick(self) -> None:
-        """Raise UsageError if this client takes no part in iterations; and the first failure that nobody was told."""
+        """Raise UsageError unless this client takes part in iterations; raise the first unreported error."""
         self.core.check_takes_part()
         if self.core.failures:
             self.raise_failures()
 
     def raise_failures(self) -> None:
-        """Raise the first failure of a request that nobody has waited for."""
+        """Raise the first unreported error of a request."""
         for connection in self.newest():
             if connection.lost is not None:
                 raise connection.lost
@@ -275,7 +276,7 @@ class Servers:
             raise error
 
     def wait_stable(self) -> None:
-        """Wait until all that was pushed with a tick is on every server that shall have it."""
+        """Wait until all ticked pushes are on every server of their chains."""
         deadline = time.monotonic() + self.timeout_s
         while True:
             self.newest()
@@ -285,36 +286,37 @@ class Servers:
             connection = self._by_server[session.server]
             if time.monotonic() > deadline:
                 raise DeadlineError(
-                    f"server {connection.rank} does not say within {self.timeout_s:g} s that the iterations before "
-                    f"{self.core.clock}, which this worker has ended, are complete and on its replicas"
+                    f"server {connection.rank} did not complete and replicate this worker's iterations before "
+                    f"{self.core.clock} within {self.timeout_s:g} s"
                 )
             table = HEADER.unpack(exchange_of(session.retained[0]).frame[0])[4]
-            # A read of the current iteration, which the gate holds until then.
+            # The gate holds a read of the current iteration until then.
             self.wait(connection.send(PULL, table, 0, self.core.clock, 0, (_NO_KEYS,)))
 
     # Calls.
 
     def call_all(self, message: msgspec.Struct, result: Any = Any) -> list[Any]:
-        """Send a control message to every server of the newest map; return the answers, as `connections` are.
+        """Send a control message to every server of the newest view; return the answers in the order of `connections`.
 
-        Each is decoded as `result`.
+        Each answer is decoded as `result`. Takes the lock.
         """
         results: dict[int, Any] = {}
 
-        def call_rest() -> list[Any]:
+        def call_remaining() -> list[Any]:
             while True:
                 connections = self.newest()
-                rest = [each for each in connections if each.session.server not in results]
-                if not rest:
-                    return [results[each.session.server] for each in connections]
-                results[rest[0].session.server] = rest[0].call(message, result, sequence=sequence)[0]
+                servers = [connection.session.server for connection in connections]
+                position = next((i for i, server in enumerate(servers) if server not in results), None)
+                if position is None:
+                    return [results[server] for server in servers]
+                results[servers[position]] = connections[position].call(message, result, sequence=sequence)[0]
 
         with self.lock:
             sequence = self.core.next_sequence()
-            return self.retry(call_rest)
+            return self.retry(call_remaining)
 
     def retry(self, function: Callable[[], _Result]) -> _Result:
-        """Call a function until no server says any more that the map is an old one."""
+        """Call a function until no server rejects it because of an old view."""
         deadline = time.monotonic() + self.timeout_s
         while True:
             version = self.core.version
@@ -329,13 +331,13 @@ class Servers:
     def byte_counts(self) -> tuple[int, int]:
         """Return the bytes received from and sent to the servers so far."""
         counts = [connection.byte_counts() for connection in self.connections]
-        received, sent = self._gone_bytes
+        received, sent = self._closed_bytes
         return received + sum(count[0] for count in counts), sent + sum(count[1] for count in counts)
 
     def abort(self, reason: PacelineError | None = None) -> None:
-        """Give up what is in flight, from whatever thread: it raises there, and so does every request from now on.
+        """Abort all current and later requests; may be called from any thread.
 
-        It raises the reason, by default that the client is closed.
+        They raise `reason`, by default that the client is closed.
         """
         reason = reason or UsageError(CLOSED)
         self.watch.fail(reason)
@@ -343,19 +345,19 @@ class Servers:
             connection.interrupt(reason)
 
     def close(self) -> None:
-        """Finish what is in flight, and close the connections. Takes the lock itself."""
+        """Finish the requests in flight, and close the connections. Takes the lock."""
         self.is_closed = True
         try:
             with self.lock:
                 for connection in self.connections:
                     connection.patience_s = min(self._reconnect_s, self.timeout_s)
-                for _ in range(len(self.connections) + 1):  # one that is lost is no reason to give up the others
+                for _ in range(len(self.connections) + 1):  # after a lost connection, continue with the others
                     try:
                         self.drain()
                         break
                     except DeadlineError:
                         break
-                    except PacelineError:  # who wanted to know has waited or called flush()
+                    except PacelineError:  # callers that need the error have waited or called flush()
                         pass
         finally:
             for connection in self.connections:

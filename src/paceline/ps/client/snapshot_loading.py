@@ -1,7 +1,7 @@
-"""Snapshots read back: the rows of one into a new cluster.
+"""Loading of a snapshot into a new cluster.
 
-Each server reads its own buckets, as primary or as replica; this process reads for those that do not see the directory.
-It was found by :mod:`paceline.storage.snapshot_directory`, and taken by :mod:`paceline.ps.client.snapshots`.
+Each server reads its own buckets, as primary or as replica. This process reads for servers that do not see the
+directory. :mod:`paceline.storage.snapshot_directory` finds snapshots, :mod:`paceline.ps.client.snapshots` takes them.
 """
 
 from __future__ import annotations
@@ -28,42 +28,45 @@ _POLL_S = 0.01
 def load_snapshot(
     client: Client, snapshot: Snapshot, timeout_s: float = 600.0, check: Callable[[], None] = lambda: None
 ) -> None:
-    """Load a snapshot's tables into a new cluster, whatever its number of servers; each server reads its own buckets.
+    """Load a snapshot's tables into a new cluster with any number of servers; each server reads its own buckets.
 
-    Servers may join, leave and die meanwhile: it begins again until none did. `check` is called now and then, and may
-    raise. Tables that the cluster has keep the hyperparameters that they have there. Raises PeerError if it gets no
-    further, table by table, for `timeout_s`, TableMismatchError if the cluster has such a table with other settings,
-    UsageError if it has rows already, ModelError for a file that is damaged, ConnectionLostError if buckets are lost.
+    If servers join, leave or die, the loading starts again. `check` is called repeatedly and may raise. Tables that the
+    cluster already has keep their hyperparameters.
+
+    Raises PeerError if no further table is loaded within `timeout_s`, TableMismatchError if the cluster has a table
+    with other settings, UsageError if a table has rows, ModelError for a damaged file, ConnectionLostError if buckets
+    are lost.
     """
     known = {spec.name: spec for spec in client.tables()}
     for table in snapshot.manifest.tables:
         spec, other = table.spec, known.get(table.spec.name)
-        if other is not None and not _are_alike(spec, other):
+        if other is not None and not _are_compatible(spec, other):
             raise TableMismatchError(
-                f"{snapshot} holds table {spec.name!r} as {spec}, and this cluster has it as {other}: resume with the "
-                "settings that it was taken with"
+                f"{snapshot} has table {spec.name!r} as {spec}, but this cluster has it as {other}: resume with the "
+                "settings of the snapshot"
             )
     for server in client.statistics():
         for name, statistics in server.tables.items():
             if statistics.rows and known[name].kind == "sparse":
-                raise UsageError(f"table {name!r} has rows already: a snapshot is loaded into a new cluster")
+                raise UsageError(f"table {name!r} already has rows: load the snapshot into a new cluster")
     loading = SnapshotLoading(client, snapshot, timeout_s, check)
     while not loading.load():
-        loading.pause("servers join, leave or die all the while")
+        loading.pause("servers keep joining, leaving or dying")
 
 
-def _are_alike(spec: TableSpec, other: TableSpec) -> bool:
-    """Return whether records of one table are records of the other: its hyperparameters may be others."""
-    before, now = (from_fields(RULES, each.update) for each in (spec, other))
-    return spec == other.with_update(spec.update) and (type(before), before.state_names) == (type(now), now.state_names)
+def _are_compatible(spec: TableSpec, other: TableSpec) -> bool:
+    """Return whether two tables have the same records; hyperparameters may differ."""
+    rules = [from_fields(RULES, table.update) for table in (spec, other)]
+    first, second = ((type(rule), rule.state_names) for rule in rules)
+    return spec == other.with_update(spec.update) and first == second
 
 
 class SnapshotLoading:
-    """A snapshot on its way into a cluster.
+    """The loading of a snapshot into a cluster.
 
-    A server reads what it holds, as primary or replica; nothing goes down the chains. So what is loaded while nobody is
-    being filled, by one version of the map from beginning to end, is on every server that has a part in it: one filled
-    later is filled from those. Whatever else was loaded is loaded again.
+    Each server reads the buckets that it holds, as primary or replica; nothing goes down the chains. The result is
+    complete if the view stayed the same from beginning to end without a running fill: servers that are filled later
+    copy the loaded buckets. Otherwise the loading is repeated.
     """
 
     def __init__(self, client: Client, snapshot: Snapshot, timeout_s: float, check: Callable[[], None]) -> None:
@@ -73,11 +76,11 @@ class SnapshotLoading:
         self._specs = {spec.name: spec for spec in client.tables()}
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
-        self._num_through = 0  # tables, in the attempt that came furthest
+        self._num_through = 0  # tables, in the best attempt
         self._check = check
 
     def load(self) -> bool:
-        """Load all tables; return False if they have to be loaded again, since servers came or went."""
+        """Load all tables; return False if the view changed, so that they must be loaded again."""
         cluster = self._client.link.get_view()
         if any(group.filling is not None for group in cluster.groups):
             return False
@@ -91,13 +94,13 @@ class SnapshotLoading:
             return False
         return self._client.link.get_view().version == cluster.version
 
-    def pause(self, awaited: str) -> None:
-        """Wait a moment. Raises PeerError if there was time enough for something to get through."""
+    def pause(self, reason: str) -> None:
+        """Wait a moment. Raises PeerError after the timeout."""
         self._check()
         if time.monotonic() > self._deadline:
             raise PeerError(
-                f"the snapshot in {self._directory} was not loaded: for {self._timeout_s:g} s nothing came of it "
-                f"({awaited}); see to the servers, and resume again"
+                f"the snapshot in {self._directory} was not loaded: no progress for {self._timeout_s:g} s ({reason}); "
+                "check the servers and resume again"
             )
         time.sleep(_POLL_S)
 
@@ -127,29 +130,29 @@ class SnapshotLoading:
                     unseen |= _held_by(client, connection.session.server)
             if waits:
                 self.pause(f"server {waits[0].rank} still reads its part")
-        if unseen:  # a server runs elsewhere, and does not see this directory
+        if unseen:  # a server on another machine does not see this directory
             self._load_through(table, unseen)
 
     def _shares(self, version: int) -> list[tuple[ServerConnection, Buckets]]:
-        """Return the shares of the servers by this version of the map. Raises StaleEpochError if it is another now."""
+        """Return the servers' shares in the view of `version`. Raises StaleEpochError if the view has changed."""
         shares = list(shares_of(self._client))
         if self._client.servers.routes.version != version:
-            raise StaleEpochError(f"the map of the cluster has changed since version {version}")
+            raise StaleEpochError(f"the view has changed since version {version}")
         return shares
 
     def _load_through(self, table: StoredTable, wanted: Buckets) -> None:
         """Load buckets through this process."""
         for use in table.uses:
-            mine = bucket_set(use.buckets) & wanted
-            if not mine:
+            buckets = bucket_set(use.buckets) & wanted
+            if not buckets:
                 continue
             self._check()
-            for _, keys, records in read_buckets(self._directory, use.part, mine):
+            for _, keys, records in read_buckets(self._directory, use.part, buckets):
                 write_records(self._client, self._specs.get(table.spec.name, table.spec), keys, records)
 
 
 def _held_by(client: Client, server: int) -> Buckets:
-    """Return the buckets of whose chain a server is a member."""
+    """Return the buckets with this server as a member."""
     held = 0
     for group in client.servers.routes.groups:
         if server in group.members:
@@ -158,7 +161,7 @@ def _held_by(client: Client, server: int) -> Buckets:
 
 
 def load_state(connection: ServerConnection) -> LoadState:
-    """Return how far a server is with loading; raise what it has failed of."""
+    """Return the progress of a server's loading. Raises ModelError if it failed."""
     state: LoadState = connection.call(GetLoadState(), LoadState)[0]
     if state.error:
         raise ModelError(f"server {connection.rank} could not load its part of the snapshot: {state.error}")

@@ -1,12 +1,12 @@
-"""Snapshots of a running cluster: taken while training goes on, kept in a directory.
+"""Snapshots of a running cluster, taken during training and stored in a directory.
 
-The coordinator, a client outside the iterations, tells each server which buckets are its own to write, asks now and
-then how far they are, and when all are through writes the manifest (:class:`SnapshotTaker`). Rows go from servers to
-the disk, never through it. What lies in the directory is the business of :mod:`paceline.storage.snapshot_directory`; it
-is read back by :mod:`paceline.ps.client.snapshot_loading`.
+:class:`SnapshotCoordinator` belongs to a client outside the iterations. It requests each server to write the buckets
+that the server leads, polls the servers, and finally writes the manifest. Servers write rows directly to the disk.
+:mod:`paceline.storage.snapshot_directory` defines the directory, and :mod:`paceline.ps.client.snapshot_loading` loads
+snapshots.
 
-Under sequential consistency a snapshot is the state at one iteration's end on all servers; under others each bucket is
-as it was at some moment while the snapshot was taken.
+Under sequential consistency a snapshot is the state at the end of one iteration on all servers. Otherwise each bucket
+has its state at some moment while the snapshot was taken.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from paceline.storage.format import PartUse, SnapshotManifest, StoredPart, Store
 from paceline.storage.snapshot_directory import SnapshotDirectory, SnapshotWriteError, describe_failure, folder_name
 
 FULL_EVERY = 10
-"""Every so many snapshots one does not refer to earlier ones."""
-_MARGINS = (2, 16, 256, 4096)  # iterations: how far ahead a boundary is chosen, should it be too late at some server
+"""One in this number of snapshots does not refer to earlier ones."""
+_MARGINS = (2, 16, 256, 4096)  # iterations added to the boundary if a server has already passed it
 _PATIENCE_S = 120.0
-"""How long a snapshot may take in whose course buckets move."""
+"""The maximum duration of a snapshot during which buckets move."""
 _MAX_ROUNDS = 64
 
 
 def shares_of(client: Client) -> Iterator[tuple[ServerConnection, Buckets]]:
-    """Yield the connection to each server, and the buckets that it leads, which are its to write."""
-    client.servers.check_there(ALL)
+    """Yield the connection to each server, and the buckets that it leads."""
+    client.servers.check_not_lost(ALL)
     yield from zip(client.servers.newest(), client.servers.routes.leads, strict=True)
 
 
-class _Under:
-    """A snapshot that is being taken, in rounds: what moved or was lost in one is taken in the next."""
+class _Attempt:
+    """A snapshot in progress. Buckets that moved or were lost in one round are requested in the next."""
 
     def __init__(
         self, number: int, full: bool, tables: list[tuple[int, TableSpec]], account: JobAccount | None,
@@ -67,221 +67,221 @@ class _Under:
         self.iteration: int | None = None
         self.round = -1
         self.version = 0
-        """Of the map by which servers were asked last."""
-        self.begun_s = time.monotonic()
+        """The version of the view at the last requests."""
+        self.started_s = time.monotonic()
         self.waits: list[ServerConnection] = []
         self.states: list[SnapshotState] = []
 
 
-class SnapshotTaker:
-    """Has a cluster's servers write snapshots to a directory that they all see, one at a time.
+class SnapshotCoordinator:
+    """Takes snapshots with all servers of a cluster, one at a time, in a directory that all of the servers see.
 
-    Buckets may move, servers die, join and leave meanwhile: what is missing then is taken from those that lead it by
-    the newest map. Under sequential consistency, where that would be of another iteration, all is taken again.
+    If buckets move, or servers die, join or leave, the new primaries write the missing buckets. Under sequential
+    consistency these would be of another iteration, so the whole snapshot is repeated.
 
-    No call waits for more than the servers' next pause between requests. All raise SnapshotWriteError for a snapshot
-    that does not come about, of which nothing is left then; what is wrong with the cluster is raised as ever.
+    Calls wait only for the servers' next pause between requests. They raise SnapshotWriteError for a snapshot that
+    fails, and remove its files; errors of the cluster are raised unchanged.
     """
 
     def __init__(self, client: Client, directory: str | os.PathLike[str], *, keep: int = 3) -> None:
         self._client = client
         self._snapshots = SnapshotDirectory(directory, keep)
-        self._whole: list[int] = []  # of this run, since the last full one: those that servers may refer to
+        self._referable: list[int] = []  # this run's snapshots since the last full one
         self._newest: SnapshotManifest | None = None
         self._num_taken = 0
-        self.under_way: _Under | None = None
+        self.attempt: _Attempt | None = None
 
     @property
     def directory(self) -> Path:
-        """Where the snapshots are."""
+        """The directory of the snapshots."""
         return self._snapshots.path
 
     @property
     def is_taking(self) -> bool:
-        """Whether one is being taken."""
-        return self.under_way is not None
+        """Whether a snapshot is in progress."""
+        return self.attempt is not None
 
     def begin(self, account: JobAccount | None = None, training: dict[str, Any] | None = None) -> int:
-        """Have a snapshot taken from now on; return its number. `account` is what was done of the job before now."""
-        assert self.under_way is None
+        """Start a snapshot; return its number. `account` has the finished shards of the job before this call."""
+        assert self.attempt is None
         client = self._client
         tables = [(client.open_table(spec).number, spec) for spec in client.tables()]
         full = self._num_taken % FULL_EVERY == 0
         number = self._snapshots.next_number()
-        self.under_way = _Under(number, full, tables, account, training or {})
         self._num_taken += 1
+        self._start(_Attempt(number, full, tables, account, training or {}))
+        return number
+
+    def _start(self, attempt: _Attempt) -> None:
+        self.attempt = attempt
         try:
-            self._snapshots.make(number)
+            self._snapshots.make(attempt.number)
         except OSError as error:
             raise self._failed(describe_failure(self.directory, error)) from None
-        if isinstance(client.consistency, Sequential):
-            self._begin_ahead(self.under_way)
+        if isinstance(self._client.consistency, Sequential):
+            self._begin_ahead(attempt)
         else:
-            self._ask(self.under_way, ALL, None)
-        return self.under_way.number
+            self._request_parts(attempt, ALL, None)
 
-    def _begin_ahead(self, under: _Under) -> None:
-        """Have it taken at the end of an iteration that is still ahead on every server."""
+    def _begin_ahead(self, attempt: _Attempt) -> None:
+        """Request the snapshot for the end of an iteration that no server has completed."""
         clock = 0
         for margin in (0, *_MARGINS):
-            answers = self._ask(under, ALL, clock + margin)
+            answers = self._request_parts(attempt, ALL, clock + margin)
             if all(answer.begun for answer in answers):
-                under.iteration = clock + margin
+                attempt.iteration = clock + margin
                 return
             clock = max(answer.clock for answer in answers)
-        raise self._failed("iterations end quicker than servers can be told of one")
+        raise self._failed("iterations end faster than requests reach the servers")
 
-    def _ask(self, under: _Under, wanted: Buckets, boundary: int | None) -> list[SnapshotBegun]:
-        """Have the servers write what they lead of some buckets, in another round."""
-        whole = () if under.full or under.states else tuple(self._whole)
-        under.waits = []
-        under.round += 1
+    def _request_parts(self, attempt: _Attempt, wanted: Buckets, boundary: int | None) -> list[SnapshotBegun]:
+        """Request the `wanted` buckets from their primaries, in a new round."""
+        referable = () if attempt.full or attempt.states else tuple(self._referable)
+        attempt.waits = []
+        attempt.round += 1
         answers = []
         with self._client.servers.lock:
             shares = list(shares_of(self._client))
-            under.version = self._client.servers.routes.version
+            attempt.version = self._client.servers.routes.version
             for connection, buckets in shares:
                 if not buckets & wanted:
                     continue
                 request = TakeSnapshot(
-                    number=under.number,
+                    number=attempt.number,
                     directory=str(self.directory),
-                    folder=folder_name(under.number),
-                    tables=tuple(number for number, _ in under.tables),
+                    folder=folder_name(attempt.number),
+                    tables=tuple(number for number, _ in attempt.tables),
                     buckets=to_bytes(buckets & wanted),
-                    whole=whole,
+                    whole=referable,
                     boundary=boundary,
-                    round=under.round,
+                    round=attempt.round,
                 )
-                with contextlib.suppress(StaleEpochError, ConnectionLostError):  # what it leads is missing then
+                with contextlib.suppress(StaleEpochError, ConnectionLostError):  # its buckets are missing then
                     answers.append(connection.call(request, SnapshotBegun)[0])
-                    under.waits.append(connection)
+                    attempt.waits.append(connection)
         return answers
 
     def poll(self) -> SnapshotManifest | None:
-        """Return the snapshot that is being taken if it is there now, else None."""
-        under = self.under_way
-        assert under is not None
-        self._hear(under)
-        if under.waits:
+        """Return the manifest of the snapshot if it is complete, else None."""
+        attempt = self.attempt
+        assert attempt is not None
+        self._poll_servers(attempt)
+        if attempt.waits:
             return None
-        tables = {spec.name: self._gather(under, number, spec) for number, spec in under.tables}
+        tables = {spec.name: self._gather(attempt, number, spec) for number, spec in attempt.tables}
         missing = ALL & ~functools.reduce(operator.and_, (covered for _, covered in tables.values()), ALL)
         if missing:
-            self._take_again(under, missing)
+            self._take_again(attempt, missing)
             return None
-        manifest = self._assemble(under, {name: uses for name, (uses, _) in tables.items()})
+        manifest = self._assemble(attempt, {name: uses for name, (uses, _) in tables.items()})
         try:
             self._snapshots.commit(manifest)
         except OSError as error:
             raise self._failed(describe_failure(self.directory, error)) from None
         self._newest = manifest
-        self._whole = [manifest.number] if under.full else [*self._whole, manifest.number]
-        self.under_way = None
+        self._referable = [manifest.number] if attempt.full else [*self._referable, manifest.number]
+        self.attempt = None
         return manifest
 
-    def _hear(self, under: _Under) -> None:
-        """Ask the servers that are not through how far they are."""
+    def _poll_servers(self, attempt: _Attempt) -> None:
+        """Request the states of the servers that still write."""
         client = self._client
         with client.servers.lock:
             connections = client.servers.newest()
-            client.servers.check_there(ALL)
-            for connection in list(under.waits):
+            client.servers.check_not_lost(ALL)
+            for connection in list(attempt.waits):
                 if connection not in connections:
-                    under.waits.remove(connection)
+                    attempt.waits.remove(connection)
                     continue
                 try:
                     state = connection.call(
-                        GetSnapshotState(directory=str(self.directory), number=under.number), SnapshotState
+                        GetSnapshotState(directory=str(self.directory), number=attempt.number), SnapshotState
                     )[0]
-                except (StaleEpochError, ConnectionLostError):  # it is gone, and what it wrote is not known
-                    under.waits.remove(connection)
+                except (StaleEpochError, ConnectionLostError):  # its parts are unknown
+                    attempt.waits.remove(connection)
                     continue
                 if state.error:
                     raise self._failed(f"server {connection.rank}: {state.error}")
                 if state.done:
-                    under.states.append(state)
-                    under.waits.remove(connection)
+                    attempt.states.append(state)
+                    attempt.waits.remove(connection)
 
-    def _take_again(self, under: _Under, missing: Buckets) -> None:
-        """Have buckets that have moved taken by those that lead them now, once it is known who does."""
-        if time.monotonic() - under.begun_s > _PATIENCE_S or under.round >= _MAX_ROUNDS:
-            raise self._failed(f"{count(missing)} buckets went on moving to other servers")
-        if self._client.servers.routes.version == under.version:
-            return  # the map by which they have moved is on its way
-        if under.iteration is None:
-            self._ask(under, missing, None)
+    def _take_again(self, attempt: _Attempt, missing: Buckets) -> None:
+        """Request the buckets that have moved from their new primaries, once a newer view is known."""
+        if time.monotonic() - attempt.started_s > _PATIENCE_S or attempt.round >= _MAX_ROUNDS:
+            raise self._failed(f"{count(missing)} buckets kept moving to other servers")
+        if self._client.servers.routes.version == attempt.version:
+            return  # the view in which they moved has not arrived
+        if attempt.iteration is None:
+            self._request_parts(attempt, missing, None)
             return
-        begun_s, round_before = under.begun_s, under.round
+        started_s, round_before = attempt.started_s, attempt.round
         self.give_up()
-        again = self.under_way = _Under(
-            self._snapshots.next_number(), under.full, under.tables, under.account, under.training
-        )
-        again.begun_s, again.round = begun_s, round_before
-        try:
-            self._snapshots.make(again.number)
-        except OSError as error:
-            raise self._failed(describe_failure(self.directory, error)) from None
-        self._begin_ahead(again)
+        number = self._snapshots.next_number()
+        again = _Attempt(number, attempt.full, attempt.tables, attempt.account, attempt.training)
+        again.started_s, again.round = started_s, round_before
+        self._start(again)
 
     def give_up(self) -> None:
-        """Take none after all, if one is being taken."""
-        under, self.under_way = self.under_way, None
-        if under is None:
+        """Cancel the snapshot in progress, if any."""
+        attempt, self.attempt = self.attempt, None
+        if attempt is None:
             return
         try:
             with self._client.servers.lock:
                 for connection, _ in shares_of(self._client):
-                    with contextlib.suppress(PeerError):  # it is gone: whoever needs it hears of it
-                        connection.call(DropSnapshot(directory=str(self.directory), number=under.number))
+                    with contextlib.suppress(PeerError):  # the server was lost; the next request reports that
+                        connection.call(DropSnapshot(directory=str(self.directory), number=attempt.number))
         except PeerError:
-            pass  # so are all
+            pass  # all servers were lost
         finally:
-            self._snapshots.discard(under.number)
+            self._snapshots.discard(attempt.number)
 
     def close(self) -> None:
-        """Take none any more, and let another run have the directory. Idempotent."""
+        """Cancel the snapshot in progress, and release the directory for other runs. Idempotent."""
         try:
             self.give_up()
         finally:
             self._snapshots.close()
 
     def _failed(self, reason: str) -> SnapshotWriteError:
-        assert self.under_way is not None
-        number = self.under_way.number
+        assert self.attempt is not None
+        number = self.attempt.number
         self.give_up()
         return SnapshotWriteError(f"snapshot {number} was not taken: {reason}")
 
-    def _gather(self, under: _Under, number: int, spec: TableSpec) -> tuple[list[tuple[StoredPart, Buckets]], Buckets]:
-        """Return what there is of a table by now: parts and the buckets to use of each; and all these buckets."""
+    def _gather(
+        self, attempt: _Attempt, number: int, spec: TableSpec
+    ) -> tuple[list[tuple[StoredPart, Buckets]], Buckets]:
+        """Return a table's parts so far, each with the buckets to use, and the union of the buckets."""
         covered = 0
         used: dict[str, tuple[StoredPart, Buckets]] = {}
         found: list[tuple[StoredPart, Buckets]] = []
-        for state in under.states:
+        for state in attempt.states:
             found += [(part, bucket_set(part.buckets)) for part in state.parts if part.table == spec.name]
             for kept in state.kept:
-                if kept.table == number and self._newest is not None:  # which uses the same part: nothing has changed
+                if kept.table == number and self._newest is not None:  # unchanged since then
                     found += _parts_of(self._newest, spec.name, kept.number, from_bytes(kept.buckets))
         for part, buckets in found:
-            fresh = buckets & ~covered  # a bucket that was taken by two servers, of one of them
+            fresh = buckets & ~covered  # if two servers wrote a bucket, use one copy
             if fresh:
                 used[part.file] = part, used.get(part.file, (part, 0))[1] | fresh
                 covered |= fresh
         return list(used.values()), covered
 
-    def _assemble(self, under: _Under, uses: dict[str, list[tuple[StoredPart, Buckets]]]) -> SnapshotManifest:
+    def _assemble(self, attempt: _Attempt, uses: dict[str, list[tuple[StoredPart, Buckets]]]) -> SnapshotManifest:
         for part, _ in itertools.chain.from_iterable(uses.values()):
-            if part.file.startswith(f"{folder_name(under.number)}/"):
+            if part.file.startswith(f"{folder_name(attempt.number)}/"):
                 self._check_seen(part)
-        tables = tuple(_make_table(spec, uses[spec.name]) for _, spec in under.tables)
-        folder = folder_name(under.number)
+        tables = tuple(_make_table(spec, uses[spec.name]) for _, spec in attempt.tables)
+        folder = folder_name(attempt.number)
         return SnapshotManifest(
-            number=under.number,
+            number=attempt.number,
             full=all(part.file.startswith(f"{folder}/") for table in tables for part in table.parts),
-            iteration=under.iteration,
+            iteration=attempt.iteration,
             tables=tables,
-            account=under.account,
-            training=under.training,
+            account=attempt.account,
+            training=attempt.training,
         )
 
     def _check_seen(self, part: StoredPart) -> None:
@@ -291,8 +291,8 @@ class SnapshotTaker:
             size = -1
         if size != part.num_bytes:
             raise self._failed(
-                f"a server wrote {part.file}, which is not seen in {self.directory} here: servers and this process "
-                "must share that directory"
+                f"a server wrote {part.file}, but this process does not see it in {self.directory}: servers and this "
+                "process must share the directory"
             )
 
 
@@ -305,10 +305,10 @@ def _make_table(spec: TableSpec, parts: list[tuple[StoredPart, Buckets]]) -> Sto
 def _parts_of(
     manifest: SnapshotManifest, table: str, number: int, wanted: Buckets
 ) -> Iterator[tuple[StoredPart, Buckets]]:
-    """Yield the parts written for snapshot `number` that hold some of the wanted buckets of a table, with those."""
-    for each in manifest.tables:
-        if each.spec.name == table:
-            for use in each.uses:
+    """Yield the parts of a table in snapshot `number` that contain wanted buckets, with these buckets."""
+    for stored in manifest.tables:
+        if stored.spec.name == table:
+            for use in stored.uses:
                 if not use.part.file.startswith(f"{folder_name(number)}/"):
                     continue
                 if buckets := bucket_set(use.buckets) & wanted:

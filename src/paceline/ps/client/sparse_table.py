@@ -1,4 +1,4 @@
-"""A sparse table as a worker holds it: push and pull by key, each key to the server that owns it."""
+"""A client's sparse table: push and pull by key, each key on the server that owns it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SparseTable(Table):
     """uint64 key → row of `dim` float32, spread over the servers by key. Declared by ``client.sparse_table``."""
 
     is_count = False
-    """Whether it counts something: what this handle pushes is neither dropped nor compensated where it is stale."""
+    """Whether the table contains counts: stale pushes by this handle are neither dropped nor compensated."""
 
     @property
     def dim(self) -> int:
@@ -48,9 +48,9 @@ class SparseTable(Table):
 
         `keys`: uint64 [n], any order; gradients of equal keys are summed. `grads`: float32 [n, dim] (or [n] if dim is
         1), all finite. `tick` ends the iteration with this push, as :meth:`Client.tick` does. `assume_unique` skips
-        the search for equal keys. Returns at once; the arrays must not change until the ticket is done.
+        the search for equal keys. Returns immediately; do not change the arrays until the ticket is done.
 
-        Raises UsageError for a wrong dtype or shape, NonFiniteError for NaN or Inf; then no server has seen any of it.
+        Raises UsageError for a wrong dtype or shape, NonFiniteError for NaN or Inf; then nothing is sent.
         """
         with self._servers.lock:
             distinct, flat, _ = self._prepare_push(keys, grads, assume_unique)
@@ -66,11 +66,11 @@ class SparseTable(Table):
     def pull_async(
         self, keys: npt.ArrayLike, out: Floats | None = None, *, assume_unique: bool = False, ahead: int = 0
     ) -> Ticket:
-        """Ask for values; ``ticket.result()`` waits and returns them as :meth:`pull` does.
+        """Request values; ``ticket.result()`` waits and returns them as :meth:`pull` does.
 
-        With `ahead` they are asked for as of the iteration so many after the current one, before the worker has ticked:
-        that hides the round trip, and the values may lack this worker's own last pushes. Only under a consistency whose
-        τ is at least `ahead`; else UsageError.
+        `ahead` requests the values of a later iteration, `ahead` after the current one, before this worker has ticked.
+        That hides the round trip, but the values may lack this worker's own last pushes. Raises UsageError if the
+        consistency's τ is less than `ahead`.
         """
         with self._servers.lock:
             if type(ahead) is not int or ahead:
@@ -82,15 +82,15 @@ class SparseTable(Table):
             distinct, inverse = (checked, None) if assume_unique else self._dedup(checked)
             if self.filters is not None:
                 distinct, _, inverse = self.filters.order(distinct, _NO_GRADS, self.dim, inverse)
-            return self._ask(PULL, distinct, inverse, None, out, False, ahead)
+            return self._send_read(PULL, distinct, inverse, None, out, False, ahead)
 
     def push_pull(
         self, keys: npt.ArrayLike, grads: npt.ArrayLike, out: Floats | None = None, *, tick: bool = False,
         assume_unique: bool = False,
     ) -> Floats:  # fmt: skip
-        """Push gradients and read the same keys' values after that, in one message; with `tick`, the next iteration's.
+        """Push gradients, then read the values of the same keys, in one message; with `tick`, of the next iteration.
 
-        (Under sequential consistency a gradient shows only in the next iteration.)
+        Under sequential consistency a gradient changes the values only in the next iteration.
         """
         ticket = self.push_pull_async(keys, grads, out, tick=tick, assume_unique=assume_unique)
         values: Floats = ticket.result()
@@ -100,70 +100,70 @@ class SparseTable(Table):
         self, keys: npt.ArrayLike, grads: npt.ArrayLike, out: Floats | None = None, *, tick: bool = False,
         assume_unique: bool = False,
     ) -> Ticket:  # fmt: skip
-        """Do as :meth:`push_pull` without waiting."""
+        """Start a :meth:`push_pull` without waiting."""
         with self._servers.lock:
             distinct, flat, inverse = self._prepare_push(keys, grads, assume_unique)
             out = self._check_out(out, len(distinct) if inverse is None else len(inverse), self.dim)
             if self.filters is not None:
                 distinct, flat, inverse = self.filters.order(distinct, flat, self.dim, inverse)
-            return self._ask(PUSH_PULL, distinct, inverse, flat, out, tick)
+            return self._send_read(PUSH_PULL, distinct, inverse, flat, out, tick)
 
     def erase(self, keys: npt.ArrayLike) -> int:
-        """Erase rows, so that they read as never pushed; return how many there were.
+        """Erase rows, so that they read as never pushed; return the number of erased rows.
 
-        The number may be too low if the view changes meanwhile.
+        The number may be too low if the view changes during the call.
         """
         with self._servers.lock:
             self._client.flush()
-            rest, erased = self._check_keys(keys), 0
+            remaining, erased = self._check_keys(keys), 0
             sequence = self._servers.core.next_sequence()
 
-            def erase_rest() -> None:
-                nonlocal rest, erased
-                while len(rest):
+            def erase_remaining() -> None:
+                nonlocal remaining, erased
+                while len(remaining):
                     connections = self._servers.newest()
-                    self._check_there(rest)
-                    order = np.empty(len(rest), np.int64)
+                    self._check_not_lost(remaining)
+                    order = np.empty(len(remaining), np.int64)
                     starts = np.empty(len(connections) + 1, np.int64)
-                    split(rest, self._servers.routes.owners, starts, order)
+                    split(remaining, self._servers.routes.owners, starts, order)
                     first = next(i for i in range(len(connections)) if starts[i + 1] > starts[i])
-                    own = rest[order[starts[first] : starts[first + 1]]]
+                    own = remaining[order[starts[first] : starts[first + 1]]]
                     message = messages.Erase(table=self._number)
                     erased += connections[first].call(message, Natural, (own,), sequence=sequence)[0]
-                    rest = rest[np.concatenate([order[: starts[first]], order[starts[first + 1] :]])]
+                    remaining = remaining[np.concatenate([order[: starts[first]], order[starts[first + 1] :]])]
 
-            self._servers.retry(erase_rest)
+            self._servers.retry(erase_remaining)
             return erased
 
     def begin_pass(self, number: int, rows_of: int | None = None) -> None:
-        """Have pushes from now on, of whatever worker, count as of pass `number` (from 1) over the data.
+        """Start pass `number` (from 1) over the data: later pushes of all workers count for this pass.
 
-        All that was pushed for the pass before must have arrived. The first time, rows that are there count as last
-        pushed in pass `rows_of` (default: the one before). What servers note so is part of snapshots, not of saved
-        models; a server that takes a dead one's place is told. Numbers are at most 2^24, and kept modulo 63, so count
-        passes one by one: a row that no push has named for 63 passes counts as pushed in this one unless it was erased.
+        All pushes of the previous pass must have arrived. At the first call existing rows count as last pushed in pass
+        `rows_of` (default: the previous one). Snapshots contain each row's last pass, saved models do not; a server
+        that replaces a dead one receives it. Numbers are at most 2^24 and stored modulo 63, so count passes one by one:
+        a row without a push for 63 passes counts as pushed in this one unless it was erased.
         """
         number = whole_number(f"begin_pass({number!r})", number, 1, MAX_PASS)
         former = number - 1
         if rows_of is not None:
             former = whole_number(f"begin_pass({number}, rows_of={rows_of!r})", rows_of, 0, MAX_PASS)
-        self._settle()
+        self._flush_filtered()
         message = messages.BeginPass(table=self._number, number=number, rows_of=former)
         with self._servers.lock:
             self._servers.call_all(message)
 
     def erase_unseen(self, passes: int, *, also: Sequence[SparseTable] = ()) -> int:
-        """Erase the rows that were pushed neither in this pass nor in the `passes` - 1 before; return how many.
+        """Erase the rows without a push in this pass and the `passes` - 1 previous ones; return their number.
 
-        It is told by :meth:`begin_pass` which pass this is; nothing is erased without. What tables `also` have of the
-        same keys is erased in the same step, whenever it was pushed. Nobody may push meanwhile. Call it at least once
-        in 63 - `passes` passes, or it misses rows (see there).
+        :meth:`begin_pass` sets the current pass; without it nothing is erased. Rows of the tables `also` with the same
+        keys are erased too, whenever they were pushed. No worker may push during the call. Call it at least once in
+        63 - `passes` passes, or it misses rows (see :meth:`begin_pass`).
         """
         passes = whole_number(f"erase_unseen({passes!r})", passes, 1, MAX_PASSES)
-        is_list = isinstance(also, Sequence) and all(isinstance(each, SparseTable) for each in also)
-        if not is_list or any(each._client is not self._client for each in also):
+        is_list = isinstance(also, Sequence) and all(isinstance(table, SparseTable) for table in also)
+        if not is_list or any(table._client is not self._client for table in also):
             raise UsageError(f"erase_unseen({passes}, also={also!r}): expected a list of sparse tables of this client")
-        self._settle()
+        self._flush_filtered()
         erased = 0
         for bucket in range(NUM_BUCKETS):
             numbers = tuple(table._number for table in also)
@@ -175,19 +175,19 @@ class SparseTable(Table):
 
     def _call_owner(self, bucket: int, message: messages.EraseUnseen, sequence: int) -> int:
         connections = self._servers.newest()
-        self._servers.check_there(1 << bucket)
+        self._servers.check_not_lost(1 << bucket)
         owner = connections[int(self._servers.routes.owners[bucket])]
         answer: int = owner.call(message, Natural, sequence=sequence)[0]
         return answer
 
-    def _check_there(self, keys: Keys) -> None:
+    def _check_not_lost(self, keys: Keys) -> None:
         """Raise ConnectionLostError if a key's bucket is lost."""
         if self._servers.routes.lost:
-            self._servers.check_there(buckets_of_keys(keys))
+            self._servers.check_not_lost(buckets_of_keys(keys))
 
     def __len__(self) -> int:
         """Return the number of rows on all servers."""
-        self._settle()
+        self._flush_filtered()
         return sum(server.tables[self.name].rows for server in self._client.statistics())
 
     def _check_ahead(self, ahead: int) -> int:
@@ -208,14 +208,14 @@ class SparseTable(Table):
         return (checked, flat, None) if assume_unique else self._sum_equal(checked, flat, dim)
 
     def _choose_rows(self, filters: TableFilters, keys: Keys, grads: Floats) -> tuple[Keys, Floats]:
-        """Return keys and gradients that go out, in the order in which they do."""
+        """Return the keys and gradients to send, in order."""
         core = self._servers.core
         if filters.requests.rows:
             seed = seed_of(self._client.rank, core.clock, core.sequence, self._number)
             keys, grads = filters.choose(keys, grads, self.spec, core.clock, seed)
         return filters.order(keys, grads, self.dim, None)[:2]
 
-    def _ask(
+    def _send_read(
         self,
         kind: int,
         keys: Keys,
@@ -227,13 +227,13 @@ class SparseTable(Table):
     ) -> Ticket:
         values = out.reshape(-1) if inverse is None else np.empty(len(keys) * self.dim, np.float32)
         ticket = self._send_by_key(kind, keys, grads, values, self.dim, ticks=ticks, ahead=ahead)
-        inner, told = ticket._finish, self.filters if self.filters is not None and self.filters.follow_weights else None
+        inner, filters = ticket._finish, self.filters
 
         def finish() -> Floats:
             if inner is not None:
                 inner()
-            if told is not None:
-                told.note_pulled(keys, values, self.dim)
+            if filters is not None and filters.follow_weights:
+                filters.note_pulled(keys, values, self.dim)
             if inverse is not None:
                 take_rows(values, inverse, self.dim, out.reshape(-1))
             return out
@@ -258,7 +258,7 @@ class SparseTable(Table):
         if self.filters is not None:
             connections = self.filters.senders(servers.connections)
         if servers.routes.lost:
-            self._check_there(keys)
+            self._check_not_lost(keys)
         if ticks:
             servers.check_may_tick()
         clock, flags = core.clock + ahead, (TICKS if ticks else 0) | (EXACT if self.is_count and kind == PUSH else 0)

@@ -1,4 +1,4 @@
-"""What sparse and dense tables share on the worker's side: who they are, and checks of what a user passes."""
+"""The base of sparse and dense tables in a client: settings, and checks of arguments."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Table:
     def __init__(self, client: TableClient, number: int, spec: TableSpec, filters: TableFilters | None = None) -> None:
         self._client = client
         self.filters = filters
-        """What its requests go behind; None if there is nothing of the kind."""
+        """The filters of its requests; None without filters."""
         self._servers = client.servers
         self._number = number
         self.spec = spec
@@ -84,14 +84,14 @@ class Table:
         return self._number
 
     def set_update(self, update: UpdateRule) -> None:
-        """Change hyperparameters, the learning rate for instance, on every server; the rule must be the same one.
+        """Change hyperparameters, such as the learning rate, on every server; the rule must stay the same.
 
-        A model that is saved from now on has them. Processes that declare the table may name them, or those that it
-        was first declared with. Raises UsageError for another rule; then nothing has changed.
+        Models saved later contain the new values. Processes may declare the table with the new or the original values.
+        Raises UsageError for another rule; then nothing is changed.
         """
         if not isinstance(update, UpdateRule):
             raise UsageError(f"update={update!r}: expected an update rule such as paceline.SGD(lr=0.1)")
-        self._settle()
+        self._flush_filtered()
         with self._servers.lock:
             fields = to_fields(update)
             revision = self._client.link.call(messages.NoteUpdate(table=self.name, update=fields), Natural)
@@ -99,10 +99,10 @@ class Table:
             self.spec = self.spec.with_update(fields)
 
     def set_filters(self, filters: Sequence[Filter] = (), pull_filters: Sequence[Filter] | None = None) -> None:
-        """Have later requests of this client go behind other filters, as those of its declaration.
+        """Set the filters of this client's later requests, as in the table's declaration.
 
-        What filters before have held back is lost. Pulls that are under way are answered without filters. Raises
-        UsageError if a server does not have them; then nothing has changed.
+        Values that the former filters held back are lost. Pulls in flight are answered without filters. Raises
+        UsageError if a server lacks a filter; then nothing is changed.
         """
         chosen = TableFilters(filters, pull_filters, is_dense=self.spec.kind == "dense") or None
         if chosen is not None:
@@ -114,8 +114,8 @@ class Table:
             elif chosen is None:
                 self.filters = None
 
-    def _settle(self) -> None:
-        """Have what was sent behind filters arrive before anything else: a server may ask for it again."""
+    def _flush_filtered(self) -> None:
+        """Wait for filtered requests, because a server may request them again."""
         if self.filters is not None:
             self._client.flush()
 

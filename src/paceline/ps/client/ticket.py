@@ -1,4 +1,4 @@
-"""A push or pull under way, and the requests to servers that it consists of."""
+"""A push or pull in progress, with its requests to the servers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Ticket:
-    """A push or pull under way. Arrays given to it must not be changed, nor `out` read, before it is done."""
+    """A push or pull in progress. Until it is done, do not change the arrays that you passed, nor read `out`."""
 
     __slots__ = ("_finish", "_finished", "_requests", "_result", "_servers")
 
@@ -26,7 +26,6 @@ class Ticket:
         self._result: Any = None
 
     def __repr__(self) -> str:
-        """Say what it is, without looking whether answers have arrived."""
         kind = "push" if self._finish is None else "pull"
         count = sum(not request.is_done for request in self._requests)
         failed = next((request.error for request in self._requests if request.error is not None), None)
@@ -39,9 +38,9 @@ class Ticket:
         return f"<Ticket of a {kind}: {state}>"
 
     def wait(self) -> None:
-        """Wait until it is done: a push is acknowledged by every server, a pull's values are here.
+        """Wait until every server has acknowledged the push, or sent the values of the pull.
 
-        Raises what a server reported, DeadlineError, or ConnectionLostError.
+        Raises the error of a server, DeadlineError, or ConnectionLostError.
         """
         if not self._finished:
             self._wait()
@@ -62,7 +61,7 @@ class Ticket:
             self._finished = True
 
     def done(self) -> bool:
-        """Return whether :meth:`wait` would return at once."""
+        """Return whether :meth:`wait` would return immediately."""
         if self._finished:
             return True
         with self._servers.lock:
@@ -76,6 +75,6 @@ class Ticket:
 
     @property
     def dropped(self) -> bool:
-        """Whether a server has dropped the gradient because it was too stale (policy drop:R). Waits."""
+        """Whether a server has dropped the gradient because it was too stale (policy drop:R). Waits if necessary."""
         self.wait()
         return any(request.flags & DROPPED for request in self._requests)

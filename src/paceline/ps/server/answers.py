@@ -1,4 +1,4 @@
-"""What a server answers: values, acknowledgements, and why something is refused."""
+"""The answers of a server: values, acknowledgements and rejections."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MAX_ANSWER_BYTES = Limits().max_frame_bytes
 
 
 class BlockedRead:
-    """A read that waits: the token of :class:`paceline.protocol.server.events.Read`."""
+    """A waiting read: the token of :class:`paceline.protocol.server.events.Read`."""
 
     __slots__ = ("clock", "flags", "header", "peer", "selection")
 
@@ -55,13 +55,13 @@ class Answers:
         self._replies: dict[Peer, np.ndarray[Any, np.dtype[np.float32]]] = {}
 
     def disconnected(self, peer: Peer) -> None:
-        """Forget a connection."""
+        """Drop the buffer of a closed connection."""
         self._replies.pop(peer, None)
 
     def values(
         self, peer: Peer, header: Header, table: ServerTable, selection: Selection, clock: int, flags: int
     ) -> None:
-        """Send values, as of iteration `clock`."""
+        """Send the values of iteration `clock`."""
         if table.refused and (refusal := table.refused.pop(peer.hello.incarnation, None)):
             raise NonFiniteError(refusal)
         count = table.part.num_values(selection)
@@ -70,8 +70,8 @@ class Answers:
         if reply is None or reply.nbytes < size or peer.write_backlog_bytes:
             if size > _MAX_ANSWER_BYTES:
                 raise UsageError(
-                    f"{count} values of table {table.spec.name!r} were asked for at once, which take {size} bytes: at "
-                    f"most {_MAX_ANSWER_BYTES} go into one answer; ask for fewer keys at a time"
+                    f"a pull of {count} values of table {table.spec.name!r} needs {size} bytes: an answer has at most "
+                    f"{_MAX_ANSWER_BYTES}; pull fewer keys at a time"
                 )
             reply = self._replies[peer] = np.empty(max(size, 4096) // 4, np.float32)
         values = reply[_HEADER_FLOATS : _HEADER_FLOATS + count]
@@ -103,7 +103,7 @@ class Answers:
         )
 
     def acknowledge(self, peer: Peer, header: Header, flags: int) -> None:
-        """Say that a push is applied, or a tick counted."""
+        """Acknowledge a push or a tick."""
         peer.send(
             HEADER.pack(
                 MAGIC, PROTOCOL_VERSION, ACK, flags, header.table, header.request, header.epoch,
@@ -112,29 +112,29 @@ class Answers:
         )  # fmt: skip
 
     def forwarded(self, peer: Peer, header: Header) -> None:
-        """Say that this server, and those behind it, have a push that the server before has sent on."""
+        """Acknowledge a forwarded push to the predecessor: this server and its successors have it."""
         peer.send(HEADER.pack(MAGIC, PROTOCOL_VERSION, FORWARDED, 0, 0, header.request, 0, 0, 0, 0, 0))
 
     def _clock(self, clock: int) -> int:
-        """Return the clock of an answer: under sequential consistency, how many iterations are complete and safe."""
+        """Return the clock of an answer: under sequential consistency, the number of durable iterations."""
         return self._core.durable if self._is_sequential else clock
 
-    # What the core has answered.
+    # Instructions of the core.
 
     def joined(self, instruction: events.ConfirmJoin) -> None:
-        """Tell a worker from which iteration on it takes part."""
+        """Notify a worker of the iteration at which it starts to take part."""
         peer, header = _call(instruction.token)
         peer.send(*frame_parts(RESULT, request=header.request, meta=messages.encode(instruction.clock)))
 
     def refuse(self, token: Any) -> None:
-        """Have a client ask again by the newer map. A server that has sent a push on needs no answer."""
+        """Make a client retry in the newer view. A server that has forwarded a push needs no answer."""
         if not isinstance(token, ChainPush | BlockedRead) or token.peer is None or token.header is None:
             return
         if token.peer.hello.role != "server":
             token.peer.send_error(token.header, self.stale())
 
     def expel(self, instruction: events.RejectExpelled) -> None:
-        """Tell a process that it is no member of the cluster any more."""
+        """Reject a request of a process that is no longer a member of the cluster."""
         token = instruction.token
         peer, header = (token.peer, token.header) if isinstance(token, ChainPush | BlockedRead) else _call(token)
         assert peer is not None
@@ -142,7 +142,7 @@ class Answers:
         peer.send_error(header, self.expelled(peer))
 
     def late(self, instruction: events.Late) -> None:
-        """Tell a client that the time is over that it gave a request."""
+        """Notify a client that the deadline of its request has passed."""
         token = instruction.token
         if isinstance(token, BlockedRead):
             token.peer.send_error(token.header, self.late_read(token))
@@ -151,48 +151,48 @@ class Answers:
         if push.peer is not None and push.header is not None:
             push.peer.send_error(push.header, self.late_push(push, push.peer))
 
-    # Refusals.
+    # Rejections.
 
     def check_member(self, peer: Peer) -> None:
-        """Raise PeerError if a process has left or is dead, or never was a member."""
+        """Raise PeerError if a process has left, died or never was a member."""
         if self._core.is_excluded(peer.hello.incarnation):
             raise self.expelled(peer)
 
     def expelled(self, peer: Peer) -> PeerError:
-        """Return the reason for rejecting everything from a process that is no member."""
+        """Return the error for a process that is not a member."""
         incarnation, rank = peer.hello.incarnation, self._tables.rank
         if incarnation < 1:
             return PeerError(
-                f"{name_of(peer)} is no member of the cluster (incarnation {incarnation}): server {rank} takes nothing "
-                "from it; connect to the scheduler first"
+                f"{name_of(peer)} is not a member of the cluster (incarnation {incarnation}): server {rank} rejects "
+                "its requests; connect to the scheduler first"
             )
         return PeerError(
-            f"{name_of(peer)} (incarnation {incarnation}) left the cluster or was declared dead: server {rank} takes "
-            "nothing more from it; connect again"
+            f"{name_of(peer)} (incarnation {incarnation}) left the cluster or was declared dead: server {rank} rejects "
+            "its requests; connect again"
         )
 
     def stale(self) -> StaleEpochError:
-        """Return why a request of an older map is refused."""
+        """Return the error for a request of an older view."""
         return StaleEpochError(
-            f"the map of the cluster has changed (server {self._tables.rank} has version "
-            f"{self._core.version}): the request was not carried out; take the new map and send it again"
+            f"the view of the cluster has changed (server {self._tables.rank} has version "
+            f"{self._core.version}): the request was rejected; retry it in the new view"
         )
 
     def no_memory(self, error: MemoryError) -> NoRoomError:
-        """Return why a request is refused that there is no memory for."""
+        """Return the error for a request that needs too much memory."""
         rank = self._tables.rank
         if isinstance(error, SpillError):
             return NoRoomError(
-                f"server {rank} has no room for this request: {error}; it was refused, and nothing has changed: free "
-                "some of the disk, name another folder with --spill-dir, or start more servers"
+                f"server {rank} has no room for this request: {error}. It was rejected without changes: free disk "
+                "space, choose another folder with --spill-dir, or start more servers"
             )
         return NoRoomError(
-            f"server {rank} has no memory for this request: it was refused, and nothing has changed; ask for less at a "
-            "time, or start more servers"
+            f"server {rank} has no memory for this request. It was rejected without changes: send smaller requests, or "
+            "start more servers"
         )
 
     def late_read(self, read: BlockedRead) -> DeadlineError:
-        """Return why a read has waited too long."""
+        """Return the error for a read that has waited too long."""
         core = self._core
         ranks, missing, by_chain = core.wait_reasons(read.clock)
         late = [f"worker {rank}" for rank in ranks]
@@ -202,23 +202,23 @@ class Answers:
             late.append(f"{missing} {'worker that has' if missing == 1 else 'workers that have'} not joined yet")
         return DeadlineError(
             f"{name_of(read.peer)} waited {timeout_s(read.peer):g} s to begin iteration {read.clock} under "
-            f"{core.consistency} consistency: server {self._tables.rank} still awaits {' and '.join(late)}"
+            f"{core.consistency} consistency: server {self._tables.rank} still waits for {' and '.join(late)}"
         )
 
     def late_push(self, push: ChainPush, peer: Peer) -> DeadlineError:
-        """Return why a push is not acknowledged, which too few replicas have.
+        """Return the error for a push with too few replicas.
 
-        It is the error NOT_ENOUGH_REPLICAS_AFTER_APPEND of Kafka's ``min.insync.replicas``.
+        It corresponds to NOT_ENOUGH_REPLICAS_AFTER_APPEND of Kafka's ``min.insync.replicas``.
         """
         table = self._tables.find(push.pieces[0].table).spec.name
         return DeadlineError(
             f"{name_of(peer)} waited {timeout_s(peer):g} s for the acknowledgement of a push to table {table!r}: "
-            f"{self.shortage(push.buckets)}; the push is applied, and lost if server {self._tables.rank} fails before "
-            "it has replicas enough"
+            f"{self.shortage(push.buckets)}. The push is applied, but lost if server {self._tables.rank} fails before "
+            "it has enough replicas"
         )
 
     def shortage(self, buckets: Buckets) -> str:
-        """Return which bucket has too few replicas to acknowledge anything, in words; empty if none has."""
+        """Return a message about a bucket with too few replicas for acknowledgements; empty without one."""
         found = self._core.shortage(buckets)
         if found is None:
             return ""
@@ -228,17 +228,17 @@ class Answers:
 
 
 def _call(token: Any) -> tuple[Peer, Header]:
-    """Return what a worker's word has to be answered by."""
+    """Return the connection and header of a worker's message."""
     assert isinstance(token, tuple)
     return token[0], token[1]
 
 
 def name_of(peer: Peer) -> str:
-    """Return who a peer is, for messages."""
+    """Return a peer's role and rank, for messages."""
     return f"{peer.hello.role} {peer.hello.rank}"
 
 
 def timeout_s(peer: Peer) -> float:
-    """Return how long a peer waits for an answer: a minute, unless it has said a number of milliseconds."""
-    told = peer.hello.extra.get("timeout_ms")
-    return min(max(told, 0), _MAX_TIMEOUT_MS) / 1000.0 if isinstance(told, int) else 60.0
+    """Return how long a peer waits for an answer: the time in its hello, or a minute."""
+    timeout_ms = peer.hello.extra.get("timeout_ms")
+    return min(max(timeout_ms, 0), _MAX_TIMEOUT_MS) / 1000.0 if isinstance(timeout_ms, int) else 60.0

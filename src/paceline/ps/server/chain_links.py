@@ -1,7 +1,7 @@
-"""A server's connections to the servers behind it in chains, kept as long as they are wanted, and watched.
+"""A server's connections to its successors, with reconnection and probes.
 
-A cut cable shows no error: bytes just stay unacknowledged. So the server at the other end is asked now and then whether
-it is there, and answers from its event loop.
+A cut cable gives no error; bytes just stay unacknowledged. So the server probes its successors periodically, and their
+event loops answer.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ FrameHandler = Callable[[int, Header, memoryview, memoryview], None]
 
 
 class ChainLinks:
-    """One connection to each wanted server, by incarnation; made again when it breaks.
+    """One connection to each wanted server, by incarnation; reconnects when it breaks.
 
-    `on_up` and `on_down` are called with the server's incarnation, `on_frame` with what it sends, all in the loop;
-    `fail` with an exception that ends a link's task.
+    `on_up` and `on_down` are called with the server's incarnation, `on_frame` with its frames, all in the event loop;
+    `fail` is called with an exception that ends a link's task.
     """
 
     def __init__(
@@ -48,37 +48,37 @@ class ChainLinks:
         self._silence = Silence()
         self._timer: asyncio.TimerHandle | None = None
         self.unreachable: tuple[int, ...] = ()
-        """The wanted servers from which nothing came for five looks in a row; may be read in any thread."""
+        """The wanted servers without a message for five consecutive polls; may be read in any thread."""
 
     def watch(self, period_s: float) -> None:
-        """Look who is silent now, ask all again, and do so every `period_s` from now on."""
+        """Probe all servers and update :attr:`unreachable`, now and every `period_s`."""
         self._timer = asyncio.get_running_loop().call_later(period_s, self.watch, period_s)
         for target, link in self._links.items():
-            if link.ask():
+            if link.probe():
                 self._silence.received(target)
         self.unreachable = self._silence.poll(self._links)
 
     def frame_received(self, target: int, header: Header, meta: memoryview, body: memoryview) -> None:
-        """Take a frame of a server."""
+        """Receive a frame of a server."""
         self._silence.received(target)
         if header.kind != PONG:
             self._on_frame(target, header, meta, body)
 
     def want(self, targets: Mapping[int, Endpoint], hello: Hello) -> None:
-        """Have a connection to each of these, and to no other; `hello` is who we are."""
-        for gone in self._links.keys() - targets.keys():
-            self._links.pop(gone).stop()
+        """Keep connections to exactly these servers; `hello` identifies this server."""
+        for removed in self._links.keys() - targets.keys():
+            self._links.pop(removed).stop()
         for target, endpoint in targets.items():
             if target not in self._links:
                 self._links[target] = _Link(target, endpoint, hello, self)
 
     def peer(self, target: int) -> Peer | None:
-        """Return the connection to a server; None while there is none."""
+        """Return the connection to a server; None while disconnected."""
         link = self._links.get(target)
         return None if link is None else link.peer
 
     def renew(self, target: int) -> None:
-        """Break the connection to a server: with a new one all is sent that it may lack."""
+        """Close the connection to a server: after the reconnection everything that it may lack is sent."""
         peer = self.peer(target)
         if peer is not None:
             peer.abort()
@@ -101,7 +101,7 @@ class _Link(Handler):
         self._owner = owner
         self._broken = asyncio.Event()
         self._is_stopped = False
-        self._taken = -1  # the bytes that the system has taken, where more were waiting
+        self._taken = -1  # bytes that the system had accepted at the last probe, if more were waiting; else -1
         self._task = asyncio.get_running_loop().create_task(self._keep())
         watch_task(self._task, owner.fail)
 
@@ -125,11 +125,11 @@ class _Link(Handler):
             backoff.reset()
             await asyncio.sleep(backoff.next_s())
 
-    def ask(self) -> bool:
-        """Ask whether the server is there; return whether that is known without its answer.
+    def probe(self) -> bool:
+        """Send a probe; return whether the server is known to be reachable without it.
 
-        While much is on its way to it, it takes its time to answer: but then the system takes more, which it does as
-        the other end acknowledges what it has.
+        With a large backlog an answer would take long. But then the system accepts more bytes, because the other end
+        acknowledges earlier ones.
         """
         peer = self.peer
         if peer is None:
@@ -146,7 +146,7 @@ class _Link(Handler):
         self._is_stopped = True
         peer, self.peer = self.peer, None
         if peer is not None:
-            peer.abort()  # what has not gone out is of an old map
+            peer.abort()  # unsent frames are of an old view
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._task.cancel()
 

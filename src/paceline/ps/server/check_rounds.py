@@ -1,4 +1,4 @@
-"""When a server tells the servers behind it what its buckets are, for them to compare: one bucket after the other."""
+"""The schedule of a server's digests for its successors, one bucket after the other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.transport import frame_parts
 
 
 class CheckRounds:
-    """The rounds of one server; `fail` is called with an exception after which it must not go on."""
+    """The rounds of one server; `fail` is called with an exception after which it must not continue."""
 
     def __init__(self, core: ServerCore, links: ChainLinks | None, checks: ReplicaChecks, fail: Fail) -> None:
         self._core = core
@@ -25,10 +25,10 @@ class CheckRounds:
         self._fail = fail
         self._timer: asyncio.TimerHandle | None = None
         self.targets: tuple[int, ...] = ()
-        """The servers of the newest map."""
+        """The servers of the newest view."""
 
     def begin(self) -> None:
-        """Have a bucket compared now and then from now on."""
+        """Start periodic comparisons."""
         self._later(self._checks.pause_s(None))
 
     def close(self) -> None:
@@ -41,7 +41,7 @@ class CheckRounds:
 
     @must_succeed
     def _next(self) -> None:
-        """Have the next bucket compared, and in a while the one after."""
+        """Send the next bucket's digest, and schedule the following one."""
         took_s = None
         found = self._checks.next(self._core, self.targets)
         if found is not None:
@@ -51,7 +51,7 @@ class CheckRounds:
         self._later(self._checks.pause_s(took_s))
 
     def check_all(self) -> int:
-        """Have every bucket compared now; return how many."""
+        """Send the digests of all buckets; return their number."""
         core = self._core
         found = [(target, bucket) for target in self.targets for bucket in buckets_in(core.checkable(target))]
         return sum(self._send(target, bucket) for target, bucket in found)

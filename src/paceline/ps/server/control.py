@@ -1,7 +1,7 @@
-"""The control calls of a server: tables made, read, written and described.
+"""The control calls of a server: creating, reading, writing and describing tables.
 
-A call is a CALL frame with a message of :mod:`paceline.ps.messages`; the answer is a RESULT frame. None of this is in
-the way of a gradient: that is :mod:`paceline.ps.server.server`.
+A call is a CALL frame with a message of :mod:`paceline.ps.messages`; the answer is a RESULT frame. Gradients do not
+pass through this module, see :mod:`paceline.ps.server.server`.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ _CHANGES = (
     messages.SetUpdate,
     snapshot_messages.LoadParts,
 )
-"""Calls that change state: a server rejects those of members that left or died, and applies each once."""
+"""Calls that change state: a server rejects them from members that left or died, and applies each once."""
 
 
 class Traffic:
-    """The bytes on a server's connections, those that are closed included."""
+    """The bytes on a server's connections, including closed ones."""
 
     def __init__(self) -> None:
         self._peers: set[Peer] = set()
         self._bytes_in = self._bytes_out = 0
 
     def connected(self, peer: Peer) -> None:
-        """Count a connection's bytes from now on."""
+        """Start counting a connection's bytes."""
         self._peers.add(peer)
 
     def disconnected(self, peer: Peer) -> None:
-        """Keep what a connection has carried."""
+        """Add the bytes of a closed connection."""
         self._peers.discard(peer)
         statistics = peer.statistics()
         self._bytes_in += statistics.bytes_received
@@ -58,9 +58,9 @@ class Traffic:
 
     def totals(self) -> tuple[int, int]:
         """Return the bytes received and sent."""
-        counters = [each.statistics() for each in self._peers]
-        bytes_in = self._bytes_in + sum(each.bytes_received for each in counters)
-        return bytes_in, self._bytes_out + sum(each.bytes_sent for each in counters)
+        counters = [peer.statistics() for peer in self._peers]
+        bytes_in = self._bytes_in + sum(counter.bytes_received for counter in counters)
+        return bytes_in, self._bytes_out + sum(counter.bytes_sent for counter in counters)
 
 
 class ServerControl:
@@ -85,7 +85,7 @@ class ServerControl:
         }
 
     def call(self, peer: Peer, header: Header, request: Any) -> None:
-        """Do as a CALL frame asks, and answer it."""
+        """Carry out a CALL frame and answer it."""
         is_change = isinstance(request, _CHANGES)
         if is_change:
             self._check_change(peer, header)
@@ -105,7 +105,7 @@ class ServerControl:
         try:
             check(request.filters)
         except UsageError as error:
-            raise UsageError(f"server {self._tables.rank} cannot do with these filters: {error}") from None
+            raise UsageError(f"server {self._tables.rank} does not support these filters: {error}") from None
 
     def _create_table(self, request: messages.CreateTable) -> None:
         rank = self._tables.rank
@@ -113,8 +113,8 @@ class ServerControl:
         if table is not None:
             if request.spec not in (table.declared, table.spec):
                 raise TableMismatchError(
-                    f"server {rank} holds {table.spec} as table {request.number}, and was told to hold {request.spec}: "
-                    "the two come from different schedulers; connect again"
+                    f"server {rank} already has {table.spec} as table {request.number}, not {request.spec}: the "
+                    "declarations come from different schedulers; connect again"
                 )
             return
         self._tables.by_number[request.number] = self._replicator.new_table(request.spec)
@@ -128,14 +128,13 @@ class ServerControl:
     def _check_led(self, buckets: Buckets) -> None:
         if buckets & ~self._core.primary:
             raise StaleEpochError(
-                f"server {self._tables.rank} does not lead all of these buckets (any more): take the new map of the "
-                "cluster and ask again"
+                f"server {self._tables.rank} does not lead all buckets of the request: retry it in the new view"
             )
 
     def write_or_erase(
         self, peer: Peer, header: Header, request: messages.WriteRecords | messages.Erase, body: memoryview
     ) -> ChainPush:
-        """Return what writes or erases records, here and on the servers behind; the answer waits for them."""
+        """Return the push that writes or erases records here and on the successors; the answer waits for them."""
         self._check_change(peer, header)
         table = self._tables.find(request.table)
         part = table.part
@@ -143,13 +142,13 @@ class ServerControl:
             operation, rows = WRITE, request.rows
             if len(body) != rows * (8 + 4 * part.record_words):
                 raise ProtocolError(
-                    f"{rows} records of table {part.spec.name!r} ({part.spec}) came as {len(body)} bytes, expected 8 "
-                    f"and 4 * {part.record_words} for each"
+                    f"{rows} records of table {part.spec.name!r} ({part.spec}) have {len(body)} bytes: expected 8 and "
+                    f"4 * {part.record_words} for each"
                 )
         else:
             operation, rows = ERASE, len(body) // 8
             if len(body) & 7:
-                raise ProtocolError(f"keys to erase are 8 bytes each, {len(body)} bytes were got")
+                raise ProtocolError(f"keys to erase have 8 bytes each, got {len(body)} bytes")
             if part.spec.kind == "dense":
                 part.erase(np.empty(0, np.uint64))  # raises
         selection = Selection(np.frombuffer(body, np.uint64, rows).copy())
@@ -159,15 +158,15 @@ class ServerControl:
         floats = np.frombuffer(body, np.float32, offset=8 * rows).copy()
         if operation == WRITE:
             keys = selection.key_array()
-            what = f"what {name_of(peer)} writes to server {self._tables.rank}"
-            self._non_finite.check_records(table, keys, floats.reshape(rows, part.record_words), what)
+            source = f"the records from {name_of(peer)} for server {self._tables.rank}"
+            self._non_finite.check_records(table, keys, floats.reshape(rows, part.record_words), source)
             part.reserve(selection)
         return _push_of_call(operation, [Piece(request.table, selection, floats)], buckets, peer, header)
 
     def erase_unseen(self, peer: Peer, header: Header, request: messages.EraseUnseen) -> ChainPush:
-        """Return the erasure of a bucket's unseen rows, as `write_or_erase` does; also if there are none.
+        """Return the push that erases a bucket's unseen rows, as `write_or_erase` does, even without such rows.
 
-        So the number of the call is remembered, and a repeat in a later pass erases nothing.
+        So the number of the call is stored, and a repeat in a later pass erases nothing.
         """
         self._check_change(peer, header)
         self._check_led(1 << request.bucket)
@@ -175,7 +174,7 @@ class ServerControl:
             self._sparse_part(number)  # raises
         keys = self._sparse_part(request.table).unseen_keys(request.bucket, request.passes).copy()
         if not self._core.push(peer.hello.incarnation | CALLS, header.sequence, 0, 1 << request.bucket).fresh:
-            keys = keys[:0]  # a repeat erases nothing more, and its answer waits for the servers behind
+            keys = keys[:0]  # a repeat erases nothing, and its answer waits for the successors
         numbers = (request.table, *(number for number in request.also if number != request.table))
         pieces = [Piece(number, Selection(keys), np.empty(0, np.float32)) for number in numbers]
         return _push_of_call(ERASE, pieces, 1 << request.bucket, peer, header)
@@ -186,8 +185,8 @@ class ServerControl:
     def _sparse_part(self, number: int) -> SparsePart:
         part = self._tables.find(number).part
         if part.spec.kind != "sparse":
-            raise UsageError(f"table {part.spec.name!r} is dense: passes are noted of rows of sparse tables")
-        return cast(SparsePart, part)  # or what stands in its place while it is watched
+            raise UsageError(f"table {part.spec.name!r} is dense: only rows of sparse tables have passes")
+        return cast(SparsePart, part)  # or its wrapper during a snapshot
 
     def _set_update(self, request: messages.SetUpdate) -> None:
         self._replicator.set_update(request.table, request.update, request.revision)

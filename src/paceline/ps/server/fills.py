@@ -1,4 +1,4 @@
-"""Servers that are filled: buckets are sent whole to those behind this one, and taken from the one before it."""
+"""Fills: sending complete buckets to successors, and loading buckets from the predecessor."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from paceline.tables.part import Selection
 from paceline.tables.server_tables import ServerTables
 from paceline.transport import Header, Peer, frame_parts
 
-_FILL_PAUSE = 4.0  # times what a bucket took of the time of others
-_SLOW_LINK = 12.5e6  # bytes per second: the slowest line on which fills shall leave room for others
+_FILL_PAUSE = 4.0  # the pause after a bucket, as a multiple of the time that it cost other messages
+_SLOW_LINK = 12.5e6  # bytes per second: the slowest link on which fills leave room for other messages
 
 
 class ReceivedBucket:
-    """A bucket that came whole: the token of :class:`paceline.protocol.replication.StateReceived`."""
+    """A received bucket: the token of :class:`paceline.protocol.replication.StateReceived`."""
 
     __slots__ = ("number", "order", "peer", "pieces")
 
@@ -38,7 +38,7 @@ class ReceivedBucket:
 
 @dataclass(slots=True)
 class _Sent:
-    """A bucket that is on its way to a server that is being filled: since when, its bytes, what to send it took."""
+    """A bucket in flight to a server that is being filled: start, size, and CPU time for sending it."""
 
     number: int
     began_s: float
@@ -47,7 +47,7 @@ class _Sent:
 
 
 class FillTransfers:
-    """The buckets of one server that are on their way."""
+    """The buckets that one server sends and receives."""
 
     def __init__(
         self,
@@ -62,11 +62,11 @@ class FillTransfers:
         self._links = links
         self._checks = checks
         self._non_finite = non_finite
-        self._soon: set[int] = set()  # servers to which a bucket will be sent soon
-        self._sent: dict[int, _Sent] = {}  # server → the bucket that was sent to it last
+        self._soon: set[int] = set()  # servers with a scheduled bucket
+        self._sent: dict[int, _Sent] = {}  # server → its last bucket
 
     def send_soon(self) -> None:
-        """Have the next bucket sent to each server that is being filled."""
+        """Schedule the next bucket for each server that is being filled."""
         for target in self._core.filling:
             if target not in self._soon:
                 self._soon.add(target)
@@ -97,10 +97,10 @@ class FillTransfers:
         sent.busy_s = time.thread_time() - busy_s
 
     def taken(self, target: int, header: Header) -> None:
-        """Go on when four times as much time has passed as the bucket took: who works meanwhile gets most of it.
+        """Schedule the next bucket after four times the cost of the last one, which leaves time for other messages.
 
-        What it took is processors' time at both ends, and the line's. That it waited, where much else happens, is no
-        reason to leave buckets without their replicas for longer.
+        The cost is the CPU time at both ends and the time on the link. Waiting time does not count, because it should
+        not delay replication.
         """
         sent = self._sent.get(target)
         if target not in self._soon:
@@ -112,7 +112,7 @@ class FillTransfers:
             asyncio.get_running_loop().call_later(_FILL_PAUSE * took_s, self.send_next, target)
 
     def load(self, received: ReceivedBucket, bucket: int) -> None:
-        """Replace a bucket by the one that came, and confirm it."""
+        """Replace a bucket by the received one, and confirm it."""
         busy_s = time.thread_time()
         self._checks.load(bucket, received.order)
         pieces = {piece.table: piece for piece in received.pieces}
@@ -123,7 +123,7 @@ class FillTransfers:
             else:
                 keys = piece.selection.key_array()
                 records = piece.floats.reshape(len(keys), -1)
-                self._non_finite.taken(table, keys, records, f"what fills server {self._tables.rank}")
+                self._non_finite.taken(table, keys, records, f"the fill of server {self._tables.rank}")
                 table.part.load_with_passes(bucket, keys, records)
         busy_us = int((time.thread_time() - busy_s) * 1e6)
         received.peer.send(*frame_parts(STATE_TAKEN, request=received.number, clock=busy_us))

@@ -1,8 +1,7 @@
-"""Filtered frames of workers: read as what they were before the filters, and answered behind them.
+"""Filtered frames of workers: decoding of requests and encoding of answers.
 
-The first filtered frame of a table on a connection says which filters these are. Where keys are not known here
-(any more), the frame and all behind it are refused, until the worker has sent that one again as it was: pushes have to
-come in order.
+The first filtered frame of a table on a connection describes the filters. If the server lacks the keys of a frame, it
+rejects this frame and all later ones until the worker has resent the frame unfiltered, because pushes must be in order.
 """
 
 from __future__ import annotations
@@ -37,65 +36,65 @@ _logger = logging.getLogger(__name__)
 _BEFORE: Final = {FILTERED_PUSH: PUSH, FILTERED_PULL: PULL, FILTERED_PUSH_PULL: PUSH_PULL}
 _MAX_BODY_BYTES: Final = Limits().max_frame_bytes
 MAX_KEY_BYTES: Final = 1 << 30
-"""Of all keys that all workers refer to: beyond that the server forgets them."""
+"""Limit of the memory for all workers' cached keys. Beyond it the server drops all of the keys."""
 _NO_META: Final = memoryview(b"")
 
 Handle: TypeAlias = Callable[[Peer, Header, memoryview, memoryview], None]
 
 
 class _PeerTable:
-    """What one connection has said of one table."""
+    """The filters of one table on one connection."""
 
     __slots__ = ("answers", "first_request", "memory", "requests")
 
     def __init__(self, info: messages.FilterInfo, first_request: int) -> None:
         self.first_request = first_request
-        """Those before were behind other filters, and so their answers go without any."""
+        """Answers to earlier requests are unfiltered, because these had other filters."""
         self.requests, self.answers = check(info)
         self.memory = self.requests.memory(sends=False)
 
     @property
     def num_bytes(self) -> int:
-        """What the keys take."""
+        """The size of the cached keys."""
         return 0 if self.memory is None else self.memory.num_bytes
 
     def decode(self, body: Bytes) -> Decoded:
-        """Return a request as it was before the filters. Raises UnknownKeysError, and ProtocolError."""
+        """Return the unfiltered request. Raises UnknownKeysError and ProtocolError."""
         try:
             return self.requests.decode(body, self.memory, _MAX_BODY_BYTES)
         except UsageError as error:  # of a user's filter
-            _logger.error("%s: the message is refused", error)
+            _logger.error("%s: the message is rejected", error)
             raise
 
 
 def check(info: messages.FilterInfo) -> tuple[FilterChain, FilterChain]:
-    """Return the chains of requests and answers. Raises UsageError if there are no such filters here."""
+    """Return the filter chains of requests and answers. Raises UsageError for unknown filters."""
     return from_descriptions(info.requests), from_descriptions(info.answers)
 
 
 class PeerFilters:
-    """The filters of all connections of one server, and the keys that they know."""
+    """The filters and cached keys of all connections of one server."""
 
     def __init__(self, max_key_bytes: int = MAX_KEY_BYTES) -> None:
         self.max_key_bytes = max_key_bytes
         self._tables: dict[Peer, dict[int, _PeerTable]] = {}
         self.num_bytes = 0
-        """What the keys of all connections take."""
+        """The size of the cached keys of all connections."""
 
     def decode(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> tuple[Header, memoryview]:
-        """Return header and body of a frame as they were before the filters. Raises UnknownKeysError."""
+        """Return header and body of the unfiltered frame. Raises UnknownKeysError."""
         if len(meta):
-            told = _PeerTable(messages.decode_filters(meta), header.request)
+            table_filters = _PeerTable(messages.decode_filters(meta), header.request)
             former = self._tables.setdefault(peer, {}).get(header.table)
             self.num_bytes -= 0 if former is None else former.num_bytes
-            self._tables[peer][header.table] = told
+            self._tables[peer][header.table] = table_filters
         table = self._tables.get(peer, {}).get(header.table)
         if table is None:
             raise UnknownKeysError
         before = table.num_bytes
         try:
             found = table.decode(np.frombuffer(body, np.uint8))
-        finally:  # of what it refuses it may remember some too
+        finally:  # a rejected frame may also have added keys
             self.num_bytes += table.num_bytes - before
             if self.num_bytes > self.max_key_bytes:
                 self.forget_keys()
@@ -106,19 +105,19 @@ class PeerFilters:
         return header._replace(kind=kind, flags=flags, meta_bytes=0, body_bytes=len(body)), body
 
     def encode(self, peer: Peer, header: Header, values: Floats) -> Bytes | None:
-        """Return the body of the answer to a filtered pull; None if it goes as it is."""
+        """Return the body of the answer to a filtered pull; None if the answer must be unfiltered."""
         table = self._tables.get(peer, {}).get(header.table)
         if table is None or not table.answers or header.request < table.first_request:
             return None
         seed = seed_of(peer.hello.rank, header.clock, header.sequence, header.table)
         try:
             return table.answers.encode_values(values, seed)
-        except UsageError as error:  # of a user's filter; whoever pulls takes an answer without filters too
-            _logger.error("%s: the values go without filters", error)
+        except UsageError as error:  # of a user's filter; clients also accept unfiltered answers
+            _logger.error("%s: the values are sent without filters", error)
             return None
 
     def forget_keys(self) -> None:
-        """Forget all keys."""
+        """Drop all cached keys."""
         self.num_bytes = 0
         for tables in self._tables.values():
             for table in tables.values():
@@ -132,14 +131,14 @@ class PeerFilters:
 
 
 class FilteredFrames:
-    """Takes filtered frames for a server, and hands them to the `handlers` of frames as they were before."""
+    """Decodes filtered frames for a server, and passes them to the `handlers` of unfiltered frames."""
 
     def __init__(self, filters: PeerFilters, handlers: MutableMapping[int, Handle]) -> None:
         self._filters = filters
         self._handlers = handlers
         self._ordered: dict[int, Handle] = {kind: handlers[kind] for kind in (PUSH, PULL, PUSH_PULL, TICK)}
         self._ordered.update(dict.fromkeys(_BEFORE, self._receive))
-        self._lacking: dict[Peer, int] = {}  # the request that is to come again
+        self._lacking: dict[Peer, int] = {}  # the request that must come again
         handlers.update(self._ordered)
 
     def disconnected(self, peer: Peer) -> None:
@@ -148,7 +147,7 @@ class FilteredFrames:
         self._lacks_no_more(peer)
 
     def view_changed(self) -> None:
-        """Forget what goes by the view before: the keys, and what was refused, which is replaced."""
+        """Drop the keys and the rejected requests of the former view; clients replace the requests."""
         self._filters.forget_keys()
         for peer in list(self._lacking):
             self._lacks_no_more(peer)
@@ -164,7 +163,7 @@ class FilteredFrames:
         self._ordered[before.kind](peer, before, _NO_META, decoded)
 
     def _receive_in_order(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
-        """Refuse what is behind a request that is to come again; some connection has such a one."""
+        """Reject frames after a request that must come again; used while any connection has such a request."""
         lacking = self._lacking.get(peer)
         if lacking is not None and lacking != header.request:
             _refuse(peer, header)

@@ -1,4 +1,4 @@
-"""Pushes on their way down a chain: what they consist of, in memory and on the wire."""
+"""Pushes in flight down a chain: their pieces in memory and on the wire."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ERASE = "erase"
 
 
 class Piece(Struct):
-    """What is done to one table: the keys, and their gradients or records (flat); none to erase."""
+    """The part of a push for one table: keys, and their gradients or records (flat; empty for an erasure)."""
 
     table: int
     selection: Selection
@@ -35,38 +35,37 @@ class Piece(Struct):
 
 
 class ChainPush(Struct, eq=False):
-    """A push, write or erasure that a chain has not acknowledged; the token of the replication rules."""
+    """A push, write or erasure that a chain has not acknowledged; a token of the core."""
 
     operation: str
     incarnation: int
     sequence: int
     pieces: Sequence[Piece]
     peer: Peer | None = None
-    """Who awaits an answer: a client, or the server before this one; None for the sum of an iteration."""
+    """The receiver of the answer: a client or the predecessor; None for the sum of an iteration."""
     header: Header | None = None
-    """The client's or the server's frame."""
+    """The header of its frame."""
     flags: int = 0
-    """Of the answer."""
-    asked: Selection | None = None
-    """Whose values the client has asked for; None: those of its one piece."""
+    """The flags of the answer."""
+    requested: Selection | None = None
+    """The keys that the client reads; None: the keys of its only piece."""
     buckets: Buckets = ALL
-    """Those that its keys are of, as far as that is known: what is asked of no others need not be looked for."""
-
+    """The buckets of its keys, or a larger set; saves the search in other buckets."""
     is_owned: bool = False
     """Whether its pieces are copies."""
 
     def own(self) -> None:
-        """Copy the pieces out of the buffer that they were received in, which will be used again; once."""
+        """Copy the pieces out of the receive buffer, which will be reused. Idempotent."""
         if self.is_owned:
             return
         self.is_owned = True
         self.pieces = [Piece(piece.table, piece.selection.copy(), piece.floats.copy()) for piece in self.pieces]
-        if self.asked is not None:
-            self.asked = self.asked.copy()
+        if self.requested is not None:
+            self.requested = self.requested.copy()
 
     @property
     def num_bytes(self) -> int:
-        """How much memory its pieces take."""
+        """The size of its pieces."""
         size = 0
         for piece in self.pieces:
             keys = piece.selection.keys
@@ -74,7 +73,7 @@ class ChainPush(Struct, eq=False):
         return size
 
     def part(self, tables: ServerTables, buckets: Buckets) -> Sequence[Piece]:
-        """Return the pieces of what falls into buckets."""
+        """Return the parts of the pieces in `buckets`."""
         if not self.buckets & ~buckets:
             return self.pieces
         pieces = (restrict(tables, piece, buckets) for piece in self.pieces)
@@ -82,14 +81,14 @@ class ChainPush(Struct, eq=False):
 
 
 def payload_of(token: object) -> ChainPush:
-    """Return the push that a token of the core stands for."""
+    """Return the push of a token of the core."""
     payload = token.payload if isinstance(token, SumUp) else token
     assert isinstance(payload, ChainPush)
     return payload
 
 
 def restrict(tables: ServerTables, piece: Piece, buckets: Buckets) -> Piece | None:
-    """Return what of a piece falls into buckets; itself if all of it does, None if nothing."""
+    """Return the part of a piece in `buckets`: the piece itself if it lies there completely, None if empty."""
     selection, floats = tables.find(piece.table).part.restrict(piece.selection, piece.floats, buckets)
     if selection is piece.selection:
         return piece
@@ -98,9 +97,9 @@ def restrict(tables: ServerTables, piece: Piece, buckets: Buckets) -> Piece | No
 
 
 def check_push(tables: ServerTables, operation: str, pieces: Sequence[Piece], buckets: Buckets) -> None:
-    """Raise UsageError or ProtocolError unless these pieces can be applied to the tables here: before any is.
+    """Raise UsageError or ProtocolError unless all pieces from another server can be applied to the tables.
 
-    All that may be wrong with what another server has sent is found here. `buckets` are those that it is said to be of.
+    This finds every possible error before any piece is applied. `buckets` are the announced buckets of the push.
     """
     for piece in pieces:
         part, selection = tables.find(piece.table).part, piece.selection
@@ -117,11 +116,11 @@ def check_push(tables: ServerTables, operation: str, pieces: Sequence[Piece], bu
                 part.num_values(selection)
         if len(piece.floats) != expected:
             raise ProtocolError(
-                f"a {operation} to table {part.spec.name!r} ({part.spec}) came with {len(piece.floats)} float32, and "
-                f"its keys take {expected}"
+                f"a {operation} to table {part.spec.name!r} ({part.spec}) has {len(piece.floats)} float32: expected "
+                f"{expected} for its keys"
             )
         if part.buckets_of(selection) & ~buckets:
-            raise ProtocolError(f"a {operation} to table {part.spec.name!r} has keys of other buckets than it says")
+            raise ProtocolError(f"a {operation} to table {part.spec.name!r} has keys outside its announced buckets")
 
 
 def check_range(spec: TableSpec, start: int, stop: int) -> None:
@@ -129,29 +128,29 @@ def check_range(spec: TableSpec, start: int, stop: int) -> None:
     if spec.kind != "dense":
         raise UsageError(f"range [{start}, {stop}) of sparse table {spec.name!r}: only dense tables have ranges")
     if not 0 <= start <= stop <= spec.size:
-        raise UsageError(f"range [{start}, {stop}) of dense table {spec.name!r}: expected one within [0, {spec.size})")
+        raise UsageError(f"range [{start}, {stop}) of dense table {spec.name!r}: expected a range in [0, {spec.size})")
 
 
 def check_bucket(tables: ServerTables, bucket: int, pieces: Sequence[Piece]) -> None:
-    """Raise UsageError or ProtocolError unless these pieces, with records, are the bucket of tables that are here."""
+    """Raise UsageError or ProtocolError unless the pieces are valid records of a bucket."""
     for piece in pieces:
         part, keys = tables.find(piece.table).part, piece.selection.key_array()
         part.check_bucket(bucket, keys)
-        most_words = part.record_words + (part.spec.kind == "sparse")  # the last of which is a pass over the data
+        most_words = part.record_words + (part.spec.kind == "sparse")  # the last word is a pass over the data
         if len(piece.floats) not in (len(keys) * part.record_words, len(keys) * most_words):
             raise ProtocolError(
-                f"bucket {bucket} of table {part.spec.name!r} ({part.spec}) came with {len(piece.floats)} float32 for "
+                f"bucket {bucket} of table {part.spec.name!r} ({part.spec}) has {len(piece.floats)} float32 for "
                 f"{len(keys)} records of {part.record_words}"
             )
 
 
 def apply(tables: ServerTables, push: ChainPush, buckets: Buckets) -> None:
-    """Do to the tables of this server what a push says, for its keys in `buckets`."""
+    """Apply a push to the tables of this server, for its keys in `buckets`."""
     is_seen = push.header is None or push.header.kind != FORWARD  # by the primary, which is this server
     for piece in push.part(tables, buckets):
         part = tables.find(piece.table).part
         if push.operation == PUSH:
-            part.num_values(piece.selection)  # finds the places of keys, and that they are here
+            part.num_values(piece.selection)  # finds the positions of the keys, and checks that they exist
             if not is_seen:
                 part.magnitudes.take_unseen(float(largest(piece.floats)))
             part.push(piece.selection, piece.floats)
@@ -162,18 +161,18 @@ def apply(tables: ServerTables, push: ChainPush, buckets: Buckets) -> None:
             if piece.table == push.pieces[0].table:
                 tables.note_erased(push.incarnation, push.sequence, buckets, num_erased)
         else:
-            raise ProtocolError(f"a push with an unknown operation, {push.operation!r}: is the peer of this version?")
+            raise ProtocolError(f"unknown operation {push.operation!r} of a push: run the same version on all servers")
 
 
 def pack(pieces: Sequence[Piece]) -> tuple[tuple[PieceInfo, ...], list[Any]]:
-    """Return what describes pieces in a frame's meta, and the parts of its body, each a multiple of 8 bytes."""
+    """Return the description of pieces for a frame's meta, and the parts of its body, padded to 8 bytes."""
     infos: list[PieceInfo] = []
     body: list[Any] = []
     for piece in pieces:
         selection = piece.selection
         span = None
         if selection.keys is None:
-            assert selection.buckets is not None  # its own: they were counted
+            assert selection.buckets is not None  # set when its values were counted
             span = (selection.start, selection.stop, to_bytes(selection.buckets))
         num_keys = 0 if selection.keys is None else len(selection.keys)
         infos.append(PieceInfo(piece.table, num_keys, len(piece.floats), span))
@@ -190,12 +189,12 @@ _PAD = np.zeros(1, np.float32)
 
 
 def unpack(infos: Sequence[PieceInfo], body: memoryview) -> Iterator[Piece]:
-    """Yield the pieces of a frame as views of its body. Raises ProtocolError if the body is not as long as they say."""
+    """Yield the pieces of a frame as views of its body. Raises ProtocolError for a body of another length."""
     expected = 0
     for info in infos:
         expected += 8 * info.num_keys + padded(4 * info.num_floats)
     if len(body) != expected:
-        raise ProtocolError(f"a frame between servers has a body of {len(body)} bytes, its pieces take {expected}")
+        raise ProtocolError(f"a frame between servers has a body of {len(body)} bytes: expected {expected}")
     at = 0
     for info in infos:
         if info.range is None:

@@ -1,8 +1,8 @@
-"""One server's part in chains, on the wire: pushes and clocks for the servers behind it, frames of those before it.
+"""One server's chain messages on the wire: to its successors, and from its predecessors.
 
-What goes where :class:`~paceline.protocol.server.ServerCore` says; the connections to the servers behind are
-:class:`~paceline.ps.server.chain_links.ChainLinks`, whole buckets are for
-:class:`~paceline.ps.server.fills.FillTransfers`.
+:class:`~paceline.protocol.server.ServerCore` decides the destinations.
+:class:`~paceline.ps.server.chain_links.ChainLinks` are the connections to successors, and
+:class:`~paceline.ps.server.fills.FillTransfers` transfers complete buckets.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from paceline.transport import Endpoint, Header, Hello, Peer, frame_parts
 
 
 class Replicator:
-    """The chains of one server; without `links` it can only be the last of every chain.
+    """The chain messages of one server. Without `links` it can only be the last server of every chain.
 
-    `fail` is called with an exception after which the server must not go on.
+    `fail` is called with an exception after which the server must not continue.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class Replicator:
         self.checks = checks
         self.hello = Hello(role="server")
         self._endpoints: dict[int, Endpoint] = {}
-        self._sources: dict[int, Peer] = {}  # the connection by which each server before this one sends
+        self._sources: dict[int, Peer] = {}  # the connection of each predecessor
         self.rounds = CheckRounds(core, links, checks, fail)
 
     def joined(self, hello: Hello, heartbeat_s: float) -> None:
-        """Take note of who we are, and watch the links at every heartbeat; before the first map."""
+        """Set this server's identity, and start probes and comparisons. Call it before the first view."""
         self.hello = hello
         if self._links is not None:
             self._links.watch(heartbeat_s)
@@ -56,11 +56,11 @@ class Replicator:
 
     @property
     def incarnation(self) -> int:
-        """This server's."""
+        """This server's incarnation."""
         return self.hello.incarnation
 
     def map_changed(self, cluster: messages.View) -> None:
-        """Take note of where the servers are."""
+        """Set the addresses of the servers."""
         self._endpoints = {
             member.incarnation: member.address
             for member in cluster.members
@@ -69,18 +69,18 @@ class Replicator:
         self.rounds.targets = tuple(self._endpoints)
 
     def disconnected(self, peer: Peer) -> None:
-        """Forget a connection of a server before this one."""
+        """Drop a closed connection of a predecessor."""
         if self._sources.get(peer.hello.incarnation) is peer:
             del self._sources[peer.hello.incarnation]
 
     def close(self) -> None:
-        """Compare no more."""
+        """Stop the comparisons."""
         self.rounds.close()
 
-    # To the servers behind.
+    # To successors.
 
     def have_links(self, targets: frozenset[int]) -> None:
-        """Have a connection to each of these servers, and to no other."""
+        """Keep connections to exactly these servers."""
         if self._links is not None:
             known: Mapping[int, Endpoint] = {
                 target: self._endpoints[target] for target in targets if target in self._endpoints
@@ -91,10 +91,10 @@ class Replicator:
         return None if self._links is None else self._links.peer(target)
 
     def forward(self, push: ChainPush, target: int, number: int, buckets: Buckets) -> None:
-        """Send on what of a push is of these buckets."""
+        """Forward the part of a push in `buckets`."""
         peer = self._peer(target)
         if peer is None:
-            return  # it is forwarded again when there is a connection
+            return  # it is forwarded again after the connection
         infos, body = pack(push.part(self._tables, buckets))
         info = messages.ForwardInfo(push.incarnation, push.operation, to_bytes(buckets), infos)
         peer.send(
@@ -109,13 +109,13 @@ class Replicator:
         )
 
     def send_ready(self, target: int, version: int) -> None:
-        """Tell a primary that this server has nothing that it may lack."""
+        """Notify a primary that it has all pushes of this server."""
         peer = self._peer(target)
         if peer is not None:
             peer.send(*frame_parts(READY, epoch=version))
 
     def send_clocks(self, target: int) -> None:
-        """Tell a server which tables there are, and where the workers are."""
+        """Send a server the tables and the workers' clocks."""
         peer = self._peer(target)
         if peer is not None:
             tables = (
@@ -132,17 +132,17 @@ class Replicator:
             )
             peer.send(*frame_parts(CLOCKS, epoch=self._core.version, meta=messages.encode(info)))
 
-    # From the servers before.
+    # From predecessors.
 
     def read(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> events.Event | None:
-        """Return what a frame of a server before this one means to the core; its version is not above ours."""
+        """Return the core's event for a predecessor's frame, whose version must not be above this server's."""
         if header.kind == PING:
             peer.send(*frame_parts(PONG))
             return None
         source = peer.hello.incarnation
         self._sources.setdefault(source, peer)
         if header.kind == CLOCKS:
-            # The first frame of a connection, and of the newest: what an older one still holds is taken no more.
+            # CLOCKS is the first frame of a connection. Later frames of older connections are ignored.
             self._sources[source] = peer
             return self._read_clocks(messages.decode_clocks(meta))
         if self._sources[source] is not peer:
@@ -184,7 +184,7 @@ class Replicator:
             part = self._tables.find(number).part
             if part.spec.kind == "sparse" and part.pass_number < noted:
                 cast(SparsePart, part).begin_pass(noted, noted)
-        if is_any_new:  # before anything of it is forwarded: whoever declares it may not know the servers behind yet
+        if is_any_new:  # before any push to it is forwarded: the declaring client may not know the successors
             self.tables_changed()
         return events.ClocksReceived(Clocks(info.workers, info.num_missing, info.minimum))
 
@@ -192,13 +192,13 @@ class Replicator:
 
     @must_succeed
     def tables_changed(self) -> None:
-        """Tell the servers behind this one of a new table, or of other hyperparameters."""
+        """Send new tables or hyperparameters to the successors."""
         if self._links is not None:
             for target in self._endpoints:
                 self.send_clocks(target)
 
     def set_update(self, number: int, update: dict[str, Any], revision: int) -> None:
-        """Set a table's hyperparameters unless it has a later revision, and notify the servers behind this one.
+        """Set a table's hyperparameters unless it has a later revision, and notify the successors.
 
         Raises UsageError for another rule.
         """
@@ -208,10 +208,10 @@ class Replicator:
     def _set_update(self, number: int, update: dict[str, Any], revision: int) -> None:
         table = self._tables.find(number)
         if revision <= table.revision:
-            return  # a repeat, or a change that the scheduler has numbered before the one that is here
+            return  # a repeat, or an earlier change by the scheduler's numbers
         before = table.spec
         table.set_update(update, revision)
-        if table.spec != before:  # a push before is not one behind
+        if table.spec != before:  # the order of pushes and this change matters
             self.checks.orders.applied(number, zlib.crc32(messages.encode(update)), self._core.held)
 
     @must_succeed
@@ -219,7 +219,7 @@ class Replicator:
         self._tables.by_number[number] = self.new_table(spec)
 
     def new_table(self, spec: messages.TableSpec) -> ServerTable:
-        """Return an empty table with the buckets that are here. Raises PeerError if there is no memory for it."""
+        """Return an empty table with this server's buckets. Raises PeerError without enough memory."""
         try:
             part = make_part(spec, self._core.held, self._tables.memory)
         except MemoryError:

@@ -1,6 +1,6 @@
-"""What workers send: pushes, reads, ticks, and their word for where they stand. Frames in, events to the core.
+"""The requests of clients: pushes, reads, ticks and resyncs. Frames in, events to the core.
 
-A push that need not be sent on nor kept is applied here at once: the core says so, and keeps the filter.
+A push that is neither forwarded nor buffered is applied here directly, after the core's verdict.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.tables.server_tables import ServerTable
 from paceline.tables.types import Floats
 from paceline.transport import Header, Peer
 
-_KEEP, _CHAIN, _, _STALE, _EXPELLED = Route
+_BUFFER, _CHAIN, _, _STALE, _EXPELLED = Route
 
 
 class Requests:
@@ -43,20 +43,20 @@ class Requests:
         self._fail = fail
 
     def pull(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
-        """Take a PULL frame."""
+        """Handle a PULL frame."""
         table = self._tables.find(header.table)
         if header.flags & RANGE:
             selection = _range(table, body)
             if len(body) != 16:
-                raise ProtocolError(f"a range pull has a body of 16 bytes, {len(body)} were got")
+                raise ProtocolError(f"a range pull has a body of 16 bytes, got {len(body)}")
         else:
             if len(body) & 7:
-                raise ProtocolError(f"a pull's body is keys of 8 bytes each, {len(body)} bytes were got")
+                raise ProtocolError(f"a pull's body has keys of 8 bytes each, got {len(body)} bytes")
             selection = Selection(np.frombuffer(body, np.uint64))
         self._runtime.read(peer, header, table, selection, header.clock, 0)
 
     def push(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
-        """Take a PUSH or PUSH_PULL frame."""
+        """Handle a PUSH or PUSH_PULL frame."""
         core, table = self._core, self._tables.find(header.table)
         selection, grads = self._split_push(table, header, body)
         top = float(largest(grads))
@@ -72,14 +72,14 @@ class Requests:
         if verdict.route is _EXPELLED:
             raise self._answers.expelled(peer)
         flags = 0
-        if not verdict.fresh:  # it was applied, or dropped, when it came first
+        if not verdict.fresh:  # the first copy was applied or dropped
             flags = self._stale.flags_of_duplicate(verdict.worker, header)
         else:
             new = selection, grads
             if verdict.fresh != verdict.buckets:
                 new = table.part.restrict(selection, grads, verdict.fresh)
-            if verdict.route is _KEEP:
-                self._keep_for_iteration(peer, header, table, new, top, verdict)
+            if verdict.route is _BUFFER:
+                self._buffer(peer, header, table, new, top, verdict)
             else:
                 flags = self._apply(peer, header, table, new, top, verdict)
         clock = header.clock if not header.flags & TICKS else self._tick_of(peer, header)
@@ -89,16 +89,16 @@ class Requests:
             self._runtime.read(peer, header, table, selection, clock, flags)
 
     def tick(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
-        """Take a TICK frame."""
+        """Handle a TICK frame."""
         self.count_tick(peer, header)
         self._answers.acknowledge(peer, header, 0)
 
     def count_tick(self, peer: Peer, header: Header) -> None:
-        """Take note that a worker has ended the iteration of a frame."""
+        """Record that a worker has ended the iteration of a frame."""
         self._runtime.tick(peer.hello.incarnation, header.clock + 1)
 
     def synced(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
-        """Take a SYNCED frame."""
+        """Handle a SYNCED frame."""
         self._answers.check_member(peer)
         counts = bool(header.flags & 1)
         self._runtime.feed(
@@ -114,34 +114,32 @@ class Requests:
         )
 
     def _tick_of(self, peer: Peer, header: Header) -> int:
-        """Tick, if the push ends its iteration; return the clock of what may be read behind it."""
+        """Tick if the push ends its iteration; return the clock of a read after it."""
         if not header.flags & TICKS:
             return header.clock
         self.count_tick(peer, header)
         return header.clock + 1
 
-    def _keep_for_iteration(
-        self, peer: Peer, header: Header, table: ServerTable, new: Push, top: float, verdict: Verdict
-    ) -> None:
-        """Keep a new push for the end of its iteration."""
+    def _buffer(self, peer: Peer, header: Header, table: ServerTable, new: Push, top: float, verdict: Verdict) -> None:
+        """Buffer a new push until the end of its iteration."""
         assert self._runtime.sums is not None
-        kept = self._runtime.sums.buffer.copy(*new)
-        self._keep(header, table, kept, top, verdict)
+        copy = self._runtime.sums.buffer.copy(*new)
+        self._admit_buffered(header, table, copy, top, verdict)
         self._pressure.note(peer, new[1].nbytes)
 
     @must_succeed
-    def _keep(self, header: Header, table: ServerTable, kept: Push, top: float, verdict: Verdict) -> None:
+    def _admit_buffered(self, header: Header, table: ServerTable, copy: Push, top: float, verdict: Verdict) -> None:
         assert self._runtime.sums is not None
         self._core.admit(verdict)
         table.pushes += 1
         worker = verdict.worker
-        self._runtime.sums.buffer.add(header.clock, worker, self._core.rank_of(worker), header.table, kept, top)
+        self._runtime.sums.buffer.add(header.clock, worker, self._core.rank_of(worker), header.table, copy, top)
 
     def _push_down(
-        self, peer: Peer, header: Header, table: ServerTable, whole: Push, top: float, verdict: Verdict
+        self, peer: Peer, header: Header, table: ServerTable, pushed: Push, top: float, verdict: Verdict
     ) -> None:
         """Apply a push here and forward it; the answer waits for all successors."""
-        worker, (selection, grads), fresh = verdict.worker, whole, verdict.fresh
+        worker, (selection, grads), fresh = verdict.worker, pushed, verdict.fresh
         if fresh:
             if verdict.takes_part:
                 dropped, grads, top = self._stale.treat(worker, header, table, selection, grads, top)
@@ -161,7 +159,7 @@ class Requests:
         pieces = [Piece(header.table, selection, grads)]
         push = ChainPush(PUSH_DOWN, worker, header.sequence, pieces, peer, header, flags, buckets=verdict.buckets)
         if not is_new and self._stale.alters:
-            self._say_the_same(push, selection)
+            self._use_applied_gradients(push, selection)
         push.own()
         table.part.reserve(selection)
         self._admit(verdict, push)
@@ -170,17 +168,17 @@ class Requests:
             table.staleness.applied(worker, header.clock)
         self._tick_of(peer, header)
 
-    def _say_the_same(self, push: ChainPush, selection: Selection) -> None:
-        """Have a repeat carry the gradients that were applied here, and not those that the client has sent again."""
+    def _use_applied_gradients(self, push: ChainPush, selection: Selection) -> None:
+        """Replace a repeat's gradients by the gradients that were applied here, before it is forwarded."""
         pieces: list[Piece] = []
-        rest = push.buckets
+        remaining = push.buckets
         for token, buckets in self._core.forwarded(push.incarnation, push.sequence):
-            pieces += payload_of(token).part(self._tables, buckets & rest)
-            rest &= ~buckets
-        push.pieces, push.asked = [*pieces, *push.part(self._tables, rest)], selection
+            pieces += payload_of(token).part(self._tables, buckets & remaining)
+            remaining &= ~buckets
+        push.pieces, push.requested = [*pieces, *push.part(self._tables, remaining)], selection
 
     def push_own(self, push: ChainPush) -> None:
-        """Apply what this server itself pushes, for a client, and send it on."""
+        """Apply and forward a push of this server on behalf of a client."""
         self._admit(self._core.push(push.incarnation, push.sequence, 0, push.buckets), push)
 
     @must_succeed
@@ -199,8 +197,8 @@ class Requests:
             selection, at = Selection(np.frombuffer(body, np.uint64, count)), 8 * count
         if len(body) != at + 4 * part.num_values(selection):
             raise ProtocolError(
-                f"a push to table {table.spec.name!r} ({table.spec}) has a body of {len(body)} bytes, which is no "
-                "whole number of keys with their gradients"
+                f"a push to table {table.spec.name!r} ({table.spec}) has a body of {len(body)} bytes: expected a whole "
+                "number of keys with their gradients"
             )
         return selection, np.frombuffer(body, np.float32, offset=at)
 
@@ -212,7 +210,7 @@ class Requests:
         if not dropped:
             if not table.part.magnitudes.take(top):
                 self._try_push(peer, table, (selection, grads), top)
-            table.part.reserve(selection)  # what may fail does before the filter takes the push for applied
+            table.part.reserve(selection)  # may fail, so it comes before the push counts as applied
         table.pushes += 1
         try:
             self._core.admit(verdict)
@@ -228,8 +226,8 @@ class Requests:
 def _range(table: ServerTable, body: memoryview) -> Selection:
     if table.spec.kind != "dense" or len(body) < 16:
         raise ProtocolError(
-            f"a request for a range of table {table.spec.name!r} ({table.spec}) has a body of {len(body)} bytes: a "
-            "range is two numbers of 8 bytes, and of a dense table"
+            f"a range request to table {table.spec.name!r} ({table.spec}) has a body of {len(body)} bytes: expected a "
+            "dense table and two numbers of 8 bytes"
         )
     start, stop = np.frombuffer(body, np.uint64, 2).tolist()
     check_range(table.spec, start, stop)

@@ -1,7 +1,6 @@
-"""A server's core at work: events go in, and what it says is done to tables, links and clients.
+"""The runtime of a server's core: passes events to it, and carries out its instructions.
 
-Everything that changes what a server may acknowledge goes through :meth:`Runtime.feed`. An exception while an
-instruction is carried out ends the server.
+Every change of acknowledgeable state goes through :meth:`Runtime.feed`. An exception in an instruction ends the server.
 """
 
 from __future__ import annotations
@@ -39,9 +38,10 @@ _logger = logging.getLogger("paceline.ps")
 
 
 class Runtime:
-    """The core of one server with all that it needs to act.
+    """The core of one server with its tables, answers and links.
 
-    `transport` is for connections to other servers; `on_filled` takes what the scheduler must hear, and does not raise.
+    `transport` is for connections to other servers; `on_filled` receives messages for the scheduler, and does not
+    raise.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Runtime:
         self.answers = answers
         self.stale = stale
         self.sums: IterationSums | None = None
-        """What is kept until its iteration is complete; None unless consistency is sequential."""
+        """The pushes of incomplete iterations; None unless consistency is sequential."""
         consistency = core.consistency
         if isinstance(consistency, Sequential):
             self.sums = IterationSums(tables, non_finite, consistency.aggregate == "mean")
@@ -89,66 +89,66 @@ class Runtime:
             replication.Forward: self._forward,
             replication.Acknowledge: self._acknowledge,
             replication.Withhold: self._withhold,
-            replication.RefusePush: lambda each: answers.refuse(each.token),
-            replication.Forget: lambda each: answers.refuse(each.token),
-            replication.Load: lambda each: self._fills.load(each.token, each.bucket),
+            replication.RefusePush: lambda item: answers.refuse(item.token),
+            replication.Forget: lambda item: answers.refuse(item.token),
+            replication.Load: lambda item: self._fills.load(item.token, item.bucket),
             replication.Drop: changes.drop,
             replication.Hold: changes.hold,
             replication.Lead: changes.lead,
-            replication.Ready: lambda each: self.replicator.send_ready(each.target, each.version),
+            replication.Ready: lambda item: self.replicator.send_ready(item.target, item.version),
             replication.Links: self._have_links,
             replication.ReportFilled: self._report,
-            events.SendClocks: lambda each: self.replicator.send_clocks(each.target),
-            events.ResumeRequest: lambda each: self._again.append(each.token),
+            events.SendClocks: lambda item: self.replicator.send_clocks(item.target),
+            events.ResumeRequest: lambda item: self._again.append(item.token),
             events.ConfirmJoin: answers.joined,
             events.RejectExpelled: answers.expel,
-            events.Stale: lambda each: answers.refuse(each.token),
+            events.Stale: lambda item: answers.refuse(item.token),
             events.Serve: self._serve,
             events.Late: answers.late,
-            events.DropBuffered: changes.drop_kept,
-            events.DropAllBuffered: changes.forget_kept,
+            events.DropBuffered: changes.drop_buffered,
+            events.DropAllBuffered: changes.drop_all_buffered,
             events.SumUp: changes.sum_up,
             events.ApplySum: changes.apply_sum,
-            events.Completed: lambda each: self._snapshots.iteration_completed(each.iteration),
+            events.Completed: lambda item: self._snapshots.iteration_completed(item.iteration),
             events.ForgetWorker: changes.forget_worker,
         }
 
     def feed(self, event: events.Event) -> None:
-        """Take one event. Raises PacelineError, as the core does, before anything has changed."""
+        """Apply one event. Raises the core's PacelineError, before any change."""
         instructions = self.core.handle(event)
         if instructions:
             self.carry_out(instructions)
 
     def tick(self, worker: int, clock: int) -> None:
-        """Note that a worker has finished `clock` iterations."""
+        """Record that a worker has finished `clock` iterations."""
         instructions = self.core.tick(worker, clock)
         if instructions:
             self.carry_out(instructions)
 
     @must_succeed
     def feed_surely(self, event: events.Event) -> None:
-        """Take one event that nothing may refuse any more."""
+        """Apply one event that must not be rejected."""
         for instruction in self.core.handle(event):
             self._actions[type(instruction)](instruction)
 
     @must_succeed
     def carry_out(self, instructions: Sequence[events.Instruction]) -> None:
-        """Do as the core says, in order."""
+        """Carry out the core's instructions, in order."""
         for instruction in instructions:
             self._actions[type(instruction)](instruction)
 
     def take_early(self) -> list[Frame]:
-        """Return the frames that came too early, and are to be handled now."""
+        """Return the early frames whose time has come."""
         frames, self._again = self._again, []
         return frames
 
     def disconnected(self, peer: Peer) -> None:
-        """Forget a connection, and what has come on it: nobody hears an answer."""
+        """Drop a closed connection and its requests."""
         self.core.disconnected(lambda token: _peer(token) is peer)
         self.replicator.disconnected(peer)
 
     def close(self) -> None:
-        """Stop timers, and close the connections to other servers."""
+        """Stop the timers, and close the connections to other servers."""
         if self._expiry is not None:
             self._expiry.cancel()
         self._snapshots.close()
@@ -161,12 +161,12 @@ class Runtime:
     def read(
         self, peer: Peer, header: Header, table: ServerTable, selection: Selection, clock: int, flags: int
     ) -> None:
-        """Answer with values as of iteration `clock`, now or when that may begin."""
+        """Answer with the values of iteration `clock`, when it may begin."""
         worker = peer.hello.incarnation
         if not self.core.takes_part(worker):
             self.answers.check_member(peer)
         elif not self.core.is_readable(clock):
-            table.part.num_values(selection)  # what is wrong with it is said now, and to the one who asked
+            table.part.num_values(selection)  # raises errors of the request before it is blocked
             token = BlockedRead(peer, header, selection.copy(), clock, flags)
             self.feed(events.Read(token, worker, clock, time.monotonic() + timeout_s(peer)))
             self._expire_later()
@@ -174,7 +174,7 @@ class Runtime:
         self.answers.values(peer, header, table, selection, clock, flags)
 
     def answer_push(self, peer: Peer, header: Header, selection: Selection, clock: int, flags: int) -> None:
-        """Acknowledge a push, or answer it with the values that it has asked for, as of iteration `clock`."""
+        """Acknowledge a push, or answer a push_pull with the values of iteration `clock`."""
         if header.kind == PUSH:
             self.answers.acknowledge(peer, header, flags)
         else:
@@ -186,14 +186,14 @@ class Runtime:
         try:
             table = self.tables.find(read.header.table)
             self.answers.values(read.peer, read.header, table, read.selection, read.clock, read.flags)
-        except PacelineError as error:  # its own: whose tick has opened the gate is not concerned
+        except PacelineError as error:  # an error of this read, not of the tick that released it
             read.peer.send_error(read.header, error)
         except MemoryError:
-            what = f"server {self.tables.rank} has no memory for the values that were asked for"
-            read.peer.send_error(read.header, NoRoomError(what))
+            problem = f"server {self.tables.rank} has no memory for the values of this read"
+            read.peer.send_error(read.header, NoRoomError(problem))
 
     def _acknowledge(self, instruction: replication.Acknowledge) -> None:
-        """Answer a push that all servers of its chains have."""
+        """Answer a push that is on all servers of its chains."""
         push = payload_of(instruction.token)
         peer, header = push.peer, push.header
         if peer is None or header is None:
@@ -207,8 +207,8 @@ class Runtime:
         else:
             clock = header.clock + (1 if header.flags & TICKS else 0)
             try:
-                asked = push.pieces[0].selection if push.asked is None else push.asked
-                self.answer_push(peer, header, asked, clock, push.flags)
+                requested = push.pieces[0].selection if push.requested is None else push.requested
+                self.answer_push(peer, header, requested, clock, push.flags)
             except PacelineError as error:
                 peer.send_error(header, error)
             except MemoryError as error:
@@ -243,7 +243,7 @@ class Runtime:
     def _report(self, report: replication.ReportFilled) -> None:
         self._on_filled(messages.Filled(report.version, report.target, to_bytes(report.buckets)))
 
-    # Links to the servers behind.
+    # Links to successors.
 
     @must_succeed
     def _link_up(self, target: int) -> None:
@@ -259,7 +259,7 @@ class Runtime:
             self.feed_surely(replication.Confirmed(target, header.request))
             self._fills.taken(target, header)
         elif header.kind == FrameKind.ERROR:
-            _logger.error("a server behind this one did not take a frame, and is sent all again: %s", error_of(meta))
+            _logger.error("a successor rejected a frame, so everything is sent again: %s", error_of(meta))
             assert self.links is not None
             self.links.renew(target)
 

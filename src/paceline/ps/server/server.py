@@ -1,9 +1,9 @@
 """A parameter server: frames in, tables updated, answers out. One asyncio loop, one thread, no locks.
 
-Whom it talks to: workers' clients and other servers, through a transport's :class:`Handler`; the scheduler's views come
-by :meth:`Server.members_changed`. :class:`~paceline.protocol.server.ServerCore` decides; a frame is timed, then read by
-`Requests` (of workers), `Replicator` (of servers) or `ServerControl`, and what it means is fed to the `Runtime`, which
-does as the core says. The tables and their kernels do the arithmetic.
+Clients and other servers send frames through a transport's :class:`Handler`; the scheduler's views come by
+:meth:`Server.members_changed`. :class:`~paceline.protocol.server.ServerCore` decides. A frame is timed, then read by
+`Requests` (from clients), `Replicator` (from servers) or `ServerControl`. Its event goes to the `Runtime`, which
+carries out the core's instructions. The tables and their kernels do the arithmetic.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _CALL, _IMMEDIATE = TimingClass.CALL, Timing.IMMEDIATE
 
 
 class Server(Handler):
-    """The tables of one server, its place in the chains, and the gate in front of them.
+    """The tables of one server, its place in the chains, and its gate.
 
     Rows beyond the `memory_limit` are stored in files. The `transport` is for connections to other servers; a single
     server needs none. `on_filled` receives the messages for the scheduler, and does not raise. `fail` is called with an
@@ -126,28 +126,25 @@ class Server(Handler):
 
     @must_succeed
     def joined(self, hello: Hello, heartbeat_s: float) -> None:
-        """Take note of rank and incarnation, and of the time between heartbeats; before the first map.
-
-        The scheduler's welcome tells them.
-        """
+        """Set rank, incarnation and heartbeat period from the scheduler's welcome. Call it before the first view."""
         self.tables.rank = hello.rank
         self.replicator.joined(hello, heartbeat_s)
         self.runtime.carry_out(self.core.joined(hello.incarnation))
         self._receive_early()
 
     def known_tables(self) -> list[messages.KnownTable]:
-        """Return the tables that this server holds, for a scheduler that has to learn them; from any thread."""
+        """Return this server's tables for a restarted scheduler; may be called from any thread."""
         return [
             messages.KnownTable(number=number, declared=table.declared, spec=table.spec, revision=table.revision)
             for number, table in list(self.tables.by_number.items())
         ]
 
     def unreachable(self) -> tuple[int, ...]:
-        """Return the servers that this one cannot reach, by incarnation, for its heartbeats; from any thread."""
+        """Return the unreachable servers, by incarnation, for heartbeats; may be called from any thread."""
         return () if self.runtime.links is None else self.runtime.links.unreachable
 
     def _fail(self, error: BaseException) -> None:
-        """End: this server may not be sure of its state."""
+        """End this server, because its state may be inconsistent."""
         if self._is_sure:
             self._is_sure = False
             self._on_failure(error)
@@ -158,7 +155,7 @@ class Server(Handler):
         self.runtime.close()
         self.tables.memory.read_ahead.close()
 
-    # What the transport and the scheduler's link tell.
+    # Events of the transport and the scheduler link.
 
     @override
     @must_succeed
@@ -168,7 +165,7 @@ class Server(Handler):
     @override
     @must_succeed
     def disconnected(self, peer: Peer, reason: Exception | None) -> None:
-        """A cut is not a death: who is dead, the scheduler says."""
+        """Drop a connection. Only the scheduler declares processes dead."""
         self._answers.disconnected(peer)
         self._filtered.disconnected(peer)
         self._traffic.disconnected(peer)
@@ -177,12 +174,12 @@ class Server(Handler):
 
     @override
     def frame_received(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
-        """Handle a frame. Raises the error that refuses a request; after a failure no answer is sent."""
+        """Handle a frame. Raises the error that rejects a request; after a failure no answer is sent."""
         try:
             handle = self._handlers.get(header.kind)
             if handle is None:
                 raise ProtocolError(
-                    f"server {self.rank} knows no frame of kind {header.kind}; is the peer of this version?"
+                    f"server {self.rank} does not support frames of kind {header.kind}: run the same version everywhere"
                 )
             kind = _KINDS[header.kind]
             if kind is _CALL and peer.hello.role != "worker":
@@ -198,33 +195,33 @@ class Server(Handler):
                     self._end_iteration(peer, header)
                 raise
         except MemoryError as error:
-            if self._is_sure:  # it came before anything was changed
+            if self._is_sure:  # no change was made
                 self._end_iteration(peer, header)
                 raise self._answers.no_memory(error) from None
         except Exception as error:
             self._fail(error)
 
     def _end_iteration(self, peer: Peer, header: Header) -> None:
-        """Take note of the tick of a push that was refused: the worker is further all the same, and told why."""
+        """Count the tick of a rejected push, because the worker continues with the next iteration."""
         is_push = _KINDS[header.kind] is TimingClass.DATA and header.epoch == self.core.version
         if is_push and header.flags & TICKS and header.clock <= MAX_CLOCK:
             self._requests.count_tick(peer, header)
 
     def _is_timely(self, timing: Timing, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> bool:
-        """Return whether a frame is to be handled now; keep it if it is early. Raises StaleEpochError if it is late."""
+        """Return whether to handle a frame now; store an early one. Raises StaleEpochError for a stale one."""
         if timing in POSTPONED:
             self.core.postpone(timing, peer.hello.incarnation, (peer, header, bytes(meta), bytearray(body)))
             self.pressure.note(peer, len(meta) + len(body))
             return False
         if header.clock > MAX_CLOCK:
-            raise ProtocolError(f"a frame of iteration {header.clock}: they go to {MAX_CLOCK}")
+            raise ProtocolError(f"a frame of iteration {header.clock}: expected at most {MAX_CLOCK}")
         if timing is Timing.STALE:
             raise self._answers.stale()
         return timing is _IMMEDIATE
 
     @must_succeed
     def members_changed(self, cluster: messages.View) -> None:
-        """Take the scheduler's new map: workers that are on it no more have left or are dead; chains may be others."""
+        """Apply a new view of the scheduler: excluded workers have left or died, and chains may have changed."""
         if cluster.epoch >= self.core.epoch:
             self.replicator.map_changed(cluster)
         version = self.core.version
@@ -244,7 +241,7 @@ class Server(Handler):
         self._receive_early()
 
     def _receive_early(self) -> None:
-        """Handle the frames that came too early, and do not any more."""
+        """Handle the early frames whose time has come."""
         for peer, header, meta, body in self.runtime.take_early():
             try:
                 self.frame_received(peer, header, memoryview(meta), memoryview(body))
@@ -255,9 +252,9 @@ class Server(Handler):
     # Frames.
 
     def _chain(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
-        """Take a frame of a server before this one.
+        """Handle a frame of a predecessor.
 
-        It can be refused for what it says, and not for want of memory: the chain would wait for this server.
+        An invalid frame is rejected. Without memory the server ends, because the chain would wait for it.
         """
         try:
             event = self.replicator.read(peer, header, meta, body)
@@ -273,7 +270,7 @@ class Server(Handler):
         self.runtime.feed(events.ReadyReceived(peer.hello.incarnation, header.epoch))
 
     def _call(self, peer: Peer, header: Header, meta: memoryview, body: memoryview) -> None:
-        """Do as a CALL frame asks, and answer it."""
+        """Carry out a CALL frame and answer it."""
         request = messages.decode_to_server(meta)
         match request:
             case messages.JoinClock(rank=rank, clock=clock):

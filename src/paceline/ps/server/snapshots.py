@@ -1,8 +1,8 @@
-"""A server's side of snapshots: its buckets are copied between requests, and written and read by threads.
+"""A server's side of snapshots: buckets are copied between requests, and threads write and read files.
 
-One bucket is copied at a time, in the event loop, where nothing changes it meanwhile; then whoever has sent something
-is served, then the next one. At most `_WRITERS` parts are on their way to the disk: a slow disk slows the snapshot,
-never a push. Whom it talks to: a coordinator (:mod:`paceline.ps.client.snapshots`), by its messages.
+The event loop copies one bucket at a time, during which nothing changes it, and serves requests before the next one. At
+most `_WRITERS` parts are being written, so a slow disk delays the snapshot but never a push. The coordinator
+(:mod:`paceline.ps.client.snapshots`) sends the requests.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from paceline.tables.server_tables import ServerTables
 from paceline.tables.snapshot_part import Moment, SnapshotId, watch
 from paceline.tables.types import Floats, Keys
 
-_WRITERS = 2  # while one waits for the disk, the other one hashes and writes
-PAUSE = 1.0  # after a bucket is copied, in the time that it took
+_WRITERS = 2  # one waits for the disk while the other one hashes
+PAUSE = 1.0  # the pause after a bucket, as a multiple of the time for copying it
 
 _Result = TypeVar("_Result")
 
 
 class _Taking:
-    """One snapshot on one server, from its beginning to the last part on the disk."""
+    """One snapshot on one server, from its start to the last part on the disk."""
 
     def __init__(self, tables: ServerTables, request: TakeSnapshot) -> None:
         self._tables = tables
@@ -66,36 +66,36 @@ class _Taking:
 
     @property
     def id(self) -> SnapshotId:
-        """Which snapshot it is."""
+        """The directory and number of the snapshot."""
         return self._request.directory, self._request.number
 
     @property
-    def begun(self) -> bool:
-        """Whether buckets are being copied, or were."""
+    def has_started(self) -> bool:
+        """Whether the copying of buckets has started."""
         return self._task is not None
 
     def prepare(self) -> None:
-        """Have memory made to copy buckets to: each piece is there when it is made, or what it held is on the disk."""
+        """Allocate buffers in threads. A buffer is available after its allocation, and again after it was written."""
         held = [self._tables.find(number).part for number in self._request.tables]
         size = sum((8 + 4 * part.record_words) * part.num_rows for part in held)
         for _ in range(1 + min(_WRITERS, size // parts.PART_BYTES)):
             self._buffers.append(_call(self._pool, PartBuffer, min(size, parts.PART_BYTES)))
 
     def begin(self) -> None:
-        """Begin: at the boundary, or at once."""
-        mine = from_bytes(self._request.buckets)
+        """Start copying: at the boundary, or immediately without one."""
+        wanted = from_bytes(self._request.buckets)
         todo: dict[int, Buckets] = {}
         for number in self._request.tables:
             part = watch(self._tables.find(number))
-            rest = mine & part.held
+            remaining = wanted & part.held
             for earlier in self._request.whole:
-                if kept := part.unchanged_since((self._request.directory, earlier)) & rest:
+                if kept := part.unchanged_since((self._request.directory, earlier)) & remaining:
                     self._kept.append(KeptBuckets(table=number, number=earlier, buckets=to_bytes(kept)))
-                    rest &= ~kept
-            if self._request.boundary is not None and rest:
-                self._moments[number] = part.moment = Moment(part.part, rest)
-                part.note_written(self.id, rest)
-            todo[number] = rest
+                    remaining &= ~kept
+            if self._request.boundary is not None and remaining:
+                self._moments[number] = part.moment = Moment(part.part, remaining)
+                part.note_written(self.id, remaining)
+            todo[number] = remaining
         self._task = _start(self._take(todo))
 
     async def _take(self, todo: dict[int, Buckets]) -> None:
@@ -114,13 +114,13 @@ class _Taking:
             self._fail(str(error) or "no memory for a copy of buckets")
         finally:
             if not self.done:
-                await asyncio.gather(*self._buffers, return_exceptions=True)  # nothing is written any more
+                await asyncio.gather(*self._buffers, return_exceptions=True)  # wait for the writers
                 self._buffers.clear()
                 self._remove()
             self._pool.shutdown(wait=False)
 
     async def _copy_table(self, number: int, buckets: Buckets) -> None:
-        """Copy the buckets of a table, and have them written; whoever waits is served before the next one."""
+        """Copy the buckets of a table and write them; requests are served between buckets."""
         spec = self._tables.find(number).part.spec
         files = (f"{self._request.folder}/{self._prefix}-t{number}-{index:05d}.safetensors" for index in count())
         gathered: PartBuffer | None = None
@@ -138,7 +138,7 @@ class _Taking:
                 if gathered.has_passes:
                     records = self._tables.find(number).part.with_passes(bucket, keys, records)
                 gathered.add(keys, records, bucket)
-            # Not at once: a push that is being received would have a bucket copied between any two of its pieces.
+            # Pause, so that not every piece of a push in reception waits for the copy of a bucket.
             await asyncio.sleep(min(max(PAUSE * (time.perf_counter() - start), 1e-4), 0.02))
             if gathered.is_full:
                 self._buffers.append(_call(self._pool, self._write, next(files), spec.name, gathered))
@@ -167,7 +167,7 @@ class _Taking:
             part.moment = None
 
     def _write(self, file: str, table: str, gathered: PartBuffer) -> PartBuffer:
-        """Write a part, in a thread; return the memory, to be used again."""
+        """Write a part, in a thread; return the buffer for reuse."""
         self._parts.append(write_part(self._directory, file, table, gathered))
         return gathered
 
@@ -176,7 +176,7 @@ class _Taking:
         self.give_up()
 
     def give_up(self) -> None:
-        """Stop, and remove what was written."""
+        """Stop, and remove the written files."""
         self._given_up = True
         for number in list(self._moments):
             self._close_moment(number)
@@ -189,31 +189,31 @@ class _Taking:
             self._remove()
 
     def drop(self) -> None:
-        """Give it up, since the coordinator does; its folder goes too when the last server has left it."""
+        """Stop, because the coordinator cancels the snapshot. The last server also removes the folder."""
         self._is_dropped = True
         self.give_up()
 
     @property
     def _prefix(self) -> str:
-        """How the names of this server's files begin."""
+        """The prefix of this server's file names."""
         return f"s{self._tables.rank}-r{self._request.round}"
 
     def _remove(self) -> None:
-        # If it is not dropped the folder stays, or another server would have none, and tell of that.
+        # Without a drop the folder stays, because other servers may still write to it.
         folder, names = self._directory / self._request.folder, f"{self._prefix}-t*.safetensors"
         pool = ThreadPoolExecutor(1, thread_name_prefix="paceline-snapshot")
         pool.submit(_remove_files, folder, names, self._is_dropped)
         pool.shutdown(wait=False)
 
     def state(self) -> SnapshotState:
-        """Return how far it is."""
+        """Return the progress."""
         if not self.done:
             return SnapshotState(done=False, error=self.error, parts=(), kept=())
         return SnapshotState(done=True, error="", parts=tuple(self._parts), kept=tuple(self._kept))
 
 
 class _PartsLoading:
-    """Buckets on their way from parts on the disk into a table."""
+    """The loading of buckets from parts on the disk into a table."""
 
     def __init__(self, tables: ServerTables, request: LoadParts, non_finite: NonFinite) -> None:
         self._table = tables.find(request.table)
@@ -230,44 +230,44 @@ class _PartsLoading:
         self.rows = 0
 
     def begin(self) -> None:
-        """Begin."""
+        """Start loading."""
         self._task = _start(self._load())
 
     async def _load(self) -> None:
         pool = ThreadPoolExecutor(_WRITERS, thread_name_prefix="paceline-loading")
         read = partial(read_buckets, with_passes=True)
-        todo = deque((part, mine) for part, mine in zip(self._parts, self._wanted, strict=True) if mine)
+        todo = deque((part, wanted) for part, wanted in zip(self._parts, self._wanted, strict=True) if wanted)
         reading: deque[asyncio.Future[list[tuple[int, Keys, Floats]]]] = deque()
         try:
-            self.is_seen = await _result(_call(pool, are_there, self._directory, self._parts))
+            self.is_seen = await _result(_call(pool, do_all_exist, self._directory, self._parts))
             while self.is_seen and (todo or reading):
                 while todo and len(reading) < _WRITERS:
                     reading.append(_call(pool, read, self._directory, *todo.popleft()))
                 for bucket, keys, records in await _result(reading.popleft()):
                     self._set(bucket, keys, records)
-                    await asyncio.sleep(0)  # whoever waits is served before the next one
+                    await asyncio.sleep(0)  # serve requests before the next bucket
             self.done = True
         except (PacelineError, OSError) as error:
             self.error = str(error) or type(error).__name__
         finally:
-            for each in reading:
-                each.cancel()
+            for future in reading:
+                future.cancel()
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _set(self, bucket: int, keys: Keys, records: Floats) -> None:
-        if self._part.held >> bucket & 1:  # or it has moved meanwhile, and will be loaded again
+        if self._part.held >> bucket & 1:  # otherwise it has moved, and the coordinator repeats the loading
             self._non_finite.check_records(self._table, keys, records, f"the snapshot in {self._directory}")
             self._part.load_with_passes(bucket, keys, records)
         self.rows += len(keys)
 
     def give_up(self) -> None:
-        """Stop. It is no error by itself: another loading takes its place, or the server ends, which others see."""
+        """Stop without an error, because another loading starts or the server ends."""
         if self._task is not None:
             self._task.cancel()
 
 
 def _start(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """Do something in the event loop; an exception of it is treated as that of a callback is."""
+    """Run a coroutine as a task; its exceptions are handled like exceptions of callbacks."""
     task = asyncio.get_running_loop().create_task(work)
     task.add_done_callback(lambda ended: None if ended.cancelled() else ended.result())
     return task
@@ -278,7 +278,7 @@ def _call(pool: ThreadPoolExecutor, function: Callable[..., _Result], *arguments
 
 
 async def _result(called: asyncio.Future[_Result]) -> _Result:
-    """Return what a call in a thread has. What it raises, ModelError if it is of no other kind, is no server's end."""
+    """Return the result of a call in a thread. Raises OSError, or ModelError for any other exception."""
     try:
         return await called
     except OSError:
@@ -295,8 +295,8 @@ def _remove_files(folder: Path, names: str, is_last: bool) -> None:
             folder.rmdir()
 
 
-def are_there(directory: Path, parts: Sequence[StoredPart]) -> bool:
-    """Return whether this machine sees the files of all parts."""
+def do_all_exist(directory: Path, parts: Sequence[StoredPart]) -> bool:
+    """Return whether the files of all parts exist on this machine."""
     return all((directory / part.file).exists() for part in parts)
 
 
@@ -317,10 +317,13 @@ class ServerSnapshots:
             LoadParts: self.load,
             GetLoadState: self.load_state,
         }
-        """What answers which message."""
+        """The methods that answer messages, by type."""
 
     def take(self, request: TakeSnapshot) -> SnapshotBegun:
-        """Begin a snapshot now, or say when: at an iteration that no worker has begun yet."""
+        """Start a snapshot now or at a boundary, an iteration that no worker has begun.
+
+        If the boundary has passed, return the current clock instead.
+        """
         for number in request.tables:
             self._tables.find(number)
         from_bytes(request.buckets)
@@ -337,35 +340,35 @@ class ServerSnapshots:
         return SnapshotBegun(begun=True, clock=clock)
 
     def iteration_completed(self, iteration: int) -> None:
-        """Take note that an iteration is complete and applied, and no later one is."""
+        """Record that an iteration was applied; no later one has been."""
         if self._boundary is not None and iteration + 1 >= self._boundary:
             self._boundary = None
-            if self._taking is not None and not self._taking.begun:
+            if self._taking is not None and not self._taking.has_started:
                 self._taking.begin()
 
     def state(self, request: GetSnapshotState) -> SnapshotState:
-        """Return how far a snapshot is."""
+        """Return the progress of a snapshot."""
         if self._taking is None:
-            raise UsageError(f"server {self._tables.rank} takes no snapshot {request.number}")
+            raise UsageError(f"server {self._tables.rank} is not taking snapshot {request.number}")
         if self._taking.id != (request.directory, request.number):
             directory, number = self._taking.id
-            reason = f"it was given up when snapshot {number} in {directory} was begun: a server takes one at a time"
+            reason = f"snapshot {number} in {directory} has replaced it: a server takes one snapshot at a time"
             return SnapshotState(done=False, error=reason, parts=(), kept=())
         return self._taking.state()
 
     def drop(self, request: DropSnapshot) -> None:
-        """Give up a snapshot."""
+        """Cancel a snapshot."""
         if self._taking is not None and self._taking.id == (request.directory, request.number):
             self._taking.drop()
             self._taking, self._boundary = None, None
 
     def load(self, request: LoadParts) -> None:
-        """Begin to load. Raises StaleEpochError by another map."""
+        """Start loading. Raises StaleEpochError if the request is of another view."""
         version = self._core.version
         if request.version != version:
             raise StaleEpochError(
-                f"server {self._tables.rank} goes by version {version} of the map, and a snapshot is to be "
-                f"loaded by version {request.version}: ask again by the newest one"
+                f"server {self._tables.rank} has view {version}, but the request to load a snapshot is of view "
+                f"{request.version}: retry in the newest view"
             )
         if self._loading is not None and not self._loading.done:
             self._loading.give_up()
@@ -373,14 +376,14 @@ class ServerSnapshots:
         self._loading.begin()
 
     def load_state(self, request: GetLoadState) -> LoadState:
-        """Return how far the loading is."""
+        """Return the progress of the loading."""
         loading = self._loading
         if loading is None:
-            raise ModelError(f"server {self._tables.rank} loads nothing")
+            raise ModelError(f"server {self._tables.rank} is not loading a snapshot")
         return LoadState(done=loading.done, error=loading.error, rows=loading.rows, is_seen=loading.is_seen)
 
     def close(self) -> None:
-        """Stop what goes on."""
+        """Stop a running snapshot or loading."""
         if self._taking is not None and not self._taking.done:
             self._taking.give_up()
         if self._loading is not None and not self._loading.done:

@@ -1,4 +1,4 @@
-"""What becomes of gradients that are stale: accepted, dropped or compensated, as the cluster's policy says."""
+"""The cluster's policy for stale gradients: accept, drop or compensate."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DROPPED_KEPT = 256  # as many pushes as a client has in flight at most
 
 
 class StaleGradients:
-    """The policy of one server, and which pushes it has dropped."""
+    """The policy of one server, and its dropped pushes."""
 
     def __init__(self, policy: StalePolicy | None) -> None:
         self._drop_beyond = policy.beyond if isinstance(policy, DropStale) else None
@@ -26,15 +26,15 @@ class StaleGradients:
 
     @property
     def alters(self) -> bool:
-        """Whether what is applied may be other than what was pushed."""
+        """Whether applied gradients may differ from the pushed ones."""
         return self._compensation is not None
 
     def treat(
         self, worker: int, header: Header, table: ServerTable, selection: Selection, grads: Floats, top: float
     ) -> tuple[bool, Floats, float]:
-        """Return whether a gradient is too stale, what it is after compensation, and its greatest magnitude.
+        """Return whether a gradient is too stale, the compensated gradient, and its greatest magnitude.
 
-        Counts, whose frames are flagged as exact, are applied as they are however stale.
+        Counts, whose frames have the flag EXACT, are always applied unchanged.
         """
         staleness = table.staleness.observe(worker, header.clock)
         if header.flags & EXACT:
@@ -49,19 +49,19 @@ class StaleGradients:
         return False, grads, top
 
     def flags_of_duplicate(self, worker: int, header: Header) -> int:
-        """Return the flags of the answer to a push that came before."""
+        """Return the flags of the answer to a repeated push."""
         return DROPPED if header.sequence in self._dropped.get(worker, ()) else 0
 
     def pulled(
         self, worker: int, header: Header, table: ServerTable, clock: int, selection: Selection, values: Floats
     ) -> None:
-        """Note what a worker has read for iteration `clock`."""
+        """Record a worker's read of iteration `clock`."""
         table.staleness.pulled(worker, clock)
         if self._compensation is not None:
             self._compensation.pulled(worker, header.table, clock, selection, values)
 
     def forget(self, worker: int) -> None:
-        """Forget a worker that is gone."""
+        """Drop the state of a worker that left."""
         self._dropped.pop(worker, None)
         if self._compensation is not None:
             self._compensation.forget(worker)

@@ -1,4 +1,4 @@
-"""The pushes of iterations that are not complete, and their sums."""
+"""The buffered pushes of incomplete iterations, and their sums."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _logger = logging.getLogger("paceline.ps")
 
 
 class IterationSums:
-    """What one server keeps under sequential consistency; `mean` says whether the sums are divided by the workers."""
+    """The buffered pushes of one server. With `mean`, sums are divided by the number of workers."""
 
     def __init__(self, tables: ServerTables, non_finite: NonFinite, mean: bool) -> None:
         self._tables = tables
@@ -26,27 +26,26 @@ class IterationSums:
         self.buffer = IterationBuffer(mean)
 
     def restrict(self, buckets: Buckets) -> None:
-        """Keep only what is of these buckets."""
+        """Drop the pushes outside `buckets`."""
         self.buffer.restrict({number: table.part for number, table in self._tables.by_number.items()}, buckets)
 
     def apply(self, iteration: int, workers: Sequence[int], buckets: Buckets) -> None:
-        """Sum what `workers` have pushed in an iteration, all of it to these buckets, and apply it."""
+        """Sum and apply the pushes of `workers` in an iteration, which are all to `buckets`."""
         complete = self._complete(iteration, workers, buckets)
         for number, pushes in sorted(complete.tables.items()):
             table = self._tables.by_number[number]
-            table.staleness.histogram[0] += len(pushes)  # nothing was applied since it began
+            table.staleness.histogram[0] += len(pushes)  # nothing else was applied since the iteration began
             apply_sum(table.part, pushes, complete.factor)
         self.buffer.recycle(complete.tables)
 
     def pieces(self, iteration: int, workers: Sequence[int], buckets: Buckets) -> list[Piece]:
-        """Sum what `workers` have pushed in an iteration; return what of it is of these buckets."""
+        """Return the sum of the pushes of `workers` in an iteration, restricted to `buckets`."""
         complete = self._complete(iteration, workers, buckets)
         return self._sum_up(complete.tables, complete.factor, buckets)
 
     def _complete(self, iteration: int, workers: Sequence[int], buckets: Buckets) -> IterationPushes:
         complete = self.buffer.complete(iteration, workers)
-
-        what = f"the sum of the gradients of iteration {iteration} on server {self._tables.rank}"
+        source = f"the sum of the gradients of iteration {iteration} on server {self._tables.rank}"
         for number, pushes in list(complete.tables.items()):
             table = self._tables.by_number[number]
             top = complete.tops[number]
@@ -58,8 +57,8 @@ class IterationSums:
                     if piece is not None:
                         top = float(largest(piece.floats))
                         if not table.part.magnitudes.take(top):
-                            self._non_finite.try_push(table, piece.selection, piece.floats, top, what)
-            except NonFiniteError as error:  # the table's sum is not applied; its workers will hear of it
+                            self._non_finite.try_push(table, piece.selection, piece.floats, top, source)
+            except NonFiniteError as error:  # the table's sum is not applied; the workers receive the error
                 _logger.warning("%s", error)
                 table.refused.update(dict.fromkeys(workers, str(error)))
                 del complete.tables[number]

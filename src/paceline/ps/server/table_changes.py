@@ -1,4 +1,4 @@
-"""What the core of a server bids it do to its tables, but for buckets that come whole: each instruction carried out."""
+"""The core's instructions that change a server's tables, except received buckets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.tables.server_tables import ServerTables
 
 
 class TableChanges:
-    """The tables of one server as its core changes them; `sums` is None unless consistency is sequential."""
+    """Carries out instructions on the tables of one server; `sums` is None unless consistency is sequential."""
 
     def __init__(
         self, tables: ServerTables, checks: ReplicaChecks, stale: StaleGradients, sums: IterationSums | None
@@ -26,35 +26,35 @@ class TableChanges:
     # Pushes.
 
     def apply(self, instruction: replication.Apply) -> None:
-        """Apply what of a push is of some buckets."""
+        """Apply a part of a push."""
         push = payload_of(instruction.token)
         self._checks.orders.applied(push.incarnation, push.sequence, instruction.buckets)
         apply(self._tables, push, instruction.buckets)
 
     def sum_up(self, token: events.SumUp) -> None:
-        """Make the sum of an iteration a push, which goes down the chains."""
+        """Sum an iteration into a push that goes down the chains."""
         assert self._sums is not None
         pieces = self._sums.pieces(token.iteration, token.workers, token.buckets)
         sequence, buckets = token.iteration + 1, token.buckets
         token.payload = ChainPush(PUSH, AGGREGATE, sequence, pieces, buckets=buckets, is_owned=True)
 
     def apply_sum(self, instruction: events.ApplySum) -> None:
-        """Apply the sum of an iteration, which goes nowhere else."""
+        """Sum and apply an iteration, without a push."""
         assert self._sums is not None
         self._sums.apply(instruction.iteration, instruction.workers, instruction.buckets)
 
-    def drop_kept(self, instruction: events.DropBuffered) -> None:
-        """Forget what a worker has pushed for iterations that it does not finish."""
+    def drop_buffered(self, instruction: events.DropBuffered) -> None:
+        """Drop a worker's pushes for iterations that it will not finish."""
         assert self._sums is not None
         self._sums.buffer.forget(instruction.worker, instruction.iteration)
 
-    def forget_kept(self, instruction: events.DropAllBuffered) -> None:
-        """Forget what all workers have pushed for iterations that are not complete."""
+    def drop_all_buffered(self, instruction: events.DropAllBuffered) -> None:
+        """Drop all pushes of incomplete iterations."""
         if self._sums is not None:
             self._sums.buffer.clear()
 
     def forget_worker(self, instruction: events.ForgetWorker) -> None:
-        """Forget how stale the gradients of a worker were that is gone, and what it was to be told."""
+        """Drop a worker's staleness and pending errors."""
         self._stale.forget(instruction.worker)
         for table in self._tables.by_number.values():
             table.staleness.forget(instruction.worker)
@@ -63,18 +63,18 @@ class TableChanges:
     # Buckets.
 
     def drop(self, instruction: replication.Drop) -> None:
-        """Forget the data of some buckets."""
+        """Delete the data of some buckets."""
         self._checks.drop(instruction.buckets)
         for table in self._tables.by_number.values():
             table.part.drop(instruction.buckets)
 
     def hold(self, instruction: replication.Hold) -> None:
-        """Begin some buckets with initial values."""
+        """Create some buckets with initial values."""
         for table in self._tables.by_number.values():
             table.part.hold(instruction.buckets)
 
     def lead(self, instruction: replication.Lead) -> None:
-        """Be the primary of some buckets, and of no others."""
+        """Set the buckets that this server leads."""
         for table in self._tables.by_number.values():
             table.part.set_primary(instruction.buckets)
         if self._sums is not None:
